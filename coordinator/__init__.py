@@ -1,0 +1,1 @@
+"""Everything that runs between facilities. Of `facility` it imports only `facility.exchange`."""

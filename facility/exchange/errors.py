@@ -1,0 +1,67 @@
+"""The exception tree shared by both sides.
+
+    CrossFedError                 every error a user can see; the message says what was found, expected, and what to do
+    ├── InputError (ValueError)   fix the input: trying again will not help
+    │   ├── ConfigurationError    a settings file; carries file and line
+    │   ├── CheckpointError       a checkpoint or one of its files
+    │   │   └── ManifestError     a directory that is not what its manifest says
+    │   └── UpdateRefused         an update that may not take part in a round; carries the facility's name
+    └── TryAgain                  a passing fault: the same command may succeed later
+
+An `assert` marks our own mistakes, never the user's.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+
+class CrossFedError(Exception):
+    """Base of every error meant for the user."""
+
+
+class InputError(CrossFedError, ValueError):
+    """The input must be changed; trying again will not help."""
+
+
+class ConfigurationError(InputError):
+    """A settings file holds something wrong at a given line."""
+
+    def __init__(self, message: str, *, file: Path | str | None = None, line: int | None = None) -> None:
+        self.file, self.line = file, line
+        place = "" if file is None else f"{file}: " if line is None else f"{file}:{line}: "
+        super().__init__(place + message)
+
+
+class CheckpointError(InputError):
+    """A checkpoint directory or one of its files is not usable."""
+
+
+class ManifestError(CheckpointError):
+    """A directory does not hold what its manifest says."""
+
+
+class UpdateRefused(InputError):
+    """An update may not take part in its round."""
+
+    def __init__(self, facility: str, reason: str) -> None:
+        self.facility, self.reason = facility, reason
+        super().__init__(f"update of facility {facility!r} refused: {reason}")
+
+
+class TryAgain(CrossFedError):
+    """A passing fault: the same command may succeed later."""
+
+
+def exit_on_error(main: Callable[[], int | None]) -> int:
+    """Run `main` and turn a `CrossFedError` into one line on stderr and exit code 2 (75 for `TryAgain`)."""
+    try:
+        return main() or 0
+    except TryAgain as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 75
+    except CrossFedError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2

@@ -1,0 +1,20 @@
+"""Exit codes that the workflow understands.
+
+StreamFlow hangs or stops when a step inside the loop fails, so a training step tells what happened by a code that
+`cwl/tools/train.cwl` lists under `successCodes`, and by what it leaves in its output directory.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class Outcome(IntEnum):
+    """Exit code of `facility.train` and of the steps around it."""
+
+    DONE = 0
+    """The output directory is a complete update."""
+    SITS_OUT = 7
+    """The facility takes no part in this round: no update, or a directory holding only `failure.json`."""
+    COME_BACK = 85
+    """Time ran out: state is saved at the facility, and the same command goes on mid-round."""

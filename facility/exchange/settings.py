@@ -1,0 +1,180 @@
+"""Training settings of one facility: written by `crossfed render`, staged with every round, read by the trainer."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar
+
+from .errors import ConfigurationError
+
+FORMAT = 1
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSettings:
+    """What a facility does in one round. Every field may stand under `training:` in `workflow/federation.yml`."""
+
+    steps: int = 100
+    """Optimizer steps in one round."""
+    batch_sequences: int = 8
+    """Sequences (blocks) per optimizer step over the whole facility."""
+    micro_batch_sequences: int = 0
+    """Sequences per forward pass and rank; 0: as many as the batch gives each rank."""
+    learning_rate: float = 1e-4
+    """Peak learning rate."""
+    minimum_learning_rate_ratio: float = 0.1
+    """Learning rate at the end of the federation as a share of the peak."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """Shape over the whole federation (all rounds), after one warm-up."""
+    warmup_steps: int = 0
+    """Steps of linear warm-up, once for the whole federation."""
+    weight_decay: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.95
+    epsilon: float = 1e-8
+    """AdamW's epsilon."""
+    clip_norm: float = 1.0
+    """Global gradient norm limit; 0 switches clipping off."""
+    proximal: float = 0.0
+    """FedProx's mu (Li et al. 2020, arXiv 1812.06127, eq. 2); 0 is off."""
+    compute_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Dtype of forward and backward; master weights are float32 always."""
+    export_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Dtype of the update that travels."""
+    ranks: int = 1
+    """Processes per node when no scheduler says; a scheduler's own count wins."""
+    threads: int = 0
+    """CPU threads per rank; 0: cores divided by the ranks of the node."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    evaluation_sequences: int = 0
+    """At most so many validation blocks per evaluation; 0: all."""
+    keep_optimizer: bool = True
+    """Keep AdamW's moments at the facility between rounds."""
+
+    def __post_init__(self) -> None:
+        positive = {
+            "steps": self.steps,
+            "batch_sequences": self.batch_sequences,
+            "ranks": self.ranks,
+            "learning_rate": self.learning_rate,
+        }
+        for name, value in positive.items():
+            if not value > 0:
+                raise ConfigurationError(f"{name} is {value}, expected more than 0")
+        for name in (
+            "micro_batch_sequences",
+            "warmup_steps",
+            "weight_decay",
+            "clip_norm",
+            "proximal",
+            "threads",
+            "evaluation_sequences",
+        ):
+            if getattr(self, name) < 0:
+                raise ConfigurationError(f"{name} is {getattr(self, name)}, expected 0 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FacilitySettings:
+    """The file `workflow/facilities/<name>.json` that travels to one facility."""
+
+    federation: str
+    facility: str
+    rounds: int
+    """Rounds of the whole federation: the learning-rate schedule spans them."""
+    seed: int
+    """The federation's seed; the trainer derives its own from (seed, round, facility)."""
+    training: TrainingSettings = field(default_factory=TrainingSettings)
+    format: int = FORMAT
+
+
+def from_mapping(kind: type[T], raw: Any, *, where: str = "", file: Path | str | None = None) -> T:
+    """Build dataclass `kind` from a mapping: unknown keys and wrong types raise `ConfigurationError` naming the key."""
+    if not isinstance(raw, dict):
+        raise ConfigurationError(f"{where or kind.__name__} is {raw!r:.60}, expected a mapping", file=file)
+    hints = typing.get_type_hints(kind)
+    known = [f.name for f in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    values = {}
+    for key, value in raw.items():
+        name = f"{where}.{key}" if where else str(key)
+        if key not in known:
+            close = difflib.get_close_matches(str(key), known, 1)
+            hint = f"did you mean {close[0]!r}? " if close else ""
+            raise ConfigurationError(f"unknown key {name!r}; {hint}known keys are {', '.join(known)}", file=file)
+        values[key] = _checked(hints[key], value, name, file)
+    missing = [
+        f.name
+        for f in dataclasses.fields(kind)
+        if f.default is f.default_factory is dataclasses.MISSING and f.name not in raw
+    ]  # type: ignore[arg-type]
+    if missing:
+        raise ConfigurationError(f"{where or kind.__name__} lacks {', '.join(missing)}", file=file)
+    return kind(**values)
+
+
+def _checked(hint: Any, value: Any, name: str, file: Path | str | None) -> Any:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, UnionType):
+        if value is None and NoneType in arguments:
+            return None
+        rest = [a for a in arguments if a is not NoneType]
+        for candidate in rest[:-1]:
+            try:
+                return _checked(candidate, value, name, file)
+            except ConfigurationError:
+                continue
+        return _checked(rest[-1], value, name, file)
+    if origin is Literal:
+        if value not in arguments:
+            raise ConfigurationError(
+                f"{name} is {value!r}, expected one of {', '.join(map(repr, arguments))}", file=file
+            )
+        return value
+    if dataclasses.is_dataclass(hint):
+        return from_mapping(hint, value, where=name, file=file)  # type: ignore[arg-type]
+    if origin in (list, tuple):
+        if not isinstance(value, list | tuple):
+            raise ConfigurationError(f"{name} is {value!r:.60}, expected a list", file=file)
+        items = (
+            [_checked(arguments[0], item, f"{name}[{number}]", file) for number, item in enumerate(value)]
+            if arguments
+            else list(value)
+        )
+        return origin(items)
+    if origin is dict or hint is dict:
+        if not isinstance(value, dict):
+            raise ConfigurationError(f"{name} is {value!r:.60}, expected a mapping", file=file)
+        return dict(value)
+    if hint is Any:
+        return value
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if hint is float and isinstance(value, str):  # YAML 1.1 reads 1e-4 as text
+        try:
+            return float(value)
+        except ValueError:
+            pass
+    if not isinstance(value, hint) or (hint is not bool and isinstance(value, bool)):
+        raise ConfigurationError(f"{name} is {value!r:.60}, expected {hint.__name__}", file=file)
+    return value
+
+
+def read_facility_settings(path: Path) -> FacilitySettings:
+    """Read the staged settings file; raises `ConfigurationError`."""
+    try:
+        raw = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"cannot be read: {error}", file=path) from None
+    settings = from_mapping(FacilitySettings, raw, file=path)
+    if settings.format > FORMAT:
+        raise ConfigurationError(
+            f"format {settings.format} is newer than {FORMAT}: update CrossFed at this facility", file=path
+        )
+    return settings

@@ -1,0 +1,71 @@
+"""Start a function on several real gloo processes."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _entry(
+    function: Callable[..., Any], rank: int, world: int, port: int, arguments: tuple[Any, ...], queue: Any
+) -> None:
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=world)
+    try:
+        queue.put((rank, True, function(rank, world, *arguments)))
+        code = 0
+    except BaseException:
+        queue.put((rank, False, traceback.format_exc()))
+        code = 1
+    queue.close()
+    queue.join_thread()
+    sys.stdout.flush()
+    os._exit(code)  # torch 2.13 sometimes aborts at interpreter exit after FSDP on a CPU
+
+
+def run_distributed(function: Callable[..., Any], world: int, *arguments: Any, timeout: float = 120) -> list[Any]:
+    """Call `function(rank, world, *arguments)` on `world` processes; results by rank, picklable and small.
+
+    `function` must be importable (top level of a test module). A failing rank's traceback becomes an AssertionError.
+    """
+    import multiprocessing
+
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    port = free_port()
+    processes = [
+        context.Process(target=_entry, args=(function, rank, world, port, arguments, queue)) for rank in range(world)
+    ]
+    for process in processes:
+        process.start()
+    results: dict[int, Any] = {}
+    deadline = time.monotonic() + timeout
+    try:
+        while len(results) < world:
+            rank, good, value = queue.get(timeout=max(0.1, deadline - time.monotonic()))
+            assert good, f"rank {rank} failed:\n{value}"
+            results[rank] = value
+    finally:
+        for process in processes:
+            process.join(timeout=5 if len(results) == world else 0.1)
+            if process.is_alive():
+                process.kill()
+                process.join()
+    return [results[rank] for rank in range(world)]
