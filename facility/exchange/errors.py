@@ -27,10 +27,12 @@ class InputError(CrossFedError, ValueError):
 
 
 class ConfigurationError(InputError):
-    """A settings file holds something wrong at a given line."""
+    """A settings file holds something wrong: at a given line, or under a given key such as `training.steps`."""
 
-    def __init__(self, message: str, *, file: Path | str | None = None, line: int | None = None) -> None:
-        self.file, self.line = file, line
+    def __init__(
+        self, message: str, *, file: Path | str | None = None, line: int | None = None, key: str | None = None
+    ) -> None:
+        self.message, self.file, self.line, self.key = message, file, line, key
         place = "" if file is None else f"{file}: " if line is None else f"{file}:{line}: "
         super().__init__(place + message)
 

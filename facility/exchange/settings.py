@@ -98,7 +98,7 @@ class FacilitySettings:
 def from_mapping(kind: type[T], raw: Any, *, where: str = "", file: Path | str | None = None) -> T:
     """Build dataclass `kind` from a mapping: unknown keys and wrong types raise `ConfigurationError` naming the key."""
     if not isinstance(raw, dict):
-        raise ConfigurationError(f"{where or kind.__name__} is {raw!r:.60}, expected a mapping", file=file)
+        raise ConfigurationError(f"{where or kind.__name__} is {raw!r:.60}, expected a mapping", file=file, key=where)
     hints = typing.get_type_hints(kind)
     known = [f.name for f in dataclasses.fields(kind)]  # type: ignore[arg-type]
     values = {}
@@ -107,7 +107,9 @@ def from_mapping(kind: type[T], raw: Any, *, where: str = "", file: Path | str |
         if key not in known:
             close = difflib.get_close_matches(str(key), known, 1)
             hint = f"did you mean {close[0]!r}? " if close else ""
-            raise ConfigurationError(f"unknown key {name!r}; {hint}known keys are {', '.join(known)}", file=file)
+            raise ConfigurationError(
+                f"unknown key {name!r}; {hint}known keys are {', '.join(known)}", file=file, key=name
+            )
         values[key] = _checked(hints[key], value, name, file)
     missing = [
         f.name
@@ -115,8 +117,16 @@ def from_mapping(kind: type[T], raw: Any, *, where: str = "", file: Path | str |
         if f.default is f.default_factory is dataclasses.MISSING and f.name not in raw
     ]  # type: ignore[arg-type]
     if missing:
-        raise ConfigurationError(f"{where or kind.__name__} lacks {', '.join(missing)}", file=file)
-    return kind(**values)
+        raise ConfigurationError(f"{where or kind.__name__} lacks {', '.join(missing)}", file=file, key=where)
+    try:
+        return kind(**values)
+    except ConfigurationError as error:
+        if error.key is not None:
+            raise
+        # A dataclass that refuses a value begins its message with the field's name.
+        first = error.message.split(maxsplit=1)[0]
+        key = (f"{where}.{first}" if where else first) if first in known else where
+        raise ConfigurationError(f"{where}: {error.message}" if where else error.message, file=file, key=key) from None
 
 
 def _checked(hint: Any, value: Any, name: str, file: Path | str | None) -> Any:
@@ -141,7 +151,7 @@ def _checked(hint: Any, value: Any, name: str, file: Path | str | None) -> Any:
         return from_mapping(hint, value, where=name, file=file)  # type: ignore[arg-type]
     if origin in (list, tuple):
         if not isinstance(value, list | tuple):
-            raise ConfigurationError(f"{name} is {value!r:.60}, expected a list", file=file)
+            raise ConfigurationError(f"{name} is {value!r:.60}, expected a list", file=file, key=name)
         items = (
             [_checked(arguments[0], item, f"{name}[{number}]", file) for number, item in enumerate(value)]
             if arguments
@@ -150,7 +160,7 @@ def _checked(hint: Any, value: Any, name: str, file: Path | str | None) -> Any:
         return origin(items)
     if origin is dict or hint is dict:
         if not isinstance(value, dict):
-            raise ConfigurationError(f"{name} is {value!r:.60}, expected a mapping", file=file)
+            raise ConfigurationError(f"{name} is {value!r:.60}, expected a mapping", file=file, key=name)
         return dict(value)
     if hint is Any:
         return value
@@ -162,7 +172,7 @@ def _checked(hint: Any, value: Any, name: str, file: Path | str | None) -> Any:
         except ValueError:
             pass
     if not isinstance(value, hint) or (hint is not bool and isinstance(value, bool)):
-        raise ConfigurationError(f"{name} is {value!r:.60}, expected {hint.__name__}", file=file)
+        raise ConfigurationError(f"{name} is {value!r:.60}, expected {hint.__name__}", file=file, key=name)
     return value
 
 

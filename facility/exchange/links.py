@@ -1,0 +1,25 @@
+"""Directory trees that share their files: no bytes copied where a hard link will do."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+
+def link_tree(source: Path, target: Path) -> None:
+    """Make `target` hold the same regular files as `source` by hard links, or by copies across file systems.
+
+    Symbolic links in `source` are followed (engines stage inputs by them). `target` must not exist.
+    """
+    source, target = Path(source), Path(target)
+    target.mkdir()
+    for entry in sorted(os.scandir(source), key=lambda e: e.name):
+        if entry.is_dir():
+            link_tree(Path(entry.path), target / entry.name)
+            continue
+        real = os.path.realpath(entry.path)
+        try:
+            os.link(real, target / entry.name)
+        except OSError:
+            shutil.copyfile(real, target / entry.name)
