@@ -1,0 +1,208 @@
+"""A prepared dataset on disk, and how the trainer opens it.
+
+    DIR/train.npy, DIR/validation.npy   int32, one row of `block_tokens` token ids per block (NumPy's format, memory mapped)
+    DIR/train.rows.npy, ...             classification only: int32, one row (label, length, second_start) per block
+    DIR/tokenizer/                      a copy of the tokenizer that made the ids
+    DIR/dataset.json                    `DatasetManifest`, written last: a directory without it is no dataset
+
+`facility.prepare` writes it. It never leaves its facility. This module imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy
+
+from .exchange.errors import ConfigurationError, InputError
+from .exchange.manifest import sha256_of
+from .exchange.settings import from_mapping
+
+FORMAT = 1
+NAME = "dataset.json"
+TOKENIZER = "tokenizer"
+SPLITS = ("train", "validation")
+Task = Literal["causal-lm", "masked-lm", "classification"]
+
+
+class DatasetError(InputError):
+    """A prepared dataset, or what it was to be prepared from, is not usable."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceEntry:
+    """One file (or dataset) that the blocks were made from."""
+
+    name: str
+    """File name without its folders, or `hub:NAME`."""
+    split: str
+    """The split it was read for."""
+    sha256: str
+    """Hex digest of the file; for a `datasets` dataset its fingerprint."""
+    size: int
+    """Bytes; for a `datasets` dataset its rows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitEntry:
+    """What one split holds."""
+
+    blocks: int
+    """Rows of `block_tokens` ids."""
+    documents: int
+    """Documents read into it."""
+    empty_documents: int
+    """Documents without any text: skipped, not counted in `documents`."""
+    tokens: int
+    """Tokens that the documents gave, template included."""
+    tail_tokens: int
+    """Tokens at the end of the stream that filled no whole block: the only ones left out of it. 0 for classification."""
+    truncated_documents: int = 0
+    """Classification only: documents longer than a block."""
+    sha256: str
+    """Hex digest of the `.npy` file."""
+    rows_sha256: str | None = None
+    """Classification only: hex digest of the `.rows.npy` file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetManifest:
+    """`dataset.json`: what was prepared, from what, how."""
+
+    task: Task
+    block_tokens: int
+    """Tokens per block."""
+    vocabulary_size: int
+    """Ids lie in [0, vocabulary_size)."""
+    tokenizer_sha256: str
+    """Digest over the tokenizer's files."""
+    template: str
+    """What surrounds each text, for instance "Scrivi un documento: {text}{eos}"."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """The rest of what decides the result: fields, caps, shares. The number of processes is not among them."""
+    classes: list[str] = field(default_factory=list)
+    """Classification only: the label of class 0, 1, ..."""
+    pad_token_id: int | None = None
+    """Classification only: what fills a row after its length."""
+    splits: dict[str, SplitEntry]
+    sources: list[SourceEntry]
+    versions: dict[str, str] = field(default_factory=dict)
+    """Version of each library that had a part in it."""
+    format: int = FORMAT
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedDataset:
+    """An opened dataset: nothing is in memory until its blocks are touched."""
+
+    directory: Path
+    manifest: DatasetManifest
+
+    @property
+    def tokenizer_directory(self) -> Path:
+        return self.directory / TOKENIZER
+
+    def split(self, name: str) -> numpy.memmap:
+        """Token ids of split `train` or `validation`: int32 of shape (blocks, block_tokens), mapped, read-only.
+
+        Raises `DatasetError` for an unknown split, or a file that is missing or of another shape than the manifest says.
+        """
+        entry = self._entry(name)
+        return _mapped(self.directory / f"{name}.npy", (entry.blocks, self.manifest.block_tokens))
+
+    def rows(self, name: str) -> numpy.memmap:
+        """Classification only: int32 of shape (blocks, 3) with label, length in tokens, and where the second text
+        begins (equal to the length where there is none). Raises `DatasetError` for another task."""
+        entry = self._entry(name)
+        if self.manifest.task != "classification":
+            raise DatasetError(f"{self.directory} was prepared for {self.manifest.task}: it has no labels")
+        return _mapped(self.directory / f"{name}.rows.npy", (entry.blocks, 3))
+
+    def verify(self) -> None:
+        """Read everything and compare it with the manifest; raises `DatasetError` naming the first file that differs."""
+        for name, entry in self.manifest.splits.items():
+            blocks = self.split(name)
+            files = [(f"{name}.npy", entry.sha256)]
+            if entry.rows_sha256 is not None:
+                self.rows(name)
+                files.append((f"{name}.rows.npy", entry.rows_sha256))
+            for file, expected in files:
+                if (found := sha256_of(self.directory / file)) != expected:
+                    raise DatasetError(
+                        f"{self.directory / file} has sha256 {found[:12]}..., {NAME} says {expected[:12]}...: altered; "
+                        "prepare the dataset again"
+                    )
+            if len(blocks) and (blocks.min() < 0 or blocks.max() >= self.manifest.vocabulary_size):
+                raise DatasetError(
+                    f"{self.directory / name}.npy holds ids outside [0, {self.manifest.vocabulary_size}): altered"
+                )
+
+    def _entry(self, name: str) -> SplitEntry:
+        if name not in self.manifest.splits:
+            raise DatasetError(f"{self.directory} has no split {name!r}; it has {', '.join(self.manifest.splits)}")
+        return self.manifest.splits[name]
+
+
+def _mapped(file: Path, shape: tuple[int, ...]) -> numpy.memmap:
+    try:
+        array = numpy.load(file, mmap_mode="r", allow_pickle=False)
+    except FileNotFoundError:
+        raise DatasetError(f"{file} is missing: the dataset is incomplete; prepare it again") from None
+    except (OSError, ValueError, EOFError) as error:
+        raise DatasetError(f"{file} is no array that can be mapped: {error}; prepare the dataset again") from None
+    if array.dtype != numpy.int32 or array.shape != shape:
+        raise DatasetError(
+            f"{file} holds {array.dtype} of shape {array.shape}, {NAME} says int32 of shape {shape}: prepare it again"
+        )
+    return array
+
+
+def open_dataset(path: Path | str) -> PreparedDataset:
+    """Open a directory that `facility.prepare` wrote.
+
+    Reads `dataset.json` and the headers of the arrays, not the data (`verify()` reads all). Raises `DatasetError` when
+    it is missing, incomplete, malformed or of a newer format.
+    """
+    directory = Path(path)
+    if not directory.is_dir():
+        raise DatasetError(f"{directory} is no directory: expected a dataset made by `python -m facility.prepare`")
+    file = directory / NAME
+    try:
+        raw = json.loads(file.read_text())
+    except FileNotFoundError:
+        raise DatasetError(
+            f"{directory} holds no {NAME}: not a dataset made by `python -m facility.prepare`, or an incomplete one"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise DatasetError(f"{file} cannot be read: {error}; prepare the dataset again") from None
+    version = raw.get("format") if isinstance(raw, dict) else None
+    if type(version) is not int:
+        raise DatasetError(f"{file} is not a dataset's manifest: expected an object with an integer `format`")
+    if version > FORMAT:
+        raise DatasetError(f"{file} has format {version}, this version reads up to {FORMAT}: update CrossFed here")
+    try:
+        splits, sources = raw.pop("splits", None), raw.pop("sources", None)
+        if not isinstance(splits, dict) or not isinstance(sources, list):
+            raise ConfigurationError("`splits` must be an object and `sources` a list")
+        entries = {name: from_mapping(SplitEntry, value, where=f"splits.{name}") for name, value in splits.items()}
+        origin = [from_mapping(SourceEntry, value, where="sources") for value in sources]
+        manifest = from_mapping(DatasetManifest, raw | {"splits": {}, "sources": []})
+    except ConfigurationError as error:
+        raise DatasetError(f"{file} is malformed: {error}") from None
+    dataset = PreparedDataset(
+        directory=directory, manifest=dataclasses.replace(manifest, splits=entries, sources=origin)
+    )
+    if manifest.block_tokens < 1 or manifest.vocabulary_size < 1 or set(entries) != set(SPLITS):
+        raise DatasetError(
+            f"{file} has splits {sorted(entries)}, blocks of {manifest.block_tokens} and a vocabulary of "
+            f"{manifest.vocabulary_size}; expected splits {list(SPLITS)} and positive numbers"
+        )
+    for name in entries:
+        dataset.split(name)
+        if manifest.task == "classification":
+            dataset.rows(name)
+    return dataset
