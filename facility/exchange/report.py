@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from .durable import write_json
 from .errors import ManifestError
@@ -72,6 +72,8 @@ class Failure:
     """One sentence for the user."""
     log_tail: str = ""
     """Last lines of the failing rank's output."""
+    kind: Literal["failed", "refused", "absent"] = "failed"
+    """Who says so: the facility itself, the coordinator's check, or nobody (nothing came back)."""
     again: bool = False
     """True when time ran out and the same command goes on mid-round."""
     format: int = FORMAT

@@ -100,7 +100,8 @@ def from_mapping(kind: type[T], raw: Any, *, where: str = "", file: Path | str |
     if not isinstance(raw, dict):
         raise ConfigurationError(f"{where or kind.__name__} is {raw!r:.60}, expected a mapping", file=file, key=where)
     hints = typing.get_type_hints(kind)
-    known = [f.name for f in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    fields = dataclasses.fields(kind)  # type: ignore[arg-type]
+    known = [f.name for f in fields]
     values = {}
     for key, value in raw.items():
         name = f"{where}.{key}" if where else str(key)
@@ -111,11 +112,7 @@ def from_mapping(kind: type[T], raw: Any, *, where: str = "", file: Path | str |
                 f"unknown key {name!r}; {hint}known keys are {', '.join(known)}", file=file, key=name
             )
         values[key] = _checked(hints[key], value, name, file)
-    missing = [
-        f.name
-        for f in dataclasses.fields(kind)
-        if f.default is f.default_factory is dataclasses.MISSING and f.name not in raw
-    ]  # type: ignore[arg-type]
+    missing = [f.name for f in fields if f.default is f.default_factory is dataclasses.MISSING and f.name not in raw]
     if missing:
         raise ConfigurationError(f"{where or kind.__name__} lacks {', '.join(missing)}", file=file, key=where)
     try:

@@ -1,0 +1,131 @@
+"""`crossfed`: the commands a person types. Each is a thin call into a module of its own."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from facility import __version__
+from facility.exchange.errors import exit_on_error
+from facility.exchange.paths import CHECKOUT
+
+app = typer.Typer(
+    name="crossfed",
+    help="Cross-facility federated learning of foundation models, run as a CWL workflow.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+FederationOption = Annotated[
+    Path,
+    typer.Option(
+        "--federation", "-f", help="The file that describes the federation.", show_default="workflow/federation.yml"
+    ),
+]
+DEFAULT = CHECKOUT / "workflow" / "federation.yml"
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def render(
+    federation: FederationOption = DEFAULT,
+    check: Annotated[
+        bool, typer.Option("--check", help="Write nothing; exit 1 when a rendered file is stale.")
+    ] = False,
+) -> None:
+    """Turn federation.yml into streamflow.yml, settings.yml, coordinator.json, facilities/*.json and ../cwl/round.cwl."""
+    from coordinator.federation import check_paths, read_federation
+    from coordinator.render import stale, write
+
+    described = read_federation(federation)
+    if check:
+        differing = stale(described)
+        for name in differing:
+            print(f"stale: {name}")
+        raise typer.Exit(1 if differing else 0)
+    check_paths(described)
+    changed = write(described)
+    print(f"{len(changed)} files written" if changed else "everything is up to date")
+    for path in changed:
+        print(f"  {path}")
+
+
+@app.command()
+def status(
+    federation: FederationOption = DEFAULT, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
+) -> None:
+    """Print rounds, facilities and perplexities from the archive, at any time."""
+    from coordinator.archive import Archive
+    from coordinator.federation import read_federation
+    from coordinator.tables import summary, table
+
+    described = read_federation(federation)
+    data = summary(Archive(described.archive_path)) | {"federation": described.name, "rounds_wanted": described.rounds}
+    if as_json:
+        print(json.dumps(data, indent=2, ensure_ascii=False))
+        return
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    console.print(
+        f"federation {described.name}: {len(data['rounds'])} of {described.rounds} rounds are complete in {data['archive']}"
+    )
+    if data["rounds"]:
+        console.print(table(data))
+    if data["stopped"]:
+        console.print(f"[red]stopped: {data['stopped']}[/red]")
+
+
+@app.command()
+def run(
+    federation: FederationOption = DEFAULT,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No live display; events as plain lines.")] = False,
+    log: Annotated[Path | None, typer.Option(help="StreamFlow's whole log; default <workdir>/streamflow.log.")] = None,
+) -> None:
+    """Render, then `streamflow run`, showing rounds, facilities and steps; the same command resumes after any stop."""
+    from coordinator.run import run_federation
+
+    raise typer.Exit(run_federation(federation, live=not quiet and sys.stdout.isatty(), log=log))
+
+
+def main() -> None:
+    def call() -> int:
+        result = app(standalone_mode=False)
+        return result if isinstance(result, int) else 0
+
+    def guarded() -> int:
+        try:
+            return call()
+        except typer.Exit as stop:
+            return stop.exit_code
+        except typer.Abort:
+            return 130
+
+    import click
+
+    try:
+        sys.exit(exit_on_error(guarded))
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""`python -m coordinator.receive`: verify one facility's update as soon as it has arrived."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from coordinator.averaging.verify import check_update
+from coordinator.settings import read_coordinator_settings
+from facility.exchange import report
+from facility.exchange.checkpoint import open_checkpoint
+from facility.exchange.durable import new_directory
+from facility.exchange.errors import InputError, UpdateRefused, exit_on_error
+from facility.exchange.links import link_tree
+from facility.exchange.manifest import read_manifest, verify_manifest
+
+
+def receive(*, update: Path | None, facility: str, round: int, model: Path, evaluation: bool) -> report.Failure | None:
+    """None when `update` may take part in the round, else why not. Raises only for our own model's faults."""
+    if update is None:
+        reason = "left no update: its job was cancelled, ran out of time, or lost its node"
+        return report.Failure(facility=facility, round=round, reason=reason, kind="absent")
+    try:
+        if (told := report.read_failure(update)) is not None:
+            return told
+        if evaluation:
+            verify_manifest(update)
+            return None
+        check_update(
+            update, base=open_checkpoint(model), base_manifest=read_manifest(model), facility=facility, round=round
+        )
+    except (UpdateRefused, InputError) as error:
+        return report.Failure(facility=facility, round=round, reason=str(error), kind="refused")
+    return None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m coordinator.receive", description=__doc__)
+    parser.add_argument(
+        "--federation", type=Path, required=True, help="coordinator.json, rendered by `crossfed render`"
+    )
+    parser.add_argument("--model", type=Path, required=True, help="global model that the round started from")
+    parser.add_argument("--round", type=int, required=True, help="number of the round, from 0")
+    parser.add_argument("--facility", required=True, help="name of the facility the update must come from")
+    parser.add_argument("--update", type=Path, help="the update's directory; leave out when the facility left none")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="directory to make: the sound update, or failure.json alone"
+    )
+    arguments = parser.parse_args()
+    settings = read_coordinator_settings(arguments.federation)
+    failure = receive(
+        update=arguments.update,
+        facility=arguments.facility,
+        round=arguments.round,
+        model=arguments.model,
+        evaluation=arguments.round >= settings.rounds,
+    )
+    if failure is None:
+        link_tree(arguments.update, arguments.out)
+        print(f"update of {arguments.facility} for round {arguments.round} is sound")
+        return 0
+    with new_directory(arguments.out) as temporary:
+        report.write(temporary, failure)
+    print(f"round {arguments.round} goes on without {arguments.facility}: {failure.reason}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(exit_on_error(main))

@@ -1,0 +1,243 @@
+"""federation.yml -> streamflow.yml, settings.yml, coordinator.json, facilities/*.json and round.cwl.
+
+Pure and deterministic: the same federation gives the same bytes on any machine, so the rendered files can be shipped,
+compared and kept under version control. `write` puts them in place whole or not at all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from coordinator.federation import Federation
+from coordinator.settings import CoordinatorSettings
+from facility.exchange.durable import write_text
+from facility.exchange.paths import CHECKOUT
+from facility.exchange.settings import FacilitySettings
+
+HEAD = "# Rendered by `crossfed render` from federation.yml: edit that file and render again.\n"
+HAND_WRITTEN = (
+    "main.cwl",
+    "tools/start.cwl",
+    "tools/train.cwl",
+    "tools/receive.cwl",
+    "tools/aggregate.cwl",
+    "tools/report.cwl",
+)
+
+
+def render(federation: Federation) -> dict[str, str]:
+    """Text of every rendered file, by path relative to the folder above federation.yml's own."""
+    here = federation.file.parent.name
+    files = {
+        f"{here}/streamflow.yml": _yaml(streamflow(federation)),
+        f"{here}/settings.yml": _yaml(workflow_inputs(federation)),
+        f"{here}/coordinator.json": _json(coordinator_settings(federation)),
+        "cwl/round.cwl": _yaml(round_workflow(federation)),
+    }
+    for facility in federation.facilities:
+        settings = FacilitySettings(
+            federation=federation.name,
+            facility=facility.name,
+            rounds=federation.rounds,
+            seed=federation.seed,
+            training=facility.training,
+        )
+        files[f"{here}/facilities/{facility.name}.json"] = _json(dataclasses.asdict(settings))
+    return files
+
+
+def write(federation: Federation) -> list[Path]:
+    """Write the rendered files beside federation.yml and in `../cwl`; returns those that changed.
+
+    Hand-written CWL that is absent there is copied from the checkout; settings of facilities that are gone are removed.
+    """
+    root = federation.file.parent.parent
+    changed = []
+    for name in HAND_WRITTEN:
+        target = root / "cwl" / name
+        if not target.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(CHECKOUT / "cwl" / name, target)
+            changed.append(target)
+    for name, text in render(federation).items():
+        target = root / name
+        if not target.exists() or target.read_text() != text:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            write_text(target, text)
+            changed.append(target)
+    names = {f"{facility.name}.json" for facility in federation.facilities}
+    for path in (federation.file.parent / "facilities").glob("*.json"):
+        if path.name not in names:
+            path.unlink()
+            changed.append(path)
+    return changed
+
+
+def stale(federation: Federation) -> list[str]:
+    """Rendered files that are missing or differ from a fresh rendering."""
+    root = federation.file.parent.parent
+    return [
+        name
+        for name, text in render(federation).items()
+        if not (root / name).exists() or (root / name).read_text() != text
+    ]
+
+
+def coordinator_settings(federation: Federation) -> dict[str, Any]:
+    return dataclasses.asdict(
+        CoordinatorSettings(
+            federation=federation.name,
+            rounds=federation.rounds,
+            facilities=[facility.name for facility in federation.facilities],
+            minimum_facilities=federation.minimum_facilities,
+            retries=federation.retries,
+            come_backs=federation.come_backs,
+            keep_rounds=federation.keep_rounds,
+            final_evaluation=federation.final_evaluation,
+            aggregation=federation.aggregation,
+            stop=federation.stop,
+        )
+    )
+
+
+def workflow_inputs(federation: Federation) -> dict[str, Any]:
+    """The CWL input object: what main.cwl is given."""
+    return {
+        "model": {"class": "Directory", "path": _relative(federation, federation.model)},
+        "federation": {"class": "File", "path": "coordinator.json"},
+        "archive": _for_a_step(federation.archive_path),
+        "facilities": [
+            {
+                "name": facility.name,
+                "dataset": _for_a_step(federation.path(facility.dataset))
+                if facility.deployment["type"] == "local"
+                else facility.dataset,
+                "settings": {"class": "File", "path": f"facilities/{facility.name}.json"},
+            }
+            for facility in federation.facilities
+        ],
+    }
+
+
+def streamflow(federation: Federation) -> dict[str, Any]:
+    """streamflow.yml: every step on the coordinator, except a facility's training."""
+    workdir = _relative(federation, federation.workdir or f"../.crossfed/{federation.name}/work")
+    deployments: dict[str, Any] = {"coordinator": {"type": "local", "config": {}, "workdir": f"{workdir}/coordinator"}}
+    bindings: list[dict[str, Any]] = [{"step": "/", "target": {"deployment": "coordinator"}}]
+    for facility in federation.facilities:
+        deployments[f"facility-{facility.name}"] = {
+            "type": "local",
+            "config": {},
+            "workdir": f"{workdir}/{facility.name}",
+        }
+        bindings.append(
+            {"step": f"/rounds/train_{facility.name}", "target": {"deployment": f"facility-{facility.name}"}}
+        )
+    return {
+        "version": "v1.0",
+        "workflows": {
+            federation.name: {
+                "type": "cwl",
+                "config": {"file": "../cwl/main.cwl", "settings": "settings.yml"},
+                "bindings": bindings,
+            }
+        },
+        "deployments": deployments,
+    }
+
+
+def round_workflow(federation: Federation) -> dict[str, Any]:
+    """round.cwl: a train and a receive step for each facility, then aggregate.
+
+    Not one scattered step: that sends the model to one facility after the other, and hangs when an element fails.
+    """
+    record = {
+        "type": "record",
+        "name": "facility",
+        "fields": {"name": "string", "dataset": "string", "settings": "File"},
+    }
+    steps: dict[str, Any] = {}
+    for number, facility in enumerate(federation.facilities):
+        own = {
+            key: {"source": "facilities", "valueFrom": f"$(self[{number}].{key})"}
+            for key in ("name", "dataset", "settings")
+        }
+        steps[f"train_{facility.name}"] = {
+            "run": "tools/train.cwl",
+            "in": {"model": "model", "round": "round", "dataset": own["dataset"], "settings": own["settings"]},
+            "out": ["update"],
+        }
+        steps[f"receive_{facility.name}"] = {
+            "run": "tools/receive.cwl",
+            "in": {
+                "federation": "federation",
+                "model": "model",
+                "round": "round",
+                "facility": own["name"],
+                "update": f"train_{facility.name}/update",
+            },
+            "out": ["update"],
+        }
+    steps["aggregate"] = {
+        "run": "tools/aggregate.cwl",
+        "in": {
+            "federation": "federation",
+            "archive": "archive",
+            "model": "model",
+            "round": "round",
+            "updates": {
+                "source": [f"receive_{facility.name}/update" for facility in federation.facilities],
+                "linkMerge": "merge_flattened",
+            },
+        },
+        "out": ["model", "round", "proceed"],
+    }
+    return {
+        "cwlVersion": "v1.2",
+        "class": "Workflow",
+        "doc": "One round: each facility trains and its update is received as soon as it is ready; then the updates are averaged.",
+        "requirements": {"MultipleInputFeatureRequirement": {}, "StepInputExpressionRequirement": {}},
+        "inputs": {
+            "federation": "File",
+            "archive": "string",
+            "model": "Directory",
+            "round": "int",
+            "proceed": "boolean",
+            "facilities": {"type": {"type": "array", "items": record}},
+        },
+        "outputs": {
+            name: {"type": kind, "outputSource": f"aggregate/{name}"}
+            for name, kind in (("model", "Directory"), ("round", "int"), ("proceed", "boolean"))
+        },
+        "steps": steps,
+    }
+
+
+def _relative(federation: Federation, text: str) -> str:
+    """A path in federation.yml as seen from its folder: relative stays relative."""
+    return text if not os.path.isabs(text) and not text.startswith("~") else str(federation.path(text))
+
+
+def _for_a_step(absolute: Path) -> str:
+    """A path on this machine as `facility.exchange.paths.resolve` reads it in a job: relative inside the checkout."""
+    return str(absolute.relative_to(CHECKOUT)) if absolute.is_relative_to(CHECKOUT) else str(absolute)
+
+
+class _Dumper(yaml.SafeDumper):
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _yaml(value: Any) -> str:
+    return HEAD + yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"

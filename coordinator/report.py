@@ -1,0 +1,40 @@
+"""`python -m coordinator.report`: the last step of the workflow; summarises the archive."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from coordinator.archive import Archive
+from coordinator.settings import read_coordinator_settings
+from coordinator.tables import summary, table
+from facility.exchange.durable import write_json
+from facility.exchange.errors import exit_on_error
+from facility.exchange.paths import resolve
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m coordinator.report", description=__doc__)
+    parser.add_argument(
+        "--federation", type=Path, required=True, help="coordinator.json, rendered by `crossfed render`"
+    )
+    parser.add_argument(
+        "--archive", required=True, help="archive directory; relative paths count from $CROSSFED_HOME or the checkout"
+    )
+    parser.add_argument("--out", type=Path, required=True, help="file to write, JSON")
+    arguments = parser.parse_args()
+    settings = read_coordinator_settings(arguments.federation)
+    data = summary(Archive(resolve(arguments.archive))) | {"federation": settings.federation}
+    write_json(arguments.out, data)
+    Console(width=140).print(table(data))
+    if data["stopped"]:
+        print(f"error: federation {settings.federation} stopped: {data['stopped']}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(exit_on_error(main))

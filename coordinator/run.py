@@ -1,0 +1,174 @@
+"""`crossfed run`: render, check, `streamflow run`, and show what happens; the same command resumes after any stop."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from coordinator.archive import Archive
+from coordinator.federation import Federation, check_paths, read_federation
+from coordinator.progress import Progress
+from coordinator.render import write
+from coordinator.tables import perplexity, summary, table
+from facility.exchange.errors import InputError, TryAgain
+
+
+def run_federation(file: Path, *, live: bool, log: Path | None = None) -> int:
+    """Run or resume the federation; returns the exit code for the shell. Raises `InputError`, `TryAgain`."""
+    federation = read_federation(file)
+    check_paths(federation)
+    write(federation)
+    log = log or federation.workdir_path / "streamflow.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    archive = Archive(federation.archive_path)
+    with only_one(federation) as lock, open(log, "a", encoding="utf-8") as sink:
+        done = len(archive.rounds())
+        console.print(f"federation [bold]{federation.name}[/bold]: {len(federation.facilities)} facilities, {federation.rounds} rounds"
+                      + (f", going on after round {done - 1}" if done else "") + f"; StreamFlow's log is {log}")  # fmt: skip
+        progress = Progress([facility.name for facility in federation.facilities], federation.rounds)
+        code = _follow(federation, progress, archive, sink, console, live, lock)
+    data = summary(archive)
+    console.print(table(data))
+    if code == 0:
+        console.print(f"the model is [bold]{data['model']}[/bold] (AutoModelForCausalLM.from_pretrained)")
+        return 0
+    reason = data["stopped"] or (progress.problems[-1] if progress.problems else f"see {log}")
+    console.print(
+        f"[red]the run ended with code {code}: {reason}[/red]\nThe archive holds {len(data['rounds'])} complete rounds; the same command goes on from there."
+    )
+    return code
+
+
+@contextmanager
+def only_one(federation: Federation) -> Iterator[int]:
+    """Hold the federation's lock; yields its file descriptor, so that StreamFlow holds it too while it lives. Raises `TryAgain` while another run of it is alive on this machine."""
+    path = federation.archive_path.parent / f"{federation.archive_path.name}.lock"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise TryAgain(
+                f"another `crossfed run` of federation {federation.name!r} holds {path}; wait for it or stop it"
+            ) from None
+        yield handle.fileno()
+
+
+def engine_command(federation: Federation) -> list[str]:
+    """`streamflow run` from this environment. Raises `InputError` when StreamFlow is not installed beside Python."""
+    program = Path(sys.executable).parent / "streamflow"
+    if not program.exists():
+        raise InputError(
+            f"{program} does not exist: install the coordinator's part (`pip install 'crossfed[coordinator]'`, or `make demo`)"
+        )
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    outputs = federation.workdir_path / "outputs"
+    return [
+        str(program),
+        "run",
+        "--name",
+        f"{federation.name}-{stamp}-{os.getpid()}",
+        "--outdir",
+        str(outputs),
+        "streamflow.yml",
+    ]
+
+
+def engine_environment() -> dict[str, str]:
+    """Environment in which jobs of local steps find this Python first."""
+    return os.environ | {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def _follow(
+    federation: Federation, progress: Progress, archive: Archive, sink, console: Console, live: bool, lock: int
+) -> int:
+    process = subprocess.Popen(
+        engine_command(federation),
+        cwd=federation.file.parent,
+        env=engine_environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+        pass_fds=(lock,),
+        preexec_fn=_die_with_parent,
+    )
+    assert process.stdout is not None
+    handlers = {
+        number: signal.signal(number, lambda number, _: _stop(process, number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        with (
+            Live(
+                get_renderable=lambda: _picture(progress, archive),
+                console=console,
+                refresh_per_second=2,
+                transient=True,
+                auto_refresh=live,
+                screen=False,
+            )
+            if live
+            else _nothing()
+        ):
+            for line in process.stdout:
+                sink.write(line)
+                sink.flush()
+                if (sentence := progress.feed(line.rstrip())) is not None:
+                    console.print(f"{time.strftime('%H:%M:%S')} {sentence}", markup=False, highlight=False)
+        return process.wait()
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        if process.poll() is None:
+            _stop(process, signal.SIGKILL)
+            process.wait()
+
+
+def _die_with_parent() -> None:
+    """Ask Linux to send SIGTERM to StreamFlow when this command dies, however it dies (prctl(2), PR_SET_PDEATHSIG)."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+
+
+def _stop(process: subprocess.Popen[str], number: int) -> None:
+    """Pass a signal to StreamFlow and to every local job it started."""
+    try:
+        os.killpg(process.pid, number)
+    except ProcessLookupError:
+        pass
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+def _picture(progress: Progress, archive: Archive) -> Table:
+    result = Table(title=f"{progress.title} of {progress.rounds}: {progress.step}", title_justify="left")
+    for name in ("facility", "state", "seconds"):
+        result.add_column(name)
+    for name, state in progress.states.items():
+        result.add_row(name, state, f"{progress.clock() - progress.since[name]:.0f}")
+    history = archive.history()
+    if history:
+        told = ", ".join(f"{value:.3f}" for entry in history if (value := perplexity(entry.global_loss)) is not None)
+        result.caption = f"global perplexity as received, round by round: {told}"
+    return result

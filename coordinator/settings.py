@@ -1,0 +1,67 @@
+"""`coordinator.json`: what the coordinator's steps need to know of the federation, rendered from federation.yml."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from coordinator.averaging.settings import AggregationSettings
+from facility.exchange.errors import ConfigurationError
+from facility.exchange.settings import from_mapping
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopSettings:
+    """When a federation ends before its last round."""
+
+    target_perplexity: float = 0.0
+    """Stop once the global model's perplexity (geometric mean over facilities) is at or below this; 0 is off."""
+    patience: int = 0
+    """Stop after so many rounds without a better global perplexity; 0 is off."""
+    divergence: float = 4.0
+    """Stop, with an error, when the global loss exceeds the best so far by this much (nats per token) or is not finite; 0 is off."""
+
+    def __post_init__(self) -> None:
+        for name in ("target_perplexity", "patience", "divergence"):
+            if getattr(self, name) < 0:
+                raise ConfigurationError(f"stop.{name} is {getattr(self, name)}, expected 0 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoordinatorSettings:
+    """The rendered file, read by start, receive, aggregate and report."""
+
+    federation: str
+    rounds: int
+    facilities: list[str]
+    """Names, in the order of federation.yml."""
+    minimum_facilities: int = 1
+    """Fewer verified updates than this end the run with an error; the archive stays as it was."""
+    retries: int = 0
+    """Times a round is asked for again because a facility failed; facilities that are done answer at once."""
+    come_backs: int = 50
+    """Times a round is asked for again because a facility ran out of time and saved its state mid-round."""
+    keep_rounds: int = 3
+    """Complete rounds whose weights stay in the archive (reports stay for ever); 0 keeps all."""
+    final_evaluation: bool = True
+    """After the last round, send the final model once more, for evaluation only."""
+    aggregation: AggregationSettings = field(default_factory=AggregationSettings)
+    stop: StopSettings = field(default_factory=StopSettings)
+    format: int = FORMAT
+
+
+def read_coordinator_settings(path: Path) -> CoordinatorSettings:
+    """Raises `ConfigurationError`."""
+    try:
+        raw = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"cannot be read: {error}", file=path) from None
+    settings = from_mapping(CoordinatorSettings, raw, file=path)
+    if settings.format > FORMAT:
+        raise ConfigurationError(
+            f"format {settings.format} is newer than {FORMAT}: render again with this version", file=path
+        )
+    return settings

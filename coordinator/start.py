@@ -1,0 +1,54 @@
+"""`python -m coordinator.start`: the first step of the workflow; begins a federation or goes on with it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from coordinator.archive import Archive
+from coordinator.settings import CoordinatorSettings, read_coordinator_settings
+from coordinator.step import write_outputs
+from facility.exchange.errors import exit_on_error
+from facility.exchange.manifest import verify_manifest
+from facility.exchange.paths import resolve
+
+
+def start(archive: Archive, model: Path, settings: CoordinatorSettings) -> tuple[Path, int, bool]:
+    """Directory of the model to train next, number of the next round, and whether there is one.
+
+    Raises `InputError` when the archive does not fit the federation, `ManifestError` when its last model is damaged.
+    """
+    archive.begin(model, settings.federation)
+    archive.clean()
+    archive.drop_note("stopped")
+    done = archive.rounds()
+    archive.write_history()
+    following = len(done)
+    current = archive.model_for(following)
+    verify_manifest(current)
+    if following < settings.rounds and not (done and archive.read_round(done[-1]).ended):
+        return current, following, True
+    evaluate = settings.final_evaluation and archive.read_note("evaluation").get("after_round") != following - 1
+    return current, settings.rounds, evaluate
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m coordinator.start", description=__doc__)
+    parser.add_argument(
+        "--federation", type=Path, required=True, help="coordinator.json, rendered by `crossfed render`"
+    )
+    parser.add_argument(
+        "--archive", required=True, help="archive directory; relative paths count from $CROSSFED_HOME or the checkout"
+    )
+    parser.add_argument("--model", type=Path, required=True, help="initial Hugging Face checkpoint")
+    arguments = parser.parse_args()
+    settings = read_coordinator_settings(arguments.federation)
+    model, number, proceed = start(Archive(resolve(arguments.archive)), arguments.model.resolve(), settings)
+    print(f"round {number}: starting from {model}" if proceed else f"nothing left to do: {number} rounds are complete")
+    write_outputs(model=model, round=number, proceed=proceed)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(exit_on_error(main))
