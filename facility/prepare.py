@@ -1,0 +1,164 @@
+"""`python -m facility.prepare`: text to a prepared dataset, once per facility and corpus.
+
+    python -m facility.prepare --input train.jsonl --validation validation.jsonl --tokenizer tokenizer/ \\
+        --out prepared/it --block-tokens 512 --template "Scrivi un documento: {text}{eos}"
+
+The same command again recognises its own result and does nothing. The output depends on the inputs and the settings, not
+on the number of processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from .dataset import PreparedDataset
+from .exchange.errors import exit_on_error
+
+
+def parser() -> argparse.ArgumentParser:
+    arguments = argparse.ArgumentParser(
+        prog="python -m facility.prepare",
+        description="Tokenise text and pack it into blocks of equal length: DIR/train.npy, DIR/validation.npy, "
+        "DIR/tokenizer/ and DIR/dataset.json.",
+    )
+    add = arguments.add_argument
+    add("--input", nargs="+", required=True, metavar="PATH", dest="inputs",
+        help="training text: JSONL, text or Parquet files (also .gz of the first two), folders of them, a save_to_disk "
+        "dataset, or a dataset of the hub (hub:NAME, hub:NAME:CONFIGURATION or ORG/NAME)")  # fmt: skip
+    held_out = arguments.add_mutually_exclusive_group()
+    held_out.add_argument("--validation", nargs="+", default=[], metavar="PATH", help="validation text, as --input")
+    held_out.add_argument("--validation-share", type=float, default=0.05, metavar="X",
+                          help="without --validation: hold out this share of the documents, evenly spread (default 0.05)")  # fmt: skip
+    add("--tokenizer", type=Path, required=True, metavar="DIR", help="directory of the tokenizer")
+    add(
+        "--model",
+        type=Path,
+        metavar="DIR",
+        help="a model's directory: check blocks and tokenizer against its config.json",
+    )
+    add("--out", type=Path, required=True, metavar="DIR", help="directory to make; it appears when it is complete")
+    add(
+        "--block-tokens",
+        type=int,
+        required=True,
+        metavar="N",
+        help="tokens per block (classification: longest document)",
+    )
+    add("--task", choices=("causal-lm", "masked-lm", "classification"), default="causal-lm", help="default causal-lm")
+    add("--template", help='what surrounds each text, e.g. "Scrivi un documento: {text}{eos}"; names are {text}, {bos}, '
+        "{eos} (default {text}{eos}; {text} for masked-lm, where the tokenizer adds its own)")  # fmt: skip
+    add("--text-field", default="text", metavar="NAME", help="field that holds the text (default text)")
+    add("--pair-field", metavar="NAME", help="classification: field of the second text")
+    add("--label-field", metavar="NAME", help="classification: field of the label (default label)")
+    add("--text-unit", choices=("line", "paragraph", "file"), default="line",
+        help="what a document is in a plain-text file (default line; paragraphs are parted by empty lines)")  # fmt: skip
+    add("--split", default="train", metavar="NAME", help="split of a saved or hub dataset for training (default train)")
+    add(
+        "--validation-split",
+        default="validation",
+        metavar="NAME",
+        help="the same for --validation (default validation)",
+    )
+    add("--train-samples", type=int, default=0, metavar="N", help="at most N training documents (default 0: all)")
+    add(
+        "--validation-samples", type=int, default=0, metavar="N", help="at most N validation documents (default 0: all)"
+    )
+    add(
+        "--processes", type=int, default=1, metavar="N", help="tokenising processes (default 1); the output is the same"
+    )
+    add("--offline", action="store_true", help="never ask the hub: only what its cache on this machine holds "
+        "(HF_HUB_OFFLINE=1 and HF_DATASETS_OFFLINE=1 do the same)")  # fmt: skip
+    add(
+        "--streaming",
+        action="store_true",
+        help="read hub datasets as they download and keep nothing (with sample caps)",
+    )
+    add("--replace", action="store_true", help="make --out again if it holds a dataset made otherwise")
+    add("--json", action="store_true", help="print the manifest as JSON instead of a summary")
+    return arguments
+
+
+@contextmanager
+def progress_bar() -> Iterator[Callable[[str, float, int], None]]:
+    """A bar on stderr: share of all sources read, documents, current source."""
+    from tqdm import tqdm
+
+    form = "{desc}{percentage:3.0f}%|{bar}| {postfix[0]} documents [{elapsed}<{remaining}]"
+    bars = []  # none before the first document, so that nothing stands there when nothing is to be done
+
+    def progress(source: str, share: float, documents: int) -> None:
+        if not bars:
+            bars.append(tqdm(total=1.0, bar_format=form, postfix=["0"], file=sys.stderr, mininterval=0.2))
+        (bar,) = bars
+        bar.postfix[0] = f"{documents:,}"
+        if source:
+            bar.desc = f"{source[-24:]}: "
+        bar.update(max(share - bar.n, 0.0))
+
+    try:
+        yield progress
+    finally:
+        for bar in bars:
+            bar.close()
+
+
+def summary(dataset: PreparedDataset, reused: bool) -> str:
+    manifest = dataset.manifest
+    lines = [f"{dataset.directory}: {'prepared before by the same command' if reused else 'prepared'}"]
+    for name, split in manifest.splits.items():
+        more = f", {split.truncated_documents:,} documents cut" if split.truncated_documents else ""
+        more += f", {split.empty_documents:,} empty documents skipped" if split.empty_documents else ""
+        lines.append(
+            f"  {name}: {split.documents:,} documents, {split.tokens:,} tokens, {split.blocks:,} blocks of "
+            f"{manifest.block_tokens}, tail of {split.tail_tokens:,} tokens left out{more}"
+        )
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = parser().parse_args(argv)
+    if options.offline:  # read when the libraries are imported, below
+        os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    from .preparing.build import Request, prepare
+    from .preparing.sources import Fields
+
+    label = options.label_field or ("label" if options.task == "classification" else None)
+    request = Request(
+        inputs=options.inputs,
+        tokenizer=options.tokenizer,
+        out=options.out,
+        block_tokens=options.block_tokens,
+        task=options.task,
+        template=options.template,
+        fields=Fields(text=options.text_field, pair=options.pair_field, label=label, unit=options.text_unit),
+        validation=options.validation,
+        validation_share=options.validation_share,
+        train_samples=options.train_samples,
+        validation_samples=options.validation_samples,
+        split=options.split,
+        validation_split=options.validation_split,
+        streaming=options.streaming,
+        model=options.model,
+        processes=options.processes,
+        replace=options.replace,
+    )
+    with progress_bar() as progress:
+        prepared = prepare(request, progress=progress)
+    if options.json:
+        report = {"path": str(options.out), "reused": prepared.reused, **dataclasses.asdict(prepared.dataset.manifest)}
+        print(json.dumps(report, indent=2, ensure_ascii=False))
+    else:
+        print(summary(prepared.dataset, prepared.reused))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(exit_on_error(main))

@@ -1,0 +1,209 @@
+"""Text to token ids, by one process or several: the ids of a document depend on nothing but the document.
+
+Fast tokenizers travel to the worker processes as their JSON, so a worker imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+from ..exchange.errors import TryAgain
+from .sources import Document
+from .template import Special, Template
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodedBatch:
+    """Token ids of consecutive documents, one after the other."""
+
+    tokens: numpy.ndarray
+    """int32."""
+    lengths: numpy.ndarray
+    """Tokens of each document."""
+    seconds: numpy.ndarray
+    """Where the second text begins in each document (classification); else the length."""
+    truncated: int = 0
+    """Documents that were cut (classification)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoding:
+    """How documents become ids: everything a worker process needs."""
+
+    backend: str | None
+    """JSON of a fast tokenizer, or None: then every worker loads `directory` with transformers."""
+    directory: Path
+    template: Template
+    specials: dict[str, int]
+    """Ids of `bos` and `eos` where the template uses them."""
+    wrap: bool
+    """Let the tokenizer add its own special tokens ([CLS] ... [SEP]) around each document."""
+    max_tokens: int | None = None
+    """Classification: longer documents are cut to it (the longer text of a pair first). None: nothing is cut."""
+
+
+def encoding_of(
+    tokenizer: Any, directory: Path, template: Template, *, specials: dict[str, int], wrap: bool, max_tokens: int | None
+) -> Encoding:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    return Encoding(
+        backend=backend.to_str() if backend is not None and hasattr(backend, "to_str") else None,
+        directory=directory,
+        template=template,
+        specials=specials,
+        wrap=wrap,
+        max_tokens=max_tokens,
+    )
+
+
+def encoder(encoding: Encoding) -> Callable[[list[Document]], EncodedBatch]:
+    """A function that encodes a batch in this process."""
+    rows = _fast_rows(encoding, encoding.backend) if encoding.backend is not None else _slow_rows(encoding)
+
+    def encode(documents: list[Document]) -> EncodedBatch:
+        if encoding.max_tokens is not None:
+            found = rows.paired([(d.text, d.pair) for d in documents])
+            return _batch([r.ids for r in found], [r.second for r in found], sum(r.cut for r in found))
+        filled = [encoding.template.fill(document.text) for document in documents]
+        encoded = iter(rows.whole([piece for pieces in filled for piece in pieces if isinstance(piece, str)]))
+        return _batch(
+            [
+                [i for p in pieces for i in ([encoding.specials[p.name]] if isinstance(p, Special) else next(encoded))]
+                for pieces in filled
+            ]
+        )
+
+    return encode
+
+
+@dataclass(frozen=True)
+class _Pair:
+    ids: list[int]
+    second: int
+    cut: bool
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The two ways of encoding: whole texts without their cut, or (pairs of) texts cut to a length."""
+
+    whole: Callable[[list[str]], list[list[int]]]
+    paired: Callable[[list[tuple[str, str]]], list[_Pair]]
+
+
+def _fast_rows(encoding: Encoding, backend: str) -> _Rows:
+    from tokenizers import Tokenizer
+
+    fast = Tokenizer.from_str(backend)
+    fast.no_padding()
+    fast.no_truncation()
+    fast.encode_special_tokens = True  # text that spells a special token stays text
+    if encoding.max_tokens is not None:
+        fast.enable_truncation(encoding.max_tokens)
+
+    def whole(texts: list[str]) -> list[list[int]]:
+        return [e.ids for e in fast.encode_batch_fast(texts, add_special_tokens=encoding.wrap)]
+
+    def paired(texts: list[tuple[str, str]]) -> list[_Pair]:
+        inputs = [(first, second) if second else first for first, second in texts]
+        return [
+            _Pair(e.ids, _first(e.sequence_ids), bool(e.overflowing))
+            for e in fast.encode_batch(inputs, add_special_tokens=True)
+        ]
+
+    return _Rows(whole, paired)
+
+
+def _slow_rows(encoding: Encoding) -> _Rows:
+    from .tokenizer import load_tokenizer
+
+    slow = load_tokenizer(encoding.directory)
+
+    def whole(texts: list[str]) -> list[list[int]]:
+        return [slow(t, add_special_tokens=encoding.wrap, split_special_tokens=True)["input_ids"] for t in texts]
+
+    def paired(texts: list[tuple[str, str]]) -> list[_Pair]:
+        found = []
+        for first, second in texts:
+            result = slow(first, second or None, truncation=True, max_length=encoding.max_tokens,
+                          return_token_type_ids=True, split_special_tokens=True)  # fmt: skip
+            uncut = slow(first, second or None, split_special_tokens=True)["input_ids"]
+            ids = result["input_ids"]
+            found.append(_Pair(ids, _first(result["token_type_ids"]), len(uncut) > len(ids)))
+        return found
+
+    return _Rows(whole, paired)
+
+
+def _first(sequences: list[int | None]) -> int:
+    """Position of the first token of the second text; the length where there is none."""
+    return sequences.index(1) if 1 in sequences else len(sequences)
+
+
+def _batch(rows: list[list[int]], seconds: list[int] | None = None, truncated: int = 0) -> EncodedBatch:
+    lengths = numpy.array([len(row) for row in rows], dtype=numpy.int64)
+    return EncodedBatch(
+        tokens=numpy.fromiter((i for row in rows for i in row), dtype=numpy.int32, count=int(lengths.sum())),
+        lengths=lengths,
+        seconds=lengths if seconds is None else numpy.array(seconds, dtype=numpy.int64),
+        truncated=truncated,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Consecutive documents of one split."""
+
+    split: str
+    documents: list[Document]
+
+
+def encode_all(batches: Iterable[Batch], encoding: Encoding, *, processes: int) -> Iterator[tuple[Batch, EncodedBatch]]:
+    """Encode batches in their order on `processes` processes, with at most three batches a process under way."""
+    if processes <= 1:
+        encode = encoder(encoding)
+        for batch in batches:
+            yield batch, encode(batch.documents)
+        return
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the processes are the parallelism
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, mp_context=context, initializer=_start, initargs=(encoding,)) as pool:
+        waiting: deque[tuple[Batch, Future[EncodedBatch]]] = deque()
+        try:
+            for batch in batches:
+                waiting.append((batch, pool.submit(_work, batch.documents)))
+                if len(waiting) >= 3 * processes:
+                    first, result = waiting.popleft()
+                    yield first, result.result()
+            while waiting:
+                first, result = waiting.popleft()
+                yield first, result.result()
+        except BrokenProcessPool:
+            raise TryAgain(
+                f"one of {processes} tokenising processes died (killed for memory?): try fewer processes"
+            ) from None
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+_encode: Callable[[list[Document]], EncodedBatch] | None = None
+
+
+def _start(encoding: Encoding) -> None:
+    global _encode
+    _encode = encoder(encoding)
+
+
+def _work(documents: list[Document]) -> EncodedBatch:
+    assert _encode is not None
+    return _encode(documents)

@@ -1,0 +1,70 @@
+"""Token streams to files of fixed-length blocks, with bounded memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy
+
+from .encoding import EncodedBatch
+from .sources import Document
+
+HEADER = numpy.lib.format.write_array_header_1_0
+
+
+class RowWriter:
+    """Append int32 rows to a `.npy` file; the header is corrected at the end (NumPy leaves room for the row count)."""
+
+    def __init__(self, path: Path, width: int) -> None:
+        self.path, self.width, self.rows = path, width, 0
+        self._file: BinaryIO = open(path, "wb")
+        self._header()
+        self._start = self._file.tell()
+
+    def _header(self) -> None:
+        HEADER(self._file, {"descr": "<i4", "fortran_order": False, "shape": (self.rows, self.width)})
+
+    def append(self, rows: numpy.ndarray) -> None:
+        """Append an array whose size is a whole number of rows."""
+        assert rows.size % self.width == 0
+        self._file.write(numpy.ascontiguousarray(rows, dtype="<i4").tobytes())
+        self.rows += rows.size // self.width
+
+    def close(self) -> None:
+        self._file.seek(0)
+        self._header()
+        assert self._file.tell() == self._start, "the header changed its length"
+        self._file.close()
+
+
+class Packer:
+    """Concatenate documents and cut the stream into blocks; what fills no block yet is carried over to the next call.
+
+    The result depends on the documents and their order only, not on how they were batched.
+    """
+
+    def __init__(self, path: Path, block_tokens: int) -> None:
+        self._writer = RowWriter(path, block_tokens)
+        self._carried = numpy.empty(0, dtype=numpy.int32)
+        self.tokens = 0
+
+    @property
+    def blocks(self) -> int:
+        return self._writer.rows
+
+    @property
+    def tail_tokens(self) -> int:
+        """Tokens that wait for a block to fill."""
+        return len(self._carried)
+
+    def append(self, encoded: EncodedBatch, documents: list[Document]) -> None:
+        """Append the next documents' tokens."""
+        stream = numpy.concatenate([self._carried, encoded.tokens])
+        whole = len(stream) // self._writer.width * self._writer.width
+        self._writer.append(stream[:whole])
+        self._carried = stream[whole:]
+        self.tokens += len(encoded.tokens)
+
+    def close(self) -> None:
+        self._writer.close()

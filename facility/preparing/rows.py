@@ -1,0 +1,77 @@
+"""Labelled documents as padded rows, one document a row."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+from ..dataset import DatasetError
+from .encoding import EncodedBatch
+from .packing import RowWriter
+from .sources import Document
+
+
+def pad_token_id(tokenizer: Any, directory: Path) -> int:
+    """The id that fills rows; a tokenizer without one fills with its end token (the lengths tell them apart)."""
+    for value in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if value is not None:
+            return int(value)
+    raise DatasetError(f"the tokenizer in {directory} has neither a pad nor an eos token to fill rows with")
+
+
+def class_names(splits: list[dict[str, None]]) -> list[str]:
+    """The classes of the training split, in order: numbers by value, else by name.
+
+    Raises `DatasetError` when another split holds a class that training never saw.
+    """
+    train, *others = splits
+    numeric = all(name.lstrip("-").isdecimal() for name in train)
+    names = sorted(train, key=lambda name: (int(name) if numeric else 0, name))
+    if surplus := sorted({name for other in others for name in other} - set(train)):
+        raise DatasetError(f"validation holds the labels {surplus[:5]}, which training does not; it has {names[:20]}")
+    if len(names) < 2:
+        raise DatasetError(f"training holds the labels {names}: expected at least two")
+    return names
+
+
+class LabelledRows:
+    """Write `<split>.npy` (padded ids) and `<split>.rows.npy` (label, length, second_start)."""
+
+    def __init__(self, directory: Path, split: str, block_tokens: int, pad: int) -> None:
+        self._width, self._pad = block_tokens, pad
+        self._ids = RowWriter(directory / f"{split}.npy", block_tokens)
+        self._rows = RowWriter(directory / f"{split}.rows.npy", 3)
+        self._found: list[numpy.ndarray] = []
+        self.labels: dict[str, None] = {}
+        """Labels in the order in which they were met."""
+        self._number: dict[str, int] = {}
+        self.tokens = self.truncated = 0
+        self.tail_tokens = 0
+
+    @property
+    def blocks(self) -> int:
+        return self._ids.rows
+
+    def append(self, encoded: EncodedBatch, documents: list[Document]) -> None:
+        """Append the next documents, one row each."""
+        ids = numpy.full((len(documents), self._width), self._pad, dtype=numpy.int32)
+        ids[numpy.arange(self._width) < encoded.lengths[:, None]] = encoded.tokens
+        self._ids.append(ids)
+        for document in documents:
+            self.labels.setdefault(document.label)
+            self._number.setdefault(document.label, len(self._number))
+        labels = [self._number[document.label] for document in documents]
+        self._found.append(numpy.stack([labels, encoded.lengths, encoded.seconds], axis=1).astype(numpy.int32))
+        self.tokens += len(encoded.tokens)
+        self.truncated += encoded.truncated
+
+    def close(self, classes: list[str]) -> None:
+        """Number the labels by `classes` and write them."""
+        order = numpy.array([classes.index(label) for label in self.labels], dtype=numpy.int32)
+        for found in self._found:
+            found[:, 0] = order[found[:, 0]]
+            self._rows.append(found)
+        self._ids.close()
+        self._rows.close()

@@ -1,0 +1,246 @@
+"""Where documents come from: JSONL, text and Parquet files, saved or hub datasets. One document at a time.
+
+A bad line or record is an error that names the file and the place; nothing is skipped silently.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ..dataset import DatasetError
+
+HUB = "hub:"
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+JSON_LINES = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz")
+TEXT = (".txt", ".text", ".md", ".txt.gz")
+PARQUET = (".parquet",)
+TextUnit = Literal["line", "paragraph", "file"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fields:
+    """Names of the fields that are read from every record."""
+
+    text: str = "text"
+    pair: str | None = None
+    """Second text (classification)."""
+    label: str | None = None
+    """Class (classification)."""
+    unit: TextUnit = "line"
+    """What a document is in a file of plain text."""
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name in (self.text, self.pair, self.label) if name is not None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Document:
+    """One document."""
+
+    text: str
+    pair: str = ""
+    label: str = ""
+    done: float
+    """Share of its source that is read once this document is, in [0, 1]."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """One file, or one dataset of the `datasets` library."""
+
+    kind: Literal["jsonl", "text", "parquet", "dataset"]
+    name: str
+    """What the manifest calls it."""
+    path: Path | None = None
+    dataset: Any = None
+    """An opened `datasets.Dataset` (or a streamed one)."""
+
+
+def find_sources(arguments: list[str], *, split: str, streaming: bool = False) -> list[Source]:
+    """Turn command-line inputs into sources, in the order given; a folder's files come sorted by path.
+
+    Each is a file, a folder of such files, a `save_to_disk` dataset, or a hub name (`hub:NAME`, or plain `ORG/NAME`).
+    """
+    sources: list[Source] = []
+    for argument in arguments:
+        path = Path(argument).expanduser()
+        if argument.startswith(HUB):
+            sources.append(_hub(argument.removeprefix(HUB), split, streaming))
+        elif path.is_file():
+            sources.append(_file(path, path.name))
+        elif (path / "dataset_dict.json").is_file() or (path / "dataset_info.json").is_file():
+            sources.append(_saved(path, split))
+        elif path.is_dir():
+            files = sorted(p for p in path.rglob("*") if p.is_file() and _kind(p) and not _hidden(p, path))
+            if not files:
+                raise DatasetError(
+                    f"{path} holds no file that can be read; expected {', '.join(JSON_LINES + TEXT + PARQUET)}"
+                )
+            sources += [_file(file, file.relative_to(path).as_posix()) for file in files]
+        elif HUB_NAME.fullmatch(argument) and not path.parent.exists():
+            sources.append(_hub(argument, split, streaming))
+        else:
+            raise DatasetError(f"{path}: no such file or directory (a dataset of the hub is written {HUB}NAME)")
+    return sources
+
+
+def read(source: Source, fields: Fields) -> Iterator[Document]:
+    """The documents of one source, in order. Raises `DatasetError` at the first record that is not as expected."""
+    if source.kind == "dataset":
+        yield from _read_dataset(source, fields)
+        return
+    assert source.path is not None
+    reader = {"jsonl": _read_json_lines, "text": _read_text, "parquet": _read_parquet}[source.kind]
+    try:
+        yield from reader(source.path, fields)
+    except UnicodeDecodeError as error:
+        raise DatasetError(f"{source.path} is not UTF-8 text: {error}; convert it first") from None
+    except (OSError, EOFError) as error:
+        raise DatasetError(f"{source.path} cannot be read: {error}") from None
+
+
+def _hidden(path: Path, below: Path) -> bool:
+    return any(part.startswith(".") for part in path.relative_to(below).parts)
+
+
+def _kind(path: Path) -> Literal["jsonl", "text", "parquet"] | None:
+    name = path.name.lower()
+    if name.endswith(JSON_LINES):
+        return "jsonl"
+    if name.endswith(TEXT):
+        return "text"
+    return "parquet" if name.endswith(PARQUET) else None
+
+
+def _file(path: Path, name: str) -> Source:
+    kind = _kind(path)
+    if kind is None:
+        raise DatasetError(
+            f"{path} is of no known kind; expected a name ending in {', '.join(JSON_LINES + TEXT + PARQUET)}"
+        )
+    return Source(kind=kind, name=name, path=path)
+
+
+def _saved(path: Path, split: str) -> Source:
+    from datasets import DatasetDict, load_from_disk
+
+    try:
+        loaded = load_from_disk(str(path))
+    except Exception as error:  # the library raises many kinds for a damaged folder
+        raise DatasetError(f"{path} is no readable save_to_disk dataset: {error}") from None
+    if isinstance(loaded, DatasetDict):
+        if split not in loaded:
+            raise DatasetError(f"{path} has the splits {', '.join(loaded)}, not {split!r}")
+        return Source(kind="dataset", name=f"{path.name}/{split}", dataset=loaded[split])
+    return Source(kind="dataset", name=path.name, dataset=loaded)
+
+
+def _hub(name: str, split: str, streaming: bool) -> Source:
+    from datasets import load_dataset
+
+    repository, _, configuration = name.partition(":")
+    try:
+        loaded = load_dataset(repository, configuration or None, split=split, streaming=streaming)
+    except (
+        Exception
+    ) as error:  # network, offline mode, no such name, split or configuration, a dataset that is a script
+        raise DatasetError(f"dataset {name!r} (split {split!r}) cannot be loaded by `datasets`: {error}") from None
+    return Source(kind="dataset", name=f"{HUB}{name}/{split}", dataset=loaded)
+
+
+def _document(record: Any, fields: Fields, place: str, done: float) -> Document:
+    if not isinstance(record, dict):
+        raise DatasetError(f"{place}: found {record!r:.60}, expected an object with a field {fields.text!r}")
+    for name in fields.names:
+        if name not in record:
+            raise DatasetError(f"{place}: no field {name!r}; the record has {', '.join(map(str, record)) or 'none'}")
+    for name in fields.names[: 2 if fields.pair else 1]:
+        if not isinstance(record[name], str):
+            raise DatasetError(f"{place}: field {name!r} is {record[name]!r:.60}, expected text")
+    label = ""
+    if fields.label is not None:
+        value = record[fields.label]
+        if isinstance(value, bool) or not isinstance(value, int | str) or value == "":
+            raise DatasetError(f"{place}: label {fields.label!r} is {value!r:.60}, expected text or a whole number")
+        label = str(value)
+    return Document(text=record[fields.text], pair=record[fields.pair] if fields.pair else "", label=label, done=done)
+
+
+def _lines(path: Path) -> Iterator[tuple[bytes, float]]:
+    """Raw lines, each with the share of the file read (of the packed file for gzip)."""
+    size = max(path.stat().st_size, 1)
+    with open(path, "rb") as file:
+        if path.name.lower().endswith(".gz"):
+            with gzip.GzipFile(fileobj=file) as packed:
+                for line in packed:
+                    yield line, min(1.0, file.tell() / size)
+            return
+        position = 0
+        for line in file:
+            position += len(line)
+            yield line, position / size
+
+
+def _read_json_lines(path: Path, fields: Fields) -> Iterator[Document]:
+    for number, (line, done) in enumerate(_lines(path), start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+        except UnicodeDecodeError as error:
+            raise DatasetError(f"{path}:{number}: not UTF-8 text: {error}; convert the file first") from None
+        except (ValueError, RecursionError) as error:
+            raise DatasetError(f"{path}:{number}: not valid JSON ({error}); expected one object per line") from None
+        yield _document(record, fields, f"{path}:{number}", done)
+
+
+def _read_text(path: Path, fields: Fields) -> Iterator[Document]:
+    held: list[str] = []
+    done = 0.0
+    for number, (raw, done) in enumerate(_lines(path), start=1):
+        line = raw.decode("utf-8-sig" if number == 1 else "utf-8").replace("\r\n", "\n")
+        if fields.unit == "line":
+            yield Document(text=line.rstrip("\n"), done=done)
+        elif fields.unit == "paragraph" and not line.strip():
+            if held:
+                yield Document(text="".join(held).rstrip("\n"), done=done)
+            held = []
+        else:
+            held.append(line)
+    if held:
+        yield Document(text="".join(held) if fields.unit == "file" else "".join(held).rstrip("\n"), done=done)
+
+
+def _read_parquet(path: Path, fields: Fields) -> Iterator[Document]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            if missing := [name for name in fields.names if name not in file.schema_arrow.names]:
+                raise DatasetError(f"{path}: no field {missing[0]!r}; it has {', '.join(file.schema_arrow.names)}")
+            rows, number = max(file.metadata.num_rows, 1), 0
+            for batch in file.iter_batches(batch_size=1024, columns=fields.names):
+                for record in batch.to_pylist():
+                    number += 1
+                    yield _document(record, fields, f"{path}: row {number}", number / rows)
+    except pyarrow.ArrowException as error:
+        raise DatasetError(f"{path} is no readable Parquet file: {error}") from None
+
+
+def _read_dataset(source: Source, fields: Fields) -> Iterator[Document]:
+    dataset = source.dataset
+    columns = list(dataset.column_names or fields.names)
+    if missing := [name for name in fields.names if name not in columns]:
+        raise DatasetError(f"{source.name}: no field {missing[0]!r}; it has {', '.join(columns)}")
+    dataset = dataset.select_columns(fields.names)
+    rows = len(dataset) if hasattr(dataset, "__len__") else 0
+    for number, record in enumerate(dataset, start=1):
+        yield _document(record, fields, f"{source.name}: row {number}", number / rows if rows else 0.0)

@@ -1,0 +1,85 @@
+"""The tokenizer as a directory of its own: loading, its digest, its copy."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from ..dataset import DatasetError
+from ..exchange.manifest import sha256_of
+
+FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",
+    "merges.txt", "chat_template.jinja", "tekken.json", "preprocessor_config.json",
+)  # fmt: skip
+MODELS = (".model", ".spm", ".tiktoken")
+UNLIMITED = 10**15
+"""transformers writes 1e30 where a tokenizer knows no limit."""
+
+
+def tokenizer_files(directory: Path) -> list[Path]:
+    """The tokenizer's own files in a directory that may also hold a model."""
+    if not directory.is_dir():
+        raise DatasetError(f"{directory} is no directory: expected a tokenizer saved by save_pretrained")
+    files = sorted(p for p in directory.iterdir() if p.is_file() and (p.name in FILES or p.suffix in MODELS))
+    if not any(
+        p.name in ("tokenizer.json", "vocab.json", "vocab.txt", "tekken.json") or p.suffix in MODELS for p in files
+    ):
+        raise DatasetError(f"{directory} holds no tokenizer: expected tokenizer.json, vocab.json, vocab.txt or *.model")
+    return files
+
+
+def tokenizer_sha256(directory: Path) -> str:
+    """Digest over the names and contents of the tokenizer's files."""
+    lines = [f"{sha256_of(path)}  {path.name}\n" for path in tokenizer_files(directory)]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    """Copy the tokenizer's files, links followed, nothing else."""
+    target.mkdir()
+    for path in tokenizer_files(source):
+        shutil.copyfile(path, target / path.name)
+
+
+def load_tokenizer(directory: Path) -> Any:
+    """Load it with `AutoTokenizer`, from disk only and without running code from the directory."""
+    tokenizer_files(directory)
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # a damaged file raises whatever its parser raises
+        raise DatasetError(f"{directory}: the tokenizer cannot be loaded: {error}") from None
+
+
+def length_limit(tokenizer: Any, *directories: Path) -> tuple[int, str] | None:
+    """Tokens that the tokenizer, or a model's `config.json` in one of `directories`, allows, and who says so."""
+    limits: list[tuple[int, str]] = []
+    if 0 < tokenizer.model_max_length < UNLIMITED:
+        limits.append((int(tokenizer.model_max_length), "the tokenizer's model_max_length"))
+    for directory in directories:
+        value = _configuration(directory).get("max_position_embeddings")
+        if isinstance(value, int) and value > 0:
+            limits.append((value, f"max_position_embeddings in {directory / 'config.json'}"))
+    return min(limits) if limits else None
+
+
+def vocabulary_size(model: Path) -> int | None:
+    """Rows of a model's embedding; None where its `config.json` does not say."""
+    value = _configuration(model).get("vocab_size")
+    return value if isinstance(value, int) else None
+
+
+def _configuration(directory: Path) -> dict[str, Any]:
+    path = directory / "config.json"
+    if not path.is_file():
+        return {}
+    try:
+        raw = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise DatasetError(f"{path} cannot be read: {error}") from None
+    return raw if isinstance(raw, dict) else {}
