@@ -1,0 +1,1 @@
+"""How updates become the next model: the streaming kernel, the rules (one file each), screens and records."""

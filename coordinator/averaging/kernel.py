@@ -1,0 +1,252 @@
+"""The streaming kernel: one pass over the tensors of all updates, in memory that grows with neither model nor updates.
+
+For every piece of every federated tensor, with b the half-precision base that was sent, m the float32 master
+(b itself in the first round) and u_k the updates in the order of their facilities' names:
+
+    d_k = u_k - b          each update's step
+    c   = combine(d)       one step for the round (a weighted sum, or a function of all d_k value by value)
+    m'  = outer(m, c)      server optimiser
+    out = round(m')        once, to the tensor's own dtype
+
+Elementwise IEEE operations in a fixed order: the bits of the result depend on neither arrival, threads, read size nor
+sharding. What half precision cannot carry stays in m and is sent when it has grown.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from facility.exchange.checkpoint import ITEM_BYTES, TensorEntry
+from facility.exchange.errors import InputError
+from facility.exchange.floats import STORAGE, Array, narrow, widen
+from facility.exchange.writer import TensorWriter
+
+from .streams import PIECE, Files, Span, pieces, spans_of
+
+READ_BYTES = 24 << 20
+"""Buffer bytes of one thread for what it reads and writes, whatever the number of updates."""
+SAMPLE = 16
+"""With sampled statistics, one span's pieces in so many count."""
+
+Combine = Callable[[Array, Span, int], Array]
+"""(d of shape (updates, n), the span, its first element's offset in the tensor) -> combined step of n values."""
+Outer = Callable[[Array, Array, Sequence[Array]], tuple[Array, list[Array]]]
+"""(master, step, slots) -> (next master, next slots)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """One pass: what is read, what is computed, what is written."""
+
+    base: Mapping[str, TensorEntry]
+    """The federated floating-point tensors of the model that was sent."""
+    updates: Sequence[Mapping[str, TensorEntry]]
+    """By facility, in the fixed order."""
+    coefficients: Sequence[float] | None = None
+    """Linear combination; None: `combine` works value by value, or nothing is combined."""
+    combine: Combine | None = None
+    master: Mapping[str, TensorEntry] = field(default_factory=dict)
+    """Tensors absent here start from the base."""
+    slots: Sequence[Mapping[str, TensorEntry]] = ()
+    """The server optimiser's tensors of the round before, by slot; absent ones start from `slot_starts`."""
+    slot_starts: Sequence[float] = ()
+    outer: Outer | None = None
+    """None: the step is added."""
+    float64: bool = False
+    statistics: str = "exact"
+    """`exact`, `sample` or `off`: whether the inner products of the steps are summed."""
+    observe: Callable[[Array, Span, int], None] | None = None
+    """Sees every (updates, n) block of steps, from any thread."""
+    model: TensorWriter | None = None
+    new_master: TensorWriter | None = None
+    new_slots: Sequence[TensorWriter] = ()
+
+
+@dataclass(kw_only=True)
+class Passed:
+    """What a pass found out."""
+
+    gram: Array
+    """Inner products of the updates' steps, (updates, updates), float64."""
+    step_squared: float = 0.0
+    """Squared L2 norm of the master's change."""
+    elements: int = 0
+    bytes_read: int = 0
+    bytes_written: int = 0
+
+
+class NotFinite(InputError):
+    """A value of the next model is NaN or infinity, or does not fit its dtype; `update` says whose fault it is."""
+
+    def __init__(self, name: str, dtype: str, update: int | None) -> None:
+        self.name, self.dtype, self.update = name, dtype, update
+        super().__init__(
+            f"tensor {name!r} of the next model holds NaN or infinity, or does not fit {dtype}: "
+            "an update diverged, or the server learning rate is too large"
+        )
+
+
+class _Buffers:
+    """One thread's memory."""
+
+    def __init__(self, sources: int) -> None:
+        self.elements = max(PIECE, READ_BYTES // (4 * max(1, sources)) // PIECE * PIECE)
+        """Elements read at a time from each source."""
+        self.raw = [memoryview(bytearray(self.elements * 8)) for _ in range(sources)]
+        self.blocks: dict[tuple[str, int, str], Array] = {}
+
+    def block(self, key: str, rows: int, dtype: str) -> Array:
+        if (key, rows, dtype) not in self.blocks:
+            self.blocks[key, rows, dtype] = np.empty((rows, PIECE), dtype)
+        return self.blocks[key, rows, dtype]
+
+
+def run(work: Work, *, threads: int) -> Passed:
+    """Do one pass. Raises `NotFinite` when the result does not fit."""
+    jobs = spans_of(dict(work.base))
+    local = threading.local()
+    reads = 1 + len(work.updates) + 1 + len(work.slots)
+    with Files() as files:
+        for entries in (work.base, work.master, *work.updates, *work.slots):
+            files.open(list(entries.values()))
+
+        def one(index: int) -> Passed:
+            if not hasattr(local, "buffers"):
+                local.buffers = _Buffers(reads)
+            if index + threads < len(jobs):
+                ahead = jobs[index + threads]
+                for source in (work.base, *work.updates):
+                    files.will_need(source[ahead.name], ahead.start, ahead.count)
+            with np.errstate(all="ignore"):
+                return _span(work, jobs[index], files, local.buffers)
+
+        if threads == 1:
+            results = [one(index) for index in range(len(jobs))]
+        else:
+            with ThreadPoolExecutor(threads) as pool:
+                results = list(pool.map(one, range(len(jobs))))
+    total = Passed(gram=np.zeros((len(work.updates), len(work.updates))))
+    for result in results:  # in the jobs' order: floating-point sums depend on it
+        total.gram += result.gram
+        total.step_squared += result.step_squared
+        total.elements += result.elements
+        total.bytes_read += result.bytes_read
+        total.bytes_written += result.bytes_written
+    return total
+
+
+def _span(work: Work, span: Span, files: Files, buffers: _Buffers) -> Passed:
+    """One span, read in parts of the buffers' size, worked on in pieces."""
+    result = Passed(gram=np.zeros((len(work.updates), len(work.updates))), elements=span.count)
+    base = work.base[span.name]
+    dtype = "float64" if work.float64 or base.dtype == "F64" else "float32"
+    counted = work.statistics == "exact" or (work.statistics == "sample" and (span.start // PIECE) % (SAMPLE * 64) == 0)
+    for begin in range(span.start, span.start + span.count, buffers.elements):
+        count = min(buffers.elements, span.start + span.count - begin)
+        raw = iter(buffers.raw)
+
+        def read(entry: TensorEntry, begin: int = begin, count: int = count, raw=raw) -> Array:  # type: ignore[no-untyped-def]
+            result.bytes_read += count * ITEM_BYTES[entry.dtype]
+            return files.read(entry, begin, count, next(raw))
+
+        base_raw = read(base)
+        update_entries = [update[span.name] for update in work.updates]
+        update_raws = [read(entry) for entry in update_entries]
+        master_raw = read(work.master[span.name]) if span.name in work.master else None
+        slot_raws = [read(slot[span.name]) if span.name in slot else None for slot in work.slots]
+        outputs = _Outputs(work, span.name, begin, count)
+        for piece in pieces(count):
+            n = piece.stop - piece.start
+            b = buffers.block("base", 1, dtype)[0, :n]
+            widen(base_raw[piece], base.dtype, b)
+            steps = buffers.block("steps", len(work.updates), dtype)[:, :n]
+            for row, entry, stored in zip(steps, update_entries, update_raws, strict=True):
+                widen(stored[piece], entry.dtype, row)
+                np.subtract(row, b, out=row)
+            if counted:
+                _add_products(result.gram, steps)
+            if work.observe:
+                work.observe(steps, span, begin + piece.start)
+            if work.model is None:
+                continue
+            scratch = buffers.block("scratch", 1, dtype)[0, :n]
+            c = _combined(work, steps, span, begin + piece.start, scratch, buffers.block("sum", 1, dtype)[0, :n])
+            m = b
+            if master_raw is not None:
+                m = buffers.block("master", 1, dtype)[0, :n]
+                np.copyto(m, master_raw[piece], casting="same_kind")
+            slots: list[Array] = []
+            for number, (stored_slot, start) in enumerate(zip(slot_raws, work.slot_starts, strict=True)):
+                slot = buffers.block(f"slot{number}", 1, dtype)[0, :n]
+                slot[:] = start if stored_slot is None else stored_slot[piece]
+                slots.append(slot)
+            if work.outer is None:
+                np.add(m, c, out=m)
+            else:
+                old = m
+                m, slots = work.outer(old, c, slots)
+                if counted:
+                    np.subtract(m, old, out=scratch)
+                    result.step_squared += float(np.einsum("i,i->", scratch, scratch))
+            if not outputs.put(piece, m, slots, buffers.block("bits", 1, "uint32")[0, :n]):
+                guilty = [k for k, row in enumerate(steps) if not np.isfinite(row).all()]
+                raise NotFinite(span.name, outputs.sinks[0][1], guilty[0] if guilty else None)
+        result.bytes_written += outputs.flush()
+    return result
+
+
+def _add_products(gram: Array, steps: Array) -> None:
+    """Add the inner products of the rows. einsum, not BLAS: its order does not depend on the number of threads."""
+    for i in range(len(steps)):
+        for j in range(i + 1):
+            product = float(np.einsum("i,i->", steps[i], steps[j]))
+            gram[i, j] += product
+            if i != j:
+                gram[j, i] += product
+
+
+def _combined(work: Work, steps: Array, span: Span, offset: int, scratch: Array, total: Array) -> Array:
+    if work.coefficients is None:
+        assert work.combine is not None
+        return work.combine(steps, span, offset)
+    np.multiply(steps[0], work.coefficients[0], out=total)
+    for row, coefficient in zip(steps[1:], work.coefficients[1:], strict=True):
+        np.multiply(row, coefficient, out=scratch)
+        np.add(total, scratch, out=total)
+    return total
+
+
+class _Outputs:
+    """What one part of a span writes: the model in its dtype, the master and the slots in float32."""
+
+    def __init__(self, work: Work, name: str, begin: int, count: int) -> None:
+        self.name, self.begin = name, begin
+        self.sinks: list[tuple[TensorWriter, str, Array]] = []
+        if work.model is None:
+            return
+        for writer in (work.model, *([work.new_master] if work.new_master else []), *work.new_slots):
+            dtype = writer.places[name][2].dtype
+            self.sinks.append((writer, dtype, np.empty(count, dtype=STORAGE[dtype])))
+
+    def put(self, piece: slice, master: Array, slots: Sequence[Array], scratch: Array) -> bool:
+        """Round into the blocks; False when a value of the model is not finite."""
+        values = [master, *([master] if len(self.sinks) > 1 else []), *slots]
+        for (_, dtype, block), value in zip(self.sinks, values[: len(self.sinks)], strict=True):
+            narrow(value, dtype, block[piece], scratch)
+        dtype, block = self.sinks[0][1:]
+        stored = block[piece]
+        if dtype == "BF16":
+            return not bool(((stored & 0x7F80) == 0x7F80).any())
+        return bool(np.isfinite(stored).all())
+
+    def flush(self) -> int:
+        written = 0
+        for writer, dtype, block in self.sinks:
+            writer.write(self.name, self.begin * ITEM_BYTES[dtype], block.data.cast("B"))
+            written += block.nbytes
+        return written

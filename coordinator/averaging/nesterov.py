@@ -1,0 +1,25 @@
+"""DiLoCo's outer step: SGD with Nesterov momentum on the round's step.
+
+A. Douillard et al., "DiLoCo: distributed low-communication training of language models", 2023, arXiv 2311.08105,
+algorithm 1, with the form of Nesterov momentum of I. Sutskever et al. 2013 that PyTorch's SGD uses:
+v = mu v + step,  w = w + eta (step + mu v).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+A = Any
+"""A numpy array or a torch tensor."""
+
+
+def starts() -> tuple[float]:
+    """The velocity starts at zero."""
+    return (0.0,)
+
+
+def apply(master: A, step: A, slots: Sequence[A], *, learning_rate: float, momentum: float) -> tuple[A, list[A]]:
+    """Next master and velocity."""
+    velocity = momentum * slots[0] + step
+    return master + learning_rate * (step + momentum * velocity), [velocity]
