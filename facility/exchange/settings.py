@@ -57,6 +57,8 @@ class TrainingSettings:
     """At most so many validation blocks per evaluation; 0: all."""
     keep_optimizer: bool = True
     """Keep AdamW's moments at the facility between rounds."""
+    stall_seconds: float = 600.0
+    """A rank that hears nothing from its peers for so long ends the job."""
 
     def __post_init__(self) -> None:
         positive = {
@@ -64,6 +66,7 @@ class TrainingSettings:
             "batch_sequences": self.batch_sequences,
             "ranks": self.ranks,
             "learning_rate": self.learning_rate,
+            "stall_seconds": self.stall_seconds,
         }
         for name, value in positive.items():
             if not value > 0:

@@ -1,0 +1,1 @@
+"""What runs inside one facility in one round: the parts that `facility.train` puts together."""

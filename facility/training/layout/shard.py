@@ -1,0 +1,42 @@
+"""FSDP2 over the shards of a model: every block a unit, embedding and head in the root's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from facility.exchange.errors import InputError
+
+
+def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
+    """The list of repeated blocks and its name: the `ModuleList` that holds most parameters."""
+    candidates = [
+        (sum(p.numel() for p in module.parameters()), name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) > 0
+    ]
+    if not candidates:
+        raise InputError(
+            f"{type(model).__name__} holds no list of blocks: looked for the torch.nn.ModuleList with most parameters, "
+            "found none; this model can neither be sharded by blocks nor split into stages"
+        )
+    _, name, blocks = max(candidates, key=lambda c: (c[0], -len(c[1])))
+    return name, blocks
+
+
+def shard(model: nn.Module, mesh: DeviceMesh, *, compute_dtype: torch.dtype, reshard: bool) -> None:
+    """Apply `fully_shard` in place. `reshard`: free a block's weights between forward and backward."""
+    policy: dict[str, Any] = {}
+    root: dict[str, Any] = {}
+    if compute_dtype != torch.float32:
+        policy["mp_policy"] = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+        root["mp_policy"] = MixedPrecisionPolicy(
+            param_dtype=compute_dtype, reduce_dtype=torch.float32, output_dtype=torch.float32
+        )
+    for block in find_blocks(model)[1]:
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard, **policy)
+    fully_shard(model, mesh=mesh, reshard_after_forward=False, **(root or policy))

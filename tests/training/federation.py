@@ -1,0 +1,105 @@
+"""A pico dataset and settings, and the trainer run as a user runs it: a command, one process or several."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from facility.dataset import DatasetManifest, SplitEntry
+from tests.distributed import free_port
+
+
+def write_dataset(
+    directory: Path,
+    *,
+    train: int = 40,
+    validation: int = 10,
+    block_tokens: int = 16,
+    vocabulary: int = 128,
+    seed: int = 0,
+) -> Path:
+    """Blocks of a sequence that a model can learn: each token is the one before plus one or two."""
+    draw = np.random.default_rng(seed)
+    directory.mkdir(parents=True)
+    splits = {}
+    for name, blocks in (("train", train), ("validation", validation)):
+        steps = draw.integers(1, 3, size=(blocks, block_tokens))
+        ids = ((draw.integers(0, vocabulary, size=(blocks, 1)) + steps.cumsum(1)) % vocabulary).astype(np.int32)
+        np.save(directory / f"{name}.npy", ids)
+        splits[name] = SplitEntry(
+            blocks=blocks, documents=blocks, empty_documents=0, tokens=ids.size, tail_tokens=0, sha256="0" * 64
+        )
+    manifest = DatasetManifest(
+        task="causal-lm", block_tokens=block_tokens, vocabulary_size=vocabulary, tokenizer_sha256="0" * 64,
+        template="{text}", splits=splits, sources=[],
+    )  # fmt: skip
+    (directory / "dataset.json").write_text(json.dumps(dataclasses.asdict(manifest)))
+    return directory
+
+
+def write_settings(path: Path, *, rounds: int = 3, seed: int = 7, facility: str = "north", **training: Any) -> Path:
+    defaults = {
+        "steps": 3,
+        "batch_sequences": 4,
+        "learning_rate": 2e-3,
+        "export_dtype": "float32",
+        "device": "cpu",
+        "threads": 1,
+    }
+    raw = {"federation": "pico", "facility": facility, "rounds": rounds, "seed": seed, "training": defaults | training}
+    path.write_text(json.dumps(raw))
+    return path
+
+
+def train(
+    out: Path, model: Path, dataset: Path, settings: Path, *, ranks: int = 1, round: int = 0, timeout: float = 120, expect: int | None = 0,
+    options: tuple[str, ...] = (), environment: dict[str, str] | None = None,
+) -> list[subprocess.CompletedProcess]:  # fmt: skip
+    """`python -m facility.train` on so many processes; state beside `out`. Every rank must end with `expect`."""
+    command = [sys.executable, "-m", "facility.train", "--model", str(model), "--dataset", str(dataset), "--settings",
+               str(settings), "--round", str(round), "--out", str(out), *options]  # fmt: skip
+    if "--state" not in options:
+        command += ["--state", str(out.parent / "state")]
+    port = free_port()
+    processes = []
+    for rank in range(ranks):
+        variables = dict(os.environ, OMP_NUM_THREADS="1", **(environment or {}))
+        if ranks > 1:
+            variables |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks),
+                          "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # fmt: skip
+        processes.append(
+            subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        )
+    results = []
+    try:
+        for process in processes:
+            output, errors = process.communicate(timeout=timeout)
+            results.append(subprocess.CompletedProcess(command, process.returncode, output, errors))
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+    if expect is not None:
+        assert [r.returncode for r in results] == [expect] * ranks, "\n".join(r.stderr for r in results)
+    return results
+
+
+def weights(directory: Path) -> dict[str, Any]:
+    from facility.exchange.checkpoint import open_checkpoint
+
+    checkpoint = open_checkpoint(directory)
+    return {name: checkpoint.read(name) for name in checkpoint.tensors}
+
+
+def largest_difference(one: Path, other: Path) -> float:
+    a, b = weights(one), weights(other)
+    assert a.keys() == b.keys()
+    return max((a[name].float() - b[name].float()).abs().max().item() for name in a)
