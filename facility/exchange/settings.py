@@ -12,6 +12,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar
 
 from .errors import ConfigurationError
+from .synchronising import SyncSettings
 
 FORMAT = 1
 T = TypeVar("T")
@@ -59,6 +60,8 @@ class TrainingSettings:
     """Keep AdamW's moments at the facility between rounds."""
     stall_seconds: float = 600.0
     """A rank that hears nothing from its peers for so long ends the job."""
+    sync: SyncSettings = field(default_factory=SyncSettings)
+    """How replicas inside the facility stay together; without effect where there is one replica."""
 
     def __post_init__(self) -> None:
         positive = {

@@ -1,0 +1,369 @@
+"""Who averages with whom, and when: a pure state machine for semi-decentralised averaging.
+
+Members announce that they are ready; the scheduler answers with groups. It only decides; parameters travel between
+the members. It has no clock: every event carries its time, and `wake` says when `tick` is wanted. The same object
+decides for processes inside a facility, for the simulator, and for facilities at the coordinator.
+
+After Miao et al., "SDPipe: A Semi-Decentralized Framework for Heterogeneity-aware Pipeline-parallel Training", PVLDB
+16(9):2354-2363, 2023 (groups by time window, union-find bound P) and Miao et al., "Heterogeneity-Aware Distributed
+Machine Learning Training via Partial Reduce", SIGMOD 2021. Different here, on purpose:
+
+- one rule for any number of members (there: pairs and full barriers beyond 8);
+- the bound is strict: between two moments at which the union of the groups was connected lie at most P x N updates;
+  a period ends as soon as its union is connected, so an early connection is never wasted;
+- a connecting group needs one member of each component, not everybody;
+- members leave and come back; one that comes back first receives (weight 0) and then contributes;
+- contributions are debiased: weight = mean rounds / own rounds, within a limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any, TypeAlias
+
+from .errors import ConfigurationError
+
+Member: TypeAlias = int | str
+FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupRules:
+    """How groups form."""
+
+    bound: int = 5
+    """P: the union of groups is connected at least every P x N updates; 1: every group is everybody; 0: no bound."""
+    minimum: int = 2
+    """Members a group has at least (fewer only when nobody else can come)."""
+    maximum: int = 0
+    """Members a group has at most, except to keep the bound; 0: no limit."""
+    window_seconds: float = 0.001
+    """How long a first arrival waits for company, at first; then it adapts, member by member."""
+    window_minimum_seconds: float = 0.00001
+    window_maximum_seconds: float = 0.01
+    target: int = 2
+    """A member whose group was smaller doubles its window, otherwise the window shrinks by a tenth."""
+    debias: bool = True
+    """Weigh a member by mean rounds / own rounds, so that fast members do not dominate; else all equal."""
+    debias_limit: float = 4.0
+    """No weight is above this or below its inverse."""
+    budget: int = 0
+    """Updates of all members together after which `stop` is told; 0: no limit."""
+
+    def __post_init__(self) -> None:
+        for name in ("bound", "maximum", "window_seconds", "window_minimum_seconds", "budget"):
+            if not getattr(self, name) >= 0:
+                raise ConfigurationError(f"{name} is {getattr(self, name)}, expected 0 or more")
+        for name in ("minimum", "target", "debias_limit"):
+            if not getattr(self, name) >= 1:
+                raise ConfigurationError(f"{name} is {getattr(self, name)}, expected 1 or more")
+        if 0 < self.maximum < self.minimum:
+            raise ConfigurationError(
+                f"maximum is {self.maximum}, expected 0 (no limit) or at least minimum, {self.minimum}"
+            )
+        if self.window_maximum_seconds < max(self.window_minimum_seconds, self.window_seconds):
+            raise ConfigurationError(
+                f"window_maximum_seconds is {self.window_maximum_seconds}, expected at least window_seconds "
+                f"({self.window_seconds}) and window_minimum_seconds ({self.window_minimum_seconds})"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """A decision: these members average now."""
+
+    number: int
+    """Rises by one with every group; the order in which a member takes part in groups."""
+    members: tuple[Member, ...]
+    weights: tuple[float, ...]
+    """Contribution of each member; they sum to 1. A member that came back has 0."""
+    rounds: tuple[int, ...]
+    """Updates each member has made so far."""
+    staleness: tuple[int, ...]
+    """Rounds that each member is behind the foremost of the group."""
+    waits: tuple[float, ...]
+    """Seconds since each member announced itself."""
+    connected: bool
+    """Did this group make the union of groups connected?"""
+    final: bool
+    """The exact average over all that ends a phase."""
+    reason: str
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+
+@dataclass(kw_only=True)
+class _Standing:
+    """What the scheduler knows of one member."""
+
+    window: float
+    component: int
+    rounds: int = 0
+    finished: bool = False
+    returning: bool = False
+
+
+class GroupScheduler:
+    """Events in, groups out. Every event method returns the groups it closes, in the order to be carried out."""
+
+    def __init__(self, members: Iterable[Member] = (), rules: GroupRules | None = None) -> None:
+        self.rules = rules or GroupRules()
+        self._members: dict[Member, _Standing] = {}
+        self._pending: dict[Member, float] = {}
+        self._number = 0
+        self._served = 0  # updates since the union was last connected
+        self._updates = 0
+        self._components = 0
+        self._final_open = False
+        self._now = 0.0
+        self.wake: float | None = None
+        """Time at which `tick` is wanted; None: only an event changes anything."""
+        for member in members:
+            self._add(member, returning=False)
+
+    # -- what it knows --------------------------------------------------------------------------------------------
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """Present members, sorted."""
+        return tuple(sorted(self._members, key=lambda m: (isinstance(m, str), m)))
+
+    @property
+    def active(self) -> tuple[Member, ...]:
+        """Present members that have not finished."""
+        return tuple(m for m in self.members if not self._members[m].finished)
+
+    @property
+    def waiting(self) -> tuple[Member, ...]:
+        return tuple(self._pending)
+
+    @property
+    def updates(self) -> int:
+        """Updates announced by all members, including those that left since."""
+        return self._updates
+
+    @property
+    def since_connected(self) -> int:
+        """Updates served since the union of groups was last connected."""
+        return self._served
+
+    @property
+    def stop(self) -> bool:
+        """Is the budget of updates spent?"""
+        return 0 < self.rules.budget <= self._updates
+
+    def rounds(self, member: Member) -> int:
+        return self._members[member].rounds
+
+    # -- events -----------------------------------------------------------------------------------------------------
+    def join(self, member: Member, now: float, *, returning: bool = True, rounds: int = 0) -> list[Group]:
+        """`member` comes (back). `returning`: its parameters are out of date, so it first only receives."""
+        assert member not in self._members, f"{member!r} is present already"
+        self._add(member, returning=returning and bool(self._members), rounds=rounds)
+        return self._form(now)
+
+    def leave(self, member: Member, now: float) -> list[Group]:
+        """`member` died, stalled or left; nobody waits for it any longer."""
+        self._members.pop(member, None)
+        self._pending.pop(member, None)
+        self._note_connection()
+        return self._form(now)
+
+    def ready(self, member: Member, now: float, *, again: bool = False) -> list[Group]:
+        """`member` has made one more update and wants to average; `again`: its group failed, no new update."""
+        standing = self._members[member]
+        assert member not in self._pending and not standing.finished, f"{member!r} announced itself twice"
+        if not again:
+            standing.rounds += 1
+            self._updates += 1
+        self._pending[member] = now
+        return self._form(now)
+
+    def finish(self, member: Member, now: float) -> list[Group]:
+        """`member` makes no more updates and waits for the final average over all."""
+        self._members[member].finished = True
+        self._pending[member] = now
+        self._note_connection()
+        return self._form(now)
+
+    def tick(self, now: float) -> list[Group]:
+        return self._form(now)
+
+    def failed(self, final: bool, now: float) -> list[Group]:
+        """A group's exchange failed. Members announce themselves again (`again`); a final group is called anew.
+
+        What was counted as connected may not be, so every component is taken apart.
+        """
+        if len(self.active) > 1:
+            for standing in self._members.values():
+                self._components += 1
+                standing.component = self._components
+        if final:
+            self._final_open = False
+            self._pending.update({m: now for m in self.members})
+        return self._form(now)
+
+    # -- the rule ---------------------------------------------------------------------------------------------------
+    def _add(self, member: Member, *, returning: bool, rounds: int = 0) -> None:
+        self._components += 1
+        self._members[member] = _Standing(
+            window=self.rules.window_seconds, component=self._components, returning=returning, rounds=rounds
+        )
+
+    def _form(self, now: float) -> list[Group]:
+        assert now >= self._now, "time runs forwards"
+        self._now, self.wake = now, None
+        groups: list[Group] = []
+        while (group := self._next(now)) is not None:
+            groups.append(group)
+        return groups
+
+    def _next(self, now: float) -> Group | None:
+        active = self.active
+        if not active:
+            return self._final(now)
+        pending = [m for m in self._pending if not self._members[m].finished]
+        if not pending:
+            return None
+        everybody = len(pending) == len(active)
+        opened = self._pending[pending[0]] + self._members[pending[0]].window
+        full = 0 < self.rules.maximum <= len(pending)
+        if not (everybody or full or now >= opened):
+            self.wake = opened
+            return None
+        if len(pending) < self.rules.minimum and not everybody:
+            return None
+        if all(self._members[m].returning for m in pending) and not everybody:
+            return None  # somebody up to date must take part
+        chosen = self._choose(pending, self.rules.maximum or len(pending))
+        if self._bound_allows(chosen, active):
+            reason = "all are here" if everybody else "full" if full else "the window passed"
+            return self._close(chosen, now, reason)
+        chosen = self._choose(pending, max(self.rules.maximum or len(pending), len(self._parts(active))))
+        if self._connects(chosen, active):
+            return self._close(chosen, now, "the bound asks for a connection")
+        return None
+
+    def _parts(self, members: Iterable[Member]) -> set[int]:
+        return {self._members[m].component for m in members}
+
+    def _connects(self, chosen: list[Member], active: tuple[Member, ...]) -> bool:
+        return self._parts(chosen) == self._parts(active)
+
+    def _bound_allows(self, chosen: list[Member], active: tuple[Member, ...]) -> bool:
+        if self.rules.bound == 0 or self._connects(chosen, active):
+            return True
+        # The connecting group that may follow has at most N members, so P x N holds with it.
+        return self._served + len(chosen) <= (self.rules.bound - 1) * len(active)
+
+    def _choose(self, pending: list[Member], limit: int) -> list[Member]:
+        """At most `limit` of the pending: first one of each component, then by arrival; one is up to date."""
+        seen: set[int] = set()
+        firsts, rest = [], []
+        for member in sorted(pending, key=lambda m: self._members[m].returning):
+            component = self._members[member].component
+            (rest if component in seen else firsts).append(member)
+            seen.add(component)
+        return (firsts + rest)[:limit]
+
+    def _close(self, chosen: list[Member], now: float, reason: str) -> Group:
+        standings = [self._members[m] for m in chosen]
+        joined = standings[0].component
+        merged = {s.component for s in standings}
+        for standing in self._members.values():
+            if standing.component in merged:
+                standing.component = joined
+        self._served += len(chosen)
+        connected = self._note_connection()
+        group = self._group(chosen, now, reason, connected=connected)
+        for standing in standings:
+            grown = standing.window * (2.0 if len(chosen) < self.rules.target else 0.9)
+            standing.window = min(max(grown, self.rules.window_minimum_seconds), self.rules.window_maximum_seconds)
+            if len(chosen) > 1:
+                standing.returning = False
+        return group
+
+    def _note_connection(self) -> bool:
+        """Begin a new period when the union of the present, active members is connected."""
+        if len(self._parts(self.active)) > 1 or not self._members:
+            return False
+        self._served = 0
+        for standing in self._members.values():
+            self._components += 1
+            standing.component = self._components
+        return True
+
+    def _final(self, now: float) -> Group | None:
+        if self._final_open or not self._members:
+            return None
+        self._final_open = True
+        return self._group(list(self.members), now, "all have finished", connected=True, final=True)
+
+    def _group(self, chosen: list[Member], now: float, reason: str, *, connected: bool, final: bool = False) -> Group:
+        members = tuple(sorted(chosen, key=lambda m: (isinstance(m, str), m)))
+        rounds = tuple(self._members[m].rounds for m in members)
+        self._number += 1
+        group = Group(
+            number=self._number,
+            members=members,
+            weights=self._weights(members, final=final),
+            rounds=rounds,
+            staleness=tuple(max(rounds) - r for r in rounds),
+            waits=tuple(now - self._pending.get(m, now) for m in members),
+            connected=connected,
+            final=final,
+            reason=reason,
+        )
+        for member in members:
+            self._pending.pop(member, None)
+        return group
+
+    def _weights(self, members: tuple[Member, ...], *, final: bool) -> tuple[float, ...]:
+        standings = [self._members[m] for m in members]
+        raw = [1.0] * len(members)
+        if self.rules.debias and not final:
+            everyone = [s.rounds for s in self._members.values() if s.rounds]
+            mean = sum(everyone) / len(everyone) if everyone else 1.0
+            limit = self.rules.debias_limit
+            raw = [min(limit, max(1 / limit, mean / max(1, s.rounds))) for s in standings]
+        if not all(s.returning for s in standings):
+            raw = [0.0 if s.returning else w for w, s in zip(raw, standings, strict=True)]
+        total = sum(raw)
+        return tuple(w / total for w in raw)
+
+    # -- between invocations ----------------------------------------------------------------------------------------
+    def snapshot(self) -> dict[str, Any]:
+        """The whole state as plain data, for a driver that does not stay alive (the coordinator between rounds)."""
+        return {
+            "format": FORMAT,
+            "rules": asdict(self.rules),
+            "members": [[m, asdict(s)] for m, s in self._members.items()],
+            "pending": [[m, at] for m, at in self._pending.items()],
+            "number": self._number,
+            "served": self._served,
+            "updates": self._updates,
+            "components": self._components,
+            "final_open": self._final_open,
+            "now": self._now,
+            "wake": self.wake,
+        }
+
+    @classmethod
+    def restore(cls, state: dict[str, Any]) -> GroupScheduler:
+        """The scheduler whose `snapshot` this is. Raises `ConfigurationError` for anything else."""
+        try:
+            if state["format"] != FORMAT:
+                raise ConfigurationError(f"format {state['format']} of the scheduler's state, expected {FORMAT}")
+            scheduler = cls(rules=GroupRules(**state["rules"]))
+            scheduler._members = {m: _Standing(**s) for m, s in state["members"]}
+            scheduler._pending = {m: float(at) for m, at in state["pending"]}
+            scheduler._number, scheduler._served = int(state["number"]), int(state["served"])
+            scheduler._updates, scheduler._components = int(state["updates"]), int(state["components"])
+            scheduler._final_open, scheduler._now = bool(state["final_open"]), float(state["now"])
+            scheduler.wake = state["wake"]
+        except (KeyError, TypeError, ValueError) as error:
+            if isinstance(error, ConfigurationError):
+                raise
+            raise ConfigurationError(f"this is not a scheduler's state: {error!r}") from None
+        return scheduler

@@ -1,0 +1,1 @@
+"""Keeping the replicas of one facility together without waiting for the slowest."""

@@ -1,0 +1,42 @@
+"""A single replica: nothing to synchronise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class Alone:
+    """The synchroniser of one replica: counts steps, communicates with nobody."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps, self.done = steps, 0
+
+    def wants_more(self) -> bool:
+        return self.done < self.steps
+
+    @property
+    def progress(self) -> float:
+        return float(self.done)
+
+    def reduce_gradients(self, samples: float) -> None:
+        pass
+
+    def after_step(self, samples: float) -> None:
+        self.done += 1
+
+    def finish(self) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        assert not state, "a single replica keeps nothing between rounds"
+
+    def report(self) -> dict[str, Any]:
+        return {"policy": "none", "replicas": 1, "updates": self.done}
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,128 @@
+"""What the trainer sees of synchronisation: one protocol, whatever the policy.
+
+The trainer's loop:
+
+    sync = connect(settings.sync, place=..., parameters=..., optimizer=..., store=..., steps=..., ...)
+    while sync.wants_more():
+        ... forward and backward passes (gradients are the mean over this replica's own samples) ...
+        sync.reduce_gradients(samples)      # before clipping
+        ... clip, optimizer.step() ...
+        sync.after_step(samples)
+    sync.finish()                           # one exact average over all replicas: then export
+    details["sync"] = sync.report()
+    sync.close()
+
+Every rank of a replica calls every method, in the same order; rank p of a replica synchronises with rank p of other
+replicas, and with whom is decided once per replica.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from facility.exchange.synchronising import SyncSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where this rank stands among the replicas."""
+
+    replica: int
+    replicas: int
+    position: int = 0
+    """This rank among those of its replica: shard or stage, the same parameters at the same position everywhere."""
+    positions: int = 1
+
+    @property
+    def chief(self) -> bool:
+        """Does this rank host the scheduler?"""
+        return self.replica == 0 and self.position == 0
+
+
+class Synchroniser(Protocol):
+    """A policy at work on one rank."""
+
+    def wants_more(self) -> bool:
+        """Is another step wanted of this replica? The same answer on every rank of the replica."""
+
+    @property
+    def progress(self) -> float:
+        """Steps done so far on average over the replicas: what a learning-rate schedule follows."""
+
+    def reduce_gradients(self, samples: float) -> None:
+        """Exchange gradients where the policy does; `samples` (or tokens) is this replica's weight in the mean."""
+
+    def after_step(self, samples: float) -> None:
+        """Exchange parameters where the policy does; called after the optimizer's step."""
+
+    def finish(self) -> None:
+        """Wait for all replicas and take the exact mean of their parameters, the same bits everywhere."""
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """What the policy keeps between rounds (DiLoCo's outer momentum), as tensors by name."""
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Put back what `state_dict` gave."""
+
+    def report(self) -> dict[str, Any]:
+        """Figures of the round for `report.json`, from the first rank's view; other ranks give their own."""
+
+    def close(self) -> None:
+        """Leave: threads, sockets and process groups are gone afterwards."""
+
+
+def connect(
+    settings: SyncSettings,
+    *,
+    place: Place,
+    parameters: Sequence[torch.Tensor],
+    steps: int,
+    store: dist.Store,
+    optimizer: torch.optim.Optimizer | None = None,
+    backwards_per_step: int = 1,
+    device: torch.device | None = None,
+    address: str = "127.0.0.1",
+    log: Path | None = None,
+    namespace: str = "sync",
+) -> Synchroniser:
+    """Meet the other replicas and return the policy's synchroniser. A single replica never communicates.
+
+    Parameters
+    ----------
+    parameters
+        This rank's trained parameters, float32: plain, or DTensors of which the local shard is taken; the same
+        shapes on the same position of every replica. Their `grad` is what `reduce_gradients` exchanges.
+    steps
+        Steps that one replica is to make; all make `steps * replicas` together where progress is accumulated.
+    store
+        A store that all ranks reach (TCPStore); used below `namespace` only, another one for every round.
+    backwards_per_step
+        Backward passes whose gradients accumulate into one step, so that exchange can start during the last one.
+    address
+        This node's address, on which the scheduler and peers listen.
+    log
+        Directory for `groups.jsonl` and `trace.json` (first rank only); None: no files.
+    """
+    from .alone import Alone
+    from .registry import build
+
+    if place.replicas == 1:
+        return Alone(steps)
+    return build(
+        settings,
+        place=place,
+        parameters=list(parameters),
+        steps=steps,
+        store=dist.PrefixStore(namespace, store),
+        optimizer=optimizer,
+        backwards_per_step=backwards_per_step,
+        device=device or parameters[0].device,
+        address=address,
+        log=log,
+    )

@@ -1,0 +1,231 @@
+"""Laws of the group scheduler, checked over random workers that compute, stall, die and come back."""
+
+from __future__ import annotations
+
+import heapq
+import json
+import random
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from facility.exchange.errors import ConfigurationError
+from facility.exchange.groups import Group, GroupRules, GroupScheduler
+
+RULES = st.builds(
+    GroupRules,
+    bound=st.sampled_from([0, 1, 2, 3, 5, 10]),
+    minimum=st.integers(1, 3),
+    maximum=st.sampled_from([0, 3, 4]),
+    window_seconds=st.sampled_from([0.0, 0.001, 0.005]),
+    debias=st.booleans(),
+)
+
+
+@dataclass
+class Run:
+    """What happened when workers of given speeds ran under a scheduler for some updates each."""
+
+    groups: list[Group]
+    ready_at_close: list[set[int]]
+    scheduler: GroupScheduler
+
+
+def drive(workers: int, rules: GroupRules, *, updates: int, seed: int, slow: float = 1.0, deaths: int = 0) -> Run:
+    """An event loop around the scheduler: worker 0 is `slow` times slower, `deaths` workers die and come back."""
+    draws = random.Random(seed)
+    scheduler = GroupScheduler(range(workers), rules)
+    order = 0
+    queue: list[tuple[float, int, str, int]] = []
+    announced: set[int] = set()
+    run = Run([], [], scheduler)
+
+    def push(at: float, kind: str, worker: int) -> None:
+        nonlocal order
+        order += 1
+        heapq.heappush(queue, (at, order, kind, worker))
+
+    def compute(worker: int, now: float) -> None:
+        if updates and scheduler.updates >= updates:
+            push(now, "finish", worker)
+        else:
+            push(now + draws.uniform(0.05, 0.15) * (slow if worker == 0 else 1), "ready", worker)
+
+    for worker in range(workers):
+        compute(worker, 0.0)
+    for number in range(deaths):
+        victim = draws.randrange(workers)
+        push(draws.uniform(0.1, 1.0) + number, "die", victim)
+    while queue:
+        now, _, kind, worker = heapq.heappop(queue)
+        present = worker in scheduler.members
+        if kind == "tick":
+            closed = scheduler.tick(now) if scheduler.wake is not None and scheduler.wake <= now else []
+        elif kind == "die":
+            if not present or len(scheduler.members) == 1:
+                continue
+            announced.discard(worker)
+            queue = [item for item in queue if item[3] != worker or item[2] == "tick"]
+            heapq.heapify(queue)
+            closed = scheduler.leave(worker, now)
+            push(now + 0.3, "return", worker)
+        elif kind == "return":
+            closed = scheduler.join(worker, now)
+            compute(worker, now)
+        elif kind == "finish":
+            announced.add(worker)
+            closed = scheduler.finish(worker, now)
+        else:
+            announced.add(worker)
+            closed = scheduler.ready(worker, now)
+        for group in closed:
+            run.groups.append(group)
+            run.ready_at_close.append(set(announced))
+            announced -= set(group.members)
+            if not group.final:
+                for member in group.members:
+                    compute(member, now)
+        if scheduler.wake is not None:
+            push(max(now, scheduler.wake), "tick", -1)
+    return run
+
+
+def connected(groups: list[set[int]], everybody: set[int]) -> bool:
+    reached = {min(everybody)}
+    while True:
+        grown = reached.union(*(g for g in groups if g & reached)) if groups else reached
+        if grown == reached:
+            return reached >= everybody
+        reached = grown
+
+
+@given(workers=st.integers(1, 24), rules=RULES, seed=st.integers(0, 999), slow=st.sampled_from([1.0, 5.0, 40.0]))
+@settings(max_examples=120, deadline=None)
+def test_no_group_without_the_agreement_of_its_members_and_nobody_waits_for_ever(workers, rules, seed, slow):
+    run = drive(workers, rules, updates=workers * 12, seed=seed, slow=slow)
+    for group, ready in zip(run.groups, run.ready_at_close, strict=True):
+        assert set(group.members) <= ready
+        assert sum(group.weights) == pytest.approx(1) and min(group.weights) >= 0
+    assert run.groups[-1].final and run.groups[-1].members == tuple(range(workers))
+    assert not run.scheduler.waiting
+    assert sum(len(g) for g in run.groups if not g.final) == run.scheduler.updates
+
+
+@given(
+    workers=st.integers(2, 24),
+    rules=RULES.filter(lambda r: r.bound > 0),
+    seed=st.integers(0, 999),
+    slow=st.sampled_from([1.0, 5.0, 40.0]),
+)
+@settings(max_examples=120, deadline=None)
+def test_the_union_of_groups_is_connected_at_least_every_P_rounds(workers, rules, seed, slow):
+    run = drive(workers, rules, updates=workers * 30, seed=seed, slow=slow)
+    everybody, period, spent = set(range(workers)), [], 0
+    finishing = False
+    for group in run.groups:
+        finishing |= group.final
+        period.append(set(group.members))
+        spent += len(group)
+        if group.connected:
+            # Towards the end members stop coming, and the union spans only those that still do.
+            if not finishing and spent <= workers * 28:
+                assert connected(period, everybody)
+            period = []
+        served = sum(map(len, period))
+        assert served <= rules.bound * workers
+
+
+@given(workers=st.integers(1, 12), rules=RULES, seed=st.integers(0, 999))
+@settings(max_examples=60, deadline=None)
+def test_deaths_and_returns_stop_nobody(workers, rules, seed):
+    run = drive(workers, rules, updates=workers * 40, seed=seed, deaths=3)
+    assert run.groups[-1].final and run.groups[-1].members == run.scheduler.members
+    assert run.scheduler.updates >= workers * 40
+
+
+def test_same_seed_and_order_of_events_same_groups():
+    rules = GroupRules(bound=3)
+    assert drive(8, rules, updates=200, seed=4).groups == drive(8, rules, updates=200, seed=4).groups
+    assert drive(8, rules, updates=200, seed=4).groups != drive(8, rules, updates=200, seed=5).groups
+
+
+def test_a_bound_of_one_is_all_reduce():
+    for group in drive(8, GroupRules(bound=1, debias=False), updates=80, seed=1).groups:
+        assert group.members == tuple(range(8)) and group.weights == (0.125,) * 8
+
+
+def test_a_straggler_is_waited_for_only_when_the_bound_asks():
+    free = drive(8, GroupRules(bound=0), updates=400, seed=2, slow=1000.0)
+    assert all(0 not in g.members for g in free.groups[:100])
+    bound = drive(8, GroupRules(bound=3), updates=400, seed=2, slow=1000.0)
+    first = next(g for g in bound.groups if 0 in g.members)
+    assert first.connected and first.waits[1] > 10 > first.waits[0]
+
+
+def test_debiasing_gives_each_member_the_same_influence():
+    """By hand: rounds 6 and 2, mean 4: raw weights 4/6 and 4/2, so 1/4 and 3/4."""
+    scheduler = GroupScheduler(rules=GroupRules(bound=0))
+    scheduler.join("a", 0, rounds=5, returning=False)
+    scheduler.join("b", 0, rounds=1, returning=False)
+    now = 7.0
+    assert scheduler.ready("a", now) == []
+    (group,) = scheduler.ready("b", now)
+    assert group.members == ("a", "b") and group.rounds == (6, 2) and group.staleness == (0, 4)
+    assert group.weights == pytest.approx((0.25, 0.75))
+
+
+def test_a_member_that_comes_back_receives_before_it_contributes():
+    scheduler = GroupScheduler("abc", GroupRules(bound=1))
+    scheduler.leave("c", 0)
+    scheduler.ready("a", 1)
+    (pair,) = scheduler.ready("b", 1)
+    assert pair.members == ("a", "b")
+    scheduler.join("c", 2)
+    scheduler.ready("a", 3), scheduler.ready("b", 3)
+    (group,) = scheduler.ready("c", 3)
+    assert group.members == ("a", "b", "c") and group.weights[2] == 0
+    scheduler.ready("a", 4), scheduler.ready("b", 4)
+    (group,) = scheduler.ready("c", 4)
+    assert group.weights[2] > 0
+
+
+def test_two_that_came_back_wait_for_one_that_is_up_to_date():
+    scheduler = GroupScheduler("abc", GroupRules(bound=0, window_seconds=0))
+    for member in "bc":
+        scheduler.leave(member, 0)
+    for member in "bc":
+        scheduler.join(member, 1)
+    assert scheduler.ready("b", 2) == [] and scheduler.ready("c", 2) == [] and scheduler.tick(3) == []
+    (group,) = scheduler.ready("a", 4)
+    assert group.members == ("a", "b", "c") and group.weights == (1.0, 0.0, 0.0)
+
+
+def test_a_failed_final_average_is_called_anew_without_the_dead():
+    scheduler = GroupScheduler("abc")
+    for member in "ab":
+        assert scheduler.finish(member, 1) == []
+    (final,) = scheduler.finish("c", 2)
+    assert final.final and final.members == ("a", "b", "c")
+    assert scheduler.leave("c", 3) == []
+    (again,) = scheduler.failed(True, 4)
+    assert again.final and again.members == ("a", "b")
+
+
+def test_the_state_survives_being_written_down():
+    scheduler = GroupScheduler(["it", "cs", "de"], GroupRules(bound=3, window_seconds=0.005))
+    scheduler.ready("it", 1.0)
+    copy = GroupScheduler.restore(json.loads(json.dumps(scheduler.snapshot())))
+    assert copy.ready("cs", 1.001) == scheduler.ready("cs", 1.001)
+    assert copy.tick(2.0) == scheduler.tick(2.0) and copy.snapshot() == scheduler.snapshot()
+    with pytest.raises(ConfigurationError, match="not a scheduler's state"):
+        GroupScheduler.restore({"format": 1, "rules": {"bund": 3}})
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"bound": -1}, {"minimum": 0}, {"maximum": 1}, {"debias_limit": 0.5}, {"window_maximum_seconds": 0.0}]
+)
+def test_rules_that_make_no_sense_are_refused(wrong):
+    with pytest.raises(ConfigurationError, match=next(iter(wrong))):
+        GroupRules(**wrong)
