@@ -1,0 +1,85 @@
+"""munge, Slurm and sshd of one facility: start, stop and ask, one by one, so that their absence can be rehearsed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from coordinator.testbed.command import call, end, started_at, wait_until
+from coordinator.testbed.layout import Site
+from coordinator.testbed.namespaces import enter, processes
+from facility.exchange.errors import InputError
+
+SERVICES = ("munged", "slurmctld", "slurmd", "sshd")
+
+
+def start(site: Site, service: str, *, clean: bool = False) -> None:
+    """Start one service inside the facility and wait until its pid file is there; `clean` forgets Slurm's saved jobs."""
+    _known(service)
+    fresh = ["-c"] if clean else []
+    if service == "munged":
+        munge = site.run / "munge"
+        files = [f"--socket={site.run}/munge.sock", f"--pid-file={munge}d.pid", f"--seed-file={munge}.seed"]
+        logs = [f"--key-file={site.etc}/munge.key", f"--log-file={site.log}/munged.log"]
+        call(*enter(site, "munged", *files, *logs, f"--origin={site.address}", "--num-threads=2"))
+    elif service == "slurmctld":
+        call(*enter(site, "slurmctld", *fresh, "-f", site.slurm_conf))
+    elif service == "slurmd":
+        for node in site.nodes:
+            line = f"hostname {node} && exec slurmd {' '.join(fresh)} -f {site.slurm_conf}"
+            call(*enter(site, "unshare", "--uts", "sh", "-c", line))
+    else:
+        call(*enter(site, "/usr/sbin/sshd", "-f", site.etc / "sshd_config", "-E", site.log / "sshd.log"))
+    wait_until(lambda: all(pid(file) for file in pid_files(site, service)), 20, f"{site.name}: start of {service}")
+
+
+def stop(site: Site, service: str, *, sessions: bool = True) -> None:
+    """End one service; for sshd also the open sessions, unless `sessions` is false."""
+    _known(service)
+    pids = [found for file in pid_files(site, service) if (found := pid(file))]
+    if service == "sshd" and sessions:
+        pids += [number for number in processes(site) if _title(number).startswith("sshd:")]
+    end(pids)
+    for file in pid_files(site, service):
+        file.unlink(missing_ok=True)
+
+
+def pid_files(site: Site, service: str) -> list[Path]:
+    if service == "slurmd":
+        return [site.run / f"slurmd.{node}.pid" for node in site.nodes]
+    return [site.run / f"{service}.pid"]
+
+
+def pid(file: Path) -> int | None:
+    """The living process whose id a daemon wrote."""
+    try:
+        number = int(file.read_text())
+    except (OSError, ValueError):
+        return None
+    return number if started_at(number) is not None else None
+
+
+def nodes_idle(site: Site) -> bool:
+    """True once Slurm reports both nodes idle."""
+    states = call(*enter(site, "sinfo", "-h", "-N", "-o", "%T"), check=False).stdout.split()
+    return states == ["idle"] * len(site.nodes)
+
+
+def slurm_version() -> tuple[int, int]:
+    """Major and minor of the installed Slurm."""
+    found = re.search(r"(\d+)\.(\d+)", call("slurmctld", "-V").stdout)
+    if not found:
+        raise InputError("`slurmctld -V` tells no version; is slurm-wlm installed whole?")
+    return int(found[1]), int(found[2])
+
+
+def _known(service: str) -> None:
+    if service not in SERVICES:
+        raise InputError(f"service {service!r}: expected one of {', '.join(SERVICES)}")
+
+
+def _title(number: int) -> str:
+    try:
+        return Path(f"/proc/{number}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,32 @@
+"""The testbed that all tests here share."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from coordinator.testbed import stand
+from coordinator.testbed.layout import Site, Testbed
+
+
+@pytest.fixture(scope="session")
+def testbed() -> Iterator[Testbed]:
+    """Two facilities, `site-a` and `site-b`, with plain links."""
+    root = Path(tempfile.mkdtemp(prefix="crossfed-testbed-", dir="/var/tmp"))
+    standing = stand.up(root, ["site-a", "site-b"])
+    try:
+        yield standing
+    finally:
+        stand.down(root)
+        shutil.rmtree(root, ignore_errors=True)
+
+
+def ssh(testbed: Testbed, site: Site, command: str, **options) -> subprocess.CompletedProcess[str]:
+    """Run a shell command at a facility as its user, as the coordinator would."""
+    line = ["ssh", "-F", str(testbed.ssh_config), site.name, command]
+    return subprocess.run(line, capture_output=True, text=True, timeout=options.pop("timeout", 120), **options)
