@@ -1,0 +1,198 @@
+"""Federated and pooled training in one process, for experiments: the trainer's and coordinator's arithmetic, no workflow.
+
+What travels is rounded to bfloat16 as in the real rounds; the coordinator keeps a float32 master and applies the rules of
+`coordinator.averaging`; a facility's AdamW moments stay with it; its learning-rate schedule spans the federation.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+from coordinator.averaging.outers import outer_of
+from coordinator.averaging.settings import AggregationSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text:
+    """One domain's blocks of token ids, (blocks, block_tokens)."""
+
+    train: numpy.ndarray
+    validation: numpy.ndarray
+
+
+@dataclass(frozen=True, kw_only=True)
+class Local:
+    """Settings of training at a facility."""
+
+    batch: int = 16
+    """Blocks per step."""
+    learning_rate: float = 1e-3
+    """Peak."""
+    minimum_ratio: float = 0.1
+    """Learning rate at the end over the peak."""
+    warmup_steps: int = 20
+    """Once for the federation."""
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.95)
+    clip_norm: float = 1.0
+    proximal: float = 0.0
+    """FedProx's mu; 0 is off."""
+    keep_optimizer: bool = True
+
+
+def batches(blocks: numpy.ndarray, size: int, seed: int) -> Iterator[Tensor]:
+    """Batches without end: a new permutation every pass, a pass continuing across rounds."""
+    rng = numpy.random.default_rng(seed)
+    held = numpy.empty(0, dtype=numpy.int64)
+    while True:
+        while len(held) < size:
+            held = numpy.concatenate([held, rng.permutation(len(blocks))])
+        yield torch.from_numpy(numpy.asarray(blocks[held[:size]], dtype=numpy.int64))
+        held = held[size:]
+
+
+class Learner:
+    """One model with its AdamW, its data and its place in the schedule."""
+
+    def __init__(self, model: nn.Module, feed: Iterator[Tensor], local: Local, total_steps: int) -> None:
+        self.model, self.feed, self.local, self.total = copy.deepcopy(model), feed, local, total_steps
+        self.step_number = 0
+        self.parameters = list(self.model.parameters())
+        self._fresh()
+
+    def _fresh(self) -> None:
+        self.optimizer = torch.optim.AdamW(
+            self.parameters, lr=0.0, betas=self.local.betas, weight_decay=self.local.weight_decay, fused=True
+        )
+
+    def learning_rate(self) -> float:
+        """Linear warm-up, then a cosine to `minimum_ratio` of the peak."""
+        warm = self.local.warmup_steps
+        if self.step_number < warm:
+            return self.local.learning_rate * (self.step_number + 1) / warm
+        share = (self.step_number - warm) / max(1, self.total - warm)
+        low = self.local.minimum_ratio
+        return self.local.learning_rate * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * min(1.0, share))))
+
+    def train(self, steps: int) -> float:
+        """Take steps; returns the mean training loss."""
+        if not self.local.keep_optimizer:
+            self._fresh()
+        anchor = [p.detach().clone() for p in self.parameters] if self.local.proximal else []
+        total = 0.0
+        for _ in range(steps):
+            ids = next(self.feed)
+            loss = self.model(input_ids=ids, labels=ids, use_cache=False).loss
+            loss.backward()
+            if anchor:
+                for parameter, origin in zip(self.parameters, anchor, strict=True):
+                    assert parameter.grad is not None
+                    parameter.grad.add_(parameter.detach() - origin, alpha=self.local.proximal)
+            if self.local.clip_norm:
+                nn.utils.clip_grad_norm_(self.parameters, self.local.clip_norm)
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.learning_rate()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.step_number += 1
+            total += float(loss)
+        return total / steps
+
+    def load(self, values: list[Tensor]) -> None:
+        with torch.no_grad():
+            for parameter, value in zip(self.parameters, values, strict=True):
+                parameter.copy_(value)
+
+
+@torch.no_grad()
+def perplexity(model: nn.Module, blocks: numpy.ndarray, limit: int = 0) -> float:
+    """exp of the mean loss per token over the blocks (the first `limit`, 0: all)."""
+    chosen = blocks[:limit] if limit else blocks
+    total = 0.0
+    for start in range(0, len(chosen), 64):
+        ids = torch.from_numpy(numpy.asarray(chosen[start : start + 64], dtype=numpy.int64))
+        total += float(model(input_ids=ids, labels=ids, use_cache=False).loss) * len(ids)
+    return math.exp(total / len(chosen))
+
+
+def rounded(values: list[Tensor]) -> list[Tensor]:
+    """As they travel."""
+    return [value.detach().to(torch.bfloat16).float() for value in values]
+
+
+Codec = Callable[[int, list[Tensor], list[Tensor]], list[Tensor]]
+"""(facility, reference, values) -> the values that the receiver reconstructs from what travelled."""
+
+
+@dataclass(kw_only=True)
+class Curve:
+    """Perplexity of the global model, per domain, after rounds."""
+
+    rounds: list[int] = field(default_factory=list)
+    perplexities: list[dict[str, float]] = field(default_factory=list)
+
+
+def federate(
+    model: nn.Module,
+    texts: dict[str, Text],
+    *,
+    rounds: int,
+    steps: int,
+    local: Local,
+    aggregation: AggregationSettings,
+    seed: int,
+    evaluate_rounds: set[int],
+    codec: Codec | None = None,
+    downlink: Codec | None = None,
+    evaluation_blocks: int = 0,
+) -> Curve:
+    """Rounds of local training and outer steps, equal weights (every facility takes the same number of tokens)."""
+    learners = {
+        name: Learner(model, batches(text.train, local.batch, seed * 1000 + number), local, rounds * steps)
+        for number, (name, text) in enumerate(texts.items())
+    }
+    outer, starts = outer_of(aggregation)
+    master = [p.detach().clone() for p in model.parameters()]
+    slots = [[torch.full_like(value, start) for start in starts] for value in master]
+    sent = rounded(master)
+    scratch = copy.deepcopy(model)
+    curve = Curve()
+    for number in range(1, rounds + 1):
+        updates = []
+        for index, learner in enumerate(learners.values()):
+            learner.load(sent)
+            learner.train(steps)
+            update = [p.detach().clone() for p in learner.parameters]
+            updates.append(codec(index, sent, update) if codec is not None else rounded(update))
+        for position, base in enumerate(sent):
+            step = sum(update[position] - base for update in updates) / len(updates)
+            master[position], slots[position] = outer(master[position], step, slots[position])
+        sent = rounded(master) if downlink is None else downlink(-1, sent, master)
+        if number in evaluate_rounds or number == rounds:
+            with torch.no_grad():
+                for parameter, value in zip(scratch.parameters(), sent, strict=True):
+                    parameter.copy_(value)
+            curve.rounds.append(number)
+            limit = 0 if number == rounds else evaluation_blocks
+            curve.perplexities.append({n: perplexity(scratch, t.validation, limit) for n, t in texts.items()})
+    return curve
+
+
+def pool(model: nn.Module, texts: dict[str, Text], *, steps: int, local: Local, seed: int) -> Curve:
+    """One model over all texts with all facilities' batches in every step: the same tokens as the federation."""
+    feeds = [batches(text.train, local.batch, seed * 1000 + number) for number, text in enumerate(texts.values())]
+
+    def joined() -> Iterator[Tensor]:
+        while True:
+            yield torch.cat([next(feed) for feed in feeds])
+
+    learner = Learner(model, joined(), local, steps)
+    learner.train(steps)
+    return Curve(rounds=[1], perplexities=[{n: perplexity(learner.model, t.validation) for n, t in texts.items()}])
