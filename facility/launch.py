@@ -1,0 +1,181 @@
+"""Start the ranks of this node, without torchrun, as the scheduler's environment says.
+
+    python -m facility.launch [--ranks N] -- -m facility.train --model DIR ...
+
+Slurm, PBS, Flux, Open MPI, PMI and torchrun are understood, one task a node or one task a rank; without any of them the
+ranks of one machine are started. What follows `--` are Python's own arguments. Every rank gets RANK, LOCAL_RANK,
+WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and OMP_NUM_THREADS. When one rank fails, the others are ended
+within the grace period and the first failure is shown; the exit code is that rank's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import os
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from facility.exchange.errors import TryAgain, exit_on_error
+from facility.launching.devices import Devices, cleaned, detect
+from facility.launching.notes import Notes
+from facility.launching.place import Place, Tasks, master_port, place, read_tasks
+from facility.launching.supervise import Ending, Limits, supervise
+from facility.launching.tables import RANKS_PER_NODE, TORCHRUN
+
+
+def tasks_here(environ: Mapping[str, str] = os.environ) -> Tasks:
+    """Who this process is. Raises `ConfigurationError`."""
+    file = environ.get("PBS_NODEFILE")
+    text = Path(file).read_text() if file and Path(file).is_file() else None
+    return read_tasks(environ, text)
+
+
+def launch(
+    arguments: Sequence[str], *, tasks: Tasks, ranks: int = 0, use_devices: bool = True, limits: Limits, notes: Notes,
+    meeting_seconds: float = 600.0,
+) -> Ending:  # fmt: skip
+    """Start this task's ranks of `python ARGUMENTS` and wait for their end.
+
+    `ranks`: processes on this node where no scheduler says otherwise; 0: one for each GPU, or one. With `use_devices`,
+    GPUs that a scheduler gave are one rank each. `notes`: a directory that all nodes of the job see; `meeting_seconds`:
+    how long nodes wait for each other there.
+    """
+    devices = detect(os.environ)
+    wanted, why = wanted_ranks(tasks, devices, ranks, use_devices)
+    counts: list[int] = []
+    if tasks.nodes > 1 and not tasks.per_rank and RANKS_PER_NODE not in os.environ and not tasks.devices_per_node:
+        counts = notes.gather(tasks.tasks, tasks.task, wanted, meeting_seconds)
+    alone = tasks.tasks == 1
+    where = place(tasks, os.environ, ranks=wanted, counts=counts, port=_free_port(tasks) if alone else 0)
+    if tasks.first and not alone and tasks.scheduler != TORCHRUN.name:
+        _refuse_taken(where)
+    changes, cleaning = cleaned(os.environ, devices.kind)
+    _say(where, f"{why}; {devices.reason}" + (f"; {cleaning}" if cleaning else ""))
+    environments = [_environment(where, index, changes) for index in range(len(where.local_ranks))]
+    several = tasks.tasks > 1 and tasks.scheduler != TORCHRUN.name
+
+    def elsewhere() -> str:
+        others = [note for note in notes.failures() if note.get("task") != tasks.task]
+        return f"another node failed first: {others[0].get('reason')}" if others else ""
+
+    ending = supervise([sys.executable, *arguments], environments, limits=limits, elsewhere=elsewhere if several else None)  # fmt: skip
+    if ending.code and several:
+        notes.write(f"failed-{tasks.task}", asdict(ending) | {"task": tasks.task})
+    return ending
+
+
+def wanted_ranks(tasks: Tasks, devices: Devices, ranks: int, use_devices: bool) -> tuple[int, str]:
+    """Ranks for this node, and why."""
+    if tasks.per_rank:
+        return 1, f"{tasks.scheduler} starts one task a rank"
+    if use_devices and tasks.job and (granted := tasks.devices_per_node or tasks.devices_here):
+        return granted, f"{tasks.scheduler} gave this node {granted} GPUs: one rank each"
+    if use_devices and devices.count and (tasks.job or not ranks):
+        return devices.count, f"one rank for each of {devices.count} GPUs"
+    return max(
+        1, ranks
+    ), f"{max(1, ranks)} ranks a node as the settings say" if ranks else "one rank: no GPU, no --ranks"
+
+
+def _environment(where: Place, index: int, changes: Mapping[str, str]) -> dict[str, str]:
+    environment = {name: value for name, value in (os.environ | dict(changes)).items() if name not in changes or value}
+    cores = len(os.sched_getaffinity(0)) // (
+        1 if where.tasks.per_rank and where.tasks.local_tasks > 1 else where.local_world
+    )
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, cores)))
+    environment.setdefault("PYTHONUNBUFFERED", "1")
+    return environment | (where.environment(index) if where.tasks.scheduler != TORCHRUN.name else {})
+
+
+def _free_port(tasks: Tasks) -> int:
+    """A port that is free now, starting from the job's own: all ranks are on this machine."""
+    first = master_port(tasks.job or str(os.getpid()))
+    for port in range(first, first + 200):
+        if not _taken("127.0.0.1", port):
+            return port
+    raise TryAgain(f"ports {first} to {first + 199} are all taken on {socket.gethostname()}")
+
+
+def _refuse_taken(where: Place) -> None:
+    if _taken("", where.master_port):
+        raise TryAgain(
+            f"port {where.master_port} on {socket.gethostname()} is taken, so the ranks cannot meet there; set MASTER_PORT in the "
+            "job's template, or submit again (the port follows from the job's number)"
+        )
+
+
+def _taken(address: str, port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address, port))
+        except OSError as error:
+            return error.errno == errno.EADDRINUSE
+    return False
+
+
+def _say(where: Place, why: str) -> None:
+    tasks = where.tasks
+    numbers = f"{where.first_rank}" + (
+        f"-{where.first_rank + len(where.local_ranks) - 1}" if len(where.local_ranks) > 1 else ""
+    )
+    print(f"launch: {tasks.scheduler}, node {tasks.node} of {tasks.nodes}, ranks {numbers} of {where.world}, meeting at "
+          f"{where.master_address}:{where.master_port} ({why})", file=sys.stderr, flush=True)  # fmt: skip
+
+
+def show_failure(ending: Ending, tasks: Tasks) -> None:
+    """The first failing rank's last lines, once, after everything else."""
+    if ending.code:
+        print(f"launch: {ending.reason}; its last lines were:\n{ending.tail}", file=sys.stderr, flush=True)
+
+
+def limits_from(arguments: argparse.Namespace, tasks: Tasks) -> Limits:
+    """The time limit given, or what the scheduler leaves, less the time to end cleanly."""
+    total = arguments.time_limit
+    if not total and tasks.end_time:
+        total = max(1.0, tasks.end_time - time.time() - 2 * arguments.grace)
+    return Limits(grace=arguments.grace, save=arguments.save, total=total, silence=arguments.silence)
+
+
+def add_limits(parser: argparse.ArgumentParser, *, silence: float) -> None:
+    """Options shared with `facility.round`."""
+    add = parser.add_argument
+    add("--grace", type=float, default=10.0, metavar="SECONDS", help="from the first failure to SIGKILL of the other ranks (default 10)")  # fmt: skip
+    add("--save", type=float, default=120.0, metavar="SECONDS", help="from a SIGTERM passed on to SIGKILL (default 120)")  # fmt: skip
+    add("--time-limit", type=float, default=0.0, metavar="SECONDS", help="end the ranks after so long (default: what the scheduler tells of its own limit, else none)")  # fmt: skip
+    add("--silence", type=float, default=silence, metavar="SECONDS", help=f"end the ranks as hung after so long without output, 0: never (default {silence:.0f})")  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m facility.launch", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="python -m facility.launch [options] -- -m MODULE [argument ...]",
+    )  # fmt: skip
+    parser.add_argument("--ranks", type=int, default=0, metavar="N", help="ranks on this node where no scheduler says (default: one for each GPU, or one)")  # fmt: skip
+    parser.add_argument(
+        "--cpu", action="store_true", help="do not count GPUs: --ranks processes also where there are some"
+    )
+    parser.add_argument("--shared", type=Path, default=Path("."), metavar="DIR", help="directory that all nodes of the job see (default: the working directory)")  # fmt: skip
+    add_limits(parser, silence=0.0)
+    parser.add_argument("arguments", nargs="+", metavar="argument", help="arguments for Python, after --")
+    arguments = parser.parse_args()
+    tasks = tasks_here()
+    notes = Notes(arguments.shared, tasks.job, attempt_of(os.environ))
+    ending = launch(arguments.arguments, tasks=tasks, ranks=arguments.ranks, use_devices=not arguments.cpu,
+                    limits=limits_from(arguments, tasks), notes=notes)  # fmt: skip
+    show_failure(ending, tasks)
+    return ending.code
+
+
+def attempt_of(environ: Mapping[str, str]) -> str:
+    """Which start of the job, and which step in it, this is."""
+    return f"{environ.get('SLURM_RESTART_COUNT', '0')}-{environ.get('SLURM_STEP_ID', '0')}"
+
+
+if __name__ == "__main__":
+    sys.exit(exit_on_error(main))

@@ -1,0 +1,1 @@
+"""Starting the ranks of one node from what the scheduler's environment says, and watching over them."""

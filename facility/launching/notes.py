@@ -1,0 +1,72 @@
+"""Small files by which the tasks of one job tell each other things, in a directory that all its nodes see.
+
+No message goes over the network: the job's working directory lies on the file system that the ranks write the update
+to. Each note appears whole (rename); readers look every half second.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from facility.exchange.durable import write_text
+from facility.exchange.errors import TryAgain
+
+LOOK_SECONDS = 0.5
+
+
+class Notes:
+    """The notes of one start of one job; another start of the same job (a requeue) has others."""
+
+    def __init__(self, directory: Path, job: str, attempt: str = "0") -> None:
+        word = re.sub(r"[^A-Za-z0-9]", "-", f"{job or os.getpid()}-{attempt}")
+        self.directory = Path(directory) / f".launch-{word}"
+
+    def write(self, name: str, value: Any) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        write_text(self.directory / f"{name}.json", json.dumps(value))
+
+    def read(self, name: str) -> Any:
+        """The note, or None."""
+        try:
+            return json.loads((self.directory / f"{name}.json").read_text())
+        except (OSError, ValueError):
+            return None
+
+    def failures(self) -> list[dict[str, Any]]:
+        """What tasks told of their failing ranks, earliest first."""
+        try:
+            names = [e.name.removesuffix(".json") for e in os.scandir(self.directory) if e.name.startswith("failed-")]
+        except OSError:
+            return []
+        told = [note for name in names if isinstance(note := self.read(name), dict)]
+        return sorted(told, key=lambda note: note.get("time", 0.0))
+
+    def wait_for(self, name: str, seconds: float, whose: str) -> Any:
+        """Wait until a note is there. Raises `TryAgain` after `seconds`."""
+        return self.wait(lambda: self.read(name), seconds, f"{whose} did not write {self.directory / name}.json")
+
+    def gather(self, tasks: int, task: int, value: Any, seconds: float) -> list[Any]:
+        """Tell `value` and wait for every task's. Raises `TryAgain` after `seconds`."""
+        self.write(f"task-{task}", value)
+
+        def all_values() -> list[Any] | None:
+            values = [self.read(f"task-{number}") for number in range(tasks)]
+            return None if any(v is None for v in values) else values
+
+        return self.wait(all_values, seconds, f"not all of {tasks} tasks wrote their notes in {self.directory}")
+
+    def wait(self, look: Callable[[], Any], seconds: float, otherwise: str) -> Any:
+        deadline = time.monotonic() + seconds
+        while (value := look()) is None:
+            if time.monotonic() > deadline:
+                raise TryAgain(
+                    f"{otherwise} within {seconds:.0f} s: did every node start, and do all see this directory?"
+                )
+            time.sleep(LOOK_SECONDS)
+        return value

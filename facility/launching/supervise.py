@@ -1,0 +1,257 @@
+"""Start ranks, pass their output on, and see to it that they all end: the first failure ends them all, told first."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import BinaryIO
+
+from facility.exchange.outcome import Outcome
+
+TAIL_LINES = 60
+AGREED = (Outcome.SITS_OUT, Outcome.COME_BACK, 2, 75)
+"""Codes that ranks end with together: when one rank has, the others get the grace period to do so by themselves."""
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """When ranks are ended; all in seconds, 0: never."""
+
+    grace: float = 10.0
+    """From SIGTERM, sent when one of them has failed, to SIGKILL."""
+    save: float = 120.0
+    """From a SIGTERM or SIGINT that we were sent, and passed on, to SIGKILL."""
+    total: float = 0.0
+    """For the whole run."""
+    silence: float = 0.0
+    """Without a word from any rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """How the ranks of this task ended."""
+
+    code: int
+    """0, or the code of the rank that failed first; 128 + number for a signal; 124 for a time limit."""
+    reason: str
+    """One sentence; empty when all ended with 0."""
+    tail: str = ""
+    """Last lines of that rank's output."""
+    time: float = 0.0
+    """When it failed, in seconds since 1970."""
+
+
+@dataclass
+class _Rank:
+    number: int
+    process: subprocess.Popen[bytes]
+    tail: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
+    part: bytes = b""
+    traceback_at: float | None = None
+    ended_at: float | None = None
+    code: int | None = None
+
+
+def supervise(
+    command: Sequence[str],
+    environments: Sequence[Mapping[str, str]],
+    *,
+    limits: Limits,
+    out: BinaryIO | None = None,
+    elsewhere: Callable[[], str] | None = None,
+) -> Ending:
+    """Run `command` once for each of `environments` and wait until all have ended.
+
+    Every process leads a session of its own; whatever it leaves behind is killed with it, and it is killed when this
+    process dies. SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 are passed on. `elsewhere` is asked every half second whether
+    another node failed, and says how. At the latest `limits.grace` + 1 s after the first failure nothing is left.
+    """
+    run = _Run(limits=limits, out=out or sys.stdout.buffer, elsewhere=elsewhere)
+    handlers = {number: signal.signal(number, run.pass_on) for number in FORWARDED}
+    try:
+        run.start(command, environments)
+        while run.living():
+            run.turn()
+        run.drain()
+        return run.ending()
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        run.kill_all()
+
+
+class _Run:
+    def __init__(self, *, limits: Limits, out: BinaryIO, elsewhere: Callable[[], str] | None) -> None:
+        self.limits, self.out, self.elsewhere = limits, out, elsewhere
+        self.ranks: list[_Rank] = []
+        self.selector = selectors.DefaultSelector()
+        self.began = self.spoken = self.looked = time.monotonic()
+        self.deadline: float | None = None  # when SIGKILL follows
+        self.terminate_at: float | None = None  # when SIGTERM follows
+        self.cause: tuple[int, str] | None = None  # code and reason that are not a rank's own
+
+    def start(self, command: Sequence[str], environments: Sequence[Mapping[str, str]]) -> None:
+        for environment in environments:
+            process = subprocess.Popen(
+                command, env=dict(environment), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=_die_with_parent,
+            )  # fmt: skip
+            rank = _Rank(number=int(environment.get("RANK", len(self.ranks))), process=process)
+            self.ranks.append(rank)
+            assert process.stdout is not None
+            os.set_blocking(process.stdout.fileno(), False)
+            self.selector.register(process.stdout, selectors.EVENT_READ, rank)
+
+    def living(self) -> list[_Rank]:
+        return [rank for rank in self.ranks if rank.code is None]
+
+    def pass_on(self, number: int, frame: object) -> None:
+        """A signal that we were sent, to every living rank."""
+        for rank in self.living():
+            _signal(rank, number)
+        if number in (signal.SIGTERM, signal.SIGINT):
+            self.cause = self.cause or (128 + number, f"was asked to end ({signal.Signals(number).name})")
+            self._kill_after(self.limits.save)
+
+    def turn(self) -> None:
+        """Pass output on, notice ends and limits."""
+        for key, _ in self.selector.select(timeout=0.1):
+            self._read(key.data)
+        now = time.monotonic()
+        for rank in self.living():
+            self._look(rank, now)
+        limits = self.limits
+        if self.elsewhere and now - self.looked > 0.5:
+            self.looked = now
+            if self.cause is None and (told := self.elsewhere()):
+                self._end_all(1, told, now)
+        if self.cause is None and limits.total and now - self.began > limits.total:
+            self._end_all(124, f"ran longer than the limit of {limits.total:.0f} s", now)
+        if self.cause is None and limits.silence and now - self.spoken > limits.silence:
+            self._end_all(124, f"said nothing for {limits.silence:.0f} s and was ended as hung", now)
+        if self.terminate_at is not None and now >= self.terminate_at:
+            self.terminate_at = None
+            for rank in self.living():
+                _signal(rank, signal.SIGTERM)
+            self._kill_after(self.limits.grace)
+        if self.deadline is not None and now >= self.deadline:
+            for rank in self.living():
+                _signal(rank, signal.SIGKILL, group=True)
+
+    def _end_all(self, code: int, reason: str, now: float) -> None:
+        self.cause = (code, reason)
+        self.terminate_at = now
+
+    def _kill_after(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        self.deadline = deadline if self.deadline is None else min(self.deadline, deadline)
+
+    def _look(self, rank: _Rank, now: float) -> None:
+        try:
+            ended = os.waitid(os.P_PID, rank.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            ended = None
+        if ended is None and rank.process.returncode is None:
+            return
+        _signal(rank, signal.SIGKILL, group=True)  # before it is reaped its group's number cannot be another's
+        rank.code, rank.ended_at = rank.process.wait(), now
+        if rank.code and self.terminate_at is None and self.deadline is None:
+            self.terminate_at = now + (self.limits.grace if rank.code in AGREED else 0.0)
+
+    def _read(self, rank: _Rank) -> None:
+        assert rank.process.stdout is not None
+        try:
+            data = os.read(rank.process.stdout.fileno(), 1 << 16)
+        except BlockingIOError:
+            return
+        if not data:
+            self.selector.unregister(rank.process.stdout)
+            data, last = b"", True
+        else:
+            last = False
+            self.spoken = time.monotonic()
+        *lines, rank.part = re.split(rb"(?<=[\n\r])", rank.part + data)
+        if last and rank.part:
+            lines, rank.part = [*lines, rank.part + b"\n"], b""
+        prefix = b"" if len(self.ranks) == 1 else b"[rank %d] " % rank.number
+        for line in lines:
+            text = line.decode(errors="replace").rstrip("\r\n")
+            if line.endswith(b"\n") and text:
+                rank.tail.append(text)
+                if rank.traceback_at is None and text.startswith("Traceback (most recent call last)"):
+                    rank.traceback_at = time.monotonic()
+            self.out.write(prefix + line)
+        self.out.flush()
+
+    def drain(self) -> None:
+        """What the ended ranks' pipes still hold; a stray grandchild that holds one open is not waited for."""
+        until = time.monotonic() + 1.0
+        while self.selector.get_map() and time.monotonic() < until:
+            ready = self.selector.select(timeout=0.05)
+            for key, _ in ready:
+                self._read(key.data)
+            if not ready:
+                break
+
+    def ending(self) -> Ending:
+        failed = [rank for rank in self.ranks if rank.code]
+        own = [r for r in failed if r.code not in AGREED and not (self.cause and r.code in (-15, -9))]
+        agreed = [rank for rank in failed if rank.code in AGREED]
+        if self.cause and not (agreed and not own):
+            code, reason = self.cause
+            tail = own[0].tail if own else self.ranks[0].tail
+            return Ending(code=code, reason=reason, tail="\n".join(tail), time=time.time())
+        if not failed:
+            return Ending(code=0, reason="")
+        # Of several that fell, the one whose traceback came first; those that we ended come last.
+        first = min(own or failed, key=lambda r: (r.code in (-15, -9), r.traceback_at or r.ended_at or 0.0))
+        assert first.code is not None
+        code = first.code if first.code > 0 else 128 - first.code
+        return Ending(code=code, reason=_sentence(first, len(self.ranks)), tail="\n".join(first.tail), time=time.time())
+
+    def kill_all(self) -> None:
+        for rank in self.living():
+            _signal(rank, signal.SIGKILL, group=True)
+            rank.process.wait()
+        for rank in self.ranks:
+            if rank.process.stdout is not None:
+                rank.process.stdout.close()
+        self.selector.close()
+
+
+def _sentence(rank: _Rank, ranks: int) -> str:
+    who = f"rank {rank.number}" if ranks > 1 else "the training process"
+    code = rank.code or 0
+    if code == -signal.SIGKILL:
+        return f"{who} was killed (SIGKILL): out of memory, or ended by the scheduler"
+    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    told = next((line for line in reversed(rank.tail) if re.match(r"(error: |[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit)\b)", line)), "")  # fmt: skip
+    return f"{who} {how}" + (f": {told.removeprefix('error: ')}" if told else "")
+
+
+def _signal(rank: _Rank, number: int, *, group: bool = False) -> None:
+    try:
+        if group:
+            os.killpg(rank.process.pid, number)
+        elif rank.process.returncode is None:
+            os.kill(rank.process.pid, number)
+    except (ProcessLookupError, PermissionError):
+        pass
+
+
+def _die_with_parent() -> None:
+    """Linux sends SIGKILL to this process when the launcher dies, however it dies (prctl(2), PR_SET_PDEATHSIG)."""
+    _LIBC.prctl(1, signal.SIGKILL)
+
+
+_LIBC = ctypes.CDLL(None, use_errno=True)

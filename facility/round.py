@@ -1,0 +1,205 @@
+"""What a job of the workflow runs: one round of one facility, ending in an update or in the reason why there is none.
+
+    python -m facility.round --model DIR --dataset PATH --settings FILE --round N --out update
+
+Ends with 0 (`--out` is a complete update) or with 7 (`--out` holds only `failure.json`): a step of the loop that failed
+otherwise would hang the workflow engine. In a job of several tasks all run this command and the first one speaks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import time
+import traceback
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from facility.exchange import report
+from facility.exchange.durable import new_directory
+from facility.exchange.errors import CrossFedError, ManifestError, exit_on_error
+from facility.exchange.links import link_tree
+from facility.exchange.manifest import read_manifest
+from facility.exchange.outcome import Outcome
+from facility.exchange.paths import resolve
+from facility.exchange.settings import FacilitySettings, read_facility_settings
+from facility.launch import add_limits, attempt_of, launch, limits_from, show_failure, tasks_here
+from facility.launching.notes import Notes
+from facility.launching.place import Tasks
+from facility.launching.supervise import Ending
+from facility.rounds.finished import Finished, key_of
+from facility.rounds.sweep import sweep
+
+GO, DONE, FAILED = "train", "done", "failed"
+"""What the first task tells the others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One call of this command."""
+
+    arguments: argparse.Namespace
+    settings: FacilitySettings
+    tasks: Tasks
+    notes: Notes
+    state: Path
+    """What this facility keeps between rounds of this federation."""
+    dataset: Path
+
+    @property
+    def out(self) -> Path:
+        return self.arguments.out
+
+    @property
+    def round(self) -> int:
+        return self.arguments.round
+
+
+def run(job: Job) -> Ending:
+    """The first task's part: find the update finished, or train it. Raises `CrossFedError`."""
+    base = read_manifest(job.arguments.model)
+    finished = Finished(job.state)
+    key = key_of(base.content_sha256, job.arguments.settings, job.dataset)
+    with finished.alone(job.round):
+        for path in sweep(Path.cwd(), job.settings, job.round):
+            print(f"round: removed {path}, of an earlier round", file=sys.stderr)
+        if (found := finished.find(key, job.round)) is not None:
+            print(f"round: {found} was finished before from the same model, settings and data: not trained again")
+            _clear(job.out)
+            link_tree(found, job.out)
+            job.notes.write("first", DONE)
+            return Ending(code=0, reason="")
+        _clear(job.out)
+        job.notes.write("first", GO)
+        ending = train(job)
+        if ending.code == Outcome.DONE:
+            check_update(job)
+            finished.keep(key, job.round, job.out)
+        return ending
+
+
+def train(job: Job) -> Ending:
+    """Start `facility.train` on this task's ranks."""
+    a, training = job.arguments, job.settings.training
+    command = ["-m", "facility.train", "--model", str(a.model), "--dataset", str(job.dataset), "--settings", str(a.settings),
+               "--round", str(a.round), "--out", str(a.out), "--state", str(job.state), "--progress"]  # fmt: skip
+    return launch(command, tasks=job.tasks, ranks=training.ranks, use_devices=training.device != "cpu",
+                  limits=limits_from(a, job.tasks), notes=job.notes)  # fmt: skip
+
+
+def check_update(job: Job) -> None:
+    """Raise `ManifestError` unless the training process left what it promised."""
+    manifest = read_manifest(job.out)
+    found = (manifest.kind, manifest.federation, manifest.facility, manifest.round)
+    expected = ("update", job.settings.federation, job.settings.facility, job.round)
+    if found != expected:
+        raise ManifestError(f"{job.out} is {found}, expected {expected}")
+
+
+def follow(job: Job) -> int:
+    """The other tasks' part: train when the first one says so. They never write the update's directory."""
+    told = job.notes.wait_for("first", job.arguments.meeting, "the first task")
+    if told != GO:
+        return Outcome.DONE if told == DONE else Outcome.SITS_OUT
+    ending = train(job)
+    return Outcome.DONE if ending.code == 0 else Outcome.SITS_OUT
+
+
+def first(job: Job) -> int:
+    """`run`, with every way to fail turned into `failure.json`."""
+    try:
+        ending = run(job)
+    except CrossFedError as error:
+        ending = Ending(code=2, reason=str(error))
+    except Exception as error:
+        tail = traceback.format_exc()
+        ending = Ending(code=1, reason=f"the round's own command failed: {error!r}", tail=tail)
+    if ending.code == Outcome.DONE:
+        return Outcome.DONE
+    job.notes.write("first", FAILED)
+    ending = _earliest(job, ending)
+    show_failure(ending, job.tasks)
+    again = ending.code == Outcome.COME_BACK
+    reason = "ran out of time; its state is saved, and the same round goes on from there" if again else ending.reason
+    fail(job.out, report.Failure(facility=job.settings.facility, round=job.round, reason=reason, log_tail=ending.tail[-8000:], again=again))  # fmt: skip
+    return Outcome.SITS_OUT
+
+
+def _earliest(job: Job, ending: Ending) -> Ending:
+    """The failure that came first, of this task and the others."""
+    if job.tasks.tasks == 1 or ending.code == Outcome.COME_BACK:
+        return ending
+    time.sleep(1.0)  # another node may be about to tell
+    told = [note for note in job.notes.failures() if 0 < note.get("time", 0) < (ending.time or float("inf"))]
+    others = [note for note in told if note.get("task") != job.tasks.task and "another node" not in note["reason"]]
+    if not others:
+        return ending
+    note = others[0]
+    return replace(ending, code=note["code"], reason=f"on node {note['node']}: {note['reason']}", tail=note["tail"])
+
+
+def fail(out: Path, failure: report.Failure) -> None:
+    """Leave `failure.json` alone in `out`."""
+    _clear(out)
+    with new_directory(out) as temporary:
+        report.write(temporary, failure)
+
+
+def _clear(out: Path) -> None:
+    if out.is_symlink() or out.is_file():
+        out.unlink()
+    elif out.exists():
+        shutil.rmtree(out)
+
+
+def state_directory(settings: FacilitySettings, dataset: Path, given: Path | None) -> Path:
+    """--state, or $CROSSFED_STATE/<federation>/<facility>, or `.crossfed/<federation>/<facility>` beside the dataset."""
+    if given is not None:
+        return given
+    root = os.environ.get("CROSSFED_STATE")
+    return (Path(root) if root else dataset.absolute().parent / ".crossfed") / settings.federation / settings.facility
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="python -m facility.round", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    add = p.add_argument
+    add("--model", type=Path, required=True, metavar="DIR", help="the received global model")
+    add("--dataset", required=True, metavar="PATH", help="the prepared dataset at this facility; relative paths count from $CROSSFED_HOME")  # fmt: skip
+    add("--settings", type=Path, required=True, metavar="FILE", help="the facility's settings (JSON)")
+    add("--round", type=int, required=True, metavar="N", help="number of the round, from 0")
+    add("--out", type=Path, required=True, metavar="DIR", help="the update, or failure.json alone")
+    add("--state", type=Path, metavar="DIR", help="what is kept between rounds (default: $CROSSFED_STATE/<federation>/<facility>, "
+        "or .crossfed/<federation>/<facility> beside the dataset)")  # fmt: skip
+    add("--meeting", type=float, default=600.0, metavar="SECONDS", help="how long the tasks of a job wait for each other (default 600)")  # fmt: skip
+    add_limits(p, silence=7200.0)
+    return p
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parser().parse_args(argv)
+    facility = "?"
+    try:
+        tasks = tasks_here()
+    except CrossFedError as error:
+        # Who we are among the tasks is unknown, so all of them say the same.
+        fail(arguments.out, report.Failure(facility=facility, round=arguments.round, reason=str(error)))
+        raise SystemExit(Outcome.SITS_OUT) from None
+    try:
+        settings = read_facility_settings(arguments.settings)
+        facility = settings.facility
+        dataset = resolve(arguments.dataset)
+        job = Job(arguments=arguments, settings=settings, tasks=tasks, dataset=dataset,
+                  notes=Notes(Path.cwd(), tasks.job, attempt_of(os.environ)),
+                  state=state_directory(settings, dataset, arguments.state))  # fmt: skip
+        return first(job) if tasks.first else follow(job)
+    except CrossFedError as error:
+        print(f"error: {error}", file=sys.stderr)
+        if tasks.first:
+            fail(arguments.out, report.Failure(facility=facility, round=arguments.round, reason=str(error)))
+        return Outcome.SITS_OUT
+
+
+if __name__ == "__main__":
+    sys.exit(exit_on_error(main))

@@ -1,0 +1,80 @@
+"""A finished update stays at its facility for a while, so that a round asked for twice is trained once.
+
+When the coordinator dies while a job runs, the job ends, and nobody fetches its update. The same round, asked for
+again with the same model, settings and data, finds it here. The directory shares its files with the job's own (hard
+links), so it takes no room of its own while that one is there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from facility.exchange.durable import write_json
+from facility.exchange.errors import ManifestError
+from facility.exchange.links import link_tree
+from facility.exchange.manifest import sha256_of, verify_manifest
+
+PREFIX = "update-"
+KEY = "key.json"
+
+
+class Finished:
+    """The finished updates of one facility in one federation."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = Path(directory) / "finished"
+
+    def find(self, key: str, round: int) -> Path | None:
+        """A whole update made for `key`, or None; one that is damaged is removed."""
+        place = self.directory / f"{PREFIX}{round}"
+        try:
+            if json.loads((place / KEY).read_text())["key"] != key:
+                return None
+            verify_manifest(place / "update")
+        except (OSError, ValueError, KeyError, TypeError, ManifestError):
+            shutil.rmtree(place, ignore_errors=True)
+            return None
+        return place / "update"
+
+    def keep(self, key: str, round: int, update: Path) -> None:
+        """Remember `update` and forget those of earlier rounds."""
+        place = self.directory / f"{PREFIX}{round}"
+        shutil.rmtree(place, ignore_errors=True)
+        place.mkdir(parents=True)
+        link_tree(update, place / "update")
+        write_json(place / KEY, {"key": key, "round": round})
+        for other in self.directory.glob(f"{PREFIX}*"):
+            number = other.name.removeprefix(PREFIX)
+            if number.isdigit() and int(number) < round and (other / KEY).is_file():
+                shutil.rmtree(other, ignore_errors=True)
+
+    @contextmanager
+    def alone(self, round: int) -> Iterator[bool]:
+        """Hold the round's lock while it is trained; a second job of the same round waits here for the first.
+
+        Yields False where the file system has no locks: then nothing keeps two jobs apart.
+        """
+        import fcntl
+
+        self.directory.mkdir(parents=True, exist_ok=True)
+        with open(self.directory / f"round-{round}.lock", "a") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                held = True
+            except OSError:
+                held = False
+            yield held
+
+
+def key_of(base_sha256: str, settings: Path, dataset: Path) -> str:
+    """What an update depends on: the model it starts from, the settings, the data."""
+    from facility.dataset import NAME
+
+    manifest = dataset / NAME
+    parts = [base_sha256, sha256_of(settings), sha256_of(manifest) if manifest.is_file() else "-"]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
