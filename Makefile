@@ -1,0 +1,49 @@
+# `make demo` and `make test` set everything up by themselves: Python 3.11+, make and a C library are enough.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(abspath $(VENV))/bin
+DEMO := .crossfed/demo
+export PATH := $(BIN):$(PATH)
+
+.PHONY: help env demo test test-all testbed lint format render clean
+help: ## List the targets.
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
+
+env: $(VENV)/.ready ## The environment: facility, coordinator, tests and linters, as pinned in constraints.txt.
+$(VENV)/.ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"found Python {sys.version.split()[0]}, expected 3.11 or newer: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,lint]'
+	@touch $@
+
+demo: env ## Two facilities on this machine fine-tune one small model for four rounds.
+	python -m coordinator.demo_material --out $(DEMO)
+	crossfed run --federation workflow/federation.yml
+
+test: env ## The test suite (under 15 minutes on 2 cores).
+	python -m pytest -m 'not testbed and not slow'
+
+test-all: env ## The test suite with its slow part, and the testbed of two Slurm clusters where this is root.
+	python -m pytest -m 'not testbed'
+	$(MAKE) testbed
+
+testbed: env ## Two rounds over real sshd and real Slurm on this machine (root, Debian packages).
+	python -m pytest -m testbed
+
+lint: env ## ruff and mypy.
+	ruff check .
+	ruff format --check .
+	mypy
+
+format: env ## Format and sort.
+	ruff check --fix .
+	ruff format .
+
+render: env ## Render the shipped federation again.
+	crossfed render --no-paths
+
+clean: ## Remove the demo and caches, not the environment.
+	rm -rf .crossfed .pytest_cache .mypy_cache .ruff_cache build *.egg-info
