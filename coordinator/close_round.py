@@ -79,10 +79,13 @@ def close_round(
         losses = [archive.read_round(earlier).global_loss for earlier in range(number)]
         loss = _mean([report.loss_received for report in arrived.reports.values()])
         decision = decide(settings, [*losses, loss])
-        weights = {entry.facility: entry.weight for entry in record.updates}
+        weights = {entry.facility: entry.weight for entry in record.participants}
         round_file = RoundFile(
             round=number,
-            facilities=[_row(name, number, arrived, weights) for name in sorted({*arrived.reports, *arrived.failures})],
+            facilities=[
+                _row(name, number, arrived, weights, record.quarantined)
+                for name in sorted({*arrived.reports, *arrived.failures})
+            ],
             global_loss=loss,
             decision=decision.reason,
             ended=not decision.proceed and number + 1 < settings.rounds,
@@ -110,7 +113,7 @@ def close_round(
 def _close_evaluation(
     archive: Archive, settings: CoordinatorSettings, model: Path, arrived: Arrived
 ) -> tuple[Path, int, bool]:
-    rows = [_row(name, settings.rounds, arrived, {}) for name in sorted({*arrived.reports, *arrived.failures})]
+    rows = [_row(name, settings.rounds, arrived, {}, {}) for name in sorted({*arrived.reports, *arrived.failures})]
     loss = _mean([report.loss_received for report in arrived.reports.values()])
     archive.write_note(
         "evaluation",
@@ -141,9 +144,13 @@ def _mean(values: list[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def _row(name: str, number: int, arrived: Arrived, weights: dict[str, float]) -> FacilityRow:
-    if name in arrived.failures:
-        failure = arrived.failures[name]
+def _row(
+    name: str, number: int, arrived: Arrived, weights: dict[str, float], quarantined: dict[str, str]
+) -> FacilityRow:
+    if name in arrived.failures or name in quarantined:
+        failure = arrived.failures.get(name) or Failure(
+            facility=name, round=number, reason=quarantined[name], kind="refused"
+        )
         return FacilityRow(round=number, facility=name, status=failure.kind, reason=failure.reason)
     report = arrived.reports[name]
     return FacilityRow(

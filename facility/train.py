@@ -5,6 +5,9 @@
 Run by one process, or by several whose environment says who they are (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR,
 MASTER_PORT): `python -m facility.launch` and torchrun both set it. Exit codes: 0 the update is complete; 85 time ran
 out, the same command goes on; 2 the input must be changed; 75 a passing fault; 1 our mistake.
+
+Round N = rounds, one past the last, asks for the evaluation of the final model: no step is taken, no state is touched,
+and the update holds `report.json` and `manifest.json` alone.
 """
 
 from __future__ import annotations
@@ -69,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
 
     began = clock()
     with together(ranks):
-        checkpoint, base = read_model(a.model, a.round, ranks)
+        checkpoint, base = read_model(a.model, a.round, ranks, evaluation=a.round == settings.rounds)
         dataset = open_dataset(a.dataset)
         config = read_config(a.model)
         check_inputs(a.round, a.out, settings, dataset, config)
@@ -107,6 +110,9 @@ def main(argv: list[str] | None = None) -> int:
     loss_received = engine.evaluate(feed.evaluation())
     progress.say(f"received: loss {loss_received:.4f}, perplexity {perplexity(loss_received):.2f}")
     evaluated = clock()
+    if a.round == settings.rounds:
+        write_evaluation(a.out, settings, base, ranks, loss_received, loaded - began, evaluated - loaded)
+        return Outcome.DONE
 
     losses = []
     for step in range(training.steps):
@@ -153,22 +159,29 @@ def main(argv: list[str] | None = None) -> int:
     return Outcome.DONE
 
 
-def read_model(directory: Path, round: int, ranks: Ranks) -> tuple[Checkpoint, manifests.Manifest | None]:
-    """Open the received model; where it carries a manifest, the first rank checks every byte against it."""
+def read_model(
+    directory: Path, round: int, ranks: Ranks, *, evaluation: bool
+) -> tuple[Checkpoint, manifests.Manifest | None]:
+    """Open the received model; where it carries a manifest, the first rank checks every byte against it.
+
+    A federation that ended early has its final model, of an earlier round, evaluated.
+    """
     base = None
     if (directory / manifests.NAME).is_file():
         base = manifests.verify_manifest(directory) if ranks.first else manifests.read_manifest(directory)
         if base.kind != "model":
             raise ManifestError(f"{directory} is an {base.kind}, expected a model")
-        if base.round != round:
+        if base.round != round and not evaluation:
             raise ManifestError(f"{directory} is the model of round {base.round}, expected round {round}")
     return open_checkpoint(directory), base
 
 
 def check_inputs(round: int, out: Path, settings: FacilitySettings, dataset: PreparedDataset, config: object) -> None:
     """Refuse what cannot work before anything is loaded."""
-    if not 0 <= round < settings.rounds:
-        raise ConfigurationError(f"--round is {round}, the federation has rounds 0 to {settings.rounds - 1}")
+    if not 0 <= round <= settings.rounds:
+        raise ConfigurationError(
+            f"--round is {round}, the federation has rounds 0 to {settings.rounds - 1} (and {settings.rounds} to evaluate)"
+        )
     if out.exists():
         raise ConfigurationError(f"--out {out} exists already; remove it or choose another name")
     vocabulary = getattr(config, "vocab_size", None) or getattr(
@@ -239,6 +252,27 @@ def write_update(
             kind="update", federation=settings.federation, round=round, facility=settings.facility,
             base_sha256=base.content_sha256 if base else None, dtypes=counts, parameters=checkpoint.parameters,
         ))  # fmt: skip
+    barrier(ranks)
+
+
+def write_evaluation(
+    out: Path, settings: FacilitySettings, base: manifests.Manifest | None, ranks: Ranks, loss: float, load: float,
+    evaluate: float,
+) -> None:  # fmt: skip
+    """Leave the final model's loss here as an update without weights."""
+    peak = peak_memory_bytes(ranks)
+    if ranks.first:
+        with new_directory(out) as temporary:
+            reports.write(temporary, reports.Report(
+                federation=settings.federation, facility=settings.facility, round=settings.rounds, samples=0, tokens=0,
+                steps=0, loss_received=loss, loss_returned=loss, perplexity_received=perplexity(loss),
+                perplexity_returned=perplexity(loss), training_loss=loss, peak_memory_bytes=peak, ranks=ranks.world,
+                seconds=reports.Seconds(load=load, evaluate=evaluate), devices=[device_name(ranks)], versions=versions(),
+            ))  # fmt: skip
+            manifests.write_manifest(temporary, manifests.Manifest(
+                kind="update", federation=settings.federation, round=settings.rounds, facility=settings.facility,
+                base_sha256=base.content_sha256 if base else None,
+            ))  # fmt: skip
     barrier(ranks)
 
 

@@ -61,7 +61,7 @@ def write_federation(root: Path, names: list[str], *, training: dict[str, Any] |
         "seed": 3,
         "archive": "../archive",
         "workdir": "../work",
-        "training": {"steps": 4, "batch_sequences": 4, "learning_rate": 3e-2, "threads": 1} | (training or {}),
+        "training": {"steps": 4, "batch_sequences": 4, "learning_rate": 1e-2, "threads": 1} | (training or {}),
         "facilities": facilities,
     } | changes
     path = root / "workflow" / "federation.yml"
