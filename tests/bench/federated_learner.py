@@ -102,7 +102,7 @@ class Learner:
             self.optimizer.step()
             self.optimizer.zero_grad()
             self.step_number += 1
-            total += float(loss)
+            total += float(loss.detach())
         return total / steps
 
     def load(self, values: list[Tensor]) -> None:
