@@ -1,0 +1,1 @@
+"""A simulator of pipelines, of replicas that synchronise, and of whole federations. Pure: numpy, no torch."""
