@@ -54,7 +54,7 @@ def assemble(
             if not isinstance(node, Compute):
                 source, target = layout.grid[node.source][replica], layout.grid[node.target][replica]
                 name = f"{'act' if node.forward else 'grad'} {node.micro_batch}"
-                size = float(layout.cut_bytes[node.cut]) * layout.ratio(source, target)
+                size = float(layout.cut_bytes[node.cut])
                 task_of.append(_flow(built, layout, source, target, size, 1, waits, name, node.cut, replica))
                 built.pipeline.append(task_of[-1])
                 continue
@@ -92,8 +92,7 @@ def _phase(built: Assembly, layout: Layout, phase: collectives.Phase, waits: lis
     for chain in phase:
         waiting = waits
         for leg in chain:
-            size = leg.bytes * layout.ratio(leg.source, leg.target)
-            flow = _flow(built, layout, leg.source, leg.target, size, leg.steps, waiting, "sync", chunk, -1)
+            flow = _flow(built, layout, leg.source, leg.target, leg.bytes, leg.steps, waiting, "sync", chunk, -1)
             built.sync.append(flow)
             waiting = [2 * flow + 1]
         ends += waiting
@@ -114,9 +113,9 @@ def _flow(
 ) -> int:
     task = Task(
         waits,
-        bytes=size,
+        bytes=layout.sent_bytes(source, target, size),
         bytes_per_second=float(layout.bandwidth[source, target]),
-        latency=steps * float(layout.latency[source, target]),
+        latency=layout.delay(source, target, size, steps),
         uplinks=layout.uplinks_of(source, target),
     )
     return built.add(task, (f"link {source} to {target}", name, chunk, replica))

@@ -51,8 +51,8 @@ def leg_seconds(layout: Layout, leg: Leg) -> float:
     """Seconds of a leg that shares no link."""
     if not layout.bandwidth[leg.source, leg.target] > 0:
         return float("inf")
-    sent = leg.bytes * layout.ratio(leg.source, leg.target)
-    return leg.steps * layout.latency[leg.source, leg.target] + sent / layout.bandwidth[leg.source, leg.target]
+    sent = layout.sent_bytes(leg.source, leg.target, leg.bytes)
+    return layout.delay(leg.source, leg.target, leg.bytes, leg.steps) + sent / layout.bandwidth[leg.source, leg.target]
 
 
 def seconds(layout: Layout, mode: str, devices: Sequence[int], size: float) -> float:

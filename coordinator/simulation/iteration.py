@@ -126,7 +126,7 @@ def _traffic(layout: Layout) -> set[tuple[int, int]]:
 
 def _sync_bytes(layout: Layout) -> float:
     return sum(
-        leg.bytes * layout.ratio(leg.source, leg.target)
+        layout.sent_bytes(leg.source, leg.target, leg.bytes)
         for chunk, size in enumerate(layout.gradient_bytes)
         for phase in collectives.phases(layout.sync, layout.grid[chunk % layout.stages], float(size))
         for chain in phase

@@ -60,8 +60,8 @@ class Layout:
     bandwidth: Array
     """[device, device]: bytes per second."""
     uplinks: tuple[Uplink, ...] = ()
-    compression: Mapping[tuple[int, int], float] = field(default_factory=dict)
-    """(source, destination) -> bytes sent / bytes."""
+    compression: Mapping[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
+    """(source, destination) -> bytes sent / bytes, and seconds of encoding and decoding per byte before."""
     sync: str = "allreduce"
     sync_every: int = 1
     """Iterations between synchronisations."""
@@ -111,8 +111,14 @@ class Layout:
                     result |= {(a, b), (b, a)}
         return result
 
-    def ratio(self, source: int, target: int) -> float:
-        return self.compression.get((source, target), 1.0)
+    def sent_bytes(self, source: int, target: int, size: float) -> float:
+        """What `size` bytes become on that link."""
+        return size * self.compression.get((source, target), (1.0, 0.0))[0]
+
+    def delay(self, source: int, target: int, size: float, steps: int = 1) -> float:
+        """Seconds a message needs besides occupying the link: latency of its `steps`, encoding and decoding."""
+        coding = self.compression.get((source, target), (1.0, 0.0))[1] * size
+        return steps * float(self.latency[source, target]) + coding
 
     def uplinks_of(self, source: int, target: int) -> tuple[int, ...]:
         return tuple(n for n, uplink in enumerate(self.uplinks) if (source, target) in uplink.pairs)
@@ -134,7 +140,8 @@ class Layout:
                 if a == b:
                     continue
                 for direction, (source, target) in enumerate(((a, b), (b, a))):
-                    size = self.cut_bytes[cut] * self.ratio(source, target)
-                    occupied[direction, cut, replica] = size / self.bandwidth[source, target]
-                    latency[direction, cut, replica] = self.latency[source, target]
+                    size = float(self.cut_bytes[cut])
+                    sent = self.sent_bytes(source, target, size)
+                    occupied[direction, cut, replica] = sent / self.bandwidth[source, target]
+                    latency[direction, cut, replica] = self.delay(source, target, size)
         return occupied, latency

@@ -1,0 +1,119 @@
+"""`python -m coordinator.simulate`: what a plan, or a whole federation, will do with time."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from coordinator.planning.problem import Problem
+from coordinator.planning.read import read_problem
+from coordinator.simulation.pictures import write_html, write_trace
+from coordinator.simulation.plans import simulate
+from coordinator.simulation.result import SimulationResult
+from facility.exchange.durable import write_json
+from facility.exchange.emulation import Emulation, read_trace
+from facility.exchange.errors import ConfigurationError, exit_on_error
+from facility.exchange.plan import read_plan
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    top = argparse.ArgumentParser(prog="python -m coordinator.simulate", description=__doc__)
+    what = top.add_argument_group("what to simulate: --problem with --plan, or --federation")
+    what.add_argument("--problem", type=Path, help="problem file (JSON): devices, links, the model's units")
+    what.add_argument("--plan", type=Path, help="plan.json as coordinator.plan writes it")
+    top.add_argument("--iterations", type=int, default=1, help="iterations of a plan (default 1)")
+    top.add_argument("--seed", type=int, default=0, help="seed of the random stalls (default 0)")
+    top.add_argument("--stall-probability", type=float, default=0.0, help="of a stall before each forward and backward (default 0)")  # fmt: skip
+    top.add_argument("--stall-seconds", type=float, default=0.0, help="length of a stall, seconds (default 0)")
+    top.add_argument("--factors", default="", help="extra slowness by device, such as 1,1,2.5 (default: none)")
+    top.add_argument("--speeds", type=Path, help="trace file of speeds over time (only its first moment counts in an iteration)")  # fmt: skip
+    top.add_argument(
+        "--transport",
+        choices=("streaming", "blocking"),
+        default="streaming",
+        help="streaming: messages overlap computation; blocking: as torch.distributed.pipelining sends them (default streaming)",
+    )
+    top.add_argument("--no-overlap", action="store_true", help="replicas synchronise only after the last backward")
+    top.add_argument("--out", type=Path, help="write the summary here (JSON)")
+    top.add_argument("--trace", type=Path, help="write the first iteration as a Chrome trace (JSON)")
+    top.add_argument("--html", type=Path, help="write the first iteration as a page with plotly")
+    top.add_argument("--json", action="store_true", help="print the summary as JSON")
+    return top
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; raises `CrossFedError` for bad input."""
+    options = parser().parse_args(arguments)
+    if options.problem is None or options.plan is None:
+        raise ConfigurationError("give --problem and --plan, or --federation")
+    if options.iterations < 1:
+        raise ConfigurationError(f"--iterations is {options.iterations}, expected 1 or more")
+    problem = read_problem(options.problem)
+    if not isinstance(problem, Problem):
+        raise ConfigurationError(
+            f"a {type(problem).__name__} has no devices, links and units together; simulate a whole problem",
+            file=options.problem,
+        )
+    plan = read_plan(options.plan)
+    emulation = Emulation(
+        probability=options.stall_probability,
+        seconds=options.stall_seconds,
+        factors=_factors(options.factors),
+        trace=read_trace(options.speeds) if options.speeds else {},
+        seed=options.seed,
+    )
+    result = simulate(
+        problem,
+        plan,
+        iterations=options.iterations,
+        emulation=emulation if emulation.active else None,
+        transport=options.transport,
+        overlap=not options.no_overlap,
+        timeline=bool(options.trace or options.html),
+    )
+    if options.trace:
+        write_trace(options.trace, result.timeline)
+    if options.html:
+        write_html(options.html, result.timeline, f"{plan.schedule}, {plan.stages} stages x {plan.replicas} replicas")
+    _deliver(result.to_json(), _table(result), options)
+    return 0
+
+
+def _deliver(summary: dict[str, Any], text: str, options: argparse.Namespace) -> None:
+    if options.out:
+        write_json(options.out, summary)
+    print(json.dumps(summary, indent=2, allow_nan=False) if options.json else text)
+
+
+def _factors(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise ConfigurationError(f"--factors is {text!r}, expected numbers with commas, such as 1,1,2.5") from None
+
+
+def _table(result: SimulationResult) -> str:
+    rows = [
+        ("iteration", f"{result.iteration_seconds:.6g} s"),
+        ("  until the last backward", f"{result.pipeline_seconds:.6g} s"),
+        ("  synchronising, not hidden", f"{result.sync_seconds:.6g} s"),
+        ("  optimizer step", f"{result.update_seconds:.6g} s"),
+        ("bubble", f"{100 * result.bubble_share:.1f} % of device time"),
+        ("throughput", f"{result.samples_per_second:.6g} samples/s"),
+        ("between stages", f"{result.pipeline_bytes / 1e6:.6g} MB an iteration"),
+        ("between replicas", f"{result.sync_bytes / 1e6:.6g} MB an iteration"),
+        ("most micro-batches in flight", f"{max(result.in_flight_micro_batches.values())}"),
+    ]
+    if result.memory_bytes:
+        device = max(result.memory_bytes, key=lambda d: result.memory_bytes[d])
+        rows.append(("most memory", f"{result.memory_bytes[device] / 2**30:.4g} GiB on device {device}"))
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+if __name__ == "__main__":
+    sys.exit(exit_on_error(main))
