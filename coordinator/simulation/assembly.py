@@ -43,8 +43,8 @@ def assemble(
     for replica, micro_batches in enumerate(layout.micro_batches):
         graph = template(layout.schedule, layout.stages, layout.virtual_stages, micro_batches, layout.transport)
         last = {node: chunk for chunk, node in enumerate(graph.last_backward)}
-        for node, chunk in last.items():
-            sequence[chunk] = node
+        for number, chunk in last.items():
+            sequence[chunk] = number
         task_of: list[int] = []
         per_rank = [sum(1 for n in graph.nodes if isinstance(n, Compute) and n.rank == s and n.kind != Kind.WEIGHT)
                     for s in range(layout.stages)]  # fmt: skip

@@ -93,7 +93,11 @@ def template(
             if number:
                 waits[node].append(2 * of_rank[rank][number - 1])
             posted = []
-            if blocking and op.waits_send_of >= 0 and (sent := sent_by.get(of_rank[rank][op.waits_send_of])) is not None:
+            if (
+                blocking
+                and op.waits_send_of >= 0
+                and (sent := sent_by.get(of_rank[rank][op.waits_send_of])) is not None
+            ):
                 waits[node].append(2 * sent)
                 if op.waits_before_receiving:
                     posted.append(2 * sent)
@@ -120,9 +124,7 @@ def template(
         chunks=chunks,
         micro_batches=micro_batches,
         nodes=ordered,
-        waits=tuple(
-            tuple(sorted({2 * number_of[w // 2] + w % 2 for w in waits[n]})) for n in sequence
-        ),
+        waits=tuple(tuple(sorted({2 * number_of[w // 2] + w % 2 for w in waits[n]})) for n in sequence),
         last_backward=tuple(last[c] for c in range(chunks)),
     )
 

@@ -209,7 +209,9 @@ def _by_events(layout: Layout, count: int, stall: Stall | None, timeline: bool) 
         built = assemble(layout, iteration, stall, [_pieces(layout, c) for c in range(layout.chunks)])
         start, end = run(built.tasks, [uplink.bytes_per_second for uplink in layout.uplinks])
         pipeline[iteration] = max(end[n] for n in built.pipeline)
-        synced[iteration] = max(pipeline[iteration], max((end[n] + built.tasks[n].latency for n in built.sync), default=0.0))
+        synced[iteration] = max(
+            pipeline[iteration], max((end[n] + built.tasks[n].latency for n in built.sync), default=0.0)
+        )
         if timeline and iteration == 0:
             spans = [
                 Span(lane, name, float(start[n]), float(end[n]), chunk, replica)

@@ -85,7 +85,9 @@ def _1f1b(rank: int, stages: int, micro_batches: int) -> tuple[Op, ...]:
     warmup = min(micro_batches, stages - rank)
     ops: list[Op] = []
     for m in range(warmup):  # a forward's message is awaited before the next one is sent
-        ops.append(Op(Kind.FORWARD, rank, m, m - 2, True, m - 1) if m > 1 else Op(Kind.FORWARD, rank, m, -1, False, m - 1))
+        ops.append(
+            Op(Kind.FORWARD, rank, m, m - 2, True, m - 1) if m > 1 else Op(Kind.FORWARD, rank, m, -1, False, m - 1)
+        )
     for m in range(micro_batches):
         steady = m + warmup <= micro_batches  # the preceding message and this receive were posted together
         here = len(ops)
