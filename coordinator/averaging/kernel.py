@@ -31,7 +31,9 @@ from .streams import PIECE, Files, Span, pieces, spans_of
 READ_BYTES = 24 << 20
 """Buffer bytes of one thread for what it reads and writes, whatever the number of updates."""
 SAMPLE = 16
-"""With sampled statistics, one span's pieces in so many count."""
+"""With sampled statistics, one piece in so many of each tensor counts, its first among them."""
+BLOCK = 8192
+"""Values of one dot product."""
 
 Combine = Callable[[Array, Span, int], Array]
 """(d of shape (updates, n), the span, its first element's offset in the tensor) -> combined step of n values."""
@@ -76,6 +78,8 @@ class Passed:
     step_squared: float = 0.0
     """Squared L2 norm of the master's change."""
     elements: int = 0
+    counted: int = 0
+    """Elements behind `gram` and `step_squared`."""
     bytes_read: int = 0
     bytes_written: int = 0
 
@@ -99,11 +103,17 @@ class _Buffers:
         """Elements read at a time from each source."""
         self.raw = [memoryview(bytearray(self.elements * 8)) for _ in range(sources)]
         self.blocks: dict[tuple[str, int, str], Array] = {}
+        self.outputs: dict[int, bytearray] = {}
 
     def block(self, key: str, rows: int, dtype: str) -> Array:
         if (key, rows, dtype) not in self.blocks:
             self.blocks[key, rows, dtype] = np.empty((rows, PIECE), dtype)
         return self.blocks[key, rows, dtype]
+
+    def output(self, number: int, count: int, dtype: str) -> Array:
+        if number not in self.outputs:
+            self.outputs[number] = bytearray(self.elements * 8)
+        return np.frombuffer(self.outputs[number], STORAGE[dtype], count)
 
 
 def run(work: Work, *, threads: int) -> Passed:
@@ -135,6 +145,7 @@ def run(work: Work, *, threads: int) -> Passed:
         total.gram += result.gram
         total.step_squared += result.step_squared
         total.elements += result.elements
+        total.counted += result.counted
         total.bytes_read += result.bytes_read
         total.bytes_written += result.bytes_written
     return total
@@ -159,7 +170,7 @@ def _span(work: Work, span: Span, files: Files, buffers: _Buffers) -> Passed:
         update_raws = [read(entry) for entry in update_entries]
         master_raw = read(work.master[span.name]) if span.name in work.master else None
         slot_raws = [read(slot[span.name]) if span.name in slot else None for slot in work.slots]
-        outputs = _Outputs(work, span.name, begin, count)
+        outputs = _Outputs(work, span.name, begin, count, buffers)
         for piece in pieces(count):
             n = piece.stop - piece.start
             b = buffers.block("base", 1, dtype)[0, :n]
@@ -168,8 +179,11 @@ def _span(work: Work, span: Span, files: Files, buffers: _Buffers) -> Passed:
             for row, entry, stored in zip(steps, update_entries, update_raws, strict=True):
                 widen(stored[piece], entry.dtype, row)
                 np.subtract(row, b, out=row)
+            number = (begin + piece.start) // PIECE
+            counted = work.statistics == "exact" or (work.statistics == "sample" and number % SAMPLE == 0)
             if counted:
                 _add_products(result.gram, steps)
+                result.counted += n
             if work.observe:
                 work.observe(steps, span, begin + piece.start)
             if work.model is None:
@@ -192,7 +206,7 @@ def _span(work: Work, span: Span, files: Files, buffers: _Buffers) -> Passed:
                 m, slots = work.outer(old, c, slots)
                 if counted:
                     np.subtract(m, old, out=scratch)
-                    result.step_squared += float(np.einsum("i,i->", scratch, scratch))
+                    result.step_squared += float(np.square(scratch, out=scratch).sum(dtype=np.float64))
             if not outputs.put(piece, m, slots, buffers.block("bits", 1, "uint32")[0, :n]):
                 guilty = [k for k, row in enumerate(steps) if not np.isfinite(row).all()]
                 raise NotFinite(span.name, outputs.sinks[0][1], guilty[0] if guilty else None)
@@ -201,13 +215,20 @@ def _span(work: Work, span: Span, files: Files, buffers: _Buffers) -> Passed:
 
 
 def _add_products(gram: Array, steps: Array) -> None:
-    """Add the inner products of the rows. einsum, not BLAS: its order does not depend on the number of threads."""
-    for i in range(len(steps)):
-        for j in range(i + 1):
-            product = float(np.einsum("i,i->", steps[i], steps[j]))
-            gram[i, j] += product
-            if i != j:
-                gram[j, i] += product
+    """Add the inner products of the rows.
+
+    Dot products of at most BLOCK values, which BLAS never shares among threads: the same bits whatever their number.
+    """
+    whole = steps.shape[1] // BLOCK * BLOCK
+    parts = [steps[:, :whole].reshape(len(steps), -1, BLOCK)] if whole else []
+    if whole < steps.shape[1]:
+        parts.append(steps[:, None, whole:])
+    for part in parts:
+        for i in range(len(steps)):
+            products = np.matmul(part[: i + 1, :, None, :], part[i][None, :, :, None])
+            sums = products.reshape(i + 1, -1).sum(axis=1, dtype=np.float64)
+            gram[i, : i + 1] += sums
+            gram[:i, i] += sums[:i]
 
 
 def _combined(work: Work, steps: Array, span: Span, offset: int, scratch: Array, total: Array) -> Array:
@@ -224,14 +245,15 @@ def _combined(work: Work, steps: Array, span: Span, offset: int, scratch: Array,
 class _Outputs:
     """What one part of a span writes: the model in its dtype, the master and the slots in float32."""
 
-    def __init__(self, work: Work, name: str, begin: int, count: int) -> None:
+    def __init__(self, work: Work, name: str, begin: int, count: int, buffers: _Buffers) -> None:
         self.name, self.begin = name, begin
         self.sinks: list[tuple[TensorWriter, str, Array]] = []
         if work.model is None:
             return
-        for writer in (work.model, *([work.new_master] if work.new_master else []), *work.new_slots):
+        writers = (work.model, *([work.new_master] if work.new_master else []), *work.new_slots)
+        for number, writer in enumerate(writers):
             dtype = writer.places[name][2].dtype
-            self.sinks.append((writer, dtype, np.empty(count, dtype=STORAGE[dtype])))
+            self.sinks.append((writer, dtype, buffers.output(number, count, dtype)))
 
     def put(self, piece: slice, master: Array, slots: Sequence[Array], scratch: Array) -> bool:
         """Round into the blocks; False when a value of the model is not finite."""
