@@ -11,12 +11,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import math
 import os
 import shutil
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -24,21 +24,23 @@ from typing import Any
 import numpy as np
 import yaml
 
-from coordinator.averaging import kernel
+from coordinator.averaging import kernel, screen, ties
+from coordinator.averaging.describe import describe
 from coordinator.averaging.outers import SLOT_NAMES, outer_of
 from coordinator.averaging.patterns import Patterns
-from coordinator.averaging.record import ROUND, Participant, RoundRecord, write_record
+from coordinator.averaging.plan import make_plan, needs_measuring
+from coordinator.averaging.record import ROUND, RoundRecord, write_record
 from coordinator.averaging.settings import AggregationSettings
-from coordinator.averaging.updates import open_updates, weights_of
-from facility.exchange.checkpoint import FLOATS, Checkpoint, open_checkpoint
+from coordinator.averaging.state import MASTER, fitting, open_state, seal
+from coordinator.averaging.updates import Update, open_updates, weights_of
+from facility.exchange.checkpoint import FLOATS, Checkpoint, TensorEntry, open_checkpoint
 from facility.exchange.durable import new_directory
-from facility.exchange.errors import CheckpointError, ConfigurationError, UpdateRefused, exit_on_error
-from facility.exchange.manifest import NAME, Manifest, read_manifest, verify_manifest, write_manifest
+from facility.exchange.errors import ConfigurationError, UpdateRefused, exit_on_error
+from facility.exchange.manifest import NAME, Manifest, read_manifest, write_manifest
 from facility.exchange.settings import from_mapping
 from facility.exchange.writer import TensorWriter, layout_like
 
 OUTPUT = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-MASTER = "master"
 
 
 def aggregate(
@@ -60,157 +62,189 @@ def aggregate(
     """
     settings = settings or AggregationSettings()
     started = time.perf_counter()
-    base_checkpoint = open_checkpoint(base)
-    base_manifest = read_manifest(base) if (Path(base) / NAME).exists() else None
-    opened = open_updates(updates, base_checkpoint, base_manifest, settings)
+    source = open_checkpoint(base)
+    sent = read_manifest(base) if (Path(base) / NAME).exists() else None
+    opened = open_updates(updates, source, sent, settings)
     weights = weights_of(opened, settings)
     patterns = Patterns(tuple(settings.include), tuple(settings.exclude))
-    floats = {
-        name: entry
-        for name, entry in base_checkpoint.tensors.items()
-        if entry.dtype in FLOATS and patterns.federated(name)
-    }
+    floats = {n: e for n, e in source.tensors.items() if e.dtype in FLOATS and patterns.federated(n)}
     if not floats:
         raise ConfigurationError("include and exclude leave no floating-point tensor to federate")
-    dtypes = {
-        name: OUTPUT.get(settings.output_dtype, entry.dtype) if entry.dtype in FLOATS else entry.dtype
-        for name, entry in base_checkpoint.tensors.items()
-    }
-    masters = {name: "F64" if entry.dtype == "F64" else "F32" for name, entry in floats.items()}
+    threads = threads or min(2, os.cpu_count() or 1)
+    seconds = {"open": time.perf_counter() - started}
+
+    measured, histograms = None, None
+    if needs_measuring(settings):
+        measured, histograms = _measure(opened, floats, settings, threads)
+        seconds["measure"] = time.perf_counter() - started - sum(seconds.values())
+    names = [update.facility for update in opened]
+    suspects: dict[str, str] = {}
+    quarantined: dict[str, str] = {}
+    if measured is not None:
+        suspects = screen.suspects(names, measured.gram, weights, settings.screen)
+        kept = screen.quarantined(names, suspects, settings.screen)
+        if len(kept) < len(names):
+            quarantined = suspects
+            opened = [opened[i] for i in kept]
+            weights, names = weights_of(opened, settings), [names[i] for i in kept]
+            histograms = [histograms[i] for i in kept] if histograms else None
+            measured = dataclasses.replace(measured, gram=measured.gram[np.ix_(kept, kept)])
+    plan = make_plan(
+        settings,
+        names,
+        weights,
+        gram=measured.gram if measured else None,
+        histograms=histograms,
+        round=sent.round if sent else 0,
+    )
+
     outer, starts = outer_of(settings)
     slot_names = SLOT_NAMES[settings.outer]
-    old = _open_state(state_in, base_manifest, [MASTER, *slot_names])
-    threads = threads or min(2, os.cpu_count() or 1)
-    opened_seconds = time.perf_counter()
-
+    old = open_state(state_in, sent, [MASTER, *slot_names])
+    dtypes = {
+        name: OUTPUT.get(settings.output_dtype, entry.dtype) if entry.dtype in FLOATS else entry.dtype
+        for name, entry in source.tensors.items()
+    }
+    full = {name: "F64" if entry.dtype == "F64" else "F32" for name, entry in floats.items()}
     with ExitStack() as stack:
         model_directory = stack.enter_context(new_directory(out))
         state_directory = stack.enter_context(new_directory(state_out)) if state_out else None
-        writers = stack.enter_context(ExitStack())
+        with ExitStack() as writers:
 
-        def writer(directory: Path, layout_dtypes: dict[str, str], metadata: dict[str, str]) -> TensorWriter:
-            directory.mkdir(exist_ok=True)
-            return writers.enter_context(TensorWriter(directory, layout_like(base_checkpoint, layout_dtypes), metadata))
+            def writer(directory: Path, kinds: Mapping[str, str], metadata: Mapping[str, str]) -> TensorWriter:
+                directory.mkdir(exist_ok=True)
+                return writers.enter_context(TensorWriter(directory, layout_like(source, kinds), metadata))
 
-        model_writer = writer(model_directory, dtypes, base_checkpoint.metadata)
-        master_writer, slot_writers = None, []
-        if state_directory is not None:
-            master_writer = writer(state_directory / MASTER, masters, {"format": "pt"})
-            slot_writers = [writer(state_directory / name, masters, {"format": "pt"}) for name in slot_names]
-        work = kernel.Work(
-            base=floats,
-            updates=[update.entries for update in opened],
-            coefficients=weights,
-            master=_fitting(old.get(MASTER), floats),
-            slots=[_fitting(old.get(name), floats) for name in slot_names],
-            slot_starts=starts,
-            outer=None if settings.outer == "plain" and settings.server_learning_rate == 1 else outer,
-            float64=settings.accumulate == "float64",
-            statistics=settings.statistics,
-            model=model_writer,
-            new_master=master_writer,
-            new_slots=slot_writers,
-        )
-        try:
-            passed = kernel.run(work, threads=threads)
-        except kernel.NotFinite as error:
-            if error.update is None:
-                raise
-            raise UpdateRefused(
-                opened[error.update].facility, f"tensor {error.name!r} holds NaN, infinity or absurdly large values"
-            ) from None
-        for number, update in enumerate(opened):
-            if not math.isfinite(passed.gram[number, number]):
-                raise UpdateRefused(update.facility, "it holds NaN, infinity or absurdly large values")
-        for name in base_checkpoint.tensors.keys() - floats.keys():
-            _copy_tensor(base_checkpoint, name, model_writer, dtypes[name])
-        streamed = time.perf_counter()
-        writers.close()
-        copy_companions(Path(base), model_directory)
-        result = _record(opened, weights, settings, passed, base_checkpoint, base_manifest, floats, dtypes, threads)
-        if base_manifest:
-            write_manifest(
-                model_directory,
-                Manifest(
-                    kind="model",
-                    federation=base_manifest.federation,
-                    round=base_manifest.round + 1,
-                    dtypes=open_checkpoint(model_directory).dtypes(),
-                    parameters=base_checkpoint.parameters,
-                    extra={"rule": settings.rule},
+            model = writer(model_directory, dtypes, source.metadata)
+            master, slots = None, []
+            if state_directory is not None:
+                master = writer(state_directory / MASTER, full, {"format": "pt"})
+                slots = [writer(state_directory / name, full, {"format": "pt"}) for name in slot_names]
+            passed = _run(
+                kernel.Work(
+                    base=floats,
+                    updates=[update.entries for update in opened],
+                    coefficients=plan.coefficients,
+                    combine=plan.combine,
+                    master=fitting(old.get(MASTER), floats),
+                    slots=[fitting(old.get(name), floats) for name in slot_names],
+                    slot_starts=starts,
+                    outer=None if settings.outer == "plain" and settings.server_learning_rate == 1 else outer,
+                    float64=settings.accumulate == "float64",
+                    statistics="off" if measured and settings.statistics != "exact" else settings.statistics,
+                    model=model,
+                    new_master=master,
+                    new_slots=slots,
                 ),
+                opened,
+                threads,
             )
-        hashed = time.perf_counter()
-        result = dataclasses.replace(
-            result,
-            seconds={
-                "open": round(opened_seconds - started, 4),
-                "stream": round(streamed - opened_seconds, 4),
-                "hash": round(hashed - streamed, 4),
-            },
+            for name in source.tensors.keys() - floats.keys():
+                _copy_tensor(source, name, model, dtypes[name])
+        seconds["stream"] = time.perf_counter() - started - sum(seconds.values())
+        if measured is None and settings.statistics == "exact":
+            suspects = screen.suspects(names, passed.gram, weights, settings.screen)
+        copy_companions(Path(base), model_directory)
+        result = describe(
+            opened=opened,
+            weights=weights,
+            settings=settings,
+            plan=plan,
+            measured=measured,
+            passed=passed,
+            base=source,
+            base_manifest=sent,
+            floats=floats,
+            dtypes=dtypes,
+            suspects=suspects,
+            quarantined=quarantined,
+            threads=threads,
         )
+        made = _seal_model(model_directory, sent, source, settings) if sent else None
+        seconds["hash"] = time.perf_counter() - started - sum(seconds.values())
+        result = dataclasses.replace(result, seconds={name: round(value, 4) for name, value in seconds.items()})
         if state_directory is not None:
             write_record(state_directory / ROUND, result)
-            write_manifest(
+            seal(
                 state_directory,
-                Manifest(
-                    kind="state",
-                    federation=result.federation,
-                    round=result.round + 1,
-                    dtypes={},
-                    parameters=base_checkpoint.parameters,
-                    extra={"outer": settings.outer},
-                ),
+                federation=result.federation,
+                round=result.round + 1,
+                outer=settings.outer,
+                parameters=source.parameters,
+                model=made,
             )
-    if record or state_out is None:
-        write_record(Path(record) if record else Path(out).with_name(Path(out).name + f".{ROUND}"), result)
+        if record or state_out is None:
+            write_record(Path(record) if record else Path(out).with_name(Path(out).name + f".{ROUND}"), result)
     return result
 
 
-def _open_state(state: Path | None, base_manifest: Manifest | None, names: Sequence[str]) -> dict[str, Checkpoint]:
-    """The checkpoints of a state directory that this rule needs; those it lacks start afresh."""
-    if state is None:
-        return {}
-    manifest = verify_manifest(state)
-    if manifest.kind != "state":
-        raise CheckpointError(f"{state} is a {manifest.kind!r}, expected the state of the round before")
-    if base_manifest and (manifest.round, manifest.federation) != (base_manifest.round, base_manifest.federation):
-        raise CheckpointError(
-            f"{state} is the state for round {manifest.round} of {manifest.federation!r}, "
-            f"but the base is the model of round {base_manifest.round} of {base_manifest.federation!r}"
-        )
-    return {name: open_checkpoint(Path(state) / name) for name in names if (Path(state) / name).is_dir()}
+def _measure(
+    opened: Sequence[Update], floats: Mapping[str, TensorEntry], settings: AggregationSettings, threads: int
+) -> tuple[kernel.Passed, list[Any] | None]:
+    """One pass that only looks: inner products of the steps, and histograms where the rule wants them."""
+    histograms = [np.zeros(ties.BINS, np.int64) for _ in opened]
+    lock = threading.Lock()
+
+    def observe(steps: Any) -> None:
+        for total, row in zip(histograms, steps, strict=True):
+            counts = ties.histogram(row)
+            with lock:
+                total += counts
+
+    wanted = settings.combiner == "ties"
+    work = kernel.Work(
+        base=floats,
+        updates=[update.entries for update in opened],
+        float64=settings.accumulate == "float64",
+        observe=observe if wanted else None,
+    )
+    measured = _run(work, opened, threads)
+    return measured, histograms if wanted else None
 
 
-def _fitting(checkpoint: Checkpoint | None, floats: dict[str, Any]) -> dict[str, Any]:
-    """The state's tensors for the federated ones; a tensor that was not federated before starts from the base."""
-    if checkpoint is None:
-        return {}
-    for name in floats.keys() & checkpoint.tensors.keys():
-        if checkpoint.tensors[name].shape != floats[name].shape:
-            raise CheckpointError(
-                f"{checkpoint.directory}: tensor {name!r} has shape {list(checkpoint.tensors[name].shape)}, "
-                f"the base has {list(floats[name].shape)}: the state is of another model"
-            )
-    return {name: checkpoint.tensors[name] for name in floats if name in checkpoint.tensors}
+def _run(work: kernel.Work, opened: Sequence[Update], threads: int) -> kernel.Passed:
+    """A pass whose faults name the facility."""
+    try:
+        passed = kernel.run(work, threads=threads)
+    except kernel.NotFinite as error:
+        if error.update is None:
+            raise
+        raise UpdateRefused(
+            opened[error.update].facility, f"tensor {error.name!r} holds NaN, infinity or absurdly large values"
+        ) from None
+    for update, squared in zip(opened, passed.gram.diagonal(), strict=True):
+        if not np.isfinite(squared):
+            raise UpdateRefused(update.facility, "it holds NaN, infinity or absurdly large values")
+    return passed
+
+
+def _seal_model(directory: Path, sent: Manifest, source: Checkpoint, settings: AggregationSettings) -> Manifest:
+    return write_manifest(
+        directory,
+        Manifest(
+            kind="model",
+            federation=sent.federation,
+            round=sent.round + 1,
+            dtypes=open_checkpoint(directory).dtypes(),
+            parameters=source.parameters,
+            extra={"rule": settings.rule},
+        ),
+    )
 
 
 def _copy_tensor(checkpoint: Checkpoint, name: str, writer: TensorWriter, dtype: str) -> None:
     """Take a tensor that is not federated from the base, streaming."""
     entry = checkpoint.tensors[name]
     if dtype != entry.dtype:
+        same = {name: entry}
         kernel.run(
-            kernel.Work(
-                base={name: entry}, updates=[{name: entry}], coefficients=[1.0], statistics="off", model=writer
-            ),
-            threads=1,
+            kernel.Work(base=same, updates=[same], coefficients=[1.0], statistics="off", model=writer), threads=1
         )
         return
     with open(entry.file, "rb", buffering=0) as file:
         for offset in range(0, entry.size, 8 << 20):
-            size = min(8 << 20, entry.size - offset)
             file.seek(entry.start + offset)
-            writer.write(name, offset, memoryview(file.read(size)))
+            writer.write(name, offset, memoryview(file.read(min(8 << 20, entry.size - offset))))
 
 
 def copy_companions(source: Path, target: Path) -> None:
@@ -221,74 +255,7 @@ def copy_companions(source: Path, target: Path) -> None:
                 shutil.copyfile(path, target / path.name)
 
 
-def _record(
-    opened: Sequence[Any],
-    weights: Sequence[float],
-    settings: AggregationSettings,
-    passed: kernel.Passed,
-    base: Checkpoint,
-    base_manifest: Manifest | None,
-    floats: dict[str, Any],
-    dtypes: dict[str, str],
-    threads: int,
-) -> RoundRecord:
-    counted = settings.statistics != "off"
-    gram = passed.gram
-    norms = [math.sqrt(max(gram[i, i], 0.0)) for i in range(len(opened))]
-    mean_norm = math.sqrt(max(float(np.asarray(weights) @ gram @ np.asarray(weights)), 0.0)) if counted else None
-
-    def cosine(product: float, one: float, two: float) -> float:
-        return round(product / (one * two), 6) if one and two else 0.0
-
-    participants = [
-        Participant(
-            facility=update.facility,
-            weight=weights[i],
-            coefficient=weights[i],
-            tokens=update.report.tokens if update.report else 0,
-            samples=update.report.samples if update.report else 0,
-            staleness=update.staleness,
-            norm=norms[i] if counted else None,
-            cosine_to_mean=cosine(float(gram[i] @ np.asarray(weights)), norms[i], mean_norm or 0.0)
-            if counted
-            else None,
-            cosines={
-                other.facility: cosine(float(gram[i, j]), norms[i], norms[j])
-                for j, other in enumerate(opened)
-                if counted and j != i
-            },
-        )
-        for i, update in enumerate(opened)
-    ]
-    decisions: dict[str, str] = {}
-    for name, entry in floats.items():
-        sources = sorted({update.entries[name].dtype for update in opened})
-        key = f"{'+'.join(sources)} -> {dtypes[name]}"
-        why = "as in the base model" if dtypes[name] == entry.dtype else f"output_dtype is {settings.output_dtype}"
-        decisions[key] = f"{why}; summed in {settings.accumulate}"
-    tensors = base.tensors
-    return RoundRecord(
-        federation=base_manifest.federation if base_manifest else "",
-        round=base_manifest.round if base_manifest else 0,
-        rule=settings.rule,
-        combiner=settings.combiner,
-        outer=settings.outer,
-        participants=participants,
-        tensors_matched=len(floats),
-        tensors_personal=sum(1 for name, e in tensors.items() if e.dtype in FLOATS and name not in floats),
-        tensors_copied=sum(1 for e in tensors.values() if e.dtype not in FLOATS),
-        parameters=passed.elements,
-        dtypes=decisions,
-        mean_norm=mean_norm,
-        statistics=settings.statistics,
-        settings=dataclasses.asdict(settings),
-        bytes_read=passed.bytes_read,
-        bytes_written=passed.bytes_written,
-        threads=threads,
-    )
-
-
-def read_settings(path: Path | None, rule: str | None) -> AggregationSettings:
+def read_settings(path: Path | None, rule: str | None = None) -> AggregationSettings:
     """Settings from a YAML or JSON file (a whole federation.yml, or its `aggregation:` section), then the rule."""
     raw: Any = {}
     if path is not None:
@@ -303,6 +270,7 @@ def read_settings(path: Path | None, rule: str | None) -> AggregationSettings:
 
 
 def parser() -> argparse.ArgumentParser:
+    assert __doc__
     p = argparse.ArgumentParser(prog="python -m coordinator.aggregate", description=__doc__.split("\n\n")[0])
     p.add_argument("--base", type=Path, required=True, metavar="DIR", help="model that the updates started from")
     p.add_argument("--update", type=Path, action="append", default=[], metavar="DIR", help="one update; repeat")
@@ -336,6 +304,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         names = ", ".join(f"{p.facility} {p.weight:.3f}" for p in record.participants)
         print(f"{a.out}: {record.rule} of {len(record.participants)} updates ({names})")
+        for facility, reason in (record.quarantined | record.suspects).items():
+            print(f"out of line: {facility}: {reason}", file=sys.stderr)
     return 0
 
 

@@ -26,6 +26,8 @@ from facility.exchange.errors import InputError
 from facility.exchange.floats import STORAGE, Array, narrow, widen
 from facility.exchange.writer import TensorWriter
 
+from . import mean
+from .plan import Combine
 from .streams import PIECE, Files, Span, pieces, spans_of
 
 READ_BYTES = 24 << 20
@@ -35,8 +37,6 @@ SAMPLE = 16
 BLOCK = 8192
 """Values of one dot product."""
 
-Combine = Callable[[Array, Span, int], Array]
-"""(d of shape (updates, n), the span, its first element's offset in the tensor) -> combined step of n values."""
 Outer = Callable[[Array, Array, Sequence[Array]], tuple[Array, list[Array]]]
 """(master, step, slots) -> (next master, next slots)."""
 
@@ -62,7 +62,7 @@ class Work:
     float64: bool = False
     statistics: str = "exact"
     """`exact`, `sample` or `off`: whether the inner products of the steps are summed."""
-    observe: Callable[[Array, Span, int], None] | None = None
+    observe: Callable[[Array], None] | None = None
     """Sees every (updates, n) block of steps, from any thread."""
     model: TensorWriter | None = None
     new_master: TensorWriter | None = None
@@ -182,14 +182,14 @@ def _span(work: Work, span: Span, files: Files, buffers: _Buffers) -> Passed:
             number = (begin + piece.start) // PIECE
             counted = work.statistics == "exact" or (work.statistics == "sample" and number % SAMPLE == 0)
             if counted:
-                _add_products(result.gram, steps)
+                add_products(result.gram, steps)
                 result.counted += n
             if work.observe:
-                work.observe(steps, span, begin + piece.start)
+                work.observe(steps)
             if work.model is None:
                 continue
             scratch = buffers.block("scratch", 1, dtype)[0, :n]
-            c = _combined(work, steps, span, begin + piece.start, scratch, buffers.block("sum", 1, dtype)[0, :n])
+            c = _combined(work, steps, span.name, begin + piece.start, scratch, buffers.block("sum", 1, dtype)[0, :n])
             m = b
             if master_raw is not None:
                 m = buffers.block("master", 1, dtype)[0, :n]
@@ -214,7 +214,7 @@ def _span(work: Work, span: Span, files: Files, buffers: _Buffers) -> Passed:
     return result
 
 
-def _add_products(gram: Array, steps: Array) -> None:
+def add_products(gram: Array, steps: Array) -> None:
     """Add the inner products of the rows.
 
     Dot products of at most BLOCK values, which BLAS never shares among threads: the same bits whatever their number.
@@ -231,15 +231,11 @@ def _add_products(gram: Array, steps: Array) -> None:
             gram[:i, i] += sums[:i]
 
 
-def _combined(work: Work, steps: Array, span: Span, offset: int, scratch: Array, total: Array) -> Array:
-    if work.coefficients is None:
-        assert work.combine is not None
-        return work.combine(steps, span, offset)
-    np.multiply(steps[0], work.coefficients[0], out=total)
-    for row, coefficient in zip(steps[1:], work.coefficients[1:], strict=True):
-        np.multiply(row, coefficient, out=scratch)
-        np.add(total, scratch, out=total)
-    return total
+def _combined(work: Work, steps: Array, tensor: str, offset: int, scratch: Array, total: Array) -> Array:
+    if work.coefficients is not None:
+        return mean.combine(steps, work.coefficients, total, scratch)
+    assert work.combine is not None
+    return work.combine(steps, tensor, offset)
 
 
 class _Outputs:

@@ -1,0 +1,24 @@
+"""Norm clipping of updates: no facility moves the model further than a limit.
+
+Z. Sun, P. Kairouz, A. T. Suresh, H. B. McMahan, "Can you really backdoor federated learning?", 2019,
+arXiv 1911.07963, section 4:  step / max(1, norm / limit).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def limit_of(norms: Sequence[float], *, clip_norm: float, clip_ratio: float) -> float:
+    """The smaller of the absolute limit and the multiple of the median norm; infinity when both are off."""
+    limits = [clip_norm] if clip_norm else []
+    if clip_ratio:
+        limits.append(clip_ratio * float(np.median(norms)))
+    return min(limits, default=float("inf"))
+
+
+def factors(norms: Sequence[float], limit: float) -> list[float]:
+    """What each update is multiplied by."""
+    return [1.0 if norm <= limit else limit / norm for norm in norms]

@@ -1,0 +1,64 @@
+"""The float32 master and the server optimiser's tensors on disk: a directory of checkpoints, versioned with the round.
+
+state/
+  manifest.json      kind `state`, the round whose model this is the master of
+  round.json         how it came about
+  master/            a checkpoint: model.safetensors, or shards and index
+  velocity/ ...      one per tensor of the server optimiser
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from facility.exchange.checkpoint import Checkpoint, TensorEntry, open_checkpoint
+from facility.exchange.errors import CheckpointError
+from facility.exchange.manifest import Manifest, verify_manifest, write_manifest
+
+MASTER = "master"
+KIND = "state"
+
+
+def open_state(state: Path | None, base: Manifest | None, names: Sequence[str]) -> dict[str, Checkpoint]:
+    """The checkpoints `names` of a state directory; those it lacks start afresh.
+
+    Raises `CheckpointError` unless the state is whole and of the same round and federation as the base.
+    """
+    if state is None:
+        return {}
+    manifest = verify_manifest(state)
+    if manifest.kind != KIND:
+        raise CheckpointError(f"{state} is a {manifest.kind!r}, expected the state of the round before")
+    if base and (manifest.round, manifest.federation) != (base.round, base.federation):
+        raise CheckpointError(
+            f"{state} is the state for round {manifest.round} of {manifest.federation!r}, "
+            f"but the base is the model of round {base.round} of {base.federation!r}"
+        )
+    if base and (sent := manifest.extra.get("model_sha256")) not in (None, base.content_sha256):
+        raise CheckpointError(
+            f"{state} is the state of another model (sha256 {sent:.12}) than the base ({base.content_sha256:.12})"
+        )
+    return {name: open_checkpoint(Path(state) / name) for name in names if (Path(state) / name).is_dir()}
+
+
+def fitting(checkpoint: Checkpoint | None, floats: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """The state's tensors for the federated ones; a tensor that was not federated before is left out."""
+    if checkpoint is None:
+        return {}
+    for name in floats.keys() & checkpoint.tensors.keys():
+        stored = checkpoint.tensors[name]
+        if stored.shape != floats[name].shape or stored.dtype not in ("F32", "F64"):
+            raise CheckpointError(
+                f"{checkpoint.directory}: tensor {name!r} is {stored.dtype} {list(stored.shape)}, expected float32 or "
+                f"float64 of shape {list(floats[name].shape)}: the state is of another model"
+            )
+    return {name: checkpoint.tensors[name] for name in floats if name in checkpoint.tensors}
+
+
+def seal(directory: Path, *, federation: str, round: int, outer: str, parameters: int, model: Manifest | None) -> None:
+    """Write the state's manifest; `round` is that of the model it belongs to."""
+    extra = {"outer": outer} | ({"model_sha256": model.content_sha256} if model else {})
+    write_manifest(
+        directory, Manifest(kind=KIND, federation=federation, round=round, parameters=parameters, extra=extra)
+    )
