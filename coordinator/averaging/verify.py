@@ -17,6 +17,22 @@ from .matching import match_tensors
 from .patterns import Patterns
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
+EXECUTABLE = (
+    ".bin",
+    ".pt",
+    ".pth",
+    ".pkl",
+    ".pickle",
+    ".ckpt",
+    ".joblib",
+    ".npy",
+    ".npz",
+    ".h5",
+    ".msgpack",
+    ".py",
+    ".so",
+)
+"""Suffixes of files whose usual readers execute or unpickle what they hold."""
 CHUNK = 4 << 20
 
 
@@ -38,6 +54,7 @@ def check_update(
     if failure := (read_failure(directory) if directory.is_dir() else None):
         raise UpdateRefused(facility, f"it reports a failure: {failure.reason}")
     try:
+        check_files(directory, facility)
         manifest = verify_manifest(directory)
         check_identity(manifest, base_manifest, facility, round, maximum_staleness=maximum_staleness)
         report = read_report(directory)
@@ -55,6 +72,25 @@ def check_update(
         raise UpdateRefused(facility, str(error)) from None
     check_tokenizer(base.directory, directory, facility)
     check_finite(matched, facility)
+
+
+def check_files(directory: Path, facility: str) -> None:
+    """Refuse files that run code when loaded, links that leave the directory, and what is no file at all."""
+    if not directory.is_dir():
+        raise UpdateRefused(facility, f"{directory} is no directory: the update never arrived")
+    home = directory.resolve()
+    for folder, folders, names in os.walk(directory):
+        for name in sorted(folders + names):
+            path = Path(folder) / name
+            shown = path.relative_to(directory).as_posix()
+            if path.is_symlink() and not path.resolve().is_relative_to(home):
+                raise UpdateRefused(facility, f"{shown!r} is a symbolic link out of the directory, to {path.resolve()}")
+            if not path.is_file() and not path.is_dir():
+                raise UpdateRefused(facility, f"{shown!r} is neither a file nor a directory")
+            if path.suffix.lower() in EXECUTABLE:
+                raise UpdateRefused(
+                    facility, f"{shown!r} may run code when it is loaded; updates hold safetensors only"
+                )
 
 
 def check_identity(

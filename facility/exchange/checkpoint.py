@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000
+MAX_NAME = 500
+"""Characters of a tensor's name."""
 ITEM_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2,
     "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1,
@@ -125,6 +127,8 @@ def read_header(file: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     """Parse one safetensors header; every offset is checked against the file's size before it is believed."""
     file = Path(file)
     try:
+        if not file.is_file():
+            raise CheckpointError(f"{file} is no regular file")
         size = file.stat().st_size
         with open(file, "rb", buffering=0) as handle:
             prefix = handle.read(8)
@@ -139,7 +143,7 @@ def read_header(file: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     try:
         header = json.loads(raw, object_pairs_hook=_no_duplicates)
     except (UnicodeDecodeError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file} has a header that is not valid JSON: {error}") from None
+        raise CheckpointError(f"{file} has a header that is not valid JSON: {str(error):.200}") from None
     if not isinstance(header, dict):
         raise CheckpointError(f"{file} has a header that is not an object")
     metadata = header.pop("__metadata__", {})
@@ -168,6 +172,10 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _entry(file: Path, name: str, value: Any, begin: int, size: int) -> TensorEntry:
+    if len(name) > MAX_NAME or not name.isprintable():
+        raise CheckpointError(
+            f"{file}: a tensor has the name {name!r:.80}; expected at most {MAX_NAME} printable characters"
+        )
     if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
         raise CheckpointError(f"{file}: tensor {name!r} needs exactly dtype, shape and data_offsets")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
@@ -200,9 +208,13 @@ def open_checkpoint(directory: Path) -> Checkpoint:
         raise CheckpointError(f"{directory} is no directory: expected a Hugging Face checkpoint")
     if (directory / INDEX).exists():
         try:
-            weight_map = json.loads((directory / INDEX).read_text())["weight_map"]
+            if (directory / INDEX).stat().st_size > MAX_HEADER_BYTES:
+                raise CheckpointError(f"{directory / INDEX} is larger than {MAX_HEADER_BYTES} bytes")
+            weight_map = json.loads((directory / INDEX).read_text(), object_pairs_hook=_no_duplicates)["weight_map"]
             names = sorted(set(weight_map.values()))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except CheckpointError:
+            raise
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{directory / INDEX} is malformed: {error!r}") from None
     elif (directory / SINGLE).exists():
         weight_map, names = None, [SINGLE]
@@ -210,12 +222,14 @@ def open_checkpoint(directory: Path) -> Checkpoint:
         raise CheckpointError(
             f"{directory} holds neither {SINGLE} nor {INDEX}; CrossFed reads safetensors only (convert .bin files first)"
         )
+    if not names:
+        raise CheckpointError(f"{directory / INDEX} names no shard")
     tensors: dict[str, TensorEntry] = {}
     metadata: dict[str, str] = {}
     for name in names:
-        if not isinstance(name, str) or "/" in name or name in ("", ".", "..") or not name.endswith(".safetensors"):
+        if not isinstance(name, str) or "/" in name or not name.isprintable() or not name.endswith(".safetensors"):
             raise CheckpointError(
-                f"{directory / INDEX} names the shard {name!r}; expected a plain *.safetensors file name"
+                f"{directory / INDEX} names the shard {name!r:.80}; expected a plain *.safetensors file name"
             )
         if not (directory / name).is_file():
             raise CheckpointError(f"{directory / name} is missing: the checkpoint is incomplete")
