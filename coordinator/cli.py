@@ -51,6 +51,7 @@ def render(
     check: Annotated[
         bool, typer.Option("--check", help="Write nothing; exit 1 when a rendered file is stale.")
     ] = False,
+    paths: Annotated[bool, typer.Option(help="Refuse when the model or a local dataset is not there yet.")] = True,
 ) -> None:
     """Turn federation.yml into streamflow.yml, settings.yml, coordinator.json, facilities/*.json and ../cwl/round.cwl."""
     from coordinator.federation import check_paths, read_federation
@@ -62,7 +63,8 @@ def render(
         for name in differing:
             print(f"stale: {name}")
         raise typer.Exit(1 if differing else 0)
-    check_paths(described)
+    if paths:
+        check_paths(described)
     changed = write(described)
     print(f"{len(changed)} files written" if changed else "everything is up to date")
     for path in changed:
@@ -91,6 +93,22 @@ def status(
         console.print(table(data))
     if data["stopped"]:
         console.print(f"[red]stopped: {data['stopped']}[/red]")
+
+
+@app.command()
+def report(
+    federation: FederationOption = DEFAULT,
+    out: Annotated[Path | None, typer.Option(help="File to write; default report.html in the archive.")] = None,
+) -> None:
+    """Write one HTML page of the federation so far: perplexities, time, tokens, who took part. Needs no network to open."""
+    from coordinator.archive import Archive
+    from coordinator.federation import read_federation
+    from coordinator.page import write_page
+    from coordinator.tables import summary
+
+    described = read_federation(federation)
+    archive = Archive(described.archive_path)
+    print(write_page(summary(archive) | {"federation": described.name}, out or archive.path / "report.html"))
 
 
 @app.command()

@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from coordinator.archive import Archive
+from coordinator.page import write_page
 from coordinator.settings import read_coordinator_settings
 from coordinator.tables import summary, table
 from facility.exchange.durable import write_json
@@ -27,8 +28,10 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="file to write, JSON")
     arguments = parser.parse_args()
     settings = read_coordinator_settings(arguments.federation)
-    data = summary(Archive(resolve(arguments.archive))) | {"federation": settings.federation}
+    archive = Archive(resolve(arguments.archive))
+    data = summary(archive) | {"federation": settings.federation}
     write_json(arguments.out, data)
+    write_page(data, archive.path / "report.html")
     Console(width=140).print(table(data))
     if data["stopped"]:
         print(f"error: federation {settings.federation} stopped: {data['stopped']}", file=sys.stderr)

@@ -44,6 +44,7 @@ def run_federation(file: Path, *, live: bool, log: Path | None = None) -> int:
     console.print(table(data))
     if code == 0:
         console.print(f"the model is [bold]{data['model']}[/bold] (AutoModelForCausalLM.from_pretrained)")
+        console.print(f"the report is {archive.path / 'report.html'}")
         return 0
     reason = data["stopped"] or (progress.problems[-1] if progress.problems else f"see {log}")
     console.print(
