@@ -8,6 +8,7 @@ from typing import Any
 import jinja2
 import plotly.graph_objects as graph
 import plotly.io
+from markupsafe import Markup
 
 from facility.exchange.durable import write_text
 
@@ -60,7 +61,7 @@ def write_page(data: dict[str, Any], path: Path) -> Path:
 
 def _markup(figure: graph.Figure, *, plotly_script: bool) -> Any:
     figure.update_layout(template="plotly_white", height=380, margin={"l": 60, "r": 20, "t": 50, "b": 50})
-    return jinja2.utils.markupsafe.Markup(plotly.io.to_html(figure, include_plotlyjs=plotly_script, full_html=False))
+    return Markup(plotly.io.to_html(figure, include_plotlyjs=plotly_script, full_html=False))
 
 
 def _perplexities(data: dict[str, Any], known: list[float | None]) -> graph.Figure:
