@@ -1,0 +1,147 @@
+"""Several ssh connections to one host, each carrying one transfer at a time; a piece that breaks is sent again.
+
+A single ssh stream moves at most one channel window (2 MiB in OpenSSH and asyncssh) per round trip: 168 Mbit/s at
+100 ms however fast the link is (RFC 4254, section 5.2). Streams side by side add up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, TypeVar
+
+import asyncssh
+from streamflow.core.exception import WorkflowExecutionException
+from streamflow.deployment.connector.ssh import SSHContextFactory
+from streamflow.log_handler import logger
+
+BLOCK_BYTES = 1 << 18
+"""Bytes read or written at once."""
+STALL_SECONDS = 120.0
+"""A connection that moves nothing for so long counts as broken."""
+ATTEMPTS = 10
+"""Times one piece may break before the transfer is given up; waiting for a lost host is the connection's own matter."""
+BROKEN = (asyncssh.Error, ConnectionError, BrokenPipeError, asyncio.TimeoutError, asyncio.IncompleteReadError)
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class TransferFailed(WorkflowExecutionException):
+    """The other side said no: what it said is the message."""
+
+
+async def spread(
+    lanes: list[SSHContextFactory], work: Iterable[T], move: Callable[[SSHContextFactory, T], Awaitable[None]]
+) -> None:
+    """Let every lane take the next piece of work until none is left; a broken piece is moved again.
+
+    Raises `TransferFailed` when the other side refuses, and what StreamFlow raises when a host stays away.
+    """
+    waiting = list(work)[::-1]
+
+    async def serve(lane: SSHContextFactory) -> None:
+        while waiting:
+            item = waiting.pop()
+            await persist(functools.partial(move, lane, item))
+
+    tasks = [asyncio.create_task(serve(lane)) for lane in lanes[: len(waiting)]]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def persist(act: Callable[[], Awaitable[R]]) -> R:
+    """Do it again while the connection breaks under it. `act` must be harmless to repeat."""
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            return await act()
+        except BROKEN as error:
+            broken = error
+            logger.warning(f"a transfer broke ({describe(error)}); this piece is moved again")
+            await asyncio.sleep(min(5.0, attempt))
+    raise TransferFailed(
+        f"a connection broke {ATTEMPTS} times during one transfer, last: {describe(broken)}"
+    ) from broken
+
+
+def describe(error: BaseException) -> str:
+    """An exception as a person would name it."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+async def send(lane: SSHContextFactory, command: str, blocks: Iterable[bytes | memoryview]) -> None:
+    """Feed a remote command's input; raises `TransferFailed` with its own words when it does not end with 0."""
+    async with lane.get(command=command, environment=None, encoding=None) as process:
+        try:
+            for block in blocks:
+                process.stdin.write(block)
+                await asyncio.wait_for(process.stdin.drain(), STALL_SECONDS)
+            process.stdin.write_eof()
+        except BROKEN:
+            # A command that ended early closes its input: then it has an exit status, and the reason is its own.
+            if (refusal := await _refusal(process)) is not None:
+                raise refusal from None
+            raise
+        await _ended(process, command)
+
+
+async def receive(
+    lane: SSHContextFactory, command: str, take: Callable[[bytes], Any], length: int | None, text: bytes = b""
+) -> None:
+    """Hand a remote command's output to `take`; with `length`, exactly so many bytes must come."""
+    async with lane.get(command=command, environment=None, encoding=None) as process:
+        if text:
+            process.stdin.write(text)
+        process.stdin.write_eof()
+        count = 0
+        while block := await asyncio.wait_for(process.stdout.read(BLOCK_BYTES), STALL_SECONDS):
+            count += len(block)
+            take(block)
+        await _ended(process, command)
+        if length is not None and count != length:
+            raise TransferFailed(f"`{command:.120}` gave {count} bytes, expected {length}")
+
+
+async def output(lane: SSHContextFactory, command: str, text: bytes = b"") -> bytes:
+    """A remote command's whole output."""
+    blocks: list[bytes] = []
+    await receive(lane, command, blocks.append, None, text)
+    return b"".join(blocks)
+
+
+async def _ended(process: asyncssh.SSHClientProcess, command: str) -> None:
+    result = await asyncio.wait_for(process.wait(), STALL_SECONDS)
+    if result.exit_status is None:
+        raise ConnectionResetError(f"the connection closed before `{command:.60}` ended")
+    if result.exit_status:
+        raise TransferFailed(_words(result.stderr, result.exit_status))
+
+
+async def _refusal(process: asyncssh.SSHClientProcess) -> TransferFailed | None:
+    try:
+        result = await asyncio.wait_for(process.wait(), 5.0)
+    except BROKEN:
+        return None
+    return TransferFailed(_words(result.stderr, result.exit_status)) if result.exit_status else None
+
+
+def _words(stderr: Any, status: int) -> str:
+    said = (stderr or b"").decode(errors="replace").strip().splitlines()
+    return said[-1] if said else f"the remote command ended with code {status} and said nothing"
+
+
+def blocks_of(file: int, offset: int, length: int) -> Iterable[bytes]:
+    """A file's range in blocks; a file that became shorter raises `TransferFailed`."""
+    end = offset + length
+    while offset < end:
+        block = os.pread(file, min(BLOCK_BYTES, end - offset), offset)
+        if not block:
+            raise TransferFailed(f"a file became shorter than {end} bytes while it was sent")
+        yield block
+        offset += len(block)

@@ -1,0 +1,49 @@
+"""How a directory is cut for several streams: small files together in one tar, large ones in pieces of equal size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+PIECE_BYTES = 64 << 20
+"""Large enough that a command's two round trips cost little, small enough that the streams end together and that a
+broken connection repeats little."""
+SMALL_BYTES = 1 << 20
+"""Files up to this size travel in the tar."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One file below the directory that travels; for a single file the path is empty."""
+
+    path: str
+    size: int
+    """Bytes."""
+    mode: int = 0o644
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A range of one file."""
+
+    path: str
+    offset: int
+    length: int
+
+
+def split(entries: Iterable[Entry], piece_bytes: int = PIECE_BYTES) -> tuple[list[Entry], list[Entry], list[Piece]]:
+    """Small files, large files, and the large ones' pieces: equal in size to within a byte, largest first."""
+    small, large, pieces = [], [], []
+    for entry in entries:
+        if entry.size <= SMALL_BYTES:
+            small.append(entry)
+            continue
+        large.append(entry)
+        count = -(-entry.size // piece_bytes)
+        bounds = [entry.size * number // count for number in range(count + 1)]
+        pieces += [
+            Piece(path=entry.path, offset=start, length=end - start)
+            for start, end in zip(bounds, bounds[1:], strict=False)
+        ]
+    pieces.sort(key=lambda piece: -piece.length)
+    return small, large, pieces

@@ -1,0 +1,108 @@
+"""StreamFlow's ssh connector with transfers over several connections, and a wrong host key that ends the run."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import MutableSequence
+from pathlib import Path
+
+import asyncssh
+from streamflow.core.deployment import ExecutionLocation
+from streamflow.core.exception import WorkflowExecutionException
+from streamflow.core.utils import get_local_to_remote_destination
+from streamflow.deployment.connector.ssh import SSHConnector, SSHContext, SSHContextFactory
+from streamflow.log_handler import logger
+
+from coordinator.transfer.lanes import TransferFailed
+from coordinator.transfer.tree import pull, push
+
+STREAMS = 4
+"""Connections of one transfer unless `maxConnections` asks for more."""
+
+
+class CarefulContext(SSHContext):
+    """A connection that is not tried again when trying again cannot help."""
+
+    async def get_connection(self) -> asyncssh.SSHClientConnection:
+        try:
+            return await super().get_connection()
+        except asyncssh.HostKeyNotVerifiable as error:
+            raise WorkflowExecutionException(
+                f"HOST KEY of {self.get_hostname()} is not the one in known_hosts ({error}): if the facility announced a new key, replace "
+                f"the line (`ssh-keygen -R {self.get_hostname()}`, then log in once); if it did not, ask its staff before going on"
+            ) from error
+        except asyncssh.PermissionDenied as error:
+            raise WorkflowExecutionException(
+                f"LOGIN REFUSED by {self.get_hostname()} ({error}): load the key into the agent or name it in federation.yml, and try "
+                f"`ssh {self.get_hostname()}` by hand"
+            ) from error
+
+
+class ParallelSSHConnector(SSHConnector):
+    """`type: ssh`, the same settings. `maxConnections` is also the number of streams of one transfer (at least 4)."""
+
+    def __init__(self, *args, **settings) -> None:
+        super().__init__(*args, **settings)
+        self._cls_context = CarefulContext
+        self._lanes: dict[str, list[SSHContextFactory]] = {}
+
+    def lanes(self, location: ExecutionLocation) -> list[SSHContextFactory]:
+        """Connections of their own for transfers, to the data-transfer host where there is one."""
+        if location.name not in self._lanes:
+            self._lanes[location.name] = [
+                SSHContextFactory(
+                    cls_context=self._cls_context,
+                    streamflow_config_dir=self.config_dir,
+                    config=self.dataTransferConfig or self.nodes[location.name],
+                    max_concurrent_sessions=self.maxConcurrentSessions,
+                    max_connections=1,
+                    retries=self.retries,
+                    retry_delay=self.retryDelay,
+                )
+                for _ in range(max(STREAMS, self.maxConnections))
+            ]
+        return self._lanes[location.name]
+
+    async def copy_local_to_remote(
+        self, src: str, dst: str, locations: MutableSequence[ExecutionLocation], read_only: bool = False
+    ) -> None:
+        dst = await get_local_to_remote_destination(self, locations[0], src, dst)
+        await asyncio.gather(*(self._push(src, dst, location) for location in locations))
+
+    async def _push(self, src: str, dst: str, location: ExecutionLocation) -> None:
+        logger.info(f"COPYING from {src} on local file-system to {dst} on location {location}")
+        start = time.monotonic()
+        try:
+            size = await push(self.lanes(location), Path(src), dst)
+        except TransferFailed as error:
+            # The job still starts and finds no whole model: the trainer's manifest check tells the coordinator, and the
+            # round goes on without this facility instead of ending for all.
+            logger.error(f"FAILED copy of {src} to {self.deployment_name}: {error}")
+            return
+        logger.info(
+            f"COMPLETED copy from {src} on local file-system to {dst} on location {location} {_speed(size, start)}"
+        )
+
+    async def copy_remote_to_local(
+        self, src: str, dst: str, location: ExecutionLocation, read_only: bool = False
+    ) -> None:
+        logger.info(f"COPYING from {src} on location {location} to {dst} on local file-system")
+        start = time.monotonic()
+        try:
+            size = await pull(self.lanes(location), src, Path(dst))
+        except TransferFailed as error:
+            raise WorkflowExecutionException(f"FAILED copy of {src} from {self.deployment_name}: {error}") from error
+        logger.info(
+            f"COMPLETED copy from {src} on location {location} to {dst} on local file-system {_speed(size, start)}"
+        )
+
+    async def undeploy(self, external: bool) -> None:
+        await super().undeploy(external)
+        await asyncio.gather(*(lane.close() for lanes in self._lanes.values() for lane in lanes))
+        self._lanes = {}
+
+
+def _speed(size: int, start: float) -> str:
+    seconds = time.monotonic() - start
+    return f"({size} bytes, {seconds:.2f} s, {size / 1e6 / max(seconds, 1e-9):.1f} MB/s)"
