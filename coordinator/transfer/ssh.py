@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import MutableSequence
+from collections.abc import Callable, MutableSequence
 from pathlib import Path
 
 import asyncssh
@@ -74,7 +74,7 @@ class ParallelSSHConnector(SSHConnector):
         logger.info(f"COPYING from {src} on local file-system to {dst} on location {location}")
         start = time.monotonic()
         try:
-            size = await push(self.lanes(location), Path(src), dst)
+            size = await push(self.lanes(location), Path(src), dst, _tell(f"to {self.deployment_name}"))
         except TransferFailed as error:
             # The job still starts and finds no whole model: the trainer's manifest check tells the coordinator, and the
             # round goes on without this facility instead of ending for all.
@@ -90,7 +90,7 @@ class ParallelSSHConnector(SSHConnector):
         logger.info(f"COPYING from {src} on location {location} to {dst} on local file-system")
         start = time.monotonic()
         try:
-            size = await pull(self.lanes(location), src, Path(dst))
+            size = await pull(self.lanes(location), src, Path(dst), _tell(f"from {self.deployment_name}"))
         except TransferFailed as error:
             raise WorkflowExecutionException(f"FAILED copy of {src} from {self.deployment_name}: {error}") from error
         logger.info(
@@ -106,3 +106,17 @@ class ParallelSSHConnector(SSHConnector):
 def _speed(size: int, start: float) -> str:
     seconds = time.monotonic() - start
     return f"({size} bytes, {seconds:.2f} s, {size / 1e6 / max(seconds, 1e-9):.1f} MB/s)"
+
+
+def _tell(way: str) -> Callable[[int], None]:
+    """A line in the log every 15 s, so that whoever watches it sees a long transfer move."""
+    total, last = 0, time.monotonic()
+
+    def moved(size: int) -> None:
+        nonlocal total, last
+        total += size
+        if time.monotonic() - last >= 15:
+            last = time.monotonic()
+            logger.info(f"MOVED {total} bytes {way}")
+
+    return moved

@@ -8,7 +8,7 @@ import posixpath
 import shlex
 import tarfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from streamflow.deployment.connector.ssh import SSHContextFactory
@@ -35,8 +35,8 @@ def local_entries(source: Path) -> tuple[list[str], list[Entry]]:
     return directories, files
 
 
-async def push(lanes: list[SSHContextFactory], source: Path, target: str) -> int:
-    """Copy `source` on this machine to `target` at the facility; returns bytes.
+async def push(lanes: list[SSHContextFactory], source: Path, target: str, moved: Callable[[int], None]) -> int:
+    """Copy `source` on this machine to `target` at the facility; returns bytes; `moved` hears of every piece's.
 
     What stood at `target` is replaced. Raises `TransferFailed` with the facility's words, for one `No space left on device`.
     """
@@ -72,6 +72,7 @@ async def push(lanes: list[SSHContextFactory], source: Path, target: str) -> int
                 "iflag=fullblock,count_bytes conv=notrunc status=none"
             )
             await send(lane, command, blocks_of(handles[piece.path], piece.offset, piece.length))
+            moved(piece.length)
 
         await spread(lanes, pieces, move)
     finally:
@@ -112,8 +113,8 @@ def _header(path: str, kind: bytes, size: int, mode: int) -> bytes:
     return info.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape")
 
 
-async def pull(lanes: list[SSHContextFactory], source: str, target: Path) -> int:
-    """Copy `source` at the facility to `target` here; returns bytes. Raises `TransferFailed`."""
+async def pull(lanes: list[SSHContextFactory], source: str, target: Path, moved: Callable[[int], None]) -> int:
+    """Copy `source` at the facility to `target` here; returns bytes; `moved` hears of every piece's. Raises `TransferFailed`."""
     place = shlex.quote(source)
     command = f"find -L {place} -type f -printf '%s %m %P\\0' -o -type d -printf 'd %m %P\\0'"
     listing = await persist(lambda: output(lanes[0], command))
@@ -148,6 +149,7 @@ async def pull(lanes: list[SSHContextFactory], source: str, target: Path) -> int
                 position += os.pwrite(handles[piece.path], block, position)
 
             await receive(lane, command, take, piece.length)
+            moved(piece.length)
 
         await spread(lanes, pieces, move)
         for entry in large:

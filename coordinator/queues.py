@@ -1,0 +1,195 @@
+"""Our own jobs at the facilities, known by name: which are there, and cancelling them.
+
+Facilities and job names come from the rendered streamflow.yml, and the login is StreamFlow's own ssh connector, so that
+whatever lets the workflow in (key, agent, jump host, passphrase file) lets this in too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from facility.exchange.errors import TryAgain
+
+ANSWER_SECONDS = 60
+"""How long one login and one question may take."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scheduler:
+    """The commands of one batch system; NAME stands for the quoted job name."""
+
+    listing: str
+    """Prints a line `id state` for each of our jobs of that name that has not ended."""
+    cancel: str
+    """Cancels all our jobs of that name, waiting or running."""
+    cancel_waiting: str
+    """Cancels only those that have not begun."""
+    waiting: tuple[str, ...]
+    """States of a job that has not begun."""
+
+
+SCHEDULERS = {
+    # https://slurm.schedmd.com/squeue.html, https://slurm.schedmd.com/scancel.html
+    "slurm": Scheduler(
+        listing="squeue -h -u \"$(id -un)\" -n NAME -o '%i %T'",
+        cancel='scancel -u "$(id -un)" -n NAME',
+        cancel_waiting='scancel -u "$(id -un)" -n NAME -t PENDING',
+        waiting=("PENDING", "SUSPENDED", "REQUEUED", "SPECIAL_EXIT"),
+    ),
+    # https://2021.help.altair.com/2021.1/PBSProfessional/PBSReferenceGuide2021.1.pdf (qselect, qdel)
+    "pbs": Scheduler(
+        listing='for j in $(qselect -u "$(id -un)" -N NAME -s R); do echo "$j R"; done; '
+        'for j in $(qselect -u "$(id -un)" -N NAME -s QHW); do echo "$j Q"; done',
+        cancel='qselect -u "$(id -un)" -N NAME | xargs -r qdel',
+        cancel_waiting='qselect -u "$(id -un)" -N NAME -s QHW | xargs -r qdel',
+        waiting=("Q", "H", "W"),
+    ),
+    # https://flux-framework.readthedocs.io/projects/flux-core/en/latest/man1/flux-jobs.html
+    "flux": Scheduler(
+        listing="flux jobs -n -f pending,running --name=NAME -o '{id} {state}'",
+        cancel="flux jobs -n -f pending,running --name=NAME -o '{id}' | xargs -r flux cancel",
+        cancel_waiting="flux jobs -n -f pending --name=NAME -o '{id}' | xargs -r flux cancel",
+        waiting=("DEPEND", "PRIORITY", "SCHED"),
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One job in a queue."""
+
+    id: str
+    state: str
+    """As the scheduler calls it."""
+    began: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Queue:
+    """The queue of one facility, seen from the coordinator."""
+
+    facility: str
+    kind: str
+    job_name: str
+    ssh: dict[str, Any]
+    """`config` of the ssh deployment that the queue is wrapped around."""
+    directory: Path
+    """Relative paths in `ssh` count from here."""
+
+    @property
+    def scheduler(self) -> Scheduler:
+        return SCHEDULERS[self.kind]
+
+    def jobs(self) -> list[Job]:
+        """Our jobs that have not ended. Raises `TryAgain` when the facility does not answer."""
+        found = []
+        for line in self._ask(self.scheduler.listing).splitlines():
+            words = line.split()
+            if len(words) == 2:
+                found.append(Job(id=words[0], state=words[1], began=words[1] not in self.scheduler.waiting))
+        return found
+
+    def cancel(self, *, waiting_only: bool = False) -> list[Job]:
+        """Cancel our jobs; returns those that were there. Raises `TryAgain`."""
+        there = [job for job in self.jobs() if not (waiting_only and job.began)]
+        if there:
+            self._ask(self.scheduler.cancel_waiting if waiting_only else self.scheduler.cancel)
+        return there
+
+    def _ask(self, command: str) -> str:
+        command = command.replace("NAME", shlex.quote(self.job_name))
+        try:
+            text, code = asyncio.run(asyncio.wait_for(_login(self, command), ANSWER_SECONDS))
+        except Exception as error:
+            raise TryAgain(f"{self.facility} does not answer: {error or type(error).__name__}") from None
+        if code:
+            raise TryAgain(f"{self.facility}: `{command}` ended with code {code}: {text.strip()[-300:]}")
+        return text
+
+
+async def _login(queue: Queue, command: str) -> tuple[str, int]:
+    """Run one command at a facility's login node."""
+    from streamflow.core.deployment import ExecutionLocation
+
+    from coordinator.transfer.ssh import ParallelSSHConnector
+
+    settings = {**queue.ssh, "retries": 2, "retryDelay": 2, "connectTimeout": 20}
+    connector = ParallelSSHConnector(queue.facility, str(queue.directory), **settings)
+    host = next(iter(connector.nodes))
+    location = ExecutionLocation(name=host, deployment=queue.facility, hostname=host, local=False)
+    try:
+        answer = await connector.run(location=location, command=[command], capture_output=True)
+    finally:
+        await connector.undeploy(False)
+    return answer or ("", 1)
+
+
+def read_queues(streamflow: Path) -> list[Queue]:
+    """The queues named in a rendered streamflow.yml; a deployment without a job name is left out: nothing could be told
+    from other people's jobs."""
+    data = yaml.safe_load(streamflow.read_text())
+    deployments = data.get("deployments", {})
+    found = []
+    for binding in _bindings(data):
+        target = deployments.get(binding["deployment"], {})
+        if target.get("type") not in SCHEDULERS:
+            continue
+        service = (target["config"].get("services") or {}).get(binding.get("service"), {})
+        name = service.get("jobName")
+        wrapped = target.get("wraps")
+        inner = deployments.get(wrapped["deployment"] if isinstance(wrapped, dict) else wrapped, {})
+        if name and inner.get("type") == "ssh":
+            facility = binding["step"].rpartition("/train_")[2]
+            found.append(
+                Queue(
+                    facility=facility,
+                    kind=target["type"],
+                    job_name=name,
+                    ssh=inner["config"],
+                    directory=streamflow.parent.resolve(),
+                )
+            )
+    return found
+
+
+def _bindings(data: dict[str, Any]) -> list[dict[str, Any]]:
+    """Step and target of every binding of a training step."""
+    return [
+        {"step": binding["step"], **target}
+        for workflow in data.get("workflows", {}).values()
+        for binding in workflow.get("bindings", [])
+        if "/train_" in binding.get("step", "")
+        for target in (binding["target"] if isinstance(binding["target"], list) else [binding["target"]])
+    ]
+
+
+def at_all(
+    queues: list[Queue], act: Callable[[Queue], list[Job]], say: Callable[[str], None]
+) -> dict[str, list[Job]] | None:
+    """Ask every queue; a facility that does not answer is told and leaves None as the whole answer."""
+
+    def one(queue: Queue) -> list[Job] | TryAgain:
+        try:
+            return act(queue)
+        except TryAgain as error:
+            return error
+
+    if not queues:
+        return {}
+    with ThreadPoolExecutor(max_workers=min(16, len(queues))) as pool:
+        answers = list(pool.map(one, queues))
+    result: dict[str, list[Job]] = {}
+    for queue, answer in zip(queues, answers, strict=True):
+        if isinstance(answer, TryAgain):
+            say(str(answer))
+        else:
+            result[queue.facility] = answer
+    return result if len(result) == len(queues) else None
