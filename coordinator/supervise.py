@@ -76,7 +76,7 @@ def decide(attempts: Sequence[Attempt], limits: Limits) -> Decision:
         fruitless += 1
     what = "StreamFlow hung" if last.hung else f"StreamFlow ended with code {last.code}"
     if fruitless > limits.restarts:
-        return Decision(next="give up", reason=f"{what}, the {fruitless}th time without a new complete round")
+        return Decision(next="give up", reason=f"{what}; {fruitless} starts brought no new complete round")
     pause = min(300.0, limits.pause_seconds * 2 ** max(0, fruitless - 1))
     return Decision(next="again", reason=what, pause_seconds=pause)
 
@@ -110,6 +110,8 @@ class Supervisor:
     """Gets sentences for a person."""
     rounds_done: Callable[[], int]
     """Complete rounds in the archive."""
+    stopped: Callable[[], str] = str
+    """Why the coordinator itself ended the federation and a person is needed, or ''."""
     limits: Limits = field(default_factory=Limits)
     pass_fds: tuple[int, ...] = ()
     attempts: list[Attempt] = field(default_factory=list)
@@ -197,6 +199,8 @@ class Supervisor:
                 self._signal(signal.SIGKILL)
                 process.wait()
             self._process = None
+        if code and not fatal:
+            fatal = self.stopped()
         return Attempt(code=code, new_rounds=self.rounds_done() - before, hung=hung, fatal=fatal)
 
     def _at_work(self, process: subprocess.Popen[str]) -> bool:
