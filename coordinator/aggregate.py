@@ -27,7 +27,6 @@ import yaml
 from coordinator.averaging import kernel, screen, ties
 from coordinator.averaging.describe import describe
 from coordinator.averaging.outers import SLOT_NAMES, outer_of
-from coordinator.averaging.patterns import Patterns
 from coordinator.averaging.plan import make_plan, needs_measuring
 from coordinator.averaging.record import ROUND, RoundRecord, write_record
 from coordinator.averaging.settings import AggregationSettings
@@ -37,6 +36,7 @@ from facility.exchange.checkpoint import FLOATS, Checkpoint, TensorEntry, open_c
 from facility.exchange.durable import new_directory
 from facility.exchange.errors import ConfigurationError, UpdateRefused, exit_on_error
 from facility.exchange.manifest import NAME, Manifest, read_manifest, write_manifest
+from facility.exchange.patterns import Patterns
 from facility.exchange.settings import from_mapping
 from facility.exchange.writer import TensorWriter, layout_like
 

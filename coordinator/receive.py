@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from coordinator.averaging.settings import AggregationSettings
 from coordinator.averaging.verify import check_update
 from coordinator.settings import read_coordinator_settings
 from facility.exchange import report
@@ -14,9 +15,12 @@ from facility.exchange.durable import new_directory
 from facility.exchange.errors import InputError, UpdateRefused, exit_on_error
 from facility.exchange.links import link_tree
 from facility.exchange.manifest import read_manifest, verify_manifest
+from facility.exchange.patterns import Patterns
 
 
-def receive(*, update: Path | None, facility: str, round: int, model: Path, evaluation: bool) -> report.Failure | None:
+def receive(
+    *, update: Path | None, facility: str, round: int, model: Path, evaluation: bool, settings: AggregationSettings
+) -> report.Failure | None:
     """None when `update` may take part in the round, else why not. Raises only for our own model's faults."""
     if update is None:
         reason = "left no update: its job was cancelled, ran out of time, or lost its node"
@@ -28,7 +32,13 @@ def receive(*, update: Path | None, facility: str, round: int, model: Path, eval
             verify_manifest(update)
             return None
         check_update(
-            update, base=open_checkpoint(model), base_manifest=read_manifest(model), facility=facility, round=round
+            update,
+            base=open_checkpoint(model),
+            base_manifest=read_manifest(model),
+            facility=facility,
+            round=round,
+            maximum_staleness=settings.maximum_staleness,
+            patterns=Patterns(tuple(settings.include), tuple(settings.exclude)),
         )
     except (UpdateRefused, InputError) as error:
         return report.Failure(facility=facility, round=round, reason=str(error), kind="refused")
@@ -55,6 +65,7 @@ def main() -> int:
         round=arguments.round,
         model=arguments.model,
         evaluation=arguments.round >= settings.rounds,
+        settings=settings.aggregation,
     )
     if failure is None:
         link_tree(arguments.update, arguments.out)

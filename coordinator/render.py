@@ -48,6 +48,8 @@ def render(federation: Federation) -> dict[str, str]:
             rounds=federation.rounds,
             seed=federation.seed,
             training=facility.training,
+            include=federation.aggregation.include,
+            exclude=federation.aggregation.exclude,
         )
         files[f"{here}/facilities/{facility.name}.json"] = _json(dataclasses.asdict(settings))
     return files

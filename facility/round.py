@@ -24,12 +24,14 @@ from facility.exchange.links import link_tree
 from facility.exchange.manifest import read_manifest
 from facility.exchange.outcome import Outcome
 from facility.exchange.paths import resolve
+from facility.exchange.patterns import Patterns
 from facility.exchange.settings import FacilitySettings, read_facility_settings
 from facility.launch import add_limits, attempt_of, launch, limits_from, show_failure, tasks_here
 from facility.launching.notes import Notes
 from facility.launching.place import Tasks
 from facility.launching.supervise import Ending
 from facility.rounds.finished import Finished, key_of
+from facility.rounds.personal import Personal
 from facility.rounds.sweep import sweep
 
 GO, DONE, FAILED = "train", "done", "failed"
@@ -56,6 +58,16 @@ class Job:
     def round(self) -> int:
         return self.arguments.round
 
+    @property
+    def personal(self) -> Personal:
+        return Personal(self.state, Patterns(tuple(self.settings.include), tuple(self.settings.exclude)))
+
+    @property
+    def model(self) -> Path:
+        """The model to train: as received, or with this facility's own tensors in it."""
+        own = self.personal
+        return own.model if own.any and own.latest(self.round) else self.arguments.model
+
 
 def run(job: Job) -> Ending:
     """The first task's part: find the update finished, or train it. Raises `CrossFedError`."""
@@ -72,10 +84,13 @@ def run(job: Job) -> Ending:
             job.notes.write("first", DONE)
             return Ending(code=0, reason="")
         _clear(job.out)
+        job.personal.put_in(job.arguments.model, job.round)
         job.notes.write("first", GO)
         ending = train(job)
         if ending.code == Outcome.DONE:
             check_update(job)
+            if job.round < job.settings.rounds:
+                job.personal.take_out(job.out, job.arguments.model, job.round)
             finished.keep(key, job.round, job.out)
         return ending
 
@@ -83,7 +98,7 @@ def run(job: Job) -> Ending:
 def train(job: Job) -> Ending:
     """Start `facility.train` on this task's ranks."""
     a, training = job.arguments, job.settings.training
-    command = ["-m", "facility.train", "--model", str(a.model), "--dataset", str(job.dataset), "--settings", str(a.settings),
+    command = ["-m", "facility.train", "--model", str(job.model), "--dataset", str(job.dataset), "--settings", str(a.settings),
                "--round", str(a.round), "--out", str(a.out), "--state", str(job.state), "--progress"]  # fmt: skip
     return launch(command, tasks=job.tasks, ranks=training.ranks, use_devices=training.device != "cpu",
                   limits=limits_from(a, job.tasks), notes=job.notes)  # fmt: skip

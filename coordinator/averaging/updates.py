@@ -10,10 +10,10 @@ from pathlib import Path
 from facility.exchange.checkpoint import Checkpoint, TensorEntry, open_checkpoint
 from facility.exchange.errors import CheckpointError, ConfigurationError, InputError, UpdateRefused
 from facility.exchange.manifest import NAME, Manifest, read_manifest
+from facility.exchange.patterns import Patterns
 from facility.exchange.report import REPORT, Report, read_failure, read_report
 
 from .matching import match_tensors
-from .patterns import Patterns
 from .settings import AggregationSettings
 from .verify import check_identity, check_tokenizer
 

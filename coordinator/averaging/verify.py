@@ -11,10 +11,10 @@ from facility.exchange.checkpoint import FLOATS, Checkpoint, TensorEntry, open_c
 from facility.exchange.errors import CheckpointError, UpdateRefused
 from facility.exchange.floats import STORAGE
 from facility.exchange.manifest import Manifest, sha256_of, verify_manifest
+from facility.exchange.patterns import Patterns
 from facility.exchange.report import read_failure, read_report
 
 from .matching import match_tensors
-from .patterns import Patterns
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
 EXECUTABLE = (

@@ -98,6 +98,10 @@ class FacilitySettings:
     seed: int
     """The federation's seed; the trainer derives its own from (seed, round, facility)."""
     training: TrainingSettings = field(default_factory=TrainingSettings)
+    include: list[str] = field(default_factory=list)
+    """Glob patterns of the tensors that are federated (`aggregation.include`); none: all."""
+    exclude: list[str] = field(default_factory=list)
+    """Glob patterns of the tensors that are not: they stay personal to this facility and never travel."""
     format: int = FORMAT
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from coordinator.archive import Archive
+from coordinator.averaging.settings import AggregationSettings
 from coordinator.close_round import close_round, sort_out
 from coordinator.receive import receive
 from coordinator.settings import CoordinatorSettings, StopSettings
@@ -117,7 +118,9 @@ def test_divergence_stops_and_says_where_the_good_models_are(begun: tuple[Archiv
 
 
 def refused(tmp_path: Path, model: Path, update: Path | None, *, facility: str = "a", round: int = 0) -> str:
-    told = receive(update=update, facility=facility, round=round, model=model, evaluation=False)
+    told = receive(
+        update=update, facility=facility, round=round, model=model, evaluation=False, settings=AggregationSettings()
+    )
     assert told is not None
     return f"{told.kind}: {told.reason}"
 
@@ -125,7 +128,10 @@ def refused(tmp_path: Path, model: Path, update: Path | None, *, facility: str =
 def test_receive_names_what_is_wrong(begun: tuple[Archive, Path], tmp_path: Path):
     _, model = begun
     good = write_update(tmp_path / "good", model, "a")
-    assert receive(update=good, facility="a", round=0, model=model, evaluation=False) is None
+    assert (
+        receive(update=good, facility="a", round=0, model=model, evaluation=False, settings=AggregationSettings())
+        is None
+    )
     assert refused(tmp_path, model, None).startswith("absent: left no update")
     assert "of facility 'a'" in refused(tmp_path, model, good, facility="b")
     assert "of round 0, expected round 1" in refused(tmp_path, model, good, round=1)

@@ -1,0 +1,96 @@
+"""The part of a model that stays at its facility: put in before training, taken out before the update travels.
+
+`aggregation.include` and `aggregation.exclude` in federation.yml say which tensors are federated. The others are this
+facility's own (a head, adapters, normalisation: Arivazhagan et al. 2019, FedPer, arXiv 1912.00818; Li et al. 2021,
+FedBN, arXiv 2102.07623): they start from the initial model, live under the facility's state directory, and are in no
+update.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from facility.exchange.checkpoint import INDEX, Checkpoint, open_checkpoint, save_tensors
+from facility.exchange.durable import new_directory
+from facility.exchange.manifest import NAME, read_manifest, write_manifest
+from facility.exchange.patterns import Patterns
+
+if TYPE_CHECKING:
+    import torch
+
+PREFIX = "round-"
+
+
+class Personal:
+    """The personal tensors of one facility in one federation, by round."""
+
+    def __init__(self, state: Path, patterns: Patterns) -> None:
+        self.directory, self.patterns = Path(state) / "personal", patterns
+
+    @property
+    def any(self) -> bool:
+        return self.patterns != Patterns()
+
+    @property
+    def model(self) -> Path:
+        """Where `put_in` leaves the model to train."""
+        return self.directory / "model"
+
+    def latest(self, round: int) -> Path | None:
+        """What the facility kept after the last round before `round`."""
+        kept = [p for p in self.directory.glob(f"{PREFIX}*") if p.name.removeprefix(PREFIX).isdigit()]
+        before = [p for p in kept if int(p.name.removeprefix(PREFIX)) < round]
+        return max(before, key=lambda p: int(p.name.removeprefix(PREFIX)), default=None)
+
+    def put_in(self, received: Path, round: int) -> Path:
+        """The received model with this facility's own tensors; `received` itself where there are none yet."""
+        kept = self.latest(round)
+        if not self.any or kept is None:
+            return received
+        own, model = open_checkpoint(kept), open_checkpoint(received)
+        shutil.rmtree(self.model, ignore_errors=True)
+        with new_directory(self.model) as temporary:
+            _copy_companions(received, temporary)
+            save_tensors(temporary, _overlay(model, own))
+            write_manifest(temporary, read_manifest(received))
+        return self.model
+
+    def take_out(self, update: Path, received: Path, round: int) -> None:
+        """Keep the update's personal tensors here, and leave in the update only what is federated."""
+        if not self.any:
+            return
+        trained, manifest = open_checkpoint(update), read_manifest(update)
+        names = [name for name in trained.tensors if not self.patterns.federated(name)]
+        shutil.rmtree(self.directory / f"{PREFIX}{round}", ignore_errors=True)
+        with new_directory(self.directory / f"{PREFIX}{round}") as temporary:
+            save_tensors(temporary, ((name, trained.read(name)) for name in names))
+        slim = update.with_name(f".{update.name}.federated")
+        shutil.rmtree(slim, ignore_errors=True)
+        with new_directory(slim) as temporary:
+            _copy_companions(update, temporary)
+            save_tensors(temporary, ((name, trained.read(name)) for name in trained.tensors if name not in names))
+            remaining = open_checkpoint(temporary)
+            write_manifest(temporary, dataclasses.replace(
+                manifest, base_sha256=read_manifest(received).content_sha256, dtypes=remaining.dtypes(), parameters=remaining.parameters,
+            ))  # fmt: skip
+        shutil.rmtree(update)
+        slim.rename(update)
+        for old in self.directory.glob(f"{PREFIX}*"):
+            number = old.name.removeprefix(PREFIX)
+            if number.isdigit() and int(number) < round - 1:
+                shutil.rmtree(old, ignore_errors=True)
+
+
+def _overlay(model: Checkpoint, own: Checkpoint) -> Iterator[tuple[str, torch.Tensor]]:
+    for name in model.tensors:
+        yield name, (own if name in own.tensors else model).read(name)
+
+
+def _copy_companions(source: Path, target: Path) -> None:
+    for path in sorted(source.iterdir()):
+        if path.is_file() and path.suffix != ".safetensors" and path.name not in (INDEX, NAME):
+            shutil.copyfile(path, target / path.name)
