@@ -34,6 +34,8 @@ class Placement:
     grid: tuple[tuple[int, ...], ...]
     """[stage][replica] = device."""
     cost: float
+    parts: dict[str, float]
+    """Data and pipeline part of the cost."""
     lower_bound: float
     curve: tuple[tuple[float, int, float], ...]
     """(seconds, proposals, best cost so far)."""
@@ -94,9 +96,11 @@ def plan_place(
     grid = best.matchings.emit(best.stages)
     emitted = grid_cost(costs, grid)
     assert abs(emitted - best.cost) <= 1e-9 * emitted, f"emitted grid costs {emitted}, reported {best.cost}"
+    data = max(float(costs.data[np.ix_(row, row)].sum(axis=1).max()) for row in grid)
     return Placement(
         grid=tuple(map(tuple, grid.tolist())),
         cost=emitted,
+        parts={"replicas agreeing": data, "boundaries": emitted - data},
         lower_bound=min(bound, emitted),
         curve=tuple(best.curve),
         rounds=rounds,

@@ -1,0 +1,86 @@
+"""Plan a facility: `python -m coordinator.plan --problem FILE --out FILE`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from coordinator.planning.read import read_problem
+from coordinator.planning.solve import DEFAULT_SECONDS, METHODS, solve
+from coordinator.planning.stop import Stop, on_interrupt
+from facility.exchange.errors import ConfigurationError, exit_on_error
+from facility.exchange.plan import read_plan, write_plan
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    line = argparse.ArgumentParser(prog="python -m coordinator.plan", description=__doc__)
+    line.add_argument("--problem", type=Path, required=True, help="problem, measured profile or published case (JSON)")
+    line.add_argument("--out", type=Path, required=True, help="where plan.json goes; appears whole or not at all")
+    line.add_argument(
+        "--method", choices=METHODS, help="default: joint, or place / exact for a case that holds no more"
+    )
+    line.add_argument(
+        "--seconds", type=float, default=DEFAULT_SECONDS, help="wall-clock seconds to search (default: %(default)s)"
+    )
+    line.add_argument("--iterations", type=int, help="rounds of search at most (default: no limit but --seconds)")
+    line.add_argument("--seed", type=int, default=0, help="seed of the search (default: %(default)s)")
+    line.add_argument("--devices", help="named set of devices of a chain case, such as config-64")
+    line.add_argument("--order", choices=("free", "given"), default="free", help="exact: order of devices")
+    line.add_argument("--stages", type=int, help="only this many stages")
+    line.add_argument("--replicas", type=int, help="only this many replicas")
+    line.add_argument("--batch-samples", type=int, help="samples of one optimizer step, where the problem does not say")
+    line.add_argument("--previous", type=Path, metavar="PLAN", help="plan in use: change it only for a stated gain")
+    line.add_argument(
+        "--gain",
+        type=float,
+        default=0.05,
+        help="with --previous: least share of seconds to save (default: %(default)s)",
+    )
+    line.add_argument("--json", action="store_true", help="print the plan as JSON")
+    return line
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Read, solve, write; the first SIGINT ends the search and writes the best so far."""
+    given = parser().parse_args(arguments)
+    if not given.seconds > 0:
+        raise ConfigurationError(f"--seconds is {given.seconds}, expected more than 0")
+    if given.iterations is not None and given.iterations < 0:
+        raise ConfigurationError(f"--iterations is {given.iterations}, expected 0 or more")
+    if not given.out.parent.is_dir():
+        raise ConfigurationError(f"--out {given.out}: there is no directory {given.out.parent}; make it first")
+    stop = Stop(given.seconds, given.iterations)
+    with on_interrupt(stop):
+        defaults = {} if given.batch_samples is None else {"batch_samples": given.batch_samples}
+        problem = read_problem(given.problem, devices=given.devices, defaults=defaults)
+        plan = solve(
+            problem,
+            stop,
+            method=given.method,
+            seed=given.seed,
+            order=given.order,
+            stages=given.stages,
+            replicas=given.replicas,
+            previous=None if given.previous is None else read_plan(given.previous),
+            least_gain=given.gain,
+        )
+        write_plan(given.out, plan)
+    if given.json:
+        print(json.dumps(plan.to_json()))
+    else:
+        print(
+            f"{plan.method}: {plan.stages} stages x {plan.replicas} replicas, {plan.objective or 'cost'} {plan.cost:.6g}"
+        )
+        bound = f"; lower bound {plan.lower_bound_seconds:.6g}" if plan.lower_bound_seconds else ""
+        proven = " (proven optimal)" if plan.gap == 0 else f", gap {plan.gap:.1%}" if plan.gap is not None else ""
+        print(f"predicted {plan.predicted_seconds:.6g}{bound}{proven}; planned in {plan.seconds_used:.2f} s")
+        for reason in plan.reasons:
+            print(f"- {reason}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(exit_on_error(main))

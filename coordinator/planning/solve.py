@@ -1,0 +1,192 @@
+"""The composition root: a problem and a method's name to a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+
+from facility.exchange.errors import ConfigurationError
+from facility.exchange.plan import Plan, Schedule, SyncName
+
+from .chain import Assignment
+from .dynamic import plan_dynamic
+from .emit import gap, plan_of_chain, plan_of_placement, plan_on, predicted
+from .even import plan_even
+from .exact import plan_exact_in_order
+from .exact_free import plan_exact
+from .joint import plan_joint, replan
+from .joint_cost import joint_bound
+from .place import plan_place
+from .problem import ChainProblem, PlacementProblem, Problem, chain_of, placement_of
+from .read import AnyProblem
+from .stop import Stop
+
+METHODS = ("joint", "place", "exact", "dynamic", "even")
+DEFAULT_SECONDS = 3.0
+
+
+def solve(
+    problem: AnyProblem,
+    stop: Stop,
+    *,
+    method: str | None = None,
+    seed: int = 0,
+    order: str = "free",
+    stages: int | None = None,
+    replicas: int | None = None,
+    previous: Plan | None = None,
+    least_gain: float = 0.05,
+) -> Plan:
+    """Plan `problem` by `method` (default: `joint`; `place` or `exact` where the problem holds no more).
+
+    Raises `ConfigurationError` for a method that the problem's form cannot serve, `Infeasible` where memory is short.
+    """
+    natural = {ChainProblem: "exact", PlacementProblem: "place"}.get(type(problem), "joint")
+    chosen = method or natural
+    if isinstance(problem, Problem):
+        problem = _restricted(problem, stages, replicas)
+    if previous is not None and not (isinstance(problem, Problem) and chosen == "joint"):
+        raise ConfigurationError(f"a previous plan can be re-planned by joint only, found --method {chosen}")
+    if chosen == "joint":
+        if not isinstance(problem, Problem):
+            raise ConfigurationError(
+                f"--method joint needs devices, links and units in one problem; this one serves --method {natural}"
+            )
+        if previous is None:
+            plan = plan_joint(problem, stop, seed=seed)
+        else:
+            plan = replan(problem, stop, previous, seed=seed, least_gain=least_gain)
+    elif chosen == "place":
+        plan = _place(problem, stop, seed)
+    elif chosen in METHODS:
+        plan = _chain(problem, chosen, stop, seed, order)
+    else:
+        raise ConfigurationError(f"--method is {chosen!r}, expected one of {', '.join(METHODS)}")
+    return replace(plan, method=chosen, seed=seed, seconds_used=stop.used, interrupted=stop.interrupted)
+
+
+def _restricted(problem: Problem, stages: int | None, replicas: int | None) -> Problem:
+    change: dict[str, Any] = {}
+    for name, value, allowed in (("stages", stages, problem.stages), ("replicas", replicas, problem.replicas)):
+        if value is None:
+            continue
+        if allowed and value not in allowed:
+            raise ConfigurationError(f"--{name} {value}: the problem allows {list(allowed)}")
+        change[name] = (value,)
+    return replace(problem, **change) if change else problem
+
+
+def _chain(problem: AnyProblem, method: str, stop: Stop, seed: int, order: str) -> Plan:
+    if isinstance(problem, PlacementProblem):
+        raise ConfigurationError(f"--method {method} needs layers and speeds; this problem serves --method place")
+    chain = chain_of(problem) if isinstance(problem, Problem) else problem
+    methods: dict[str, Callable[[], Assignment]] = {
+        "even": lambda: plan_even(chain),
+        "dynamic": lambda: plan_dynamic(chain, sweeps=stop.iterations if stop.iterations is not None else 1000),
+        "exact": lambda: (
+            plan_exact_in_order(chain) if order == "given" else plan_exact(chain, seconds=stop.left, seed=seed)
+        ),
+    }
+    found = methods[method]()
+    plan = plan_of_chain(chain, found)
+    if isinstance(problem, ChainProblem):
+        return plan
+    samples = min(problem.micro_batch_samples)
+    best: Plan | None = None
+    for schedule in [s for s in problem.schedules if not s.startswith("interleaved")] or ["1f1b"]:
+        whole = plan_on(
+            problem,
+            plan.grid,
+            [(a, b) for a, b in plan.stage_units],
+            micro_batches=[max(1, problem.batch_samples // samples)],
+            micro_batch_samples=samples,
+            schedule=cast(Schedule, schedule),
+            sync=cast(SyncName, problem.syncs[0]),
+        )
+        whole = replace(whole, **predicted(problem, whole))
+        assert whole.predicted_seconds is not None
+        if best is None or whole.predicted_seconds < (best.predicted_seconds or np.inf):
+            best = whole
+    assert best is not None and best.predicted_seconds is not None
+    bound = min(joint_bound(problem), best.predicted_seconds)
+    return replace(
+        best,
+        cost=plan.cost,
+        objective="seconds of the busiest device for one micro-batch; network not looked at",
+        lower_bound_seconds=bound,
+        gap=gap(best.predicted_seconds, bound),
+        reasons=plan.reasons,
+        tried=plan.tried,
+    )
+
+
+def _place(problem: AnyProblem, stop: Stop, seed: int) -> Plan:
+    if isinstance(problem, ChainProblem):
+        raise ConfigurationError("--method place needs delays and bandwidths; this problem serves --method exact")
+    if isinstance(problem, PlacementProblem):
+        return plan_of_placement(problem, plan_place(problem, stop, seed=seed))
+    return placed(problem, *_degrees(problem), stop, seed=seed)
+
+
+def _degrees(problem: Problem) -> tuple[int, int]:
+    """The most nearly square grid of all devices among the allowed ones."""
+    devices, units = len(problem.devices), len(problem.units)
+    options = [
+        (s, devices // s)
+        for s in range(1, min(devices, units) + 1)
+        if devices % s == 0
+        and (not problem.stages or s in problem.stages)
+        and (not problem.replicas or devices // s in problem.replicas)
+        and devices // s <= problem.batch_samples // min(problem.micro_batch_samples)
+    ]
+    if not options:
+        raise ConfigurationError(
+            f"--method place uses every device: no allowed stages x replicas is {devices}; use --method joint"
+        )
+    return min(options, key=lambda o: (abs(o[0] - o[1]), o[0]))
+
+
+def placed(problem: Problem, stages: int, replicas: int, stop: Stop, *, seed: int = 0, split: str = "even") -> Plan:
+    """DT-FM's way on a whole problem: place equal stages by its cost; `split` "best" then chooses the layers for that grid."""
+    from .joint_cost import Cost
+    from .joint_starts import best_cuts, even_cuts, even_share
+
+    network = placement_of(problem, stages, replicas)
+    found = plan_place(network, stop, seed=seed)
+    samples = min(problem.micro_batch_samples)
+    best: Plan | None = None
+    for schedule in [s for s in problem.schedules if not s.startswith("interleaved")] or ["1f1b"]:
+        cost = Cost(problem, stages, replicas, samples, schedule)
+        share = even_share(cost.micro_batches, replicas)
+        cuts = even_cuts(len(problem.units), stages)
+        if split == "best":
+            better = best_cuts(cost, np.array(found.grid), share)
+            cuts = cuts if better is None else better
+        for sync in problem.syncs:
+            plan = plan_on(
+                problem,
+                found.grid,
+                list(zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True)),
+                micro_batches=share.tolist(),
+                micro_batch_samples=samples,
+                schedule=cast(Schedule, schedule),
+                sync=cast(SyncName, sync),
+            )
+            plan = replace(plan, **predicted(problem, plan))
+            assert plan.predicted_seconds is not None
+            if best is None or plan.predicted_seconds < (best.predicted_seconds or np.inf):
+                best = plan
+    assert best is not None and best.predicted_seconds is not None
+    bound = min(joint_bound(problem), best.predicted_seconds)
+    return replace(
+        best,
+        cost=found.cost,
+        objective="DT-FM's communication cost (arXiv 2206.01288, section 3), seconds an iteration",
+        lower_bound_seconds=bound,
+        gap=gap(best.predicted_seconds, bound),
+        reasons=(f"placed on the network alone ({found.start}); layers split {split}",),
+        tried=tuple({"cost": c, "seconds": s, "proposals": p} for s, p, c in found.curve),
+    )
