@@ -19,7 +19,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,lint]'
 	@touch $@
 
-demo: env ## Two facilities on this machine fine-tune one small model for four rounds.
+demo: env ## Two facilities on this machine fine-tune one small model for five rounds.
 	python -m coordinator.demo_material --out $(DEMO)
 	crossfed run --federation workflow/federation.yml
 
