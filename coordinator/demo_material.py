@@ -120,8 +120,8 @@ def write_texts(out: Path, sizes: Sizes) -> dict[str, dict[str, int]]:
     return counts
 
 
-def train_tokenizer(out: Path, sizes: Sizes) -> Any:
-    """Train a byte-level BPE on the training documents of both texts and save it as a tokenizer directory."""
+def train_tokenizer(out: Path, sizes: Sizes, names: Iterable[str] = tuple(TEXTS)) -> Any:
+    """Train a byte-level BPE on the training documents of the named texts and save it as a tokenizer directory."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -134,7 +134,7 @@ def train_tokenizer(out: Path, sizes: Sizes) -> Any:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    lines = (line for name in TEXTS for line in (out / "text" / name / "train.jsonl").read_text("utf-8").splitlines())
+    lines = (line for name in names for line in (out / "text" / name / "train.jsonl").read_text("utf-8").splitlines())
     tokenizer.train_from_iterator((json.loads(line)["text"] for line in lines), trainer)
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token=END, eos_token=END, pad_token=END, clean_up_tokenization_spaces=False

@@ -2,7 +2,7 @@
 
     python tests/bench/federated_quality.py --out /tmp/quality --experiment it-cs --schedule 30x10 --seeds 1 2 3
 
-A Llama of 0.53 M parameters (width 128, 2 layers, tied) and a BPE of 1,024 tokens. Experiment `it-cs`: pretrained on
+A Llama of 2 layers with tied embeddings (0.16 M parameters at width 64, 0.53 M at 128) and a BPE of 1,024 tokens. Experiment `it-cs`: pretrained on
 German and French (500 steps), then federated over Italian and Czech; `all-four`: the same, federated over all four. Every
 run is kept in OUT/results.jsonl and not repeated. `--report` prints the table as Markdown and writes the plot.
 """
@@ -82,22 +82,22 @@ def texts_of(out: Path) -> dict[str, Text]:
     return texts
 
 
-def new_model(seed: int) -> torch.nn.Module:
+def new_model(seed: int, width: int) -> torch.nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
     return LlamaForCausalLM(
-        LlamaConfig(vocab_size=VOCABULARY, hidden_size=128, intermediate_size=344, num_hidden_layers=2,
+        LlamaConfig(vocab_size=VOCABULARY, hidden_size=width, intermediate_size=round(width * 8 / 3 / 8) * 8, num_hidden_layers=2,
                     num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=256, tie_word_embeddings=True)
     )  # fmt: skip
 
 
-def base_model(out: Path, texts: dict[str, Text], seed: int) -> torch.nn.Module:
+def base_model(out: Path, texts: dict[str, Text], seed: int, width: int) -> torch.nn.Module:
     """The model pretrained on German and French, made once per seed."""
     from safetensors.torch import load_file, save_file
 
-    model = new_model(seed)
-    file = out / f"base-{seed}.safetensors"
+    model = new_model(seed, width)
+    file = out / f"base-{width}-{seed}.safetensors"
     if not file.exists():
         local = Local(learning_rate=2e-3, batch=8)
         feeds = [batches(texts[name].train, local.batch, seed + 77) for name in ("de", "fr")]
@@ -108,11 +108,11 @@ def base_model(out: Path, texts: dict[str, Text], seed: int) -> torch.nn.Module:
     return model
 
 
-def run(out: Path, experiment: str, schedule: str, name: str, arm: Arm, seed: int) -> dict[str, Any]:
+def run(out: Path, experiment: str, schedule: str, name: str, arm: Arm, seed: int, width: int) -> dict[str, Any]:
     """One training, or its kept result."""
     rounds, steps = map(int, schedule.split("x"))
     key = {"experiment": experiment, "schedule": schedule if arm.aggregation else f"{rounds * steps} steps",
-           "seed": seed, "arm": dataclasses.asdict(arm)}  # fmt: skip
+           "seed": seed, "width": width, "arm": dataclasses.asdict(arm)}  # fmt: skip
     kept = out / "results.jsonl"
     for line in kept.read_text().splitlines() if kept.exists() else []:
         row = json.loads(line)
@@ -120,7 +120,7 @@ def run(out: Path, experiment: str, schedule: str, name: str, arm: Arm, seed: in
             return row
     texts = texts_of(out)
     chosen = {language: texts[language] for language in EXPERIMENTS[experiment]}
-    model = base_model(out, texts, seed)
+    model = base_model(out, texts, seed, width)
     local = dataclasses.replace(Local(), **arm.local)
     started = time.perf_counter()
     curve: Curve
@@ -152,6 +152,7 @@ def main() -> int:
     parser.add_argument("--arms", nargs="+", default=list(ARMS), metavar="NAME",
                         help=f"of {', '.join(ARMS)}, or NAME={{JSON of an arm}}")  # fmt: skip
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
+    parser.add_argument("--width", type=int, default=64, help="of the Llama (default 64; 128 has 0.53 M parameters)")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -160,7 +161,7 @@ def main() -> int:
         for given in options.arms:
             name, _, text = given.partition("=")
             arm = Arm(**json.loads(text)) if text else ARMS[name]
-            row = run(options.out, options.experiment, options.schedule, name, arm, seed)
+            row = run(options.out, options.experiment, options.schedule, name, arm, seed, options.width)
             shown = {language: round(value, 2) for language, value in row["perplexity"].items()}
             print(json.dumps({"arm": name, "seed": seed, "schedule": options.schedule, "seconds": row["seconds"],
                               "perplexity": shown, "geometric_mean": round(row["geometric_mean"], 3)}), flush=True)  # fmt: skip
