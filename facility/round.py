@@ -21,7 +21,7 @@ from facility.exchange import report
 from facility.exchange.durable import new_directory
 from facility.exchange.errors import CrossFedError, ManifestError, exit_on_error
 from facility.exchange.links import link_tree
-from facility.exchange.manifest import read_manifest
+from facility.exchange.manifest import NAME, read_manifest, verify_manifest
 from facility.exchange.outcome import Outcome
 from facility.exchange.paths import resolve
 from facility.exchange.patterns import Patterns
@@ -87,6 +87,10 @@ def run(job: Job) -> Ending:
         job.personal.put_in(job.arguments.model, job.round)
         job.notes.write("first", GO)
         ending = train(job)
+        if ending.code not in (Outcome.DONE, Outcome.COME_BACK) and (job.out / NAME).is_file():
+            verify_manifest(job.out)  # written last: what follows it cannot make the update less complete
+            print(f"round: the update was complete when {ending.reason}", file=sys.stderr)
+            ending = Ending(code=0, reason="")
         if ending.code == Outcome.DONE:
             check_update(job)
             if job.round < job.settings.rounds:
@@ -98,7 +102,7 @@ def run(job: Job) -> Ending:
 def train(job: Job) -> Ending:
     """Start `facility.train` on this task's ranks."""
     a, training = job.arguments, job.settings.training
-    command = ["-m", "facility.train", "--model", str(job.model), "--dataset", str(job.dataset), "--settings", str(a.settings),
+    command = ["-m", a.module, "--model", str(job.model), "--dataset", str(job.dataset), "--settings", str(a.settings),
                "--round", str(a.round), "--out", str(a.out), "--state", str(job.state), "--progress"]  # fmt: skip
     return launch(command, tasks=job.tasks, ranks=training.ranks, use_devices=training.device != "cpu",
                   limits=limits_from(a, job.tasks), notes=job.notes)  # fmt: skip
@@ -187,6 +191,7 @@ def parser() -> argparse.ArgumentParser:
     add("--out", type=Path, required=True, metavar="DIR", help="the update, or failure.json alone")
     add("--state", type=Path, metavar="DIR", help="what is kept between rounds (default: $CROSSFED_STATE/<federation>/<facility>, "
         "or .crossfed/<federation>/<facility> beside the dataset)")  # fmt: skip
+    add("--module", default="facility.train", metavar="NAME", help="Python module that trains (default facility.train)")
     add("--meeting", type=float, default=600.0, metavar="SECONDS", help="how long the tasks of a job wait for each other (default 600)")  # fmt: skip
     add_limits(p, silence=7200.0)
     return p

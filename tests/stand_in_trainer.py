@@ -1,0 +1,63 @@
+"""Stands in for `facility.train` where a test is about what surrounds it: same arguments, no torch, ends in milliseconds.
+
+What it does is named by $STAND_IN: `train` (the default; writes an update), `wait` (says "step" and sleeps), `raise`, `nothing`
+(exit 0 without an update), `come-back` (on SIGUSR1), `wrong-round`, `code:N`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from facility.exchange import report
+from facility.exchange.durable import new_directory
+from facility.exchange.manifest import Manifest, read_manifest, verify_manifest, write_manifest
+from facility.exchange.settings import read_facility_settings
+
+
+def main() -> int:
+    p = argparse.ArgumentParser()
+    for name in ("model", "dataset", "settings", "out", "state"):
+        p.add_argument(f"--{name}", type=Path, required=True)
+    p.add_argument("--round", type=int, required=True)
+    p.add_argument("--progress", action="store_true")
+    a = p.parse_args()
+    rank, mode = os.environ["RANK"], os.environ.get("STAND_IN", "train")
+    if mode.startswith("rank1:") and rank != "1":
+        mode = "wait"
+    mode = mode.removeprefix("rank1:")
+    if mode == "wait":
+        print("step", flush=True)
+        time.sleep(600)
+    if mode == "raise":
+        raise RuntimeError("the stand-in was told to fail")
+    if mode == "come-back":
+        signal.signal(signal.SIGUSR1, lambda *_: sys.exit(85))
+        print("step", flush=True)
+        time.sleep(600)
+    if mode.startswith("code:"):
+        return int(mode.removeprefix("code:"))
+    if mode == "nothing" or rank != "0":
+        return 0
+    settings = read_facility_settings(a.settings)
+    verify_manifest(a.model)
+    with new_directory(a.out) as out:
+        (out / "model.safetensors").write_bytes((a.model / "model.safetensors").read_bytes())
+        figures = dict(
+            loss_received=2.0, loss_returned=1.0, perplexity_received=7.4, perplexity_returned=2.7, training_loss=1.5
+        )
+        report.write(out, report.Report(federation=settings.federation, facility=settings.facility, round=a.round, samples=1, tokens=1, steps=1, **figures))  # fmt: skip
+        manifest = Manifest(
+            kind="update", federation=settings.federation, facility=settings.facility,
+            round=a.round + (mode == "wrong-round"), base_sha256=read_manifest(a.model).content_sha256,
+        )  # fmt: skip
+        write_manifest(out, manifest)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
