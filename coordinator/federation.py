@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.averaging.settings import AggregationSettings
+from coordinator.deployments import Deployment, read_deployment
 from coordinator.lines import Lined
 from coordinator.settings import StopSettings
 from facility.exchange.errors import ConfigurationError
@@ -61,6 +62,11 @@ class Federation:
     @property
     def workdir_path(self) -> Path:
         return self.path(self.workdir or f"../.crossfed/{self.name}/work")
+
+    def deployment(self, facility: Facility) -> Deployment:
+        """How to reach one of the facilities."""
+        number = self.facilities.index(facility)
+        return read_deployment(facility.deployment, f"facilities[{number}].deployment")
 
     def path(self, text: str) -> Path:
         """Absolute form of a path in the file."""
@@ -128,6 +134,7 @@ def _check(lined: Lined, federation: Federation) -> None:
                 f"facility {facility.name!r} stands twice; names must differ (case does not count)", f"{key}.name"
             )
         seen.add(facility.name.lower())
+        read_deployment(facility.deployment, f"{key}.deployment")
         if not facility.dataset.strip():
             raise lined.error(f"{key}.dataset is empty, expected the path of a prepared dataset", f"{key}.dataset")
     if federation.rounds < 1:

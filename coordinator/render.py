@@ -15,9 +15,12 @@ from typing import Any
 
 import yaml
 
-from coordinator.federation import Federation
+from coordinator.deployments import job_template, streamflow_deployments
+from coordinator.federation import Facility, Federation
+from coordinator.lines import Lined
 from coordinator.settings import CoordinatorSettings
 from facility.exchange.durable import write_text
+from facility.exchange.errors import ConfigurationError
 from facility.exchange.paths import CHECKOUT
 from facility.exchange.settings import FacilitySettings
 
@@ -42,6 +45,8 @@ def render(federation: Federation) -> dict[str, str]:
         "cwl/round.cwl": _yaml(round_workflow(federation)),
     }
     for facility in federation.facilities:
+        if (template := _template(federation, facility)) is not None:
+            files[f"{here}/jobs/{facility.name}.sh"] = template
         settings = FacilitySettings(
             federation=federation.name,
             facility=facility.name,
@@ -74,11 +79,12 @@ def write(federation: Federation) -> list[Path]:
             target.parent.mkdir(parents=True, exist_ok=True)
             write_text(target, text)
             changed.append(target)
-    names = {f"{facility.name}.json" for facility in federation.facilities}
-    for path in (federation.file.parent / "facilities").glob("*.json"):
-        if path.name not in names:
-            path.unlink()
-            changed.append(path)
+    names = {f"{facility.name}{suffix}" for facility in federation.facilities for suffix in (".json", ".sh")}
+    for folder, pattern in (("facilities", "*.json"), ("jobs", "*.sh")):
+        for path in (federation.file.parent / folder).glob(pattern):
+            if path.name not in names:
+                path.unlink()
+                changed.append(path)
     return changed
 
 
@@ -90,6 +96,16 @@ def stale(federation: Federation) -> list[str]:
         for name, text in render(federation).items()
         if not (root / name).exists() or (root / name).read_text() != text
     ]
+
+
+def _template(federation: Federation, facility: Facility) -> str | None:
+    """A facility's job template. Raises `ConfigurationError` at the facility's line."""
+    where = f"facilities[{federation.facilities.index(facility)}].deployment"
+    try:
+        return job_template(federation.deployment(facility), federation.file.parent)
+    except ConfigurationError as error:
+        key = f"{where}.{error.key}" if error.key else where
+        raise Lined(federation.file).error(f"{where}: {error.message}", key) from None
 
 
 def coordinator_settings(federation: Federation) -> dict[str, Any]:
@@ -134,14 +150,15 @@ def streamflow(federation: Federation) -> dict[str, Any]:
     deployments: dict[str, Any] = {"coordinator": {"type": "local", "config": {}, "workdir": f"{workdir}/coordinator"}}
     bindings: list[dict[str, Any]] = [{"step": "/", "target": {"deployment": "coordinator"}}]
     for facility in federation.facilities:
-        deployments[f"facility-{facility.name}"] = {
-            "type": "local",
-            "config": {},
-            "workdir": f"{workdir}/{facility.name}",
-        }
-        bindings.append(
-            {"step": f"/rounds/train_{facility.name}", "target": {"deployment": f"facility-{facility.name}"}}
+        entries, target = streamflow_deployments(
+            federation.deployment(facility),
+            federation=federation.name,
+            facility=facility.name,
+            template=f"jobs/{facility.name}.sh",
+            workdir=f"{workdir}/{facility.name}",
         )
+        deployments |= entries
+        bindings.append({"step": f"/rounds/train_{facility.name}", "target": target})
     return {
         "version": "v1.0",
         "workflows": {

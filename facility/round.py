@@ -19,7 +19,7 @@ from pathlib import Path
 
 from facility.exchange import report
 from facility.exchange.durable import new_directory
-from facility.exchange.errors import CrossFedError, ManifestError, exit_on_error
+from facility.exchange.errors import CrossFedError, InputError, ManifestError, exit_on_error
 from facility.exchange.links import link_tree
 from facility.exchange.manifest import NAME, read_manifest, verify_manifest
 from facility.exchange.outcome import Outcome
@@ -72,6 +72,10 @@ class Job:
 def run(job: Job) -> Ending:
     """The first task's part: find the update finished, or train it. Raises `CrossFedError`."""
     base = read_manifest(job.arguments.model)
+    if not job.dataset.is_dir():
+        raise InputError(
+            f"the dataset {job.dataset} is no directory here; expected the output of `python -m facility.prepare`"
+        )
     finished = Finished(job.state)
     key = key_of(base.content_sha256, job.arguments.settings, job.dataset)
     with finished.alone(job.round):

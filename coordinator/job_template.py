@@ -1,0 +1,130 @@
+"""The job template of one facility, made from a file in `templates/`: placeholders filled, environment chosen.
+
+A template is a shell script with placeholders like `<account>`, filled from `deployment.fill` in federation.yml, and
+with `{{ streamflow_command }}` where the engine puts the job's command. What stands in a scheduler's directive (a
+line that begins with `#`) must be one plain word; elsewhere placeholders stand between single quotes, and whatever is
+filled in stays one word there, quotes and blanks included.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass, field
+from typing import Literal
+
+from facility.exchange.errors import ConfigurationError
+
+PLACEHOLDER = re.compile(r"<([a-z][a-z0-9_]*)>")
+PLAIN = re.compile(r"[A-Za-z0-9_.,:/@+=%-]+")
+START = 'bash -c "$command"'
+"""How a template starts the command on every node; a container runtime goes before it."""
+ENTER = re.compile(r"^\. '<home>/env\.sh'$", re.MULTILINE)
+"""The line that enters the facility's environment."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """Where a facility's Python comes from."""
+
+    home: str = "~/crossfed"
+    """CrossFed's directory at the facility: `facility/setup.sh` wrote `env.sh` there."""
+    modules: list[str] = field(default_factory=list)
+    """`module load` these first."""
+    venv: str = ""
+    """Directory of a virtual environment to use instead of `<home>/env.sh`."""
+    conda: str = ""
+    """Name or path of a conda environment to use instead of `<home>/env.sh`."""
+    image: str = ""
+    """Apptainer or Singularity image to run the command in."""
+    gpu: Literal["none", "nvidia", "amd"] = "none"
+    """Which GPUs the image shall see: `nvidia` is --nv, `amd` is --rocm."""
+    bind: list[str] = field(default_factory=list)
+    """Paths that the image sees besides the working directory and the home."""
+
+    def __post_init__(self) -> None:
+        if self.venv and self.conda:
+            raise ConfigurationError("environment names both a venv and a conda environment, expected one", key="conda")
+        for word in self.modules:
+            if not PLAIN.fullmatch(word):
+                raise ConfigurationError(f"module {word!r} is no module's name", key="modules")
+
+
+def unfilled(text: str, fill: dict[str, str]) -> list[str]:
+    """Placeholders of a template that nothing fills."""
+    return sorted(set(PLACEHOLDER.findall(text)) - set(fill) - {"home"})
+
+
+def fill_template(text: str, *, fill: dict[str, str], environment: Environment, workdir: str, name: str) -> str:
+    """The facility's own template. Raises `ConfigurationError` naming what is not filled or cannot stand where it would.
+
+    `name`: of the template file, for messages. `workdir`: what a container must see.
+    """
+    if "{{ streamflow_command }}" not in text:
+        raise ConfigurationError(f"{name} lacks {{{{ streamflow_command }}}}: the job would do nothing")
+    if missing := unfilled(text, fill):
+        wanted = ", ".join(f"<{word}>" for word in missing)
+        raise ConfigurationError(f"{name} has placeholders that nothing fills: {wanted}; set them under `fill:`")
+    if unknown := sorted(set(fill) - set(PLACEHOLDER.findall(text)) - {"home"}):
+        known = ", ".join(sorted(set(PLACEHOLDER.findall(text)))) or "none"
+        raise ConfigurationError(
+            f"fill has {', '.join(unknown)}, but {name} has no such placeholder; it has: {known}",
+            key=f"fill.{unknown[0]}",
+        )
+    values = {"home": environment.home} | fill
+    text = ENTER.sub(lambda _: _enter(environment), text)
+    if environment.image:
+        if START not in text:
+            raise ConfigurationError(f"{name} has no {START}, so a container cannot go before it")
+        text = text.replace(START, _container(environment, workdir) + START)
+    return "\n".join(_line(line, values, name) for line in text.split("\n"))
+
+
+def _line(line: str, values: dict[str, str], name: str) -> str:
+    def put(found: re.Match[str]) -> str:
+        word, value = found.group(1), values.get(found.group(1), found.group(0))
+        if (
+            not value.strip()
+            or any(ord(letter) < 32 for letter in value)
+            or "{{" in value
+            or "{%" in value
+            or "{#" in value
+        ):
+            raise ConfigurationError(
+                f"fill.{word} is {value!r}, expected text on one line without double braces", key=f"fill.{word}"
+            )
+        if line.startswith("#"):
+            if not PLAIN.fullmatch(value):
+                raise ConfigurationError(
+                    f"fill.{word} is {value!r}, but stands in a directive of {name}: expected one word of letters, digits and _.,:/@+=%-",
+                    key=f"fill.{word}",
+                )
+            return value
+        quoted = value.replace("'", "'\\''")
+        return "'\"$HOME\"'" + quoted[1:] if value.startswith("~/") else quoted
+
+    return PLACEHOLDER.sub(put, line)
+
+
+def _enter(environment: Environment) -> str:
+    lines = [f"module load {' '.join(environment.modules)}"] if environment.modules else []
+    if environment.venv:
+        lines.append(f". {_path(environment.venv + '/bin/activate')}")
+    elif environment.conda:
+        lines.append('. "$(conda info --base)/etc/profile.d/conda.sh"')
+        lines.append(f"conda activate {_path(environment.conda)}")
+    elif not environment.image:
+        lines.append(". '<home>/env.sh'")
+    return "\n".join(lines)
+
+
+def _container(environment: Environment, workdir: str) -> str:
+    flags = {"none": [], "nvidia": ["--nv"], "amd": ["--rocm"]}[environment.gpu]
+    binds = " ".join(f"--bind {_path(path)}" for path in [workdir, environment.home, *environment.bind])
+    runtime = '"$(command -v apptainer || command -v singularity)"'
+    return " ".join([runtime, "exec", *flags, binds, _path(environment.image), ""])
+
+
+def _path(path: str) -> str:
+    """A path as one shell word; a leading `~/` is the account's home."""
+    return f'"$HOME"{shlex.quote(path[1:])}' if path.startswith("~/") else shlex.quote(path)

@@ -1,0 +1,15 @@
+{# https://flux-framework.readthedocs.io/projects/flux-core/en/latest/man1/flux-batch.html -#}
+#!/bin/bash
+# Any Flux site: the batch script is a Flux instance of its own; one task a node starts a rank for each GPU.
+#flux: --bank=<bank>
+#flux: --queue=<queue>
+#flux: --nodes=1
+#flux: --exclusive
+#flux: --time-limit=2h
+. '<home>/env.sh'
+export CROSSFED_HOSTS="$(flux hostlist --expand --delimiter=, instance)"
+IFS= read -r -d '' command <<'CROSSFED' || true
+trap : USR1 TERM
+{{ streamflow_command }}
+CROSSFED
+flux run --nodes="$(flux resource list -no {nnodes})" --tasks-per-node=1 --exclusive bash -c "$command"

@@ -1,0 +1,14 @@
+#!/bin/bash
+# Any Flux site: the batch script is a Flux instance of its own; one task a node starts a rank for each GPU.
+#flux: --bank=my-bank
+#flux: --queue=my-queue
+#flux: --nodes=1
+#flux: --exclusive
+#flux: --time-limit=2h
+. '/scratch/it'\''s a "home"; touch pwned $(touch pwned) `touch pwned` ü&|<x>/env.sh'
+export CROSSFED_HOSTS="$(flux hostlist --expand --delimiter=, instance)"
+IFS= read -r -d '' command <<'CROSSFED' || true
+trap : USR1 TERM
+cd '/tmp/a b' && export X='it'\''s' && python3 -m facility.round --model "$(pwd)/m o" --out update 2>&1
+CROSSFED
+flux run --nodes="$(flux resource list -no {nnodes})" --tasks-per-node=1 --exclusive bash -c "$command"

@@ -1,0 +1,21 @@
+#!/bin/bash
+# MareNostrum 5 ACC: 4 H100 (64 GB) and 80 cores a node; 20 cores are asked for with each GPU.
+#SBATCH --account=my-account
+#SBATCH --qos=my-qos
+#SBATCH --partition=acc
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --gres=gpu:4
+#SBATCH --cpus-per-task=80
+#SBATCH --exclusive
+#SBATCH --time=02:00:00
+#SBATCH --signal=USR1@300
+. ''"$HOME"'/crossfed/env.sh'
+unset PYTHONPATH
+export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0
+export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
+IFS= read -r -d '' command <<'CROSSFED' || true
+trap : USR1 TERM
+cd '/tmp/a b' && export X='it'\''s' && python3 -m facility.round --model "$(pwd)/m o" --out update 2>&1
+CROSSFED
+srun --kill-on-bad-exit=0 bash -c "$command"
