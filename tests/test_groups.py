@@ -208,8 +208,9 @@ def test_a_failed_final_average_is_called_anew_without_the_dead():
         assert scheduler.finish(member, 1) == []
     (final,) = scheduler.finish("c", 2)
     assert final.final and final.members == ("a", "b", "c")
-    assert scheduler.leave("c", 3) == []
-    (again,) = scheduler.failed(True, 4)
+    assert scheduler.leave("c", 3) == [] and scheduler.failed(3) == []
+    assert scheduler.finish("b", 4) == []
+    (again,) = scheduler.finish("a", 4)
     assert again.final and again.members == ("a", "b")
 
 

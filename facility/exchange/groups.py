@@ -89,6 +89,10 @@ class Group:
     final: bool
     """The exact average over all that ends a phase."""
     reason: str
+    returning: tuple[Member, ...] = ()
+    """Members that came back and only receive this time."""
+    partner: Member | None = None
+    """Gossip: the peer whose parameters the single member asks for; it does not wait."""
 
     def __len__(self) -> int:
         return len(self.members)
@@ -116,7 +120,6 @@ class GroupScheduler:
         self._served = 0  # updates since the union was last connected
         self._updates = 0
         self._components = 0
-        self._final_open = False
         self._now = 0.0
         self.wake: float | None = None
         """Time at which `tick` is wanted; None: only an event changes anything."""
@@ -190,18 +193,15 @@ class GroupScheduler:
     def tick(self, now: float) -> list[Group]:
         return self._form(now)
 
-    def failed(self, final: bool, now: float) -> list[Group]:
-        """A group's exchange failed. Members announce themselves again (`again`); a final group is called anew.
+    def failed(self, now: float) -> list[Group]:
+        """A group's exchange failed; what was counted as connected may not be, so components are taken apart.
 
-        What was counted as connected may not be, so every component is taken apart.
+        Its members announce themselves again: `ready(again=True)`, or `finish` after a final group.
         """
         if len(self.active) > 1:
             for standing in self._members.values():
                 self._components += 1
                 standing.component = self._components
-        if final:
-            self._final_open = False
-            self._pending.update({m: now for m in self.members})
         return self._form(now)
 
     # -- the rule ---------------------------------------------------------------------------------------------------
@@ -260,7 +260,8 @@ class GroupScheduler:
     def _choose(self, pending: list[Member], limit: int) -> list[Member]:
         """At most `limit` of the pending: first one of each component, then by arrival; one is up to date."""
         seen: set[int] = set()
-        firsts, rest = [], []
+        firsts: list[Member] = []
+        rest: list[Member] = []
         for member in sorted(pending, key=lambda m: self._members[m].returning):
             component = self._members[member].component
             (rest if component in seen else firsts).append(member)
@@ -295,12 +296,20 @@ class GroupScheduler:
         return True
 
     def _final(self, now: float) -> Group | None:
-        if self._final_open or not self._members:
+        if not self._members or not all(m in self._pending for m in self._members):
             return None
-        self._final_open = True
         return self._group(list(self.members), now, "all have finished", connected=True, final=True)
 
-    def _group(self, chosen: list[Member], now: float, reason: str, *, connected: bool, final: bool = False) -> Group:
+    def _group(
+        self,
+        chosen: list[Member],
+        now: float,
+        reason: str,
+        *,
+        connected: bool,
+        final: bool = False,
+        partner: Member | None = None,
+    ) -> Group:
         members = tuple(sorted(chosen, key=lambda m: (isinstance(m, str), m)))
         rounds = tuple(self._members[m].rounds for m in members)
         self._number += 1
@@ -314,6 +323,8 @@ class GroupScheduler:
             connected=connected,
             final=final,
             reason=reason,
+            returning=tuple(m for m in members if self._members[m].returning),
+            partner=partner,
         )
         for member in members:
             self._pending.pop(member, None)
@@ -344,7 +355,6 @@ class GroupScheduler:
             "served": self._served,
             "updates": self._updates,
             "components": self._components,
-            "final_open": self._final_open,
             "now": self._now,
             "wake": self.wake,
         }
@@ -360,8 +370,7 @@ class GroupScheduler:
             scheduler._pending = {m: float(at) for m, at in state["pending"]}
             scheduler._number, scheduler._served = int(state["number"]), int(state["served"])
             scheduler._updates, scheduler._components = int(state["updates"]), int(state["components"])
-            scheduler._final_open, scheduler._now = bool(state["final_open"]), float(state["now"])
-            scheduler.wake = state["wake"]
+            scheduler._now, scheduler.wake = float(state["now"]), state["wake"]
         except (KeyError, TypeError, ValueError) as error:
             if isinstance(error, ConfigurationError):
                 raise

@@ -91,8 +91,6 @@ class SyncSettings:
     """allreduce: gradients exchanged at once, while the backward pass goes on."""
     group_cache: int = 16
     """Process groups kept open at a time."""
-    renew_every: int = 50
-    """Gradient policies: steps after which membership is looked at again (a replica that came back joins then)."""
     timeout_seconds: float = 60.0
     """No exchange takes longer; a group that does is discarded."""
     heartbeat_seconds: float = 0.5
@@ -101,7 +99,7 @@ class SyncSettings:
     emulation: EmulationSettings = field(default_factory=EmulationSettings)
 
     def __post_init__(self) -> None:
-        for name in ("every", "bucket_bytes", "group_cache", "renew_every", "timeout_seconds", "heartbeat_seconds"):
+        for name in ("every", "bucket_bytes", "group_cache", "timeout_seconds", "heartbeat_seconds"):
             if not getattr(self, name) > 0:
                 raise ConfigurationError(f"{name} is {getattr(self, name)}, expected more than 0")
         if self.staleness < 0:

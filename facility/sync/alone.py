@@ -20,6 +20,9 @@ class Alone:
     def progress(self) -> float:
         return float(self.done)
 
+    def before_step(self, samples: float) -> None:
+        pass
+
     def reduce_gradients(self, samples: float) -> None:
         pass
 

@@ -4,6 +4,7 @@ The trainer's loop:
 
     sync = connect(settings.sync, place=..., parameters=..., optimizer=..., store=..., steps=..., ...)
     while sync.wants_more():
+        sync.before_step(samples)           # optional: lets exchange start during the last backward pass
         ... forward and backward passes (gradients are the mean over this replica's own samples) ...
         sync.reduce_gradients(samples)      # before clipping
         ... clip, optimizer.step() ...
@@ -54,6 +55,9 @@ class Synchroniser(Protocol):
     @property
     def progress(self) -> float:
         """Steps done so far on average over the replicas: what a learning-rate schedule follows."""
+
+    def before_step(self, samples: float) -> None:
+        """A step of so many samples begins: exchange of gradients may start during its last backward pass."""
 
     def reduce_gradients(self, samples: float) -> None:
         """Exchange gradients where the policy does; `samples` (or tokens) is this replica's weight in the mean."""

@@ -1,0 +1,62 @@
+"""Many tensors as one flat float32 vector and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch.distributed.tensor import DTensor
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a possibly sharded tensor, sharing its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class Flat:
+    """A fixed list of tensors seen as one vector."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor], device: torch.device) -> None:
+        self.tensors = [local(t.detach()) for t in tensors]
+        self.device = device
+        self.size = sum(t.numel() for t in self.tensors)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the vector."""
+        return 4 * self.size
+
+    def pack(self, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The tensors' values in a new vector, or in `out`."""
+        out = torch.empty(self.size, dtype=torch.float32, device=self.device) if out is None else out
+        for tensor, piece in zip(self.tensors, self._pieces(out), strict=True):
+            piece.copy_(tensor)
+        return out
+
+    def unpack(self, vector: torch.Tensor) -> None:
+        """Write the vector into the tensors."""
+        for tensor, piece in zip(self.tensors, self._pieces(vector), strict=True):
+            tensor.copy_(piece)
+
+    def _pieces(self, vector: torch.Tensor) -> list[torch.Tensor]:
+        return [
+            piece.view(tensor.shape)
+            for piece, tensor in zip(vector.split([t.numel() for t in self.tensors]), self.tensors, strict=True)
+        ]
+
+
+def gradients(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Local gradients; a parameter without one gets zeros, so that every replica exchanges the same shapes."""
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    return [local(p.grad) for p in parameters]  # type: ignore[arg-type]
+
+
+def moments(optimizer: torch.optim.Optimizer | None, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The optimizer's floating-point state of the parameters, in a fixed order (empty before its first step)."""
+    found = []
+    for parameter in parameters:
+        state = optimizer.state.get(parameter, {}) if optimizer is not None else {}
+        found += [local(state[k]) for k in sorted(state) if torch.is_tensor(state[k]) and state[k].is_floating_point()]
+    return found

@@ -1,0 +1,83 @@
+"""Replicas in processes of their own: a quadratic problem under any policy."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from facility.exchange.synchronising import SyncSettings
+from tests.distributed import free_port
+
+QUICK = {"heartbeat_seconds": 0.1, "missing_seconds": 1.5, "timeout_seconds": 20.0}
+
+
+def settings_of(**changes: Any) -> SyncSettings:
+    return SyncSettings(**(QUICK | changes))
+
+
+def _entry(function: Callable[..., Any], rank: int, port: int, world: int, arguments: tuple, queue: Any) -> None:
+    import traceback
+
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    try:
+        store = dist.TCPStore("127.0.0.1", port, world, rank == 0, timeout=timedelta(seconds=30))
+        queue.put((rank, True, function(rank, world, store, *arguments)))
+        code = 0
+    except BaseException:
+        queue.put((rank, False, traceback.format_exc()))
+        code = 1
+    queue.close()
+    queue.join_thread()
+    if rank == 0:
+        time.sleep(0.3)  # the store's host leaves last
+    os._exit(code)
+
+
+class Fleet:
+    """`world` processes that run `function(rank, world, store, *arguments)`; results by rank."""
+
+    def __init__(self, function: Callable[..., Any], world: int, *arguments: Any) -> None:
+        # A server that has torch imported once and forks before any thread starts: 30 ms a process, not seconds.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.sync.quadratic", "facility.sync.registry"])
+        self.queue = context.Queue()
+        port = free_port()
+        self.processes = [
+            context.Process(target=_entry, args=(function, rank, port, world, arguments, self.queue))
+            for rank in range(world)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def __enter__(self) -> Fleet:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for process in self.processes:
+            process.join(timeout=0.5)
+            if process.is_alive():
+                process.kill()
+            process.join()
+
+    def results(self, count: int, timeout: float = 60) -> dict[int, Any]:
+        """The first `count` results; a rank that failed is an AssertionError with its traceback."""
+        found: dict[int, Any] = {}
+        deadline = time.monotonic() + timeout
+        while len(found) < count:
+            rank, good, value = self.queue.get(timeout=max(0.1, deadline - time.monotonic()))
+            assert good, f"rank {rank} failed:\n{value}"
+            found[rank] = value
+        return found
+
+
+def run_fleet(function: Callable[..., Any], world: int, *arguments: Any, timeout: float = 60) -> list[Any]:
+    with Fleet(function, world, *arguments) as fleet:
+        found = fleet.results(world, timeout)
+    return [found[rank] for rank in range(world)]

@@ -1,0 +1,160 @@
+"""Laws of the synchronisation policies, on real gloo processes."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from facility.sync.policy import Place, connect
+from facility.sync.registry import POLICIES
+from tests.sync.fleet import run_fleet, settings_of
+from tests.sync.quadratic import SHAPES, make_parameters, solve, target
+
+STEPS = 12
+
+
+def by_hand(weights: list[float], steps: int = STEPS) -> torch.Tensor:
+    """Gradient descent on the weighted mean of the replicas' losses: x' - c = 0.9 (x - c) about the weighted target."""
+    start = torch.cat([p.detach().reshape(-1) for p in make_parameters()])
+    total = sum(weights)
+    centre = sum(w / total * target(r) for r, w in enumerate(weights))
+    return centre + 0.9**steps * (start - centre)
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_every_policy_ends_with_one_model(policy: str):
+    results = run_fleet(partial(solve), 3, settings_of(policy=policy, every=4), STEPS)
+    for result in results[1:]:
+        assert result["vector"] == results[0]["vector"], "the final average is the same bits everywhere"
+    assert sum(r["steps"] for r in results) >= 3 * STEPS
+    if policy not in ("diloco",):  # its outer momentum overshoots
+        got = torch.tensor(results[0]["vector"])
+        assert torch.all((got - by_hand([1, 1, 1])).abs() < 0.5)
+    updates = results[0]["report"]["updates"]
+    assert sum(updates.values()) == sum(r["steps"] for r in results)
+
+
+@pytest.mark.parametrize("policy", ["allreduce", "central_ps", "sharded_ps"])
+@pytest.mark.parametrize("announce", [True, False])
+def test_gradient_policies_equal_one_process_with_the_whole_batch(policy: str, announce: bool):
+    weights = (1.0, 3.0, 2.0)
+    settings = settings_of(policy=policy, bucket_bytes=64)
+    results = run_fleet(partial(solve, samples=weights, announce=announce), 3, settings, STEPS)
+    for result in results:
+        torch.testing.assert_close(torch.tensor(result["vector"]), by_hand(list(weights)), rtol=1e-5, atol=1e-5)
+        if policy == "allreduce" and announce:
+            assert result["report"]["overlapped_here"] > 0
+    report = results[0]["report"]
+    assert report["aborted"] == 0 and report["samples"] == {"0": 12.0, "1": 36.0, "2": 24.0}
+
+
+def test_partial_reduce_with_a_bound_of_one_is_all_reduce():
+    """Averaging after a gradient step from equal parameters is the step of the averaged gradient."""
+    settings = settings_of(policy="partial_reduce", bound=1, debias=False)
+    for result in run_fleet(solve, 3, settings, STEPS):
+        torch.testing.assert_close(torch.tensor(result["vector"]), by_hand([1, 1, 1]), rtol=1e-5, atol=1e-5)
+        assert result["steps"] == STEPS
+
+
+def test_local_averaging_is_weighted_by_samples_and_exact_for_uneven_replicas():
+    """With an average every step, local SGD is all-reduce with the same weights."""
+    weights = (1.0, 3.0, 2.0)
+    for result in run_fleet(partial(solve, samples=weights), 3, settings_of(policy="local", every=1), STEPS):
+        torch.testing.assert_close(torch.tensor(result["vector"]), by_hand(list(weights)), rtol=1e-5, atol=1e-5)
+
+
+def test_diloco_with_a_plain_outer_step_is_local():
+    options = {"every": 4, "outer_learning_rate": 1.0, "outer_momentum": 0.0}
+    local = run_fleet(solve, 2, settings_of(policy="local", every=4), STEPS)
+    diloco = run_fleet(solve, 2, settings_of(policy="diloco", **options), STEPS)
+    torch.testing.assert_close(torch.tensor(local[0]["vector"]), torch.tensor(diloco[0]["vector"]))
+
+
+def test_diloco_by_hand():
+    """Two outer steps with momentum 0.5 and rate 1 on the means of the replicas (Algorithm 1, Nesterov)."""
+    options = {"every": 2, "outer_learning_rate": 1.0, "outer_momentum": 0.5}
+    (result, _) = run_fleet(solve, 2, settings_of(policy="diloco", **options), 4)
+    outer = torch.cat([p.detach().reshape(-1) for p in make_parameters()])
+    momentum, centre = torch.zeros_like(outer), torch.full_like(outer, 1.5)
+    for _ in range(2):
+        gradient = outer - (centre + 0.81 * (outer - centre))
+        momentum = 0.5 * momentum + gradient
+        outer = outer - (gradient + 0.5 * momentum)
+    torch.testing.assert_close(torch.tensor(result["vector"]), outer, rtol=1e-5, atol=1e-5)
+
+
+def test_the_final_average_is_exact():
+    """Replicas that never averaged: the end is the float64 mean of what they held, rounded once."""
+    settings = settings_of(policy="local", every=1000, weights="equal")
+    results = run_fleet(partial(solve, seed_by_rank=True), 3, settings, 5)
+    # `local` averages what is left at the end; three different starts, contracted about three different targets.
+    starts = [torch.cat([p.detach().reshape(-1) for p in make_parameters(seed=r)]) for r in range(3)]
+    mean = sum(target(r).double() + 0.9**5 * (starts[r].double() - target(r).double()) for r in range(3)) / 3
+    for result in results:
+        torch.testing.assert_close(torch.tensor(result["vector"]).double(), mean, rtol=1e-6, atol=1e-6)
+    assert results[0]["vector"] == results[1]["vector"] == results[2]["vector"]
+
+
+@pytest.mark.parametrize("policy", ["partial_reduce", "adpsgd", "wave"])
+def test_fast_replicas_do_more_and_the_report_says_who_did_what(policy: str):
+    settings = settings_of(policy=policy, every=2, staleness=8, bound=0)
+    results = run_fleet(partial(solve, pause=(0.01, 0.01, 0.08)), 3, settings, 20)
+    steps = [r["steps"] for r in results]
+    assert steps[2] < min(steps[:2]) and 60 <= sum(steps) <= 60 + 3 * 2
+    assert results[0]["report"]["updates"] == {str(r): s for r, s in enumerate(steps)}
+
+
+def test_positions_of_a_replica_follow_one_decision():
+    """Two replicas of two ranks: each position averages with its own kind only."""
+    settings = settings_of(policy="partial_reduce", bound=1, debias=False)
+    results = run_fleet(partial(solve, positions=2), 4, settings, STEPS)
+    for position in range(2):
+        start = torch.cat([p.detach().reshape(-1) for p in make_parameters(seed=position)])
+        expected = 1.5 + 0.9**STEPS * (start - 1.5)
+        for rank in (position, 2 + position):
+            torch.testing.assert_close(torch.tensor(results[rank]["vector"]), expected, rtol=1e-5, atol=1e-5)
+    assert [r["steps"] for r in results] == [STEPS] * 4
+
+
+@pytest.mark.parametrize("policy", ["allreduce", "adpsgd", "wave", "diloco"])
+def test_positions_under_the_other_families(policy: str):
+    results = run_fleet(partial(solve, positions=2), 4, settings_of(policy=policy, every=3), 6)
+    assert results[0]["vector"] == results[2]["vector"] != results[1]["vector"] == results[3]["vector"]
+    assert results[0]["steps"] == results[1]["steps"] and results[2]["steps"] == results[3]["steps"]
+
+
+@pytest.mark.parametrize("state", ["keep", "average", "reset"])
+def test_optimizer_state_follows_the_stated_policy(state: str):
+    settings = settings_of(policy="local", every=3, optimizer_state=state)
+    first, second = run_fleet(partial(solve, optimizer_name="adamw"), 2, settings, 6)
+    assert first["vector"] == second["vector"]
+
+
+def test_a_single_replica_is_no_sync():
+    parameters = make_parameters()
+    sync = connect(settings_of(policy="partial_reduce"), place=Place(replica=0, replicas=1), parameters=parameters,
+                   steps=3, store=None)  # type: ignore[arg-type]  # fmt: skip
+    before = [p.detach().clone() for p in parameters]
+    steps = 0
+    while sync.wants_more():
+        sync.before_step(1), sync.reduce_gradients(1), sync.after_step(1)
+        steps += 1
+    sync.finish()
+    assert steps == 3 and all(torch.equal(a, b) for a, b in zip(before, parameters, strict=True))
+    assert len(parameters) == len(SHAPES) and sync.report()["updates"] == 3
+
+
+def test_a_line_per_group_and_a_trace(tmp_path):
+    import json
+
+    settings = settings_of(policy="partial_reduce")
+    report = run_fleet(partial(solve, log=tmp_path, pause=0.005), 3, settings, 8)[0]["report"]
+    lines = [json.loads(line) for line in (tmp_path / "groups.jsonl").read_text().splitlines()]
+    assert len(lines) == report["groups"] + report["alone"] and lines[-1]["kind"] == "final"
+    for line in lines:
+        assert set(line) >= {"members", "staleness", "waits", "bytes", "seconds", "reason"}
+        assert len(line["members"]) == len(line["weights"]) == len(line["waits"]) and line["ended"] == "well"
+    trace = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {e["tid"] for e in trace} == {0, 1, 2} and all(e["ph"] in "MXi" for e in trace)
