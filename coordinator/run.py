@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import TextIO
 
 from rich.console import Console
 from rich.live import Live
@@ -20,7 +19,9 @@ from rich.table import Table
 from coordinator.archive import Archive
 from coordinator.federation import Federation, check_paths, read_federation
 from coordinator.progress import Progress
+from coordinator.queues import read_queues
 from coordinator.render import write
+from coordinator.supervise import Supervisor
 from coordinator.tables import perplexity, summary, table
 from facility.exchange.errors import InputError, TryAgain
 
@@ -39,14 +40,14 @@ def run_federation(file: Path, *, live: bool, log: Path | None = None) -> int:
         console.print(f"federation [bold]{federation.name}[/bold]: {len(federation.facilities)} facilities, {federation.rounds} rounds"
                       + (f", going on after round {done - 1}" if done else "") + f"; StreamFlow's log is {log}")  # fmt: skip
         progress = Progress([facility.name for facility in federation.facilities], federation.rounds)
-        code = _follow(federation, progress, archive, sink, console, live, lock)
+        code, ended = _follow(federation, progress, archive, sink, console, live, lock)
     data = summary(archive)
     console.print(table(data))
     if code == 0:
         console.print(f"the model is [bold]{data['model']}[/bold] (AutoModelForCausalLM.from_pretrained)")
         console.print(f"the report is {archive.path / 'report.html'}")
         return 0
-    reason = data["stopped"] or (progress.problems[-1] if progress.problems else f"see {log}")
+    reason = data["stopped"] or ended
     console.print(
         f"[red]the run ended with code {code}: {reason}[/red]\nThe archive holds {len(data['rounds'])} complete rounds; the same command goes on from there."
     )
@@ -55,7 +56,10 @@ def run_federation(file: Path, *, live: bool, log: Path | None = None) -> int:
 
 @contextmanager
 def only_one(federation: Federation) -> Iterator[int]:
-    """Hold the federation's lock; yields its file descriptor, so that StreamFlow holds it too while it lives. Raises `TryAgain` while another run of it is alive on this machine."""
+    """Hold the federation's lock; yields its file descriptor, so that StreamFlow holds it too while it lives.
+
+    Raises `TryAgain` while another run of the federation is alive on this machine.
+    """
     path = federation.archive_path.parent / f"{federation.archive_path.name}.lock"
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a") as handle:
@@ -97,69 +101,44 @@ def engine_environment() -> dict[str, str]:
 
 
 def _follow(
-    federation: Federation, progress: Progress, archive: Archive, sink, console: Console, live: bool, lock: int
-) -> int:
-    process = subprocess.Popen(
-        engine_command(federation),
-        cwd=federation.file.parent,
-        env=engine_environment(),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
+    federation: Federation, progress: Progress, archive: Archive, sink: TextIO, console: Console, live: bool, lock: int
+) -> tuple[int, str]:
+    """Exit code and reason of the supervised run; every line goes to `sink`, what matters to the console."""
+
+    def say(sentence: str) -> None:
+        console.print(f"{time.strftime('%H:%M:%S')} {sentence}", markup=False, highlight=False)
+
+    def on_line(line: str) -> None:
+        sink.write(line + "\n")
+        sink.flush()
+        if (sentence := progress.feed(line)) is not None:
+            say(sentence)
+
+    supervisor = Supervisor(
+        command=lambda: engine_command(federation),
+        directory=federation.file.parent,
+        environment=engine_environment(),
+        queues=read_queues(federation.file.parent / "streamflow.yml"),
+        on_line=on_line,
+        say=say,
+        rounds_done=lambda: len(archive.rounds()),
+        stopped=lambda: str(archive.read_note("stopped").get("reason", "")),
         pass_fds=(lock,),
-        preexec_fn=_die_with_parent,
     )
-    assert process.stdout is not None
-    handlers = {
-        number: signal.signal(number, lambda number, _: _stop(process, number))
-        for number in (signal.SIGINT, signal.SIGTERM)
-    }
+    wanted = (signal.SIGINT, signal.SIGTERM)
+    handlers = {number: signal.signal(number, lambda number, _: supervisor.stop(number)) for number in wanted}
     try:
-        with (
-            Live(
-                get_renderable=lambda: _picture(progress, archive),
-                console=console,
-                refresh_per_second=2,
-                transient=True,
-                auto_refresh=live,
-                screen=False,
-            )
-            if live
-            else _nothing()
-        ):
-            for line in process.stdout:
-                sink.write(line)
-                sink.flush()
-                if (sentence := progress.feed(line.rstrip())) is not None:
-                    console.print(f"{time.strftime('%H:%M:%S')} {sentence}", markup=False, highlight=False)
-        return process.wait()
+        with _display(progress, archive, console) if live else nullcontext():
+            return supervisor.run()
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        if process.poll() is None:
-            _stop(process, signal.SIGKILL)
-            process.wait()
 
 
-def _die_with_parent() -> None:
-    """Ask Linux to send SIGTERM to StreamFlow when this command dies, however it dies (prctl(2), PR_SET_PDEATHSIG)."""
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
-
-
-def _stop(process: subprocess.Popen[str], number: int) -> None:
-    """Pass a signal to StreamFlow and to every local job it started."""
-    try:
-        os.killpg(process.pid, number)
-    except ProcessLookupError:
-        pass
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
+def _display(progress: Progress, archive: Archive, console: Console) -> Live:
+    return Live(
+        get_renderable=lambda: _picture(progress, archive), console=console, refresh_per_second=2, transient=True
+    )
 
 
 def _picture(progress: Progress, archive: Archive) -> Table:
