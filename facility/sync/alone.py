@@ -17,6 +17,10 @@ class Alone:
         return self.done < self.steps
 
     @property
+    def remaining(self) -> int | None:
+        return self.steps - self.done
+
+    @property
     def progress(self) -> float:
         return float(self.done)
 

@@ -53,10 +53,12 @@ def gradients(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [local(p.grad) for p in parameters]  # type: ignore[arg-type]
 
 
-def moments(optimizer: torch.optim.Optimizer | None, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The optimizer's floating-point state of the parameters, in a fixed order (empty before its first step)."""
+def moments(optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:
+    """The optimizer's floating-point state, local, in the order of its parameters (empty before its first step)."""
     found = []
-    for parameter in parameters:
-        state = optimizer.state.get(parameter, {}) if optimizer is not None else {}
-        found += [local(state[k]) for k in sorted(state) if torch.is_tensor(state[k]) and state[k].is_floating_point()]
+    for group in optimizer.param_groups if optimizer is not None else ():
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})  # type: ignore[union-attr]
+            values = [state[key] for key in sorted(state) if torch.is_tensor(state[key])]
+            found += [local(value) for value in values if value.is_floating_point()]
     return found

@@ -72,7 +72,7 @@ class Lockstep(Replica):
 
     def _brought_up(self, decision: Decision) -> bool:
         root = next(i for i, m in enumerate(decision.members) if m not in decision.returning)
-        state = moments(self.context.optimizer, self.context.parameters)
+        state = moments(self.context.optimizer)
         flat = Flat([*self.flat.tensors, *state], self.context.device)
         vector = torch.cat([flat.pack(), torch.tensor([self.done], dtype=torch.float32, device=self.context.device)])
         took_place, _ = self._vote(decision, lambda channel: (channel.broadcast(vector, root), flat.bytes)[1])

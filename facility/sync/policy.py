@@ -53,6 +53,10 @@ class Synchroniser(Protocol):
         """Is another step wanted of this replica? The same answer on every rank of the replica."""
 
     @property
+    def remaining(self) -> int | None:
+        """Steps still to be made here; None where the updates of all replicas are counted together."""
+
+    @property
     def progress(self) -> float:
         """Steps done so far on average over the replicas: what a learning-rate schedule follows."""
 

@@ -91,6 +91,11 @@ class Replica:
         return not self.stopped if self.accumulated else self.done < self.context.steps
 
     @property
+    def remaining(self) -> int | None:
+        """Steps still to be made here; None where all replicas' updates are counted together."""
+        return None if self.accumulated else self.context.steps - self.done
+
+    @property
     def progress(self) -> float:
         return self.updates / self.place.replicas if self.accumulated else float(self.done)
 
@@ -220,7 +225,7 @@ class Replica:
 
         Weights are the scheduler's, or `amount` of each member over the sum of all (samples, say).
         """
-        state = moments(self.context.optimizer, self.context.parameters)
+        state = moments(self.context.optimizer)
         both = [*self.flat.tensors, *state] if self.settings.optimizer_state == "average" else self.flat.tensors
         flat = Flat(both, self.context.device)
         box: list[torch.Tensor] = []

@@ -42,8 +42,11 @@ def solve(
     optimizer_name: str = "sgd",
     started: Any = None,
     namespace: str = "sync",
+    missing: int = -1,
 ) -> dict[str, Any]:
     """Train with SGD (rate 0.1) or AdamW; returns the final vector and the report."""
+    if rank == missing:
+        time.sleep(10)
     replica, position = divmod(rank, positions)
     parameters = make_parameters(seed=replica if seed_by_rank else position)
     optimizer = (

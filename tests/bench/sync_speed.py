@@ -1,0 +1,232 @@
+"""Updates per second of partial reduce (and others) over all-reduce, on real processes with emulated compute.
+
+Eight workers (or four pipelines of four stages, never flushed) are real processes that exchange real tensors over
+gloo; a forward and a backward pass are sleeps of 70 and 140 ms with 2 % jitter, stalled and slowed by the shared law
+(`facility.exchange.emulation`). All rows and policies of a call run in the same processes one after the other. Beside
+each figure stands what the simulator predicts for the same stalls (`coordinator.simulation.policies`).
+
+    python tests/bench/sync_speed.py --steps 40 --out sync_speed.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import multiprocessing
+import os
+import socket
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from facility.exchange.emulation import Emulation, uniform
+from facility.exchange.synchronising import SyncSettings
+
+FORWARD, BACKWARD, JITTER = 0.070, 0.140, 0.02
+ELEMENTS = 250_000
+BARS = {"none": 0.97, "stall 0.1": 1.30, "stall 0.2": 1.50, "one 5x slower": 3.5, "4x4 stall 0.1": 1.30}
+ROWS: dict[str, tuple[Emulation, int, int]] = {
+    "none": (Emulation(), 8, 1),
+    "stall 0.1": (Emulation(probability=0.1, seconds=0.1, seed=1), 8, 1),
+    "stall 0.2": (Emulation(probability=0.1, seconds=0.2, seed=2), 8, 1),
+    "one 5x slower": (Emulation(factors=(5.0,), seed=3), 8, 1),
+    "4x4 stall 0.1": (Emulation(probability=0.1, seconds=0.1, seed=4), 4, 4),
+}
+
+
+def settings_of(policy: str, options: dict[str, Any]) -> SyncSettings:
+    return SyncSettings(policy=policy, missing_seconds=60.0, **options)  # type: ignore[arg-type]
+
+
+def compute(emulation: Emulation, worker: int, stage: int, draw: int) -> float:
+    """Seconds of the `draw`-th pass (even: forward, odd: backward), jitter included."""
+    base = BACKWARD if draw % 2 else FORWARD
+    base *= 1 + JITTER * (2 * uniform("jitter", emulation.seed, worker, stage, draw) - 1)
+    return emulation.duration(worker, base, draw, stage=stage)
+
+
+class SleepingStage:
+    """A stage whose passes are sleeps; its parameters are exchanged for real."""
+
+    def __init__(self, emulation: Emulation, worker: int, stage: int, parameter: Any) -> None:
+        import torch
+
+        self.emulation, self.worker, self.stage = emulation, worker, stage
+        self.parameter, self.gradient, self.message = parameter, torch.full_like(parameter, 1e-3), torch.zeros(1000)
+
+    def forward(self, micro_batch: int, received: Any) -> Any:
+        time.sleep(compute(self.emulation, self.worker, self.stage, 2 * micro_batch))
+        return self.message
+
+    def backward(self, micro_batch: int, received: Any) -> Any:
+        time.sleep(compute(self.emulation, self.worker, self.stage, 2 * micro_batch + 1))
+        self.parameter.grad = self.gradient.clone()
+        return self.message
+
+    def update(self, micro_batch: int) -> None:
+        import torch
+
+        with torch.no_grad():
+            self.parameter -= 0.01 * self.parameter.grad
+
+
+def run_row(rank: int, store: Any, row: str, policy: str, options: dict[str, Any], steps: int, tag: str) -> dict | None:
+    """One policy on one row; the first rank returns the figures."""
+    import torch
+    import torch.distributed as dist
+
+    from facility.sync.pipedream import run
+    from facility.sync.policy import Place, connect
+
+    emulation, replicas, stages = ROWS[row]
+    if rank >= replicas * stages:
+        store.get(f"{tag}/over")
+        return None
+    replica, stage = divmod(rank, stages)
+    parameter = torch.nn.Parameter(torch.zeros(ELEMENTS))
+    place = Place(replica=replica, replicas=replicas, position=stage, positions=stages)
+    work = SleepingStage(emulation, replica, stage, parameter)
+    pipe = None
+    if stages > 1:
+        pipe = dist.ProcessGroupGloo(
+            dist.PrefixStore(f"{tag}/pipe/{replica}", store.clone()), stage, stages, timedelta(seconds=60)
+        )
+    sync = connect(
+        settings_of(policy, options), place=place, parameters=[parameter], steps=steps, store=store, namespace=tag
+    )
+    begin = time.monotonic()
+    if pipe is not None:
+        made = run(work, sync, pipe, activation=work.message)
+    else:
+        made = 0
+        while sync.wants_more():
+            sync.before_step(1)
+            work.forward(made, None)
+            work.backward(made, None)
+            sync.reduce_gradients(1)
+            work.update(made)
+            sync.after_step(1)
+            made += 1
+    sync.finish()
+    seconds = time.monotonic() - begin
+    report = sync.report()
+    sync.close()
+    if rank:
+        return None
+    store.set(f"{tag}/over", "yes")
+    updates = sum(report["updates"].values())
+    keep = (
+        "mean_group",
+        "groups",
+        "alone",
+        "mean_staleness",
+        "maximum_staleness",
+        "wait_seconds",
+        "exchange_seconds",
+        "updates",
+    )
+    return {"updates_per_second": updates / seconds, "seconds": seconds, **{k: report[k] for k in keep}}
+
+
+def worker(rank: int, world: int, port: int, jobs: list[tuple], queue: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, world, rank == 0, timeout=timedelta(seconds=600))
+    for number, (row, policy, options, steps) in enumerate(jobs):
+        result = run_row(rank, store, row, policy, options, steps, f"job{number}")
+        if result is not None:
+            queue.put((number, result))
+    queue.close()
+    queue.join_thread()
+    store.add("left", 1)
+    while rank == 0 and store.add("left", 0) < world:
+        time.sleep(0.01)
+    os._exit(0)
+
+
+def predict(row: str, policy: str, options: dict[str, Any], steps: int) -> float | None:
+    """The simulator's updates per second for plain workers and the same stalls; None for pipelines without a flush."""
+    from coordinator.simulation.policies import ExchangeCosts, simulate_policy
+
+    emulation, replicas, stages = ROWS[row]
+    if stages > 1:
+        return None
+
+    def step(replica: int, number: int, now: float) -> float:
+        return compute(emulation, replica, 0, 2 * number) + compute(emulation, replica, 0, 2 * number + 1)
+
+    costs = ExchangeCosts(
+        parameter_bytes=4 * ELEMENTS, bytes_per_second=1e9, latency_seconds=0.0005, fixed_seconds=0.002,
+        decision_seconds=0.001, new_group_seconds=0.005,
+    )  # fmt: skip
+    return simulate_policy(settings_of(policy, options), replicas, step, steps=steps, costs=costs).updates_per_second
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=40, help="steps of each worker (default 40)")
+    parser.add_argument("--rows", nargs="*", default=list(ROWS), choices=list(ROWS), metavar="ROW")
+    parser.add_argument("--policies", nargs="*", default=["partial_reduce"], metavar="NAME", help="beside allreduce")
+    parser.add_argument("--bound", type=int, default=10, help="P, rounds (default 10)")
+    parser.add_argument("--minimum", type=int, default=2, help="members of a group at least (default 2)")
+    parser.add_argument("--out", type=Path, help="write the JSON here too")
+    arguments = parser.parse_args()
+    options = {"bound": arguments.bound, "minimum": arguments.minimum}
+    jobs = [
+        (row, policy, options if policy == "partial_reduce" else {}, arguments.steps)
+        for row in arguments.rows
+        for policy in ["allreduce", *arguments.policies]
+    ]
+    world = max(ROWS[row][1] * ROWS[row][2] for row in arguments.rows)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "facility.sync.registry"])
+    queue = context.Queue()
+    processes = [context.Process(target=worker, args=(r, world, port, jobs, queue)) for r in range(world)]
+    for process in processes:
+        process.start()
+    found = dict(queue.get(timeout=600) for _ in jobs)
+    for process in processes:
+        process.join()
+    table: dict[str, dict[str, Any]] = {}
+    for number, (row, policy, chosen, steps) in enumerate(jobs):
+        figures = found[number]
+        predicted = predict(row, policy, chosen, steps)
+        entry = {key: round(v, 4) if isinstance(v, float) else v for key, v in figures.items()}
+        if predicted is not None:
+            entry |= {
+                "predicted": round(predicted, 4),
+                "prediction_over_measured": round(predicted / figures["updates_per_second"], 4),
+            }
+        if policy != "allreduce":
+            entry["over_allreduce"] = round(
+                figures["updates_per_second"] / table[row]["allreduce"]["updates_per_second"], 4
+            )
+            if policy == "partial_reduce":
+                entry["bar"] = BARS[row]
+        table.setdefault(row, {})[policy] = entry
+    result = {
+        "what": "updates per second, compute emulated by sleeping; ratios within one call",
+        "settings": {"forward_seconds": FORWARD, "backward_seconds": BACKWARD, "elements": ELEMENTS, "steps": arguments.steps, **options},
+        "machine": f"{os.cpu_count()} cores",
+        "rows": table,
+        "emulation": {row: dataclasses.asdict(ROWS[row][0]) for row in arguments.rows},
+    }  # fmt: skip
+    text = json.dumps(result, indent=2)
+    print(text)
+    if arguments.out:
+        arguments.out.write_text(text + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,111 @@
+"""A replica that is killed or stopped: the others go on, and one that wakes up is brought up to date."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from functools import partial
+
+import pytest
+import torch
+
+from tests.sync.fleet import Fleet, settings_of
+from tests.sync.quadratic import make_parameters, solve, target
+
+
+def signal_self(rank: int, *, victim: int, kind: int) -> None:
+    if rank == victim:
+        os.kill(os.getpid(), kind)
+
+
+@pytest.mark.parametrize("policy", ["allreduce", "sharded_ps", "partial_reduce", "adpsgd", "wave", "local"])
+def test_a_killed_replica_leaves_and_the_others_go_on(policy: str, tmp_path):
+    settings = settings_of(policy=policy, every=2)
+    work = partial(solve, pause=0.01, log=tmp_path, started=partial(signal_self, victim=2, kind=signal.SIGKILL))
+    with Fleet(work, 3, settings, 15) as fleet:
+        results = fleet.results(2, timeout=60)
+    assert results[0]["vector"] == results[1]["vector"]
+    report = results[0]["report"]
+    assert [(e["event"], e["replica"]) for e in report["membership"]] == [("left", 2)]
+    assert any(json.loads(line)["kind"] == "left" for line in (tmp_path / "groups.jsonl").read_text().splitlines())
+
+
+def test_a_death_changes_nothing_for_the_others_but_the_mean():
+    """All-reduce, replica 2 dies before its fourth step: three steps about the mean of three, then of two."""
+    work = partial(solve, pause=0.01, started=partial(signal_self, victim=2, kind=signal.SIGKILL))
+    with Fleet(work, 3, settings_of(policy="allreduce"), 15) as fleet:
+        results = fleet.results(2, timeout=60)
+    x = torch.cat([p.detach().reshape(-1) for p in make_parameters()])
+    for step in range(15):
+        centre = sum(target(r) for r in range(3)) / 3 if step < 3 else (target(0) + target(1)) / 2
+        x = x - 0.1 * (x - centre)
+    for rank in range(2):
+        torch.testing.assert_close(torch.tensor(results[rank]["vector"]), x, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("policy", ["allreduce", "partial_reduce", "local"])
+def test_a_stopped_replica_leaves_comes_back_and_is_brought_up_to_date(policy: str):
+    settings = settings_of(policy=policy, every=2, missing_seconds=0.8)
+    work = partial(solve, pause=0.05, started=partial(signal_self, victim=1, kind=signal.SIGSTOP))
+    with Fleet(work, 3, settings, 60) as fleet:
+        victim = fleet.processes[1].pid
+        deadline = time.monotonic() + 30
+        while True:  # until it stands still
+            state = open(f"/proc/{victim}/stat").read().rsplit(") ", 1)[1][0]
+            if state == "T":
+                break
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        time.sleep(1.6)  # longer than missing_seconds: it has left
+        os.kill(victim, signal.SIGCONT)
+        results = fleet.results(3, timeout=60)
+    events = [(e["event"], e["replica"]) for e in results[0]["report"]["membership"]]
+    assert events == [("left", 1), ("came back", 1)]
+    assert results[0]["vector"] == results[1]["vector"] == results[2]["vector"]
+
+
+def test_a_replica_that_never_starts_is_named():
+    settings = settings_of(policy="partial_reduce", timeout_seconds=2.0)
+    with Fleet(partial(solve, missing=1), 2, settings, 3) as fleet:
+        rank, good, trace = fleet.queue.get(timeout=30)
+    assert not good and "all 2 replicas to start within 2.0 s" in trace
+
+
+def test_a_stranger_is_refused():
+    import socket
+
+    from facility.exchange.groups import GroupScheduler
+    from facility.sync import wire
+    from facility.sync.journal import Journal
+    from facility.sync.service import SchedulerService
+
+    service = SchedulerService(GroupScheduler(), settings_of(), replicas=2, positions=1, journal=Journal())
+    service.start("127.0.0.1")
+    try:
+        for hello in ({"t": "hello", "token": "guess", "replica": 1, "position": 0}, {"no": 1}, {"t": "ready"}):
+            with socket.create_connection((service.host, service.port), timeout=5) as stranger:
+                stranger.sendall(wire.encode(hello))
+                assert stranger.recv(100) == b""
+        good = {"t": "hello", "token": service.token, "replica": 7, "position": 0}
+        with socket.create_connection((service.host, service.port), timeout=5) as stranger:
+            stranger.sendall(wire.encode(good))
+            assert stranger.recv(100) == b"", "there is no replica 7"
+    finally:
+        service.stop()
+    assert not service._thread.is_alive()
+    with pytest.raises(OSError):
+        socket.create_connection((service.host, service.port), timeout=1)
+
+
+def test_membership_by_hand():
+    from facility.sync.membership import Membership
+
+    members = Membership(positions=2, missing_seconds=1.0)
+    assert not members.heard(0, 0, 0.0) and members.heard(0, 1, 0.1), "a replica is here when all its ranks are"
+    assert members.silent(1.0) == [] and members.silent(1.05) == [0]
+    assert not members.heard(0, 0, 2.0) and members.heard(0, 1, 2.1), "and comes back when all are heard again"
+    members.overslept(12.0, 2.2)
+    assert members.silent(12.5) == []
+    assert members.gone(0, 1) and not members.present
