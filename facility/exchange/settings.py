@@ -12,6 +12,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar
 
 from .errors import ConfigurationError
+from .layout import LayoutSettings, LimitSettings, LoraSettings
 from .synchronising import SyncSettings
 
 FORMAT = 1
@@ -62,6 +63,17 @@ class TrainingSettings:
     """A rank that hears nothing from its peers for so long ends the job."""
     sync: SyncSettings = field(default_factory=SyncSettings)
     """How replicas inside the facility stay together; without effect where there is one replica."""
+    layout: LayoutSettings = field(default_factory=LayoutSettings)
+    """How the model lies over the facility's ranks; other facilities may lay it out differently."""
+    lora: LoraSettings = field(default_factory=LoraSettings)
+    """Low-rank adapters instead of the whole model."""
+    freeze: list[str] = field(default_factory=list)
+    """Parameters that stay as received: shell patterns over their names, for instance `*.layers.[0-3].*`."""
+    limits: LimitSettings = field(default_factory=LimitSettings)
+    tracker: str = ""
+    """Where to log steps, by accelerate's name of it (tensorboard, wandb, ...), if it is installed; empty: nowhere."""
+    trace: bool = False
+    """Write a Chrome trace of the first steps beside the state."""
 
     def __post_init__(self) -> None:
         positive = {

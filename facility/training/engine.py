@@ -1,23 +1,23 @@
-"""One optimizer step over a whole model or its FSDP shards: forward, backward, clip, update; and evaluation."""
+"""One optimizer step: gradients from the layout, exchange, clip, update; and evaluation."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
+from facility.exchange.errors import InputError
 from facility.exchange.settings import TrainingSettings
 
-from .layout.grid import Grid
-from .load import Part
+from .arrange import Layout
+from .assemble import Assembly
+from .clock import Clock
 from .optimizer import adamw, clip, global_norm
 from .ranks import Ranks
-from .tasks import Batch, Task
+from .tasks import Batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,86 +25,123 @@ class StepResult:
     """What an optimizer step tells."""
 
     loss: float
-    """Mean over the predictions of the whole batch, nats."""
+    """Mean over the predictions of the batch, nats."""
     gradient_norm: float
     """Before clipping."""
+    predictions: int
+    skipped: bool
+    """Loss or gradient was not finite: the weights are as before."""
 
 
 class Engine:
-    """Holds the model, its optimizer and who shares the work."""
+    """Drives what a rank holds through training and evaluation."""
 
     def __init__(
-        self, model: nn.Module, parts: Sequence[Part], task: Task, grid: Grid, ranks: Ranks, settings: TrainingSettings
+        self, assembly: Assembly, layout: Layout, ranks: Ranks, settings: TrainingSettings, clock: Clock
     ) -> None:
-        self.model, self.parts, self.task = model, parts, task
-        self.grid, self.ranks, self.settings = grid, ranks, settings
-        self.compute_dtype = getattr(torch, settings.compute_dtype)
-        self.optimizer = adamw(parts, settings)
-        self.anchor = [part.tensor.clone() for part in parts] if settings.proximal else []
+        self.assembly, self.layout, self.ranks, self.settings, self.clock = assembly, layout, ranks, settings, clock
+        self.parts = [part for part in assembly.parts if part.trained]
+        self.compute = assembly.compute
+        self.optimizer = adamw(self.parts, settings)
+        self.anchor = [part.tensor.detach().clone() for part in self.parts] if settings.proximal else []
+        _, row, _ = layout.grid.place(ranks.rank)
+        self.counts = row == 0
+        """Does this rank count its predictions? The other stages of its pipeline read the same."""
+        self.together = layout.grid.replicas == 1 or layout.replicas_in_mesh
+        """Do all replicas make one step of one batch (and not each its own, brought together by a policy)?"""
+        self.scale = 2.0**15 if settings.compute_dtype == "float16" else 1.0
+        self.skipped = self.bad_in_a_row = self._good = 0
 
-    def _forward(self) -> AbstractContextManager[object]:
-        """FSDP2 casts by itself; an unsharded model computes in half precision by autocast."""
-        if self.grid.shards > 1 or self.compute_dtype == torch.float32:
-            return nullcontext()
-        return torch.autocast(self.ranks.device.type, dtype=self.compute_dtype)
-
-    def _loss_sum(self, batch: Batch) -> torch.Tensor:
-        device = self.ranks.device
-        inputs = {name: value.to(device, non_blocking=True) for name, value in batch.inputs.items()}
-        with self._forward():
-            logits = self.model(**inputs, use_cache=False).logits
-        return self.task.loss_sum(logits, batch.targets.to(device, non_blocking=True))
-
-    def _sum(self, *values: float | torch.Tensor) -> list[float]:
-        """Sums over the readers of the batch, in float64."""
+    def _sum(self, *values: float | torch.Tensor, everywhere: bool = False) -> list[float]:
+        """Sums in float64 over the ranks that make a step together, or over all."""
         total = torch.tensor([float(v) for v in values], dtype=torch.float64, device=self.ranks.device)
         if self.ranks.world > 1:
-            dist.all_reduce(total)
+            with self.clock("communication"):
+                dist.all_reduce(total, group=None if self.together or everywhere else self.assembly.model_group)
         return total.tolist()
 
-    def step(self, micro_batches: Sequence[Batch | None], rate: float) -> StepResult:
+    def agree_to_stop(self, wanted: bool) -> bool:
+        """Does any rank of this replica want to stop? The same answer on each."""
+        return self._sum(float(wanted))[0] > 0
+
+    def step(self, batches: Sequence[Batch], rate: float, sync: object | None = None) -> StepResult:
         """Train on this reader's micro-batches; all readers together have the batch.
 
         Token-weighted: the gradient is that of the mean over every prediction of the batch, however the batch is cut.
-        A micro-batch of None keeps pace with readers that have one more.
         """
-        self.model.train()
-        (predictions,) = self._sum(sum(b.predictions for b in micro_batches if b is not None))
-        weight = self.grid.readers / predictions  # FSDP2 averages over readers, we want their sum
-        loss_sum = torch.zeros((), device=self.ranks.device)
-        spare = next(b for b in micro_batches if b is not None)
-        for batch in micro_batches:
-            loss = self._loss_sum(batch or spare) * (batch is not None)
-            (loss * weight).backward()
-            loss_sum += loss.detach()
-        gradients = [g for part in self.parts if (g := part.gradient) is not None]
-        if self.anchor:
-            for part, anchor in zip(self.parts, self.anchor, strict=True):
+        for module in self.compute.modules:
+            module.train()
+        (predictions,) = self._sum(sum(batch.predictions for batch in batches) if self.counts else 0)
+        averaged = self.layout.grid.readers if self.together else self.layout.grid.shards
+        loss_sum = self.compute.train(batches, averaged / max(1.0, predictions) * self.scale)
+        with self.clock("communication"):
+            self._tie()
+        gradients = [part.gradient for part in self.parts]
+        for part, gradient in zip(self.parts, gradients, strict=True):
+            part.tensor.grad = gradient
+        present = [g for g in gradients if g is not None]
+        if self.scale != 1.0:
+            torch._foreach_mul_(present, 1.0 / self.scale)
+        if sync is not None:
+            with self.clock("communication"):
+                sync.reduce_gradients(predictions)  # type: ignore[attr-defined]
+        with self.clock("optimizer"):
+            for part, anchor in zip(self.parts, self.anchor, strict=False):
                 if part.gradient is not None:  # gradient of mu/2 |w - w_received|^2
-                    part.gradient.add_(part.tensor - anchor, alpha=self.settings.proximal)
-        norm = global_norm(gradients, None, self.ranks.world == 1)
-        clip(gradients, norm, self.settings.clip_norm)
-        for part in self.parts:
-            part.tensor.grad = part.gradient
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.step()
-        for part in self.parts:
-            part.tensor.grad = part.parameter.grad = None
-        (loss_total,) = self._sum(loss_sum)
-        return StepResult(loss=loss_total / predictions, gradient_norm=norm.item())
+                    part.gradient.add_(part.tensor.detach() - anchor, alpha=self.settings.proximal)
+            counted = [p.gradient for p in self.parts if p.gradient is not None and not p.copy]
+            norm = global_norm(
+                counted, self.assembly.model_group, alone=self.ranks.world == 1, device=self.ranks.device
+            )
+            (loss_total,) = self._sum(loss_sum if self.compute.tells_loss else 0.0)
+            norm_value = norm.item()
+            finite = math.isfinite(loss_total) and math.isfinite(norm_value)
+            if finite:
+                clip(present, norm, self.settings.clip_norm)
+                for group in self.optimizer.param_groups:
+                    group["lr"] = rate
+                self.optimizer.step()
+            for part in self.parts:
+                part.tensor.grad = part.parameter.grad = None
+        self._count(finite, norm_value, loss_total)
+        loss = loss_total / predictions if predictions else 0.0
+        return StepResult(loss=loss, gradient_norm=norm_value, predictions=int(predictions), skipped=not finite)
+
+    def _tie(self) -> None:
+        """A tied head away from its embedding: both ranks take the sum of both gradients."""
+        for part in sorted(self.assembly.tied, key=lambda p: p.name):
+            gradient = part.gradient
+            assert gradient is not None
+            dist.all_reduce(gradient, group=self.assembly.tied_group)
+
+    def _count(self, finite: bool, norm: float, loss: float) -> None:
+        """Skipped steps; in half precision (fp16) a gradient that overflows first lowers the loss scale."""
+        if finite:
+            self.bad_in_a_row, self._good = 0, self._good + 1
+            if self.scale != 1.0 and self._good % 500 == 0:
+                self.scale *= 2.0
+            return
+        self.skipped += 1
+        if self.scale > 1.0 and math.isfinite(loss):
+            self.scale /= 2.0
+            return
+        self.bad_in_a_row += 1
+        if self.bad_in_a_row >= self.settings.limits.bad_losses:
+            raise InputError(
+                f"{self.bad_in_a_row} steps in a row gave a loss ({loss}) or gradient norm ({norm}) that is not finite: "
+                "training diverged; lower training.learning_rate, or clip (training.clip_norm), or train in float32"
+            )
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterator[Batch | None]) -> float:
+    def evaluate(self, batches: Iterable[Batch]) -> float:
         """Mean loss over this and all other readers' batches, nats per prediction; NaN without any."""
-        self.model.eval()
-        loss_sum, predictions, spare = torch.zeros((), dtype=torch.float64, device=self.ranks.device), 0, None
+        for module in self.compute.modules:
+            module.eval()
+        loss_sum, predictions = torch.zeros((), dtype=torch.float64, device=self.ranks.device), 0
         for batch in batches:
-            spare = batch or spare
-            assert spare is not None, "the first batch of every reader holds a sequence"
-            loss = self._loss_sum(spare)
-            if batch is not None:
-                loss_sum += loss.double()
-                predictions += batch.predictions
-        total, count = self._sum(loss_sum, predictions)
+            loss_sum += self.compute.loss(batch).double()
+            predictions += batch.predictions
+        total, count = self._sum(
+            loss_sum if self.compute.tells_loss else 0.0, predictions if self.counts else 0, everywhere=True
+        )
         return total / count if count else math.nan

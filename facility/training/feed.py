@@ -2,78 +2,100 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
+from facility.dataset import PreparedDataset
 from facility.exchange.errors import ConfigurationError, InputError
 from facility.exchange.settings import TrainingSettings
 
-from .order import SampleOrder, slice_of
+from .order import SampleOrder
 from .seeds import derive
-from .tasks import Batch, Task
+from .tasks import IGNORED, Batch, Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """How a batch is cut among its readers."""
+
+    bounds: tuple[int, ...]
+    """Reader r takes sequences bounds[r] to bounds[r + 1] of every batch."""
+    micro_batch_sequences: int
+    micro_batches: tuple[int, ...]
+    """Forward passes a step, by reader; the same for all unless a plan says otherwise (pipelines only)."""
+    fixed: bool
+    """Every micro-batch holds exactly `micro_batch_sequences`; what is missing counts for nothing (pipelines)."""
+
+    @property
+    def batch_sequences(self) -> int:
+        return self.bounds[-1]
+
+
+def even_shape(settings: TrainingSettings, readers: int, *, stages: int, interleaved: bool) -> Shape:
+    """Every reader the same share. A pipeline gets two micro-batches a stage unless told, and a multiple of its stages
+    if interleaved."""
+    batch = settings.batch_sequences
+    if batch < readers:
+        raise ConfigurationError(
+            f"training.batch_sequences is {batch}, but {readers} ranks read data: "
+            "each needs at least one sequence a step; raise the batch or use fewer ranks"
+        )
+    largest = -(-batch // readers)
+    micro = settings.micro_batch_sequences or (largest if stages == 1 else max(1, largest // (2 * stages)))
+    count = -(-largest // micro)
+    if stages > 1:
+        count = max(count, stages)
+        if interleaved:
+            count = -(-count // stages) * stages
+    return Shape(
+        bounds=tuple(batch * r // readers for r in range(readers + 1)), micro_batch_sequences=micro,
+        micro_batches=(count,) * readers, fixed=stages > 1,
+    )  # fmt: skip
 
 
 class Feed:
     """This rank's share of every batch, the same batch for any number of readers."""
 
     def __init__(
-        self,
-        dataset: Any,
-        task: Task,
-        settings: TrainingSettings,
-        *,
-        seed: int,
-        facility: str,
-        reader: int,
-        readers: int,
-    ) -> None:
-        self.train, self.validation = dataset.split("train"), dataset.split("validation")
-        self.task, self.settings, self.seed = task, settings, seed
+        self, dataset: PreparedDataset, task: Task, shape: Shape, *, seed: int, facility: str, evaluation_sequences: int,
+        reader: int, readers: int,
+    ) -> None:  # fmt: skip
+        self.dataset, self.task, self.shape, self.seed = dataset, task, shape, seed
         self.reader, self.readers = reader, readers
-        if settings.batch_sequences < readers:
-            raise ConfigurationError(
-                f"training.batch_sequences is {settings.batch_sequences}, but {readers} ranks read data: "
-                "each needs at least one sequence a step; raise the batch or use fewer ranks"
-            )
-        if not len(self.train) or not len(self.validation):
+        sequences, validation = len(dataset.split("train")), len(dataset.split("validation"))
+        if not sequences or not validation:
             raise InputError(
-                f"the dataset holds {len(self.train)} training and {len(self.validation)} validation blocks; "
+                f"{dataset.directory} holds {sequences} training and {validation} validation blocks; "
                 "both need at least one: prepare more text or shorter blocks"
             )
-        self.order = SampleOrder(sequences=len(self.train), seed=seed, facility=facility)
-        largest = -(-settings.batch_sequences // readers)
-        self.micro = settings.micro_batch_sequences or largest
-        self.micro_batches = -(-largest // self.micro)
+        self.order = SampleOrder(sequences=sequences, seed=seed, facility=facility)
+        self.evaluated = min(validation, evaluation_sequences or validation)
 
-    def step(self, position: int) -> list[Batch | None]:
-        """Micro-batches of the batch that begins at sequence `position`; None where this reader has one fewer."""
-        count = self.settings.batch_sequences
-        share = slice_of(np.arange(count), self.reader, self.readers)
-        indices = self.order.take(position, count)
-        batches: list[Batch | None] = []
-        for piece in np.array_split(share, self.micro_batches):
+    def _batch(self, split: str, indices: Sequence[int] | np.ndarray, seeds: list[int]) -> Batch:
+        """Sequences of a split; an empty share becomes one sequence that counts for nothing."""
+        size = self.shape.micro_batch_sequences if self.shape.fixed else max(1, len(indices))
+        blank = size - len(indices)
+        filled = np.concatenate([np.asarray(indices, dtype=np.int64), np.zeros(blank, dtype=np.int64)])
+        batch = self.task.batch(self.dataset, split, filled, seeds + [0] * blank)
+        if blank:
+            batch.targets[len(indices) :] = IGNORED
+        return batch
+
+    def step(self, position: int) -> list[Batch]:
+        """Micro-batches of the batch that begins at sequence `position`."""
+        indices = self.order.take(position, self.shape.batch_sequences)
+        share = np.arange(self.shape.bounds[self.reader], self.shape.bounds[self.reader + 1])
+        batches = []
+        for piece in np.array_split(share, self.shape.micro_batches[self.reader]):
             seeds = [derive(self.seed, "draw", position + int(i)) for i in piece]
-            batches.append(self.task.batch(self.train, indices[piece], seeds) if len(piece) else None)
-        # np.array_split puts the larger pieces first, so the first micro-batch of every reader holds a sequence.
+            batches.append(self._batch("train", indices[piece], seeds))
         return batches
 
-    def evaluation(self) -> Iterator[Batch | None]:
+    def evaluation(self) -> Iterator[Batch]:
         """This reader's share of the validation split, in as many pieces as every other reader's."""
-        total = len(self.validation)
-        if self.settings.evaluation_sequences:
-            total = min(total, self.settings.evaluation_sequences)
-        rounds = -(-total // (self.micro * self.readers))
-        for number in range(rounds):
-            whole = np.arange(number * self.micro * self.readers, min(total, (number + 1) * self.micro * self.readers))
-            share = whole[self.reader * self.micro : (self.reader + 1) * self.micro]
-            if number == 0 and not len(
-                share
-            ):  # fewer sequences than readers: keep pace with one that counts for nothing
-                batch = self.task.batch(self.validation, whole[:1], [0])
-                batch.targets.fill_(-100)
-                yield batch
-                continue
-            seeds = [derive(self.seed, "draw-validation", int(i)) for i in share]
-            yield self.task.batch(self.validation, share, seeds) if len(share) else None
+        micro = self.shape.micro_batch_sequences
+        for begin in range(0, self.evaluated, micro * self.readers):
+            mine = range(begin + self.reader * micro, min(self.evaluated, begin + (self.reader + 1) * micro))
+            yield self._batch("validation", list(mine), [derive(self.seed, "validation", i) for i in mine])

@@ -30,6 +30,12 @@ class Part:
     tensor: torch.Tensor
     """The rows, sharing memory with the parameter."""
     parameter: nn.Parameter
+    copy: bool = False
+    """Another rank holds the original (a tied head away from its embedding): not saved, not counted in the norm."""
+
+    @property
+    def trained(self) -> bool:
+        return self.parameter.requires_grad
 
     @property
     def gradient(self) -> torch.Tensor | None:
@@ -42,7 +48,7 @@ def part_of(name: str, parameter: nn.Parameter) -> Part:
     """What this rank holds of a parameter, sharded by FSDP2 or not."""
     shape = tuple(parameter.shape)
     if not isinstance(parameter, DTensor):
-        return Part(name=name, shape=shape, first=0, tensor=parameter.detach(), parameter=parameter)
+        return Part(name=name, shape=shape, first=0, tensor=parameter, parameter=parameter)
     first, count = 0, shape[0]
     coordinates = parameter.device_mesh.get_coordinate() or ()
     for size, index, placement in zip(parameter.device_mesh.shape, coordinates, parameter.placements, strict=True):
@@ -63,7 +69,7 @@ def read_rows(entry: TensorEntry, first: int, target: torch.Tensor) -> None:
     stored = torch_dtype(entry.dtype)
     row = (entry.elements // entry.shape[0]) if entry.shape else 1
     begin = entry.start + first * row * stored.itemsize
-    flat = target.view(-1)
+    flat = target.detach().view(-1)
     per_piece = max(1, PIECE_BYTES // stored.itemsize)
     descriptor = os.open(entry.file, os.O_RDONLY)
     try:
@@ -78,9 +84,16 @@ def read_rows(entry: TensorEntry, first: int, target: torch.Tensor) -> None:
 
 def materialise(model: nn.Module, device: torch.device) -> None:
     """Give memory to parameters built on the meta device; buffers (rotary tables) keep their values."""
+    shared: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                shared.setdefault(id(parameter), []).append((module, name))
     model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
-    if not any(isinstance(p, DTensor) for p in model.parameters()) and hasattr(model, "tie_weights"):
-        model.tie_weights()  # `_apply` replaces a shared parameter once for each of its names
+    for places in shared.values():  # `_apply` replaces a tied parameter once for each of its names
+        first = places[0][0]._parameters[places[0][1]]
+        for module, name in places[1:]:
+            module._parameters[name] = first
 
 
 def load_parts(parts: Iterable[Part], checkpoint: Checkpoint) -> None:

@@ -13,6 +13,8 @@ from torch import nn
 from facility.exchange.checkpoint import Checkpoint
 from facility.exchange.errors import CheckpointError, InputError
 
+from .layout.shard import find_blocks
+
 
 @dataclass(frozen=True, kw_only=True)
 class Attention:
@@ -22,20 +24,25 @@ class Attention:
     reason: str
 
 
-def choose_attention(device: torch.device, compute_dtype: torch.dtype) -> Attention:
+def choose_attention(config: Any, factory: Any, device: torch.device, compute_dtype: torch.dtype) -> Attention:
     """flash_attention_2 on a GPU in half precision where the package is installed, else torch's own sdpa."""
     from importlib.util import find_spec
 
+    try:
+        kind = factory._model_mapping[type(config)]
+    except KeyError:
+        raise InputError(
+            f"{factory.__name__} knows no model for {type(config).__name__}: the received model does not fit the task "
+            "that the dataset was prepared for"
+        ) from None
+    if not getattr(kind, "_supports_sdpa", False):
+        return Attention(name="eager", reason=f"{kind.__name__} has neither sdpa nor flash attention in transformers")
     if device.type != "cuda":
         return Attention(name="sdpa", reason="flash attention needs a GPU")
     if compute_dtype == torch.float32:
-        return Attention(
-            name="sdpa", reason="flash attention computes in half precision, training.compute_dtype is float32"
-        )
+        return Attention(name="sdpa", reason="flash attention computes in half precision, not in float32")
     if find_spec("flash_attn") is None:
-        return Attention(
-            name="sdpa", reason="the package flash_attn is not installed; torch's sdpa has flash kernels of its own"
-        )
+        return Attention(name="sdpa", reason="flash_attn is not installed; torch's sdpa has flash kernels of its own")
     return Attention(name="flash_attention_2", reason="a GPU, half precision and the package flash_attn are there")
 
 
@@ -58,19 +65,17 @@ def build(config: Any, factory: Any, attention: Attention) -> nn.Module:
     config = copy.deepcopy(config)  # from_config(dtype=...) writes into it
     config.use_cache = False  # with a cache, packed sequences silently lose their mask
     with init_empty_weights(include_buffers=False):
-        try:
-            model = factory.from_config(
-                config, dtype=torch.float32, attn_implementation=attention.name, trust_remote_code=False
-            )
-        except ValueError as error:
-            if "scaled_dot_product_attention" in str(error):
-                model = factory.from_config(
-                    config, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
-                )
-            else:
-                raise InputError(f"the model {config.model_type!r} cannot be built: {error}") from None
+        model = factory.from_config(
+            config, dtype=torch.float32, attn_implementation=attention.name, trust_remote_code=False
+        )
     model.tie_weights()  # building on the meta device unties
     return model
+
+
+def count_blocks(config: Any, factory: Any, attention: Attention) -> int:
+    """Number of repeated blocks; 0 where the model has no list of them (it can still be trained by one rank)."""
+    count = getattr(config, "num_hidden_layers", None)
+    return count if isinstance(count, int) else len(find_blocks(build(config, factory, attention))[1])
 
 
 def names_on_disk(model: Any, checkpoint: Checkpoint) -> dict[str, str]:

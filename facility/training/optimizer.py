@@ -27,9 +27,13 @@ def adamw(parts: Sequence[Part], settings: TrainingSettings) -> torch.optim.Adam
     )
 
 
-def global_norm(gradients: Sequence[torch.Tensor], group: dist.ProcessGroup | None, alone: bool) -> torch.Tensor:
-    """Euclidean norm of the gradient of the whole model, of which each rank of `group` holds some rows."""
-    squares = torch.stack([torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients]).square().sum()
+def global_norm(
+    gradients: Sequence[torch.Tensor], group: dist.ProcessGroup | None, *, alone: bool, device: torch.device
+) -> torch.Tensor:
+    """Euclidean norm of the gradient of the whole model, of which each rank of `group` (None: all) holds some rows."""
+    squares = torch.zeros((), dtype=torch.float32, device=device)
+    if gradients:
+        squares = torch.stack(torch._foreach_norm(list(gradients))).square().sum()
     if not alone:
         dist.all_reduce(squares, group=group)
     return squares.sqrt()

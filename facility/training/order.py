@@ -35,9 +35,3 @@ class SampleOrder:
             indices[filled : filled + len(piece)] = piece
             filled += len(piece)
         return indices
-
-
-def slice_of(indices: np.ndarray, reader: int, readers: int) -> np.ndarray:
-    """Data reader `reader`'s share of a batch: contiguous, all shares together are the batch."""
-    bounds = [len(indices) * r // readers for r in range(readers + 1)]
-    return indices[bounds[reader] : bounds[reader + 1]]

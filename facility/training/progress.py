@@ -25,9 +25,9 @@ class Progress:
 
     def step(self, step: int, result: StepResult, rate: float) -> None:
         now = time.monotonic()
-        if self.always or step == self.total - 1 or now - self._last >= 1.0:
+        if self.always or step == self.total or now - self._last >= 1.0:
             self._last = now
             self.say(
-                f"step {step + 1}/{self.total}  loss {result.loss:.4f}  "
+                f"step {step}/{self.total}  loss {result.loss:.4f}  "
                 f"gradient norm {result.gradient_norm:.3f}  learning rate {rate:.2e}"
             )

@@ -65,7 +65,9 @@ def start(ranks: Ranks, *, threads: int, timeout_seconds: float) -> None:
     if ranks.world > 1 and not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if ranks.device.type == "cuda" else "gloo"
         try:
-            dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
+            dist.init_process_group(
+                backend, timeout=timedelta(seconds=timeout_seconds), rank=ranks.rank, world_size=ranks.world
+            )
         except dist.DistError as error:
             raise TryAgain(f"rank {ranks.rank} of {ranks.world} could not meet the others: {error}") from None
 

@@ -29,6 +29,9 @@ from .save import create_files, plan_files, write_parts
 
 FORMAT = 1
 NAME = "state.json"
+PAUSED = "paused"
+Shapes = dict[str, tuple[int, ...]]
+"""Every trained parameter of the whole model, by name on disk."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -44,6 +47,32 @@ class RoundState:
     """Sequences consumed since round 0."""
     optimizer_steps: int
     """Steps that the moments have seen; 0 when there are none."""
+    format: int = FORMAT
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pause:
+    """`state.json` of `paused`: where an interrupted round stands."""
+
+    federation: str
+    facility: str
+    seed: int
+    round: int
+    base_sha256: str
+    """Digest of the received model: a pause is of use for the same model only."""
+    steps: int
+    """Steps done of this round."""
+    position: int
+    optimizer_steps: int
+    loss_received: float
+    losses: list[float]
+    """Loss of every step so far; -1 for a skipped one."""
+    seconds: float
+    """Training time so far."""
+    scale: float
+    """fp16 loss scale."""
+    skipped: int
+    interruptions: int
     format: int = FORMAT
 
 
@@ -74,7 +103,7 @@ def read_state(directory: Path, settings: FacilitySettings, round: int) -> tuple
 
 
 def moments_of(optimizer: torch.optim.Optimizer, parts: Sequence[Part]) -> list[Part]:
-    """AdamW's moments as parts named `exp_avg.<parameter>`; absent ones are made, filled with zeros."""
+    """AdamW's moments, those of copies left out, as parts named `exp_avg.<parameter>`; absent ones are made, filled with zeros."""
     moments = []
     for part in parts:
         state = optimizer.state[part.tensor]
@@ -93,54 +122,85 @@ def load_moments(directory: Path, optimizer: torch.optim.Optimizer, parts: Seque
         optimizer.state[part.tensor]["step"].fill_(float(steps))
 
 
-def write_tensors(
-    ranks: Ranks, directory: Path, shapes: Sequence[tuple[str, tuple[int, ...]]], parts: Sequence[Part]
+def publish(
+    path: Path, ranks: Ranks, tensors: Sequence[tuple[str, tuple[int, ...]]], parts: Sequence[Part], message: object
 ) -> None:
-    """Write float32 tensors of which every rank holds some rows into an existing directory."""
-    slots, headers = plan_files([(name, "F32", shape) for name, shape in shapes])
-    if ranks.first:
-        create_files(directory, slots, headers)
+    """Write a directory whole: float32 tensors of which every rank holds some rows, and `state.json`; replaces `path`."""
+    slots, headers = plan_files([(name, "F32", shape) for name, shape in tensors])
+
+    def write_mine(temporary: Path) -> None:
+        barrier(ranks)
+        with together(ranks):
+            write_parts(temporary, slots, parts)
+
+    if not ranks.first:
+        write_mine(Path(broadcast(ranks, None)))
+        barrier(ranks)
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(path.name + ".new")
+    shutil.rmtree(new, ignore_errors=True)
+    with new_directory(new) as temporary:
+        broadcast(ranks, str(temporary))
+        create_files(temporary, slots, headers if tensors else {})
+        write_mine(temporary)
+        write_json(temporary / NAME, dataclasses.asdict(message))  # type: ignore[call-overload]
+    shutil.rmtree(path, ignore_errors=True)
+    os.rename(new, path)
     barrier(ranks)
-    with together(ranks):
-        write_parts(directory, slots, parts)
 
 
 def save_state(
-    directory: Path,
-    state: RoundState,
-    ranks: Ranks,
-    shapes: Sequence[tuple[str, tuple[int, ...]]],
-    optimizer: torch.optim.Optimizer | None,
-    parts: Sequence[Part],
-) -> None:
-    """Write `round-N` whole and drop what rounds N+1 on cannot need. `shapes`: every trained parameter of the model."""
-    path = directory / f"round-{state.round}"
-    if not ranks.first:
-        temporary = Path(broadcast(ranks, None))
-        if optimizer is not None:
-            write_moments(ranks, temporary, shapes, optimizer, parts)
-        barrier(ranks)
-        return
-    directory.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(path, ignore_errors=True)
-    with new_directory(path) as temporary:
-        broadcast(ranks, str(temporary))
-        if optimizer is not None:
-            write_moments(ranks, temporary, shapes, optimizer, parts)
-        write_json(temporary / NAME, dataclasses.asdict(state))
-    for other in directory.glob("round-*"):
-        match = re.fullmatch(r"round-(\d+)", other.name)
-        if match and int(match[1]) not in (state.round - 1, state.round):
-            shutil.rmtree(other, ignore_errors=True)
-    barrier(ranks)
+    directory: Path, state: RoundState, ranks: Ranks, shapes: Shapes, optimizer: torch.optim.Optimizer | None,
+    parts: Sequence[Part], *, writes: bool,
+) -> None:  # fmt: skip
+    """Write `round-N`, drop what later rounds cannot need. `writes`: this rank's replica is the one that writes."""
+    tensors, mine = [], []
+    if optimizer is not None:
+        tensors = [(f"{moment}.{name}", shape) for name, shape in shapes.items() for moment in MOMENTS]
+        mine = [part for part in moments_of(optimizer, parts) if writes and not part.copy]
+    publish(directory / f"round-{state.round}", ranks, tensors, mine, state)
+    if ranks.first:
+        shutil.rmtree(directory / PAUSED, ignore_errors=True)
+        for other in directory.glob("round-*"):
+            match = re.fullmatch(r"round-(\d+)", other.name)
+            if match and int(match[1]) not in (state.round - 1, state.round):
+                shutil.rmtree(other, ignore_errors=True)
 
 
-def write_moments(
-    ranks: Ranks,
-    directory: Path,
-    shapes: Sequence[tuple[str, tuple[int, ...]]],
-    optimizer: torch.optim.Optimizer,
-    parts: Sequence[Part],
-) -> None:
-    named = [(f"{moment}.{name}", shape) for name, shape in shapes for moment in MOMENTS]
-    write_tensors(ranks, directory, named, moments_of(optimizer, parts))
+def save_pause(
+    directory: Path, pause: Pause, ranks: Ranks, shapes: Shapes, optimizer: torch.optim.Optimizer,
+    parts: Sequence[Part], *, writes: bool,
+) -> None:  # fmt: skip
+    """Write `paused`: master weights, moments and position in the middle of a round."""
+    names = [*MOMENTS, "weight"]
+    tensors = [(f"{kind}.{name}", shape) for name, shape in shapes.items() for kind in names]
+    mine = []
+    if writes:
+        mine = moments_of(optimizer, parts)
+        mine += [dataclasses.replace(part, name=f"weight.{part.name}") for part in parts]
+    publish(directory / PAUSED, ranks, tensors, [part for part in mine if not part.copy], pause)
+
+
+def read_pause(directory: Path, settings: FacilitySettings, round: int, base_sha256: str) -> Pause | None:
+    """What an interrupted attempt at this round left; None when there is none, or it began from another model."""
+    file = directory / PAUSED / NAME
+    if not file.is_file():
+        return None
+    try:
+        pause = from_mapping(Pause, json.loads(file.read_text()), file=file)
+    except (OSError, ValueError, ConfigurationError) as error:
+        raise CheckpointError(
+            f"{file} is unreadable: {error}; remove {file.parent} to start the round afresh"
+        ) from None
+    mine = (settings.federation, settings.facility, settings.seed, round, base_sha256)
+    same = (pause.federation, pause.facility, pause.seed, pause.round, pause.base_sha256) == mine
+    return pause if same and pause.format <= FORMAT else None
+
+
+@torch.no_grad()
+def load_pause(directory: Path, pause: Pause, optimizer: torch.optim.Optimizer, parts: Sequence[Part]) -> None:
+    """Put weights and moments back."""
+    load_moments(directory / PAUSED, optimizer, parts, pause.optimizer_steps)
+    weights = [dataclasses.replace(part, name=f"weight.{part.name}") for part in parts]
+    load_parts(weights, open_checkpoint(directory / PAUSED))

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch.nn import functional as F
+
+from facility.dataset import DatasetManifest, PreparedDataset
+from facility.exchange.errors import InputError
 
 IGNORED = -100
 """Target of a position that counts for nothing (Hugging Face's convention)."""
@@ -28,10 +31,32 @@ class Batch:
         return int((self.targets != IGNORED).sum())
 
 
+class Task(Protocol):
+    """One kind of training."""
+
+    @property
+    def factory(self) -> Any:
+        """transformers' Auto class of the model."""
+
+    def batch(self, dataset: PreparedDataset, split: str, indices: np.ndarray, seeds: list[int]) -> Batch:
+        """The sequences `indices` of a split; `seeds` (one a sequence) is for tasks that draw."""
+
+    def loss_sum(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Sum over predictions of the cross entropy in float32."""
+
+
+def cross_entropy_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(
+        logits.reshape(-1, logits.shape[-1]).float(), targets.reshape(-1), ignore_index=IGNORED, reduction="sum"
+    )
+
+
+def token_ids(dataset: PreparedDataset, split: str, indices: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(np.asarray(dataset.split(split)[indices], dtype=np.int64))
+
+
 class CausalLM:
     """Predict the next token of every token of a block."""
-
-    name = "causal_lm"
 
     @property
     def factory(self) -> Any:
@@ -39,20 +64,87 @@ class CausalLM:
 
         return AutoModelForCausalLM
 
-    def batch(self, split: Any, indices: np.ndarray, seeds: list[int]) -> Batch:
-        """The sequences `indices` of a split; `seeds` (one a sequence) is for tasks that draw."""
-        ids = torch.from_numpy(np.asarray(split[indices], dtype=np.int64))
+    def batch(self, dataset: PreparedDataset, split: str, indices: np.ndarray, seeds: list[int]) -> Batch:
+        ids = token_ids(dataset, split, indices)
         targets = torch.full_like(ids, IGNORED)
         targets[:, :-1] = ids[:, 1:]
         return Batch(inputs={"input_ids": ids}, targets=targets)
 
     def loss_sum(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Sum over predictions of the cross entropy in float32."""
-        return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+        return cross_entropy_sum(logits, targets)
 
 
-Task = CausalLM
+class MaskedLM:
+    """Predict hidden tokens (Devlin et al. 2018, arXiv 1810.04805, section 3.1): 15 % of the tokens are asked for, of
+    which 80 % are replaced by [MASK], 10 % by a random token, 10 % stay."""
+
+    def __init__(self, mask_token: int, vocabulary: int, special: tuple[int, ...]) -> None:
+        self.mask_token, self.vocabulary, self.special = mask_token, vocabulary, special
+
+    @property
+    def factory(self) -> Any:
+        from transformers import AutoModelForMaskedLM
+
+        return AutoModelForMaskedLM
+
+    def batch(self, dataset: PreparedDataset, split: str, indices: np.ndarray, seeds: list[int]) -> Batch:
+        ids = token_ids(dataset, split, indices)
+        targets = torch.full_like(ids, IGNORED)
+        for row, seed in enumerate(seeds):
+            draw = np.random.Generator(np.random.PCG64(seed))
+            chance = torch.from_numpy(draw.random(ids.shape[1]))
+            replace = torch.from_numpy(draw.random(ids.shape[1]))
+            words = torch.from_numpy(draw.integers(0, self.vocabulary, ids.shape[1]))
+            asked = (chance < 0.15) & ~torch.isin(ids[row], torch.tensor(self.special, dtype=torch.int64))
+            targets[row, asked] = ids[row, asked]
+            ids[row] = torch.where(asked & (replace < 0.8), self.mask_token, ids[row])
+            ids[row] = torch.where(asked & (replace >= 0.8) & (replace < 0.9), words, ids[row])
+        return Batch(inputs={"input_ids": ids}, targets=targets)
+
+    def loss_sum(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return cross_entropy_sum(logits, targets)
 
 
-def task_named(name: str) -> Task:
-    return {"causal_lm": CausalLM}[name]()
+class Classification:
+    """Name the class of a text or of a pair of texts (MNLI's premise and hypothesis)."""
+
+    def __init__(self, *, token_types: bool) -> None:
+        self.token_types = token_types
+
+    @property
+    def factory(self) -> Any:
+        from transformers import AutoModelForSequenceClassification
+
+        return AutoModelForSequenceClassification
+
+    def batch(self, dataset: PreparedDataset, split: str, indices: np.ndarray, seeds: list[int]) -> Batch:
+        ids = token_ids(dataset, split, indices)
+        labels, lengths, seconds = np.asarray(dataset.rows(split)[indices], dtype=np.int64).T
+        place = torch.arange(ids.shape[1])
+        inputs = {"input_ids": ids, "attention_mask": (place < torch.from_numpy(lengths)[:, None]).long()}
+        if self.token_types:
+            inputs["token_type_ids"] = (place >= torch.from_numpy(seconds)[:, None]).long() * inputs["attention_mask"]
+        return Batch(inputs=inputs, targets=torch.from_numpy(labels.copy()))
+
+    def loss_sum(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return cross_entropy_sum(logits, targets)
+
+
+def task_for(dataset: PreparedDataset, config: Any) -> Task:
+    """The task that a dataset was prepared for. Raises `InputError` where the model does not fit it."""
+    manifest: DatasetManifest = dataset.manifest
+    if manifest.task == "classification":
+        if config.num_labels != len(manifest.classes):
+            raise InputError(
+                f"{dataset.directory} has {len(manifest.classes)} classes {manifest.classes}, the model's head has "
+                f"{config.num_labels}: make the initial model with num_labels={len(manifest.classes)}"
+            )
+        return Classification(token_types=getattr(config, "type_vocab_size", 0) > 1)
+    if manifest.task == "masked-lm":
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(dataset.tokenizer_directory, local_files_only=True)
+        if tokenizer.mask_token_id is None:
+            raise InputError(f"{dataset.tokenizer_directory} has no mask token: masked language modelling needs one")
+        return MaskedLM(tokenizer.mask_token_id, manifest.vocabulary_size, tuple(tokenizer.all_special_ids))
+    return CausalLM()

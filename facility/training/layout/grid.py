@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from facility.exchange.errors import ConfigurationError
+from facility.exchange.layout import LayoutSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +45,55 @@ class Grid:
         """Which part of the batch a rank reads; the stages of one pipeline read the same."""
         replica, _, shard = self.place(rank)
         return replica * self.shards + shard
+
+
+def sharded_grid(world: int, local_world: int, settings: LayoutSettings) -> tuple[Grid, str]:
+    """The grid that the settings ask for, and how FSDP's name of it was understood."""
+    node = max(1, local_world // settings.stages)
+    whole = world // settings.stages or 1
+    implied = {
+        "FULL_SHARD": (1, "one mesh over all shards, weights freed after forward"),
+        "SHARD_GRAD_OP": (1, "one mesh over all shards, weights kept until backward"),
+        "HYBRID_SHARD": (
+            max(1, whole // node),
+            "shards within a node, a replica per node, weights freed after forward",
+        ),
+        "_HYBRID_SHARD_ZERO2": (max(1, whole // node), "shards within a node, a replica per node, weights kept"),
+        "NO_SHARD": (whole, "every rank a replica"),
+    }
+    replicas, meaning = implied[settings.sharding]
+    if settings.replicas:
+        replicas, meaning = settings.replicas, f"{meaning}; replicas set to {settings.replicas}"
+    result = grid(world, replicas=replicas, stages=settings.stages)
+    shape = f"{result.replicas} replicas x {result.stages} stages x {result.shards} shards"
+    return result, f"{settings.sharding}: {meaning} -> {shape}"
+
+
+def even_units(chunks: int, units: int) -> list[tuple[int, int]]:
+    """Cut `units` units into chunks whose sizes differ by one at most."""
+    if chunks > units:
+        raise ConfigurationError(f"{chunks} stages for {units} units (embedding, blocks, head): use fewer stages")
+    bounds = [units * k // chunks for k in range(chunks + 1)]
+    return list(zip(bounds, bounds[1:], strict=False))
+
+
+def checked_units(stage_units: list[list[int]], chunks: int, units: int) -> list[tuple[int, int]]:
+    """Refuse a list of chunks that leaves a unit out or names it twice."""
+    if len(stage_units) != chunks:
+        raise ConfigurationError(f"layout.units has {len(stage_units)} chunks, expected {chunks}", key="layout.units")
+    expected = 0
+    for number, pair in enumerate(stage_units):
+        if len(pair) != 2 or pair[1] <= pair[0]:
+            raise ConfigurationError(f"layout.units[{number}] is {pair}, expected [first, end) with end above first")
+        if pair[0] != expected:
+            what = f"unit {expected} is in no chunk" if pair[0] > expected else f"unit {pair[0]} is in two chunks"
+            raise ConfigurationError(f"layout.units[{number}] is {pair}: {what}; expected it to begin at {expected}")
+        expected = pair[1]
+    if expected != units:
+        raise ConfigurationError(
+            f"layout.units ends at {expected}, the model has {units} units: embedding, {units - 2} blocks, head"
+        )
+    return [(first, end) for first, end in stage_units]
 
 
 def grid(world: int, *, replicas: int = 1, stages: int = 1, order: list[list[int]] | None = None) -> Grid:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 from facility.exchange.errors import InputError
 
@@ -28,15 +29,25 @@ def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
     return name, blocks
 
 
-def shard(model: nn.Module, mesh: DeviceMesh, *, compute_dtype: torch.dtype, reshard: bool) -> None:
+def shard(
+    root: nn.Module,
+    blocks: Iterable[nn.Module],
+    mesh: DeviceMesh,
+    *,
+    compute_dtype: torch.dtype,
+    reshard: bool,
+    offload: bool = False,
+    root_output: torch.dtype | None = torch.float32,
+) -> None:
     """Apply `fully_shard` in place. `reshard`: free a block's weights between forward and backward."""
-    policy: dict[str, Any] = {}
-    root: dict[str, Any] = {}
+    policy: dict[str, Any] = {"offload_policy": CPUOffloadPolicy()} if offload else {}
+    at_root = dict(policy)
     if compute_dtype != torch.float32:
+        # Only the root's output is float32: a block's would not fit the half-precision head.
         policy["mp_policy"] = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-        root["mp_policy"] = MixedPrecisionPolicy(
-            param_dtype=compute_dtype, reduce_dtype=torch.float32, output_dtype=torch.float32
+        at_root["mp_policy"] = MixedPrecisionPolicy(
+            param_dtype=compute_dtype, reduce_dtype=torch.float32, output_dtype=root_output
         )
-    for block in find_blocks(model)[1]:
+    for block in blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard, **policy)
-    fully_shard(model, mesh=mesh, reshard_after_forward=False, **(root or policy))
+    fully_shard(root, mesh=mesh, reshard_after_forward=False, **at_root)

@@ -1,0 +1,189 @@
+"""From a checkpoint's configuration and a grid to what this rank holds, materialised and ready to be loaded."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import fnmatch
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from facility.exchange.checkpoint import Checkpoint
+from facility.exchange.errors import ConfigurationError
+from facility.exchange.settings import TrainingSettings
+
+from .arrange import Layout
+from .clock import Clock
+from .compute import Compute, Pipeline, Precision, Whole
+from .layout.grid import Grid
+from .layout.shard import find_blocks, shard
+from .layout.split import Anatomy, Stage
+from .load import Part, materialise, part_of
+from .model import Attention, build, names_on_disk, same_tensors
+from .ranks import Ranks
+from .tasks import Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assembly:
+    """What this rank holds."""
+
+    compute: Compute
+    parts: list[Part]
+    """Rows of every parameter held here."""
+    shapes: dict[str, tuple[int, ...]]
+    """Every trained parameter of the whole model, by name on disk."""
+    names: set[str]
+    """Every parameter of the whole model, by name on disk."""
+    repeats: dict[str, str]
+    """Checkpoint tensors that repeat a tied one: name -> the name it is loaded from."""
+    tied: list[Part]
+    """Parts whose gradient another rank holds too (a tied head away from its embedding)."""
+    tied_group: dist.ProcessGroup | None
+    model_group: dist.ProcessGroup | None
+    """Ranks that hold this replica together; None: all."""
+    mesh: DeviceMesh | None
+    anatomy: Anatomy | None
+    parameters: int
+    trained: int
+
+
+def frozen(name: str, patterns: list[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def assemble(
+    config: Any, task: Task, attention: Attention, checkpoint: Checkpoint, layout: Layout, ranks: Ranks,
+    settings: TrainingSettings, clock: Clock, anatomy: Anatomy | None,
+) -> Assembly:  # fmt: skip
+    """Build on the meta device, cut, shard, and give memory to this rank's part only."""
+    skeleton = build(config, task.factory, attention)
+    for name, parameter in skeleton.named_parameters():
+        if frozen(name, settings.freeze):
+            parameter.requires_grad_(False)
+    names = names_on_disk(skeleton, checkpoint)
+    trained = {names[n]: tuple(p.shape) for n, p in skeleton.named_parameters() if p.requires_grad}
+    if not trained:
+        raise ConfigurationError(f"training.freeze {settings.freeze} leaves no parameter to train")
+    repeats = same_tensors(skeleton, checkpoint, names)
+    parameters = sum(p.numel() for p in skeleton.parameters())
+    dtype = getattr(torch, settings.compute_dtype)
+    grid = layout.grid
+    replica, row, column = grid.place(ranks.rank)
+    mesh = None
+    if ranks.world > 1:
+        mesh = DeviceMesh(ranks.device.type, torch.from_numpy(grid.ranks), mesh_dim_names=("replica", "stage", "shard"))
+    in_mesh = layout.replicas_in_mesh and grid.replicas > 1
+    sharded = grid.shards > 1 or in_mesh
+    precision = Precision(ranks.device, dtype, casts_itself=sharded)
+
+    def cut(module: nn.Module, blocks: list[nn.Module], output: torch.dtype | None) -> None:
+        if sharded:
+            assert mesh is not None
+            chosen = mesh["replica", "shard"] if in_mesh else mesh["shard"]
+            shard(module, blocks, chosen, compute_dtype=dtype, reshard=layout.reshard and not layout.units,
+                  offload=settings.layout.offload, root_output=output)  # fmt: skip
+        materialise(module, ranks.device)
+
+    def parts(model: nn.Module, keep: bool = True) -> list[Part]:
+        return [part_of(names.get(name, name), parameter) for name, parameter in model.named_parameters()]
+
+    for block in find_blocks(skeleton)[1]:
+        prepare_block(block, settings)
+    if not layout.units:
+        cut(skeleton, list(find_blocks(skeleton)[1]), torch.float32)
+        return Assembly(
+            compute=Whole(skeleton, task, precision, clock), parts=parts(skeleton), shapes=trained, names=set(names.values()), repeats=repeats, tied=[],
+            tied_group=None, model_group=model_group(grid, ranks), mesh=mesh, anatomy=anatomy, parameters=parameters,
+            trained=sum(torch.Size(s).numel() for s in trained.values()),
+        )  # fmt: skip
+
+    assert mesh is not None and anatomy is not None
+    stages: dict[int, Stage] = {}
+    held: list[Part] = []
+    tied_names = tied_to_embedding(skeleton, anatomy)
+    for index in range(row, len(layout.units), grid.stages):
+        first, end = layout.units[index]
+        model = copy.deepcopy(skeleton)
+        last = index == len(layout.units) - 1
+        stage = Stage(model, anatomy, first, end, torch.float32 if last else dtype)
+        blocks = model.get_submodule(anatomy.blocks)
+        assert isinstance(blocks, nn.ModuleList)
+        cut(stage, list(blocks)[max(0, first - 1) : max(0, min(end, anatomy.count + 1) - 1)], None)
+        stages[index] = stage
+        for part in parts(model):
+            alias = tied_names.get(part.name)
+            if alias is not None and first > 0:
+                part = dataclasses.replace(part, name=names[alias], copy=True)
+            held.append(part)
+    group, first_rank_only = tied_group(grid, ranks, bool(tied_names))
+    tied = [p for p in held if p.copy or (first_rank_only and p.name in {names[a] for a in tied_names.values()})]
+    pipeline = Pipeline(
+        stages, len(layout.units), anatomy, task, precision, clock, group=mesh["stage"].get_group(),
+        schedule=layout.schedule, micro_batches=layout.shape.micro_batches[grid.reader(ranks.rank)],
+        micro_batch_sequences=layout.shape.micro_batch_sequences, block_tokens=layout.block_tokens,
+    )  # fmt: skip
+    return Assembly(
+        compute=pipeline, parts=held, shapes=trained, names=set(names.values()), repeats=repeats, tied=tied if group is not None else [],
+        tied_group=group, model_group=model_group(grid, ranks), mesh=mesh, anatomy=anatomy, parameters=parameters,
+        trained=sum(torch.Size(s).numel() for s in trained.values()),
+    )  # fmt: skip
+
+
+def tied_to_embedding(model: nn.Module, anatomy: Anatomy) -> dict[str, str]:
+    """Names after the last block that share a parameter with a name before the first: head -> embedding."""
+    owners: dict[int, str] = {}
+    result = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if anatomy.unit_of(name) == 0:
+            owners[id(parameter)] = name
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if anatomy.unit_of(name) == anatomy.count + 1 and id(parameter) in owners:
+            result[name] = owners[id(parameter)]
+    return result
+
+
+def tied_group(grid: Grid, ranks: Ranks, tied: bool) -> tuple[dist.ProcessGroup | None, bool]:
+    """The first and the last rank of this rank's pipeline, if it is one of them; and whether it is the first.
+
+    Every rank takes part in making every group, as torch asks.
+    """
+    mine, first = None, False
+    if tied:
+        for replica in range(grid.replicas):
+            for column in range(grid.shards):
+                pair = [int(grid.ranks[replica, 0, column]), int(grid.ranks[replica, -1, column])]
+                group = dist.new_group(pair)
+                if ranks.rank in pair:
+                    assert isinstance(group, dist.ProcessGroup)
+                    mine, first = group, ranks.rank == pair[0]
+    return mine, first
+
+
+def model_group(grid: Grid, ranks: Ranks) -> dist.ProcessGroup | None:
+    """The ranks that hold this rank's replica of the model; None where that is every rank."""
+    if grid.replicas == 1 or ranks.world == 1:
+        return None
+    mine = None
+    for replica in range(grid.replicas):
+        members = sorted(grid.ranks[replica].flatten().tolist())
+        group = dist.new_group(members)
+        if ranks.rank in members:
+            mine = group
+    assert isinstance(mine, dist.ProcessGroup)
+    return mine
+
+
+def prepare_block(block: nn.Module, settings: TrainingSettings) -> None:
+    """Activation checkpointing and compilation, before sharding."""
+    from .recompute import checkpointed
+
+    if settings.layout.activation_checkpointing != "none":
+        checkpointed(block, selective=settings.layout.activation_checkpointing == "selective")
+    if settings.layout.compile:
+        block.compile()

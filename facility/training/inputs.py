@@ -1,0 +1,53 @@
+"""What a round receives, checked before anything is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from facility.dataset import PreparedDataset
+from facility.exchange import manifest as manifests
+from facility.exchange.checkpoint import Checkpoint, open_checkpoint
+from facility.exchange.errors import ConfigurationError, InputError, ManifestError
+from facility.exchange.settings import FacilitySettings
+
+from .ranks import Ranks
+
+
+def read_model(
+    directory: Path, round: int, ranks: Ranks, *, evaluation: bool
+) -> tuple[Checkpoint, manifests.Manifest | None]:
+    """Open the received model; where it carries a manifest, the first rank checks every byte against it.
+
+    A federation that ended early has its final model, of an earlier round, evaluated.
+    """
+    base = None
+    if (directory / manifests.NAME).is_file():
+        base = manifests.verify_manifest(directory) if ranks.first else manifests.read_manifest(directory)
+        if base.kind != "model":
+            raise ManifestError(f"{directory} is an {base.kind}, expected a model")
+        if base.round != round and not evaluation:
+            raise ManifestError(f"{directory} is the model of round {base.round}, expected round {round}")
+    return open_checkpoint(directory), base
+
+
+def check_inputs(round: int, out: Path, settings: FacilitySettings, dataset: PreparedDataset, config: Any) -> None:
+    """Refuse what cannot work before anything is loaded."""
+    if not 0 <= round <= settings.rounds:
+        raise ConfigurationError(
+            f"--round is {round}, the federation has rounds 0 to {settings.rounds - 1} (and {settings.rounds} to evaluate)"
+        )
+    if out.exists():
+        raise ConfigurationError(f"--out {out} exists already; remove it or choose another name")
+    vocabulary = getattr(config, "vocab_size", None)
+    if vocabulary is not None and dataset.manifest.vocabulary_size > vocabulary:
+        raise InputError(
+            f"{dataset.directory} was tokenised with a vocabulary of {dataset.manifest.vocabulary_size}, the model has "
+            f"{vocabulary} entries: prepare the dataset with the model's own tokenizer"
+        )
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is not None and dataset.manifest.block_tokens > longest:
+        raise InputError(
+            f"{dataset.directory} has blocks of {dataset.manifest.block_tokens} tokens, the model takes at most "
+            f"{longest} positions: prepare shorter blocks"
+        )

@@ -1,0 +1,44 @@
+"""Bring the replicas of a facility together: nothing to do where FSDP2 does, else a policy of `facility.sync`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch.distributed as dist
+
+from facility.sync.alone import Alone
+from facility.sync.policy import Place, Synchroniser, connect
+
+from .arrange import Layout
+from .engine import Engine
+from .ranks import Ranks, broadcast
+
+
+def synchroniser(layout: Layout, ranks: Ranks, engine: Engine, *, steps: int, round: int, log: Path) -> Synchroniser:
+    """The policy at work on this rank, for `steps` more steps."""
+    grid = layout.grid
+    if engine.together:
+        return Alone(steps)
+    replica, row, column = grid.place(ranks.rank)
+    address = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    if ranks.first:
+        store = dist.TCPStore(address, 0, None, is_master=True, wait_for_workers=False)
+        broadcast(ranks, str(store.port))
+    else:
+        store = dist.TCPStore(address, int(broadcast(ranks, None)), None, is_master=False, wait_for_workers=False)
+    return connect(
+        layout.sync,
+        place=Place(
+            replica=replica, replicas=grid.replicas, position=row * grid.shards + column,
+            positions=grid.stages * grid.shards,
+        ),
+        parameters=[part.tensor for part in engine.parts],
+        optimizer=engine.optimizer,
+        steps=steps,
+        store=store,
+        backwards_per_step=layout.shape.micro_batches[grid.reader(ranks.rank)],
+        device=ranks.device,
+        log=log if ranks.first else None,
+        namespace=f"round-{round}",
+    )  # fmt: skip

@@ -1,0 +1,31 @@
+"""When to stop before the end: a signal from the scheduler, or the time budget."""
+
+from __future__ import annotations
+
+import signal
+import time
+from types import FrameType
+
+
+class Stop:
+    """Notes SIGTERM and SIGUSR1 (Slurm: `--signal=USR1@120`) and the deadline; never interrupts a step."""
+
+    def __init__(self, seconds: float, began: float) -> None:
+        """`seconds` of budget from `began` (time.perf_counter); 0: none."""
+        self.reason = ""
+        self._deadline = began + seconds if seconds else None
+        self._longest = 0.0
+        self._last = time.perf_counter()
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.reason = f"signal {signal.Signals(number).name}"
+
+    def wanted(self) -> bool:
+        """To be asked once before each step: is there no time for another step and for saving?"""
+        now = time.perf_counter()
+        self._longest, self._last = max(self._longest, now - self._last), now
+        if self._deadline is not None and now + 2 * self._longest > self._deadline and not self.reason:
+            self.reason = "the time budget is used up"
+        return bool(self.reason)

@@ -1,0 +1,36 @@
+"""Run several rounds one after the other in the processes of one start: starting Python is most of a pico round."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.training.federation import write_settings
+
+
+def run_rounds(rank: int, world: int, cases: list[tuple[str, list[str]]]) -> list[tuple[str, int, str]]:
+    """Call the trainer's `main` with each case's arguments; (name, exit code, what it said)."""
+    from facility.exchange.errors import exit_on_error
+    from facility.train import main
+
+    os.environ["LOCAL_WORLD_SIZE"] = str(world)
+    results = []
+    for name, arguments in cases:
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            code = exit_on_error(lambda arguments=arguments: main(arguments))  # type: ignore[misc]
+        results.append((name, int(code), said.getvalue()))
+    torch.use_deterministic_algorithms(False)
+    return results
+
+
+def arguments(directory: Path, model: Path, dataset: Path, round: int = 0, **training: Any) -> list[str]:
+    """Arguments of one round whose settings, state and update lie in `directory`."""
+    directory.mkdir(parents=True, exist_ok=True)
+    settings = write_settings(directory / "settings.json", **training)
+    return ["--model", str(model), "--dataset", str(dataset), "--settings", str(settings), "--round", str(round),
+            "--out", str(directory / "out"), "--state", str(directory / "state")]  # fmt: skip

@@ -1,0 +1,80 @@
+"""Law: whatever the layout, a round gives the losses and the weights of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from facility.exchange.report import read_report
+from tests.distributed import run_distributed
+from tests.pico import save_pico
+from tests.training.federation import largest_difference, write_dataset
+from tests.training.layouts import arguments, run_rounds
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-tied": ("llama", {"tie_word_embeddings": True}),
+    "qwen": ("qwen2", {}),
+    "gpt2": ("gpt2", {"tie_word_embeddings": False}),
+    "gpt2-tied": ("gpt2", {}),
+}
+TWO: dict[str, dict[str, Any]] = {
+    "fsdp": {"layout": {}},
+    "keep-weights": {"layout": {"sharding": "SHARD_GRAD_OP"}},
+    "replicas": {"layout": {"sharding": "NO_SHARD"}},
+    "gpipe": {"layout": {"stages": 2, "schedule": "gpipe", "units": [[0, 2], [2, 6]]}},
+    "1f1b": {"layout": {"stages": 2, "schedule": "1f1b", "units": [[0, 4], [4, 6]]}},
+    "interleaved": {"layout": {"stages": 2, "virtual_stages": 2, "schedule": "interleaved_1f1b",
+                               "units": [[0, 1], [1, 4], [4, 5], [5, 6]]}},
+    "zero-bubble": {"layout": {"stages": 2, "virtual_stages": 2, "schedule": "interleaved_zero_bubble",
+                               "units": [[0, 2], [2, 3], [3, 5], [5, 6]]}},
+}  # fmt: skip
+FOUR: dict[str, dict[str, Any]] = {
+    "hybrid": {"layout": {"replicas": 2}},
+    "pipeline-x-fsdp": {"layout": {"stages": 2, "units": [[0, 3], [3, 6]]}},
+    "interleaved-x-fsdp": {"layout": {"stages": 2, "virtual_stages": 2, "schedule": "interleaved_1f1b"}},
+    "zero-bubble-x-fsdp": {"layout": {"stages": 2, "virtual_stages": 2, "schedule": "interleaved_zero_bubble"}},
+    "pipeline-x-replicas": {"layout": {"stages": 2, "replicas": 2, "units": [[0, 1], [1, 6]]}},
+    "four-uneven-stages": {"layout": {"stages": 4, "units": [[0, 1], [1, 2], [2, 5], [5, 6]]}},
+}
+
+
+def same_as_one_process(tmp_path: Path, world: int, layouts: dict[str, dict[str, Any]], models: list[str]) -> None:
+    dataset = write_dataset(tmp_path / "data")
+    references, cases = [], []
+    for model in models:
+        family, changes = MODELS[model]
+        directory = save_pico(tmp_path / f"model-{model}", family, **changes)
+        references.append((model, arguments(tmp_path / model / "one", directory, dataset, batch_sequences=5)))
+        for name, training in layouts.items():
+            place = tmp_path / model / name
+            cases.append((f"{model} {name}", arguments(place, directory, dataset, batch_sequences=5, **training)))
+    for name, code, said in run_rounds(0, 1, references):
+        assert code == 0, f"{name}:\n{said}"
+    for results in run_distributed(run_rounds, world, cases, timeout=240):
+        for name, code, said in results:
+            assert code == 0, f"{name}:\n{said}"
+    for name, _ in cases:
+        model, layout = name.split()
+        one, other = tmp_path / model / "one" / "out", tmp_path / model / layout / "out"
+        assert largest_difference(one, other) < 1e-5, name
+        expected, found = read_report(one), read_report(other)
+        for figure in ("loss_received", "loss_returned", "training_loss"):
+            assert getattr(found, figure) == pytest.approx(getattr(expected, figure), abs=1e-5), (name, figure)
+
+
+def test_every_layout_of_two_ranks_is_one_process(tmp_path: Path):
+    same_as_one_process(tmp_path, 2, TWO, ["llama", "llama-tied", "gpt2-tied"])
+
+
+def test_every_layout_of_four_ranks_is_one_process(tmp_path: Path):
+    same_as_one_process(tmp_path, 4, FOUR, ["llama-tied", "qwen"])
+
+
+@pytest.mark.slow
+def test_every_layout_of_every_model_is_one_process(tmp_path: Path):
+    """Longer than a minute: five models under thirteen layouts."""
+    same_as_one_process(tmp_path / "two", 2, TWO, list(MODELS))
+    same_as_one_process(tmp_path / "four", 4, FOUR, list(MODELS))
