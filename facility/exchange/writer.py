@@ -77,7 +77,7 @@ class TensorWriter:
         except BaseException:
             self.close()
             raise
-        if list(layout) != [SINGLE]:
+        if len(layout) > 1:
             weight_map = {tensor.name: file for file, tensors in layout.items() for tensor in tensors}
             total = sum(tensor.size for tensors in layout.values() for tensor in tensors)
             write_json(

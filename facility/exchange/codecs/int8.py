@@ -1,0 +1,45 @@
+"""`delta-int8`: blocks of 256 values, each a whole number from -127 to 127 times the block's float32 scale.
+
+Linear quantisation by the block's largest magnitude (Dettmers et al. 2022, arXiv 2110.02861, section 2, with a linear
+map): 1.016 bytes a value, 51 % of bfloat16, and an error of 0.7 % of the rms of normally distributed values.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from facility.exchange.floats import Array
+
+BLOCK = 256
+LEVELS = 127
+SMALLEST = np.float32(1e-35)
+"""Blocks whose scale is smaller are sent as zero."""
+
+
+def fields(elements: int, kept: int) -> list[tuple[str, str, int]]:
+    return [("q", "I8", elements), ("scale", "F32", -(-elements // BLOCK))]
+
+
+def encode(values: Array) -> dict[str, Array]:
+    rows = padded(values, BLOCK).reshape(-1, BLOCK)
+    scale = np.maximum(rows.max(axis=1), -rows.min(axis=1)) * np.float32(1 / LEVELS)
+    scale[scale < SMALLEST] = 0
+    inverse = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale > 0)
+    scaled = rows * inverse[:, None]
+    np.rint(scaled, out=scaled)
+    return {"q": scaled.astype(np.int8).reshape(-1)[: len(values)], "scale": scale}
+
+
+def decode(stored: dict[str, Array], count: int) -> Array:
+    scale = stored["scale"]
+    if not np.isfinite(scale).all() or (scale < 0).any():
+        raise ValueError("a scale is negative, NaN or infinity")
+    rows = padded(stored["q"].astype(np.float32), BLOCK).reshape(-1, BLOCK)
+    rows *= scale[:, None]
+    return rows.reshape(-1)[:count]
+
+
+def padded(values: Array, block: int) -> Array:
+    """`values`, with zeros up to a multiple of `block`."""
+    missing = -len(values) % block
+    return np.concatenate([values, np.zeros(missing, values.dtype)]) if missing else values

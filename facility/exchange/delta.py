@@ -1,0 +1,258 @@
+"""Send the difference to a model that the receiver already holds, instead of the whole model.
+
+    encode(full=update, reference=model, out=message, encoding="delta-int8", residual_in=old, residual_out=new)
+    decode(message, reference=model, out=update)
+
+A message is a directory like the full one, with `delta.safetensors` in place of the tensors and a manifest that names
+the encoding and the digest of the reference model. Tensor `NAME` becomes `NAME::q`, `NAME::scale` and so on, flat, as
+its codec says (`facility.exchange.codecs`); a tensor equal to the reference's is absent; one that is not floating
+point and differs is `NAME::raw`. Both sides must hold the same reference: another digest is an error that says to send
+in full, never a silent fallback.
+
+What the codec loses is kept at the sender (`residual_out`) and added to the next difference: error feedback, F. Seide
+et al., Interspeech 2014, and S. P. Karimireddy et al., ICML 2019, arXiv 1901.09847.
+
+An update is decoded to float32, so that half precision does not take away what the codec carried. A model is decoded
+to the reference's dtypes, and its message states the digest of the result, which the receiver checks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .checkpoint import FLOATS, Checkpoint, TensorEntry, open_checkpoint
+from .codecs import sparse
+from .delta_decoding import decode
+from .delta_parts import CODECS, FILE, as_bytes, copy_companions, parts, raw
+from .durable import new_directory
+from .errors import CheckpointError, ConfigurationError
+from .floats import Array, widen
+from .manifest import NAME, Manifest, read_manifest, verify_manifest, write_manifest
+from .writer import Planned, TensorWriter, layout_like
+
+ENCODINGS = ("delta-int8", "delta-int4", "sparse")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoded:
+    """What encoding did."""
+
+    message_bytes: int
+    """Of the tensor file."""
+    parameters: int
+    """Elements of all floating-point tensors, sent or not."""
+    unchanged: int
+    """Tensors that did not travel."""
+    relative_error: float
+    """Root mean square of what was lost, over that of the differences."""
+
+
+def encode(
+    *,
+    full: Path,
+    reference: Path,
+    out: Path,
+    encoding: str,
+    values: Path | None = None,
+    residual_in: Path | None = None,
+    residual_out: Path | None = None,
+    density: float = 0.05,
+) -> Encoded:
+    """Write the message `out` for the directory `full`; `out` and `residual_out` must not exist.
+
+    `values`: a checkpoint with the same tensors in more precision than `full` (a float32 master). `density`: share of
+    the values that `sparse` keeps.
+    """
+    if encoding not in CODECS:
+        raise ConfigurationError(f"encoding is {encoding!r}, expected one of full, {', '.join(CODECS)}")
+    if not 0 < density <= 1:
+        raise ConfigurationError(f"density is {density}, expected more than 0 and at most 1")
+    codec = CODECS[encoding]
+    manifest, base = read_manifest(full), read_manifest(reference)
+    old = open_checkpoint(reference)
+    new = _same_names(open_checkpoint(values or full), open_checkpoint(full), old)
+    kept = _open_residual(residual_in, old)
+    squared = lost = 0.0
+    with ExitStack() as stack:
+        directory = stack.enter_context(new_directory(out))
+        planned, limits = _plan(codec, old, new, kept, density)
+        changed = {name for name in old.tensors if any(t.name.rpartition("::")[0] == name for t in planned)}
+        writers = stack.enter_context(ExitStack())
+        writer = writers.enter_context(TensorWriter(directory, {FILE: planned}, {"format": "pt"}))
+        rest = None
+        if residual_out is not None:
+            rest_directory = stack.enter_context(new_directory(residual_out))
+            kinds = {name: "F32" for name in changed if old.tensors[name].dtype in FLOATS}
+            if kinds:
+                rest = writers.enter_context(TensorWriter(rest_directory, layout_like(old, kinds)))
+        for name in sorted(changed):
+            entry = old.tensors[name]
+            if entry.dtype not in FLOATS:
+                for offset, content in raw(new[name]):
+                    writer.write(f"{name}::raw", offset, content)
+                continue
+            places = {suffix: 0 for suffix, _, _ in codec.fields(0, 0)}
+            for start, difference in _differences(entry, new[name], kept.get(name)):
+                sent = codec.encode(difference, limits[name]) if codec is sparse else codec.encode(difference)
+                for suffix, array in sent.items():
+                    writer.write(f"{name}::{suffix}", places[suffix], as_bytes(array))
+                    places[suffix] += array.nbytes
+                missed = difference - codec.decode(sent, len(difference))
+                squared += float(np.vdot(difference, difference))
+                lost += float(np.vdot(missed, missed))
+                if rest is not None:
+                    rest.write(name, start * 4, as_bytes(missed))
+        writers.close()
+        copy_companions(Path(full), directory)
+        write_manifest(
+            directory,
+            dataclasses.replace(
+                manifest,
+                encoding=encoding,
+                files={},
+                extra=manifest.extra | {"reference_sha256": base.content_sha256},
+            ),
+        )
+        if residual_out is not None:
+            write_manifest(
+                rest_directory,
+                Manifest(
+                    kind="residual", federation=manifest.federation, round=manifest.round, facility=manifest.facility
+                ),
+            )
+        size = (directory / FILE).stat().st_size
+    return Encoded(
+        message_bytes=size,
+        parameters=sum(entry.elements for entry in old.tensors.values() if entry.dtype in FLOATS),
+        unchanged=len(old.tensors) - len(changed),
+        relative_error=math.sqrt(lost / squared) if squared else 0.0,
+    )
+
+
+def encode_model(
+    *,
+    model: Path,
+    reference: Path,
+    out: Path,
+    decoded: Path,
+    encoding: str,
+    master: Path | None = None,
+    density: float = 0.05,
+) -> Encoded:
+    """The coordinator's direction: the message `out`, and `decoded`, the model as every receiver will hold it.
+
+    `decoded`, not `model`, is what updates start from and the reference of the next message; so what the codec loses
+    is part of the next difference without a residual of its own. `master`: the float32 checkpoint behind `model`.
+    """
+    with ExitStack() as stack:
+        temporary = stack.enter_context(_scratch(out))
+        result = encode(
+            full=model, reference=reference, out=temporary, encoding=encoding, values=master, density=density
+        )
+        made = decode(temporary, reference=reference, out=decoded)
+        with new_directory(out) as directory:
+            for path in sorted(temporary.iterdir()):
+                os.link(path, directory / path.name)
+            (directory / NAME).unlink()
+            sent = read_manifest(temporary)
+            write_manifest(
+                directory,
+                dataclasses.replace(sent, files={}, extra=sent.extra | {"decoded_sha256": made.content_sha256}),
+            )
+    return result
+
+
+class _scratch:
+    """A sibling name that is removed in the end."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = Path(path).with_name(f".{Path(path).name}.message")
+
+    def __enter__(self) -> Path:
+        shutil.rmtree(self.path, ignore_errors=True)
+        return self.path
+
+    def __exit__(self, *_: object) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def _same_names(values: Checkpoint, full: Checkpoint, reference: Checkpoint) -> dict[str, TensorEntry]:
+    """The tensors to encode by the reference's names; those that `values` lacks come from `full`."""
+    found: dict[str, TensorEntry] = {}
+    for name, entry in reference.tensors.items():
+        candidate = values.tensors.get(name) or full.tensors.get(name)
+        if candidate is None or candidate.shape != entry.shape:
+            shape = "absent" if candidate is None else list(candidate.shape)
+            raise CheckpointError(
+                f"{full.directory}: tensor {name!r} is {shape}, the reference has {list(entry.shape)}: send it in full"
+            )
+        found[name] = candidate
+    if surplus := sorted(set(full.tensors) - set(reference.tensors)):
+        raise CheckpointError(f"{full.directory}: tensors {surplus[:3]} are not in the reference: send it in full")
+    return found
+
+
+def _open_residual(directory: Path | None, reference: Checkpoint) -> dict[str, TensorEntry]:
+    if directory is None or not any(Path(directory).glob("*.safetensors")):
+        return {}
+    verify_manifest(directory)
+    entries = open_checkpoint(directory).tensors
+    for name, entry in entries.items():
+        if name not in reference.tensors or reference.tensors[name].shape != entry.shape or entry.dtype != "F32":
+            raise CheckpointError(f"{directory}: residual {name!r} does not fit the model; remove the directory")
+    return entries
+
+
+def _plan(
+    codec: Any, old: Checkpoint, new: dict[str, TensorEntry], kept: dict[str, TensorEntry], density: float
+) -> tuple[list[Planned], dict[str, float]]:
+    """What is stored for each tensor that differs, and the thresholds of `sparse`."""
+    planned: list[Planned] = []
+    limits: dict[str, float] = {}
+    for name, entry in sorted(old.tensors.items()):
+        if entry.dtype not in FLOATS:
+            if new[name].dtype != entry.dtype:
+                raise CheckpointError(
+                    f"tensor {name!r} is {new[name].dtype}, the reference has {entry.dtype}: send it in full"
+                )
+            if any(a != b for (_, a), (_, b) in zip(raw(entry), raw(new[name]), strict=True)):
+                planned.append(Planned(name=f"{name}::raw", dtype=entry.dtype, shape=entry.shape))
+            continue
+        count = 0
+        if codec is sparse:
+            counts = np.zeros(sparse.BINS, np.int64)
+            for _, difference in _differences(entry, new[name], kept.get(name)):
+                counts += sparse.histogram(difference)
+            if counts[0] == counts.sum():
+                continue
+            limits[name], count = sparse.threshold(counts, density)
+        elif not any(difference.any() for _, difference in _differences(entry, new[name], kept.get(name))):
+            continue
+        for suffix, dtype, length in codec.fields(entry.elements, count):
+            planned.append(Planned(name=f"{name}::{suffix}", dtype=dtype, shape=(length,)))
+    return planned, limits
+
+
+def _differences(old: TensorEntry, new: TensorEntry, residual: TensorEntry | None) -> Iterator[tuple[int, Array]]:
+    """(first element, new - old + residual in float32) part by part."""
+    sources = [old, new] + ([residual] if residual else [])
+    for start, arrays in parts(sources):
+        difference, widened = np.empty(len(arrays[0]), np.float32), np.empty(len(arrays[0]), np.float32)
+        widen(arrays[1], new.dtype, difference)
+        widen(arrays[0], old.dtype, widened)
+        difference -= widened
+        if residual:
+            difference += arrays[2]
+        if not math.isfinite(float(np.vdot(difference, difference))):
+            raise CheckpointError(f"{new.file}: tensor {new.name!r} holds NaN, infinity or absurdly large values")
+        yield start, difference

@@ -1,0 +1,84 @@
+"""Speed, size and error of the smaller messages, on one core.
+
+    python tests/bench/delta.py --work DIR [--megabytes 256]
+
+One bfloat16 model of normally distributed weights (rms 0.02) and a float32 update that moved by rms 1e-4. Prints JSON:
+for each encoding the bytes over those of the full bfloat16 checkpoint, the error over the update's rms, and megabytes
+of bfloat16 checkpoint a second for encoding (with a residual kept) and decoding, whole commands over files, warm cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from facility.exchange import delta  # noqa: E402
+from facility.exchange.floats import narrow  # noqa: E402
+from facility.exchange.manifest import Manifest, read_manifest, write_manifest  # noqa: E402
+from facility.exchange.writer import Planned, TensorWriter  # noqa: E402
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--work", type=Path, required=True, help="scratch directory, made and removed")
+    p.add_argument("--megabytes", type=int, default=256, help="size of the bfloat16 checkpoint (default 256)")
+    a = p.parse_args()
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    rows = a.megabytes // 8
+    shape, size = (1 << 11, 1 << 11), 1 << 22
+    a.work.mkdir(parents=True)
+    base, update = a.work / "base", a.work / "update"
+    for directory, dtype in ((base, "BF16"), (update, "F32")):
+        directory.mkdir()
+        planned = [Planned(name=f"w{i:04d}", dtype=dtype, shape=shape) for i in range(rows)]
+        with TensorWriter(directory, {"model.safetensors": planned}) as writer:
+            for number, tensor in enumerate(planned):
+                values = np.random.default_rng(number).standard_normal(size, np.float32) * np.float32(0.02)
+                bits = np.empty(size, np.uint16)
+                narrow(values, "BF16", bits, np.empty(size, np.uint32))
+                if dtype == "F32":
+                    values = (bits.astype(np.uint32) << 16).view(np.float32)
+                    values += np.random.default_rng(10**6 + number).standard_normal(size, np.float32) * np.float32(1e-4)
+                    writer.write(tensor.name, 0, values.data.cast("B"))
+                else:
+                    writer.write(tensor.name, 0, bits.data.cast("B"))
+    write_manifest(base, Manifest(kind="model", federation="bench", round=0))
+    sent = read_manifest(base)
+    write_manifest(
+        update, Manifest(kind="update", federation="bench", round=0, facility="a", base_sha256=sent.content_sha256)
+    )
+    full = rows * size * 2
+    result: dict[str, object] = {"model_megabytes": full / 1e6}
+    for encoding in delta.ENCODINGS:
+        message, residual, decoded = a.work / "message", a.work / "residual", a.work / "decoded"
+        started = time.perf_counter(), time.process_time()
+        done = delta.encode(full=update, reference=base, out=message, encoding=encoding, residual_out=residual)
+        middle = time.perf_counter(), time.process_time()
+        delta.decode(message, reference=base, out=decoded)
+        ended = time.perf_counter(), time.process_time()
+        result[encoding] = {
+            "bytes_over_bfloat16": round(done.message_bytes / full, 4),
+            "error_over_update_rms": round(done.relative_error, 4),
+            "encode_mb_per_second": round(full / 1e6 / (middle[0] - started[0])),
+            "encode_mb_per_cpu_second": round(full / 1e6 / (middle[1] - started[1])),
+            "decode_mb_per_second": round(full / 1e6 / (ended[0] - middle[0])),
+            "decode_mb_per_cpu_second": round(full / 1e6 / (ended[1] - middle[1])),
+        }
+        for directory in (message, residual, decoded):
+            shutil.rmtree(directory)
+    print(json.dumps(result, indent=2))
+    shutil.rmtree(a.work)
+
+
+if __name__ == "__main__":
+    main()
