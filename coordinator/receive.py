@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 from pathlib import Path
 
 from coordinator.averaging.settings import AggregationSettings
-from coordinator.averaging.verify import check_update
+from coordinator.averaging.verify import check_files, check_update
 from coordinator.settings import read_coordinator_settings
 from facility.exchange import report
 from facility.exchange.checkpoint import open_checkpoint
+from facility.exchange.delta import ENCODINGS, decode
 from facility.exchange.durable import new_directory
 from facility.exchange.errors import InputError, UpdateRefused, exit_on_error
 from facility.exchange.links import link_tree
@@ -19,9 +21,19 @@ from facility.exchange.patterns import Patterns
 
 
 def receive(
-    *, update: Path | None, facility: str, round: int, model: Path, evaluation: bool, settings: AggregationSettings
+    *,
+    update: Path | None,
+    facility: str,
+    round: int,
+    model: Path,
+    evaluation: bool,
+    settings: AggregationSettings,
+    decoded: Path | None = None,
 ) -> report.Failure | None:
-    """None when `update` may take part in the round, else why not. Raises only for our own model's faults."""
+    """None when `update` may take part in the round, else why not. Raises only for our own model's faults.
+
+    An update that travelled as a difference becomes a whole one at `decoded`.
+    """
     if update is None:
         reason = "left no update: its job was cancelled, ran out of time, or lost its node"
         return report.Failure(facility=facility, round=round, reason=reason, kind="absent")
@@ -31,6 +43,11 @@ def receive(
         if evaluation:
             verify_manifest(update)
             return None
+        check_files(update, facility)
+        if read_manifest(update).encoding in ENCODINGS:
+            assert decoded is not None, "an encoded update needs a place to be decoded at"
+            decode(update, reference=model, out=decoded)
+            update = decoded
         check_update(
             update,
             base=open_checkpoint(model),
@@ -59,6 +76,8 @@ def main() -> int:
     )
     arguments = parser.parse_args()
     settings = read_coordinator_settings(arguments.federation)
+    decoded = arguments.out.with_name(f".{arguments.out.name}.decoded")
+    shutil.rmtree(decoded, ignore_errors=True)
     failure = receive(
         update=arguments.update,
         facility=arguments.facility,
@@ -66,11 +85,14 @@ def main() -> int:
         model=arguments.model,
         evaluation=arguments.round >= settings.rounds,
         settings=settings.aggregation,
+        decoded=decoded,
     )
     if failure is None:
-        link_tree(arguments.update, arguments.out)
+        link_tree(decoded if decoded.exists() else arguments.update, arguments.out)
+        shutil.rmtree(decoded, ignore_errors=True)
         print(f"update of {arguments.facility} for round {arguments.round} is sound")
         return 0
+    shutil.rmtree(decoded, ignore_errors=True)
     with new_directory(arguments.out) as temporary:
         report.write(temporary, failure)
     print(f"round {arguments.round} goes on without {arguments.facility}: {failure.reason}")

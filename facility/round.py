@@ -32,6 +32,7 @@ from facility.launching.place import Tasks
 from facility.launching.supervise import Ending
 from facility.rounds.finished import Finished, key_of
 from facility.rounds.personal import Personal
+from facility.rounds.smaller import make_smaller
 from facility.rounds.sweep import sweep
 
 GO, DONE, FAILED = "train", "done", "failed"
@@ -99,6 +100,8 @@ def run(job: Job) -> Ending:
             check_update(job)
             if job.round < job.settings.rounds:
                 job.personal.take_out(job.out, job.arguments.model, job.round)
+                make_smaller(job.out, model=job.arguments.model, state=job.state, round=job.round,
+                             settings=job.settings.training, patterns=job.personal.patterns)  # fmt: skip
             finished.keep(key, job.round, job.out)
         return ending
 

@@ -38,6 +38,7 @@ from .durable import new_directory
 from .errors import CheckpointError, ConfigurationError
 from .floats import Array, widen
 from .manifest import NAME, Manifest, read_manifest, verify_manifest, write_manifest
+from .patterns import Patterns
 from .writer import Planned, TensorWriter, layout_like
 
 ENCODINGS = ("delta-int8", "delta-int4", "sparse")
@@ -67,11 +68,12 @@ def encode(
     residual_in: Path | None = None,
     residual_out: Path | None = None,
     density: float = 0.05,
+    patterns: Patterns | None = None,
 ) -> Encoded:
     """Write the message `out` for the directory `full`; `out` and `residual_out` must not exist.
 
     `values`: a checkpoint with the same tensors in more precision than `full` (a float32 master). `density`: share of
-    the values that `sparse` keeps.
+    the values that `sparse` keeps. A tensor may be absent from `full` when `patterns` say that it is not federated.
     """
     if encoding not in CODECS:
         raise ConfigurationError(f"encoding is {encoding!r}, expected one of full, {', '.join(CODECS)}")
@@ -80,7 +82,7 @@ def encode(
     codec = CODECS[encoding]
     manifest, base = read_manifest(full), read_manifest(reference)
     old = open_checkpoint(reference)
-    new = _same_names(open_checkpoint(values or full), open_checkpoint(full), old)
+    new = _same_names(open_checkpoint(values or full), open_checkpoint(full), old, patterns or Patterns())
     kept = _open_residual(residual_in, old)
     squared = lost = 0.0
     with ExitStack() as stack:
@@ -186,11 +188,15 @@ class _scratch:
         shutil.rmtree(self.path, ignore_errors=True)
 
 
-def _same_names(values: Checkpoint, full: Checkpoint, reference: Checkpoint) -> dict[str, TensorEntry]:
+def _same_names(
+    values: Checkpoint, full: Checkpoint, reference: Checkpoint, patterns: Patterns
+) -> dict[str, TensorEntry]:
     """The tensors to encode by the reference's names; those that `values` lacks come from `full`."""
     found: dict[str, TensorEntry] = {}
     for name, entry in reference.tensors.items():
         candidate = values.tensors.get(name) or full.tensors.get(name)
+        if candidate is None and not patterns.federated(name):
+            candidate = entry
         if candidate is None or candidate.shape != entry.shape:
             shape = "absent" if candidate is None else list(candidate.shape)
             raise CheckpointError(

@@ -57,6 +57,10 @@ class TrainingSettings:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     evaluation_sequences: int = 0
     """At most so many validation blocks per evaluation; 0: all."""
+    encoding: Literal["full", "delta-int8", "delta-int4", "sparse"] = "full"
+    """How the update travels: whole, or as the difference to the received model (51, 27 or about 10 % of bfloat16)."""
+    sparse_density: float = 0.05
+    """Share of the values that the encoding `sparse` sends each round; the rest is kept and sent later."""
     keep_optimizer: bool = True
     """Keep AdamW's moments at the facility between rounds."""
     stall_seconds: float = 600.0
@@ -97,6 +101,13 @@ class TrainingSettings:
         ):
             if getattr(self, name) < 0:
                 raise ConfigurationError(f"{name} is {getattr(self, name)}, expected 0 or more")
+        if not 0 < self.sparse_density <= 1:
+            raise ConfigurationError(f"sparse_density is {self.sparse_density}, expected more than 0 and at most 1")
+        if self.encoding != "full" and self.export_dtype != "float32":
+            raise ConfigurationError(
+                f"encoding is {self.encoding!r} with export_dtype {self.export_dtype!r}: a difference needs export_dtype "
+                "'float32' (it does not travel, and half precision would round small steps away before they are encoded)"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,75 @@
+"""A facility's update in few bytes, from the end of its training to the coordinator's receive step."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from coordinator.averaging.settings import AggregationSettings
+from coordinator.receive import receive
+from facility.exchange.errors import ConfigurationError
+from facility.exchange.manifest import read_manifest, verify_manifest
+from facility.exchange.patterns import Patterns
+from facility.exchange.settings import TrainingSettings
+from facility.rounds.smaller import make_smaller
+from tests.averaging import make
+
+SHAPES = {"body.weight": (200, 100), "head.weight": (50,)}
+
+
+@pytest.mark.parametrize("encoding", ["delta-int8", "delta-int4", "sparse"])
+def test_two_rounds_there_and_back(tmp_path: Path, encoding: str):
+    settings = TrainingSettings(encoding=encoding, export_dtype="float32")
+    patterns = Patterns((), ("head.*",))
+    start = make.random_tensors(0, SHAPES, torch.bfloat16)
+    for number in (0, 1):
+        base = make.model(tmp_path / f"base{number}", start, round=number)
+        trained = make.moved({n: t.float() for n, t in start.items()}, number + 1, 1e-4)
+        federated = {"body.weight": trained["body.weight"]}
+        for _ in range(2):  # the second attempt at a round must not count the residual twice
+            update = make.update(tmp_path / "update", federated, base=base, facility="alpha")
+            whole = sum(f.stat().st_size for f in update.glob("*.safetensors"))
+            make_smaller(
+                update, model=base, state=tmp_path / "state", round=number, settings=settings, patterns=patterns
+            )
+            message = tmp_path / f"{number}-message"
+            shutil.rmtree(message, ignore_errors=True)
+            update.rename(message)
+        assert read_manifest(message).encoding == encoding
+        assert sum(f.stat().st_size for f in message.glob("*.safetensors")) < 0.3 * whole
+        decoded = tmp_path / f"decoded{number}"
+        told = receive(
+            update=message, facility="alpha", round=number, model=base, evaluation=False, decoded=decoded,
+            settings=AggregationSettings(exclude=["head.*"]),
+        )  # fmt: skip
+        assert told is None, told
+        verify_manifest(decoded)
+        got = make.read_all(decoded)
+        assert torch.equal(got["head.weight"], start["head.weight"].float())
+        step = trained["body.weight"] - start["body.weight"].float()
+        lost = got["body.weight"] - trained["body.weight"]
+        assert float(lost.norm() / step.norm()) < (1.2 if encoding == "sparse" else 0.15)
+    assert sorted(p.name for p in (tmp_path / "state" / "residual").iterdir()) == ["round-0", "round-1"]
+
+
+def test_another_reference_is_told_to_be_sent_in_full(tmp_path: Path):
+    settings = TrainingSettings(encoding="delta-int8", export_dtype="float32")
+    start = make.random_tensors(0, SHAPES, torch.bfloat16)
+    base = make.model(tmp_path / "base", start)
+    update = make.update(tmp_path / "update", make.moved(start, 1), base=base, facility="alpha")
+    make_smaller(update, model=base, state=tmp_path / "state", round=0, settings=settings, patterns=Patterns())
+    other = make.model(tmp_path / "other", make.moved(start, 2))
+    told = receive(
+        update=update, facility="alpha", round=0, model=other, evaluation=False, decoded=tmp_path / "decoded",
+        settings=AggregationSettings(),
+    )  # fmt: skip
+    assert told is not None and told.kind == "refused" and "send it in full" in told.reason
+    assert not (tmp_path / "decoded").exists()
+
+
+def test_half_precision_exports_are_not_encoded():
+    with pytest.raises(ConfigurationError, match="needs export_dtype 'float32'"):
+        TrainingSettings(encoding="delta-int8", export_dtype="bfloat16")
