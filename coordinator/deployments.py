@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from coordinator.job_template import Environment, fill_template
 from facility.exchange.errors import ConfigurationError
+from facility.exchange.job_template import Environment, fill_template
 from facility.exchange.settings import from_mapping
 
 HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(:\d{1,5})?|\[[0-9A-Fa-f:.]+\](:\d{1,5})?")

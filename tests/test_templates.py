@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 from coordinator.federation import read_federation
-from coordinator.job_template import Environment, fill_template, unfilled
 from coordinator.render import render
 from facility.exchange.errors import ConfigurationError
+from facility.exchange.job_template import Environment, fill_template, unfilled
 
 ROOT = Path(__file__).resolve().parent.parent
 TEMPLATES = sorted((ROOT / "templates").glob("*.sh"))

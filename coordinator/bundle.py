@@ -1,0 +1,77 @@
+"""`crossfed bundle`: everything a facility without internet needs to install, in one folder to copy there.
+
+BUNDLE/wheelhouse/*.whl    every package, for that platform and Python
+BUNDLE/crossfed/           facility/, templates/, pyproject.toml, constraints.txt
+BUNDLE/bundle.json         what it is for, written last
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+from facility.exchange.durable import write_json
+from facility.exchange.errors import InputError, TryAgain
+from facility.exchange.paths import CHECKOUT
+
+INDEX = {"cuda": "", "cpu": "https://download.pytorch.org/whl/cpu", "rocm": "https://download.pytorch.org/whl/rocm7.0"}
+"""Extra package index that has each flavour of torch; the default index has CUDA's."""
+PARTS = ("facility", "templates")
+FILES = ("pyproject.toml", "constraints.txt", "LICENSE")
+
+
+def bundle(
+    out: Path, *, python: str, platform: str, torch: str, index: str = "", run: Callable[[list[str]], int] | None = None
+) -> dict[str, object]:
+    """Make or complete the folder `out`; returns what bundle.json says. `run`: starts a command, returns its code."""
+    if not re.fullmatch(r"3\.(1[1-9]|[2-9]\d)", python):
+        raise InputError(f"--python-version is {python!r}, expected 3.11 or newer, such as 3.11")
+    if not re.fullmatch(r"(many|musl)linux[0-9_]*_(x86_64|aarch64|ppc64le)", platform):
+        raise InputError(
+            f"--platform is {platform!r}, expected something like manylinux_2_28_x86_64 or manylinux_2_28_aarch64"
+        )
+    wheelhouse = out / "wheelhouse"
+    wheelhouse.mkdir(parents=True, exist_ok=True)
+    command = download(wheelhouse, python=python, platform=platform, index=index or INDEX[torch])
+    code = (run or (lambda words: subprocess.run(words).returncode))(command)
+    if code != 0:
+        raise TryAgain(
+            f"pip download ended with {code}: is there a network, and is there a torch for {torch} on {platform}?"
+        )
+    target = out / "crossfed"
+    shutil.rmtree(target, ignore_errors=True)
+    for name in PARTS:
+        shutil.copytree(CHECKOUT / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in FILES:
+        shutil.copyfile(CHECKOUT / name, target / name)
+    files = {path.name: path.stat().st_size for path in sorted(wheelhouse.glob("*.whl"))}
+    what: dict[str, object] = {
+        "python": python,
+        "platform": platform,
+        "torch": torch,
+        "files": files,
+        "bytes": sum(files.values()),
+    }
+    write_json(out / "bundle.json", what)
+    return what
+
+
+def download(wheelhouse: Path, *, python: str, platform: str, index: str) -> list[str]:
+    """The pip command that fetches wheels for another platform. Older manylinux tags fit newer systems, so they are asked for too."""
+    dependencies = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]["dependencies"]
+    found = re.fullmatch(r"(?:many|musl)linux_(\d+)_(\d+)_(.+)", platform)
+    platforms = [platform]
+    if found and platform.startswith("manylinux"):
+        machine = found.group(3)
+        platforms += [f"manylinux_2_{minor}_{machine}" for minor in range(int(found.group(2)) - 1, 16, -1)]
+        platforms.append(f"manylinux2014_{machine}")
+    command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--dest", str(wheelhouse), "--only-binary=:all:",
+               "--implementation", "cp", "--python-version", python, "-c", str(CHECKOUT / "constraints.txt")]  # fmt: skip
+    for name in platforms:
+        command += ["--platform", name]
+    return command + (["--extra-index-url", index] if index else []) + ["pip", "setuptools", "wheel", *dependencies]

@@ -1,0 +1,138 @@
+"""`python -m coordinator.model`: bring an initial model into the form that a federation sends, and check it by loading it.
+
+    python -m coordinator.model --source ORG/NAME --out models/NAME
+
+The source is a model of the Hugging Face hub, a Hugging Face checkpoint on disk (safetensors or .bin), or a folder with
+Meta's original Llama files (`params.json`, `consolidated.*.pth`), which transformers' own converter reads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from facility.exchange.checkpoint import open_checkpoint
+from facility.exchange.durable import new_directory
+from facility.exchange.errors import CheckpointError, InputError, TryAgain, exit_on_error
+
+STAMP = "source.json"
+
+
+def convert(source: str, out: Path, *, dtype: str, revision: str) -> str:
+    """Write the model to `out`; returns what was done. `out` appears whole or not at all; an equal one is recognised.
+
+    Raises `InputError` for a source that is none, `TryAgain` when the hub cannot be reached.
+    """
+    made_from = {"source": source, "revision": revision, "dtype": dtype}
+    if out.exists():
+        try:
+            same = json.loads((out / STAMP).read_text()) == made_from
+        except (OSError, ValueError):
+            same = False
+        if not same:
+            raise InputError(
+                f"{out} exists and was not made from {source} in {dtype}; remove it or choose another --out"
+            )
+        open_checkpoint(out)
+        return f"{out} is there already, made from {source}"
+    folder = Path(source).expanduser()
+    with tempfile.TemporaryDirectory(prefix="crossfed-model-") as scratch:
+        if (folder / "params.json").is_file():
+            source_name = str(original_llama(folder, Path(scratch) / "hf"))
+        elif (folder / "config.json").is_file():
+            source_name = str(folder)
+        elif folder.exists():
+            raise InputError(
+                f"{folder} holds neither config.json (a Hugging Face checkpoint) nor params.json (Meta's Llama files)"
+            )
+        elif source.startswith((".", "/", "~")):
+            raise InputError(f"{source} does not exist; expected a checkpoint's folder or a hub name like org/name")
+        else:
+            source_name = source
+        return load_and_save(source_name, out, dtype=dtype, revision=revision, made_from=made_from)
+
+
+def load_and_save(source: str, out: Path, *, dtype: str, revision: str, made_from: dict[str, str]) -> str:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            source, dtype=getattr(torch, dtype), revision=revision, trust_remote_code=False
+        )
+    except OSError as error:
+        kind = InputError if Path(source).exists() else TryAgain
+        raise kind(f"{source} could not be loaded: {str(error).splitlines()[0]}") from None
+    except ValueError as error:
+        raise InputError(
+            f"{source} is no causal language model that transformers knows: {str(error).splitlines()[0]}"
+        ) from None
+    with new_directory(out) as temporary:
+        model.save_pretrained(temporary)
+        try:
+            AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False).save_pretrained(temporary)
+        except (OSError, ValueError, ImportError):
+            print(f"{source} has no tokenizer beside it; facilities need one for facility.prepare", file=sys.stderr)
+        (temporary / STAMP).write_text(json.dumps(made_from))
+        loaded = AutoModelForCausalLM.from_pretrained(temporary, dtype="auto")
+        ids = torch.arange(8).reshape(1, 8) % loaded.config.get_text_config().vocab_size
+        with torch.no_grad():
+            if not torch.isfinite(loaded(ids).logits.float()).all():
+                raise CheckpointError(
+                    f"{source} gives values that are not finite; use another --dtype (float16 overflows easily)"
+                )
+        checkpoint = open_checkpoint(temporary)
+        told = f"{checkpoint.parameters:,} parameters, {checkpoint.bytes / 1e9:.3g} GB in {dtype}"
+    return f"{out}: {told}; loaded and evaluated"
+
+
+def original_llama(folder: Path, out: Path) -> Path:
+    """Meta's files through transformers' converter."""
+    size = "-".join(folder.name.split("-")[-1:]) if folder.name[-1:] in "Bb" else "8B"
+    program = ["-m", "transformers.models.llama.convert_llama_weights_to_hf"]
+    command = [
+        sys.executable,
+        *program,
+        "--input_dir",
+        str(folder),
+        "--model_size",
+        size.upper(),
+        "--output_dir",
+        str(out),
+    ]
+    result = subprocess.run(command, text=True, capture_output=True)
+    if result.returncode != 0:
+        shutil.rmtree(out, ignore_errors=True)
+        raise InputError(
+            f"transformers' converter refused {folder}: {result.stderr.strip().splitlines()[-1:]}; command: {' '.join(command[1:])}"
+        )
+    return out
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m coordinator.model", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--source", required=True, metavar="NAME|DIR", help="hub name, Hugging Face checkpoint, or Meta's Llama folder"
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory to make")
+    parser.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float16", "float32"),
+        default="bfloat16",
+        help="dtype that travels (default bfloat16)",
+    )
+    parser.add_argument("--revision", default="main", metavar="NAME", help="revision of a hub model (default main)")
+    arguments = parser.parse_args()
+    print(convert(arguments.source, arguments.out.resolve(), dtype=arguments.dtype, revision=arguments.revision))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(exit_on_error(main))

@@ -1,0 +1,66 @@
+#!/usr/bin/env bash
+# Set the coordinator up: its environment, and the initial model, fetched or converted, and checked by loading it.
+# A second run changes nothing and takes seconds.
+set -euo pipefail
+
+usage() {
+    cat <<'TEXT'
+usage: bash coordinator/setup.sh [options]
+
+  --venv DIR         environment to make or use (default .venv in the checkout)
+  --python PROGRAM   Python 3.11 or newer to make it from (default python3)
+  --wheelhouse DIR   install from these files only, without network
+  --model NAME|DIR   model of the hub (ORG/NAME), a Hugging Face checkpoint, or Meta's original Llama files
+  --revision NAME    revision of a hub model (default main)
+  --out DIR          where the converted model goes (default .crossfed/models/<last part of --model>)
+  --dtype NAME       bfloat16, float16 or float32: the dtype that travels (default bfloat16)
+  -h, --help         this text
+
+Then: set `model:` in workflow/federation.yml to --out, and run crossfed check.
+TEXT
+}
+
+say() { printf 'setup: %s\n' "$*"; }
+fail() { printf 'error: %s\n' "$*" >&2; exit 2; }
+
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+venv=$here/.venv python=python3 wheelhouse= model= out= convert=()
+while [ $# -gt 0 ]; do
+    case "$1" in
+        -h|--help) usage; exit 0 ;;
+        --venv|--python|--wheelhouse|--model|--revision|--out|--dtype) [ $# -ge 2 ] || fail "$1 needs a value" ;;
+        *) fail "unknown option $1; --help lists them" ;;
+    esac
+    case "$1" in
+        --venv) venv=$2 ;;
+        --python) python=$2 ;;
+        --wheelhouse) wheelhouse=$2 ;;
+        --model) model=$2 ;;
+        --revision) convert+=(--revision "$2") ;;
+        --out) out=$2 ;;
+        --dtype) convert+=(--dtype "$2") ;;
+    esac
+    shift 2
+done
+command -v "$python" >/dev/null || fail "$python does not exist; name another by --python"
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || fail "$("$python" --version 2>&1) is too old, expected 3.11 or newer; name another by --python"
+
+if [ ! -x "$venv/bin/python" ]; then
+    say "making $venv with $("$python" --version)"
+    "$python" -m venv "$venv"
+fi
+stamp=$( { echo "$wheelhouse"; "$venv/bin/python" --version; cat "$here/pyproject.toml" "$here/constraints.txt"; } | cksum)
+if [ "$(cat "$venv/.coordinator" 2>/dev/null)" = "$stamp" ] || { [ -f "$venv/.ready" ] && [ "$venv/.ready" -nt "$here/pyproject.toml" ]; }; then
+    say "packages: unchanged"
+else
+    say "packages: facility and coordinator, as pinned in constraints.txt"
+    from=()
+    if [ -n "$wheelhouse" ]; then from=(--no-index --find-links "$wheelhouse" --no-build-isolation); fi
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -c "$here/constraints.txt" ${from[@]+"${from[@]}"} -e "$here[coordinator]" \
+        || fail "pip could not install; on a host without internet use --wheelhouse (crossfed bundle makes one)"
+    echo "$stamp" >"$venv/.coordinator"
+fi
+if [ -n "$model" ]; then
+    "$venv/bin/python" -m coordinator.model --source "$model" --out "${out:-$here/.crossfed/models/$(basename "$model")}" ${convert[@]+"${convert[@]}"}
+fi
+say "done: source $venv/bin/activate"

@@ -1,0 +1,144 @@
+"""`python -m facility.selfcheck`: train three steps of a pico model as a job of a federation would, and tell what was found.
+
+With `--template` the job goes through the template's queue (sbatch, qsub or flux, by its directives), and this command
+waits for it; without, it runs here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+from facility.dataset import NAME, DatasetManifest, SplitEntry
+from facility.exchange import report
+from facility.exchange.errors import CrossFedError, InputError, exit_on_error
+from facility.exchange.job_template import Environment, fill_template
+from facility.exchange.manifest import Manifest, verify_manifest, write_manifest
+from facility.exchange.settings import FacilitySettings, TrainingSettings
+
+SUBMIT = {
+    "#SBATCH": ["sbatch", "--wait", "--time=00:10:00", "--job-name=crossfed-selfcheck"],
+    "#PBS": ["qsub", "-W", "block=true", "-j", "oe"],
+    "#flux:": ["flux", "alloc", "--time-limit=10m"],
+}
+"""How a template with these directives is submitted and waited for."""
+
+
+def material(folder: Path, ranks: int) -> None:
+    """A pico Llama, a prepared dataset of numbers, settings for three steps."""
+    import numpy as np
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+                         num_key_value_heads=2, max_position_embeddings=32)  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    write_manifest(folder / "model", Manifest(kind="model", federation="selfcheck", round=0))
+    data, splits = folder / "data", {}
+    data.mkdir()
+    for split, blocks in (("train", 64), ("validation", 16)):
+        np.save(data / f"{split}.npy", (np.arange(blocks * 16, dtype=np.int32).reshape(blocks, 16) * 3) % 64)
+        splits[split] = SplitEntry(blocks=blocks, documents=blocks, empty_documents=0, tokens=blocks * 16, tail_tokens=0, sha256="0" * 64)  # fmt: skip
+    manifest = DatasetManifest(task="causal-lm", block_tokens=16, vocabulary_size=64, tokenizer_sha256="0" * 64, template="{text}", splits=splits, sources=[])  # fmt: skip
+    (data / NAME).write_text(json.dumps(dataclasses.asdict(manifest)))
+    training = TrainingSettings(steps=3, batch_sequences=16, learning_rate=1e-2, ranks=ranks)
+    settings = FacilitySettings(federation="selfcheck", facility="here", rounds=1, seed=1, training=training)
+    (folder / "settings.json").write_text(json.dumps(dataclasses.asdict(settings)))
+
+
+def command(folder: Path) -> str:
+    """The shell command of the job, as the workflow engine would write it."""
+    words = [sys.executable, "-m", "facility.round", "--model", "../model", "--dataset", str(folder / "data"), "--settings",
+             "../settings.json", "--round", "0", "--out", "update", "--state", str(folder / "state")]  # fmt: skip
+    quoted = " ".join("'" + word.replace("'", "'\\''") + "'" for word in words)
+    job = str(folder / "job").replace("'", "'\\''")
+    return f"cd '{job}' && {quoted} 2>&1"
+
+
+def run(folder: Path, template: Path | None, fill: dict[str, str], home: Path, limit_seconds: float) -> None:
+    """Run the job and wait for it. Raises `InputError` with what the scheduler said."""
+    if template is None:
+        words, text = ["bash", "-s"], command(folder)
+    else:
+        text = fill_template(template.read_text(), fill=fill, environment=Environment(home=str(home)), workdir=str(folder), name=template.name)  # fmt: skip
+        text = re.sub(r"\{#.*?-#\}\s*", "", text, flags=re.DOTALL).replace("{{ streamflow_command }}", command(folder))
+        words = next((SUBMIT[mark] for mark in SUBMIT if re.search(f"^{mark}", text, re.MULTILINE)), ["bash", "-s"])
+        if words[0] == "flux":
+            (folder / "job.sh").write_text(text)
+            words = ["flux", "submit", "--wait", "--nodes=1", "--exclusive", "bash", str(folder / "job.sh")]
+        if shutil.which(words[0]) is None:
+            raise InputError(
+                f"{template.name} is for {words[0]}, which is not on the PATH here: run this on a login node"
+            )
+    try:
+        result = subprocess.run(
+            words, input=text, text=True, capture_output=True, cwd=folder / "job", timeout=limit_seconds
+        )
+    except subprocess.TimeoutExpired:
+        raise InputError(f"the job did not end within {limit_seconds:.0f} s (it may still wait in the queue); its directory is {folder}") from None  # fmt: skip
+    sys.stderr.write(result.stdout + result.stderr)
+    if not (folder / "job" / "update").is_dir():
+        said = (result.stderr or result.stdout).strip().splitlines()[-3:]
+        raise InputError(f"the job left no update ({words[0]} ended with {result.returncode}): {' '.join(said)}")
+
+
+def verdict(folder: Path, seconds: float) -> str:
+    """One line on what the job found. Raises `InputError` when it failed."""
+    update = folder / "job" / "update"
+    if (failure := report.read_failure(update)) is not None:
+        raise InputError(f"the training step failed: {failure.reason}\n{failure.log_tail}")
+    verify_manifest(update)
+    told = report.read_report(update)
+    if not told.loss_returned < told.loss_received:
+        raise InputError(f"three steps did not lower the loss: {told.loss_received:.3f} to {told.loss_returned:.3f}")
+    devices = ", ".join(sorted(set(told.devices))) or "unknown device"
+    return f"{told.ranks} rank(s) on {devices}, loss {told.loss_received:.3f} to {told.loss_returned:.3f} in three steps, {seconds:.0f} s in all"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m facility.selfcheck", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument(
+        "--home",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="the facility's CrossFed directory; its nodes must see it",
+    )
+    parser.add_argument(
+        "--template", type=Path, metavar="FILE", help="job template; default: run here, without a queue"
+    )
+    parser.add_argument(
+        "--fill", action="append", default=[], metavar="NAME=VALUE", help="value of one of its placeholders (repeat)"
+    )
+    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="ranks where no scheduler says (default 1)")
+    parser.add_argument(
+        "--limit", type=float, default=3600.0, metavar="SECONDS", help="how long to wait for the job (default 3600)"
+    )
+    arguments = parser.parse_args()
+    wrong = [item for item in arguments.fill if "=" not in item]
+    if wrong:
+        raise InputError(f"--fill is {wrong[0]!r}, expected NAME=VALUE")
+    fill = dict(item.split("=", 1) for item in arguments.fill)
+    folder = arguments.home.resolve() / f"selfcheck-{uuid.uuid4().hex[:8]}"
+    (folder / "job").mkdir(parents=True)
+    began = time.monotonic()
+    try:
+        material(folder, arguments.ranks)
+        run(folder, arguments.template, fill, arguments.home.resolve(), arguments.limit)
+        print(verdict(folder, time.monotonic() - began))
+    except CrossFedError:
+        print(f"what the job left is in {folder}", file=sys.stderr)
+        raise
+    shutil.rmtree(folder)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(exit_on_error(main))

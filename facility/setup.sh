@@ -1,0 +1,155 @@
+#!/usr/bin/env bash
+# Set a facility up: Python environment, caches, env.sh for the job templates, tokenised dataset, self-check.
+# Run it on a login node, from a checkout or an unpacked bundle. A second run changes nothing and takes seconds.
+set -euo pipefail
+
+usage() {
+    cat <<'TEXT'
+usage: bash facility/setup.sh [options] [-- arguments for `python -m facility.prepare`]
+
+  --home DIR            where everything goes (default ~/crossfed); templates call it <home>
+  --python PROGRAM      Python 3.11 or newer (default python3)
+  --module NAME         `module load NAME` first, here and in every job (may be repeated)
+  --conda NAME          use this conda environment instead of a venv
+  --as-is               use --python as it is, packages and all (a module's or a container's); install nothing
+  --torch KIND          cuda, rocm, cpu, or auto (default: looks at the drivers here, the queue and the wheelhouse)
+  --torch-index URL     extra package index for torch (default: PyTorch's own for rocm and cpu)
+  --wheelhouse DIR      install from these files only, without network (`crossfed bundle` makes them)
+  --template FILE       job template for the self-check, through its queue (default: run it here)
+  --fill NAME=VALUE     value for one of the template's placeholders (may be repeated)
+  --no-self-check       leave the self-check out
+  -h, --help            this text
+
+After `--`: for instance --input it.jsonl --tokenizer tokenizer --out ~/crossfed/data/it --block-tokens 512
+TEXT
+}
+
+say() { printf 'setup: %s\n' "$*"; }
+fail() { printf 'error: %s\n' "$*" >&2; exit 2; }
+
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+home=$HOME/crossfed python=python3 conda= as_is= torch=auto torch_index= wheelhouse= template= check=yes
+modules=() fills=() prepare=()
+while [ $# -gt 0 ]; do
+    case "$1" in
+        --home|--python|--module|--conda|--torch|--torch-index|--wheelhouse|--template|--fill)
+            [ $# -ge 2 ] || fail "$1 needs a value" ;;&
+        --home) home=$2; shift 2 ;;
+        --python) python=$2; shift 2 ;;
+        --module) modules+=("$2"); shift 2 ;;
+        --conda) conda=$2; shift 2 ;;
+        --as-is) as_is=yes; shift ;;
+        --torch) torch=$2; shift 2 ;;
+        --torch-index) torch_index=$2; shift 2 ;;
+        --wheelhouse) wheelhouse=$2; shift 2 ;;
+        --template) template=$2; shift 2 ;;
+        --fill) fills+=(--fill "$2"); shift 2 ;;
+        --no-self-check) check=; shift ;;
+        -h|--help) usage; exit 0 ;;
+        --) shift; prepare=("$@"); break ;;
+        *) fail "unknown option $1; --help lists them" ;;
+    esac
+done
+case "$torch" in auto|cuda|rocm|cpu) ;; *) fail "--torch is '$torch', expected auto, cuda, rocm or cpu" ;; esac
+[ -z "$wheelhouse" ] || [ -d "$wheelhouse" ] || fail "--wheelhouse $wheelhouse is no directory; make it with: crossfed bundle --out wheelhouse"
+[ -z "$template" ] || [ -f "$template" ] || fail "--template $template does not exist"
+
+mkdir -p "$home"/{cache,state}
+home=$(cd "$home" && pwd)
+exec 9>"$home/.setup.lock"
+flock -n 9 || fail "another setup.sh works in $home; wait for it"
+
+# 1. Python
+for name in ${modules[@]+"${modules[@]}"}; do
+    command -v module >/dev/null || { [ ! -f /etc/profile.d/modules.sh ] || . /etc/profile.d/modules.sh; }
+    command -v module >/dev/null || fail "there is no 'module' command here, but --module $name was given"
+    set +u; module load "$name" || fail "module load $name failed; 'module avail' lists what there is"; set -u
+done
+if [ -n "$conda" ]; then
+    command -v conda >/dev/null || fail "there is no 'conda' command here, but --conda $conda was given"
+    set +u; . "$(conda info --base)/etc/profile.d/conda.sh"; conda activate "$conda"; set -u
+    python=python
+fi
+command -v "$python" >/dev/null || fail "$python does not exist; name another by --python, or load one by --module"
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || fail "$("$python" --version 2>&1) is too old, expected 3.11 or newer; name another by --python, or load one by --module"
+if [ -n "$as_is$conda" ]; then
+    run=$(command -v "$python")
+else
+    [ -x "$home/venv/bin/python" ] || { say "making $home/venv with $("$python" --version)"; "$python" -m venv "$home/venv"; }
+    run=$home/venv/bin/python
+fi
+
+# 2. Which torch, and why
+if [ "$torch" = auto ]; then
+    if compgen -G "$wheelhouse/torch-*+rocm*" >/dev/null; then torch=rocm why="the wheelhouse holds torch for ROCm"
+    elif compgen -G "$wheelhouse/torch-*+cpu*" >/dev/null; then torch=cpu why="the wheelhouse holds torch for CPUs"
+    elif compgen -G "$wheelhouse/torch-*" >/dev/null; then torch=cuda why="the wheelhouse holds torch for CUDA"
+    elif compgen -G "/dev/nvidia[0-9]*" >/dev/null; then torch=cuda why="this host has NVIDIA devices"
+    elif [ -e /dev/kfd ]; then torch=rocm why="this host has AMD devices"
+    elif gres=$(sinfo -h -o %G 2>/dev/null) && grep -qi 'gpu.*mi[0-9]' <<<"$gres"; then torch=rocm why="the queue has AMD GPUs ($(sort -u <<<"$gres" | grep -i mi | head -1))"
+    elif grep -qi gpu <<<"${gres:-}"; then torch=cuda why="the queue has GPUs ($(sort -u <<<"$gres" | grep -i gpu | head -1)); say --torch rocm if they are AMD's"
+    else torch=cpu why="no GPU driver here and none named by the queue; say --torch cuda or --torch rocm if the nodes have them"; fi
+else why="you said so"; fi
+[ -n "$torch_index" ] || case "$torch" in
+    rocm) torch_index=https://download.pytorch.org/whl/rocm7.0 ;;
+    cpu) torch_index=https://download.pytorch.org/whl/cpu ;;
+esac
+
+# 3. Packages: only when something they depend on changed
+stamp=$( { echo "$torch $torch_index $wheelhouse $run"; "$run" --version; cat "$here/pyproject.toml" "$here/constraints.txt"; } | cksum)
+if [ -n "$as_is" ]; then
+    say "packages: those of $run, as they are"
+elif [ "$(cat "$home/.setup-stamp" 2>/dev/null)" = "$stamp" ]; then
+    say "packages: unchanged (torch for $torch)"
+else
+    say "packages: torch for $torch, because $why"
+    "$run" - "$here/pyproject.toml" >"$home/.requirements" <<'PYTHON'
+import sys, tomllib
+print("\n".join(tomllib.load(open(sys.argv[1], "rb"))["project"]["dependencies"]))
+PYTHON
+    install=("$run" -m pip install --quiet --disable-pip-version-check -c "$here/constraints.txt" -r "$home/.requirements")
+    if [ -n "$wheelhouse" ]; then "${install[@]}" --no-index --find-links "$wheelhouse" || fail "the wheelhouse lacks a package for $("$run" --version) on $(uname -m); bundle again with that --python-version and --platform"
+    elif [ -n "$torch_index" ]; then "${install[@]}" --extra-index-url "$torch_index" || fail "pip could not install; on a host without internet use --wheelhouse"
+    else "${install[@]}" || fail "pip could not install; on a host without internet use --wheelhouse"; fi
+    echo "$stamp" >"$home/.setup-stamp"
+fi
+if [ -z "$as_is" ]; then  # the checkout itself, without copying it
+    site=$("$run" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    [ "$(cat "$site/crossfed.pth" 2>/dev/null)" = "$here" ] || printf '%s\n' "$here" >"$site/crossfed.pth"
+fi
+export PYTHONPATH=$here
+"$run" -c 'import torch, transformers, safetensors, facility.round' || fail "$run lacks what a facility needs; leave --as-is out, or install it there"
+
+# 4. env.sh: what every job sources
+quote() { printf '%q' "$1"; }
+{
+    echo "# Written by facility/setup.sh; sourced by the job templates. Run setup.sh again instead of editing it."
+    for name in ${modules[@]+"${modules[@]}"}; do echo "module load $(quote "$name")"; done
+    if [ -n "$conda" ]; then echo ". \"\$(conda info --base)/etc/profile.d/conda.sh\" && conda activate $(quote "$conda")"; fi
+    echo "export PATH=$(quote "$(dirname "$run")"):\$PATH PYTHONPATH=$(quote "$here")"
+    echo "export CROSSFED_HOME=$(quote "$home") CROSSFED_STATE=$(quote "$home/state")"
+    echo "export HF_HOME=$(quote "$home/cache/huggingface") TORCH_HOME=$(quote "$home/cache/torch") TRITON_CACHE_DIR=$(quote "$home/cache/triton")"
+    echo "export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONNOUSERSITE=1"
+} >"$home/.env.sh.new"
+if cmp -s "$home/.env.sh.new" "$home/env.sh"; then rm "$home/.env.sh.new"; say "env.sh: unchanged"
+else mv "$home/.env.sh.new" "$home/env.sh"; say "env.sh: written to $home/env.sh"; fi
+chmod 700 "$home/state"
+
+# 5. Dataset
+if [ ${#prepare[@]} -gt 0 ]; then
+    say "dataset: python -m facility.prepare ${prepare[*]}"
+    HF_HOME=$home/cache/huggingface "$run" -m facility.prepare "${prepare[@]}"
+fi
+
+# 6. Self-check, once for this environment and template
+if [ -n "$check" ]; then
+    digest=$( { echo "$stamp ${fills[*]-}"; cat "$home/env.sh" ${template:+"$template"}; } | cksum)
+    if [ "$(head -1 "$home/.self-check" 2>/dev/null)" = "$digest" ]; then say "self-check: passed before: $(tail -n +2 "$home/.self-check")"
+    else
+        . "$home/env.sh"
+        result=$("$run" -m facility.selfcheck --home "$home" ${template:+--template "$template"} ${fills[@]+"${fills[@]}"}) || fail "the self-check failed; see above"
+        printf '%s\n%s\n' "$digest" "$result" >"$home/.self-check"
+        say "self-check: $result"
+    fi
+fi
+say "done: $home"
