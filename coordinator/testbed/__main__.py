@@ -1,4 +1,4 @@
-"""`python -m coordinator.testbed up | status | stop | start | shape | down`: rehearse on two real facilities."""
+"""`python -m coordinator.testbed up | run | status | stop | start | shape | down`: rehearse on two real facilities."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import time
 from pathlib import Path
 
-from coordinator.testbed import daemons, link, stand
+from coordinator.testbed import daemons, link, rehearsal, stand
 from coordinator.testbed.layout import DEFAULT_ROOT, Testbed, load
 from facility.exchange.errors import exit_on_error
 
@@ -35,6 +35,9 @@ def parser() -> argparse.ArgumentParser:
     up.add_argument("--shape", action="append", default=[], metavar="SHAPE", help=SHAPE)
     up.add_argument("--no-install", action="store_true", help="do not install missing packages, name them")
 
+    run = verbs.add_parser("run", parents=[common], help="run a federation over the facilities, or go on with it")
+    run.add_argument("--rounds", type=int, default=2, help="rounds of the federation (default 2)")
+
     verbs.add_parser("status", parents=[common], help="what is up")
     for verb in ("stop", "start"):
         one = verbs.add_parser(verb, parents=[common], help=f"{verb} one service of one facility")
@@ -59,6 +62,8 @@ def main(arguments: list[str] | None = None) -> int:
         _print(options.json, {"removed": gone}, "\n".join(f"removed {line}" for line in gone))
         return 0
     testbed = load(options.root.resolve())
+    if options.verb == "run":
+        return rehearsal.run(testbed, rounds=options.rounds)
     if options.verb == "status":
         _tell(options.json, _status(testbed), "standing")
     elif options.verb == "shape":

@@ -5,6 +5,9 @@ Sources: slurm.conf(5), gres.conf(5), cgroup.conf(5), sshd_config(5), munged(8).
 
 from __future__ import annotations
 
+import shlex
+from pathlib import Path
+
 from coordinator.testbed.layout import Site
 
 GPUS = 4
@@ -102,3 +105,13 @@ def ssh_config_entry(site: Site, key: str, known_hosts: str) -> str:
         f"Host {site.name}\n  HostName {site.address}\n  User {site.user}\n  IdentityFile {key}\n  IdentitiesOnly yes\n"
         f"  UserKnownHostsFile {known_hosts}\n  StrictHostKeyChecking yes\n  BatchMode yes\n\n"
     )
+
+
+def env_sh(site: Site, python: Path) -> str:
+    """What the job template sources: this machine's Python environment with the facility's own copy of the package."""
+    return f"""\
+export CROSSFED_HOME={shlex.quote(str(site.code))}
+export PATH={shlex.quote(str(python.parent))}:$PATH
+export PYTHONPATH={shlex.quote(str(site.code))} PYTHONNOUSERSITE=1
+export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
+"""

@@ -81,8 +81,8 @@ class Site:
 
     @property
     def code(self) -> Path:
-        """The facility's own copy of the package `facility`; belongs on its PYTHONPATH."""
-        return self.home / "code"
+        """The facility's own copy of the package `facility`, with `env.sh` beside it; belongs on its PYTHONPATH."""
+        return self.home / "crossfed"
 
     @property
     def slurm_conf(self) -> Path:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import json
+import os
 import shlex
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import yaml
+
 from coordinator.demo_material import Sizes, make
 from coordinator.testbed.layout import Site, Testbed
+from facility.exchange.durable import write_text
 from facility.exchange.errors import TryAgain
+from facility.exchange.paths import CHECKOUT
 
 SIZES = Sizes(characters=80_000, vocabulary=400, block_tokens=32, hidden=32, layers=2, intermediate=64)
 TEXTS = ("stdlib", "manual")
@@ -67,5 +71,73 @@ def records(testbed: Testbed, site: Site) -> list[dict[str, str]]:
     return [dict(word.split("=", 1) for word in line.split() if "=" in word) for line in lines]
 
 
-def as_json(testbed: Testbed) -> str:
-    return json.dumps(testbed.summary(), indent=2)
+def job_template(tasks: int, prelude: str = "") -> str:
+    """The testbed's job template: `tasks` ranks on one node, each started by srun; `prelude` comes first in the job."""
+    return f"""\
+#!/bin/bash
+# The testbed: {tasks} rank(s) on one node, on the processor.
+#SBATCH --partition=<partition>
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node={tasks}
+#SBATCH --time=00:30:00
+#SBATCH --output=%x-%j.log
+{prelude}
+. '<home>/env.sh'
+IFS= read -r -d '' command <<'CROSSFED' || true
+{{{{ streamflow_command }}}}
+CROSSFED
+srun --kill-on-bad-exit=0 bash -c "$command"
+"""
+
+
+def write_federation(
+    testbed: Testbed, folder: Path, model: Path, datasets: dict[str, str], *, name: str, rounds: int, tasks: dict[str, int],
+    prelude: str = "", workdir: str = "work", polling_seconds: int = 1, **more: object,
+) -> Path:  # fmt: skip
+    """Write `folder/workflow/federation.yml` for the testbed's facilities, with their job templates; returns it.
+
+    `tasks`: ranks by facility, 1 where it says nothing. `more`: further keys of federation.yml.
+    """
+    place = folder / "workflow"
+    place.mkdir(parents=True, exist_ok=True)
+    facilities = []
+    for site in testbed.sites:
+        count = tasks.get(site.name, 1)
+        template = place / f"{site.name}.sh"
+        template.write_text(job_template(count, prelude))
+        facilities.append({
+            "name": site.name,
+            "dataset": datasets[site.name],
+            "deployment": {
+                "type": "slurm",
+                "host": site.address,
+                "user": site.user,
+                "key": str(testbed.key),
+                "known_hosts": str(testbed.known_hosts),
+                "workdir": f"{site.home}/{workdir}",
+                "template": template.name,
+                "fill": {"partition": "main"},
+                "environment": {"home": str(site.code)},
+                "polling_seconds": polling_seconds,
+                "retries": 200,
+                "retry_seconds": 2,
+            },
+        })  # fmt: skip
+    training = {"steps": 5, "batch_sequences": 4, "learning_rate": 1e-3, "device": "cpu"}
+    content = {"name": name, "model": str(model), "rounds": rounds, "seed": 1, "archive": str(folder / "archive"),
+               "workdir": str(folder / "work"), "training": training, "facilities": facilities} | more  # fmt: skip
+    file = place / "federation.yml"
+    write_text(file, "# A rehearsal over the testbed.\n" + yaml.safe_dump(content, sort_keys=False))
+    return file
+
+
+def run(testbed: Testbed, *, rounds: int, quiet: bool = True) -> int:
+    """Run (or resume) a federation over the testbed, two ranks under srun at its first facility; the shell's exit code."""
+    model, datasets = prepare_sites(testbed)
+    folder = testbed.root / "coordinator" / "federation"
+    tasks = {testbed.sites[0].name: 2}
+    file = write_federation(testbed, folder, model, datasets, name="rehearsal", rounds=rounds, tasks=tasks)
+    environment = os.environ | {"HOME": str(testbed.coordinator_home)}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(CHECKOUT), environment.get("PYTHONPATH")]))
+    command = [str(testbed.python), "-m", "coordinator.cli", "run", "--federation", str(file)]
+    return subprocess.run([*command, *(["--quiet"] if quiet else [])], env=environment).returncode

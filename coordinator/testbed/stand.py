@@ -9,7 +9,6 @@ import pwd
 import secrets
 import shutil
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -140,6 +139,7 @@ def _facility(testbed: Testbed, site: Site) -> None:
     for path in (site.etc, site.run, site.log, site.spool / "slurmctld", *(site.spool / node for node in site.nodes)):
         path.mkdir(parents=True)
     shutil.copytree(CHECKOUT / "facility", site.code / "facility", ignore=shutil.ignore_patterns("__pycache__"))
+    (site.code / "env.sh").write_text(configuration.env_sh(site, testbed.python))
     for path in (site.home, *site.home.rglob("*")):
         os.chown(path, entry.pw_uid, entry.pw_gid)
     site.home.chmod(0o700)
@@ -202,7 +202,3 @@ def user_processes(site: Site) -> list[int]:
             if Path(f"/proc/{pid}").stat().st_uid == uid:
                 found.append(pid)
     return found
-
-
-def elapsed(start: float) -> str:
-    return f"{time.monotonic() - start:.1f} s"

@@ -12,6 +12,7 @@ import pytest
 
 from coordinator.testbed import stand
 from coordinator.testbed.layout import Site, Testbed
+from coordinator.testbed.rehearsal import prepare_sites
 
 
 @pytest.fixture(scope="session")
@@ -24,6 +25,19 @@ def testbed() -> Iterator[Testbed]:
     finally:
         stand.down(root)
         shutil.rmtree(root, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def material(testbed: Testbed) -> tuple[Path, dict[str, str]]:
+    """A small model, and at every facility a dataset that its own user prepared there."""
+    return prepare_sites(testbed)
+
+
+@pytest.fixture(autouse=True)
+def coordinator_home(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """What the tests start uses the testbed's keys and known hosts."""
+    if "testbed" in request.fixturenames:
+        monkeypatch.setenv("HOME", str(request.getfixturevalue("testbed").coordinator_home))
 
 
 def ssh(testbed: Testbed, site: Site, command: str, **options) -> subprocess.CompletedProcess[str]:

@@ -9,29 +9,16 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import yaml
-
 from coordinator.archive import Archive
 from coordinator.federation import read_federation
 from coordinator.queues import read_queues
 from coordinator.render import write
 from coordinator.run import engine_command
 from coordinator.supervise import Limits, Supervisor
-from coordinator.testbed.layout import Testbed
+from coordinator.testbed.layout import Site, Testbed, load
+from coordinator.testbed.rehearsal import records, write_federation
 
 ROOT = Path(__file__).resolve().parents[2]
-TEMPLATE = """\
-#!/bin/bash
-#SBATCH --nodes={nodes}
-#SBATCH --ntasks-per-node={tasks}
-#SBATCH --time=00:10:00
-#SBATCH --output=%x-%j.log
-export PATH={python}:$PATH PYTHONPATH={code} OMP_NUM_THREADS=1 {extra}
-cat > job-$SLURM_JOB_ID.sh <<'CROSSFED_END'
-{{{{ streamflow_command }}}}
-CROSSFED_END
-{launch} bash job-$SLURM_JOB_ID.sh
-"""
 
 
 def metadata(folder: Path) -> Path:
@@ -110,59 +97,29 @@ class Run:
 
 
 def federate(
-    testbed: Testbed, folder: Path, model: Path, datasets: dict[str, str], *, name: str, rounds: int = 2, steps: int = 3,
-    tasks: dict[str, int] | None = None, extra: str = "", polling: int = 1, minimum: int = 1, workdir: str = "work",
+    testbed: Testbed, folder: Path, model: Path, datasets: dict[str, str], *, name: str, rounds: int = 2,
+    tasks: dict[str, int] | None = None, delay: int = 0, minimum: int = 1, workdir: str = "work",
 ) -> Run:  # fmt: skip
-    """Write and render federation.yml; deploy every facility by ssh and Slurm."""
-    place = folder / "workflow"
-    place.mkdir(parents=True)
-    text = {
-        "name": name,
-        "model": str(model),
-        "rounds": rounds,
-        "seed": 1,
-        "archive": str(folder / "archive"),
-        "workdir": str(folder / "work"),
-        "minimum_facilities": minimum,
-        "training": {"steps": steps, "batch_sequences": 4, "learning_rate": 1e-3, "device": "cpu"},
-        "facilities": [{"name": site.name, "dataset": datasets[site.name]} for site in testbed.sites],
-    }
-    file = place / "federation.yml"
-    for entry in text["facilities"]:
-        Path(entry["dataset"])
-    file.write_text(yaml.safe_dump(text, sort_keys=False))
+    """Write and render a federation over the testbed. Jobs wait `delay` seconds, and five minutes where `~/slow` exists."""
+    prelude = f"if [ -e ~/slow ]; then sleep 300; fi; sleep {delay}"
+    file = write_federation(
+        testbed, folder, model, datasets, name=name, rounds=rounds, tasks=tasks or {}, prelude=prelude, workdir=workdir,
+        minimum_facilities=minimum, final_evaluation=False,
+    )  # fmt: skip
     write(read_federation(file))
-    deploy(testbed, place / "streamflow.yml", name, tasks or {}, extra, polling, workdir)
     return Run(testbed=testbed, file=file)
 
 
-def deploy(
-    testbed: Testbed, file: Path, name: str, tasks: dict[str, int], extra: str, polling: int, workdir: str
-) -> None:
-    data = yaml.safe_load(file.read_text())
-    for site in testbed.sites:
-        count = tasks.get(site.name, 1)
-        template = file.parent / f"{site.name}.sh"
-        template.write_text(
-            TEMPLATE.format(
-                nodes=1, tasks=count, python=testbed.python.parent, code=site.code, extra=extra,
-                launch="srun" if count > 1 else "",
-            )
-        )  # fmt: skip
-        inner = {
-            "nodes": [site.address], "username": site.user, "sshKey": str(testbed.key), "checkHostKey": True,
-            "retries": 60, "retryDelay": 2, "maxConnections": 1,
-        }  # fmt: skip
-        service = {"file": template.name, "jobName": f"crossfed-{name}-{site.name}"}
-        place = f"{site.home}/{workdir}"
-        data["deployments"][f"facility-{site.name}-ssh"] = {"type": "ssh", "config": inner, "workdir": place}
-        data["deployments"][f"facility-{site.name}"] = {
-            "type": "slurm",
-            "config": {"maxConcurrentJobs": 2, "pollingInterval": polling, "services": {"train": service}},
-            "wraps": f"facility-{site.name}-ssh",
-            "workdir": place,
-        }
-    for binding in data["workflows"][name]["bindings"]:
-        if "/train_" in binding["step"]:
-            binding["target"]["service"] = "train"
-    file.write_text(yaml.safe_dump(data, sort_keys=False))
+def jobs(run: Run, site: Site) -> list[dict[str, str]]:
+    """Slurm's records of this federation's finished jobs at a facility, oldest first."""
+    name = f"crossfed-{read_federation(run.file).name}-{site.name}"
+    return [record for record in records(run.testbed, site) if record["Name"] == name]
+
+
+if (
+    __name__ == "__main__"
+):  # python -m tests.testbed.federation ROOT FEDERATION.yml: for tests that kill the coordinator
+    one = Run(testbed=load(Path(sys.argv[1])), file=Path(sys.argv[2]))
+    code = one.run()
+    print(one.text(), flush=True)
+    sys.exit(code)
