@@ -123,6 +123,14 @@ def run(
     raise typer.Exit(run_federation(federation, live=not quiet and sys.stdout.isatty(), log=log))
 
 
+@app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def testbed(context: typer.Context) -> None:
+    """Rehearse on two real facilities on this machine (root): up, run, status, stop, start, shape, down."""
+    from coordinator.testbed.__main__ import main as rehearse
+
+    raise typer.Exit(rehearse(context.args))
+
+
 def main() -> None:
     def call() -> int:
         result = app(standalone_mode=False)

@@ -101,7 +101,7 @@ def test_closed_directories_on_the_way_to_python_are_covered(tmp_path: Path):
 
 
 def test_every_verb_has_help(capsys: pytest.CaptureFixture):
-    for verb in ("up", "down", "status", "stop", "start", "shape"):
+    for verb in ("up", "run", "down", "status", "stop", "start", "shape"):
         with pytest.raises(SystemExit) as stopped:
             parser().parse_args([verb, "--help"])
         assert stopped.value.code == 0
