@@ -15,8 +15,8 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from coordinator.averaging.outers import outer_of
 from coordinator.averaging.settings import AggregationSettings
+from coordinator.averaging.tensors import Server
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,23 +158,27 @@ def federate(
         name: Learner(model, batches(text.train, local.batch, seed * 1000 + number), local, rounds * steps)
         for number, (name, text) in enumerate(texts.items())
     }
-    outer, starts = outer_of(aggregation)
-    master = [p.detach().clone() for p in model.parameters()]
-    slots = [[torch.full_like(value, start) for start in starts] for value in master]
-    sent = rounded(master)
+    server = Server(aggregation)
+    names = [str(position) for position, _ in enumerate(model.parameters())]
+    sent = rounded([p.detach() for p in model.parameters()])
     scratch = copy.deepcopy(model)
     curve = Curve()
     for number in range(1, rounds + 1):
-        updates = []
-        for index, learner in enumerate(learners.values()):
+        updates = {}
+        for index, (who, learner) in enumerate(learners.items()):
             learner.load(sent)
             learner.train(steps)
             update = [p.detach().clone() for p in learner.parameters]
-            updates.append(codec(index, sent, update) if codec is not None else rounded(update))
-        for position, base in enumerate(sent):
-            step = sum(update[position] - base for update in updates) / len(updates)
-            master[position], slots[position] = outer(master[position], step, slots[position])
-        sent = rounded(master) if downlink is None else downlink(-1, sent, master)
+            update = codec(index, sent, update) if codec is not None else rounded(update)
+            updates[who] = dict(zip(names, update, strict=True))
+        # What was sent is exact in bfloat16, and the base's dtype is the dtype of the next model.
+        base = {name: value.to(torch.bfloat16) for name, value in zip(names, sent, strict=True)}
+        following = server.step(base, updates, dict.fromkeys(updates, 1.0))
+        if downlink is None:
+            sent = [following[name].float() for name in names]
+        else:
+            master = [torch.from_numpy(server.master[n]).reshape(v.shape) for n, v in zip(names, sent, strict=True)]
+            sent = downlink(-1, sent, master)
         if number in evaluate_rounds or number == rounds:
             with torch.no_grad():
                 for parameter, value in zip(scratch.parameters(), sent, strict=True):

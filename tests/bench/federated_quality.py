@@ -4,7 +4,7 @@
 
 A Llama of 2 layers with tied embeddings (0.16 M parameters at width 64, 0.53 M at 128) and a BPE of 1,024 tokens. Experiment `it-cs`: pretrained on
 German and French (500 steps), then federated over Italian and Czech; `all-four`: the same, federated over all four. Every
-run is kept in OUT/results.jsonl and not repeated. `--report` prints the table as Markdown and writes the plot.
+run is kept in OUT/results.jsonl and not repeated. Table and plot: `federated_quality_report.py`.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ class Arm:
     """Fields of AggregationSettings; None: pooled."""
     local: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Fields of Local that differ."""
+    codec: str | None = None
+    """What travels both ways instead of bfloat16: delta-int8, delta-int4 or sparse."""
 
 
 ARMS = {
@@ -112,7 +114,7 @@ def run(out: Path, experiment: str, schedule: str, name: str, arm: Arm, seed: in
     """One training, or its kept result."""
     rounds, steps = map(int, schedule.split("x"))
     key = {"experiment": experiment, "schedule": schedule if arm.aggregation else f"{rounds * steps} steps",
-           "seed": seed, "width": width, "arm": dataclasses.asdict(arm)}  # fmt: skip
+           "seed": seed, "width": width, "arm": {n: v for n, v in dataclasses.asdict(arm).items() if n != "codec" or v}}  # fmt: skip
     kept = out / "results.jsonl"
     for line in kept.read_text().splitlines() if kept.exists() else []:
         row = json.loads(line)
@@ -124,13 +126,19 @@ def run(out: Path, experiment: str, schedule: str, name: str, arm: Arm, seed: in
     local = dataclasses.replace(Local(), **arm.local)
     started = time.perf_counter()
     curve: Curve
+    coders: list[Any] = [None, None]
+    if arm.codec:
+        from tests.bench.federated_codecs import DeltaCodec
+
+        coders = [DeltaCodec(arm.codec), DeltaCodec(arm.codec, model=True)]
     if arm.aggregation is None:
         curve = pool(model, chosen, steps=rounds * steps, local=local, seed=seed)
     else:
         every = max(1, rounds // 5)
         curve = federate(
             model, chosen, rounds=rounds, steps=steps, local=local, aggregation=AggregationSettings(**arm.aggregation),
-            seed=seed, evaluate_rounds=set(range(every, rounds + 1, every)), evaluation_blocks=96,
+            seed=seed, codec=coders[0],
+            downlink=coders[1], evaluate_rounds=set(range(every, rounds + 1, every)), evaluation_blocks=96,
         )  # fmt: skip
     final = curve.perplexities[-1]
     row = {"key": key, "name": name, "seconds": round(time.perf_counter() - started, 1), "perplexity": final,
