@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import numpy
 import torch
-from facility.exchange.codecs import PART, int4, int8, sparse
 from torch import Tensor
+
+from facility.exchange.codecs import PART, int4, int8, sparse
 
 
 class DeltaCodec:
