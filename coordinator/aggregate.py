@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import errno
 import json
 import os
 import shutil
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,11 @@ from coordinator.averaging.outers import SLOT_NAMES, outer_of
 from coordinator.averaging.plan import make_plan, needs_measuring
 from coordinator.averaging.record import ROUND, RoundRecord, write_record
 from coordinator.averaging.settings import AggregationSettings
-from coordinator.averaging.state import MASTER, fitting, open_state, seal
+from coordinator.averaging.state import MASTER, fitting, make_way, open_state, seal
 from coordinator.averaging.updates import Update, open_updates, weights_of
 from facility.exchange.checkpoint import FLOATS, Checkpoint, TensorEntry, open_checkpoint
 from facility.exchange.durable import new_directory
-from facility.exchange.errors import ConfigurationError, UpdateRefused, exit_on_error
+from facility.exchange.errors import ConfigurationError, TryAgain, UpdateRefused, exit_on_error
 from facility.exchange.manifest import NAME, Manifest, read_manifest, write_manifest
 from facility.exchange.patterns import Patterns
 from facility.exchange.settings import from_mapping
@@ -60,8 +61,37 @@ def aggregate(
     the model, which travels to every facility. Raises `UpdateRefused` naming the facility, or another
     `CrossFedError`; then nothing is left behind.
     """
-    settings = settings or AggregationSettings()
+    with _clear_about_space(out):
+        return _aggregate(base, updates, out, settings or AggregationSettings(), state_in, state_out, record, threads)
+
+
+@contextmanager
+def _clear_about_space(out: Path) -> Iterator[None]:
+    """A full disk, quota or file-size limit as one sentence."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        free = shutil.disk_usage(Path(out).absolute().parent).free
+        raise TryAgain(
+            f"{out} could not be written: {error.strerror} ({free / 1e6:.0f} MB are free there); nothing was left behind, "
+            "make space and run the same command again"
+        ) from None
+
+
+def _aggregate(
+    base: Path,
+    updates: Sequence[Path],
+    out: Path,
+    settings: AggregationSettings,
+    state_in: Path | None,
+    state_out: Path | None,
+    record: Path | None,
+    threads: int,
+) -> RoundRecord:
     started = time.perf_counter()
+    make_way(state_out, out)
     source = open_checkpoint(base)
     sent = read_manifest(base) if (Path(base) / NAME).exists() else None
     opened = open_updates(updates, source, sent, settings)
@@ -172,6 +202,7 @@ def aggregate(
                 outer=settings.outer,
                 parameters=source.parameters,
                 model=made,
+                model_path=Path(out),
             )
         if record or state_out is None:
             write_record(Path(record) if record else Path(out).with_name(Path(out).name + f".{ROUND}"), result)

@@ -9,12 +9,13 @@ state/
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from facility.exchange.checkpoint import Checkpoint, TensorEntry, open_checkpoint
-from facility.exchange.errors import CheckpointError
-from facility.exchange.manifest import Manifest, verify_manifest, write_manifest
+from facility.exchange.errors import CheckpointError, InputError
+from facility.exchange.manifest import Manifest, read_manifest, verify_manifest, write_manifest
 
 MASTER = "master"
 KIND = "state"
@@ -56,9 +57,36 @@ def fitting(checkpoint: Checkpoint | None, floats: Mapping[str, TensorEntry]) ->
     return {name: checkpoint.tensors[name] for name in floats if name in checkpoint.tensors}
 
 
-def seal(directory: Path, *, federation: str, round: int, outer: str, parameters: int, model: Manifest | None) -> None:
-    """Write the state's manifest; `round` is that of the model it belongs to."""
-    extra = {"outer": outer} | ({"model_sha256": model.content_sha256} if model else {})
+def seal(
+    directory: Path,
+    *,
+    federation: str,
+    round: int,
+    outer: str,
+    parameters: int,
+    model: Manifest | None,
+    model_path: Path,
+) -> None:
+    """Write the state's manifest; `round` is that of the model it belongs to, which will be at `model_path`."""
+    extra = {"outer": outer, "model_path": str(model_path.absolute())} | (
+        {"model_sha256": model.content_sha256} if model else {}
+    )
     write_manifest(
         directory, Manifest(kind=KIND, federation=federation, round=round, parameters=parameters, extra=extra)
     )
+
+
+def make_way(state: Path | None, model: Path) -> None:
+    """Check that the outputs do not exist; a state whose model never appeared is that of a killed run, and removed."""
+    if Path(model).exists():
+        raise InputError(f"{model} exists already; remove it or choose another name for --out")
+    if state is None or not Path(state).exists():
+        return
+    try:
+        manifest = read_manifest(state)
+    except CheckpointError:
+        manifest = None
+    if manifest and manifest.kind == KIND and manifest.extra.get("model_path") == str(Path(model).absolute()):
+        shutil.rmtree(state)
+        return
+    raise InputError(f"{state} exists already; remove it or choose another name for --state-out")

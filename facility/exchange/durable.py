@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
+import glob
 import json
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +53,15 @@ def write_json(path: Path, value: Any) -> None:
 def new_directory(path: Path) -> Iterator[Path]:
     """Yield a temporary sibling of `path`; on success sync every file in it and rename it to `path`.
 
-    `path` must not exist yet. On any exception the temporary directory is removed and `path` stays absent.
+    `path` must not exist yet. On any exception the temporary directory is removed and `path` stays absent. What killed
+    processes left for the same `path` is removed first: a living one holds a lock on its temporary directory.
     """
     path = Path(path)
     if path.exists():
         raise FileExistsError(f"{path} exists already; remove it or choose another name")
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp"))
+    remove_abandoned(path)
+    temporary, lock = _locked_sibling(path)
     os.chmod(temporary, 0o755)
     try:
         yield temporary
@@ -73,4 +77,34 @@ def new_directory(path: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+    finally:
+        os.close(lock)
     fsync_directory(path.parent)
+
+
+def _locked_sibling(path: Path) -> tuple[Path, int]:
+    """A new temporary directory beside `path`, and the descriptor whose lock says that its maker lives."""
+    while True:
+        temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp"))
+        descriptor = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY)
+        with suppress(OSError):  # a file system without locks: then nothing is ever taken for abandoned
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if temporary.exists():
+            return temporary, descriptor
+        os.close(descriptor)  # taken for abandoned before the lock was held
+
+
+def remove_abandoned(path: Path) -> None:
+    """Remove temporary directories that processes killed in `new_directory(path)` left behind."""
+    for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        try:
+            descriptor = os.open(leftover, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(leftover, ignore_errors=True)
+        except OSError:
+            pass  # its maker lives
+        finally:
+            os.close(descriptor)
