@@ -153,11 +153,10 @@ def worker(rank: int, world: int, port: int, jobs: list[tuple], queue: Any) -> N
 
 def predict(row: str, policy: str, options: dict[str, Any], steps: int) -> float | None:
     """The simulator's updates per second for plain workers and the same stalls; None for pipelines without a flush."""
-    from coordinator.simulation.policies import ExchangeCosts, simulate_policy
-
     emulation, replicas, stages = ROWS[row]
     if stages > 1:
         return None
+    from coordinator.simulation.policies import ExchangeCosts, simulate_policy
 
     def step(replica: int, number: int, now: float) -> float:
         return compute(emulation, replica, 0, 2 * number) + compute(emulation, replica, 0, 2 * number + 1)

@@ -12,7 +12,7 @@ from typing import Any
 from facility.exchange.synchronising import SyncSettings
 from tests.distributed import free_port
 
-QUICK = {"heartbeat_seconds": 0.1, "missing_seconds": 1.5, "timeout_seconds": 20.0}
+QUICK = {"heartbeat_seconds": 0.1, "missing_seconds": 1.5, "timeout_seconds": 60.0}
 
 
 def settings_of(**changes: Any) -> SyncSettings:

@@ -53,6 +53,8 @@ def test_a_stopped_replica_leaves_comes_back_and_is_brought_up_to_date(policy: s
         victim = fleet.processes[1].pid
         deadline = time.monotonic() + 30
         while True:  # until it stands still
+            if not fleet.processes[1].is_alive():
+                fleet.results(3, timeout=5)
             state = open(f"/proc/{victim}/stat").read().rsplit(") ", 1)[1][0]
             if state == "T":
                 break
