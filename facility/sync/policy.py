@@ -118,11 +118,14 @@ def connect(
         Directory for `groups.jsonl` and `trace.json` (first rank only); None: no files.
     """
     from .alone import Alone
+    from .emulated import Emulated
     from .registry import build
 
+    emulation = settings.emulation.build()
     if place.replicas == 1:
-        return Alone(steps)
-    return build(
+        alone = Alone(steps)
+        return Emulated(alone, emulation, place, backwards_per_step) if emulation.active else alone
+    synchroniser = build(
         settings,
         place=place,
         parameters=list(parameters),
@@ -134,3 +137,4 @@ def connect(
         address=address,
         log=log,
     )
+    return Emulated(synchroniser, emulation, place, backwards_per_step) if emulation.active else synchroniser
