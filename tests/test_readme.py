@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.federation import read_federation
 from tests import tree
 from tests.conftest import ROOT
 
@@ -50,16 +51,17 @@ def test_the_commands_of_the_readme_run_as_written(tmp_path: Path):
     first, second = SHELL[0].splitlines(), SHELL[1].splitlines()
     assert first == ["make demo", "make test"]
     shown = run("make demo", clone, variables)
-    assert "all 4 rounds are done" in shown and "the model is" in shown
+    rounds = read_federation(clone / "workflow" / "federation.yml").rounds
+    last = f".crossfed/demo/archive/round-{rounds - 1:04d}/model"
+    assert last in README
+    assert f"all {rounds} rounds are done" in shown and "the model is" in shown
     perplexities = [float(x) for x in re.findall(r"│\s+([\d.]+) │$", shown, re.M)]
-    assert len(perplexities) == 4 and perplexities == sorted(perplexities, reverse=True), shown
+    assert len(perplexities) == rounds and perplexities == sorted(perplexities, reverse=True), shown
     again = run("\n".join(second).replace(".venv/", f"{environment}/"), clone, variables)
     assert "COMPLETED workflow execution" in again
-    assert "4 of 4 rounds" in run("python -m coordinator.cli status", clone, variables)
+    assert f"{rounds} of {rounds} rounds" in run("python -m coordinator.cli status", clone, variables)
     load = "import sys; from transformers import AutoModelForCausalLM as M; print(M.from_pretrained(sys.argv[1]).num_parameters())"
-    assert (
-        int(run(f'python -c "{load}" .crossfed/demo/archive/round-0003/model', clone, variables).split()[-1]) > 100_000
-    )
+    assert int(run(f'python -c "{load}" {last}', clone, variables).split()[-1]) > 100_000
 
 
 def run(script: str, folder: Path, variables: dict[str, str]) -> str:
