@@ -1,4 +1,8 @@
-"""Plan a facility: `python -m coordinator.plan --problem FILE --out FILE`."""
+"""Plan a facility, or the work of a round over facilities: `python -m coordinator.plan --problem FILE --out FILE`.
+
+The problem is a JSON file: devices, links and units (see coordinator/planning/problem.py; `facility.measure` writes it), a
+published placement or chain case, or {"facilities": [...], "round_samples": N} for the work per round.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +11,20 @@ import json
 import sys
 from pathlib import Path
 
+from coordinator.planning.budget import Budget, budget_from_json
 from coordinator.planning.read import read_problem
 from coordinator.planning.solve import DEFAULT_SECONDS, METHODS, solve
 from coordinator.planning.stop import Stop, on_interrupt
+from facility.exchange.durable import write_json
 from facility.exchange.errors import ConfigurationError, exit_on_error
 from facility.exchange.plan import read_plan, write_plan
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    line = argparse.ArgumentParser(prog="python -m coordinator.plan", description=__doc__)
+    line = argparse.ArgumentParser(
+        prog="python -m coordinator.plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     line.add_argument("--problem", type=Path, required=True, help="problem, measured profile or published case (JSON)")
     line.add_argument("--out", type=Path, required=True, help="where plan.json goes; appears whole or not at all")
     line.add_argument(
@@ -53,6 +61,10 @@ def main(arguments: list[str] | None = None) -> int:
     if not given.out.parent.is_dir():
         raise ConfigurationError(f"--out {given.out}: there is no directory {given.out.parent}; make it first")
     stop = Stop(given.seconds, given.iterations)
+    if (budget := _budget(given.problem)) is not None:
+        write_json(given.out, budget.to_json())
+        print(json.dumps(budget.to_json()) if given.json else "\n".join([str(budget.steps), *budget.reasons]))
+        return 0
     with on_interrupt(stop):
         defaults = {} if given.batch_samples is None else {"batch_samples": given.batch_samples}
         problem = read_problem(given.problem, devices=given.devices, defaults=defaults)
@@ -80,6 +92,15 @@ def main(arguments: list[str] | None = None) -> int:
         for reason in plan.reasons:
             print(f"- {reason}")
     return 0
+
+
+def _budget(path: Path) -> Budget | None:
+    """The budget, if the file asks for one."""
+    try:
+        raw = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None  # read_problem says what is wrong
+    return budget_from_json(raw, file=path) if isinstance(raw, dict) and "facilities" in raw else None
 
 
 if __name__ == "__main__":

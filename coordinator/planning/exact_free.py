@@ -34,7 +34,8 @@ def plan_exact(problem: ChainProblem, *, seconds: float = 30.0, seed: int = 0) -
     rng = np.random.default_rng(seed)
     decide, method = _decider(chain, deadline)
 
-    first = _heuristic(chain, rng, np.inf, deadline, restarts=20)
+    small = _states(chain) <= 5000  # the decisions are faster than a long search for a good start
+    first = _heuristic(chain, rng, np.inf, deadline, restarts=2 if small else 20)
     if first is None:
         order = decide(np.inf)
         if isinstance(order, list):
@@ -43,7 +44,7 @@ def plan_exact(problem: ChainProblem, *, seconds: float = 30.0, seed: int = 0) -
             raise shortage(chain, None, lambda extra: _fits(problem, extra, deadline))
     spans, high = first
     low = max(granular_bound(chain), 0.0)
-    better = _heuristic(chain, rng, high, deadline, restarts=60, low=low)
+    better = None if small else _heuristic(chain, rng, high, deadline, restarts=60, low=low)
     if better is not None and better[1] < high:
         spans, high = better
     tried = [{"method": "least waste", "cost": high, "seconds": time.monotonic() - started}]
@@ -153,9 +154,14 @@ def _least_waste(
     return order if position >= chain.units else None
 
 
+def _states(chain: Chain) -> float:
+    """Ways to have used some devices, equal ones alike."""
+    return float(np.prod([float(len(group) + 1) for group in chain.classes]))
+
+
 def _decider(chain: Chain, deadline: float) -> tuple[Callable[[float], Decision], str]:
     """The exact decision procedure that suits this chain."""
-    states = int(np.prod([float(len(group) + 1) for group in chain.classes]))
+    states = _states(chain)
     period = find_period(chain)
     if states <= (50_000 if period else MAXIMUM_STATES):
         return lambda value: _decide_by_counts(chain, value), "dynamic programme over counts of equal devices"

@@ -81,3 +81,51 @@ def problem(**arguments: Any) -> Problem:
     made = problem_from_json(whole(**arguments))
     assert isinstance(made, Problem)
     return made
+
+
+def heterogeneous(name: str, seed: int = 0, *, schedules: tuple[str, ...] = ("gpipe",), **change: Any) -> Problem:
+    """A published network with unequal devices: speeds 1, 1/2, 1/4 and room for 6, 4, 3 of 24 layers, at random.
+
+    GPT3-XL as in arXiv 2206.01288: 24 layers, 0.65 GB of gradients a stage of three, about 8.3 MB of activations a sample,
+    61 micro-batches of one sample in each of 8 pipelines; a stage of three takes 13 ms forward and 40 ms backward on the
+    fast device (assumed). The data centre's bandwidths are gigabytes per second in fact (its authors' text says 25 Gbit/s
+    where the matrix has 3.125), so they are taken times 8.
+    """
+    import json
+
+    raw = json.loads(published(name).read_text())
+    rng = np.random.default_rng(seed)
+    kind = rng.integers(3, size=len(raw["delay_ms"]))
+    bandwidth = np.array(raw["bandwidth_gbit_per_s"]) * (8 if name in ("datacenter", "spot") else 1)
+    layer = 0.65e9 * 8 / 24
+    thin = {"parameter_bytes": 0, "state_bytes": 0, "forward_seconds": 0, "backward_seconds": 0}
+    activation = 2024 * 2048 * 2
+    made = problem_from_json(
+        {
+            "name": f"{name}, unequal devices, seed {seed}",
+            "devices": [
+                {"id": f"gpu{n}", "slowdown": [1.0, 2.0, 4.0][k], "memory_bytes": [6, 4, 3][k] * layer * 1.001}
+                for n, k in enumerate(kind)
+            ],
+            "links": {"latency_ms": raw["delay_ms"], "bandwidth_gbit_per_s": bandwidth.tolist()},
+            "units": [
+                {"kind": "embedding", "activation_bytes": activation, **thin},
+                {
+                    "kind": "block",
+                    "count": 24,
+                    "parameter_bytes": layer,
+                    "state_bytes": layer,
+                    "activation_bytes": activation,
+                    "forward_ms": 13 / 3,
+                    "backward_ms": 40 / 3,
+                },
+                {"kind": "head", "activation_bytes": 0, **thin},
+            ],
+            "batch_samples": 488,
+            "schedules": list(schedules),
+            "syncs": ["sharded_ps"],
+            **change,
+        }
+    )
+    assert isinstance(made, Problem)
+    return made
