@@ -15,6 +15,7 @@ import json
 import os
 import shutil
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,6 +27,7 @@ import numpy as np
 import yaml
 
 from coordinator.averaging import kernel, screen, ties
+from coordinator.averaging.adapters import adapter_base, are_adapters, errors, layout_with, write_products
 from coordinator.averaging.describe import describe
 from coordinator.averaging.outers import SLOT_NAMES, outer_of
 from coordinator.averaging.plan import make_plan, needs_measuring
@@ -41,6 +43,7 @@ from facility.exchange.patterns import Patterns
 from facility.exchange.settings import from_mapping
 from facility.exchange.writer import TensorWriter, layout_like
 
+ADAPTERS = "adapter_config.json"
 OUTPUT = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 
@@ -92,8 +95,37 @@ def _aggregate(
 ) -> RoundRecord:
     started = time.perf_counter()
     make_way(state_out, out)
-    source = open_checkpoint(base)
+    source = whole = open_checkpoint(base)
     sent = read_manifest(base) if (Path(base) / NAME).exists() else None
+    with tempfile.TemporaryDirectory(prefix=".adapters.") as scratch:
+        if with_adapters := are_adapters(updates):
+            source, begun = adapter_base(whole, updates, Path(scratch))
+            if begun:  # there is no step yet that a server optimiser could take
+                settings = dataclasses.replace(settings, rule=settings.combiner, server_learning_rate=1.0)
+            if settings.lora == "product" and settings.rule != "mean":
+                raise ConfigurationError(
+                    f"lora is 'product', which is a mean of its own; rule is {settings.rule!r}, expected 'mean'"
+                )
+        return _combine(
+            whole, source, sent, updates, out, settings, state_in, state_out, record, threads, started, with_adapters
+        )
+
+
+def _combine(
+    whole: Checkpoint,
+    source: Checkpoint,
+    sent: Manifest | None,
+    updates: Sequence[Path],
+    out: Path,
+    settings: AggregationSettings,
+    state_in: Path | None,
+    state_out: Path | None,
+    record: Path | None,
+    threads: int,
+    started: float,
+    with_adapters: bool,
+) -> RoundRecord:
+    """`whole` is the model that was sent, `source` the tensors of it that updates hold."""
     opened = open_updates(updates, source, sent, settings)
     weights = weights_of(opened, settings)
     patterns = Patterns(tuple(settings.include), tuple(settings.exclude))
@@ -104,7 +136,8 @@ def _aggregate(
     seconds = {"open": time.perf_counter() - started}
 
     measured, histograms = None, None
-    if needs_measuring(settings):
+    product = with_adapters and settings.lora == "product"
+    if needs_measuring(settings) or product:
         measured, histograms = _measure(opened, floats, settings, threads)
         seconds["measure"] = time.perf_counter() - started - sum(seconds.values())
     names = [update.facility for update in opened]
@@ -128,6 +161,8 @@ def _aggregate(
         round=sent.round if sent else 0,
     )
 
+    if with_adapters:
+        plan = dataclasses.replace(plan, details=plan.details | {"lora": settings.lora} | errors(opened, weights))
     outer, starts = outer_of(settings)
     slot_names = SLOT_NAMES[settings.outer]
     old = open_state(state_in, sent, [MASTER, *slot_names])
@@ -145,36 +180,42 @@ def _aggregate(
                 directory.mkdir(exist_ok=True)
                 return writers.enter_context(TensorWriter(directory, layout_like(source, kinds), metadata))
 
-            model = writer(model_directory, dtypes, source.metadata)
+            model = writers.enter_context(
+                TensorWriter(model_directory, layout_with(whole, source, dtypes), whole.metadata)
+            )
             master, slots = None, []
             if state_directory is not None:
                 master = writer(state_directory / MASTER, full, {"format": "pt"})
                 slots = [writer(state_directory / name, full, {"format": "pt"}) for name in slot_names]
-            passed = _run(
-                kernel.Work(
-                    base=floats,
-                    updates=[update.entries for update in opened],
-                    coefficients=plan.coefficients,
-                    combine=plan.combine,
-                    master=fitting(old.get(MASTER), floats),
-                    slots=[fitting(old.get(name), floats) for name in slot_names],
-                    slot_starts=starts,
-                    outer=None if settings.outer == "plain" and settings.server_learning_rate == 1 else outer,
-                    float64=settings.accumulate == "float64",
-                    statistics="off" if measured and settings.statistics != "exact" else settings.statistics,
-                    model=model,
-                    new_master=master,
-                    new_slots=slots,
-                ),
-                opened,
-                threads,
+            work = kernel.Work(
+                base=floats,
+                updates=[update.entries for update in opened],
+                coefficients=plan.coefficients,
+                combine=plan.combine,
+                master=fitting(old.get(MASTER), floats),
+                slots=[fitting(old.get(name), floats) for name in slot_names],
+                slot_starts=starts,
+                outer=None if settings.outer == "plain" and settings.server_learning_rate == 1 else outer,
+                float64=settings.accumulate == "float64",
+                statistics="off" if measured and settings.statistics != "exact" else settings.statistics,
+                model=model,
+                new_master=master,
+                new_slots=slots,
             )
-            for name in source.tensors.keys() - floats.keys():
-                _copy_tensor(source, name, model, dtypes[name])
+            if product:
+                assert measured is not None
+                write_products(opened, weights, model, master)
+                passed = measured
+            else:
+                passed = _run(work, opened, threads)
+            for name in sorted(whole.tensors.keys() - floats.keys()):
+                _copy_tensor(whole, name, model, dtypes.get(name, whole.tensors[name].dtype))
         seconds["stream"] = time.perf_counter() - started - sum(seconds.values())
         if measured is None and settings.statistics == "exact":
             suspects = screen.suspects(names, passed.gram, weights, settings.screen)
-        copy_companions(Path(base), model_directory)
+        copy_companions(whole.directory, model_directory)
+        if with_adapters and not (model_directory / ADAPTERS).exists():
+            shutil.copyfile(opened[0].directory / ADAPTERS, model_directory / ADAPTERS)
         result = describe(
             opened=opened,
             weights=weights,
@@ -182,7 +223,7 @@ def _aggregate(
             plan=plan,
             measured=measured,
             passed=passed,
-            base=source,
+            base=whole,
             base_manifest=sent,
             floats=floats,
             dtypes=dtypes,
@@ -190,7 +231,7 @@ def _aggregate(
             quarantined=quarantined,
             threads=threads,
         )
-        made = _seal_model(model_directory, sent, source, settings) if sent else None
+        made = _seal_model(model_directory, sent, settings) if sent else None
         seconds["hash"] = time.perf_counter() - started - sum(seconds.values())
         result = dataclasses.replace(result, seconds={name: round(value, 4) for name, value in seconds.items()})
         if state_directory is not None:
@@ -249,15 +290,16 @@ def _run(work: kernel.Work, opened: Sequence[Update], threads: int) -> kernel.Pa
     return passed
 
 
-def _seal_model(directory: Path, sent: Manifest, source: Checkpoint, settings: AggregationSettings) -> Manifest:
+def _seal_model(directory: Path, sent: Manifest, settings: AggregationSettings) -> Manifest:
+    made = open_checkpoint(directory)
     return write_manifest(
         directory,
         Manifest(
             kind="model",
             federation=sent.federation,
             round=sent.round + 1,
-            dtypes=open_checkpoint(directory).dtypes(),
-            parameters=source.parameters,
+            dtypes=made.dtypes(),
+            parameters=made.parameters,
             extra={"rule": settings.rule},
         ),
     )

@@ -14,6 +14,7 @@ from facility.exchange.manifest import Manifest, sha256_of, verify_manifest
 from facility.exchange.patterns import Patterns
 from facility.exchange.report import read_failure, read_report
 
+from .adapter_fit import check_adapters
 from .matching import match_tensors
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
@@ -65,7 +66,11 @@ def check_update(
             )
         update = open_checkpoint(directory)
         patterns = patterns or Patterns()
-        matched = match_tensors(base, update, facility, federated=patterns.federated)
+        if manifest.encoding == "lora":
+            check_adapters(base, update, facility)
+            matched = dict(update.tensors)
+        else:
+            matched = match_tensors(base, update, facility, federated=patterns.federated)
     except UpdateRefused:
         raise
     except CheckpointError as error:
