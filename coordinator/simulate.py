@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 from coordinator.planning.problem import Problem
 from coordinator.planning.read import read_problem
+from coordinator.simulation.federation import read_federation, simulate_federation
 from coordinator.simulation.pictures import write_html, write_trace
 from coordinator.simulation.plans import simulate
 from coordinator.simulation.result import SimulationResult
@@ -25,6 +27,10 @@ def parser() -> argparse.ArgumentParser:
     what = top.add_argument_group("what to simulate: --problem with --plan, or --federation")
     what.add_argument("--problem", type=Path, help="problem file (JSON): devices, links, the model's units")
     what.add_argument("--plan", type=Path, help="plan.json as coordinator.plan writes it")
+    what.add_argument(
+        "--federation", type=Path, help="federation to simulate (JSON): facilities, queues, links, policy"
+    )
+    top.add_argument("--rounds", type=int, help="rounds of a federation (default: what its file says)")
     top.add_argument("--iterations", type=int, default=1, help="iterations of a plan (default 1)")
     top.add_argument("--seed", type=int, default=0, help="seed of the random stalls (default 0)")
     top.add_argument("--stall-probability", type=float, default=0.0, help="of a stall before each forward and backward (default 0)")  # fmt: skip
@@ -48,6 +54,8 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; raises `CrossFedError` for bad input."""
     options = parser().parse_args(arguments)
+    if options.federation is not None:
+        return _federation(options)
     if options.problem is None or options.plan is None:
         raise ConfigurationError("give --problem and --plan, or --federation")
     if options.iterations < 1:
@@ -80,6 +88,34 @@ def main(arguments: list[str] | None = None) -> int:
     if options.html:
         write_html(options.html, result.timeline, f"{plan.schedule}, {plan.stages} stages x {plan.replicas} replicas")
     _deliver(result.to_json(), _table(result), options)
+    return 0
+
+
+def _federation(options: argparse.Namespace) -> int:
+    if options.problem or options.plan:
+        raise ConfigurationError("give --federation alone, or --problem and --plan")
+    federation = read_federation(options.federation)
+    if options.rounds is not None:
+        federation = dataclasses.replace(federation, rounds=options.rounds)
+    if options.seed:
+        federation = dataclasses.replace(federation, seed=options.seed)
+    result = simulate_federation(federation, timeline_rounds=3 if options.trace or options.html else 0)
+    if options.trace:
+        write_trace(options.trace, result.timeline)
+    if options.html:
+        write_html(options.html, result.timeline, f"{federation.size} facilities, {federation.policy}, first rounds")
+    rows = [
+        ("whole federation", f"{result.seconds / 3600:.4g} h for {result.rounds} rounds"),
+        ("a round", f"{result.round_seconds:.6g} s"),
+        ("updates", f"{result.updates}, {result.updates_per_hour:.5g} an hour"),
+        ("jobs failed", f"{result.jobs_failed}; given up: {result.sat_out}"),
+        ("training", f"{100 * result.training_share:.1f} % of the facilities' time"),
+        ("in queues", f"{100 * result.queue_share:.1f} %"),
+        ("transfers", f"{100 * result.transfer_share:.1f} %"),
+        ("waiting for the round", f"{100 * result.waiting_share:.1f} %"),
+    ]
+    width = max(len(name) for name, _ in rows)
+    _deliver(result.to_json(), "\n".join(f"{name:<{width}}  {value}" for name, value in rows), options)
     return 0
 
 

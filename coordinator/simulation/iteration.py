@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -94,13 +95,23 @@ def memory_of(layout: Layout) -> dict[int, float]:
 
 
 def _peaks(layout: Layout, bytes_of_chunk: Array) -> dict[int, float]:
+    by_chunk = tuple(float(b) for b in bytes_of_chunk)
     result = {}
-    by_chunk = [float(b) for b in bytes_of_chunk]
     for replica, count in enumerate(layout.micro_batches):
-        ranks = order(layout.schedule, layout.stages, layout.virtual_stages, count)
-        for stage, ops in enumerate(ranks):
-            result[layout.grid[stage][replica]] = memory.peak(ops, by_chunk)
+        most = _peaks_of(layout.schedule, layout.stages, layout.virtual_stages, count, by_chunk)
+        result.update({layout.grid[stage][replica]: most[stage] for stage in range(layout.stages)})
     return result
+
+
+@lru_cache(maxsize=1024)
+def _peaks_of(schedule: str, stages: int, virtual: int, micro_batches: int, by_chunk: tuple[float, ...]) -> list[float]:
+    ranks = order(schedule, stages, virtual, micro_batches)
+    if virtual > 1:
+        return [memory.peak(ops, by_chunk) for ops in ranks]
+    if min(by_chunk) != max(by_chunk) or by_chunk[0] != 1.0:  # one chunk a device: a count times its bytes
+        counts = _peaks_of(schedule, stages, virtual, micro_batches, (1.0,) * stages)
+        return [count * size for count, size in zip(counts, by_chunk, strict=True)]
+    return [memory.peak(ops, by_chunk) for ops in ranks]
 
 
 def _busy(layout: Layout) -> dict[int, float]:

@@ -1,0 +1,90 @@
+"""Sending between ranks, over links as they are or slowed down inside the process (no root needed).
+
+An emulated link delays every message by its latency and its bytes / bandwidth. Where flows share an uplink, they book
+time on it in small pieces through the store that all ranks see, so that concurrent flows really get their part. The
+booking uses the host's monotonic clock, so ranks that share an emulated uplink must run on one host.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+PIECE_SECONDS = 0.002
+"""Time on a shared uplink that one booking takes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretendedUplink:
+    """Flows from `sources` to `destinations` share this bandwidth."""
+
+    name: str
+    bytes_per_second: float
+    sources: frozenset[int]
+    destinations: frozenset[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretendedLinks:
+    """Links by (source, destination) rank; pairs that are absent are as fast as they are."""
+
+    latency_seconds: dict[tuple[int, int], float] = field(default_factory=dict)
+    bytes_per_second: dict[tuple[int, int], float] = field(default_factory=dict)
+    uplinks: tuple[PretendedUplink, ...] = ()
+
+
+class Wire:
+    """Point-to-point messages of one rank."""
+
+    def __init__(self, rank: int, device: torch.device, pretended: PretendedLinks, store: Any = None) -> None:
+        self.rank, self.device, self.pretended, self.store = rank, device, pretended, store
+
+    def send(self, tensor: torch.Tensor, target: int) -> None:
+        """Send and wait until it has left; over an emulated link, as long as that link would take."""
+        self._slow_down(target, tensor.numel() * tensor.element_size())
+        dist.send(tensor, target)
+        self._settle()
+
+    def receive(self, tensor: torch.Tensor, source: int) -> None:
+        dist.recv(tensor, source)
+        self._settle()
+
+    def _settle(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _slow_down(self, target: int, size: int) -> None:
+        pair = (self.rank, target)
+        begin = time.monotonic()
+        rate = self.pretended.bytes_per_second.get(pair)
+        due = begin + self.pretended.latency_seconds.get(pair, 0.0) + (size / rate if rate else 0.0)
+        for uplink in self.pretended.uplinks:
+            if self.rank in uplink.sources and target in uplink.destinations:
+                due = max(due, self._book(uplink, size))
+        time.sleep(max(0.0, due - time.monotonic()))
+
+    def _book(self, uplink: PretendedUplink, size: int) -> float:
+        """Pass `size` bytes through a shared uplink, piece by piece; returns when the last piece is through."""
+        assert self.store is not None, "a shared uplink needs the ranks' store"
+        left, through = float(size), time.monotonic()
+        while left > 0:
+            piece = min(left, uplink.bytes_per_second * PIECE_SECONDS)
+            through = self._book_piece(f"uplink/{uplink.name}", piece / uplink.bytes_per_second)
+            left -= piece
+            time.sleep(max(0.0, through - time.monotonic()))
+        return through
+
+    def _book_piece(self, key: str, seconds: float) -> float:
+        """Book `seconds` after what is booked already; atomically, by compare and set."""
+        known = ""
+        while True:
+            now = time.monotonic()
+            until = max(now, float(known) if known else 0.0) + seconds
+            answer = self.store.compare_set(key, known, repr(until)).decode()
+            if answer == repr(until):
+                return until
+            known = answer
