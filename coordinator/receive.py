@@ -17,7 +17,9 @@ from facility.exchange.durable import new_directory
 from facility.exchange.errors import InputError, UpdateRefused, exit_on_error
 from facility.exchange.links import link_tree
 from facility.exchange.manifest import read_manifest, verify_manifest
+from facility.exchange.paths import resolve
 from facility.exchange.patterns import Patterns
+from facility.exchange.signatures import verify
 
 
 def receive(
@@ -40,6 +42,8 @@ def receive(
     try:
         if (told := report.read_failure(update)) is not None:
             return told
+        if settings.allowed_signers:
+            verify(update, facility, resolve(settings.allowed_signers))
         if evaluation:
             verify_manifest(update)
             return None

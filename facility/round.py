@@ -26,6 +26,7 @@ from facility.exchange.outcome import Outcome
 from facility.exchange.paths import resolve
 from facility.exchange.patterns import Patterns
 from facility.exchange.settings import FacilitySettings, read_facility_settings
+from facility.exchange.signatures import sign
 from facility.launch import add_limits, attempt_of, launch, limits_from, show_failure, tasks_here
 from facility.launching.notes import Notes
 from facility.launching.place import Tasks
@@ -102,6 +103,8 @@ def run(job: Job) -> Ending:
                 job.personal.take_out(job.out, job.arguments.model, job.round)
                 make_smaller(job.out, model=job.arguments.model, state=job.state, round=job.round,
                              settings=job.settings.training, patterns=job.personal.patterns)  # fmt: skip
+            if job.settings.training.signing_key:
+                sign(job.out, resolve(job.settings.training.signing_key))
             finished.keep(key, job.round, job.out)
         return ending
 

@@ -115,6 +115,9 @@ class AggregationSettings:
     """LoRA updates: mean of the factors, or the exact mean of the products factorised again at the same rank."""
     statistics: Literal["exact", "sample", "off"] = "exact"
     """Norms and cosines in round.json: over every element, over one piece in sixteen, or none."""
+    allowed_signers: str = ""
+    """File at the coordinator (ssh-keygen(1), ALLOWED SIGNERS) with a key for each facility's name; empty: updates need
+    no signature."""
     screen: ScreenSettings = field(default_factory=ScreenSettings)
 
     def __post_init__(self) -> None:

@@ -18,6 +18,8 @@ from .errors import ManifestError
 
 FORMAT = 1
 NAME = "manifest.json"
+SIGNATURE = "manifest.json.sig"
+"""Of the manifest, where a facility signs (`facility.exchange.signatures`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +78,7 @@ def _files(directory: Path) -> list[Path]:
             target = path.resolve()
             if not target.is_file():
                 raise ManifestError(f"{path} is a symbolic link to {target}, which is no regular file")
-        if path.is_file() and path.relative_to(directory).as_posix() != NAME:
+        if path.is_file() and path.relative_to(directory).as_posix() not in (NAME, SIGNATURE):
             found.append(path)
     return found
 

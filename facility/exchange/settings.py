@@ -59,6 +59,8 @@ class TrainingSettings:
     """At most so many validation blocks per evaluation; 0: all."""
     encoding: Literal["full", "delta-int8", "delta-int4", "sparse"] = "full"
     """How the update travels: whole, or as the difference to the received model (51, 27 or about 10 % of bfloat16)."""
+    signing_key: str = ""
+    """Private ssh key at the facility that signs its updates' manifests; empty: they are not signed."""
     sparse_density: float = 0.05
     """Share of the values that the encoding `sparse` sends each round; the rest is kept and sent later."""
     keep_optimizer: bool = True
