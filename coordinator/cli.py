@@ -72,6 +72,39 @@ def render(
 
 
 @app.command()
+def check(
+    federation: FederationOption = DEFAULT,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    link: Annotated[bool, typer.Option(help="Measure each link by sending 16 MB.")] = True,
+) -> None:
+    """Look at everything that can be known before a job is submitted; a fix for each failing row. Exit 1 when one fails."""
+    from coordinator.check import check as look
+    from coordinator.check import show
+
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    raise typer.Exit(show(look(federation, link=link), as_json=as_json, console=console))
+
+
+@app.command()
+def bundle(
+    out: Annotated[Path, typer.Option(help="Folder to make.")],
+    python_version: Annotated[str, typer.Option(help="Python at the facility.")] = "3.11",
+    platform: Annotated[str, typer.Option(help="Its platform's wheel tag.")] = "manylinux_2_28_x86_64",
+    torch: Annotated[str, typer.Option(help="cuda, rocm or cpu.")] = "cuda",
+    torch_index: Annotated[str, typer.Option(help="Extra package index for torch; default PyTorch's own.")] = "",
+) -> None:
+    """Download what a facility without internet needs to install; copy the folder there and run its setup.sh."""
+    from coordinator.bundle import INDEX
+    from coordinator.bundle import bundle as make
+    from facility.exchange.errors import InputError
+
+    if torch not in INDEX:
+        raise InputError(f"--torch is {torch!r}, expected one of {', '.join(INDEX)}")
+    what = make(out, python=python_version, platform=platform, torch=torch, index=torch_index)
+    print(f"{out}: {len(what['files'])} wheels; there: bash crossfed/facility/setup.sh --wheelhouse wheelhouse")  # type: ignore[arg-type]
+
+
+@app.command()
 def status(
     federation: FederationOption = DEFAULT, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
 ) -> None:

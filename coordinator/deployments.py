@@ -96,6 +96,8 @@ class Deployment(Connection):
     """Pause between two tries: with the default number, the login node may be away for two hours."""
     connect_seconds: int = 30
     """Time for one try."""
+    gpu_memory_gb: float = 0.0
+    """Memory of one GPU in GB, for the check's estimate; 0: unknown."""
     known_hosts: str = ""
     """File with the hosts' keys, for `crossfed check`; StreamFlow reads ~/.ssh/known_hosts, or what UserKnownHostsFile in
     ~/.ssh/config says for the host."""

@@ -72,7 +72,7 @@ def fill_template(text: str, *, fill: dict[str, str], environment: Environment, 
             key=f"fill.{unknown[0]}",
         )
     values = {"home": environment.home} | fill
-    text = ENTER.sub(lambda _: _enter(environment), text)
+    text = ENTER.sub(lambda _: enter(environment), text)
     if environment.image:
         if START not in text:
             raise ConfigurationError(f"{name} has no {START}, so a container cannot go before it")
@@ -106,7 +106,8 @@ def _line(line: str, values: dict[str, str], name: str) -> str:
     return PLACEHOLDER.sub(put, line)
 
 
-def _enter(environment: Environment) -> str:
+def enter(environment: Environment) -> str:
+    """Shell lines that enter the environment; `<home>` is still to be filled."""
     lines = [f"module load {' '.join(environment.modules)}"] if environment.modules else []
     if environment.venv:
         lines.append(f". {_path(environment.venv + '/bin/activate')}")
@@ -123,6 +124,11 @@ def _container(environment: Environment, workdir: str) -> str:
     binds = " ".join(f"--bind {_path(path)}" for path in [workdir, environment.home, *environment.bind])
     runtime = '"$(command -v apptainer || command -v singularity)"'
     return " ".join([runtime, "exec", *flags, binds, _path(environment.image), ""])
+
+
+def enter_lines(environment: Environment) -> str:
+    """Shell lines that enter the environment, whole."""
+    return "\n".join(_line(line, {"home": environment.home}, "environment") for line in enter(environment).split("\n"))
 
 
 def _path(path: str) -> str:

@@ -1,0 +1,46 @@
+"""One line of the check's table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Verdict = Literal["ok", "warning", "fail", "skipped"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What was looked at, what was found, and what to do."""
+
+    subject: str
+    """`federation`, `coordinator`, or a facility's name."""
+    check: str
+    verdict: Verdict
+    found: str
+    fix: str = ""
+    """What to do when the verdict is not ok."""
+
+
+def ok(subject: str, check: str, found: str) -> Row:
+    return Row(subject=subject, check=check, verdict="ok", found=found)
+
+
+def fail(subject: str, check: str, found: str, fix: str) -> Row:
+    return Row(subject=subject, check=check, verdict="fail", found=found, fix=fix)
+
+
+def warning(subject: str, check: str, found: str, fix: str) -> Row:
+    return Row(subject=subject, check=check, verdict="warning", found=found, fix=fix)
+
+
+def skipped(subject: str, check: str, why: str) -> Row:
+    return Row(subject=subject, check=check, verdict="skipped", found=why)
+
+
+def size(count: float) -> str:
+    """Bytes for a reader."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(count) < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.4g} TB"

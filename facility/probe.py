@@ -1,0 +1,104 @@
+"""`python -m facility.probe`: what `crossfed check` asks a facility about itself; one JSON object on stdout, nothing changed.
+
+Imports no torch, so that it answers at once on a login node.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import facility
+from facility.exchange import manifest, report, settings
+from facility.exchange.errors import CrossFedError
+from facility.exchange.paths import resolve
+
+PACKAGES = ("torch", "transformers", "safetensors", "tokenizers", "datasets", "numpy")
+
+
+def formats() -> dict[str, int]:
+    """Version of every message that both sides read and write."""
+    return {"manifest": manifest.FORMAT, "report": report.FORMAT, "settings": settings.FORMAT}
+
+
+def packages() -> dict[str, str | None]:
+    found: dict[str, str | None] = {}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def dataset(path: Path) -> dict[str, Any]:
+    """What a prepared dataset says of itself; `error` when it is none."""
+    from facility.dataset import open_dataset
+
+    if not path.is_dir():
+        return {"error": "missing"}
+    try:
+        prepared = open_dataset(path)
+    except CrossFedError as error:
+        return {"error": str(error)}
+    told = prepared.manifest
+    return {
+        "task": told.task,
+        "block_tokens": told.block_tokens,
+        "vocabulary_size": told.vocabulary_size,
+        "tokenizer_sha256": told.tokenizer_sha256,
+        "blocks": {name: split.blocks for name, split in told.splits.items()},
+    }
+
+
+def disk(path: Path, reserve: int) -> dict[str, Any]:
+    """Room at `path`, or at the nearest folder above that exists; tries to take `reserve` bytes, as a quota would refuse."""
+    folder = path
+    while not folder.is_dir() and folder != folder.parent:
+        folder = folder.parent
+    told: dict[str, Any] = {
+        "exists": path.is_dir(),
+        "writable": os.access(folder, os.W_OK | os.X_OK),
+        "free": shutil.disk_usage(folder).free,
+    }
+    if told["writable"] and reserve and reserve < told["free"] and shutil.which("fallocate"):
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".crossfed-room-") as file:
+            result = subprocess.run(["fallocate", "-l", str(reserve), file.name], capture_output=True, text=True)
+        if result.returncode != 0 and "not supported" not in result.stderr:
+            told["refused"] = result.stderr.strip().splitlines()[-1]
+    return told
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m facility.probe", description=__doc__)
+    parser.add_argument(
+        "--dataset", required=True, metavar="PATH", help="prepared dataset; relative paths count from $CROSSFED_HOME"
+    )
+    parser.add_argument("--workdir", type=Path, required=True, metavar="DIR", help="where models and updates will go")
+    parser.add_argument(
+        "--reserve", type=int, default=0, metavar="BYTES", help="room that will be needed there (default 0)"
+    )
+    arguments = parser.parse_args()
+    told = {
+        "crossfed": facility.__version__,
+        "python": platform.python_version(),
+        "packages": packages(),
+        "formats": formats(),
+        "dataset": dataset(resolve(arguments.dataset)),
+        "disk": disk(arguments.workdir, arguments.reserve),
+    }
+    print(json.dumps(told))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
