@@ -63,12 +63,12 @@ def dataset(path: Path) -> dict[str, Any]:
 def disk(path: Path, reserve: int) -> dict[str, Any]:
     """Room at `path`, or at the nearest folder above that exists; tries to take `reserve` bytes, as a quota would refuse."""
     folder = path
-    while not folder.is_dir() and folder != folder.parent:
+    while not (folder.exists() or folder.is_symlink()) and folder != folder.parent:
         folder = folder.parent
     told: dict[str, Any] = {
         "exists": path.is_dir(),
-        "writable": os.access(folder, os.W_OK | os.X_OK),
-        "free": shutil.disk_usage(folder).free,
+        "writable": folder.is_dir() and os.access(folder, os.W_OK | os.X_OK),
+        "free": shutil.disk_usage(folder if folder.exists() else "/").free,
     }
     if told["writable"] and reserve and reserve < told["free"] and shutil.which("fallocate"):
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".crossfed-room-") as file:

@@ -35,6 +35,7 @@ printf '%s\\n' "$@" >> "$SITE/ssh-arguments"
 if [ -s "$SITE/ssh-says" ]; then cat "$SITE/ssh-says" >&2; exit 255; fi
 while [ "$1" != -- ]; do shift; done
 shift 2
+cd "$SITE/home"
 exec env HOME="$SITE/home" bash -c "$*"
 """
 SBATCH = """#!/bin/bash
@@ -194,8 +195,8 @@ def refused_flux(site: Site) -> None:
     site.says("flux", "flux-batch: ERROR: unknown queue work")
 
 
-def without_program(name: str) -> Callable[[Site], object]:
-    return lambda site: (site.root / "bin" / name).unlink()
+def without_programs(site: Site) -> None:
+    (site.root / "site/home/.bash_profile").write_text("export PATH=/nowhere\n")
 
 
 def old_python(site: Site) -> None:
@@ -267,7 +268,7 @@ MISTAKES: list[Mistake] = [
     ("other tokenizer", dataset(vocabulary_size=5000), "tokenizer", "tokenised with 5000 tokens, the model has 128"),
     ("long blocks", small_model, "dataset", "blocks have 16 tokens, the model takes at most 8"),
     ("little data", edit("batch_sequences: 4", "batch_sequences: 400"), "dataset", "40 training blocks are fewer than one batch of 400"),
-    ("no sbatch", without_program("sbatch"), "scheduler", "there is no sbatch command"),
+    ("no sbatch", without_programs, "scheduler", "there is no sbatch command"),
     ("partition", says("sbatch", "sbatch: error: invalid partition specified: main\nallocation failure: Invalid partition name specified"), "job accepted", "not one of this cluster's"),
     ("account", says("sbatch", "allocation failure: Invalid account or account/partition combination specified"), "job accepted", "account may not use this partition"),
     ("qos", says("sbatch", "allocation failure: Invalid qos specification"), "job accepted", "QoS is not one"),

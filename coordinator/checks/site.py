@@ -113,8 +113,8 @@ def _versions(name: str, told: dict[str, Any]) -> list[Row]:
             for p in ("torch", "transformers")
             if told["packages"][p].split("+")[0] != pinned.get(p, told["packages"][p].split("+")[0])
         ]
-        if other:
-            wanted = ", ".join(f"{p} {pinned[p]}" for p in other)
+        if untested:
+            wanted = ", ".join(f"{p} {pinned[p]}" for p in untested)
             rows.append(warning(name, "packages", f"Python {told['python']}, {versions}; tested is {wanted}", "run facility/setup.sh there again, unless the site provides its own torch"))  # fmt: skip
         else:
             rows.append(ok(name, "packages", f"Python {told['python']}, {versions}"))
