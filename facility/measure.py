@@ -28,7 +28,7 @@ from facility.exchange.durable import write_text
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.profile import MeasuredDevice, Profile, UnitTimes, write_profile
 from facility.measuring.devices import device_id, device_name, free_bytes
-from facility.measuring.layers import LayerSettings, measure_units
+from facility.measuring.layers import TASKS, LayerSettings, measure_units
 from facility.measuring.links import LinkSettings, MeasuredLinks, measure_links
 from facility.measuring.pretend import DISTRIBUTIONS, Pretended, read_pretended
 from facility.measuring.tournament import groups_of
@@ -44,6 +44,7 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--model", type=Path, required=True, help="Hugging Face checkpoint; only its config.json is read")
     top.add_argument("--out", type=Path, required=True, help="profile.json to write")
+    top.add_argument("--task", choices=TASKS, default="causal-lm", help="what the model is trained for (default causal-lm)")  # fmt: skip
     top.add_argument("--tokens", type=int, default=0, help="length of a sequence, tokens (default: 1024, or the model's most)")  # fmt: skip
     top.add_argument("--samples", default="1,2", help="micro-batch sizes to time, sequences (default 1,2)")
     top.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of forward and backward (default float32)")  # fmt: skip
@@ -80,6 +81,7 @@ def main(arguments: list[str] | None = None) -> int:
             dtype=getattr(torch, options.dtype),
             warmup=max(0, options.warmup),
             repeats=max(1, options.repeats),
+            task=options.task,
             cpu_seconds=options.clock == "cpu" and ranks.device.type == "cpu",
         )
         if not options.out.parent.is_dir():

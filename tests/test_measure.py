@@ -237,6 +237,19 @@ def test_one_rank_measures_every_kind_of_unit(tmp_path: Path, capsys: pytest.Cap
     assert raw["devices"][0]["memory_bytes"] > 1e8
 
 
+@pytest.mark.parametrize(("family", "task"), [("bert", "masked-lm"), ("gpt2", "causal-lm")])
+def test_other_architectures_are_measured_too(tmp_path: Path, family: str, task: str):
+    model = save_pico(tmp_path / "model", family)
+    out = tmp_path / "profile.json"
+    arguments = ["--model", str(model), "--out", str(out), "--tokens", "16", "--samples", "1", "--task", task]
+    assert main([*arguments, "--repeats", "1", "--dtype", "bfloat16"]) == 0
+    assert [(u["kind"], u["count"]) for u in read_profile(out)["units"]] == [
+        ("embedding", 1),
+        ("block", 4),
+        ("head", 1),
+    ]
+
+
 def test_four_ranks_see_their_links_and_a_shared_way_out(tmp_path: Path):
     model = save_pico(tmp_path / "model", num_hidden_layers=1)
     slow = {

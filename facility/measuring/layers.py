@@ -19,7 +19,7 @@ from facility.exchange.errors import InputError
 from facility.exchange.profile import UnitSizes, UnitTimes
 from facility.training.layout.split import Anatomy, Stage, examine
 from facility.training.model import build, choose_attention, read_config
-from facility.training.tasks import task_named
+from facility.training.tasks import CausalLM, Classification, MaskedLM, Task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,8 @@ class LayerSettings:
     repeats: int = 5
     cpu_seconds: bool = False
     """Count this process's CPU time instead of the clock's: for rehearsals whose ranks share the cores."""
-    task: str = "causal_lm"
+    task: str = "causal-lm"
+    """What the model is trained for: causal-lm, masked-lm or classification."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,8 +98,8 @@ def measure_units(
 ) -> MeasuredUnits:
     """Time one unit of every kind of the checkpoint's model. Weights are random: only shapes matter."""
     config = read_config(model)
-    task = task_named(settings.task)
-    attention = choose_attention(device, settings.dtype)
+    task = _task(settings.task)
+    attention = choose_attention(config, task.factory, device, settings.dtype)
     anatomy = examine(config, task.factory, attention.name, settings.tokens)
     skeleton = build(config, task.factory, attention)
     blocks = skeleton.get_submodule(anatomy.blocks)
@@ -118,6 +119,18 @@ def measure_units(
         times.append(seconds)
         del stage, run
     return MeasuredUnits(chain=chain, sizes=tuple(sizes), times=tuple(times), optimizer_seconds=steps)
+
+
+TASKS = ("causal-lm", "masked-lm", "classification")
+
+
+def _task(name: str) -> Task:
+    """The task's model and loss; nothing is drawn, so what drawing would need is left out."""
+    if name not in TASKS:
+        raise InputError(f"no task is called {name!r}; there are {', '.join(TASKS)}")
+    if name == "classification":
+        return Classification(token_types=False)
+    return CausalLM() if name == "causal-lm" else MaskedLM(0, 1, ())
 
 
 def _output(settings: LayerSettings, unit: int, anatomy: Anatomy) -> torch.dtype:
@@ -142,7 +155,7 @@ class _Unit:
     """One unit, ready to be run forwards and backwards."""
 
     def __init__(
-        self, stage: Stage, unit: int, anatomy: Anatomy, settings: LayerSettings, device: torch.device, task: Any
+        self, stage: Stage, unit: int, anatomy: Anatomy, settings: LayerSettings, device: torch.device, task: Task
     ) -> None:
         self.stage, self.unit, self.anatomy, self.settings = stage, unit, anatomy, settings
         self.device, self.task = device, task
@@ -208,7 +221,8 @@ class _Unit:
             forward = self._whole(hidden)
 
             def call() -> torch.Tensor:
-                return self.task.loss_sum(forward(), ids)
+                logits = forward()
+                return self.task.loss_sum(logits, ids if logits.dim() == 3 else torch.zeros_like(ids[:, 0]))
         else:
             call = self._block(hidden)
 
