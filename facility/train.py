@@ -20,12 +20,13 @@ import torch
 
 from facility.dataset import open_dataset
 from facility.exchange import report as reports
+from facility.exchange.checkpoint import open_checkpoint
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.outcome import Outcome
 from facility.exchange.plan import read_plan
 from facility.exchange.settings import read_facility_settings
-from facility.training import account, arrange, state
-from facility.training.assemble import assemble
+from facility.training import account, arrange, lora, memory, state
+from facility.training.assemble import assemble, draw
 from facility.training.clock import Clock
 from facility.training.engine import Engine
 from facility.training.feed import Feed
@@ -40,7 +41,9 @@ from facility.training.schedule import learning_rate
 from facility.training.seeds import derive
 from facility.training.stop import Stop
 from facility.training.tasks import task_for
-from facility.training.update import outgoing_parts, round_in_place, write_evaluation, write_update
+from facility.training.trace import Trace
+from facility.training.tracker import Tracker
+from facility.training.update import outgoing_parts, outgoing_tensors, round_in_place, write_evaluation, write_update
 
 
 def parser() -> argparse.ArgumentParser:
@@ -63,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
     began = time.perf_counter()
     settings = read_facility_settings(a.settings)
     training = settings.training
-    stop = Stop(training.limits.seconds, began)
+    stop = Stop(training.limits, began)
     ranks = from_environment(training.device)
     plan_file = a.plan or (Path(training.layout.plan) if training.layout.plan else None)
     plan = read_plan(plan_file) if plan_file else None
@@ -80,8 +83,11 @@ def main(argv: list[str] | None = None) -> int:
 
     with together(ranks):
         checkpoint, base = read_model(a.model, a.round, ranks, evaluation=a.round == settings.rounds)
+        received, base_model = checkpoint, Path(training.lora.base) if training.lora.base else a.model
+        if base_model != a.model:
+            checkpoint = open_checkpoint(base_model)
         dataset = open_dataset(a.dataset)
-        config = read_config(a.model)
+        config = read_config(base_model)
         check_inputs(a.round, a.out, settings, dataset, config)
         task = task_for(dataset, config)
         attention = choose_attention(config, task.factory, ranks.device, getattr(torch, training.compute_dtype))
@@ -104,9 +110,14 @@ def main(argv: list[str] | None = None) -> int:
         progress.say(line)
 
     clock = Clock(ranks.device)
-    held = assemble(config, task, attention, checkpoint, layout, ranks, training, clock, anatomy)
     with together(ranks):
-        load_parts(held.parts, checkpoint)
+        skeleton = draw(config, task, attention, training)
+        memory.check(memory.predicted_bytes(skeleton, anatomy, layout, ranks, training, config), ranks, training)
+    held = assemble(skeleton, task, checkpoint, layout, ranks, training, clock, anatomy)
+    with together(ranks):
+        load_parts([part for part in held.parts if not lora.is_adapter(part.name)], checkpoint)
+        if training.lora.rank:
+            progress.say(lora.load_adapters(held.parts, received, settings.seed))
     engine = Engine(held, layout, ranks, training, clock)
     optimizer_steps = 0
     if pause is None and previous is not None and previous.optimizer_steps and training.keep_optimizer:
@@ -146,8 +157,13 @@ def main(argv: list[str] | None = None) -> int:
             interruptions=interruptions,
         ), ranks, held.shapes, engine.optimizer, engine.parts, writes=writes)  # fmt: skip
 
+    tracker = Tracker(training.tracker, directory, f"{settings.federation}-{settings.facility}-{a.round}", ranks)
+    if tracker.reason:
+        progress.say(tracker.reason)
+    ends: list[float] = []
+    trace = Trace(training.trace, directory, a.round, ranks)
     while sync.wants_more():
-        if engine.agree_to_stop(stop.wanted()):
+        if engine.agree_to_stop(stop.wanted(done)):
             sync.finish()
             save_pause()
             sync.close()
@@ -157,18 +173,22 @@ def main(argv: list[str] | None = None) -> int:
         torch.manual_seed(derive(settings.seed, "step", a.round, settings.facility, done, ranks.rank))
         with clock("data"):
             batches = feed.step(position)
-        overall = a.round * training.steps + training.steps - (training.steps - done)
+        overall = a.round * training.steps + done
         rate = learning_rate(overall, settings.rounds * training.steps, training)
         result = engine.step(batches, rate, None if engine.together else sync)
         sync.after_step(result.predictions)
         losses.append(-1.0 if result.skipped else result.loss)
         done, position, optimizer_steps = done + 1, position + batch, optimizer_steps + (not result.skipped)
         progress.step(done, result, rate)
+        ends.append(time.perf_counter())
+        tracker.log(overall, loss=result.loss, gradient_norm=result.gradient_norm, learning_rate=rate)
+        trace.step()
         if training.limits.save_every and done % training.limits.save_every == 0 and engine.together:
             save_pause()
     sync.finish()
     sync_report = sync.report()
-    sync.close()
+    for thing in (sync, tracker, trace):
+        thing.close()
     trained = time.perf_counter()
 
     with together(ranks):
@@ -192,7 +212,7 @@ def main(argv: list[str] | None = None) -> int:
                                       "peak_memory_bytes": account.peak_memory_bytes(ranks),
                                       "seconds": {k: round(v, 4) for k, v in clock.seconds.items()}})  # fmt: skip
     details = account.details(held, layout, config, seconds, sequences * tokens, per_rank) | {
-        "sync": sync_report, "steps_skipped": engine.skipped, "interruptions": interruptions,
+        "tokens_per_second_steady": account.steady(ends, batch * tokens), "sync": sync_report, "steps_skipped": engine.skipped, "interruptions": interruptions,
         "attention": {"name": attention.name, "reason": attention.reason},
     }  # fmt: skip
 
@@ -210,7 +230,8 @@ def main(argv: list[str] | None = None) -> int:
         )  # fmt: skip
 
     outgoing = outgoing_parts(held.parts, held.repeats)
-    write_update(a.out, a.model, checkpoint, held.names | set(held.repeats), base, outgoing, ranks, writes, settings,
+    tensors = outgoing_tensors(checkpoint, held.shapes if training.lora.rank else None, training.export_dtype)
+    write_update(a.out, a.model, checkpoint, tensors, held.names | set(held.repeats), base, outgoing, ranks, writes, settings,
                  a.round, report)  # fmt: skip
     progress.say(f"update written to {a.out}")
     return Outcome.DONE

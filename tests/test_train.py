@@ -1,4 +1,4 @@
-"""Laws of one local round, run as the workflow runs it."""
+"""Laws of one local round."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from facility.exchange.manifest import Manifest, sha256_of, verify_manifest, wri
 from facility.exchange.report import read_report
 from tests.pico import save_pico
 from tests.training.federation import largest_difference, train, weights, write_dataset, write_settings
+from tests.training.layouts import arguments, rounds_in
 
 
 @pytest.fixture
@@ -18,19 +19,17 @@ def dataset(tmp_path: Path) -> Path:
     return write_dataset(tmp_path / "data")
 
 
-@pytest.fixture
-def settings(tmp_path: Path) -> Path:
-    return write_settings(tmp_path / "settings.json")
-
-
-def test_a_round_learns_and_tells(tmp_path: Path, pico_llama: Path, dataset: Path, settings: Path):
+def test_the_command_learns_and_tells(tmp_path: Path, pico_llama: Path, dataset: Path):
+    """Run as the workflow runs it: a command."""
+    settings = write_settings(tmp_path / "settings.json")
     train(tmp_path / "out", pico_llama, dataset, settings)
     manifest, report = verify_manifest(tmp_path / "out"), read_report(tmp_path / "out")
     assert (manifest.kind, manifest.round, manifest.facility) == ("update", 0, "north")
-    assert manifest.parameters == report.details.get("parameters", manifest.parameters) > 0
+    assert manifest.parameters == report.details["parameters"] == report.details["trained_parameters"] > 0
     assert report.loss_returned < report.loss_received
     assert (report.steps, report.samples, report.position, report.tokens) == (3, 12, 12, 12 * 16)
     assert weights(tmp_path / "out").keys() == weights(pico_llama).keys()
+    assert {"data", "forward", "backward", "optimizer"} <= set(report.details["per_rank"][0]["seconds"])
 
 
 def test_the_update_loads_and_its_loss_is_the_one_reported(tmp_path: Path, dataset: Path):
@@ -39,8 +38,7 @@ def test_the_update_loads_and_its_loss_is_the_one_reported(tmp_path: Path, datas
     from transformers import AutoModelForCausalLM
 
     model = save_pico(tmp_path / "model", "gpt2")
-    settings = write_settings(tmp_path / "settings.json", export_dtype="bfloat16")
-    train(tmp_path / "out", model, dataset, settings)
+    rounds_in([("one", arguments(tmp_path, model, dataset, export_dtype="bfloat16"))])
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert loaded.dtype == torch.bfloat16
     ids = torch.from_numpy(np.load(dataset / "validation.npy").astype(np.int64))
@@ -49,96 +47,92 @@ def test_the_update_loads_and_its_loss_is_the_one_reported(tmp_path: Path, datas
     assert loss == pytest.approx(read_report(tmp_path / "out").loss_returned, abs=1e-5)
 
 
-def test_the_same_inputs_give_the_same_bytes(tmp_path: Path, pico_llama: Path, dataset: Path, settings: Path):
-    for name in ("a", "b"):
-        train(tmp_path / name / "out", pico_llama, dataset, settings)
+def test_the_same_inputs_give_the_same_bytes(tmp_path: Path, pico_llama: Path, dataset: Path):
+    rounds_in([(name, arguments(tmp_path / name, pico_llama, dataset)) for name in ("a", "b")])
     assert sha256_of(tmp_path / "a/out/model.safetensors") == sha256_of(tmp_path / "b/out/model.safetensors")
 
 
-def test_two_shards_train_like_one_process(tmp_path: Path, pico_llama: Path, dataset: Path, settings: Path):
-    train(tmp_path / "one" / "out", pico_llama, dataset, settings)
-    train(tmp_path / "two" / "out", pico_llama, dataset, settings, ranks=2)
-    assert largest_difference(tmp_path / "one/out", tmp_path / "two/out") < 1e-5
-    one, two = read_report(tmp_path / "one/out"), read_report(tmp_path / "two/out")
-    assert two.loss_received == pytest.approx(one.loss_received, abs=1e-5)
-    assert two.loss_returned == pytest.approx(one.loss_returned, abs=1e-5)
-    assert two.training_loss == pytest.approx(one.training_loss, abs=1e-5)
-
-
-def test_accumulated_micro_batches_train_like_the_whole_batch(tmp_path: Path, pico_llama: Path, dataset: Path):
-    whole = write_settings(tmp_path / "whole.json")
-    pieces = write_settings(tmp_path / "pieces.json", micro_batch_sequences=1)
-    train(tmp_path / "whole" / "out", pico_llama, dataset, whole)
-    train(tmp_path / "pieces" / "out", pico_llama, dataset, pieces)
-    assert largest_difference(tmp_path / "whole/out", tmp_path / "pieces/out") < 1e-5
-
-
-def test_a_batch_that_the_ranks_do_not_divide_trains_the_same(tmp_path: Path, pico_llama: Path, dataset: Path):
-    settings = write_settings(tmp_path / "odd.json", batch_sequences=3, micro_batch_sequences=1)
-    train(tmp_path / "one" / "out", pico_llama, dataset, settings)
-    train(tmp_path / "two" / "out", pico_llama, dataset, settings, ranks=2)
-    assert largest_difference(tmp_path / "one/out", tmp_path / "two/out") < 1e-5
+def test_a_batch_is_the_same_however_it_is_cut(tmp_path: Path, pico_llama: Path, dataset: Path):
+    """Micro-batches, two ranks, and three sequences that two ranks cannot share evenly."""
+    for batch in (3, 4):
+        place = tmp_path / str(batch)
+        whole = ("whole", arguments(place / "whole", pico_llama, dataset, batch_sequences=batch))
+        pieces = arguments(place / "pieces", pico_llama, dataset, batch_sequences=batch, micro_batch_sequences=1)
+        rounds_in([whole, ("pieces", pieces)])
+        assert largest_difference(place / "whole/out", place / "pieces/out") < 1e-5
+    cases = [
+        (str(b), arguments(tmp_path / str(b) / "two", pico_llama, dataset, batch_sequences=b, micro_batch_sequences=1))
+        for b in (3, 4)
+    ]
+    rounds_in(cases, ranks=2)
+    for batch in (3, 4):
+        assert largest_difference(tmp_path / str(batch) / "whole/out", tmp_path / str(batch) / "two/out") < 1e-5
 
 
 def test_rounds_follow_each_other_like_one_long_round(tmp_path: Path, pico_llama: Path, dataset: Path):
     """With the returned model sent straight back, two rounds of 3 steps are one round of 6."""
-    two = write_settings(tmp_path / "two.json", rounds=2, warmup_steps=2)
-    one = write_settings(tmp_path / "one.json", rounds=1, steps=6, warmup_steps=2)
-    train(tmp_path / "two" / "first", pico_llama, dataset, two)
-    received = tmp_path / "received"
-    (tmp_path / "two" / "first").rename(received)
+    rounds_in([("first", arguments(tmp_path / "two", pico_llama, dataset, rounds=2, warmup_steps=2))])
+    received = (tmp_path / "two" / "out").rename(tmp_path / "received")
     (received / "report.json").unlink()
     write_manifest(received, Manifest(kind="model", federation="pico", round=1))
-    train(tmp_path / "two" / "out", received, dataset, two, round=1)
-    train(tmp_path / "one" / "out", pico_llama, dataset, one)
+    rounds_in([("second", arguments(tmp_path / "two", received, dataset, round=1, rounds=2, warmup_steps=2)),
+               ("long", arguments(tmp_path / "one", pico_llama, dataset, rounds=1, steps=6, warmup_steps=2))])  # fmt: skip
     assert largest_difference(tmp_path / "one/out", tmp_path / "two/out") == 0.0
     assert read_report(tmp_path / "two/out").position == read_report(tmp_path / "one/out").position == 24
 
 
-def test_a_round_done_again_gives_the_same_bytes(tmp_path: Path, pico_llama: Path, dataset: Path, settings: Path):
-    for number, name in ((0, "r0"), (1, "r1"), (1, "r1-again")):
-        train(tmp_path / name, pico_llama, dataset, settings, round=number)
-    assert sha256_of(tmp_path / "r1/model.safetensors") == sha256_of(tmp_path / "r1-again/model.safetensors")
-    assert sha256_of(tmp_path / "r0/model.safetensors") != sha256_of(tmp_path / "r1/model.safetensors")
+def test_a_round_done_again_gives_the_same_bytes(tmp_path: Path, pico_llama: Path, dataset: Path):
+    digests = []
+    for number in (0, 1, 1):
+        rounds_in([(str(number), arguments(tmp_path, pico_llama, dataset, round=number))])
+        digests.append(sha256_of(tmp_path / "out/model.safetensors"))
+        (tmp_path / "out").rename(tmp_path / f"out-{len(digests)}")
+    assert digests[0] != digests[1] == digests[2]
     assert sorted(p.name for p in (tmp_path / "state").iterdir()) == ["round-0", "round-1"]
 
 
-def test_a_facility_that_sat_out_goes_on_at_the_right_place(
-    tmp_path: Path, pico_llama: Path, dataset: Path, settings: Path
-):
-    (result,) = train(tmp_path / "out", pico_llama, dataset, settings, round=2)
-    assert "sat out round 1" in result.stderr
+def test_a_facility_that_sat_out_goes_on_at_the_right_place(tmp_path: Path, pico_llama: Path, dataset: Path):
+    said = rounds_in([("late", arguments(tmp_path, pico_llama, dataset, round=2))])
+    assert "sat out round 1" in said["late"][0]
     assert read_report(tmp_path / "out").position == 3 * 12
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_bad_input_is_one_clear_error_on_every_rank(tmp_path: Path, pico_llama: Path, settings: Path, ranks: int):
-    large = write_dataset(tmp_path / "large", vocabulary=300)
-    for result in train(tmp_path / "out", pico_llama, large, settings, ranks=ranks, expect=2):
-        assert result.stderr.count("error:") == 1
-        assert "vocabulary of 300" in result.stderr and "Traceback" not in result.stderr
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_truncated_model_is_refused(tmp_path: Path, pico_llama: Path, dataset: Path, settings: Path):
-    write_manifest(pico_llama, Manifest(kind="model", federation="pico", round=0))
-    file = pico_llama / "model.safetensors"
+def test_bad_input_is_one_clear_error_on_every_rank(tmp_path: Path, pico_llama: Path, dataset: Path):
+    truncated = save_pico(tmp_path / "truncated")
+    write_manifest(truncated, Manifest(kind="model", federation="pico", round=0))
+    file = truncated / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-8])
-    (result,) = train(tmp_path / "out", pico_llama, dataset, settings, expect=2)
-    assert "truncated" in result.stderr
+    plan = tmp_path / "plan.json"
+    plan.write_text(
+        json.dumps({"stages": 3, "replicas": 1, "grid": [[0], [1], [2]], "stage_units": [[0, 2], [2, 3], [3, 6]]})
+    )
+    large = write_dataset(tmp_path / "large", vocabulary=300)
+    twice = {"stages": 2, "units": [[0, 3], [2, 6]]}
+    cases = {
+        "vocabulary of 300": arguments(tmp_path / "a", pico_llama, large),
+        "truncated": arguments(tmp_path / "b", truncated, dataset),
+        "unit 2 is in two chunks": arguments(tmp_path / "c", pico_llama, dataset, layout=twice),
+        "the plan uses": [*arguments(tmp_path / "d", pico_llama, dataset), "--plan", str(plan)],
+        "2 ranks read data": arguments(tmp_path / "e", pico_llama, dataset, batch_sequences=1),
+        "memory": arguments(tmp_path / "f", pico_llama, dataset, limits={"memory_bytes": 1000}),
+    }  # fmt: skip
+    for expected, texts in rounds_in(list(cases.items()), ranks=2, expect=2).items():
+        for text in texts:
+            assert text.count("error:") == 1 and expected in text, (expected, text)
+    assert not list(tmp_path.glob("*/out"))
 
 
-def test_a_tied_checkpoint_that_repeats_its_head_comes_back_with_both(tmp_path: Path, dataset: Path, settings: Path):
+def test_a_tied_checkpoint_that_repeats_its_head_comes_back_with_both(tmp_path: Path, dataset: Path):
     from safetensors.torch import load_file, save_file
 
     model = save_pico(tmp_path / "tied", tie_word_embeddings=True)
     tensors = load_file(model / "model.safetensors")
     assert "lm_head.weight" not in tensors
-    train(tmp_path / "plain" / "out", model, dataset, settings)
+    rounds_in([("plain", arguments(tmp_path / "plain", model, dataset))])
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     tensors["something.else"] = tensors["model.norm.weight"] + 1
     save_file(tensors, model / "model.safetensors")
-    train(tmp_path / "both" / "out", model, dataset, settings)
+    rounds_in([("both", arguments(tmp_path / "both", model, dataset))])
     plain, both = weights(tmp_path / "plain/out"), weights(tmp_path / "both/out")
     assert both["lm_head.weight"].equal(both["model.embed_tokens.weight"])
     assert both["lm_head.weight"].equal(plain["model.embed_tokens.weight"])
@@ -151,13 +145,35 @@ def test_half_precision_overflow_names_the_tensor(tmp_path: Path, pico_llama: Pa
     tensors = load_file(pico_llama / "model.safetensors")
     tensors["model.norm.weight"][3] = 1e5
     save_file(tensors, pico_llama / "model.safetensors")
-    settings = write_settings(tmp_path / "settings.json", export_dtype="float16")
-    (result,) = train(tmp_path / "out", pico_llama, dataset, settings, expect=2)
-    assert "model.norm.weight" in result.stderr and "65504" in result.stderr
+    said = rounds_in([("over", arguments(tmp_path, pico_llama, dataset, export_dtype="float16"))], expect=2)
+    assert "model.norm.weight" in said["over"][0] and "65504" in said["over"][0]
 
 
 def test_half_precision_is_half_the_bytes(tmp_path: Path, pico_llama: Path, dataset: Path):
-    settings = write_settings(tmp_path / "settings.json", export_dtype="bfloat16", compute_dtype="bfloat16")
-    train(tmp_path / "out", pico_llama, dataset, settings, ranks=2)
-    assert verify_manifest(tmp_path / "out").dtypes == {"BF16": len(weights(pico_llama))}
-    assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == "bfloat16"
+    half = {"export_dtype": "bfloat16", "compute_dtype": "bfloat16"}
+    cases = [("fsdp", arguments(tmp_path / "fsdp", pico_llama, dataset, **half)),
+             ("pipeline", arguments(tmp_path / "pipeline", pico_llama, dataset, layout={"stages": 2}, **half))]  # fmt: skip
+    rounds_in(cases, ranks=2)
+    for name, _ in cases:
+        out = tmp_path / name / "out"
+        assert verify_manifest(out).dtypes == {"BF16": len(weights(pico_llama))}
+        assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+        assert read_report(out).loss_returned < read_report(out).loss_received
+
+
+def test_a_diverging_round_skips_counts_and_ends(tmp_path: Path, pico_llama: Path, dataset: Path):
+    settings = {"learning_rate": 1e30, "clip_norm": 0.0, "steps": 20, "limits": {"bad_losses": 3}}
+    said = rounds_in([("bad", arguments(tmp_path, pico_llama, dataset, **settings))], expect=2)
+    assert "3 steps in a row" in said["bad"][0] and not (tmp_path / "out").exists()
+
+
+def test_proximal_training_stays_closer_to_the_received_model(tmp_path: Path, pico_llama: Path, dataset: Path):
+    free = arguments(tmp_path / "free", pico_llama, dataset, clip_norm=0.0, steps=8)
+    held = arguments(tmp_path / "held", pico_llama, dataset, clip_norm=0.0, steps=8, proximal=100.0)
+    rounds_in([("free", free), ("held", held)])
+
+    def moved(out: Path) -> float:
+        before, after = weights(pico_llama), weights(out)
+        return sum(float((after[n] - before[n]).square().sum()) for n in before)
+
+    assert moved(tmp_path / "held/out") < 0.5 * moved(tmp_path / "free/out")

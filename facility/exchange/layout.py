@@ -61,6 +61,8 @@ class LoraSettings:
     alpha: float = 16.0
     """Scale: an adapter adds alpha / rank * B A."""
     dropout: float = 0.0
+    base: str = ""
+    """Path at the facility of the base model, when adapters alone travel both ways; empty: the received model."""
     targets: list[str] = field(default_factory=list)
     """Ends of the names of the linear layers that get one; empty: every linear layer of the blocks."""
 
@@ -78,6 +80,8 @@ class LimitSettings:
     seconds: float = 0.0
     """Time for one attempt at a round, from the start of the process; then state is saved and the exit code is 85.
     0: no limit."""
+    stop_after: int = 0
+    """Stop so once this many steps of the round are done (for rehearsals); 0: no limit."""
     memory_bytes: int = 0
     """Memory that a rank may use; 0: what the machine has."""
     bad_losses: int = 5
@@ -86,7 +90,7 @@ class LimitSettings:
     """Also save state every so many steps, against a crash without a warning; 0: only when asked to stop."""
 
     def __post_init__(self) -> None:
-        for name in ("seconds", "memory_bytes", "save_every"):
+        for name in ("seconds", "stop_after", "memory_bytes", "save_every"):
             if getattr(self, name) < 0:
                 raise ConfigurationError(f"{name} is {getattr(self, name)}, expected 0 or more")
         if self.bad_losses < 1:

@@ -84,6 +84,11 @@ def bubble_theory(schedule: str, stages: int, virtual: int, micro_batches: int) 
     return ratio / (1 + ratio)
 
 
+def steady(ends: list[float], tokens: int) -> float | None:
+    """Tokens a second from the end of the second step on: without compilation and first touches of memory."""
+    return (len(ends) - 2) * tokens / (ends[-1] - ends[1]) if len(ends) > 2 else None
+
+
 def details(
     held: Assembly, layout: Layout, config: Any, seconds: float, tokens: int, per_rank: list[dict[str, Any]]
 ) -> dict[str, Any]:
@@ -102,5 +107,7 @@ def details(
     if layout.units:
         grid, virtual = layout.grid, len(layout.units) // layout.grid.stages
         micro_batches = max(layout.shape.micro_batches)
+        busy, whole = (sum(r["seconds"].get(k, 0.0) for r in per_rank) for k in ("busy", "pipeline"))
+        result["bubble_measured"] = 1 - busy / whole if whole else None
         result["bubble_theory"] = bubble_theory(layout.schedule, grid.stages, virtual, micro_batches)
     return result

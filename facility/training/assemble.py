@@ -17,6 +17,7 @@ from facility.exchange.checkpoint import Checkpoint
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.settings import TrainingSettings
 
+from . import lora
 from .arrange import Layout
 from .clock import Clock
 from .compute import Compute, Pipeline, Precision, Whole
@@ -57,19 +58,26 @@ def frozen(name: str, patterns: list[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def assemble(
-    config: Any, task: Task, attention: Attention, checkpoint: Checkpoint, layout: Layout, ranks: Ranks,
-    settings: TrainingSettings, clock: Clock, anatomy: Anatomy | None,
-) -> Assembly:  # fmt: skip
-    """Build on the meta device, cut, shard, and give memory to this rank's part only."""
+def draw(config: Any, task: Task, attention: Attention, settings: TrainingSettings) -> nn.Module:
+    """The whole model without memory: adapters in, what is frozen marked."""
     skeleton = build(config, task.factory, attention)
+    if settings.lora.rank:
+        lora.inject(skeleton, settings.lora)
     for name, parameter in skeleton.named_parameters():
         if frozen(name, settings.freeze):
             parameter.requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in skeleton.parameters()):
+        raise ConfigurationError(f"training.freeze {settings.freeze} leaves no parameter to train")
+    return skeleton
+
+
+def assemble(
+    skeleton: nn.Module, task: Task, checkpoint: Checkpoint, layout: Layout, ranks: Ranks, settings: TrainingSettings,
+    clock: Clock, anatomy: Anatomy | None,
+) -> Assembly:  # fmt: skip
+    """Cut, shard, and give memory to this rank's part of a drawn model only."""
     names = names_on_disk(skeleton, checkpoint)
     trained = {names[n]: tuple(p.shape) for n, p in skeleton.named_parameters() if p.requires_grad}
-    if not trained:
-        raise ConfigurationError(f"training.freeze {settings.freeze} leaves no parameter to train")
     repeats = same_tensors(skeleton, checkpoint, names)
     parameters = sum(p.numel() for p in skeleton.parameters())
     dtype = getattr(torch, settings.compute_dtype)
@@ -122,7 +130,8 @@ def assemble(
                 part = dataclasses.replace(part, name=names[alias], copy=True)
             held.append(part)
     group, first_rank_only = tied_group(grid, ranks, bool(tied_names))
-    tied = [p for p in held if p.copy or (first_rank_only and p.name in {names[a] for a in tied_names.values()})]
+    originals = {names[alias] for alias in tied_names.values()}
+    tied = [p for p in held if p.trained and (p.copy or (first_rank_only and p.name in originals))]
     pipeline = Pipeline(
         stages, len(layout.units), anatomy, task, precision, clock, group=mesh["stage"].get_group(),
         schedule=layout.schedule, micro_batches=layout.shape.micro_batches[grid.reader(ranks.rank)],

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -23,3 +24,12 @@ class Clock:
         if self._wait:
             torch.cuda.synchronize()
         self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - began
+
+    def timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, its time counted under `part`."""
+
+        def measured(*args: Any, **kwargs: Any) -> Any:
+            with self(part):
+                return function(*args, **kwargs)
+
+        return measured

@@ -108,6 +108,9 @@ class Pipeline:
             )
             for index, stage in stages.items()
         ]  # fmt: skip
+        for stage in built:  # what is not inside these is waiting for other stages: the bubble
+            for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
+                setattr(stage, name, clock.timed("busy", getattr(stage, name)))
         kind = SCHEDULES[schedule]
         several = issubclass(kind, torch_schedules.PipelineScheduleMulti)
         try:

@@ -13,6 +13,7 @@ from torch import nn
 from facility.exchange.checkpoint import Checkpoint
 from facility.exchange.errors import CheckpointError, InputError
 
+from . import lora
 from .layout.shard import find_blocks
 
 
@@ -91,6 +92,7 @@ def names_on_disk(model: Any, checkpoint: Checkpoint) -> dict[str, str]:
     prefix = getattr(model, "base_model_prefix", "") + "."
     names: dict[str, str] = {}
     for key, candidates in aliases.items():
+        candidates = [lora.name_on_disk(name) for name in candidates]
         short = [name.removeprefix(prefix) for name in candidates]
         found = next((name for name in [*candidates, *short] if name in checkpoint.tensors), candidates[0])
         names[first[key]] = found

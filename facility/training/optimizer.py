@@ -18,8 +18,9 @@ def adamw(parts: Sequence[Part], settings: TrainingSettings) -> torch.optim.Adam
         {"params": [p.tensor for p in parts if len(p.shape) >= 2], "weight_decay": settings.weight_decay},
         {"params": [p.tensor for p in parts if len(p.shape) < 2], "weight_decay": 0.0},
     ]
+    kept = [g for g in groups if g["params"]]
     return torch.optim.AdamW(
-        [g for g in groups if g["params"]],
+        kept or [torch.zeros(0)],  # a stage of frozen layers has nothing to do
         lr=settings.learning_rate,
         betas=(settings.beta1, settings.beta2),
         eps=settings.epsilon,

@@ -6,13 +6,16 @@ import signal
 import time
 from types import FrameType
 
+from facility.exchange.layout import LimitSettings
+
 
 class Stop:
     """Notes SIGTERM and SIGUSR1 (Slurm: `--signal=USR1@120`) and the deadline; never interrupts a step."""
 
-    def __init__(self, seconds: float, began: float) -> None:
-        """`seconds` of budget from `began` (time.perf_counter); 0: none."""
+    def __init__(self, limits: LimitSettings, began: float) -> None:
+        """The budget of `limits.seconds` runs from `began` (time.perf_counter)."""
         self.reason = ""
+        self._after, seconds = limits.stop_after, limits.seconds
         self._deadline = began + seconds if seconds else None
         self._longest = 0.0
         self._last = time.perf_counter()
@@ -22,8 +25,10 @@ class Stop:
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.reason = f"signal {signal.Signals(number).name}"
 
-    def wanted(self) -> bool:
-        """To be asked once before each step: is there no time for another step and for saving?"""
+    def wanted(self, done: int) -> bool:
+        """To be asked once before each step, `done` being behind: is there no time for another step and for saving?"""
+        if self._after and done >= self._after:
+            self.reason = f"limits.stop_after is {self._after}"
         now = time.perf_counter()
         self._longest, self._last = max(self._longest, now - self._last), now
         if self._deadline is not None and now + 2 * self._longest > self._deadline and not self.reason:

@@ -16,7 +16,7 @@ from facility.exchange.checkpoint import FLOATS, Checkpoint
 from facility.exchange.durable import new_directory
 from facility.exchange.settings import FacilitySettings
 
-from . import account
+from . import account, lora
 from .load import Part, part_of
 from .ranks import Ranks, barrier, broadcast, together
 from .save import create_files, plan_files, rounded, write_parts
@@ -40,14 +40,16 @@ def outgoing_parts(parts: list[Part], repeats: dict[str, str]) -> list[Part]:
 
 
 def write_update(
-    out: Path, model: Path, checkpoint: Checkpoint, known: set[str], base: manifests.Manifest | None, parts: list[Part],
-    ranks: Ranks, writes: bool, settings: FacilitySettings, round: int, report: Callable[[], reports.Report],
+    out: Path, model: Path, checkpoint: Checkpoint, tensors: list[tuple[str, str, tuple[int, ...]]], known: set[str],
+    base: manifests.Manifest | None, parts: list[Part], ranks: Ranks, writes: bool, settings: FacilitySettings,
+    round: int, report: Callable[[], reports.Report],
 ) -> None:  # fmt: skip
-    """Write the update directory whole. `known`: names that some rank holds; `writes`: this rank's replica writes."""
-    dtype = DTYPES[settings.training.export_dtype]
-    layout = [(n, dtype if e.dtype in FLOATS else e.dtype, e.shape) for n, e in checkpoint.tensors.items()]
-    slots, headers = plan_files(layout)
-    mine = list(parts) if writes else []
+    """Write the update directory whole: `tensors` (name, dtype, shape) in that order.
+
+    `known`: names that some rank holds, the rest travels as received; `writes`: this rank's replica writes.
+    """
+    slots, headers = plan_files(tensors)
+    mine = [part for part in parts if writes and part.name in slots]
     if not ranks.first:
         temporary = Path(broadcast(ranks, None))
         barrier(ranks)
@@ -55,8 +57,9 @@ def write_update(
             write_parts(temporary, slots, mine)
         barrier(ranks)
         return
-    for name in sorted(set(checkpoint.tensors) - known):  # buffers and the like travel as they came
+    for name in sorted(set(slots) - known):  # buffers and the like
         mine.append(part_of(name, torch.nn.Parameter(checkpoint.read(name), requires_grad=False)))
+    adapters = settings.training.lora
     with new_directory(out) as temporary:
         broadcast(ranks, str(temporary))
         create_files(temporary, slots, headers)
@@ -64,13 +67,27 @@ def write_update(
         with together(ranks):
             write_parts(temporary, slots, mine)
         copy_companions(model, temporary, settings.training.export_dtype)
+        if adapters.rank:
+            lora.write_adapter_config(temporary, adapters, list(slots), "")
         reports.write(temporary, report())
-        counts = {d: sum(1 for _, x, _ in layout if x == d) for d in sorted({x for _, x, _ in layout})}
+        counts = {d: sum(1 for _, x, _ in tensors if x == d) for d in sorted({x for _, x, _ in tensors})}
         manifests.write_manifest(temporary, manifests.Manifest(
             kind="update", federation=settings.federation, round=round, facility=settings.facility,
-            base_sha256=base.content_sha256 if base else None, dtypes=counts, parameters=checkpoint.parameters,
+            base_sha256=base.content_sha256 if base else None, dtypes=counts,
+            encoding="lora" if adapters.rank else "full",
+            parameters=sum(torch.Size(shape).numel() for _, _, shape in tensors),
         ))  # fmt: skip
     barrier(ranks)
+
+
+def outgoing_tensors(
+    checkpoint: Checkpoint, adapters: dict[str, tuple[int, ...]] | None, export_dtype: str
+) -> list[tuple[str, str, tuple[int, ...]]]:
+    """(name, dtype, shape) of everything the update holds: the received tensors by their names, or adapters alone."""
+    dtype = DTYPES[export_dtype]
+    if adapters is not None:
+        return [(name, dtype, shape) for name, shape in sorted(adapters.items())]
+    return [(n, dtype if e.dtype in FLOATS else e.dtype, e.shape) for n, e in checkpoint.tensors.items()]
 
 
 def write_evaluation(
@@ -102,6 +119,8 @@ def copy_companions(model: Path, target: Path, dtype: str) -> None:
         if path.is_file() and path.suffix in (".json", ".txt", ".model", ".jinja") and not name.endswith("index.json"):
             if name not in (manifests.NAME, reports.REPORT, "config.json"):
                 shutil.copyfile(path, target / name)
+    if not (model / "config.json").is_file():  # adapters alone were received
+        return
     config = json.loads((model / "config.json").read_text())
     config["dtype"] = dtype
     config.pop("torch_dtype", None)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tests.distributed import run_distributed
 from tests.training.federation import write_settings
 
 
@@ -20,12 +22,26 @@ def run_rounds(rank: int, world: int, cases: list[tuple[str, list[str]]]) -> lis
 
     os.environ["LOCAL_WORLD_SIZE"] = str(world)
     results = []
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
     for name, arguments in cases:
         with contextlib.redirect_stderr(io.StringIO()) as said:
             code = exit_on_error(lambda arguments=arguments: main(arguments))  # type: ignore[misc]
         results.append((name, int(code), said.getvalue()))
     torch.use_deterministic_algorithms(False)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
     return results
+
+
+def rounds_in(cases: list[tuple[str, list[str]]], *, ranks: int = 1, expect: int | None = 0) -> dict[str, list[str]]:
+    """Run the cases on so many ranks; what every rank said, by case. Every rank must end every case with `expect`."""
+    results = [run_rounds(0, 1, cases)] if ranks == 1 else run_distributed(run_rounds, ranks, cases, timeout=240)
+    said: dict[str, list[str]] = {name: [] for name, _ in cases}
+    for of_rank in results:
+        for name, code, text in of_rank:
+            assert expect is None or code == expect, f"{name} ended with {code}:\n{text}"
+            said[name].append(text)
+    return said
 
 
 def arguments(directory: Path, model: Path, dataset: Path, round: int = 0, **training: Any) -> list[str]:

@@ -1,0 +1,110 @@
+"""Low-rank adapters: injected by peft into the skeleton, the only thing trained, kept and sent.
+
+An update holds adapter tensors under peft's names (`base_model.model.<layer>.lora_A.weight`) beside an
+`adapter_config.json`; its manifest says `encoding: lora`. The received model is either a checkpoint (with or without
+adapter tensors in it), or adapters alone, where `training.lora.base` names a base model that never travels.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from facility.exchange.checkpoint import Checkpoint
+from facility.exchange.errors import ConfigurationError
+from facility.exchange.layout import LoraSettings
+
+from .layout.shard import find_blocks
+from .load import Part, load_parts
+from .seeds import derive
+
+PREFIX = "base_model.model."
+
+
+def is_adapter(name: str) -> bool:
+    return ".lora_A." in name or ".lora_B." in name
+
+
+def targets_of(model: nn.Module, settings: LoraSettings) -> list[str]:
+    """Full names of the layers that get an adapter. Raises `ConfigurationError` where none fits."""
+    blocks, _ = find_blocks(model)
+    linear = [
+        name
+        for name, module in model.named_modules()
+        if name.startswith(blocks + ".") and (isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D")
+    ]
+    chosen = [
+        name
+        for name in linear
+        if not settings.targets or any(name == t or name.endswith("." + t) for t in settings.targets)
+    ]
+    if not chosen:
+        ends = sorted({name.rpartition(".")[2] for name in linear})
+        raise ConfigurationError(
+            f"training.lora.targets {settings.targets} fit no linear layer of {blocks}; their names end in {ends}"
+        )
+    return chosen
+
+
+def inject(model: nn.Module, settings: LoraSettings) -> None:
+    """Add adapters on the meta device; nothing else is trained from here on."""
+    import warnings
+
+    from peft import LoraConfig, inject_adapter_in_model
+
+    configuration = LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.alpha,  # type: ignore[arg-type]  # peft takes floats too
+        lora_dropout=settings.dropout,
+        target_modules=targets_of(model, settings),
+        fan_in_fan_out=any(type(m).__name__ == "Conv1D" for m in model.modules()),
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        inject_adapter_in_model(configuration, model, low_cpu_mem_usage=True)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(is_adapter(name))
+
+
+def name_on_disk(name: str) -> str:
+    """Of a parameter of a model with adapters: peft's name for an adapter, the plain name for the rest."""
+    if is_adapter(name):
+        return PREFIX + name.replace(".default.", ".")
+    return name.replace(".base_layer.", ".")
+
+
+@torch.no_grad()
+def load_adapters(parts: Sequence[Part], received: Checkpoint, seed: int) -> str:
+    """Fill the adapters from the received model, or begin them: A uniform as peft does, B zero; says which.
+
+    A beginning is drawn from the federation's seed and the name: every facility begins with the same.
+    """
+    adapters = [part for part in parts if part.name.startswith(PREFIX)]
+    if all(part.name in received.tensors for part in adapters):
+        load_parts(adapters, received)
+        return f"{len(adapters)} adapter tensors received"
+    for part in adapters:
+        if ".lora_B." in part.name:
+            part.tensor.zero_()
+            continue
+        bound = 1 / math.sqrt(part.shape[1])  # kaiming_uniform_(a=sqrt(5)) of an (r, in) matrix
+        generator = torch.Generator().manual_seed(derive(seed, "lora", part.name))
+        whole = (torch.rand(part.shape, generator=generator) * 2 - 1) * bound
+        part.tensor.copy_(whole[part.first : part.first + part.tensor.shape[0]])
+    return f"{len(adapters)} adapter tensors begun from the federation's seed"
+
+
+def write_adapter_config(directory: Path, settings: LoraSettings, adapters: Sequence[str], base: str) -> None:
+    """`adapter_config.json` as peft reads it, without paths of this facility."""
+    targets = sorted({name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in adapters})
+    configuration: dict[str, Any] = {
+        "peft_type": "LORA", "r": settings.rank, "lora_alpha": settings.alpha, "lora_dropout": settings.dropout,
+        "target_modules": targets, "bias": "none", "inference_mode": True, "base_model_name_or_path": base,
+    }  # fmt: skip
+    (directory / "adapter_config.json").write_text(json.dumps(configuration, indent=2) + "\n")

@@ -1,0 +1,76 @@
+"""What a rank will need, predicted before anything is loaded."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import nn
+
+from facility.exchange.errors import InputError
+from facility.exchange.settings import TrainingSettings
+
+from .arrange import Layout
+from .layout.split import Anatomy
+from .ranks import Ranks
+
+
+def available_bytes(ranks: Ranks, settings: TrainingSettings) -> int:
+    """Memory for this rank: the limit set, or what is free on its GPU, or its share of the machine's."""
+    if settings.limits.memory_bytes:
+        return settings.limits.memory_bytes
+    if ranks.device.type == "cuda":
+        return torch.cuda.mem_get_info(ranks.device)[0]
+    with open("/proc/meminfo") as file:
+        kilobytes = dict(line.split(":") for line in file)
+    machine = int(kilobytes["MemAvailable"].split()[0]) * 1024
+    try:
+        with open("/sys/fs/cgroup/memory.max") as file:
+            text = file.read().strip()
+        machine = min(machine, int(text)) if text.isdigit() else machine
+    except OSError:
+        pass
+    return machine // max(1, min(ranks.local_world, os.cpu_count() or 1))
+
+
+def predicted_bytes(
+    model: nn.Module, anatomy: Anatomy | None, layout: Layout, ranks: Ranks, settings: TrainingSettings, config: Any
+) -> dict[str, int]:
+    """By part: weights (4 bytes), gradients (4) and moments (8) of the rows held; activations of the micro-batches in
+    flight (34 bytes a token, hidden unit and block in half precision; Korthikanti et al. 2022, arXiv 2205.05198, eq. 2
+    without the attention matrix); logits and their gradient in float32."""
+    grid = layout.grid
+    _, row, _ = grid.place(ranks.rank)
+    mine = [pair for index, pair in enumerate(layout.units) if index % grid.stages == row]
+    held = trained = 0
+    for name, parameter in model.named_parameters():
+        unit = anatomy.unit_of(name) if anatomy is not None else None
+        if unit is None or any(first <= unit < end for first, end in mine):
+            held += parameter.numel()
+            trained += parameter.numel() if parameter.requires_grad else 0
+    width = 4 if settings.compute_dtype == "float32" else 2
+    hidden, count = getattr(config, "hidden_size", 0), getattr(config, "num_hidden_layers", 0)
+    blocks = sum(end - first for first, end in mine) if mine else count
+    tokens = layout.shape.micro_batch_sequences * layout.block_tokens
+    in_flight = 1 if not mine else grid.stages if layout.schedule != "gpipe" else max(layout.shape.micro_batches)
+    per_token = {"none": 17 * width, "selective": 10 * width, "full": width}[settings.layout.activation_checkpointing]
+    has_head = not mine or mine[-1][1] == count + 2
+    return {
+        "weights": 4 * held // grid.shards,
+        "gradients": 4 * trained // grid.shards,
+        "optimizer": 8 * trained // grid.shards,
+        "activations": tokens * hidden * blocks * per_token * in_flight,
+        "logits": tokens * getattr(config, "vocab_size", 0) * (8 + width) if has_head else 0,
+    }
+
+
+def check(parts: dict[str, int], ranks: Ranks, settings: TrainingSettings) -> None:
+    """Raise `InputError` with the numbers where the prediction exceeds what there is."""
+    total, there = sum(parts.values()), available_bytes(ranks, settings)
+    if total > there:
+        listed = ", ".join(f"{name} {value / 1e9:.3g} GB" for name, value in parts.items())
+        raise InputError(
+            f"rank {ranks.rank} will need about {total / 1e9:.3g} GB of memory ({listed}), it has {there / 1e9:.3g} GB: "
+            "use more ranks, a smaller training.micro_batch_sequences, layout.activation_checkpointing, or LoRA"
+        )

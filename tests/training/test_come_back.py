@@ -1,0 +1,102 @@
+"""Laws of interrupted rounds: stopped k times and gone on, a round ends like an undisturbed one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from facility.exchange.manifest import sha256_of
+from facility.exchange.outcome import Outcome
+from facility.exchange.report import read_report
+from tests.training.federation import largest_difference, write_dataset
+from tests.training.layouts import arguments, rounds_in
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Path:
+    return write_dataset(tmp_path / "data")
+
+
+def test_an_interrupted_round_ends_bit_for_bit_like_an_undisturbed_one(tmp_path: Path, pico_llama: Path, dataset: Path):
+    quiet = arguments(tmp_path / "quiet", pico_llama, dataset, steps=5)
+    rounds_in([("quiet", quiet)])
+    stopped = arguments(tmp_path / "stopped", pico_llama, dataset, steps=5)
+    command = [sys.executable, "-m", "facility.train", *stopped, "--progress"]
+    codes = []
+    for _ in range(3):
+        process = subprocess.Popen(
+            command, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        )
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "step " in line and len(codes) < 2:
+                process.send_signal(signal.SIGUSR1 if codes else signal.SIGTERM)
+                break
+        rest = process.stderr.read()
+        codes.append(process.wait(timeout=120))
+        if codes[-1] == 0:
+            break
+        assert codes[-1] == Outcome.COME_BACK, rest
+        assert not (tmp_path / "stopped/out").exists()
+    assert codes[-1] == 0 and codes[0] == Outcome.COME_BACK
+    assert sha256_of(tmp_path / "quiet/out/model.safetensors") == sha256_of(tmp_path / "stopped/out/model.safetensors")
+    assert read_report(tmp_path / "stopped/out").training_loss == read_report(tmp_path / "quiet/out").training_loss
+    assert read_report(tmp_path / "stopped/out").details["interruptions"] == len(codes) - 1
+    assert not (tmp_path / "stopped/state/paused").exists()
+
+
+def test_a_round_goes_on_in_another_layout(tmp_path: Path, pico_llama: Path, dataset: Path):
+    """One process, then two shards, then a pipeline, each for two steps."""
+    rounds_in([("quiet", arguments(tmp_path / "quiet", pico_llama, dataset, steps=6, rounds=1))])
+
+    def attempt(ranks: int, expect: int, **training: object) -> None:
+        name = "stopped"
+        rounds_in(
+            [(name, arguments(tmp_path / name, pico_llama, dataset, steps=6, rounds=1, **training))],
+            ranks=ranks,
+            expect=expect,
+        )
+
+    attempt(1, Outcome.COME_BACK, limits={"stop_after": 2})
+    attempt(2, Outcome.COME_BACK, limits={"stop_after": 4})
+    attempt(2, 0, layout={"stages": 2, "units": [[0, 4], [4, 6]]})
+    assert largest_difference(tmp_path / "quiet/out", tmp_path / "stopped/out") < 1e-5
+    expected, found = read_report(tmp_path / "quiet/out"), read_report(tmp_path / "stopped/out")
+    assert found.training_loss == pytest.approx(expected.training_loss, abs=1e-6)
+    assert found.loss_returned == pytest.approx(expected.loss_returned, abs=1e-6)
+
+
+def test_a_rank_that_dies_takes_the_others_down(tmp_path: Path, pico_llama: Path, dataset: Path):
+    """Within the stated time (`stall_seconds`), without a hang."""
+    from tests.distributed import free_port
+
+    command = [
+        sys.executable,
+        "-m",
+        "facility.train",
+        *arguments(tmp_path, pico_llama, dataset, steps=10_000, stall_seconds=20.0),
+        "--progress",
+    ]
+    port = free_port()
+    ranks = []
+    for rank in range(2):
+        variables = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1",
+                     "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}  # fmt: skip
+        ranks.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | variables))
+    assert ranks[0].stderr is not None
+    for line in ranks[0].stderr:
+        if "step " in line:
+            break
+    ranks[1].kill()
+    began = time.monotonic()
+    code = ranks[0].wait(timeout=60)
+    text = ranks[0].stderr.read()
+    ranks[1].wait()
+    assert code == 1 and "Traceback" in text and time.monotonic() - began < 40
+    assert not (tmp_path / "out").exists()

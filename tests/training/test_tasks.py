@@ -1,0 +1,161 @@
+"""Laws of what is trained: adapters only, part of a model, masked words, classes, very deep models."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from facility.dataset import DatasetManifest, SplitEntry
+from facility.exchange.manifest import read_manifest
+from facility.exchange.report import read_report
+from tests.pico import pico_config, save_pico
+from tests.training.federation import largest_difference, weights, write_dataset
+from tests.training.layouts import arguments, rounds_in
+
+TOKENS, CLASSES = 16, 3
+
+
+def write_classes(directory: Path, *, blocks: int = 40, seed: int = 0) -> Path:
+    """Pairs of texts of unequal length, whose class is a matter of their first token."""
+    draw = np.random.default_rng(seed)
+    directory.mkdir()
+    splits = {}
+    for name, count in (("train", blocks), ("validation", 8)):
+        ids = draw.integers(1, 128, size=(count, TOKENS)).astype(np.int32)
+        lengths = draw.integers(6, TOKENS + 1, size=count)
+        ids[np.arange(TOKENS) >= lengths[:, None]] = 0
+        rows = np.stack([ids[:, 0] % CLASSES, lengths, lengths // 2], axis=1).astype(np.int32)
+        np.save(directory / f"{name}.npy", ids)
+        np.save(directory / f"{name}.rows.npy", rows)
+        splits[name] = SplitEntry(
+            blocks=count, documents=count, empty_documents=0, tokens=ids.size, tail_tokens=0, sha256="0" * 64
+        )
+    manifest = DatasetManifest(
+        task="classification", block_tokens=TOKENS, vocabulary_size=128, tokenizer_sha256="0" * 64, template="{text}",
+        classes=["a", "b", "c"], pad_token_id=0, splits=splits, sources=[],
+    )  # fmt: skip
+    (directory / "dataset.json").write_text(json.dumps(dataclasses.asdict(manifest)))
+    return directory
+
+
+def save_classifier(directory: Path, layers: int) -> Path:
+    from transformers import AutoModelForSequenceClassification
+
+    torch.manual_seed(0)
+    config = pico_config("bert", num_hidden_layers=layers, num_labels=CLASSES)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(directory)
+    return directory
+
+
+def write_words(directory: Path) -> Path:
+    """A data set for masked language modelling, with a tokenizer that has a mask token."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    write_dataset(directory)
+    words = {"[PAD]": 0, "[MASK]": 1, "[UNK]": 2} | {f"w{i}": i for i in range(3, 128)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, mask_token="[MASK]", pad_token="[PAD]", unk_token="[UNK]"
+    ).save_pretrained(directory / "tokenizer")
+    raw = json.loads((directory / "dataset.json").read_text())
+    (directory / "dataset.json").write_text(json.dumps(raw | {"task": "masked-lm"}))
+    return directory
+
+
+PIPELINE = {"layout": {"stages": 2, "units": [[0, 2], [2, 6]]}}
+
+
+def test_adapters_travel_alone_and_train_alike_in_every_layout(tmp_path: Path):
+    dataset = write_dataset(tmp_path / "data")
+    model = save_pico(tmp_path / "model", "llama", tie_word_embeddings=True)
+    lora = {"lora": {"rank": 4, "targets": ["q_proj", "v_proj", "down_proj"]}, "learning_rate": 1e-2}
+    rounds_in([("one", arguments(tmp_path / "one", model, dataset, **lora))])
+    rounds_in([(name, arguments(tmp_path / name, model, dataset, **lora, **layout))
+               for name, layout in (("fsdp", {}), ("pipeline", PIPELINE))], ranks=2)  # fmt: skip
+    update = weights(tmp_path / "one/out")
+    assert all(".lora_A." in name or ".lora_B." in name for name in update) and len(update) == 4 * 3 * 2
+    assert read_manifest(tmp_path / "one/out").encoding == "lora"
+    assert read_report(tmp_path / "one/out").loss_returned < read_report(tmp_path / "one/out").loss_received
+    for name in ("fsdp", "pipeline"):
+        assert largest_difference(tmp_path / "one/out", tmp_path / name / "out") < 1e-5
+
+
+def test_adapters_load_with_peft_and_give_the_reported_loss(tmp_path: Path):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    dataset, model = write_dataset(tmp_path / "data"), save_pico(tmp_path / "model")
+    rounds_in([("one", arguments(tmp_path, model, dataset, lora={"rank": 4}, learning_rate=1e-2))])
+    out = tmp_path / "out"
+    (out / "model.safetensors").rename(out / "adapter_model.safetensors")
+    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), out)
+    ids = torch.from_numpy(np.load(dataset / "validation.npy").astype(np.int64))
+    with torch.no_grad():
+        loss = loaded(input_ids=ids, labels=ids).loss.item()
+    assert loss == pytest.approx(read_report(out).loss_returned, abs=1e-5)
+
+
+def test_the_next_round_goes_on_from_received_adapters(tmp_path: Path):
+    """The base stays at the facility: what travels both ways is the adapters."""
+    dataset, model = write_dataset(tmp_path / "data"), save_pico(tmp_path / "model")
+    rounds_in([("r0", arguments(tmp_path, model, dataset, lora={"rank": 4}))])
+    received = (tmp_path / "out").rename(tmp_path / "received")
+    (received / "manifest.json").unlink()
+    lora = {"rank": 4, "base": str(model)}
+    rounds_in([("r1", arguments(tmp_path, received, dataset, round=1, lora=lora))])
+    before, after = read_report(received), read_report(tmp_path / "out")
+    assert after.loss_received == pytest.approx(before.loss_returned, abs=1e-6)
+    assert weights(tmp_path / "out").keys() == weights(received).keys()
+
+
+def test_frozen_parameters_stay_as_received(tmp_path: Path):
+    dataset, model = write_dataset(tmp_path / "data"), save_pico(tmp_path / "model")
+    freeze = {"freeze": ["model.embed_tokens.*", "model.layers.[01].*"]}
+    rounds_in([("one", arguments(tmp_path / "one", model, dataset, **freeze))])
+    rounds_in([("pipeline", arguments(tmp_path / "pipeline", model, dataset, **freeze, **PIPELINE))], ranks=2)
+    before, after = weights(model), weights(tmp_path / "one/out")
+    for name in before:
+        still = name.startswith(("model.embed_tokens", "model.layers.0.", "model.layers.1."))
+        assert before[name].equal(after[name]) == still, name
+    assert largest_difference(tmp_path / "one/out", tmp_path / "pipeline/out") < 1e-5
+
+
+def test_classes_and_masked_words_train_alike_in_a_pipeline(tmp_path: Path):
+    classes, words = write_classes(tmp_path / "classes"), write_words(tmp_path / "words")
+    classifier, masked = save_classifier(tmp_path / "classifier", 4), save_pico(tmp_path / "masked", "bert")
+    pairs = {"classes": (classifier, classes), "words": (masked, words)}
+    rounds_in([(name, arguments(tmp_path / name / "one", *pair)) for name, pair in pairs.items()])
+    rounds_in([(f"{name} {kind}", arguments(tmp_path / name / kind, *pair, **layout)) for name, pair in pairs.items()
+               for kind, layout in (("fsdp", {}), ("pipeline", PIPELINE))], ranks=2)  # fmt: skip
+    for name in pairs:
+        for kind in ("fsdp", "pipeline"):
+            assert largest_difference(tmp_path / name / "one/out", tmp_path / name / kind / "out") < 1e-5, (name, kind)
+        assert largest_difference(pairs[name][0], tmp_path / name / "one/out") > 1e-3
+
+
+def test_a_bert_of_160_blocks_splits_and_trains(tmp_path: Path):
+    dataset, model = write_classes(tmp_path / "classes"), save_classifier(tmp_path / "model", 160)
+    layout = {"stages": 2, "units": [[0, 100], [100, 162]]}
+    rounds_in([("deep", arguments(tmp_path, model, dataset, steps=2, layout=layout))], ranks=2)
+    report = read_report(tmp_path / "out")
+    assert report.details["layout"]["units"] == [[0, 100], [100, 162]]
+    assert 0 <= report.details["bubble_measured"] < 1 and 0 < report.details["bubble_theory"] < 1
+    assert weights(tmp_path / "out").keys() == weights(model).keys()
+
+
+def test_activation_checkpointing_changes_nothing(tmp_path: Path):
+    dataset, model = write_dataset(tmp_path / "data"), save_pico(tmp_path / "model")
+    kinds = ("none", "selective", "full")
+    cases = [(k, arguments(tmp_path / k, model, dataset, layout={"activation_checkpointing": k})) for k in kinds]
+    rounds_in(cases)
+    staged = {"stages": 2, "units": [[0, 1], [1, 6]], "activation_checkpointing": "full"}
+    rounds_in([("staged", arguments(tmp_path / "staged", model, dataset, layout=staged))], ranks=2)
+    for kind in ("selective", "full", "staged"):
+        assert largest_difference(tmp_path / "none/out", tmp_path / kind / "out") < 1e-5
