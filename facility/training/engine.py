@@ -80,7 +80,7 @@ class Engine:
         for part, gradient in zip(self.parts, gradients, strict=True):
             part.tensor.grad = gradient
         present = [g for g in gradients if g is not None]
-        if self.scale != 1.0:
+        if self.scale != 1.0 and present:
             torch._foreach_mul_(present, 1.0 / self.scale)
         if sync is not None:
             with self.clock("communication"):

@@ -42,5 +42,5 @@ def global_norm(
 
 def clip(gradients: Sequence[torch.Tensor], norm: torch.Tensor, limit: float) -> None:
     """Scale the gradients so that the global norm is at most `limit` (0: leave them)."""
-    if limit > 0:
+    if limit > 0 and gradients:
         torch._foreach_mul_(list(gradients), (limit / (norm + 1e-6)).clamp(max=1.0))
