@@ -72,6 +72,20 @@ def render(
 
 
 @app.command()
+def init(
+    folder: Annotated[Path, typer.Argument(help="Folder to make workflow/federation.yml in.")],
+    facility: Annotated[
+        list[str], typer.Option(help="NAME=TEMPLATE, such as a=leonardo or b=slurm; or NAME=local. Repeat.")
+    ],
+    name: Annotated[str, typer.Option(help="Name of the federation.")] = "federation",
+) -> None:
+    """Write a first federation.yml to fill in, from the sites' templates."""
+    from coordinator.first import init as begin
+
+    print(f"{begin(folder, name, facility)}: fill in what stands in <angle brackets>, then crossfed check")
+
+
+@app.command()
 def check(
     federation: FederationOption = DEFAULT,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,

@@ -56,7 +56,7 @@ case "$torch" in auto|cuda|rocm|cpu) ;; *) fail "--torch is '$torch', expected a
 
 mkdir -p "$home"/{cache,state}
 home=$(cd "$home" && pwd)
-exec 9>"$home/.setup.lock"
+exec 9>>"$home/.setup.lock"
 flock -n 9 || fail "another setup.sh works in $home; wait for it"
 
 # 1. Python
