@@ -161,6 +161,7 @@ def main(argv: list[str] | None = None) -> int:
     if tracker.reason:
         progress.say(tracker.reason)
     ends: list[float] = []
+    resumed_at = done
     trace = Trace(training.trace, directory, a.round, ranks)
     while sync.wants_more():
         if engine.agree_to_stop(stop.wanted(done)):
@@ -173,7 +174,7 @@ def main(argv: list[str] | None = None) -> int:
         torch.manual_seed(derive(settings.seed, "step", a.round, settings.facility, done, ranks.rank))
         with clock("data"):
             batches = feed.step(position)
-        overall = a.round * training.steps + done
+        overall = a.round * training.steps + resumed_at + int(sync.progress)
         rate = learning_rate(overall, settings.rounds * training.steps, training)
         result = engine.step(batches, rate, None if engine.together else sync)
         sync.after_step(result.predictions)
@@ -186,6 +187,8 @@ def main(argv: list[str] | None = None) -> int:
         if training.limits.save_every and done % training.limits.save_every == 0 and engine.together:
             save_pause()
     sync.finish()
+    if not engine.together:  # replicas went at speeds of their own: the next round begins where all are past
+        position += (training.steps - done) * batch
     sync_report = sync.report()
     for thing in (sync, tracker, trace):
         thing.close()
@@ -207,7 +210,8 @@ def main(argv: list[str] | None = None) -> int:
     if not good:
         raise ConfigurationError("every step of the round was skipped: no loss was finite")
     seconds = trained_before + trained - evaluated
-    sequences = done * batch
+    mine = layout.shape.bounds[reader + 1] - layout.shape.bounds[reader] if engine.counts else 0
+    sequences = sum(account.gather(ranks, done * mine))
     per_rank = account.gather(ranks, {"rank": ranks.rank, "device": account.device_name(ranks.device),
                                       "peak_memory_bytes": account.peak_memory_bytes(ranks),
                                       "seconds": {k: round(v, 4) for k, v in clock.seconds.items()}})  # fmt: skip

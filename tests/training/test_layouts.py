@@ -11,7 +11,7 @@ from facility.exchange.report import read_report
 from tests.distributed import run_distributed
 from tests.pico import save_pico
 from tests.training.federation import largest_difference, write_dataset
-from tests.training.layouts import arguments, run_rounds
+from tests.training.layouts import arguments, rounds_in, run_rounds
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -78,3 +78,19 @@ def test_every_layout_of_every_model_is_one_process(tmp_path: Path):
     """Longer than a minute: five models under thirteen layouts."""
     same_as_one_process(tmp_path / "two", 2, TWO, list(MODELS))
     same_as_one_process(tmp_path / "four", 4, FOUR, list(MODELS))
+
+
+def test_replicas_under_a_policy_come_out_as_one_model(tmp_path: Path):
+    """Two replicas that average now and then: one update, in which both have a part."""
+    dataset, model = write_dataset(tmp_path / "data"), save_pico(tmp_path / "model")
+    cases = [
+        (policy, arguments(tmp_path / policy, model, dataset, layout={"sharding": "NO_SHARD"}, steps=4,
+                           sync={"policy": policy, "every": 2, "optimizer_state": "keep"}))
+        for policy in ("local", "partial_reduce", "allreduce")
+    ]  # fmt: skip
+    rounds_in(cases, ranks=2)
+    for policy, _ in cases:
+        report = read_report(tmp_path / policy / "out")
+        assert report.loss_returned < report.loss_received, policy
+        assert report.position == 16 and report.samples >= 8
+    assert read_report(tmp_path / "local/out").details["sync"]["policy"] == "local"
