@@ -39,7 +39,7 @@ class Decision:
 class Link:
     """Blocking calls for the training thread; a reader and a heartbeat thread behind them."""
 
-    def __init__(self, store: dist.Store, settings: SyncSettings, place: Place) -> None:
+    def __init__(self, store: dist.Store, settings: SyncSettings, place: Place, *, endless: bool = False) -> None:
         self.place, self.settings = place, settings
         host, port, token = store.get("scheduler").decode().split(" ")
         self._socket = socket.create_connection((host, int(port)), timeout=settings.timeout_seconds)
@@ -56,6 +56,7 @@ class Link:
         self._closing = threading.Event()
         self._heard = time.monotonic()
         self._turn = 0
+        self.endless = endless
         self.updates, self.samples = 0, 0.0
         """Counters told along with every announcement (position 0 speaks for its replica)."""
         self._send({"t": "hello", "token": token, "replica": place.replica, "position": place.position})
@@ -85,7 +86,7 @@ class Link:
         self, decision: Decision, *, ok: bool, seconds: float, sent: int, number: int = 0, why: str = ""
     ) -> tuple[bool, bool]:
         """Tell, and wait until all ranks of the group have: (all succeeded, a standing group is to be renewed)."""
-        self._send({"t": "told", "vote": True, "uid": decision.uid, "round": number, "ok": ok, "why": why[:200],
+        self._send({"t": "told", "vote": True, "own": self.endless, "uid": decision.uid, "round": number, "ok": ok, "why": why[:200],
                     "seconds": round(seconds, 6), "bytes": sent, "u": self.updates, "s": self.samples})  # fmt: skip
         key = (decision.uid, number)
         self._until(lambda: key in self._commits or decision.uid in self._aborted, what="the others' votes")

@@ -39,11 +39,13 @@ def run(
     *,
     activation: torch.Tensor,
     samples: float = 1.0,
+    exchange_first: bool = False,
 ) -> int:
     """Run this rank's stage until the policy wants no more; returns the updates made.
 
     `group` holds the ranks of this pipeline in the order of stages; `activation` shows shape, dtype and device of
-    what travels (both ways), which must be the same between all stages.
+    what travels (both ways), which must be the same between all stages. `exchange_first` sends the gradient to the
+    previous stage only after this stage's exchange, as SDPipe's artefact does; by default it goes at once.
     """
     stage, stages = group.rank(), group.size()
     first, last = stage == 0, stage == stages - 1
@@ -90,13 +92,15 @@ def run(
         micro_batch = in_flight.popleft()
         received = None if last else receive(activation, stage + 1, 2)
         gradient = work.backward(micro_batch, received)
-        if not first:
-            assert gradient is not None
+        assert first or gradient is not None
+        if gradient is not None and not first and not exchange_first:
             send(gradient, stage - 1, 2)
         sync.before_step(samples)
         sync.reduce_gradients(samples)
         work.update(micro_batch)
         sync.after_step(samples)
+        if gradient is not None and not first and exchange_first:
+            send(gradient, stage - 1, 2)
 
     for _ in range(stages - stage - 1):
         if not ended:

@@ -98,6 +98,7 @@ def connect(
     address: str = "127.0.0.1",
     log: Path | None = None,
     namespace: str = "sync",
+    endless: bool = False,
 ) -> Synchroniser:
     """Meet the other replicas and return the policy's synchroniser. A single replica never communicates.
 
@@ -114,6 +115,8 @@ def connect(
         Backward passes whose gradients accumulate into one step, so that exchange can start during the last one.
     address
         This node's address, on which the scheduler and peers listen.
+    endless
+        The ranks of a replica are at different steps at a time: stages of a pipeline that never flushes.
     log
         Directory for `groups.jsonl` and `trace.json` (first rank only); None: no files.
     """
@@ -136,5 +139,6 @@ def connect(
         device=device or parameters[0].device,
         address=address,
         log=log,
+        endless=endless,
     )
     return Emulated(synchroniser, emulation, place, backwards_per_step) if emulation.active else synchroniser

@@ -39,6 +39,7 @@ class Context:
     device: torch.device
     address: str
     log: Path | None
+    endless: bool
 
 
 class Replica:
@@ -65,7 +66,7 @@ class Replica:
             context.store.set("scheduler", f"{self.service.host} {self.service.port} {self.service.token}")
         self.flat = Flat(context.parameters, context.device)
         self.prepare()
-        self.link = Link(context.store, self.settings, self.place)
+        self.link = Link(context.store, self.settings, self.place, endless=context.endless)
         self.channels = Channels(context.store, self.place.position, context.device, self.settings.timeout_seconds)
         self.done = 0
         self.samples = 0.0

@@ -36,8 +36,10 @@ class _Open:
     group: Group
     channel: int
     standing: bool
-    votes: dict[int, set[tuple[int, int]]] = field(default_factory=dict)
-    """Round of the group -> ranks that succeeded in it."""
+    votes: dict[tuple[int, int | None], set[tuple[int, int]]] = field(default_factory=dict)
+    """(round of the group, position that votes for itself or None) -> ranks that succeeded in it."""
+    closed: set[int] = field(default_factory=set)
+    """Positions that have voted for themselves, of a group that is not standing."""
 
 
 @dataclass(kw_only=True)
@@ -256,19 +258,35 @@ class SchedulerService:
             self._carry_out(self.scheduler.failed(self.now))
             return
         turn = int(message.get("round", 0))
-        votes = opened.votes.setdefault(turn, set())
+        # A pipeline that never flushes has its stages at different steps: each position votes for itself.
+        scope = key[1] if message.get("own") else None
+        votes = opened.votes.setdefault((turn, scope), set())
         votes.add(key)
         self.journal.told(number, good=True, seconds=float(message["seconds"]), sent=int(message["bytes"]), at=self.now)
-        if len(votes) < len(opened.group) * self.positions:
+        if len(votes) < len(opened.group) * (self.positions if scope is None else 1):
             return
-        del opened.votes[turn]
+        del opened.votes[turn, scope]
+        if scope is not None and not opened.standing:
+            if len(opened.closed | {scope}) < self.positions:
+                opened.closed.add(scope)
+                self._commit(opened, turn, scope, renew=False)
+                return
         renew = opened.standing and tuple(sorted(self.members.present)) != opened.group.members
         if not opened.standing or renew:
             del self._open[number]
             self.journal.ended(number, self.now)
         if message.get("vote"):
-            verdict = {"t": "commit", "uid": number, "round": turn, "renew": renew}
-            self._push(opened.group.members, verdict)
+            self._commit(opened, turn, scope, renew=renew)
+        if renew and scope is not None:
+            # The other positions are elsewhere: what they have under way is repeated by the next group.
+            self._forget(opened.channel)
+            self._push(opened.group.members, {"t": "abort", "uid": number})
+
+    def _commit(self, opened: _Open, turn: int, scope: int | None, *, renew: bool) -> None:
+        verdict = {"t": "commit", "uid": opened.group.number, "round": turn, "renew": renew}
+        for member in opened.group.members:
+            for position in range(self.positions) if scope is None else (scope,):
+                self._send((int(member), position), verdict)
 
     # -- groups -----------------------------------------------------------------------------------------------------
     def _carry_out(self, groups: list[Group]) -> None:
@@ -330,6 +348,10 @@ class SchedulerService:
     def _abort(self, number: int) -> None:
         """Call a group off: its process group is never used again, its ranks stop waiting."""
         opened = self._open.pop(number)
-        self._channels = OrderedDict((m, c) for m, c in self._channels.items() if c != opened.channel)
+        self._forget(opened.channel)
         self.journal.called_off(number, self.now)
         self._push(opened.group.members, {"t": "abort", "uid": number})
+
+    def _forget(self, channel: int) -> None:
+        """This process group is never used again."""
+        self._channels = OrderedDict((m, c) for m, c in self._channels.items() if c != channel)

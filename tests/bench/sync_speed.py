@@ -30,13 +30,19 @@ from facility.exchange.synchronising import SyncSettings
 FORWARD, BACKWARD, JITTER = 0.070, 0.140, 0.02
 ELEMENTS = 250_000
 BARS = {"none": 0.97, "stall 0.1": 1.30, "stall 0.2": 1.50, "one 5x slower": 3.5, "4x4 stall 0.1": 1.30}
+CALIBRATION = {"lockstep 8": (8, 1), "lockstep 4x4": (4, 4), "pair": (2, 1)}
+"""Workers that compute nothing: what an exchange costs here, told to the simulator (an exchange among all under
+`allreduce`, and announcement, group and exchange of a pair under `partial_reduce`)."""
 ROWS: dict[str, tuple[Emulation, int, int]] = {
     "none": (Emulation(), 8, 1),
     "stall 0.1": (Emulation(probability=0.1, seconds=0.1, seed=1), 8, 1),
     "stall 0.2": (Emulation(probability=0.1, seconds=0.2, seed=2), 8, 1),
     "one 5x slower": (Emulation(factors=(5.0,), seed=3), 8, 1),
     "4x4 stall 0.1": (Emulation(probability=0.1, seconds=0.1, seed=4), 4, 4),
+    "4x4 stall 0.1, gradient sent at once": (Emulation(probability=0.1, seconds=0.1, seed=4), 4, 4),
 }
+EXCHANGE_FIRST = {"4x4 stall 0.1"}
+"""Rows in which a stage sends its gradient on only after its exchange, as SDPipe's artefact does for every policy."""
 
 
 def settings_of(policy: str, options: dict[str, Any]) -> SyncSettings:
@@ -53,18 +59,19 @@ def compute(emulation: Emulation, worker: int, stage: int, draw: int) -> float:
 class SleepingStage:
     """A stage whose passes are sleeps; its parameters are exchanged for real."""
 
-    def __init__(self, emulation: Emulation, worker: int, stage: int, parameter: Any) -> None:
+    def __init__(self, emulation: Emulation, worker: int, stage: int, parameter: Any, *, sleep: bool) -> None:
         import torch
 
+        self.sleep = time.sleep if sleep else lambda seconds: None
         self.emulation, self.worker, self.stage = emulation, worker, stage
         self.parameter, self.gradient, self.message = parameter, torch.full_like(parameter, 1e-3), torch.zeros(1000)
 
     def forward(self, micro_batch: int, received: Any) -> Any:
-        time.sleep(compute(self.emulation, self.worker, self.stage, 2 * micro_batch))
+        self.sleep(compute(self.emulation, self.worker, self.stage, 2 * micro_batch))
         return self.message
 
     def backward(self, micro_batch: int, received: Any) -> Any:
-        time.sleep(compute(self.emulation, self.worker, self.stage, 2 * micro_batch + 1))
+        self.sleep(compute(self.emulation, self.worker, self.stage, 2 * micro_batch + 1))
         self.parameter.grad = self.gradient.clone()
         return self.message
 
@@ -83,25 +90,31 @@ def run_row(rank: int, store: Any, row: str, policy: str, options: dict[str, Any
     from facility.sync.pipedream import run
     from facility.sync.policy import Place, connect
 
-    emulation, replicas, stages = ROWS[row]
+    emulation, replicas, stages = (Emulation(), *CALIBRATION[row]) if row in CALIBRATION else ROWS[row]
     if rank >= replicas * stages:
         store.get(f"{tag}/over")
         return None
     replica, stage = divmod(rank, stages)
     parameter = torch.nn.Parameter(torch.zeros(ELEMENTS))
     place = Place(replica=replica, replicas=replicas, position=stage, positions=stages)
-    work = SleepingStage(emulation, replica, stage, parameter)
+    work = SleepingStage(emulation, replica, stage, parameter, sleep=row not in CALIBRATION)
     pipe = None
     if stages > 1:
         pipe = dist.ProcessGroupGloo(
             dist.PrefixStore(f"{tag}/pipe/{replica}", store.clone()), stage, stages, timedelta(seconds=60)
         )
     sync = connect(
-        settings_of(policy, options), place=place, parameters=[parameter], steps=steps, store=store, namespace=tag
+        settings_of(policy, options),
+        place=place,
+        parameters=[parameter],
+        steps=steps,
+        store=store,
+        namespace=tag,
+        endless=stages > 1,
     )
     begin = time.monotonic()
     if pipe is not None:
-        made = run(work, sync, pipe, activation=work.message)
+        made = run(work, sync, pipe, activation=work.message, exchange_first=row in EXCHANGE_FIRST)
     else:
         made = 0
         while sync.wants_more():
@@ -151,21 +164,29 @@ def worker(rank: int, world: int, port: int, jobs: list[tuple], queue: Any) -> N
     os._exit(0)
 
 
-def predict(row: str, policy: str, options: dict[str, Any], steps: int) -> float | None:
-    """The simulator's updates per second for plain workers and the same stalls; None for pipelines without a flush."""
-    emulation, replicas, stages = ROWS[row]
-    if stages > 1:
-        return None
+def predict(row: str, policy: str, options: dict[str, Any], steps: int, costs: dict[str, float]) -> float:
+    """The simulator's updates per second for the same stalls and the measured costs of an exchange."""
+    from coordinator.simulation.endless import simulate_endless
     from coordinator.simulation.policies import ExchangeCosts, simulate_policy
+
+    emulation, replicas, stages = ROWS[row]
+    settings = settings_of(policy, options)
+    if stages > 1:
+        seconds = costs["lockstep 4x4" if settings.lockstep else "pair"]
+        return simulate_endless(
+            settings,
+            replicas,
+            stages,
+            lambda r, s, d: compute(emulation, r, s, d),
+            steps=steps,
+            exchange_seconds=seconds,
+        )
 
     def step(replica: int, number: int, now: float) -> float:
         return compute(emulation, replica, 0, 2 * number) + compute(emulation, replica, 0, 2 * number + 1)
 
-    costs = ExchangeCosts(
-        parameter_bytes=4 * ELEMENTS, bytes_per_second=1e9, latency_seconds=0.0005, fixed_seconds=0.002,
-        decision_seconds=0.001, new_group_seconds=0.005,
-    )  # fmt: skip
-    return simulate_policy(settings_of(policy, options), replicas, step, steps=steps, costs=costs).updates_per_second
+    exchange = ExchangeCosts(fixed_seconds=costs["lockstep 8" if settings.lockstep else "pair"])
+    return simulate_policy(settings, replicas, step, steps=steps, costs=exchange).updates_per_second
 
 
 def main() -> int:
@@ -178,7 +199,14 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="write the JSON here too")
     arguments = parser.parse_args()
     options = {"bound": arguments.bound, "minimum": arguments.minimum}
-    jobs = [
+    chosen_rows = arguments.rows
+    calibration = [("lockstep 8", "allreduce")] if any(ROWS[r][2] == 1 for r in chosen_rows) else []
+    calibration += [("lockstep 4x4", "allreduce")] if any(ROWS[r][2] > 1 for r in chosen_rows) else []
+    calibration += [("pair", "partial_reduce")]
+    jobs: list[tuple] = [
+        (row, policy, options if policy == "partial_reduce" else {}, 40) for row, policy in calibration
+    ]
+    jobs += [
         (row, policy, options if policy == "partial_reduce" else {}, arguments.steps)
         for row in arguments.rows
         for policy in ["allreduce", *arguments.policies]
@@ -197,26 +225,30 @@ def main() -> int:
     for process in processes:
         process.join()
     table: dict[str, dict[str, Any]] = {}
+    costs: dict[str, float] = {}
     for number, (row, policy, chosen, steps) in enumerate(jobs):
         figures = found[number]
-        predicted = predict(row, policy, chosen, steps)
+        if row in CALIBRATION:
+            costs[row] = CALIBRATION[row][0] / figures["updates_per_second"]
+            continue
+        predicted = predict(row, policy, chosen, steps, costs)
         entry = {key: round(v, 4) if isinstance(v, float) else v for key, v in figures.items()}
-        if predicted is not None:
-            entry |= {
-                "predicted": round(predicted, 4),
-                "prediction_over_measured": round(predicted / figures["updates_per_second"], 4),
-            }
+        entry |= {
+            "predicted": round(predicted, 4),
+            "prediction_over_measured": round(predicted / figures["updates_per_second"], 4),
+        }
         if policy != "allreduce":
             entry["over_allreduce"] = round(
                 figures["updates_per_second"] / table[row]["allreduce"]["updates_per_second"], 4
             )
-            if policy == "partial_reduce":
+            if policy == "partial_reduce" and row in BARS:
                 entry["bar"] = BARS[row]
         table.setdefault(row, {})[policy] = entry
     result = {
         "what": "updates per second, compute emulated by sleeping; ratios within one call",
         "settings": {"forward_seconds": FORWARD, "backward_seconds": BACKWARD, "elements": ELEMENTS, "steps": arguments.steps, **options},
         "machine": f"{os.cpu_count()} cores",
+        "measured_exchange_seconds": {name: round(seconds, 5) for name, seconds in costs.items()},
         "rows": table,
         "emulation": {row: dataclasses.asdict(ROWS[row][0]) for row in arguments.rows},
     }  # fmt: skip
