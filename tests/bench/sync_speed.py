@@ -180,6 +180,7 @@ def predict(row: str, policy: str, options: dict[str, Any], steps: int, costs: d
             lambda r, s, d: compute(emulation, r, s, d),
             steps=steps,
             exchange_seconds=seconds,
+            exchange_first=row in EXCHANGE_FIRST,
         )
 
     def step(replica: int, number: int, now: float) -> float:
