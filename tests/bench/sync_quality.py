@@ -1,0 +1,203 @@
+"""Loss under partial reduce (and others) against all-reduce: after equal wall time and after equal updates.
+
+Four real processes train a small Llama on real text (bytes of `../shared/data/<language>`), each on every fourth
+block. A forward and a backward pass also sleep 30 and 60 ms, stalled and slowed by the shared law in the proportions
+of `sync_speed.py` (stalls of 0.1 and 0.2 s there are 0.043 and 0.086 s here). For each row: all-reduce makes N steps
+and takes T seconds; each policy then runs for T seconds, and once more for as many updates as all-reduce made. What
+is compared is the validation loss of the averaged model that `finish` leaves on every process.
+
+    python tests/bench/sync_quality.py --steps 80 --out sync_quality.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import socket
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from facility.exchange.emulation import Emulation
+from facility.exchange.synchronising import SyncSettings
+
+DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data"
+WORKERS, BLOCK, BATCH = 4, 64, 8
+FORWARD, BACKWARD = 0.03, 0.06
+SCALE = 0.09 / 0.21
+ROWS = {
+    "none": Emulation(),
+    "stall 0.1": Emulation(probability=0.1, seconds=0.1 * SCALE, seed=1),
+    "stall 0.2": Emulation(probability=0.1, seconds=0.2 * SCALE, seed=2),
+    "one 5x slower": Emulation(factors=(5.0,)),
+}
+
+
+def blocks(language: str, split: str, limit: int) -> Any:
+    """Text as rows of BLOCK bytes."""
+    import numpy as np
+    import torch
+
+    text = bytearray()
+    with open(DATA / language / f"{split}.jsonl") as lines:
+        for line in lines:
+            text += json.loads(line)["text"].encode() + b"\n"
+            if len(text) >= limit * BLOCK:
+                break
+    rows = len(text) // BLOCK
+    return torch.from_numpy(np.frombuffer(bytes(text[: rows * BLOCK]), dtype=np.uint8).astype(np.int64)).view(
+        rows, BLOCK
+    )
+
+
+def build_model() -> Any:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=256, hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=4, max_position_embeddings=BLOCK, tie_word_embeddings=True, bos_token_id=0,
+            eos_token_id=0, use_cache=False,
+        )
+    )  # fmt: skip
+
+
+def train(rank: int, store: Any, job: dict[str, Any], data: Any, validation: Any, tag: str) -> dict[str, Any]:
+    import torch
+
+    from facility.sync.policy import Place, connect
+    from facility.sync.sampling import ReplicaOrder
+
+    emulation = ROWS[job["row"]]
+    model = build_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=job["rate"])
+    settings = SyncSettings(policy=job["policy"], missing_seconds=60.0, **job["options"])
+    order = ReplicaOrder(policy="strided", sequences=len(data), replica=rank, replicas=WORKERS, seed=0)
+    sync = connect(settings, place=Place(replica=rank, replicas=WORKERS), parameters=list(model.parameters()),
+                   steps=job["steps"], store=store, optimizer=optimizer, namespace=tag)  # fmt: skip
+    begin, step = time.monotonic(), 0
+    model.train()
+    while sync.wants_more() and (not job["seconds"] or time.monotonic() - begin < job["seconds"]):
+        rows = data[order.take(step * BATCH, BATCH)]
+        time.sleep(emulation.duration(rank, FORWARD, 2 * step) + emulation.duration(rank, BACKWARD, 2 * step + 1))
+        sync.before_step(BATCH)
+        optimizer.zero_grad()
+        model(input_ids=rows, labels=rows).loss.backward()
+        sync.reduce_gradients(BATCH)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        sync.after_step(BATCH)
+        step += 1
+    trained = time.monotonic() - begin
+    sync.finish()
+    report = sync.report()
+    sync.close()
+    loss = 0.0
+    if rank == 0:
+        model.eval()
+        with torch.no_grad():
+            loss = float(
+                sum(model(input_ids=piece, labels=piece).loss for piece in validation.split(64))
+                / len(validation.split(64))
+            )
+    return {"loss": loss, "seconds": trained, "report": report}
+
+
+def worker(rank: int, port: int, language: str, jobs: list[dict[str, Any]], queue: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, WORKERS, rank == 0, timeout=timedelta(seconds=600))
+    data, validation = blocks(language, "train", 20_000), blocks(language, "validation", 512)
+    validation = validation[: len(validation) // 64 * 64]
+    for number, job in enumerate(jobs):
+        job = dict(job)
+        if job["policy"] != "allreduce" and job["equal"] == "time":
+            job["seconds"], job["steps"] = float(store.get(f"seconds/{job['row']}")), 1_000_000
+        result = train(rank, store, job, data, validation, f"job{number}")
+        if rank == 0:
+            if job["policy"] == "allreduce":
+                store.set(f"seconds/{job['row']}", str(result["seconds"]))
+            queue.put((number, result))
+    queue.close()
+    queue.join_thread()
+    store.add("left", 1)
+    while rank == 0 and store.add("left", 0) < WORKERS:
+        time.sleep(0.01)
+    os._exit(0)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=80, help="all-reduce's steps (default 80)")
+    parser.add_argument("--rate", type=float, default=3e-3, help="AdamW's learning rate, constant (default 0.003)")
+    parser.add_argument("--rows", nargs="*", default=list(ROWS), choices=list(ROWS), metavar="ROW")
+    parser.add_argument("--policies", nargs="*", default=["partial_reduce"], metavar="NAME")
+    parser.add_argument("--bound", type=int, default=10, help="partial_reduce: P, rounds (default 10)")
+    parser.add_argument(
+        "--minimum", type=int, default=2, help="partial_reduce: members of a group at least (default 2)"
+    )
+    parser.add_argument("--language", default="it", help="folder of the text (default it)")
+    parser.add_argument("--out", type=Path, help="write the JSON here too")
+    a = parser.parse_args()
+    if not DATA.is_dir():
+        print(f"error: {DATA} is absent: it holds the text", file=sys.stderr)
+        return 2
+    options = {"partial_reduce": {"bound": a.bound, "minimum": a.minimum}}
+    jobs = []
+    for row in a.rows:
+        common = {"row": row, "steps": a.steps, "rate": a.rate, "seconds": 0.0}
+        jobs.append(common | {"policy": "allreduce", "options": {}, "equal": ""})
+        for policy in a.policies:
+            for equal in ("time", "updates"):
+                jobs.append(common | {"policy": policy, "options": options.get(policy, {}), "equal": equal})
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "transformers.models.llama.modeling_llama", "facility.sync.registry"])
+    queue = context.Queue()
+    processes = [context.Process(target=worker, args=(r, port, a.language, jobs, queue)) for r in range(WORKERS)]
+    for process in processes:
+        process.start()
+    found = dict(queue.get(timeout=900) for _ in jobs)
+    for process in processes:
+        process.join()
+    rows: dict[str, dict[str, Any]] = {}
+    for number, job in enumerate(jobs):
+        result = found[number]
+        report = result["report"]
+        entry = {
+            "loss": round(result["loss"], 5), "seconds": round(result["seconds"], 2),
+            "updates": sum(report["updates"].values()), "by_member": report["updates"],
+            "mean_group": report["mean_group"],
+        }  # fmt: skip
+        row = rows.setdefault(job["row"], {})
+        if job["policy"] == "allreduce":
+            row["allreduce"] = entry
+        else:
+            entry["loss_over_allreduce"] = round(entry["loss"] / row["allreduce"]["loss"], 4)
+            row[f"{job['policy']}, equal {job['equal']}"] = entry
+    result = {
+        "what": "validation loss (nats per byte) of the averaged model",
+        "settings": {"workers": WORKERS, "block": BLOCK, "batch": BATCH, "steps": a.steps, "rate": a.rate,
+                     "language": a.language, **options["partial_reduce"]},
+        "machine": f"{os.cpu_count()} cores", "rows": rows,
+    }  # fmt: skip
+    print(json.dumps(result, indent=2))
+    if a.out:
+        a.out.write_text(json.dumps(result, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
