@@ -58,11 +58,10 @@ class PairScheduler(GroupScheduler):
             if standing.finished:
                 continue
             (pair,) = (p for p in self.pairing(standing.rounds) if member in p)
-            here = [m for m in pair if m in self._pending]
-            if len(here) < len(pair) and all(self._members[m].rounds <= standing.rounds for m in pair):
+            if any(self._members[m].rounds < standing.rounds for m in pair):
                 continue  # the partner is still to come to this iteration
             # A partner that is past this iteration (it was paired before somebody left) is not waited for.
-            together = [m for m in here if self._members[m].rounds == standing.rounds]
+            together = [m for m in pair if m in self._pending and self._members[m].rounds == standing.rounds]
             for m in together:
                 self._members[m].returning &= len(together) == 1
             return self._group(together, now, "the pair is here", connected=False)
