@@ -61,13 +61,13 @@ class SyncSettings:
     diloco: the same with an outer Nesterov step."""
     bound: int = 5
     """partial_reduce: groups are connected at least every `bound` rounds; 1: everybody always; 0: no bound."""
-    minimum: int = 2
+    minimum: int = 1
     """partial_reduce: replicas in a group at least, when more can come."""
     maximum: int = 0
     """partial_reduce: replicas in a group at most (except to keep the bound); 0: no limit."""
     window_seconds: float = 0.001
     """partial_reduce: how long a first arrival waits for company, at first; it adapts."""
-    window_maximum_seconds: float = 0.01
+    window_maximum_seconds: float = 0.005
     debias: bool = True
     """Weigh replicas by mean rounds / own rounds."""
     every: int = 10

@@ -144,7 +144,7 @@ def main() -> int:
     parser.add_argument("--policies", nargs="*", default=["partial_reduce"], metavar="NAME")
     parser.add_argument("--bound", type=int, default=10, help="partial_reduce: P, rounds (default 10)")
     parser.add_argument(
-        "--minimum", type=int, default=2, help="partial_reduce: members of a group at least (default 2)"
+        "--minimum", type=int, default=1, help="partial_reduce: members of a group at least (default 1)"
     )
     parser.add_argument("--language", default="it", help="folder of the text (default it)")
     parser.add_argument("--out", type=Path, help="write the JSON here too")

@@ -196,7 +196,7 @@ def main() -> int:
     parser.add_argument("--rows", nargs="*", default=list(ROWS), choices=list(ROWS), metavar="ROW")
     parser.add_argument("--policies", nargs="*", default=["partial_reduce"], metavar="NAME", help="beside allreduce")
     parser.add_argument("--bound", type=int, default=10, help="P, rounds (default 10)")
-    parser.add_argument("--minimum", type=int, default=2, help="members of a group at least (default 2)")
+    parser.add_argument("--minimum", type=int, default=1, help="members of a group at least (default 1)")
     parser.add_argument("--out", type=Path, help="write the JSON here too")
     arguments = parser.parse_args()
     options = {"bound": arguments.bound, "minimum": arguments.minimum}
