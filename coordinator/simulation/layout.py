@@ -126,9 +126,10 @@ class Layout:
     def compute_table(self) -> Array:
         """[kind, chunk, replica] seconds, as `orders.Kind` numbers the kinds."""
         backward = self.backward_seconds
-        return np.stack(
-            [self.forward_seconds, backward, backward * (1 - self.weight_share), backward * self.weight_share]
-        )
+        inputs, weights = backward * (1 - self.weight_share), backward * self.weight_share
+        if self.transport == "blocking":  # torch runs the first chunk's backward whole, where the weights' part is due
+            inputs[0], weights[0] = 0.0, backward[0]
+        return np.stack([self.forward_seconds, backward, inputs, weights])
 
     def message_tables(self) -> tuple[Array, Array]:
         """[direction, cut, replica] seconds that a message occupies its link, and its latency."""
