@@ -72,7 +72,8 @@ def records(testbed: Testbed, site: Site) -> list[dict[str, str]]:
 
 
 def job_template(tasks: int, prelude: str = "") -> str:
-    """The testbed's job template: `tasks` ranks on one node, each started by srun; `prelude` comes first in the job."""
+    """The testbed's job template: `tasks` ranks on one node, several of them started by srun; `prelude` comes first."""
+    start = "srun --kill-on-bad-exit=0 " if tasks > 1 else ""
     return f"""\
 #!/bin/bash
 # The testbed: {tasks} rank(s) on one node, on the processor.
@@ -86,7 +87,7 @@ def job_template(tasks: int, prelude: str = "") -> str:
 IFS= read -r -d '' command <<'CROSSFED' || true
 {{{{ streamflow_command }}}}
 CROSSFED
-srun --kill-on-bad-exit=0 bash -c "$command"
+{start}bash -c "$command"
 """
 
 

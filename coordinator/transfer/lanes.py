@@ -132,8 +132,11 @@ async def _refusal(process: asyncssh.SSHClientProcess) -> TransferFailed | None:
 
 
 def _words(stderr: Any, status: int) -> str:
-    said = (stderr or b"").decode(errors="replace").strip().splitlines()
-    return said[-1] if said else f"the remote command ended with code {status} and said nothing"
+    """What a remote command said of its failure: the cause, not tar's closing line."""
+    lines = [line.strip() for line in (stderr or b"").decode(errors="replace").splitlines() if line.strip()]
+    lines = [line for line in lines if "Exiting with failure status" not in line] or lines
+    causes = [line for line in lines if any(word in line for word in ("No space left", "quota", "denied", "Read-only"))]
+    return (causes or lines or [f"the remote command ended with code {status} and said nothing"])[-1]
 
 
 def blocks_of(file: int, offset: int, length: int) -> Iterable[bytes]:

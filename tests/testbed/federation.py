@@ -73,7 +73,10 @@ class Run:
     def run(self, **limits) -> int:
         """Run to the end; returns the exit code."""
         os.environ["HOME"] = str(self.testbed.coordinator_home)
-        self.result = self.supervisor(**limits).run()
+        try:
+            self.result = self.supervisor(**limits).run()
+        finally:
+            (self.file.parent.parent / "run.log").write_text("\n".join([*self.log, *self.said]) + "\n")
         return self.result[0]
 
     def start(self, **limits) -> threading.Thread:
@@ -99,12 +102,13 @@ class Run:
 def federate(
     testbed: Testbed, folder: Path, model: Path, datasets: dict[str, str], *, name: str, rounds: int = 2,
     tasks: dict[str, int] | None = None, delay: int = 0, minimum: int = 1, workdir: str = "work",
+    polling: int = 1, prelude: str = "",
 ) -> Run:  # fmt: skip
     """Write and render a federation over the testbed. Jobs wait `delay` seconds, and five minutes where `~/slow` exists."""
-    prelude = f"if [ -e ~/slow ]; then sleep 300; fi; sleep {delay}"
+    prelude = prelude or f"if [ -e ~/slow ]; then sleep 300; fi; sleep {delay}"
     file = write_federation(
         testbed, folder, model, datasets, name=name, rounds=rounds, tasks=tasks or {}, prelude=prelude, workdir=workdir,
-        minimum_facilities=minimum, final_evaluation=False,
+        minimum_facilities=minimum, final_evaluation=False, polling_seconds=polling,
     )  # fmt: skip
     write(read_federation(file))
     return Run(testbed=testbed, file=file)
