@@ -143,7 +143,7 @@ class Cost:
         own = b.max(axis=2)
         best: np.ndarray | None = None
         for mode in self.problem.syncs:
-            seconds = self._mode(mode, grid, size, pieces)
+            seconds = np.where(size > 0, self._mode(mode, grid, size, pieces), 0.0)
             exposed = np.maximum(seconds - own * (1 - 1 / pieces), seconds / pieces)
             if best is None:
                 best, worst = exposed, exposed.max(axis=1)
