@@ -27,6 +27,7 @@ from facility.exchange.settings import from_mapping
 
 HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(:\d{1,5})?|\[[0-9A-Fa-f:.]+\](:\d{1,5})?")
 USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@+-]*")
+WORKDIR = re.compile(r"/[A-Za-z0-9_./@%+=:,-]*")
 QUEUES = ("slurm", "pbs", "flux")
 SERVICE = "train"
 
@@ -113,9 +114,10 @@ class Deployment(Connection):
             return
         if self.type == "ssh" and not self.host:
             raise ConfigurationError("host is missing, expected the facility's login node", key="type")
-        if self.host and not self.workdir.startswith("/"):
+        if (self.host or self.workdir) and not WORKDIR.fullmatch(self.workdir):
             raise ConfigurationError(
-                f"workdir is {self.workdir!r}, expected an absolute path at the facility", key="workdir"
+                f"workdir is {self.workdir!r}, expected an absolute path at the facility, without blanks or quotes (StreamFlow does not quote it)",
+                key="workdir",
             )
         if self.type in QUEUES and not self.template:
             raise ConfigurationError(

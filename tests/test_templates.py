@@ -178,6 +178,7 @@ def test_an_ordinary_slurm_facility_takes_at_most_ten_lines(tmp_path: Path):
         (("type: slurm", "type: slrum"), "expected one of 'local', 'ssh', 'slurm', 'pbs', 'flux'"),
         (("host: login", "hst: login"), "did you mean 'host'"),
         (("workdir: /scratch", "workdir: scratch"), "expected an absolute path at the facility"),
+        (("workdir: /scratch", "workdir: /scr atch"), "without blanks or quotes"),
         (("      template: {templates}/slurm.sh\n", ""), "template is missing"),
         (("user: alice", "user: -oProxyCommand=x"), "expected a login name"),
         (("host: login.example.org", "host: -oProxyCommand=x"), "expected a name or address"),
