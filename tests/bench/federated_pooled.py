@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 from coordinator.demo_material import Sizes, make_model, train_tokenizer
+from facility.exchange.checkpoint import open_checkpoint
 from facility.exchange.report import read_report
 from facility.exchange.settings import FacilitySettings, TrainingSettings
 
@@ -40,6 +41,8 @@ def train(
     file = out / f"{name}.json"
     file.write_text(json.dumps(dataclasses.asdict(settings)))
     update = out / f"update-{name}-{number}"
+    if update.is_dir():
+        return update
     command("facility.train", "--model", model, "--dataset", dataset, "--settings", file, "--round", number,
             "--out", update, "--state", out / f"state-{name}")  # fmt: skip
     return update
@@ -49,6 +52,8 @@ def aggregate(out: Path, label: str, base: Path, updates: list[Path], number: in
     """One `coordinator.aggregate`; returns the next model's directory."""
     model = out / f"model-{label}-{number + 1}"
     before = out / f"server-{label}-{number}"
+    if model.is_dir():
+        return model
     arguments = [a for update in updates for a in ("--update", update)]
     command("coordinator.aggregate", "--base", base, *arguments, "--out", model, "--settings", settings,
             "--state-out", out / f"server-{label}-{number + 1}", *(["--state-in", before] if number else []))  # fmt: skip
@@ -57,7 +62,9 @@ def aggregate(out: Path, label: str, base: Path, updates: list[Path], number: in
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="new directory outside the repository")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="directory outside the repository; what it holds is not made again"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=30, help="local steps per round (default 30)")
     parser.add_argument("--learning-rate", type=float, default=2e-3)
@@ -65,12 +72,12 @@ def main() -> int:
     parser.add_argument("--aggregation", default="{}", metavar="JSON", help="fields of the aggregation settings")
     options = parser.parse_args()
     out: Path = options.out
-    out.mkdir(parents=True)
     for name in TEMPLATES:
-        (out / "text" / name).mkdir(parents=True)
+        (out / "text" / name).mkdir(parents=True, exist_ok=True)
         (out / "text" / name / "train.jsonl").write_bytes((DATA / name / "train.jsonl").read_bytes())
-    tokenizer = train_tokenizer(out, SIZES, names=tuple(TEMPLATES))
-    parameters = make_model(out, tokenizer, SIZES, 1)
+    if not (out / "model").is_dir():
+        make_model(out, train_tokenizer(out, SIZES, names=tuple(TEMPLATES)), SIZES, 1)
+    parameters = open_checkpoint(out / "model").parameters
     for name, template in [*TEMPLATES.items(), ("pooled", "{text}{eos}")]:
         languages = list(TEMPLATES) if name == "pooled" else [name]
         command("facility.prepare", "--input", *(DATA / n / "train.jsonl" for n in languages), "--validation",

@@ -43,13 +43,14 @@ class Arm:
     """What travels both ways instead of bfloat16: delta-int8, delta-int4 or sparse."""
 
 
+RATE = {"learning_rate": 2e-3}
 ARMS = {
-    "pooled": Arm(aggregation=None),
-    "mean, fresh optimizer": Arm(aggregation={"rule": "mean"}, local={"keep_optimizer": False}),
-    "mean": Arm(aggregation={"rule": "mean"}),
-    "fedprox": Arm(aggregation={"rule": "mean"}, local={"proximal": 0.01}),
-    "fedadam": Arm(aggregation={"rule": "fedadam", "server_learning_rate": 2e-3, "momentum": 0.5, "tau": 1e-3}),
-    "nesterov": Arm(aggregation={"rule": "nesterov", "server_learning_rate": 0.9, "momentum": 0.5}),
+    "pooled": Arm(aggregation=None, local=RATE),
+    "mean, fresh optimizer": Arm(aggregation={"rule": "mean"}, local=RATE | {"keep_optimizer": False}),
+    "mean": Arm(aggregation={"rule": "mean"}, local=RATE),
+    "fedprox": Arm(aggregation={"rule": "mean"}, local=RATE | {"proximal": 0.01}),
+    "fedadam": Arm(aggregation={"rule": "fedadam", "server_learning_rate": 1e-3, "momentum": 0.5}, local=RATE),
+    "nesterov": Arm(aggregation={"rule": "nesterov", "server_learning_rate": 0.9, "momentum": 0.5}, local=RATE),
 }
 
 
