@@ -25,6 +25,12 @@ from .problem import PlacementProblem
 from .stop import Stop
 
 Stages = list[tuple[int, ...]]
+STEPS = 4000
+"""Proposals of a chain in one cooling."""
+KEPT_STARTS = 7
+"""Structured starts that are annealed."""
+HOT = (0.002, 0.0007, 0.006)
+"""First temperatures of the chains, as shares of their cost: refine a start, refine it gently, leave it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +68,7 @@ class _Best:
             return np.inf
         self.seen.add(key)
         cost = self.matchings.cost(stages)
-        if reorder and cost < 1.05 * self.cost:
+        if reorder and cost < 1.3 * self.cost:
             weights = np.array([[0.0 if a == b else self.matchings.weight(a, b) for b in stages] for a in stages])
             _, order = best_order(weights)
             stages = [stages[n] for n in order]
@@ -74,7 +80,7 @@ class _Best:
 
 
 def plan_place(
-    problem: PlacementProblem, stop: Stop, *, seed: int = 0, chains: int = 96, structured: bool = True
+    problem: PlacementProblem, stop: Stop, *, seed: int = 0, chains: int = 24, structured: bool = True
 ) -> Placement:
     """The best placement found until `stop` (counted in rounds of annealing); the emitted grid is re-costed."""
     costs = costs_of(problem)
@@ -82,14 +88,14 @@ def plan_place(
     best = _Best(costs, stop)
     rng = np.random.default_rng(seed)
     starts = _structured(costs) if structured else {}
-    for name, rows in starts.items():
-        best.offer(rows, name, 0)
+    scored = {name: best.offer(rows, name, 0) for name, rows in starts.items()}
+    starts = {name: starts[name] for name in sorted(starts, key=lambda n: scored[n])[:KEPT_STARTS]}
     rounds = proposals = 0
     random = rng.permuted(np.tile(np.arange(costs.data.shape[0]), (1, 1)), axis=1).reshape(costs.stages, costs.replicas)
     best.offer(random, "random", 0)
     while costs.stages > 1 and costs.replicas >= 1 and not stop(rounds) and best.cost > bound * (1 + 1e-9):
         names, states = _round_starts(costs, starts, best, rng, chains, rounds)
-        proposals = _anneal(costs, names, states, best, rng, stop, proposals, steps=1500)
+        proposals = _anneal(costs, names, states, best, rng, stop, proposals, steps=STEPS)
         if not stop(rounds):
             proposals = _descend(best, rng, stop, proposals)
         rounds += 1
@@ -148,7 +154,7 @@ def _structured(costs: Costs) -> dict[str, np.ndarray]:
 def _round_starts(
     costs: Costs, starts: dict[str, np.ndarray], best: _Best, rng: np.random.Generator, chains: int, number: int
 ) -> tuple[list[str], np.ndarray]:
-    """A third structured, a third from the best so far (after the first round), the rest random."""
+    """Most structured, cheapest starts first; a third from the best so far after the first round, a sixth random."""
     names: list[str] = []
     states = np.empty((chains, costs.stages, costs.replicas), dtype=np.int64)
     pool = list(starts.items())
@@ -156,8 +162,8 @@ def _round_starts(
         if number and chain % 3 == 0:
             names.append(f"{best.start}, again" if not best.start.endswith("again") else best.start)
             states[chain] = np.array(best.stages)
-        elif pool and chain % 3 == 1:
-            name, rows = pool[(chain // 3) % len(pool)]
+        elif pool and chain % 6 != 5:
+            name, rows = pool[chain % len(pool)]
             names.append(name)
             states[chain] = rows
         else:
@@ -210,7 +216,7 @@ def _anneal(
     mix = np.choose(k % 4, [0.5, 0.5, 0.3, 0.15]).astype(float)
     state = _State(costs, states, mix)
     energy = state.energy(state.data, state.edges)
-    hot = energy * np.choose((k // 4) % 3, [0.02, 0.006, 0.06])
+    hot = energy * np.choose((k // 4) % 3, HOT)
     low, kept = energy.copy(), state.x.copy()
     for step in range(steps):
         if step % 50 == 49 and stop(0):
@@ -227,7 +233,8 @@ def _anneal(
         energy[accept] = new[accept]
         better = energy < low * (1 - 1e-12)
         low[better], kept[better] = energy[better], state.x[better]
-    for number, chain in enumerate(np.argsort(low)[: chains // 3]):
+    few = chains if stages * replicas <= 24 else chains // 3
+    for number, chain in enumerate(np.argsort(low)[:few]):
         if number > 3 and stop(0):
             break
         best.offer(kept[chain], names[chain], proposals)
