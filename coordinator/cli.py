@@ -170,6 +170,37 @@ def run(
     raise typer.Exit(run_federation(federation, live=not quiet and sys.stdout.isatty(), log=log))
 
 
+@app.command()
+def plan(
+    problem: Annotated[Path, typer.Argument(help="Problem or measured profile (JSON); published cases too.")],
+    out: Annotated[Path, typer.Option(help="Where the plan goes.")] = Path("plan.json"),
+    method: Annotated[str | None, typer.Option(help="joint, place, exact, dynamic or even; default joint.")] = None,
+    seconds: Annotated[float, typer.Option(help="Wall-clock seconds to search.")] = 3.0,
+    seed: Annotated[int, typer.Option(help="Seed of the search.")] = 0,
+    devices: Annotated[str | None, typer.Option(help="Named set of devices of a chain case.")] = None,
+    batch_samples: Annotated[
+        int | None, typer.Option(help="Samples of one step, where the problem does not say.")
+    ] = None,
+) -> None:
+    """Plan one facility: write plan.json, print the table, the grid and what would help."""
+    from coordinator.planning.problem import Problem
+    from coordinator.planning.read import read_problem
+    from coordinator.planning.show import show_plan
+    from coordinator.planning.solve import solve
+    from coordinator.planning.stop import Stop, on_interrupt
+    from facility.exchange.plan import write_plan
+
+    defaults = {} if batch_samples is None else {"batch_samples": batch_samples}
+    described = read_problem(problem, devices=devices, defaults=defaults)
+    stop = Stop(seconds)
+    with on_interrupt(stop):
+        made = solve(described, stop, method=method, seed=seed)
+    write_plan(out, made)
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    show_plan(made, described if isinstance(described, Problem) else None, console=console)
+    print(f"written to {out}")
+
+
 @app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def testbed(context: typer.Context) -> None:
     """Rehearse on two real facilities on this machine (root): up, run, status, stop, start, shape, down."""

@@ -186,6 +186,18 @@ def test_the_plan_is_shown(problem_file, tmp_path):
     assert all(a.seconds <= plan.predicted_seconds * (1 + 1e-9) for a in answers)
 
 
+def test_crossfed_plan_writes_and_shows(problem_file, tmp_path):
+    from typer.testing import CliRunner
+
+    from coordinator.cli import app
+
+    out = tmp_path / "plan.json"
+    ran = CliRunner().invoke(app, ["plan", str(problem_file), "--out", str(out), "--seconds", "0.5"])
+    assert ran.exit_code == 0, ran.output
+    assert "replica 0" in ran.output and "what would help" in ran.output
+    read_plan(out).validate(world_size=4, layers=6)
+
+
 def test_planning_needs_no_torch():
     code = "import sys, coordinator.plan, coordinator.planning.show; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
