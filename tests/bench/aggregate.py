@@ -214,7 +214,6 @@ def main() -> None:
         runs = []
         for _ in range(a.repeat):
             shutil.rmtree(out, ignore_errors=True)
-            os.sync()
             run = measured(command, {"HF_HUB_OFFLINE": "1"})
             output = str(run.pop("output", ""))
             if name == "io" and "failed" not in run:
