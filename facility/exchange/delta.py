@@ -31,16 +31,18 @@ from typing import Any
 import numpy as np
 
 from .checkpoint import FLOATS, Checkpoint, TensorEntry, open_checkpoint
-from .codecs import sparse
+from .codecs import PART, sparse
 from .delta_decoding import decode
 from .delta_parts import CODECS, FILE, as_bytes, copy_companions, parts, raw
 from .durable import new_directory
 from .errors import CheckpointError, ConfigurationError
 from .floats import Array, widen
-from .manifest import NAME, Manifest, read_manifest, verify_manifest, write_manifest
+from .manifest import NAME, read_manifest, write_manifest
 from .patterns import Patterns
 from .writer import Planned, TensorWriter, layout_like
 
+STRIDE = 16
+"""`sparse` takes the threshold of a large tensor from one value in so many."""
 ENCODINGS = ("delta-int8", "delta-int4", "sparse")
 
 
@@ -125,13 +127,6 @@ def encode(
                 extra=manifest.extra | {"reference_sha256": base.content_sha256},
             ),
         )
-        if residual_out is not None:
-            write_manifest(
-                rest_directory,
-                Manifest(
-                    kind="residual", federation=manifest.federation, round=manifest.round, facility=manifest.facility
-                ),
-            )
         size = (directory / FILE).stat().st_size
     return Encoded(
         message_bytes=size,
@@ -211,7 +206,6 @@ def _same_names(
 def _open_residual(directory: Path | None, reference: Checkpoint) -> dict[str, TensorEntry]:
     if directory is None or not any(Path(directory).glob("*.safetensors")):
         return {}
-    verify_manifest(directory)
     entries = open_checkpoint(directory).tensors
     for name, entry in entries.items():
         if name not in reference.tensors or reference.tensors[name].shape != entry.shape or entry.dtype != "F32":
@@ -236,12 +230,14 @@ def _plan(
             continue
         count = 0
         if codec is sparse:
-            counts = np.zeros(sparse.BINS, np.int64)
+            counts, stride = np.zeros(sparse.BINS, np.int64), 1 if entry.elements <= PART else STRIDE
             for _, difference in _differences(entry, new[name], kept.get(name)):
-                counts += sparse.histogram(difference)
-            if counts[0] == counts.sum():
+                counts += sparse.histogram(np.ascontiguousarray(difference[::stride]))
+            limits[name] = sparse.threshold(counts, density)
+            for _, difference in _differences(entry, new[name], kept.get(name)):
+                count += sparse.reaching(difference, limits[name])
+            if not count:
                 continue
-            limits[name], count = sparse.threshold(counts, density)
         elif not any(difference.any() for _, difference in _differences(entry, new[name], kept.get(name))):
             continue
         for suffix, dtype, length in codec.fields(entry.elements, count):

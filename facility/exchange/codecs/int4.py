@@ -22,8 +22,9 @@ def fields(elements: int, kept: int) -> list[tuple[str, str, int]]:
 
 
 def encode(values: Array) -> dict[str, Array]:
-    rows = padded(values, BLOCK).reshape(-1, BLOCK)
-    high, low = rows.max(axis=1), rows.min(axis=1)
+    whole = padded(values, BLOCK)
+    rows, starts = whole.reshape(-1, BLOCK), np.arange(0, len(whole), BLOCK)
+    high, low = np.maximum.reduceat(whole, starts), np.minimum.reduceat(whole, starts)  # faster than over short rows
     scale = np.where(high > -low, -high, -low) * np.float32(1 / LEVELS)
     scale[np.abs(scale) < SMALLEST] = 0
     # To the next bfloat16 away from zero, so that no value exceeds the eighth step.
@@ -34,8 +35,8 @@ def encode(values: Array) -> dict[str, Array]:
     np.rint(scaled, out=scaled)
     np.minimum(scaled, np.float32(LEVELS - 1), out=scaled)
     scaled += np.float32(LEVELS)
-    nibbles = scaled.astype(np.uint8).reshape(-1)
-    packed = nibbles[0::2] | (nibbles[1::2] << 4)
+    nibbles = scaled.astype(np.uint8).reshape(-1).view("<u2")
+    packed = (nibbles | (nibbles >> 4)).astype(np.uint8)  # the low byte: the first, and the second times sixteen
     return {"q": packed[: -(-len(values) // 2)], "scale": bits}
 
 

@@ -22,7 +22,8 @@ def fields(elements: int, kept: int) -> list[tuple[str, str, int]]:
 
 def encode(values: Array) -> dict[str, Array]:
     rows = padded(values, BLOCK).reshape(-1, BLOCK)
-    scale = np.maximum(rows.max(axis=1), -rows.min(axis=1)) * np.float32(1 / LEVELS)
+    high, low = rows.max(axis=1), rows.min(axis=1)
+    scale = np.maximum(high, -low) * np.float32(1 / LEVELS)
     scale[scale < SMALLEST] = 0
     inverse = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale > 0)
     scaled = rows * inverse[:, None]
