@@ -65,7 +65,7 @@ def launch(
 
     ending = supervise([sys.executable, *arguments], environments, limits=limits, elsewhere=elsewhere if several else None)  # fmt: skip
     if ending.code and several:
-        notes.write(f"failed-{tasks.task}", asdict(ending) | {"task": tasks.task})
+        notes.write(f"failed-{tasks.task}", asdict(ending) | {"task": tasks.task, "node": tasks.node})
     return ending
 
 

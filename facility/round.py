@@ -229,6 +229,13 @@ def main(argv: list[str] | None = None) -> int:
         if tasks.first:
             fail(arguments.out, report.Failure(facility=facility, round=arguments.round, reason=str(error)))
         return Outcome.SITS_OUT
+    except Exception as error:  # a fault of ours must not hang the workflow either
+        tail = traceback.format_exc()
+        print(tail, file=sys.stderr)
+        if tasks.first:
+            reason = f"the round's own command failed: {error!r}"
+            fail(arguments.out, report.Failure(facility=facility, round=arguments.round, reason=reason, log_tail=tail))
+        return Outcome.SITS_OUT
 
 
 if __name__ == "__main__":

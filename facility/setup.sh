@@ -118,7 +118,9 @@ if [ -z "$as_is" ]; then  # the checkout itself, without copying it
     [ "$(cat "$site/crossfed.pth" 2>/dev/null)" = "$here" ] || printf '%s\n' "$here" >"$site/crossfed.pth"
 fi
 export PYTHONPATH=$here
-"$run" -c 'import torch, transformers, safetensors, facility.round' || fail "$run lacks what a facility needs; leave --as-is out, or install it there"
+probed="$home/.imports $(stat -c %Y "$run" "$here/facility/round.py" | cksum) $stamp"
+[ "$(cat "$home/.imports" 2>/dev/null)" = "$probed" ] || "$run" -c 'import torch, transformers, safetensors, facility.round' || fail "$run lacks what a facility needs; leave --as-is out, or install it there"
+[ "$(cat "$home/.imports" 2>/dev/null)" = "$probed" ] || echo "$probed" >"$home/.imports"
 
 # 4. env.sh: what every job sources
 quote() { printf '%q' "$1"; }

@@ -231,6 +231,33 @@ def test_a_killed_rank_takes_the_others_down_and_is_told(site: Site):
     assert gone(ranks)
 
 
+def task(number: int) -> dict[str, str]:
+    """Environment of one of two tasks, one a node, of a Slurm job."""
+    return {"SLURM_JOB_ID": "4712", "SLURM_STEP_ID": "0", "SLURM_PROCID": str(number), "SLURM_LOCALID": "0", "SLURM_NODEID": str(number),
+            "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "localhost,other"}  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", ["train", "rank1:raise"])
+def test_the_first_of_two_nodes_speaks_for_both(site: Site, mode: str):
+    write_settings(site.root / "settings.json", ranks=1)
+    command, job = site.command(site.send(), *STAND_IN)
+    environment = os.environ | site.environment | {"STAND_IN": mode, "CROSSFED_RANKS_PER_NODE": "1,1"}
+    both = [
+        subprocess.Popen(command, cwd=job, env=environment | task(number), stderr=subprocess.PIPE, text=True)
+        for number in range(2)
+    ]
+    told = [process.communicate(timeout=60)[1] for process in both]
+    if mode == "train":
+        assert [p.returncode for p in both] == [0, 0] and verify_manifest(job / "update"), told
+        return
+    assert [p.returncode for p in both] == [7, 7], told
+    failure = read_failure(job / "update")
+    assert failure is not None and failure.reason == (
+        "on node 1: the training process ended with exit code 1: RuntimeError: the stand-in was told to fail"
+    )
+    assert "RuntimeError" in failure.log_tail
+
+
 def test_a_time_limit_ends_a_round(site: Site):
     process, update, ranks = start(site, "--time-limit", "3", "--grace", "2")
     assert process.wait(timeout=20) == 7
