@@ -103,6 +103,20 @@ def test_tensors_that_do_not_fit(round0, tmp_path: Path, case: str):
         check_update(bad, open_checkpoint(base), read_manifest(base), "bad", 0)
 
 
+@pytest.mark.parametrize("rule", ["mean", "median"])
+@pytest.mark.parametrize("statistics", ["off", "sample", "exact"])
+def test_one_value_that_is_none_is_never_hidden(tmp_path: Path, rule: str, statistics: str):
+    start = {"w": torch.zeros(3 << 16)}
+    base = make.model(tmp_path / "base", start)
+    updates = [make.update(tmp_path / f, make.moved(start, i), base=base, facility=f) for i, f in enumerate("xyz")]
+    tensors = make.moved(start, 9)
+    tensors["w"][100_000] = float("nan")
+    bad = make.update(tmp_path / "bad", tensors, base=base, facility="bad")
+    settings = AggregationSettings(rule=rule, statistics=statistics)
+    with pytest.raises(UpdateRefused, match="'bad'"):
+        aggregate(base=base, updates=[*updates, bad], out=tmp_path / "out", settings=settings)
+
+
 def test_another_round_another_model_another_tokenizer(round0, tmp_path: Path):
     base, updates = round0
     tensors = make.read_all(updates[0])
@@ -218,6 +232,25 @@ def test_sharding_on_either_side_and_mixed_dtypes(tmp_path: Path):
         assert len(list((root / "out").glob("*.safetensors"))) == len(list((root / "base").glob("*.safetensors")))
     for other in results[1:]:
         assert all(torch.equal(other[name], results[0][name]) for name in start)
+
+
+def test_float64_is_the_correctly_rounded_mean(tmp_path: Path):
+    start = make.random_tensors(0, {"w": (200_000,)}, torch.bfloat16)
+    base = make.model(tmp_path / "base", start)
+    sent = [make.moved(start, i, 1e-3) for i in range(4)]
+    updates = [make.update(tmp_path / f"u{i}", t, base=base, facility=f"u{i}") for i, t in enumerate(sent)]
+    aggregate(
+        base=base,
+        updates=updates,
+        out=tmp_path / "out",
+        settings=AggregationSettings(accumulate="float64", weights="equal"),
+    )
+    exact = sum(t["w"].double() for t in sent) / 4
+    # Rounded once: torch goes through float32, so compare distances, not torch's own rounding.
+    got = make.read_all(tmp_path / "out")["w"]
+    for neighbour in (-1, 1):
+        other = (got.view(torch.int16) + neighbour).view(torch.bfloat16).double()
+        assert bool(((got.double() - exact).abs() <= (other - exact).abs()).all())
 
 
 def test_parts_of_a_model_are_personal(tmp_path: Path):

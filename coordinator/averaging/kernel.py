@@ -156,20 +156,18 @@ def _span(work: Work, span: Span, files: Files, buffers: _Buffers) -> Passed:
     result = Passed(gram=np.zeros((len(work.updates), len(work.updates))), elements=span.count)
     base = work.base[span.name]
     dtype = "float64" if work.float64 or base.dtype == "F64" else "float32"
-    counted = work.statistics == "exact" or (work.statistics == "sample" and (span.start // PIECE) % (SAMPLE * 64) == 0)
     for begin in range(span.start, span.start + span.count, buffers.elements):
         count = min(buffers.elements, span.start + span.count - begin)
-        raw = iter(buffers.raw)
-
-        def read(entry: TensorEntry, begin: int = begin, count: int = count, raw=raw) -> Array:  # type: ignore[no-untyped-def]
-            result.bytes_read += count * ITEM_BYTES[entry.dtype]
-            return files.read(entry, begin, count, next(raw))
-
-        base_raw = read(base)
+        entries = [source.get(span.name) for source in (work.base, *work.updates, work.master, *work.slots)]
+        arrays = [
+            None if entry is None else files.read(entry, begin, count, buffer)
+            for entry, buffer in zip(entries, buffers.raw, strict=True)
+        ]
+        result.bytes_read += sum(count * ITEM_BYTES[entry.dtype] for entry in entries if entry is not None)
+        base_raw, update_raws = arrays[0], arrays[1 : 1 + len(work.updates)]
+        master_raw, *slot_raws = arrays[1 + len(work.updates) :]
         update_entries = [update[span.name] for update in work.updates]
-        update_raws = [read(entry) for entry in update_entries]
-        master_raw = read(work.master[span.name]) if span.name in work.master else None
-        slot_raws = [read(slot[span.name]) if span.name in slot else None for slot in work.slots]
+        assert base_raw is not None
         outputs = _Outputs(work, span.name, begin, count, buffers)
         for piece in pieces(count):
             n = piece.stop - piece.start
@@ -177,6 +175,7 @@ def _span(work: Work, span: Span, files: Files, buffers: _Buffers) -> Passed:
             widen(base_raw[piece], base.dtype, b)
             steps = buffers.block("steps", len(work.updates), dtype)[:, :n]
             for row, entry, stored in zip(steps, update_entries, update_raws, strict=True):
+                assert stored is not None
                 widen(stored[piece], entry.dtype, row)
                 np.subtract(row, b, out=row)
             number = (begin + piece.start) // PIECE
@@ -184,6 +183,8 @@ def _span(work: Work, span: Span, files: Files, buffers: _Buffers) -> Passed:
             if counted:
                 add_products(result.gram, steps)
                 result.counted += n
+            elif work.combine is not None:  # a sum carries NaN to the result, a median may hide it
+                _refuse_not_finite(span.name, base.dtype, steps)
             if work.observe:
                 work.observe(steps)
             if work.model is None:
@@ -208,10 +209,16 @@ def _span(work: Work, span: Span, files: Files, buffers: _Buffers) -> Passed:
                     np.subtract(m, old, out=scratch)
                     result.step_squared += float(np.square(scratch, out=scratch).sum(dtype=np.float64))
             if not outputs.put(piece, m, slots, buffers.block("bits", 1, "uint32")[0, :n]):
-                guilty = [k for k, row in enumerate(steps) if not np.isfinite(row).all()]
-                raise NotFinite(span.name, outputs.sinks[0][1], guilty[0] if guilty else None)
+                _refuse_not_finite(span.name, outputs.sinks[0][1], steps)
+                raise NotFinite(span.name, outputs.sinks[0][1], None)
         result.bytes_written += outputs.flush()
     return result
+
+
+def _refuse_not_finite(name: str, dtype: str, steps: Array) -> None:
+    for number, row in enumerate(steps):
+        if not np.isfinite(row).all():
+            raise NotFinite(name, dtype, number)
 
 
 def add_products(gram: Array, steps: Array) -> None:
