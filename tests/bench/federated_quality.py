@@ -50,7 +50,7 @@ ARMS = {
     "mean": Arm(aggregation={"rule": "mean"}, local=RATE),
     "fedprox": Arm(aggregation={"rule": "mean"}, local=RATE | {"proximal": 0.01}),
     "fedadam": Arm(aggregation={"rule": "fedadam", "server_learning_rate": 1e-3, "momentum": 0.5}, local=RATE),
-    "nesterov": Arm(aggregation={"rule": "nesterov", "server_learning_rate": 0.9, "momentum": 0.5}, local=RATE),
+    "nesterov": Arm(aggregation={"rule": "nesterov", "server_learning_rate": 0.8, "momentum": 0.7}, local=RATE),
 }
 
 
