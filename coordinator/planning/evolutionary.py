@@ -86,35 +86,44 @@ def _cross(costs: Costs, first: np.ndarray, second: np.ndarray, rng: np.random.G
 
 
 def _improve(costs: Costs, labels: np.ndarray) -> np.ndarray:
-    """One pass of cyclic moves: a chain of devices, each taking the place of the next, every device moved at most once."""
+    """One pass of cyclic moves: cycles of devices, each taking the place of the next, every device moved at most once.
+
+    Each step takes the largest gain; a cycle closes when the best move leads back to the stage it began in, or when no stage
+    is left. Of all cycles the prefix with the largest sum of gains is kept (Kernighan and Lin 1970).
+    """
     labels = labels.copy()
     weights = costs.pipeline + np.where(np.eye(len(labels), dtype=bool), np.inf, 0.0)
     locked = np.zeros(len(labels), dtype=bool)
-    member = np.eye(costs.stages, dtype=bool)[labels]
-    for start in range(costs.stages):
-        stage = start
-        chain: list[tuple[int, int]] = []
-        while True:
-            inside = np.flatnonzero(member[:, stage] & ~locked)
+    total = best_total = 0.0
+    best = labels.copy()
+    while True:
+        member = np.eye(costs.stages, dtype=bool)[labels]
+        inner = np.where(labels[:, None] == labels[None, :], weights, np.inf).min(axis=1)
+        gain = costs.pipeline @ member / costs.replicas - inner[:, None]
+        gain[member] = -np.inf
+        gain[locked] = -np.inf
+        device, target = (int(n) for n in np.unravel_index(int(gain.argmax()), gain.shape))
+        if not np.isfinite(gain[device, target]):
+            break
+        start = int(labels[device])
+        cycle, visited, cycle_gain = [device], {start}, float(gain[device, target])
+        while target != start:
+            visited.add(target)
+            inside = np.flatnonzero((labels == target) & ~locked)
+            inside = inside[~np.isin(inside, cycle)]
             if not len(inside):
                 break
-            own = np.where(member[:, stage][None, :], weights[inside], np.inf).min(axis=1)
-            mean = costs.pipeline[inside] @ member / costs.replicas
-            gain = mean - own[:, None]
-            gain[:, stage] = -np.inf
-            gain[:, [s for _, s in chain]] = -np.inf
-            if chain and stage != start:
-                gain[:, start] = np.where(np.isfinite(mean[:, start]), mean[:, start] - own, -np.inf)
-            row, target = np.unravel_index(int(gain.argmax()), gain.shape)
-            if not np.isfinite(gain[row, target]):
-                break
-            chain.append((int(inside[row]), stage))
-            locked[inside[row]] = True
-            if int(target) == start:
-                break
-            stage = int(target)
-        if len(chain) > 1:
-            for (device, _), (_, to) in zip(chain, [*chain[1:], chain[0]], strict=True):
-                labels[device] = to
-            member = np.eye(costs.stages, dtype=bool)[labels]
-    return labels
+            options = gain[inside].copy()
+            options[:, [s for s in visited if s != start]] = -np.inf
+            row, column = (int(n) for n in np.unravel_index(int(options.argmax()), options.shape))
+            cycle.append(int(inside[row]))
+            cycle_gain += float(options[row, column])
+            target = column
+        locked[cycle] = True
+        if len(cycle) < 2:
+            continue
+        labels[cycle] = labels[[*cycle[1:], cycle[0]]]
+        total += cycle_gain
+        if total > best_total * (1 + 1e-12):
+            best_total, best = total, labels.copy()
+    return best

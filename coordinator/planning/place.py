@@ -25,7 +25,9 @@ from .problem import PlacementProblem
 from .stop import Stop
 
 Stages = list[tuple[int, ...]]
-STEPS = 4000
+PATIENCE = 3
+"""Rounds without a gain after which the search ends."""
+STEPS = 2000
 """Proposals of a chain in one cooling."""
 KEPT_STARTS = 7
 """Structured starts that are annealed."""
@@ -93,12 +95,15 @@ def plan_place(
     rounds = proposals = 0
     random = rng.permuted(np.tile(np.arange(costs.data.shape[0]), (1, 1)), axis=1).reshape(costs.stages, costs.replicas)
     best.offer(random, "random", 0)
-    while costs.stages > 1 and costs.replicas >= 1 and not stop(rounds) and best.cost > bound * (1 + 1e-9):
+    idle = 0
+    while costs.stages > 1 and idle < PATIENCE and not stop(rounds) and best.cost > bound * (1 + 1e-9):
+        before = best.cost
         names, states = _round_starts(costs, starts, best, rng, chains, rounds)
         proposals = _anneal(costs, names, states, best, rng, stop, proposals, steps=STEPS)
         if not stop(rounds):
             proposals = _descend(best, rng, stop, proposals)
         rounds += 1
+        idle = 0 if best.cost < before * (1 - 1e-9) else idle + 1
     grid = best.matchings.emit(best.stages)
     emitted = grid_cost(costs, grid)
     assert abs(emitted - best.cost) <= 1e-9 * emitted, f"emitted grid costs {emitted}, reported {best.cost}"

@@ -86,7 +86,7 @@ def placement(
     return made
 
 
-def place_suite(seconds: float, seeds: int, baseline: float) -> list[dict[str, Any]]:
+def place_suite(seconds: float, seeds: int, baseline: float, only: str) -> list[dict[str, Any]]:
     cases = {name: placement(name) for name in BEST_KNOWN}
     cases |= {f"{name}, renumbered": placement(name, renumber=1) for name in BEST_KNOWN}
     cases |= {f"{name}, disturbed": placement(name, renumber=3, noise=4, symmetric=True) for name in BEST_KNOWN}
@@ -97,6 +97,8 @@ def place_suite(seconds: float, seeds: int, baseline: float) -> list[dict[str, A
     cases["spot, 256 devices, 16 stages"] = placement("spot", tile=4, stages=16, renumber=1, noise=1)
     rows = []
     for name, problem in cases.items():
+        if only not in name:
+            continue
         costs = costs_of(problem)
         row: dict[str, Any] = {
             "case": name,
@@ -158,6 +160,7 @@ def main() -> None:
     line.add_argument(
         "--baseline", type=float, default=10.0, help="times our seconds for the published search; 0: skip it"
     )
+    line.add_argument("--only", default="", help="place: cases whose name holds this")
     line.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: on a busy machine")
     given = line.parse_args()
     if given.clock == "cpu":
@@ -166,7 +169,7 @@ def main() -> None:
     if "chain" in given.suite:
         result["chain"] = chain_suite()
     if "place" in given.suite:
-        result["place"] = place_suite(given.seconds, given.seeds, given.baseline)
+        result["place"] = place_suite(given.seconds, given.seeds, given.baseline, given.only)
     if "joint" in given.suite:
         result["joint"] = joint_suite(given.seconds, given.seeds)
     print(json.dumps(result, indent=1))
