@@ -36,7 +36,7 @@ from facility.training.load import load_parts
 from facility.training.model import choose_attention, count_blocks, read_config
 from facility.training.progress import Progress
 from facility.training.ranks import end, from_environment, start, together
-from facility.training.replicas import synchroniser
+from facility.training.replicas import order_of, synchroniser
 from facility.training.schedule import learning_rate
 from facility.training.seeds import derive
 from facility.training.stop import Stop
@@ -100,7 +100,8 @@ def main(argv: list[str] | None = None) -> int:
         anatomy = examine(config, task.factory, attention.name, tokens) if layout.units else None
         reader = layout.grid.reader(ranks.rank)
         feed = Feed(dataset, task, layout.shape, seed=settings.seed, facility=settings.facility, reader=reader,
-                    readers=layout.grid.readers, evaluation_sequences=training.evaluation_sequences)  # fmt: skip
+                    readers=layout.grid.readers, evaluation_sequences=training.evaluation_sequences,
+                    apart=order_of(layout, ranks, sequences=len(dataset.split("train")), seed=settings.seed))  # fmt: skip
         directory = a.state or state.default_directory(settings, a.dataset)
         previous, reason = state.read_state(directory, settings, a.round)
         pause = state.read_pause(directory, settings, a.round, base.content_sha256 if base else "")

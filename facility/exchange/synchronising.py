@@ -85,8 +85,9 @@ class SyncSettings:
     progress: Literal["accumulated", "each"] = "accumulated"
     """accumulated: replicas together make steps x replicas updates, fast ones more; each: everyone makes `steps`.
     Policies in lockstep, local and diloco always count each."""
-    samples: Literal["contiguous", "strided", "reshuffled"] = "strided"
-    """Which sequences a replica sees: a contiguous share, every n-th, or everything in an order of its own."""
+    samples: Literal["dealt", "contiguous", "strided", "reshuffled"] = "dealt"
+    """Which sequences a replica sees: its share of every batch of one common order (as one process would cut it), a
+    contiguous share of the data, every n-th sequence, or everything in an order of its own. Each at its own pace."""
     bucket_bytes: int = 25_000_000
     """allreduce: gradients exchanged at once, while the backward pass goes on."""
     group_cache: int = 16

@@ -10,6 +10,7 @@ import numpy as np
 from facility.dataset import PreparedDataset
 from facility.exchange.errors import ConfigurationError, InputError
 from facility.exchange.settings import TrainingSettings
+from facility.sync.sampling import ReplicaOrder
 
 from .order import SampleOrder
 from .seeds import derive
@@ -60,10 +61,10 @@ class Feed:
 
     def __init__(
         self, dataset: PreparedDataset, task: Task, shape: Shape, *, seed: int, facility: str, evaluation_sequences: int,
-        reader: int, readers: int,
+        reader: int, readers: int, apart: ReplicaOrder | None = None,
     ) -> None:  # fmt: skip
         self.dataset, self.task, self.shape, self.seed = dataset, task, shape, seed
-        self.reader, self.readers = reader, readers
+        self.reader, self.readers, self.apart = reader, readers, apart
         sequences, validation = len(dataset.split("train")), len(dataset.split("validation"))
         if not sequences or not validation:
             raise InputError(
@@ -85,13 +86,24 @@ class Feed:
 
     def step(self, position: int) -> list[Batch]:
         """Micro-batches of the batch that begins at sequence `position`."""
-        indices = self.order.take(position, self.shape.batch_sequences)
+        indices = self._indices(position)
         share = np.arange(self.shape.bounds[self.reader], self.shape.bounds[self.reader + 1])
         batches = []
         for piece in np.array_split(share, self.shape.micro_batches[self.reader]):
             seeds = [derive(self.seed, "draw", position + int(i)) for i in piece]
             batches.append(self._batch("train", indices[piece], seeds))
         return batches
+
+    def _indices(self, position: int) -> np.ndarray:
+        """The batch's sequences; a replica with an order of its own fills its part of the batch from that."""
+        if self.apart is None:
+            return self.order.take(position, self.shape.batch_sequences)
+        shards = self.readers // self.apart.replicas
+        first = self.shape.bounds[self.apart.replica * shards]
+        count = self.shape.bounds[(self.apart.replica + 1) * shards] - first
+        indices = np.zeros(self.shape.batch_sequences, dtype=np.int64)
+        indices[first : first + count] = self.apart.take(position // self.shape.batch_sequences * count, count)
+        return indices
 
     def evaluation(self) -> Iterator[Batch]:
         """This reader's share of the validation split, in as many pieces as every other reader's."""

@@ -9,10 +9,28 @@ import torch.distributed as dist
 
 from facility.sync.alone import Alone
 from facility.sync.policy import Place, Synchroniser, connect
+from facility.sync.sampling import ReplicaOrder
+from facility.sync.wire import address_of_this_node
 
 from .arrange import Layout
 from .engine import Engine
 from .ranks import Ranks, broadcast
+from .seeds import derive
+
+
+def order_of(layout: Layout, ranks: Ranks, *, sequences: int, seed: int) -> ReplicaOrder | None:
+    """The replica's own order of the data, where `training.sync.samples` asks for one; None: the common batches."""
+    policy = layout.sync.samples
+    if policy == "dealt" or layout.grid.replicas == 1:
+        return None
+    replica, _, _ = layout.grid.place(ranks.rank)
+    return ReplicaOrder(
+        policy=policy,
+        sequences=sequences,
+        replica=replica,
+        replicas=layout.grid.replicas,
+        seed=derive(seed, "replicas"),
+    )
 
 
 def synchroniser(layout: Layout, ranks: Ranks, engine: Engine, *, steps: int, round: int, log: Path) -> Synchroniser:
@@ -39,6 +57,7 @@ def synchroniser(layout: Layout, ranks: Ranks, engine: Engine, *, steps: int, ro
         store=store,
         backwards_per_step=layout.shape.micro_batches[grid.reader(ranks.rank)],
         device=ranks.device,
+        address=address_of_this_node(address),
         log=log if ranks.first else None,
         namespace=f"round-{round}",
     )  # fmt: skip

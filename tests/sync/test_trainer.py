@@ -90,6 +90,22 @@ def test_parameter_servers_give_the_weights_of_one_process(tmp_path: Path):
         assert largest_difference(tmp_path / "one" / "out", tmp_path / policy / layout / "out") < 1e-5, name
 
 
+def test_each_way_of_sampling_trains_and_is_its_own(tmp_path: Path):
+    dataset, model = write_dataset(tmp_path / "data", train=200), save_pico(tmp_path / "model")
+    ways = ("dealt", "contiguous", "strided", "reshuffled")
+    cases = [
+        (way, arguments(tmp_path / way, model, dataset, layout=LAYOUTS["sharded"], sync=sync_of("local", samples=way),
+                        **TRAINING))
+        for way in ways
+    ]  # fmt: skip
+    rounds(4, cases)
+    for number, way in enumerate(ways):
+        report = read_report(tmp_path / way / "out")
+        assert report.loss_returned < report.loss_received - 0.05, way
+        for other in ways[:number]:
+            assert largest_difference(tmp_path / way / "out", tmp_path / other / "out") > 1e-5, (way, other)
+
+
 def test_bert_in_stages_under_partial_reduce(tmp_path: Path):
     bert_under(tmp_path, ["partial_reduce", "adpsgd"], world=4, layout=LAYOUTS["pipelined"])
 
