@@ -1,0 +1,71 @@
+"""`facility.train` on a rank that is slower than it is: every unit of the model sleeps before it computes.
+
+    SLOW_FACTORS=1,2,4,1 SLOW_UNITS='[[0.001, 0.002], ...]' python -m tests.bench.slow_rank ARGUMENTS OF facility.train
+
+SLOW_UNITS: [forward, backward] seconds a sequence of every unit on a device of factor 1. The trainer's code is as it is; its
+stages are wrapped, so that what it computes and sends stays the same. The rank's own number chooses its factor.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from typing import Any
+
+import torch
+
+FACTOR = [float(f) for f in os.environ["SLOW_FACTORS"].split(",")][int(os.environ.get("RANK", "0"))]
+UNITS: list[list[float]] = json.loads(os.environ["SLOW_UNITS"])
+
+
+class Slow(torch.autograd.Function):
+    """The identity; its backward sleeps."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.seconds = seconds
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        time.sleep(ctx.seconds)
+        return grad, None
+
+
+def seconds(first: int, end: int, sequences: int) -> tuple[float, float]:
+    """Forward and backward of units [first, end) here."""
+    return tuple(FACTOR * sequences * sum(unit[side] for unit in UNITS[first:end]) for side in (0, 1))  # type: ignore[return-value]
+
+
+def slowed() -> None:
+    """Wrap the trainer's stages, and its model where it is whole."""
+    from facility.training.compute import Whole
+    from facility.training.layout.split import Stage
+
+    run, whole = Stage.forward, Whole._forward
+
+    def forward(self: Stage, value: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        ahead, back = seconds(self.first, self.end, len(value))
+        if torch.is_grad_enabled():
+            time.sleep(ahead)
+        output = run(self, value, **kwargs)
+        return Slow.apply(output, back) if torch.is_grad_enabled() else output
+
+    def forward_whole(self: Whole, batch: Any) -> torch.Tensor:
+        ahead, back = seconds(0, len(UNITS), len(batch.targets))
+        if torch.is_grad_enabled():
+            time.sleep(ahead)
+        output = whole(self, batch)
+        return Slow.apply(output, back) if torch.is_grad_enabled() else output
+
+    Stage.forward = forward  # type: ignore[method-assign]
+    Whole._forward = forward_whole  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    from facility.train import main
+    from facility.training.ranks import end
+
+    slowed()
+    end(main)
