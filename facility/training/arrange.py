@@ -45,15 +45,17 @@ class Layout:
 
 def seated(ranks: Ranks, plan: Plan, shards: int) -> Ranks | None:
     """This process's place among the ranks that the plan uses; None where the plan leaves it idle."""
-    groups = max(1, ranks.world // shards)
     if ranks.world % shards:
         raise ConfigurationError(f"{ranks.world} ranks are no multiple of layout.shards {shards}")
-    idle = set(plan.idle_ranks(groups))
-    used = [group for group in range(groups) if group not in idle]
+    # torch sorts the ranks of a group, so ranks are numbered anew in the plan's order: replica by replica, stage by stage.
+    seats = [device for replica in zip(*plan.grid, strict=True) for device in replica]
     group, within = divmod(ranks.rank, shards)
-    if group in idle:
+    if group not in seats:
         return None
-    return dataclasses.replace(ranks, rank=used.index(group) * shards + within, world=len(used) * shards)
+    host = 0 if 0 in seats else min(seats)
+    return dataclasses.replace(
+        ranks, rank=seats.index(group) * shards + within, world=len(seats) * shards, hosts=ranks.rank == host * shards
+    )
 
 
 def from_plan(plan: Plan, ranks: Ranks, settings: TrainingSettings, *, blocks: int, block_tokens: int) -> Layout:
@@ -65,8 +67,7 @@ def from_plan(plan: Plan, ranks: Ranks, settings: TrainingSettings, *, blocks: i
         raise ConfigurationError(
             f"the plan uses {len(devices)} devices of {shards} rank(s) each, but {ranks.world} ranks came; plan again"
         )
-    order = [[devices.index(device) for device in row] for row in plan.grid]
-    arrangement = grid(ranks.world, replicas=plan.replicas, stages=plan.stages, order=order)
+    arrangement = grid(ranks.world, replicas=plan.replicas, stages=plan.stages)
     counts = tuple(count for count in plan.replica_micro_batches for _ in range(shards))
     batch = sum(counts) * plan.micro_batch_samples
     if batch != settings.batch_sequences:

@@ -26,6 +26,8 @@ class Ranks:
     local_rank: int
     local_world: int
     device: torch.device
+    hosts: bool = False
+    """Does the store run in this process at which the ranks meet? (Not with torchrun, which runs it itself.)"""
 
     @property
     def first(self) -> bool:
@@ -53,7 +55,7 @@ def from_environment(device: str = "auto") -> Ranks:
         chosen = torch.device("cuda", local_rank % torch.cuda.device_count())
     else:
         chosen = torch.device("cpu")
-    return Ranks(rank=rank, world=world, local_rank=local_rank, local_world=local_world, device=chosen)
+    return Ranks(rank=rank, world=world, local_rank=local_rank, local_world=local_world, device=chosen, hosts=rank == 0)
 
 
 def start(ranks: Ranks, *, threads: int, timeout_seconds: float) -> None:
@@ -64,10 +66,14 @@ def start(ranks: Ranks, *, threads: int, timeout_seconds: float) -> None:
     torch.set_num_threads(threads or int(os.environ.get("OMP_NUM_THREADS", max(1, cores // ranks.local_world))))
     if ranks.world > 1 and not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if ranks.device.type == "cuda" else "gloo"
+        limit = timedelta(seconds=timeout_seconds)
         try:
-            dist.init_process_group(
-                backend, timeout=timedelta(seconds=timeout_seconds), rank=ranks.rank, world_size=ranks.world
-            )
+            store = None
+            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+                # A plan may number ranks anew; the store stays with the process that MASTER_ADDR names.
+                where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+                store = dist.TCPStore(*where, world_size=ranks.world, is_master=ranks.hosts, timeout=limit)
+            dist.init_process_group(backend, store=store, timeout=limit, rank=ranks.rank, world_size=ranks.world)
         except dist.DistError as error:
             raise TryAgain(f"rank {ranks.rank} of {ranks.world} could not meet the others: {error}") from None
 

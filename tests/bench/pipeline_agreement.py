@@ -4,9 +4,9 @@
 
 Each rank runs the schedule classes that the trainer uses (`facility.training.compute.SCHEDULES`) over stages whose forward and
 backward sleep, so that two cores can play any number of devices. Cases: equal stages, unequal stages, random stalls (the
-seeded ones, so that the simulator meets the same). The simulator is told what measuring would tell it: the mean seconds of
-a forward and of a backward pass on each rank and the latency of a message, from the same processes. `error_of_nominal`
-is what it says when told the sleeping times that were asked for (a busy machine wakes sleepers late).
+seeded ones, so that the simulator meets the same). A busy machine wakes sleepers late, so the simulator is told three things:
+`error`: what every single pass lost (late or stalled); `error_by_means`: the mean seconds of a pass on each rank, as measuring
+would tell; `error_by_what_was_asked`: the sleeping times alone. The latency of a message is measured in the same processes.
 """
 
 from __future__ import annotations
@@ -50,12 +50,16 @@ def pipeline_rank(rank: int, world: int, cases: list[dict[str, Any]], schedules:
 
         def __init__(self, emulation: Emulation, factor: float) -> None:
             self.emulation, self.factor, self.draws = emulation, factor, 0
-            self.lateness: dict[str, list[float]] = {"forward": [], "input": [], "weight": []}
+            self.lost: list[float] = []
+            self.late: dict[str, list[float]] = {"pass": [], "weight": []}
 
         def rest(self, what: str, seconds: float, stall: float = 0.0) -> None:
             begin = time.perf_counter()
             time.sleep(stall + seconds)
-            self.lateness[what].append(time.perf_counter() - begin - stall - seconds)
+            late = time.perf_counter() - begin - stall - seconds
+            self.late[what].append(late)
+            if what == "pass":
+                self.lost.append(stall + late)
 
         def stalled(self) -> float:
             self.draws += 1
@@ -67,12 +71,12 @@ def pipeline_rank(rank: int, world: int, cases: list[dict[str, Any]], schedules:
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor, times: Times, virtual: int) -> torch.Tensor:
             ctx.times, ctx.virtual = times, virtual
-            times.rest("forward", FORWARD * times.factor / virtual, times.stalled())
+            times.rest("pass", FORWARD * times.factor / virtual, times.stalled())
             return x.clone()
 
         @staticmethod
         def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-            ctx.times.rest("input", BACKWARD / 2 * ctx.times.factor / ctx.virtual, ctx.times.stalled())
+            ctx.times.rest("pass", BACKWARD / 2 * ctx.times.factor / ctx.virtual, ctx.times.stalled())
             return grad.contiguous(), None, None
 
     class Weight(torch.autograd.Function):
@@ -130,7 +134,7 @@ def pipeline_rank(rank: int, world: int, cases: list[dict[str, Any]], schedules:
             for number in range(iterations + 1):  # the first one sets up connections
                 if number == 1:
                     times.draws = 0
-                    times.lateness = {"forward": [], "input": [], "weight": []}
+                    times.lost, times.late = [], {"pass": [], "weight": []}
                 dist.barrier()
                 begin = time.perf_counter()
                 arguments = (torch.zeros(micro_batches, 8),) if rank == 0 else ()
@@ -139,24 +143,43 @@ def pipeline_rank(rank: int, world: int, cases: list[dict[str, Any]], schedules:
                 dist.barrier()
                 if number:
                     seconds.append(time.perf_counter() - begin)
-            late = {what: statistics.mean(values) for what, values in times.lateness.items()}
-            found[f"{case['name']}, {schedule}"] = {"seconds": seconds, "late": late}
+            late = {what: statistics.mean(values) for what, values in times.late.items()}
+            found[f"{case['name']}, {schedule}"] = {"seconds": seconds, "late": late, "lost": times.lost}
     return found
 
 
-def simulated(case: dict[str, Any], schedule: str, virtual: int, micro_batches: int, ranks: int, iterations: int, latency: float, late: list[dict[str, float]]) -> tuple[float, ...]:  # fmt: skip
-    """What the simulator says of the same iterations."""
+def simulated(
+    case: dict[str, Any],
+    schedule: tuple[str, int, int],
+    ranks: int,
+    iterations: int,
+    latency: float,
+    *,
+    late: list[dict[str, float]] | None = None,
+    lost: list[list[float]] | None = None,
+) -> tuple[float, ...]:
+    """What the simulator says of the same iterations.
+
+    `late`: mean seconds by which passes of each rank took longer than asked; `lost`: what every single pass lost.
+    """
+    name, virtual, micro_batches = schedule
     factors = np.tile(np.array(case["factors"][:ranks]), virtual)[:, None] / virtual
-    forward = np.tile([rank["forward"] for rank in late], virtual)[:, None]
-    backward = np.tile([rank["input"] + rank["weight"] for rank in late], virtual)[:, None]
+    passes = np.zeros((ranks * virtual, 1))
+    weights = np.zeros((ranks * virtual, 1))
+    if late is not None:
+        weights = np.tile([rank["weight"] for rank in late], virtual)[:, None]
+        if lost is None:
+            passes = np.tile([rank["pass"] for rank in late], virtual)[:, None]
     emulation = Emulation(probability=case["probability"], seconds=0.1, seed=3)
+    backward = BACKWARD * factors + passes + weights
     layout = Layout(
         grid=tuple((r,) for r in range(ranks)),
         virtual_stages=virtual,
-        schedule=schedule,
+        schedule=name,
         micro_batches=(micro_batches,),
-        forward_seconds=FORWARD * factors + forward,
-        backward_seconds=BACKWARD * factors + backward,
+        forward_seconds=FORWARD * factors + passes,
+        backward_seconds=backward,
+        weight_share=float(((BACKWARD / 2 * factors + weights) / backward).mean()),
         cut_bytes=np.zeros(ranks * virtual - 1),
         gradient_bytes=np.zeros(ranks * virtual),
         latency=np.full((ranks, ranks), latency),
@@ -164,34 +187,37 @@ def simulated(case: dict[str, Any], schedule: str, virtual: int, micro_batches: 
         sync="none",
         transport="blocking",
     )
-    return simulate_layout(
-        layout, iterations=iterations, stall=lambda replica, stage, draw: emulation.stall(replica, draw, stage=stage)
-    ).iterations
+
+    def stall(replica: int, stage: int, draw: int) -> float:
+        return emulation.stall(replica, draw, stage=stage) if lost is None else lost[stage][draw]
+
+    return simulate_layout(layout, iterations=iterations, stall=stall).iterations
 
 
-def compare(ranks: int, iterations: int, cases: list[dict[str, Any]], schedules: list[tuple[str, int, int]]) -> dict[str, Any]:  # fmt: skip
+def compare(
+    ranks: int, iterations: int, cases: list[dict[str, Any]], schedules: list[tuple[str, int, int]]
+) -> dict[str, Any]:
     """Real and simulated seconds of an iteration, side by side."""
     found = run_distributed(pipeline_rank, ranks, cases, schedules, iterations, timeout=600)
     latency = statistics.median(f["latency"] for f in found if f["latency"] is not None)
     rows = []
     for case in cases:
-        for schedule, virtual, micro_batches in schedules:
-            key = f"{case['name']}, {schedule}"
-            real = [max(f[key]["seconds"][n] for f in found) for n in range(iterations)]
-            late = [f[key]["late"] for f in found]
-            asked = [dict.fromkeys(rank, 0.0) for rank in late]
-            said, nominal = (
-                simulated(case, schedule, virtual, micro_batches, ranks, iterations, latency, times)
-                for times in (late, asked)
-            )
+        for schedule in schedules:
+            mine = [f[f"{case['name']}, {schedule[0]}"] for f in found]
+            real = [max(f["seconds"][n] for f in mine) for n in range(iterations)]
+            late, lost = [f["late"] for f in mine], [f["lost"] for f in mine]
+            traced = simulated(case, schedule, ranks, iterations, latency, late=late, lost=lost)
+            measured = simulated(case, schedule, ranks, iterations, latency, late=late)
+            asked = simulated(case, schedule, ranks, iterations, latency)
             rows.append(
                 {
                     "case": case["name"],
-                    "schedule": schedule,
+                    "schedule": schedule[0],
                     "real_seconds": round(statistics.mean(real), 4),
-                    "simulated_seconds": round(statistics.mean(said), 4),
-                    "error": round(sum(said) / sum(real) - 1, 4),
-                    "error_of_nominal": round(sum(nominal) / sum(real) - 1, 4),
+                    "simulated_seconds": round(statistics.mean(traced), 4),
+                    "error": round(sum(traced) / sum(real) - 1, 4),
+                    "error_by_means": round(sum(measured) / sum(real) - 1, 4),
+                    "error_by_what_was_asked": round(sum(asked) / sum(real) - 1, 4),
                     "late_ms": round(1e3 * statistics.mean(v for rank in late for v in rank.values()), 3),
                 }
             )
