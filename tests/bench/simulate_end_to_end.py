@@ -29,12 +29,12 @@ from tests.distributed import free_port
 from tests.pico import save_pico
 from tests.training.federation import write_dataset, write_settings
 
-BLOCKS, SEQUENCES = 10, 8
-FORWARD_MS, BACKWARD_MS = 10.0, 20.0
+BLOCKS, SEQUENCES = 10, 4
+FORWARD_MS, BACKWARD_MS = 40.0, 80.0
 
 
 def problem(factors: list[float]) -> tuple[Problem, list[list[float]]]:
-    """Four devices; units that take 10 and 20 ms a sequence and block; the embedding and the head take less."""
+    """Four devices; units that take 40 and 80 ms a sequence and block; the embedding and the head take less."""
     count = len(factors)
     hidden = 64 * 32 * 4 / 1e6
     kinds = [("embedding", 1, 0.1), ("block", BLOCKS, 1.0), ("head", 1, 0.5)]
