@@ -17,7 +17,7 @@ import difflib
 import importlib.util
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -105,6 +105,9 @@ class Deployment(Connection):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if "home" in self.fill:  # the same place under its other name
+            object.__setattr__(self, "environment", replace(self.environment, home=str(self.fill["home"])))
+            object.__setattr__(self, "fill", {key: value for key, value in self.fill.items() if key != "home"})
         if self.type == "local":
             for name in ("host", "user", "key", "template", "fill", "options"):
                 if getattr(self, name):

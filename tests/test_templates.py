@@ -196,6 +196,13 @@ def test_a_wrong_deployment_is_told_at_its_line(tmp_path: Path, change: tuple[st
     assert error.value.line is not None and str(file) in str(error.value)
 
 
+def test_the_home_may_be_filled_in_like_any_placeholder(tmp_path: Path):
+    text = FACILITY.replace("partition: gpu", "partition: gpu, home: /work/a b")
+    federation_ = read_federation(federation(tmp_path, text))
+    assert federation_.deployment(federation_.facilities[0]).environment.home == "/work/a b"
+    assert ". '/work/a b/env.sh'" in render(federation_)["workflow/jobs/far.site-1.sh"]
+
+
 def test_jump_host_transfer_host_and_plain_ssh(tmp_path: Path):
     text = FACILITY.replace("user: alice", "user: alice\n      key: ~/.ssh/fl\n      tunnel: {{host: jump.example.org:2222, user: bob}}\n      transfer: {{host: data.example.org}}")  # fmt: skip
     config = yaml.safe_load(render(read_federation(federation(tmp_path, text)))["workflow/streamflow.yml"])["deployments"]["facility-far.site-1-ssh"]["config"]  # fmt: skip
