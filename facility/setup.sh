@@ -107,10 +107,16 @@ else
 import sys, tomllib
 print("\n".join(tomllib.load(open(sys.argv[1], "rb"))["project"]["dependencies"]))
 PYTHON
-    install=("$run" -m pip install --quiet --disable-pip-version-check -c "$here/constraints.txt" -r "$home/.requirements")
-    if [ -n "$wheelhouse" ]; then "${install[@]}" --no-index --find-links "$wheelhouse" || fail "the wheelhouse lacks a package for $("$run" --version) on $(uname -m); bundle again with that --python-version and --platform"
-    elif [ -n "$torch_index" ]; then "${install[@]}" --extra-index-url "$torch_index" || fail "pip could not install; on a host without internet use --wheelhouse"
-    else "${install[@]}" || fail "pip could not install; on a host without internet use --wheelhouse"; fi
+    pip=("$run" -m pip install --quiet --disable-pip-version-check -c "$here/constraints.txt")
+    if [ -n "$wheelhouse" ]; then
+        "${pip[@]}" -r "$home/.requirements" --no-index --find-links "$wheelhouse" || fail "the wheelhouse lacks a package for $("$run" --version) on $(uname -m); bundle again with that --python-version and --platform"
+    else
+        if [ -n "$torch_index" ] && ! "${pip[@]}" torch --index-url "$torch_index" --retries 1 --timeout 15; then
+            [ "$torch" = cpu ] || fail "torch for $torch cannot be had from $torch_index; name another by --torch-index"
+            say "packages: $torch_index does not answer; taking the default index's torch, which runs on CPUs too"
+        fi
+        "${pip[@]}" -r "$home/.requirements" || fail "pip could not install; on a host without internet use --wheelhouse"
+    fi
     echo "$stamp" >"$home/.setup-stamp"
 fi
 if [ -z "$as_is" ]; then  # the checkout itself, without copying it

@@ -11,7 +11,6 @@
 #SBATCH --time=02:00:00
 #SBATCH --signal=USR1@300
 . '/scratch/it'\''s a "home"; touch pwned $(touch pwned) `touch pwned` ü&|<x>/env.sh'
-unset PYTHONPATH
 export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0
 export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
 IFS= read -r -d '' command <<'CROSSFED' || true
