@@ -328,8 +328,8 @@ def copy_companions(source: Path, target: Path) -> None:
                 shutil.copyfile(path, target / path.name)
 
 
-def read_settings(path: Path | None, rule: str | None = None) -> AggregationSettings:
-    """Settings from a YAML or JSON file (a whole federation.yml, or its `aggregation:` section), then the rule."""
+def read_settings(path: Path | None, rule: str | None = None, weights: str | None = None) -> AggregationSettings:
+    """Settings from a YAML or JSON file (a whole federation.yml, or its `aggregation:` section), then the overrides."""
     raw: Any = {}
     if path is not None:
         try:
@@ -338,8 +338,9 @@ def read_settings(path: Path | None, rule: str | None = None) -> AggregationSett
             raise ConfigurationError(f"cannot be read: {error}", file=path) from None
         if isinstance(raw, dict) and "aggregation" in raw:
             raw = raw["aggregation"]
-    settings = from_mapping(AggregationSettings, raw, where="", file=path)
-    return dataclasses.replace(settings, rule=rule) if rule else settings
+    if isinstance(raw, dict):
+        raw = raw | ({"rule": rule} if rule else {}) | ({"weights": weights} if weights else {})
+    return from_mapping(AggregationSettings, raw, where="", file=path)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -349,6 +350,11 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--update", type=Path, action="append", default=[], metavar="DIR", help="one update; repeat")
     p.add_argument("--out", type=Path, required=True, metavar="DIR", help="next model; must not exist")
     p.add_argument("--rule", metavar="NAME", help="overrides the settings' rule (default: mean)")
+    p.add_argument(
+        "--weights",
+        choices=("tokens", "samples", "equal"),
+        help="what an update counts: its report's tokens or samples, or the same for all (default: tokens)",
+    )
     p.add_argument("--state-in", type=Path, metavar="DIR", help="state of the round before (default: start from base)")
     p.add_argument("--state-out", type=Path, metavar="DIR", help="float32 master and optimiser tensors; must not exist")
     p.add_argument("--settings", type=Path, metavar="FILE", help="YAML or JSON with the aggregation settings")
@@ -366,7 +372,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         base=a.base,
         updates=a.update,
         out=a.out,
-        settings=read_settings(a.settings, a.rule),
+        settings=read_settings(a.settings, a.rule, a.weights),
         state_in=a.state_in,
         state_out=a.state_out,
         record=a.record,

@@ -284,6 +284,11 @@ def test_command_line(round0, tmp_path: Path, capsys):
     arguments = ["--base", str(base), *[w for u in updates for w in ("--update", str(u))]]
     assert main([*arguments, "--out", str(tmp_path / "out"), "--rule", "median", "--json"]) == 0
     assert '"combiner": "median"' in capsys.readouterr().out
+    plain = make.checkpoint(tmp_path / "plain", make.read_all(base))  # no report says what it counts
+    by_hand = ["--base", str(plain), "--update", str(plain), "--out", str(tmp_path / "by-hand")]
+    with pytest.raises(UpdateRefused, match="set weights to 'equal'"):
+        main(by_hand)
+    assert main([*by_hand, "--weights", "equal"]) == 0
     (tmp_path / "settings.yml").write_text("aggregation:\n  rulle: mean\n")
     with pytest.raises(ConfigurationError, match="did you mean 'rule'"):
         read_settings(tmp_path / "settings.yml")
