@@ -19,6 +19,8 @@ from streamflow.log_handler import logger
 
 BLOCK_BYTES = 1 << 18
 """Bytes read or written at once."""
+CHANNELS = 2
+"""Pieces at once in each connection: while one waits for its command to start or end, the other moves."""
 STALL_SECONDS = 120.0
 """A connection that moves nothing for so long counts as broken."""
 ATTEMPTS = 10
@@ -47,7 +49,7 @@ async def spread(
             item = waiting.pop()
             await persist(functools.partial(move, lane, item))
 
-    tasks = [asyncio.create_task(serve(lane)) for lane in lanes[: len(waiting)]]
+    tasks = [asyncio.create_task(serve(lane)) for lane in (lanes * CHANNELS)[: len(waiting)]]
     try:
         await asyncio.gather(*tasks)
     finally:

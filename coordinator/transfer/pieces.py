@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-PIECE_BYTES = 64 << 20
-"""Large enough that a command's two round trips cost little, small enough that the streams end together and that a
-broken connection repeats little."""
+MOST_BYTES, LEAST_BYTES = 64 << 20, 4 << 20
+"""Bounds of a piece: small enough that a broken connection repeats little, large enough that a command's two round trips
+cost little."""
+TURNS = 4
+"""Pieces that each connection gets, so that all of them end at about the same time."""
 SMALL_BYTES = 1 << 20
 """Files up to this size travel in the tar."""
 
@@ -31,7 +33,13 @@ class Piece:
     length: int
 
 
-def split(entries: Iterable[Entry], piece_bytes: int = PIECE_BYTES) -> tuple[list[Entry], list[Entry], list[Piece]]:
+def piece_size(entries: Iterable[Entry], streams: int) -> int:
+    """Bytes of a piece for so many streams."""
+    total = sum(entry.size for entry in entries)
+    return max(LEAST_BYTES, min(MOST_BYTES, -(-total // (streams * TURNS))))
+
+
+def split(entries: Iterable[Entry], piece_bytes: int = MOST_BYTES) -> tuple[list[Entry], list[Entry], list[Piece]]:
     """Small files, large files, and the large ones' pieces: equal in size to within a byte, largest first."""
     small, large, pieces = [], [], []
     for entry in entries:

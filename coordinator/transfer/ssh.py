@@ -17,7 +17,7 @@ from streamflow.log_handler import logger
 from coordinator.transfer.lanes import TransferFailed
 from coordinator.transfer.tree import pull, push
 
-STREAMS = 4
+STREAMS = 8
 """Connections of one transfer unless `maxConnections` asks for more."""
 
 
@@ -40,7 +40,7 @@ class CarefulContext(SSHContext):
 
 
 class ParallelSSHConnector(SSHConnector):
-    """`type: ssh`, the same settings. `maxConnections` is also the number of streams of one transfer (at least 4)."""
+    """`type: ssh`, the same settings. `maxConnections` is also the number of streams of one transfer (at least 8)."""
 
     def __init__(self, *args, **settings) -> None:
         super().__init__(*args, **settings)

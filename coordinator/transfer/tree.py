@@ -14,7 +14,7 @@ from pathlib import Path
 from streamflow.deployment.connector.ssh import SSHContextFactory
 
 from coordinator.transfer.lanes import BLOCK_BYTES, TransferFailed, blocks_of, output, persist, receive, send, spread
-from coordinator.transfer.pieces import Entry, Piece, split
+from coordinator.transfer.pieces import Entry, Piece, piece_size, split
 
 
 def local_entries(source: Path) -> tuple[list[str], list[Entry]]:
@@ -41,7 +41,7 @@ async def push(lanes: list[SSHContextFactory], source: Path, target: str, moved:
     What stood at `target` is replaced. Raises `TransferFailed` with the facility's words, for one `No space left on device`.
     """
     directories, files = local_entries(source)
-    small, large, pieces = split(files)
+    small, large, pieces = split(files, piece_size(files, len(lanes)))
     single = source.is_file()
     place = shlex.quote(target)
     if single:
@@ -119,7 +119,7 @@ async def pull(lanes: list[SSHContextFactory], source: str, target: Path, moved:
     command = f"find -L {place} -type f -printf '%s %m %P\\0' -o -type d -printf 'd %m %P\\0'"
     listing = await persist(lambda: output(lanes[0], command))
     directories, files = read_listing(listing)
-    small, large, pieces = split(files)
+    small, large, pieces = split(files, piece_size(files, len(lanes)))
     single = len(files) == 1 and not directories and files[0].path == ""
     if single and target.is_dir():
         target = target / posixpath.basename(source)

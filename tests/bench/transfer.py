@@ -1,7 +1,7 @@
 """Moving models over the testbed, side by side: StreamFlow's own connector, ours, `tar | ssh` and rsync. Prints JSON.
 
     python tests/bench/transfer.py speed [--megabytes 1000]     a plain link: MB/s both ways
-    python tests/bench/transfer.py wan   [--megabytes 60]       100 ms round trip: one stream and several
+    python tests/bench/transfer.py wan   [--megabytes 400]      100 ms round trip: one stream and several connections
     python tests/bench/transfer.py rounds [--rounds 3]          seconds from the end of a round's last job to the next round's first
 
 Needs root, sshd and Slurm (see coordinator/testbed). What it makes below /var/tmp is removed.
@@ -161,11 +161,11 @@ def wan(megabytes: int, round_trip: float, streams: list[int]) -> dict:
         ways: dict[str, dict] = {"tar | ssh": by_tar(bed, site), "StreamFlow": by_connector(SSHConnector, bed, site)}
         for count in streams:
             ours.STREAMS = max(streams)
-            ways[f"CrossFed, {count} stream(s)"] = by_connector(ours.ParallelSSHConnector, bed, site, count)
+            ways[f"CrossFed, {count} connections"] = by_connector(ours.ParallelSSHConnector, bed, site, count)
         found = compare(bed, site, here, model, ways, 1)
     megabits = {name: {way: round(value * 8, 1) for way, value in row.items()} for name, row in found.items()}
-    one = megabits[f"CrossFed, {streams[0]} stream(s)"]
-    return {"megabytes": megabytes, "round_trip_seconds": round(measured, 4), "link": how, "Mbit/s": megabits, "ratio to one stream": {
+    one = megabits["StreamFlow"]
+    return {"megabytes": megabytes, "round_trip_seconds": round(measured, 4), "link": how, "Mbit/s": megabits, "ratio to StreamFlow's one stream": {
         name: {way: round(value / one[way], 2) for way, value in row.items()} for name, row in megabits.items()}}  # fmt: skip
 
 
@@ -216,11 +216,11 @@ def steps(log: list[str], number: int, last_end: float) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("speed", "wan", "rounds"))
-    parser.add_argument("--megabytes", type=int, help="size of the checkpoint (default 1000, wan 60)")
+    parser.add_argument("--megabytes", type=int, help="size of the checkpoint (default 1000, wan 400)")
     parser.add_argument("--repeats", type=int, default=1, help="turns of `speed`, best taken (default 1)")
     parser.add_argument("--round-trip", type=float, default=0.1, help="seconds (default 0.1)")
     parser.add_argument(
-        "--streams", type=int, nargs="+", default=[1, 4, 8], help="numbers of streams for `wan` (default 1 4 8)"
+        "--streams", type=int, nargs="+", default=[8], help="numbers of connections for `wan` (default 8)"
     )
     parser.add_argument("--rounds", type=int, default=3, help="rounds of `rounds` (default 3)")
     parser.add_argument("--polling", type=int, default=1, help="seconds between questions to the queue (default 1)")
@@ -228,7 +228,7 @@ def main() -> None:
     if options.what == "speed":
         result = speed(options.megabytes or 1000, options.repeats)
     elif options.what == "wan":
-        result = wan(options.megabytes or 60, options.round_trip, options.streams)
+        result = wan(options.megabytes or 400, options.round_trip, options.streams)
     else:
         result = rounds(options.rounds, options.polling)
     print(json.dumps({"cores": os.cpu_count()} | result, indent=2))

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.transfer.lanes import TransferFailed, blocks_of
-from coordinator.transfer.pieces import SMALL_BYTES, Entry, split
+from coordinator.transfer.pieces import LEAST_BYTES, MOST_BYTES, SMALL_BYTES, Entry, piece_size, split
 from coordinator.transfer.tree import _tar, local_entries, read_listing
 
 sizes = st.lists(st.integers(0, 40 * SMALL_BYTES), max_size=8)
@@ -32,6 +32,15 @@ def test_every_byte_is_in_exactly_one_place(numbers: list[int], piece_bytes: int
         assert position == entry.size
         assert max(p.length for p in own) - min(p.length for p in own) <= 1
     assert sum(piece.length for piece in pieces) == sum(entry.size for entry in large)
+
+
+@pytest.mark.parametrize("streams", [1, 4, 8])
+@pytest.mark.parametrize("megabytes", [3, 40, 1000, 14_000])
+def test_every_stream_has_work_unless_the_model_is_small(streams: int, megabytes: int):
+    entries = [Entry(path="a", size=megabytes * 500_000), Entry(path="b", size=megabytes * 500_000)]
+    size = piece_size(entries, streams)
+    assert LEAST_BYTES <= size <= MOST_BYTES
+    assert megabytes < 40 or len(split(entries, size)[2]) >= streams
 
 
 def test_a_directory_with_odd_names_and_links_is_listed_and_packed(tmp_path: Path):
