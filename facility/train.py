@@ -78,6 +78,7 @@ def main(argv: list[str] | None = None) -> int:
         ranks = place
     start(ranks, threads=training.threads, timeout_seconds=training.stall_seconds)
     torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.manual_seed(derive(settings.seed, "round", a.round, settings.facility))
     progress = Progress(ranks, settings, a.round, always=a.progress)
 

@@ -177,3 +177,15 @@ def test_proximal_training_stays_closer_to_the_received_model(tmp_path: Path, pi
         return sum(float((after[n] - before[n]).square().sum()) for n in before)
 
     assert moved(tmp_path / "held/out") < 0.5 * moved(tmp_path / "free/out")
+
+
+def test_a_tracker_and_a_trace_are_written_or_said_to_be_off(tmp_path: Path, pico_llama: Path, dataset: Path):
+    from importlib.util import find_spec
+
+    watched = {"trace": True, "tracker": "tensorboard"}
+    said = rounds_in([("one", arguments(tmp_path, pico_llama, dataset, **watched))])["one"][0]
+    trace = json.loads((tmp_path / "state/trace-round-0-rank-0.json").read_text())
+    assert any("aten::" in event.get("name", "") for event in trace["traceEvents"])
+    written = list((tmp_path / "state").rglob("events.out.tfevents*"))
+    installed = find_spec("tensorboard") or find_spec("tensorboardX")
+    assert bool(written) == bool(installed) and ("is off" in said) == (not installed)

@@ -121,7 +121,7 @@ def main() -> None:
         results = {}
         for world in map(int, arguments.ranks.split(",")):
             results[str(world)] = run_distributed(
-                measure, world, str(folder / "model"), str(folder / f"out-{world}"), timeout=170
+                measure, world, str(folder / "model"), str(folder / f"out-{world}"), timeout=900
             )
         print(json.dumps({
             "parameters": parameters, "model_bytes_float32": 4 * parameters, "model_bytes_bfloat16": 2 * parameters,
