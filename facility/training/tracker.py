@@ -26,9 +26,10 @@ class Tracker:
             return
         try:
             options = {"logging_dir": str(directory)} if kind.requires_logging_directory else {}
-            self._tracker = kind(run, **options)
-            if hasattr(self._tracker, "start"):
-                self._tracker.start()
+            tracker = kind(run, **options)
+            if hasattr(tracker, "start"):
+                tracker.start()
+            self._tracker = tracker
         except (ImportError, ModuleNotFoundError, NameError) as error:
             self.reason = f"tracker {name!r} is off: {error}"
 
