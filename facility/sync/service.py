@@ -259,7 +259,8 @@ class SchedulerService:
             return
         turn = int(message.get("round", 0))
         # A pipeline that never flushes has its stages at different steps: each position votes for itself.
-        scope = key[1] if message.get("own") else None
+        # The final average is voted on by all, so that nobody leaves while others are still under way.
+        scope = key[1] if message.get("own") and not opened.group.final else None
         votes = opened.votes.setdefault((turn, scope), set())
         votes.add(key)
         self.journal.told(number, good=True, seconds=float(message["seconds"]), sent=int(message["bytes"]), at=self.now)

@@ -31,8 +31,8 @@ FORWARD, BACKWARD, JITTER = 0.070, 0.140, 0.02
 ELEMENTS = 250_000
 BARS = {"none": 0.97, "stall 0.1": 1.30, "stall 0.2": 1.50, "one 5x slower": 3.5, "4x4 stall 0.1": 1.30}
 CALIBRATION = {"lockstep 8": (8, 1), "lockstep 4x4": (4, 4), "pair": (2, 1)}
-"""Workers that compute nothing: what an exchange costs here, told to the simulator (an exchange among all under
-`allreduce`, and announcement, group and exchange of a pair under `partial_reduce`)."""
+"""Undisturbed workers, what an exchange costs here, told to the simulator: seconds a step beyond the sleeps (an
+exchange among all under `allreduce`; announcement, group and exchange of a pair under `partial_reduce`)."""
 ROWS: dict[str, tuple[Emulation, int, int]] = {
     "none": (Emulation(), 8, 1),
     "stall 0.1": (Emulation(probability=0.1, seconds=0.1, seed=1), 8, 1),
@@ -59,19 +59,18 @@ def compute(emulation: Emulation, worker: int, stage: int, draw: int) -> float:
 class SleepingStage:
     """A stage whose passes are sleeps; its parameters are exchanged for real."""
 
-    def __init__(self, emulation: Emulation, worker: int, stage: int, parameter: Any, *, sleep: bool) -> None:
+    def __init__(self, emulation: Emulation, worker: int, stage: int, parameter: Any) -> None:
         import torch
 
-        self.sleep = time.sleep if sleep else lambda seconds: None
         self.emulation, self.worker, self.stage = emulation, worker, stage
         self.parameter, self.gradient, self.message = parameter, torch.full_like(parameter, 1e-3), torch.zeros(1000)
 
     def forward(self, micro_batch: int, received: Any) -> Any:
-        self.sleep(compute(self.emulation, self.worker, self.stage, 2 * micro_batch))
+        time.sleep(compute(self.emulation, self.worker, self.stage, 2 * micro_batch))
         return self.message
 
     def backward(self, micro_batch: int, received: Any) -> Any:
-        self.sleep(compute(self.emulation, self.worker, self.stage, 2 * micro_batch + 1))
+        time.sleep(compute(self.emulation, self.worker, self.stage, 2 * micro_batch + 1))
         self.parameter.grad = self.gradient.clone()
         return self.message
 
@@ -97,7 +96,7 @@ def run_row(rank: int, store: Any, row: str, policy: str, options: dict[str, Any
     replica, stage = divmod(rank, stages)
     parameter = torch.nn.Parameter(torch.zeros(ELEMENTS))
     place = Place(replica=replica, replicas=replicas, position=stage, positions=stages)
-    work = SleepingStage(emulation, replica, stage, parameter, sleep=row not in CALIBRATION)
+    work = SleepingStage(emulation, replica, stage, parameter)
     pipe = None
     if stages > 1:
         pipe = dist.ProcessGroupGloo(
@@ -205,7 +204,7 @@ def main() -> int:
     calibration += [("lockstep 4x4", "allreduce")] if any(ROWS[r][2] > 1 for r in chosen_rows) else []
     calibration += [("pair", "partial_reduce")]
     jobs: list[tuple] = [
-        (row, policy, options if policy == "partial_reduce" else {}, 40) for row, policy in calibration
+        (row, policy, options if policy == "partial_reduce" else {}, 24) for row, policy in calibration
     ]
     jobs += [
         (row, policy, options if policy == "partial_reduce" else {}, arguments.steps)
@@ -230,7 +229,7 @@ def main() -> int:
     for number, (row, policy, chosen, steps) in enumerate(jobs):
         figures = found[number]
         if row in CALIBRATION:
-            costs[row] = CALIBRATION[row][0] / figures["updates_per_second"]
+            costs[row] = max(0.0, CALIBRATION[row][0] / figures["updates_per_second"] - FORWARD - BACKWARD)
             continue
         predicted = predict(row, policy, chosen, steps, costs)
         entry = {key: round(v, 4) if isinstance(v, float) else v for key, v in figures.items()}
