@@ -17,7 +17,8 @@ class Flat:
     """A fixed list of tensors seen as one vector."""
 
     def __init__(self, tensors: Iterable[torch.Tensor], device: torch.device) -> None:
-        self.tensors = [local(t.detach()) for t in tensors]
+        # `.data`: writing is not seen by autograd, which may hold a forward pass whose weights are stashed.
+        self.tensors = [local(t.detach()).data for t in tensors]
         self.device = device
         self.size = sum(t.numel() for t in self.tensors)
 
