@@ -16,6 +16,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -225,6 +226,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="rounds of `rounds` (default 3)")
     parser.add_argument("--polling", type=int, default=1, help="seconds between questions to the queue (default 1)")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the testbed is taken down
     if options.what == "speed":
         result = speed(options.megabytes or 1000, options.repeats)
     elif options.what == "wan":
