@@ -19,7 +19,7 @@ from coordinator.decide import decide
 from coordinator.settings import CoordinatorSettings, read_coordinator_settings
 from coordinator.step import write_outputs
 from facility.exchange.durable import write_json
-from facility.exchange.errors import InputError, exit_on_error
+from facility.exchange.errors import CrossFedError, exit_on_error
 from facility.exchange.manifest import verify_manifest
 from facility.exchange.paths import resolve
 from facility.exchange.report import Failure, Report, read_failure, read_report
@@ -185,7 +185,7 @@ def main() -> int:
     arrived = sort_out(arguments.updates)
     try:
         outputs = close_round(archive, settings, model=arguments.model, number=arguments.round, arrived=arrived)
-    except (InputError, OSError) as error:
+    except (CrossFedError, OSError) as error:
         archive.write_note("stopped", {"round": arguments.round, "reason": str(error)})
         print(f"round {arguments.round} cannot be closed: {error}")
         outputs = arguments.model, arguments.round, False

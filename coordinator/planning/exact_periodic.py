@@ -6,7 +6,7 @@ ends matter: a plan is a trail from the start S through the phases to the end E,
 beginning and every phase of the end the longest span dominates the shorter ones (they differ by whole periods). Integer
 variables: how many devices of each class run on each arc; constraints: each device once, flow in = flow out at every phase,
 units covered >= units there are. A solution whose arcs are connected is an Eulerian trail; a disconnected one is cut off and
-solved again. Solved with HiGHS through scipy (its feasibility proofs on these sizes take 0.02-1 s; CP-SAT was no faster).
+solved again. Solved with HiGHS through scipy (its feasibility proofs on these sizes take 0.02-1 s).
 """
 
 from __future__ import annotations
