@@ -87,7 +87,8 @@ def test_parameter_servers_give_the_weights_of_one_process(tmp_path: Path):
     rounds(4, cases)
     for name, _ in cases:
         policy, layout = name.split()
-        assert largest_difference(tmp_path / "one" / "out", tmp_path / policy / layout / "out") < 1e-5, name
+        # AdamW's first steps turn a rounding of a gradient near zero into some 1e-5 (the rate is 2e-3).
+        assert largest_difference(tmp_path / "one" / "out", tmp_path / policy / layout / "out") < 3e-5, name
 
 
 def test_each_way_of_sampling_trains_and_is_its_own(tmp_path: Path):
