@@ -14,6 +14,7 @@ COMPLETE = re.compile(r"round (\d+) is complete: (.*)")
 AGAIN = re.compile(r"round (\d+) is asked for again .*")
 SOUND = re.compile(r"update of (\S+) for round \d+ is sound")
 WITHOUT = re.compile(r"round \d+ goes on without (\S+): (.*)")
+FAILED_START = re.compile(r"FAILED Job /start/")
 PROBLEM = re.compile(r"\b(ERROR|FAILED|CRITICAL)\b")
 
 
@@ -33,6 +34,9 @@ class Progress:
     since: dict[str, float] = field(default_factory=dict)
     """When each facility's state began."""
     problems: list[str] = field(default_factory=list)
+    fatal: str = ""
+    """Why the first step refused to begin: trying again cannot mend it."""
+    _start_failed: bool = False
 
     def __post_init__(self) -> None:
         for name in self.facilities:
@@ -40,6 +44,10 @@ class Progress:
 
     def feed(self, line: str) -> str | None:
         """Take one log line; returns a sentence when it means something to a person."""
+        if self._start_failed and not self.fatal and line.lstrip().startswith("error: "):
+            self.fatal = line.strip().removeprefix("error: ")
+            return self.fatal
+        self._start_failed |= FAILED_START.search(line) is not None
         if match := EXECUTING.search(line):
             return self._executing(match[1])
         if match := SCHEDULED.search(line):

@@ -122,7 +122,7 @@ def _follow(
         on_line=on_line,
         say=say,
         rounds_done=lambda: len(archive.rounds()),
-        stopped=lambda: str(archive.read_note("stopped").get("reason", "")),
+        stopped=lambda: str(archive.read_note("stopped").get("reason", "")) or progress.fatal,
         pass_fds=(lock,),
     )
     wanted = (signal.SIGINT, signal.SIGTERM)
