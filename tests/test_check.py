@@ -222,6 +222,14 @@ def other_formats(site: Site) -> None:
     site.env(f"export PYTHONPATH={package}")
 
 
+def no_crossfed(site: Site) -> None:
+    """An environment in which the package cannot be imported, even where it is installed for the tests themselves."""
+    nothing = site.root / "site" / "nothing"
+    nothing.mkdir()
+    (nothing / "facility.py").write_text("raise ModuleNotFoundError(\"No module named 'facility'\")\\n")
+    site.env(f"export PYTHONPATH={nothing}; cd /")
+
+
 def missing_package(site: Site) -> None:
     """`transformers` without its metadata is not installed."""
     trick = site.root / "site" / "trick"
@@ -260,7 +268,7 @@ MISTAKES: list[Mistake] = [
     ("too many keys", says("ssh", "Received disconnect: Too many authentication failures"), "login", "gave up before our key was tried"),
     ("no env.sh", damage("site/crossfed/env.sh"), "environment", "env.sh does not exist at the facility"),
     ("old python", old_python, "environment", "Python 3.9.1 is too old"),
-    ("no crossfed", lambda s: s.env("export PYTHONPATH=/nowhere; cd /"), "environment", "CrossFed cannot be imported"),
+    ("no crossfed", no_crossfed, "environment", "CrossFed cannot be imported"),
     ("formats", other_formats, "message format", "speaks another message format: report 99 there, 1 here"),
     ("package", missing_package, "packages", "lacks transformers"),
     ("no dataset", edit("site/data", "site/dta"), "dataset", "does not exist at the facility"),

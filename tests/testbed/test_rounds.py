@@ -20,9 +20,13 @@ DAEMONS = {"22", "6817", "6818", "6819"}
 
 
 def at_rest(site: Site) -> tuple[list[str], set[str]]:
-    """Command lines of the user's processes that are no ssh session, and listening ports, as ps and ss tell."""
-    ps = subprocess.run(["ps", "-u", site.user, "-o", "args="], capture_output=True, text=True).stdout.splitlines()
-    busy = [line for line in ps if not line.startswith(("sshd:", "sh", "bash -c", "-bash"))]
+    """Command lines of the user's processes that are no ssh session, and listening ports, as ps and ss tell.
+
+    A process that has ended and that Slurm has yet to reap (state Z) is at rest.
+    """
+    ps = subprocess.run(["ps", "-u", site.user, "-o", "stat=,args="], capture_output=True, text=True).stdout
+    living = [line.split(maxsplit=1)[1] for line in ps.splitlines() if not line.startswith("Z")]
+    busy = [line for line in living if not line.startswith(("sshd:", "sh", "bash -c", "-bash"))]
     ss = subprocess.run(namespaces.enter(site, "ss", "-Hltn"), capture_output=True, text=True, check=True).stdout
     return busy, {line.split()[3].rpartition(":")[2] for line in ss.splitlines()}
 
