@@ -104,7 +104,15 @@ def test_bad_input_is_one_clear_error_on_every_rank(tmp_path: Path, pico_llama: 
     file.write_bytes(file.read_bytes()[:-8])
     plan = tmp_path / "plan.json"
     plan.write_text(
-        json.dumps({"stages": 3, "replicas": 1, "grid": [[0], [1], [2]], "stage_units": [[0, 2], [2, 3], [3, 6]]})
+        json.dumps(
+            {
+                "stages": 3,
+                "replicas": 1,
+                "grid": [[0], [1], [2]],
+                "stage_units": [[0, 2], [2, 3], [3, 6]],
+                "micro_batches": 4,
+            }
+        )
     )
     large = write_dataset(tmp_path / "large", vocabulary=300)
     twice = {"stages": 2, "units": [[0, 3], [2, 6]]}

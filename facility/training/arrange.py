@@ -49,6 +49,10 @@ def seated(ranks: Ranks, plan: Plan, shards: int) -> Ranks | None:
         raise ConfigurationError(f"{ranks.world} ranks are no multiple of layout.shards {shards}")
     # torch sorts the ranks of a group, so ranks are numbered anew in the plan's order: replica by replica, stage by stage.
     seats = [device for replica in zip(*plan.grid, strict=True) for device in replica]
+    if max(seats) >= ranks.world // shards:
+        raise ConfigurationError(
+            f"the plan uses {len(seats)} devices of {shards} rank(s) each, up to number {max(seats)}, but {ranks.world} ranks came; plan again"
+        )
     group, within = divmod(ranks.rank, shards)
     if group not in seats:
         return None

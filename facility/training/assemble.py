@@ -101,9 +101,8 @@ def assemble(
     def parts(model: nn.Module, keep: bool = True) -> list[Part]:
         return [part_of(names.get(name, name), parameter) for name, parameter in model.named_parameters()]
 
-    for block in find_blocks(skeleton)[1]:
-        prepare_block(block, settings)
     if not layout.units:
+        prepare_blocks(skeleton, settings)
         cut(skeleton, list(find_blocks(skeleton)[1]), torch.float32)
         return Assembly(
             compute=Whole(skeleton, task, precision, clock), parts=parts(skeleton), shapes=trained, names=set(names.values()), repeats=repeats, tied=[],
@@ -118,6 +117,7 @@ def assemble(
     for index in range(row, len(layout.units), grid.stages):
         first, end = layout.units[index]
         model = copy.deepcopy(skeleton)
+        prepare_blocks(model, settings)  # after the copy: a wrapped forward would call the original's parameters
         last = index == len(layout.units) - 1
         stage = Stage(model, anatomy, first, end, torch.float32 if last else dtype)
         blocks = model.get_submodule(anatomy.blocks)
@@ -188,11 +188,12 @@ def model_group(grid: Grid, ranks: Ranks) -> dist.ProcessGroup | None:
     return mine
 
 
-def prepare_block(block: nn.Module, settings: TrainingSettings) -> None:
-    """Activation checkpointing and compilation, before sharding."""
+def prepare_blocks(model: nn.Module, settings: TrainingSettings) -> None:
+    """Activation checkpointing and compilation of every block, before the model is cut and sharded."""
     from .recompute import checkpointed
 
-    if settings.layout.activation_checkpointing != "none":
-        checkpointed(block, selective=settings.layout.activation_checkpointing == "selective")
-    if settings.layout.compile:
-        block.compile()
+    for block in find_blocks(model)[1]:
+        if settings.layout.activation_checkpointing != "none":
+            checkpointed(block, selective=settings.layout.activation_checkpointing == "selective")
+        if settings.layout.compile:
+            block.compile()
