@@ -122,9 +122,9 @@ def bert_under(tmp_path: Path, policies: list[str], *, world: int, layout: dict[
     dataset = masked(write_dataset(tmp_path / "data", train=200))
     model = save_pico(tmp_path / "model", "bert")
     cases = [
-        (policy, arguments(tmp_path / policy, model, dataset, layout=layout, sync=sync_of(policy), **TRAINING))
+        (policy, arguments(tmp_path / policy, model, dataset, layout=layout, sync=sync_of(policy), **TRAINING | {"steps": 20, "learning_rate": 2e-3}))
         for policy in policies
-    ]
+    ]  # fmt: skip
     rounds(world, cases, timeout=280)
     for policy in policies:
         report = read_report(tmp_path / policy / "out")
