@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from coordinator.averaging.settings import AggregationSettings
 from facility.exchange.errors import ConfigurationError
-from facility.exchange.settings import from_mapping
+from facility.exchange.settings import read_settings
 
 FORMAT = 1
 
@@ -55,13 +54,4 @@ class CoordinatorSettings:
 
 def read_coordinator_settings(path: Path) -> CoordinatorSettings:
     """Raises `ConfigurationError`."""
-    try:
-        raw = json.loads(Path(path).read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(f"cannot be read: {error}", file=path) from None
-    settings = from_mapping(CoordinatorSettings, raw, file=path)
-    if settings.format > FORMAT:
-        raise ConfigurationError(
-            f"format {settings.format} is newer than {FORMAT}: render again with this version", file=path
-        )
-    return settings
+    return read_settings(CoordinatorSettings, path, newest=FORMAT, advice="render again with this version")

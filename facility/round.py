@@ -32,6 +32,7 @@ from facility.launching.notes import Notes
 from facility.launching.place import Tasks
 from facility.launching.supervise import Ending
 from facility.rounds.finished import Finished, key_of
+from facility.rounds.kept import default_directory
 from facility.rounds.personal import Personal
 from facility.rounds.smaller import make_smaller
 from facility.rounds.sweep import sweep
@@ -183,14 +184,6 @@ def _clear(out: Path) -> None:
         shutil.rmtree(out)
 
 
-def state_directory(settings: FacilitySettings, dataset: Path, given: Path | None) -> Path:
-    """--state, or $CROSSFED_STATE/<federation>/<facility>, or `.crossfed/<federation>/<facility>` beside the dataset."""
-    if given is not None:
-        return given
-    root = os.environ.get("CROSSFED_STATE")
-    return (Path(root) if root else dataset.absolute().parent / ".crossfed") / settings.federation / settings.facility
-
-
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="python -m facility.round", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     add = p.add_argument
@@ -222,7 +215,7 @@ def main(argv: list[str] | None = None) -> int:
         dataset = resolve(arguments.dataset)
         job = Job(arguments=arguments, settings=settings, tasks=tasks, dataset=dataset,
                   notes=Notes(Path.cwd(), tasks.job, attempt_of(os.environ)),
-                  state=state_directory(settings, dataset, arguments.state))  # fmt: skip
+                  state=arguments.state or default_directory(settings, dataset))  # fmt: skip
         return first(job) if tasks.first else follow(job)
     except CrossFedError as error:
         print(f"error: {error}", file=sys.stderr)

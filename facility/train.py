@@ -25,6 +25,7 @@ from facility.exchange.errors import ConfigurationError
 from facility.exchange.outcome import Outcome
 from facility.exchange.plan import read_plan
 from facility.exchange.settings import read_facility_settings
+from facility.rounds.kept import default_directory
 from facility.training import account, arrange, lora, memory, state
 from facility.training.assemble import assemble, draw
 from facility.training.clock import Clock
@@ -103,7 +104,7 @@ def main(argv: list[str] | None = None) -> int:
         feed = Feed(dataset, task, layout.shape, seed=settings.seed, facility=settings.facility, reader=reader,
                     readers=layout.grid.readers, evaluation_sequences=training.evaluation_sequences,
                     apart=order_of(layout, ranks, sequences=len(dataset.split("train")), seed=settings.seed))  # fmt: skip
-        directory = a.state or state.default_directory(settings, a.dataset)
+        directory = a.state or default_directory(settings, a.dataset)
         previous, reason = state.read_state(directory, settings, a.round)
         pause = state.read_pause(directory, settings, a.round, base.content_sha256 if base else "")
     progress.say(f"{ranks.world} rank(s) on {account.device_name(ranks.device)}; "

@@ -208,15 +208,22 @@ def _checked(hint: Any, value: Any, name: str, file: Path | str | None) -> Any:
     return value
 
 
-def read_facility_settings(path: Path) -> FacilitySettings:
-    """Read the staged settings file; raises `ConfigurationError`."""
+def read_settings(kind: type[T], path: Path, *, newest: int, advice: str) -> T:
+    """Read a rendered JSON file into dataclass `kind`; a `format` above `newest` is refused with `advice`.
+
+    Raises `ConfigurationError`.
+    """
     try:
         raw = json.loads(Path(path).read_text())
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"cannot be read: {error}", file=path) from None
-    settings = from_mapping(FacilitySettings, raw, file=path)
-    if settings.format > FORMAT:
-        raise ConfigurationError(
-            f"format {settings.format} is newer than {FORMAT}: update CrossFed at this facility", file=path
-        )
+    settings = from_mapping(kind, raw, file=path)
+    found = getattr(settings, "format")  # noqa: B009 (every rendered dataclass has one)
+    if found > newest:
+        raise ConfigurationError(f"format {found} is newer than {newest}: {advice}", file=path)
     return settings
+
+
+def read_facility_settings(path: Path) -> FacilitySettings:
+    """Read the staged settings file; raises `ConfigurationError`."""
+    return read_settings(FacilitySettings, path, newest=FORMAT, advice="update CrossFed at this facility")

@@ -14,9 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from facility.exchange.checkpoint import INDEX, Checkpoint, open_checkpoint, save_tensors
+from facility.exchange.checkpoint import Checkpoint, open_checkpoint, save_tensors
+from facility.exchange.delta_parts import copy_companions
 from facility.exchange.durable import new_directory
-from facility.exchange.manifest import NAME, read_manifest, write_manifest
+from facility.exchange.manifest import read_manifest, write_manifest
 from facility.exchange.patterns import Patterns
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class Personal:
         own, model = open_checkpoint(kept), open_checkpoint(received)
         shutil.rmtree(self.model, ignore_errors=True)
         with new_directory(self.model) as temporary:
-            _copy_companions(received, temporary)
+            copy_companions(received, temporary)
             save_tensors(temporary, _overlay(model, own))
             write_manifest(temporary, read_manifest(received))
         return self.model
@@ -71,7 +72,7 @@ class Personal:
         slim = update.with_name(f".{update.name}.federated")
         shutil.rmtree(slim, ignore_errors=True)
         with new_directory(slim) as temporary:
-            _copy_companions(update, temporary)
+            copy_companions(update, temporary)
             save_tensors(temporary, ((name, trained.read(name)) for name in trained.tensors if name not in names))
             remaining = open_checkpoint(temporary)
             write_manifest(temporary, dataclasses.replace(
@@ -88,9 +89,3 @@ class Personal:
 def _overlay(model: Checkpoint, own: Checkpoint) -> Iterator[tuple[str, torch.Tensor]]:
     for name in model.tensors:
         yield name, (own if name in own.tensors else model).read(name)
-
-
-def _copy_companions(source: Path, target: Path) -> None:
-    for path in sorted(source.iterdir()):
-        if path.is_file() and path.suffix != ".safetensors" and path.name not in (INDEX, NAME):
-            shutil.copyfile(path, target / path.name)

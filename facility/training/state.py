@@ -76,13 +76,6 @@ class Pause:
     format: int = FORMAT
 
 
-def default_directory(settings: FacilitySettings, dataset: Path) -> Path:
-    """$CROSSFED_STATE/<federation>/<facility>, or `.crossfed/<federation>/<facility>` beside the dataset."""
-    root = os.environ.get("CROSSFED_STATE")
-    base = Path(root) if root else Path(dataset).absolute().parent / ".crossfed"
-    return base / settings.federation / settings.facility
-
-
 def read_state(directory: Path, settings: FacilitySettings, round: int) -> tuple[RoundState | None, str]:
     """State that round `round` continues from, or None, and the reason."""
     if round == 0:
