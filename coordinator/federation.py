@@ -15,6 +15,8 @@ from facility.exchange.errors import ConfigurationError
 from facility.exchange.settings import TrainingSettings, from_mapping
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+BLANK = re.compile(r"<[^<>]+>")
+"""What `crossfed init` leaves where the user has to write."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +91,9 @@ def _build(lined: Lined) -> Federation:
     if not isinstance(data, dict):
         found = type(data).__name__
         raise lined.error(f"found {found}, expected a mapping with name, model, rounds and facilities", "")
+    if empty := [path for path, text in lined.texts() if BLANK.fullmatch(text)]:
+        places = ", ".join(f"{path} (line {lined.lines[path]})" for path in empty)
+        raise lined.error(f"{len(empty)} value(s) in <angle brackets> are still to be filled in: {places}", empty[0])
     if "file" in data:
         raise lined.error("unknown key 'file'", "file")
     data = dict(data)

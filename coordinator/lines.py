@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,10 @@ class Lined:
             path = path[: max(path.rfind("."), path.rfind("["), 0)]
         return ConfigurationError(message, file=self.file, line=self.lines.get(path))
 
+    def texts(self) -> Iterator[tuple[str, str]]:
+        """Path and value of every piece of text in the file, in its order."""
+        yield from _texts(self.data, "")
+
     def _value(self, node: yaml.Node, path: str) -> Any:
         self.lines.setdefault(path, node.start_mark.line + 1)
         if isinstance(node, yaml.MappingNode):
@@ -59,3 +64,14 @@ class Lined:
         if isinstance(node, yaml.SequenceNode):
             return [self._value(item, f"{path}[{number}]") for number, item in enumerate(node.value)]
         return yaml.SafeLoader("").construct_object(node, deep=True)
+
+
+def _texts(value: Any, path: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict):
+        for key, below in value.items():
+            yield from _texts(below, f"{path}.{key}" if path else key)
+    elif isinstance(value, list):
+        for number, below in enumerate(value):
+            yield from _texts(below, f"{path}[{number}]")
+    elif isinstance(value, str):
+        yield path, value

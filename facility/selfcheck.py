@@ -36,9 +36,11 @@ def material(folder: Path, ranks: int) -> None:
     """A pico Llama, a prepared dataset of numbers, settings for three steps."""
     import numpy as np
     from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
     config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
                          num_key_value_heads=2, max_position_embeddings=32)  # fmt: skip
+    disable_progress_bar()
     LlamaForCausalLM(config).save_pretrained(folder / "model")
     write_manifest(folder / "model", Manifest(kind="model", federation="selfcheck", round=0))
     data, splits = folder / "data", {}

@@ -2,6 +2,7 @@
 # Set a facility up: Python environment, caches, env.sh for the job templates, tokenised dataset, self-check.
 # Run it on a login node, from a checkout or an unpacked bundle. A second run changes nothing and takes seconds.
 set -euo pipefail
+umask 077  # what is made here is text that may not leave: nobody else's to read
 
 usage() {
     cat <<'TEXT'
@@ -72,6 +73,15 @@ if [ -n "$conda" ]; then
 fi
 command -v "$python" >/dev/null || fail "$python does not exist; name another by --python, or load one by --module"
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || fail "$("$python" --version 2>&1) is too old, expected 3.11 or newer; name another by --python, or load one by --module"
+if [ -n "$template" ]; then  # before minutes go into packages
+    PYTHONPATH=$here "$python" - "$template" ${fills[@]+"${fills[@]}"} <<'PYTHON' || exit 2
+import sys
+from facility.exchange.job_template import unfilled
+given = [word.partition("=")[0] for word in sys.argv[2:] if word != "--fill"]
+if left := unfilled(open(sys.argv[1]).read(), dict.fromkeys(given, "")):
+    sys.exit(f"error: {sys.argv[1]} has placeholders that nothing fills: {', '.join(left)}; add " + " ".join(f"--fill {name}=VALUE" for name in left))
+PYTHON
+fi
 if [ -n "$as_is$conda" ]; then
     run=$(command -v "$python")
 else

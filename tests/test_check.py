@@ -352,6 +352,18 @@ def test_ssh_holds_the_jump_host_to_the_same_rules():
     proxy = next(word for word in words if word.startswith("ProxyCommand="))
     assert proxy.count("StrictHostKeyChecking=yes") == 1 and words.count("StrictHostKeyChecking=yes") == 1
     assert "UserKnownHostsFile=/kh" in words and words[-5:] == ["2222", "-l", "u", "--", "a"]
+    assert "UserKnownHostsFile=/kh" in proxy
+
+
+def test_ssh_reads_the_files_that_the_engine_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / ".ssh").mkdir()
+    for name in ("config", "id_ed25519", "id_ed25519.pub"):
+        (tmp_path / ".ssh" / name).touch()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    words = ssh_command(read_deployment({"type": "ssh", "host": "a", "workdir": "/w"}, "d"))
+    place = str(tmp_path / ".ssh")
+    assert words[words.index("-F") + 1] == f"{place}/config" and f"UserKnownHostsFile={place}/known_hosts" in words
+    assert [words[n + 1] for n, word in enumerate(words) if word == "-i"] == [f"{place}/id_ed25519"]
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,11 @@ def make_tokenizer(folder: Path, text: Path) -> None:
         ("facility", ["--torch", "tpu"], "expected auto, cuda, rocm or cpu"),
         ("facility", ["--wheelhouse", "/nowhere"], "crossfed bundle"),
         ("facility", ["--template", "/nowhere.sh"], "does not exist"),
+        (
+            "facility",
+            ["--template", str(ROOT / "templates" / "slurm.sh"), "--fill", "partition=x"],
+            "placeholders that nothing fills: account; add --fill account=VALUE",
+        ),
         ("facility", ["--hom", "x"], "unknown option --hom"),
         ("facility", ["--home"], "--home needs a value"),
         ("coordinator", ["--python", "no-such-python"], "no-such-python does not exist"),
@@ -107,6 +112,7 @@ def test_mistakes_in_setting_up(tmp_path: Path, side: str, options: list[str], m
     home = ["--home", str(tmp_path / "home")] if side == "facility" and "--home" not in options else []
     result = setup(side, *home, *options, HOME=str(tmp_path))
     assert result.returncode == 2 and message in result.stderr, result.stderr
+    assert not (tmp_path / "home" / "venv").exists()
 
 
 def test_a_self_check_that_fails_is_told(tmp_path: Path, queue: str):
@@ -195,7 +201,9 @@ def test_a_first_federation_is_refused_until_it_is_filled_in(tmp_path: Path):
     file = init(tmp_path, "two", ["a=leonardo", "lumi", "here=local", "c=pbs"])
     text = file.read_text()
     assert "docs.hpc.cineca.it" in text and "type: pbs" in text and "fill: {account: <account>}" in text
-    with pytest.raises(ConfigurationError, match="host is '<login node>', expected a name or address"):
+    with pytest.raises(
+        ConfigurationError, match=r"18 value\(s\) in <angle brackets>.*facilities\[0\].deployment.host \(line 14\)"
+    ):
         read_federation(file)
     with pytest.raises(InputError, match="exists already"):
         init(tmp_path, "two", ["lumi"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pwd
 import shlex
 import subprocess
 from dataclasses import dataclass
@@ -25,10 +27,20 @@ class Answer:
 def ssh_command(deployment: Deployment) -> list[str]:
     """The ssh command that reaches the facility; the jump host is held to the same rules."""
     words = ["ssh", *ALWAYS, "-o", f"ConnectTimeout={min(deployment.connect_seconds, 30)}", *_identity(deployment)]
-    if deployment.known_hosts:
-        words += ["-o", f"UserKnownHostsFile={Path(deployment.known_hosts).expanduser()}"]
+    files = _files(Path(pwd.getpwuid(os.getuid()).pw_dir))
+    known = ["-o", f"UserKnownHostsFile={Path(deployment.known_hosts).expanduser()}"] if deployment.known_hosts else []
+    words += [*known, *files]
     if deployment.tunnel.host:
-        jump = ["ssh", *ALWAYS, *_identity(deployment.tunnel), "-W", "%h:%p", *_target(deployment.tunnel)]
+        jump = [
+            "ssh",
+            *ALWAYS,
+            *_identity(deployment.tunnel),
+            *known,
+            *files,
+            "-W",
+            "%h:%p",
+            *_target(deployment.tunnel),
+        ]
         words += ["-o", f"ProxyCommand={shlex.join(jump)}"]
     return [*words, *_target(deployment)]
 
@@ -111,6 +123,16 @@ def explain(name: str, deployment: Deployment, answer: Answer) -> Row:
 
 def _identity(connection: Connection) -> list[str]:
     return ["-i", str(Path(connection.key).expanduser()), "-o", "IdentitiesOnly=yes"] if connection.key else []
+
+
+def _files(account: Path) -> list[str]:
+    """Options that make ssh read the same files as StreamFlow, which goes by $HOME where ssh goes by the `account`'s own home."""
+    place = Path.home() / ".ssh"
+    if place == account / ".ssh":
+        return []
+    config = ["-F", str(place / "config")] if (place / "config").is_file() else []
+    keys = [word for key in sorted(place.glob("id_*")) if key.suffix == "" for word in ("-i", str(key))]
+    return [*config, *keys, "-o", f"UserKnownHostsFile={place / 'known_hosts'}"]
 
 
 def _target(connection: Connection) -> list[str]:

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, MutableSequence
 from pathlib import Path
+from typing import Any
 
 import asyncssh
 from streamflow.core.deployment import ExecutionLocation
@@ -64,6 +65,11 @@ class ParallelSSHConnector(SSHConnector):
             ]
         return self._lanes[location.name]
 
+    async def run(
+        self, location: ExecutionLocation, command: MutableSequence[str], *args: Any, **settings: Any
+    ) -> tuple[str, int] | None:
+        return await super().run(location, private(command), *args, **settings)
+
     async def copy_local_to_remote(
         self, src: str, dst: str, locations: MutableSequence[ExecutionLocation], read_only: bool = False
     ) -> None:
@@ -101,6 +107,14 @@ class ParallelSSHConnector(SSHConnector):
         await super().undeploy(external)
         await asyncio.gather(*(lane.close() for lanes in self._lanes.values() for lane in lanes))
         self._lanes = {}
+
+
+def private(command: MutableSequence[str]) -> MutableSequence[str]:
+    """The same command; a directory that StreamFlow would open to everybody (`mkdir -m 777`) is made for its owner alone.
+
+    Models, updates and logs lie there, often on a file system that all users of a site share.
+    """
+    return ["mkdir", "-m", "700", *command[3:]] if list(command[:3]) == ["mkdir", "-m", "777"] else command
 
 
 def _speed(size: int, start: float) -> str:

@@ -153,11 +153,10 @@ def from_mapping(kind: type[T], raw: Any, *, where: str = "", file: Path | str |
     try:
         return kind(**values)
     except ConfigurationError as error:
-        if error.key is not None:
-            raise
-        # A dataclass that refuses a value begins its message with the field's name.
+        # A dataclass that refuses a value names the field, or begins its message with the field's name.
         first = error.message.split(maxsplit=1)[0]
-        key = (f"{where}.{first}" if where else first) if first in known else where
+        field = error.key or (first if first in known else "")
+        key = ".".join(filter(None, [where, field]))
         raise ConfigurationError(f"{where}: {error.message}" if where else error.message, file=file, key=key) from None
 
 

@@ -63,6 +63,12 @@ def test_defaults_are_merged_facility_by_facility(tmp_path: Path):
         ("rounds: 3", "rounds: [3", None, "not valid YAML"),
         ("model: ../model", "file: x", 2, "unknown key 'file'"),
         ("rounds: 3", "rounds: 3\nminimum_facilities: 5", 4, "expected 1 to 2"),
+        (
+            "    dataset: /data/b\n",
+            "    dataset: /data/b\n    deployment:\n      type: slurm\n      host: a b\n      workdir: /w\n      template: t.sh\n",
+            15,
+            "facilities[1].deployment: host is 'a b', expected a name or address",
+        ),
     ],
 )
 def test_a_mistake_is_one_error_with_file_and_line(tmp_path: Path, old: str, new: str, line: int | None, words: str):
@@ -72,6 +78,14 @@ def test_a_mistake_is_one_error_with_file_and_line(tmp_path: Path, old: str, new
     assert str(caught.value).startswith(f"{tmp_path / 'federation.yml'}:")
     if line is not None:
         assert caught.value.line == line
+
+
+def test_all_that_is_left_to_fill_in_is_told_at_once(tmp_path: Path):
+    text = GOOD.replace("../model", "<model's directory>").replace("dataset: /data/b", "dataset: <prepared dataset>")
+    with pytest.raises(ConfigurationError) as caught:
+        read(tmp_path, text)
+    assert "2 value(s) in <angle brackets>" in str(caught.value) and caught.value.line == 2
+    assert "model (line 2), facilities[1].dataset (line 12)" in str(caught.value)
 
 
 def test_no_facilities(tmp_path: Path):
