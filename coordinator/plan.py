@@ -1,7 +1,8 @@
 """Plan a facility, or the work of a round over facilities: `python -m coordinator.plan --problem FILE --out FILE`.
 
 The problem is a JSON file: devices, links and units (see coordinator/planning/problem.py; `facility.measure` writes it), a
-published placement or chain case, or {"facilities": [...], "round_samples": N} for the work per round.
+published placement or chain case, or {"facilities": [...], "round_samples": N} for the work per round; or a federation.yml,
+whose archive tells how long its rounds took.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from coordinator.planning.budget import Budget, budget_from_json
@@ -47,6 +49,18 @@ def parser() -> argparse.ArgumentParser:
         default=0.05,
         help="with --previous: least share of seconds to save (default: %(default)s)",
     )
+    line.add_argument(
+        "--queue",
+        action="append",
+        default=[],
+        metavar="NAME=SECONDS",
+        help="for a federation.yml: wait in a facility's queue (repeat it)",
+    )
+    line.add_argument(
+        "--any-devices",
+        action="store_true",
+        help="leave the devices' names out of the plan: the trainer then takes any allocation of that many devices",
+    )
     line.add_argument("--json", action="store_true", help="print the plan as JSON")
     return line
 
@@ -61,9 +75,10 @@ def main(arguments: list[str] | None = None) -> int:
     if not given.out.parent.is_dir():
         raise ConfigurationError(f"--out {given.out}: there is no directory {given.out.parent}; make it first")
     stop = Stop(given.seconds, given.iterations)
-    if (budget := _budget(given.problem)) is not None:
+    budget = budget_of(given.problem, queues=given.queue, samples=given.batch_samples, gain=given.gain)
+    if budget is not None:
         write_json(given.out, budget.to_json())
-        print(json.dumps(budget.to_json()) if given.json else "\n".join([str(budget.steps), *budget.reasons]))
+        print(json.dumps(budget.to_json()) if given.json else budget.table())
         return 0
     with on_interrupt(stop):
         defaults = {} if given.batch_samples is None else {"batch_samples": given.batch_samples}
@@ -79,6 +94,8 @@ def main(arguments: list[str] | None = None) -> int:
             previous=None if given.previous is None else read_plan(given.previous),
             least_gain=given.gain,
         )
+        if given.any_devices:
+            plan = replace(plan, device_ids=())
         write_plan(given.out, plan)
     if given.json:
         print(json.dumps(plan.to_json()))
@@ -94,13 +111,29 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _budget(path: Path) -> Budget | None:
-    """The budget, if the file asks for one."""
+def budget_of(path: Path, *, queues: list[str], samples: float | None, gain: float) -> Budget | None:
+    """The work of a round, if the file asks for that: a federation.yml, or JSON with `facilities`; else None."""
+    if path.suffix in (".yml", ".yaml"):
+        from coordinator.federation import read_federation
+        from coordinator.work import plan_work
+
+        return plan_work(read_federation(path), queues=_queues(queues), samples=samples, gain=gain)
     try:
         raw = json.loads(path.read_text())
     except (OSError, ValueError):
         return None  # read_problem says what is wrong
     return budget_from_json(raw, file=path) if isinstance(raw, dict) and "facilities" in raw else None
+
+
+def _queues(texts: list[str]) -> dict[str, float]:
+    found = {}
+    for text in texts:
+        name, _, seconds = text.partition("=")
+        try:
+            found[name] = float(seconds)
+        except ValueError:
+            raise ConfigurationError(f"--queue is {text!r}, expected NAME=SECONDS") from None
+    return found
 
 
 if __name__ == "__main__":

@@ -40,8 +40,8 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument(
         "--transport",
         choices=("streaming", "blocking"),
-        default="streaming",
-        help="streaming: messages overlap computation; blocking: as torch.distributed.pipelining sends them (default streaming)",
+        help="streaming: messages overlap computation; blocking: as torch.distributed.pipelining sends them (default: the "
+        "problem's runtime.transport)",
     )
     top.add_argument("--no-overlap", action="store_true", help="replicas synchronise only after the last backward")
     top.add_argument("--out", type=Path, help="write the summary here (JSON)")
@@ -80,7 +80,7 @@ def main(arguments: list[str] | None = None) -> int:
         iterations=options.iterations,
         emulation=emulation if emulation.active else None,
         transport=options.transport,
-        overlap=not options.no_overlap,
+        overlap=False if options.no_overlap else None,
         timeline=bool(options.trace or options.html),
     )
     if options.trace:

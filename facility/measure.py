@@ -31,6 +31,7 @@ from facility.measuring.devices import device_id, device_name, free_bytes
 from facility.measuring.layers import TASKS, LayerSettings, measure_units
 from facility.measuring.links import LinkSettings, MeasuredLinks, measure_links
 from facility.measuring.pretend import DISTRIBUTIONS, Pretended, read_pretended
+from facility.measuring.running import measure_running
 from facility.measuring.tournament import groups_of
 from facility.measuring.traffic_control import Way, script
 from facility.measuring.wire import Wire
@@ -101,6 +102,7 @@ def main(arguments: list[str] | None = None) -> int:
     }
     everybody = _gathered(ranks, mine)
     links = _links(options, ranks, pretended, labels, everybody)
+    running = measure_running(options.model, ranks, settings, links) if ranks.world > 1 else None
     if ranks.first:
         details = {
             "tokens": settings.tokens,
@@ -110,7 +112,6 @@ def main(arguments: list[str] | None = None) -> int:
             "backend": dist.get_backend() if ranks.world > 1 else "none",
             "layer_seconds": layer_seconds,
             "link_seconds": time.monotonic() - begin - layer_seconds,
-            "optimizer_seconds": [one["optimizer"] for one in everybody],
             "pretended": {
                 "factors": [pretended.emulation.factor(r) for r in range(ranks.world)],
                 "stall_probability": pretended.emulation.probability,
@@ -127,6 +128,8 @@ def main(arguments: list[str] | None = None) -> int:
             shared=tuple(links.shared),
             chain=units.chain,
             sizes=units.sizes,
+            update_seconds={kind: min(one["optimizer"][kind] for one in everybody) for kind in units.optimizer_seconds},
+            running=running,
             details=details,
         )
         write_profile(options.out, profile)

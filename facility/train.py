@@ -71,6 +71,7 @@ def main(argv: list[str] | None = None) -> int:
     ranks = from_environment(training.device)
     plan_file = a.plan or (Path(training.layout.plan) if training.layout.plan else None)
     plan = read_plan(plan_file) if plan_file else None
+    number = ranks.rank
     if plan is not None:
         place = arrange.seated(ranks, plan, training.layout.shards or 1)
         if place is None:
@@ -84,6 +85,8 @@ def main(argv: list[str] | None = None) -> int:
     progress = Progress(ranks, settings, a.round, always=a.progress)
 
     with together(ranks):
+        if plan is not None and (training.layout.shards or 1) == 1:
+            arrange.same_device(plan, number, ranks)
         checkpoint, base = read_model(a.model, a.round, ranks, evaluation=a.round == settings.rounds)
         received, base_model = checkpoint, Path(training.lora.base) if training.lora.base else a.model
         if base_model != a.model:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,15 @@ class Budget:
     """The same samples with equal steps everywhere, for comparison."""
     reasons: tuple[str, ...]
 
+    def table(self) -> str:
+        """Steps and ends, and why, for people."""
+        width = max(len(name) for name in self.steps)
+        lines = [f"{'facility':<{max(width, 8)}}  steps  ends after s"]
+        for name, steps in self.steps.items():
+            end = f"{self.end_seconds[name]:12.5g}" if name in self.end_seconds else "           -"
+            lines.append(f"{name:<{max(width, 8)}}  {steps:>5}  {end}")
+        return "\n".join([*lines, *(f"- {reason}" for reason in self.reasons)])
+
     def to_json(self) -> dict[str, Any]:
         return {"format": 1, **asdict(self)}
 
@@ -134,6 +143,26 @@ def plan_budget(facilities: Sequence[FacilityPace], samples: float) -> Budget:
         samples=sum(steps[f.name] * f.samples_per_step for f in facilities),
         equal_steps_seconds=equal,
         reasons=tuple(reasons),
+    )
+
+
+def hold(fresh: Budget, facilities: Sequence[FacilityPace], steps: Mapping[str, int], least_gain: float) -> Budget:
+    """`fresh`, or the `steps` in use where it would shorten the round by a share below `least_gain` only."""
+    ends = {f.name: f.end(steps[f.name]) for f in facilities if steps[f.name]}
+    now = max(ends.values())
+    share = 1 - fresh.round_seconds / now
+    if share >= least_gain:
+        why = f"moved: the round took {now:.4g} s as it is set, {share:.1%} more than needed"
+        return replace(fresh, reasons=(why, *fresh.reasons))
+    return replace(
+        fresh,
+        steps=dict(steps),
+        end_seconds=ends,
+        round_seconds=now,
+        samples=sum(steps[f.name] * f.samples_per_step for f in facilities),
+        reasons=(
+            f"kept: other steps would save {max(0.0, share):.1%} of {now:.4g} s, less than the {least_gain:.0%} asked for",
+        ),
     )
 
 

@@ -2,10 +2,12 @@
 
 Yuan et al. 2022, arXiv 2206.01288, section 3.3 ("GCMA") and github.com/DS3Lab/DT-FM (MIT licence),
 `scheduler/heuristic_evolutionary_solver/scheduler.py`; written anew. A population of 100 random balanced partitions; each
-trial crosses two parents at five random devices with capacity repair, improves the child by one pass of cyclic moves (a device
-leaves a stage for the one where the gain [mean pipeline cost to there] - [least pipeline cost inside its own] is largest), and
-puts it in place of the worse parent unless it is worse than both. Mended: the generator is really seeded, the rejection test
-compares scores, and the matching that is emitted is the one that was scored.
+trial crosses two parents at five devices with capacity repair, improves the child by cyclic moves (a stage gives away the
+device that is closest to a neighbour of its own, to the stage where [mean pipeline cost to there] - [that least cost] is
+largest; the receiving stage gives next, until a cycle closes), and puts it in place of the worse parent.
+
+Mended: the generator is really seeded; a child is rejected if it is worse than both parents (a comparison with a truth value
+made that "than the first"); the last cycle counts too; parents differ; the matching that is emitted is the one that was scored.
 """
 
 from __future__ import annotations
@@ -66,64 +68,72 @@ def _score(costs: Costs, labels: np.ndarray) -> tuple[float, list[int]]:
 
 
 def _cross(costs: Costs, first: np.ndarray, second: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Five labels of `second` copied into `first`; stages then too full give devices to those too empty."""
-    child = first.copy()
+    """Five labels of `first` copied into `second`; stages then too full give devices, in order, to the first with room."""
+    child = second.copy()
     points = rng.choice(len(child), min(5, len(child)), replace=False)
-    child[points] = second[points]
-    fixed = set(points.tolist())
+    child[points] = first[points]
     size = np.bincount(child, minlength=costs.stages)
-    for device in rng.permutation(len(child)):
-        if size[child[device]] > costs.replicas and int(device) not in fixed:
-            size[child[device]] -= 1
-            child[device] = int(size.argmin())
-            size[child[device]] += 1
-    for device in points:
+    for device in range(len(child)):
         if size[child[device]] > costs.replicas:
             size[child[device]] -= 1
-            child[device] = int(size.argmin())
+            child[device] = int((size < costs.replicas).argmax())
             size[child[device]] += 1
     return child
 
 
-def _improve(costs: Costs, labels: np.ndarray) -> np.ndarray:
-    """One pass of cyclic moves: cycles of devices, each taking the place of the next, every device moved at most once.
+class _Gains:
+    """Of every stage: the device it would give away, and what each other stage would gain by taking it."""
 
-    Each step takes the largest gain; a cycle closes when the best move leads back to the stage it began in, or when no stage
-    is left. Of all cycles the prefix with the largest sum of gains is kept (Kernighan and Lin 1970).
+    def __init__(self, weights: np.ndarray, labels: np.ndarray, stages: int, free: np.ndarray) -> None:
+        member = np.eye(stages)[labels]
+        own = labels[:, None] == labels[None, :]
+        np.fill_diagonal(own, False)
+        inner = np.where(own, weights, np.inf).min(axis=1)
+        mean = (weights @ member) / np.maximum(member.sum(axis=0), 1)
+        giving = np.where(member.T.astype(bool) & free[None, :], inner[None, :], np.inf)
+        self.device = giving.argmin(axis=1)
+        self.can = (labels[self.device] == np.arange(stages)) & free[self.device]
+        least = np.where(np.isfinite(inner), inner, 0.0)[self.device]
+        self.to = np.where(self.can[:, None], mean[self.device] - least[:, None], -np.inf)
+        np.fill_diagonal(self.to, -np.inf)
+        self.best = self.to.max(axis=1)
+
+
+def _improve(costs: Costs, labels: np.ndarray) -> np.ndarray:
+    """One pass: up to as many cycles as stages, every device moved at most once; kept as far as gains add up to the most.
+
+    A cycle may be closed after any of its moves, by sending that device to the stage where the cycle began; it is closed
+    where the sum of gains is largest (Kernighan and Lin 1970, for cycles).
     """
-    labels = labels.copy()
-    weights = costs.pipeline + np.where(np.eye(len(labels), dtype=bool), np.inf, 0.0)
-    locked = np.zeros(len(labels), dtype=bool)
-    total = best_total = 0.0
-    best = labels.copy()
-    while True:
-        member = np.eye(costs.stages, dtype=bool)[labels]
-        inner = np.where(labels[:, None] == labels[None, :], weights, np.inf).min(axis=1)
-        gain = costs.pipeline @ member / costs.replicas - inner[:, None]
-        gain[member] = -np.inf
-        gain[locked] = -np.inf
-        device, target = (int(n) for n in np.unravel_index(int(gain.argmax()), gain.shape))
-        if not np.isfinite(gain[device, target]):
-            break
-        start = int(labels[device])
-        cycle, visited, cycle_gain = [device], {start}, float(gain[device, target])
-        while target != start:
-            visited.add(target)
-            inside = np.flatnonzero((labels == target) & ~locked)
-            inside = inside[~np.isin(inside, cycle)]
-            if not len(inside):
+    stages, weights = costs.stages, costs.pipeline
+    free, touched = np.ones(len(labels), dtype=bool), np.zeros(stages, dtype=bool)
+    found, total, best_total, best = labels.copy(), 0.0, 0.0, labels
+    for _ in range(stages):
+        now = found.copy()
+        gains = _Gains(weights, now, stages, free)
+        start = source = int(gains.best.argmax())
+        moves: list[tuple[int, int]] = []  # device, the stage it came from
+        closed: list[float] = []  # sum of gains if the cycle closes with that move
+        taken = 0.0
+        while gains.can[source] and len(moves) < len(labels):
+            device, target = int(gains.device[source]), int(gains.to[source].argmax())
+            closed.append(taken + float(gains.to[source, start]) if moves else 0.0)
+            taken += float(gains.best[source])
+            moves.append((device, source))
+            free[device], touched[target] = False, True
+            now[device], source = target, target
+            if source == start:
                 break
-            options = gain[inside].copy()
-            options[:, [s for s in visited if s != start]] = -np.inf
-            row, column = (int(n) for n in np.unravel_index(int(options.argmax()), options.shape))
-            cycle.append(int(inside[row]))
-            cycle_gain += float(options[row, column])
-            target = column
-        locked[cycle] = True
-        if len(cycle) < 2:
-            continue
-        labels[cycle] = labels[[*cycle[1:], cycle[0]]]
-        total += cycle_gain
-        if total > best_total * (1 + 1e-12):
-            best_total, best = total, labels.copy()
+            gains = _Gains(weights, now, stages, free)
+        if not moves:
+            break
+        last = int(np.argmax(closed))
+        for device, origin in moves[last + 1 :]:
+            now[device] = origin
+        now[moves[last][0]] = start
+        found, total = now, total + closed[last]
+        if total > best_total:
+            best_total, best = total, found
+        if touched.all():
+            break
     return best

@@ -13,13 +13,13 @@ the flows that cross them.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
 
 from coordinator.simulation.plans import BUCKET_BYTES
 
+from .objective import weights
 from .problem import Problem
 
 
@@ -66,6 +66,11 @@ class Cost:
         self.gradient = _prefix(problem.per_unit("parameter_bytes"))
         self.state = _prefix(problem.per_unit("state_bytes"))
         self.stored = samples * _prefix(problem.per_unit("stored_bytes"))
+        self.update = _prefix(problem.factors * problem.per_unit("update_seconds"))
+        self.runtime = problem.runtime
+        self.prices = weights(problem)
+        self.hooked = replicas > 1 and "allreduce" in problem.syncs
+        """Are replicas kept together by the trainer's own all-reduce? Assumed where it may be chosen."""
         self.latency = problem.latency
         self.per_byte = 1.0 / problem.bandwidth
         self.memory = problem.memory
@@ -98,8 +103,10 @@ class Cost:
             weight = eps.reshape((k,) + (1,) * (values.ndim - 2))
             return (1 - weight) * values.max(axis=-1) + weight * values.mean(axis=-1)
 
-        f = self.forward[grid, end] - self.forward[grid, first]
-        b = self.backward[grid, end] - self.backward[grid, first]
+        once_f, once_b = self.runtime.pass_of(1, replicated=self.hooked)
+        once = self.runtime.pass_seconds
+        f = self.forward[grid, end] - self.forward[grid, first] + once + (once_f - once) * (end - first)
+        b = self.backward[grid, end] - self.backward[grid, first] + once + (once_b - once) * (end - first)
         left, right = grid[:, :-1], grid[:, 1:]
         size = self.cut_bytes[layouts.cuts[:, 1:-1] - 1][:, :, None]
         there, back = self._per_byte(left, right)
@@ -120,7 +127,17 @@ class Cost:
         after = np.concatenate([np.zeros((k, 1, replicas)), np.cumsum(b[:, :-1] + tb, axis=1)], axis=1)
         done = worst(total[:, None, :] - after)
         exposed = self._agreement(grid, layouts.cuts, b)
-        return worst(done + exposed / self.problem.local_steps) * (1 + 3 * self._excess(grid, layouts))
+        whole = worst(done + exposed / self.problem.local_steps)
+        if self.update.any():
+            whole = whole + (self.update[grid, end] - self.update[grid, first]).max(axis=(1, 2))
+        return (whole + self.runtime.step_seconds) * (1 + 3 * self._excess(grid, layouts))
+
+    def value(self, layouts: Layouts, smooth: np.ndarray | float = 0.0) -> np.ndarray:
+        """[layout] the objective: the seconds, times the prices of the devices in use where those count."""
+        seconds = self.seconds(layouts, smooth)
+        if self.prices.any():
+            seconds = seconds * self.prices[layouts.line[:, : self.stages * self.replicas]].sum(axis=1)
+        return seconds
 
     def _per_byte(self, left: np.ndarray, right: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         there, back = self.per_byte[left, right], self.per_byte[right, left]
@@ -139,12 +156,16 @@ class Cost:
         if replicas == 1:
             return np.zeros(grid.shape[:2])
         size = self.gradient[cuts[:, 1:]] - self.gradient[cuts[:, :-1]]
-        pieces = np.minimum(cuts[:, 1:] - cuts[:, :-1], np.maximum(1, np.ceil(size / BUCKET_BYTES)))
+        pieces = (cuts[:, 1:] - cuts[:, :-1]).astype(float)
+        if self.runtime.overlap:
+            pieces = np.minimum(pieces, np.maximum(1, np.ceil(size / BUCKET_BYTES)))
         own = b.max(axis=2)
         best: np.ndarray | None = None
         for mode in self.problem.syncs:
-            seconds = np.where(size > 0, self._mode(mode, grid, size, pieces), 0.0)
-            exposed = np.maximum(seconds - own * (1 - 1 / pieces), seconds / pieces)
+            agreed = self._mode(mode, grid, size, pieces) + pieces * self.runtime.agreement_seconds
+            seconds = exposed = np.where(size > 0, agreed, 0.0)
+            if self.runtime.overlap:
+                exposed = np.maximum(seconds - own * (1 - 1 / pieces), seconds / pieces)
             if best is None:
                 best, worst = exposed, exposed.max(axis=1)
             else:
@@ -206,24 +227,3 @@ class Cost:
 def _prefix(values: np.ndarray) -> np.ndarray:
     """Sums of the units before each, along the last axis."""
     return np.concatenate([np.zeros((*values.shape[:-1], 1)), np.cumsum(values, axis=-1)], axis=-1)
-
-
-def joint_bound(problem: Problem) -> float:
-    """No layout is faster: all devices always busy (work poured), or one micro-batch through the fastest devices.
-
-    Both hold for every grid, schedule and link; a network can only add to them.
-    """
-    best = math.inf
-    for samples in problem.micro_batch_samples:
-        micro_batches = problem.batch_samples // samples
-        if micro_batches < 1:
-            continue
-        seconds = problem.forward_seconds(samples) + problem.backward_seconds(samples)
-        cheapest = seconds.min(axis=0)
-        totals = seconds.sum(axis=1)
-        shares = seconds / np.maximum(totals[:, None], 1e-300)
-        even = np.allclose(shares, shares[0], rtol=1e-9, atol=1e-15) and bool((totals > 0).all())
-        poured = 1.0 / (1.0 / totals).sum() if even else cheapest.sum() / len(problem.devices)
-        # A device that works alone cannot do better than its own whole work; a micro-batch passes every unit once.
-        best = min(best, max(micro_batches * float(poured), float(cheapest.sum())))
-    return best if math.isfinite(best) else 0.0

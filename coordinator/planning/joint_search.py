@@ -11,12 +11,12 @@ from .stop import Stop
 def anneal(
     cost: Cost, begin: Layouts, rng: np.random.Generator, stop: Stop, *, steps: int, hot: float = 0.03
 ) -> tuple[Layouts, np.ndarray]:
-    """Cool all chains once; the best state of every chain and its unsmoothed seconds."""
+    """Cool all chains once; the best state of every chain and its unsmoothed cost."""
     state = begin.copy()
     chains = len(state.line)
     k = np.arange(chains)
     smooth = np.choose(k % 3, [0.02, 0.1, 0.25]).astype(float)
-    energy = cost.seconds(state, smooth)
+    energy = cost.value(state, smooth)
     temperatures = energy * np.choose((k // 3) % 3, [hot, hot / 4, hot * 2.5])
     best, low = state.copy(), energy.copy()
     moves = [_swap_devices, _swap_devices, _swap_devices]
@@ -31,14 +31,14 @@ def anneal(
             break
         temperature = temperatures * (0.003 ** (step / steps))
         proposal = moves[step % len(moves)](cost, state, rng)
-        new = cost.seconds(proposal, smooth)
+        new = cost.value(proposal, smooth)
         accept = (new <= energy) | (rng.random(chains) < np.exp(-np.maximum(new - energy, 0) / temperature))
         state.put(accept, proposal)
         energy[accept] = new[accept]
         better = energy < low * (1 - 1e-12)
         best.put(better, state)
         low[better] = energy[better]
-    return best, cost.seconds(best)
+    return best, cost.value(best)
 
 
 def _swap_devices(cost: Cost, state: Layouts, rng: np.random.Generator) -> Layouts:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+
 import numpy as np
 from scipy.cluster.hierarchy import leaves_list, linkage
 from scipy.spatial.distance import squareform
@@ -73,9 +75,13 @@ def share_by_speed(cost: Cost, grid: np.ndarray, cuts: np.ndarray) -> np.ndarray
     """Micro-batches in proportion to the speed of each pipeline, at least one each, exact in sum."""
     work = cost.forward[grid, cuts[1:, None]] - cost.forward[grid, cuts[:-1, None]]
     work = work + cost.backward[grid, cuts[1:, None]] - cost.backward[grid, cuts[:-1, None]]
-    period = work.max(axis=0)
-    share = np.ones(cost.replicas, dtype=int)
-    for _ in range(cost.micro_batches - cost.replicas):
+    period = np.maximum(work.max(axis=0), 1e-300)
+    # Nearly there at once, by the speeds; the rest one by one to whom it costs least.
+    poured = (cost.micro_batches - cost.replicas) / (1 / period).sum() / period
+    share = np.maximum(1, np.floor(poured).astype(int))
+    while share.sum() > cost.micro_batches:
+        share[int(np.where(share > 1, share * period, -1.0).argmax())] -= 1
+    for _ in range(cost.micro_batches - int(share.sum())):
         share[int(((share + 1) * period).argmin())] += 1
     return share
 
@@ -93,21 +99,23 @@ def best_cuts(cost: Cost, grid: np.ndarray, share: np.ndarray) -> np.ndarray | N
     # The limit of a stage: state + stored x in flight within the memory of each of its devices.
     flight = cost.in_flight(share[None])[0]
     need = (cost.state[None, None] + cost.stored[None, None] * flight[:, :, None]) / cost.memory[grid][:, :, None]
-    need = need.max(axis=1)
+    # Plain numbers: these are thousands of short searches.
+    times: list[list[float]] = time.tolist()
+    needs: list[list[float]] = need.max(axis=1).tolist()
 
-    def take(limit: float) -> np.ndarray | None:
-        cuts = np.zeros(stages + 1, dtype=int)
-        for s in range(stages):
-            at = cuts[s]
-            by_time = int(np.searchsorted(time[s], time[s, at] + limit * (1 + 1e-12), side="right")) - 1
-            by_memory = int(np.searchsorted(need[s], need[s, at] + 1 + 1e-9, side="right")) - 1
+    def take(limit: float) -> list[int] | None:
+        cuts = [0]
+        for s, (row, held) in enumerate(zip(times, needs, strict=True)):
+            at = cuts[-1]
+            by_time = bisect_right(row, row[at] + limit * (1 + 1e-12)) - 1
+            by_memory = bisect_right(held, held[at] + 1 + 1e-9) - 1
             end = min(by_time, by_memory, units - (stages - 1 - s))
             if end <= at:
                 return None
-            cuts[s + 1] = end
+            cuts.append(end)
         return cuts if cuts[-1] == units else None
 
-    high = float(time[:, -1].max())
+    high = max(row[-1] for row in times)
     best = take(high)
     if best is None:
         return None
@@ -118,10 +126,10 @@ def best_cuts(cost: Cost, grid: np.ndarray, share: np.ndarray) -> np.ndarray | N
         if found is None:
             low = middle
         else:
-            best, high = found, max(float(time[s, found[s + 1]] - time[s, found[s]]) for s in range(stages))
+            best, high = found, max(row[b] - row[a] for row, a, b in zip(times, found, found[1:], strict=False))
         if high - low < 1e-6 * high:
             break
-    return best
+    return np.array(best)
 
 
 def starts(cost: Cost, lines: list[np.ndarray]) -> Layouts:

@@ -177,11 +177,11 @@ def placement_bound(costs: Costs) -> float:
     if replicas > 1:
         off = costs.data + np.where(np.eye(len(costs.data), dtype=bool), np.inf, 0.0)
         data = float(np.sort(off, axis=1)[:, : replicas - 1].sum(axis=1).max())
-    edges = _kruskal(costs.pipeline)
+    edges = spanning_tree(costs.pipeline)
     return data + sum(edges[k * replicas - 1] for k in range(1, stages))
 
 
-def _kruskal(weights: np.ndarray) -> list[float]:
+def spanning_tree(weights: np.ndarray) -> list[float]:
     """Weights of the minimum spanning tree, ascending (Prim)."""
     count = len(weights)
     inside = np.zeros(count, dtype=bool)

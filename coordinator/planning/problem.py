@@ -10,7 +10,9 @@ A problem as JSON (`facility.measure` writes the same keys; every quantity carri
                   "stored_megabytes": 1, "forward_ms": 1, "backward_ms": 2,
                   "forward_overhead_ms": 0.1, "backward_overhead_ms": 0.1}],        or "count": N for N equal units
      "batch_samples": 64, "micro_batch_samples": [1, 2], "stages": [], "replicas": [], "schedules": ["gpipe", "1f1b"],
-     "syncs": ["allreduce"], "codecs": [{"name": "int8", "ratio": 0.51, "seconds_per_byte": 2e-9}], "local_steps": 1}
+     "syncs": ["allreduce"], "codecs": [{"name": "int8", "ratio": 0.51, "seconds_per_byte": 2e-9}], "local_steps": 1,
+     "runtime": {"transport": "blocking", "overlap": false, "pass_ms": 1, "agreement_ms": 0.5},             see `runtime`
+     "objective": "iteration_seconds"}                                                                       see `objective`
 """
 
 from __future__ import annotations
@@ -23,9 +25,12 @@ import numpy as np
 
 from facility.exchange.errors import ConfigurationError
 
+from .runtime import Runtime
+
 FORMAT = 1
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble")
 SYNCS = ("allreduce", "central_ps", "sharded_ps")
+OBJECTIVES = ("iteration_seconds", "tokens_per_second", "device_hours")
 Matrix = tuple[tuple[float, ...], ...]
 
 
@@ -53,6 +58,8 @@ class Device:
     """Seconds here divided by seconds on the reference device."""
     slowdown_by_kind: dict[str, float] = field(default_factory=dict)
     """The same for single kinds of unit; wins over `slowdown`."""
+    price: float = 1.0
+    """Device-hours that an hour of it counts as (the objective device_hours)."""
 
     def __post_init__(self) -> None:
         for name, value in {"slowdown": self.slowdown, **self.slowdown_by_kind}.items():
@@ -60,6 +67,10 @@ class Device:
                 math.isfinite(value) and value > 0,
                 f"slowdown ({name}) of device {self.id!r} is {value}, expected more than 0",
             )
+        _require(
+            math.isfinite(self.price) and self.price > 0,
+            f"price of device {self.id!r} is {self.price}, expected more than 0",
+        )
         if self.memory_bytes is not None:
             _require(
                 math.isfinite(self.memory_bytes) and self.memory_bytes > 0,
@@ -149,6 +160,8 @@ class Unit:
     forward_overhead_seconds: float = 0.0
     """Seconds a micro-batch, however small."""
     backward_overhead_seconds: float = 0.0
+    update_seconds: float = 0.0
+    """The optimizer's step on the reference device."""
 
     def __post_init__(self) -> None:
         _finite(**{f"{self.kind}.{k}": v for k, v in vars(self).items() if k != "kind"})
@@ -185,6 +198,11 @@ class Problem:
     codecs: tuple[Codec, ...] = ()
     local_steps: int = 1
     """Optimizer steps between two agreements of the replicas."""
+    runtime: Runtime = field(default_factory=Runtime)
+    objective: str = "iteration_seconds"
+    """What is to be least: see `objective.OBJECTIVES`."""
+    sample_tokens: int = 0
+    """Length of a sample, tokens; 0: not told (only the objective tokens_per_second needs it)."""
     name: str = ""
     format: int = FORMAT
 
@@ -205,6 +223,14 @@ class Problem:
             for value in getattr(self, name):
                 _require(value in known, f"{name} holds {value!r}, expected some of {', '.join(known)}")
             _require(bool(getattr(self, name)), f"{name} is empty, expected some of {', '.join(known)}")
+        _require(
+            self.objective in OBJECTIVES, f"objective is {self.objective!r}, expected one of {', '.join(OBJECTIVES)}"
+        )
+        _require(self.sample_tokens >= 0, f"sample_tokens is {self.sample_tokens}, expected 0 or more")
+        _require(
+            self.objective != "tokens_per_second" or self.sample_tokens > 0,
+            "the objective tokens_per_second needs sample_tokens (the length of a sample)",
+        )
         for codec in self.codecs:
             _require(0 < codec.ratio <= 1, f"codec {codec.name!r} has ratio {codec.ratio}, expected in (0, 1]")
 

@@ -25,6 +25,7 @@ from .problem import (
     Unit,
 )
 from .quantities import RATE, SIZE, TIME, find, numbers
+from .runtime import Runtime, runtime_from_json
 
 AnyProblem = Problem | ChainProblem | PlacementProblem
 
@@ -104,12 +105,14 @@ def _rows(raw: Any, where: str) -> list[dict[str, Any]]:
 
 # --- our own form -----------------------------------------------------------------------------------------------------
 
-_PLAIN = ("batch_samples", "micro_batch_samples", "stages", "replicas", "schedules", "syncs", "local_steps", "name")
+_NUMBERS = ("batch_samples", "local_steps", "sample_tokens")
+_TEXTS = ("name", "objective")
+_PLAIN = (*_NUMBERS, *_TEXTS, "micro_batch_samples", "stages", "replicas", "schedules", "syncs")
 
 
 def _whole(raw: dict[str, Any], file: Path | str | None) -> Problem:
     # A measured profile may say more (`profile`); the planner reads what it needs.
-    _known(raw, "problem", ("format", "devices", "links", "units", "codecs", "profile", *_PLAIN))
+    _known(raw, "problem", ("format", "devices", "links", "units", "codecs", "runtime", "profile", *_PLAIN))
     for key in ("devices", "links", "units"):
         if key not in raw:
             raise ConfigurationError(f"the problem lacks {key}", file=file, key=key)
@@ -131,6 +134,7 @@ def _whole(raw: dict[str, Any], file: Path | str | None) -> Problem:
         links=_links(raw["links"], len(devices), file),
         units=tuple(units),
         codecs=tuple(codecs),
+        runtime=runtime_from_json(raw["runtime"], file) if "runtime" in raw else Runtime(),
         **checked,
     )
 
@@ -143,9 +147,9 @@ def _checked_plain(raw: dict[str, Any]) -> dict[str, Any]:
         if key not in raw:
             continue
         value = raw[key]
-        if key in ("batch_samples", "local_steps"):
+        if key in _NUMBERS:
             good = type(value) is int
-        elif key == "name":
+        elif key in _TEXTS:
             good = isinstance(value, str)
         else:
             kind = str if key in ("schedules", "syncs") else int
@@ -159,7 +163,7 @@ def _checked_plain(raw: dict[str, Any]) -> dict[str, Any]:
 
 def _device(raw: dict[str, Any], number: int, file: Path | str | None) -> Device:
     where = f"devices[{number}]"
-    _known(raw, where, ("id", "site", "slowdown", "slowdown_by_kind", "name"), ("memory",))
+    _known(raw, where, ("id", "site", "slowdown", "slowdown_by_kind", "price", "name"), ("memory",))
     memory = find(raw, "memory", SIZE, where=where, file=file)
     limit = None if memory is None or raw[memory[0]] is None else float(_quantity(raw, "memory", SIZE, where, file))
     by_kind = raw.get("slowdown_by_kind", {})
@@ -173,6 +177,7 @@ def _device(raw: dict[str, Any], number: int, file: Path | str | None) -> Device
         slowdown_by_kind={
             str(k): float(numbers(v, f"{where}.slowdown_by_kind.{k}", (), file)) for k, v in by_kind.items()
         },
+        price=float(numbers(raw.get("price", 1.0), f"{where}.price", (), file)),
     )
 
 
@@ -225,7 +230,7 @@ def _diagonal(raw: dict[str, Any], stem: str, value: float) -> dict[str, Any]:
 def _units(raw: dict[str, Any], number: int, file: Path | str | None) -> list[Unit]:
     where = f"units[{number}]"
     sizes = ("parameter", "state", "activation", "stored")
-    times = ("forward_overhead", "backward_overhead", "forward", "backward")
+    times = ("forward_overhead", "backward_overhead", "forward", "backward", "update")
     _known(raw, where, ("kind", "count"), (*sizes, *times))
     count = raw.get("count", 1)
     if type(count) is not int or count < 1:
@@ -247,6 +252,7 @@ def _units(raw: dict[str, Any], number: int, file: Path | str | None) -> list[Un
         backward_seconds=float(_quantity(rest, "backward", TIME, where, file)),
         forward_overhead_seconds=float(_quantity(overheads, "forward_overhead", TIME, where, file, default=0.0)),
         backward_overhead_seconds=float(_quantity(overheads, "backward_overhead", TIME, where, file, default=0.0)),
+        update_seconds=float(_quantity(rest, "update", TIME, where, file, default=0.0)),
     )
     return [unit] * count
 

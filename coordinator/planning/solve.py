@@ -17,11 +17,12 @@ from .emit import gap, plan_of_chain, plan_of_placement, plan_on, predicted
 from .even import plan_even
 from .exact import plan_exact_in_order
 from .exact_free import plan_exact
-from .joint import plan_joint, replan
-from .joint_cost import joint_bound
+from .joint import plan_joint
+from .joint_bound import joint_bound
 from .place import plan_place
 from .problem import ChainProblem, PlacementProblem, Problem, chain_of, placement_of
 from .read import AnyProblem
+from .replan import replan
 from .stop import Stop
 
 METHODS = ("joint", "place", "exact", "dynamic", "even")
@@ -111,7 +112,7 @@ def _chain(problem: AnyProblem, method: str, stop: Stop, seed: int, order: str) 
         if best is None or whole.predicted_seconds < (best.predicted_seconds or np.inf):
             best = whole
     assert best is not None and best.predicted_seconds is not None
-    bound = min(joint_bound(problem), best.predicted_seconds)
+    bound = min(joint_bound(problem).seconds, best.predicted_seconds)
     return replace(
         best,
         cost=plan.cost,
@@ -180,7 +181,7 @@ def placed(problem: Problem, stages: int, replicas: int, stop: Stop, *, seed: in
             if best is None or plan.predicted_seconds < (best.predicted_seconds or np.inf):
                 best = plan
     assert best is not None and best.predicted_seconds is not None
-    bound = min(joint_bound(problem), best.predicted_seconds)
+    bound = min(joint_bound(problem).seconds, best.predicted_seconds)
     return replace(
         best,
         cost=found.cost,

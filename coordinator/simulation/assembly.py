@@ -65,14 +65,15 @@ def assemble(
                 drawn[node.rank] += 1
             lane = f"device {layout.grid[node.rank][replica]}"
             label = (lane, f"{LETTERS[node.kind]}{node.micro_batch}", node.chunk, replica)
-            parts = pieces[node.chunk] if number in last else 1
+            parts = pieces[node.chunk] if number in last and layout.overlap else 1
             for piece in range(parts):
                 task = Task(waits, seconds / parts + (lost if piece == 0 else 0.0))
                 task_number = built.add(task, label)
                 built.pipeline.append(task_number)
                 waits = [2 * task_number]
                 if number in last:
-                    ready.setdefault((node.chunk, piece), []).append(task_number)
+                    for bucket in [piece] if layout.overlap else range(pieces[node.chunk]):
+                        ready.setdefault((node.chunk, bucket), []).append(task_number)
             task_of.append(built.pipeline[-1])
     for stage, row in enumerate(layout.grid):
         before: list[int] = []
@@ -80,7 +81,11 @@ def assemble(
             for piece in range(pieces[chunk]):
                 size = float(layout.gradient_bytes[chunk]) / pieces[chunk]
                 waits = [2 * t for t in ready[chunk, piece]] + before
-                for phase in collectives.phases(layout.sync, row, size):
+                phases = collectives.phases(layout.sync, row, size)
+                if phases and layout.agreement_seconds:
+                    label = (f"stage {stage} replicas", "agree", chunk, -1)
+                    waits = [2 * built.add(Task(waits, layout.agreement_seconds), label)]
+                for phase in phases:
                     waits = _phase(built, layout, phase, waits, chunk)
                     before = waits
     return built

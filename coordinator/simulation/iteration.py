@@ -196,8 +196,10 @@ def _by_longest_path(
         for chunk in mine:
             pieces = _pieces(layout, chunk)
             each = collectives.seconds(layout, layout.sync, row, float(layout.gradient_bytes[chunk]) / pieces)
+            each += layout.agreement_seconds if each > 0 else 0.0
             for piece in range(pieces):
-                ready = last_end[chunk] - last_seconds[chunk] * (1 - (piece + 1) / pieces)
+                early = 1 - (piece + 1) / pieces if layout.overlap else 0.0
+                ready = last_end[chunk] - last_seconds[chunk] * early
                 begin = np.maximum(ready.max(axis=0), done)
                 done = begin + each
                 if timeline and each > 0:
@@ -233,8 +235,9 @@ def _by_events(layout: Layout, count: int, stall: Stall | None, timeline: bool) 
 
 def _update_seconds(layout: Layout) -> float:
     if layout.optimizer_seconds is None:
-        return 0.0
-    return float(max(layout.optimizer_seconds[s :: layout.stages].sum(axis=0).max() for s in range(layout.stages)))
+        return layout.step_seconds
+    own = max(layout.optimizer_seconds[s :: layout.stages].sum(axis=0).max() for s in range(layout.stages))
+    return float(own) + layout.step_seconds
 
 
 def _span(layout: Layout, node: object, replica: int, start: float, end: float) -> Span:

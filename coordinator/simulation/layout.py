@@ -66,6 +66,12 @@ class Layout:
     sync_every: int = 1
     """Iterations between synchronisations."""
     transport: Transport = "streaming"
+    overlap: bool = True
+    """Do buckets of gradients travel while the last backward goes on? Else after it, one after the other."""
+    agreement_seconds: float = 0.0
+    """Of every bucket, besides latency and bytes."""
+    step_seconds: float = 0.0
+    """Of every iteration, after the optimizer's own."""
 
     def __post_init__(self) -> None:
         stages, replicas, chunks = self.stages, self.replicas, self.chunks

@@ -21,11 +21,15 @@ BUCKET_BYTES = 25 * 2**20
 """Gradients are exchanged in buckets of about this size (PyTorch DDP's default; Li et al. 2020, arXiv 2006.15704)."""
 
 
-def layout_of(problem: Problem, plan: Plan, *, transport: Transport = "streaming", overlap: bool = True) -> Layout:
+def layout_of(
+    problem: Problem, plan: Plan, *, transport: Transport | None = None, overlap: bool | None = None
+) -> Layout:
     """The arrays of `plan` on the devices of `problem`. Raises `ConfigurationError` when they do not fit together.
 
-    `overlap`: gradients travel while the last backward goes on; else after it.
+    `transport` and `overlap`: None for what the problem's `runtime` says.
     """
+    runtime = problem.runtime
+    overlap = runtime.overlap if overlap is None else overlap
     used = [device for row in plan.grid for device in row]
     if unknown := [device for device in used if device >= len(problem.devices)]:
         raise ConfigurationError(
@@ -43,6 +47,10 @@ def layout_of(problem: Problem, plan: Plan, *, transport: Transport = "streaming
     rows = [list(plan.grid[number % plan.stages]) for number in range(len(plan.stage_units))]
     spans = [slice(first, end) for first, end in plan.stage_units]
 
+    replicated = plan.replicas > 1 and plan.sync.name == "allreduce"
+    extra = np.array([runtime.pass_of(span.stop - span.start, replicated=replicated) for span in spans])
+    update = problem.factors * problem.per_unit("update_seconds")
+
     def summed(name: str) -> np.ndarray:
         values = problem.per_unit(name)
         return np.array([values[span].sum() for span in spans])
@@ -56,12 +64,15 @@ def layout_of(problem: Problem, plan: Plan, *, transport: Transport = "streaming
         schedule=plan.schedule,
         micro_batches=plan.replica_micro_batches,
         micro_batch_samples=samples,
-        forward_seconds=np.array([forward[row, span].sum(axis=1) for row, span in zip(rows, spans, strict=True)]),
-        backward_seconds=np.array([backward[row, span].sum(axis=1) for row, span in zip(rows, spans, strict=True)]),
+        forward_seconds=np.array([forward[row, span].sum(axis=1) for row, span in zip(rows, spans, strict=True)])
+        + extra[:, :1],
+        backward_seconds=np.array([backward[row, span].sum(axis=1) for row, span in zip(rows, spans, strict=True)])
+        + extra[:, 1:],
+        optimizer_seconds=np.array([update[row, span].sum(axis=1) for row, span in zip(rows, spans, strict=True)]),
         cut_bytes=np.array([samples * activations[span.stop - 1] for span in spans[:-1]]),
         gradient_bytes=gradients,
         buckets=tuple(
-            min(span.stop - span.start, max(1, math.ceil(size / BUCKET_BYTES))) if overlap else 1
+            min(span.stop - span.start, max(1, math.ceil(size / BUCKET_BYTES))) if overlap else span.stop - span.start
             for span, size in zip(spans, gradients, strict=True)
         ),
         in_flight_bytes=samples * summed("stored_bytes"),
@@ -79,7 +90,10 @@ def layout_of(problem: Problem, plan: Plan, *, transport: Transport = "streaming
         compression={(c.source, c.destination): (c.ratio, codecs.get(c.codec, 0.0)) for c in plan.compressed_links},
         sync=plan.sync.name,
         sync_every=int(plan.sync.options.get("every", problem.local_steps)),
-        transport=transport,
+        transport=transport or runtime.transport,
+        overlap=overlap,
+        agreement_seconds=runtime.agreement_seconds,
+        step_seconds=runtime.step_seconds,
     )
 
 
@@ -89,8 +103,8 @@ def simulate(
     *,
     iterations: int = 1,
     emulation: Emulation | None = None,
-    transport: Transport = "streaming",
-    overlap: bool = True,
+    transport: Transport | None = None,
+    overlap: bool | None = None,
     timeline: bool = False,
 ) -> SimulationResult:
     """Simulate `iterations` iterations of `plan` on the devices of `problem`.

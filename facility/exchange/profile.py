@@ -97,6 +97,22 @@ class SharedUplink:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RunningCosts:
+    """What running pipelines and replicas costs besides units and bytes; see `coordinator.planning.runtime`."""
+
+    pass_seconds: float
+    replica_forward_seconds: float
+    replica_backward_seconds: float
+    agreement_seconds: float
+    step_seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        """As a problem's `runtime`: the trainer's pipelines wait for their messages, its gradients travel at the end."""
+        seconds = {name.replace("_seconds", "_ms"): 1e3 * value for name, value in asdict(self).items()}
+        return {"transport": "blocking", "overlap": False, **seconds}
+
+
+@dataclass(frozen=True, kw_only=True)
 class Profile:
     """All of an allocation."""
 
@@ -109,6 +125,10 @@ class Profile:
     chain: tuple[str, ...]
     """Kind of every unit of the model, in order."""
     sizes: tuple[UnitSizes, ...]
+    update_seconds: Mapping[str, float] = field(default_factory=dict)
+    """Kind of unit -> one optimizer step on the reference device."""
+    running: RunningCosts | None = None
+    """None: one rank alone."""
     details: Mapping[str, Any] = field(default_factory=dict)
     """Settings, versions, emulation."""
 
@@ -142,6 +162,7 @@ class Profile:
                     "backward_ms": 1e3 * backward[1],
                     "forward_overhead_ms": 1e3 * forward[0],
                     "backward_overhead_ms": 1e3 * backward[0],
+                    "update_ms": 1e3 * self.update_seconds.get(kind, 0.0),
                 }
             )
         return {
@@ -161,6 +182,7 @@ class Profile:
                 ],
             },
             "units": units,
+            **({} if self.running is None else {"runtime": self.running.to_json()}),
             "profile": {
                 **self.details,
                 "reference_device": reference.id,

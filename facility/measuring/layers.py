@@ -113,12 +113,24 @@ def measure_units(
         unit = places[1] if len(places) > 1 else places[0]  # not the very first block, where there are others
         stage = Stage(copy.deepcopy(skeleton), anatomy, unit, unit + 1, _output(settings, unit, anatomy))
         _fill(stage, device)
-        run = _Unit(stage, unit, anatomy, settings, device, task)
+        run = Unit(stage, unit, anatomy, settings, device, task)
         size, seconds, steps[kind] = run.measure(kind, clock)
         sizes.append(size)
         times.append(seconds)
         del stage, run
     return MeasuredUnits(chain=chain, sizes=tuple(sizes), times=tuple(times), optimizer_seconds=steps)
+
+
+def a_block(model: Path, device: torch.device, settings: LayerSettings) -> Unit:
+    """A block of the checkpoint's model, ready to be run: not the very first one, where there are others."""
+    config = read_config(model)
+    task = _task(settings.task)
+    attention = choose_attention(config, task.factory, device, settings.dtype)
+    anatomy = examine(config, task.factory, attention.name, settings.tokens)
+    unit = min(2, anatomy.count)
+    stage = Stage(build(config, task.factory, attention), anatomy, unit, unit + 1, settings.dtype)
+    _fill(stage, device)
+    return Unit(stage, unit, anatomy, settings, device, task)
 
 
 TASKS = ("causal-lm", "masked-lm", "classification")
@@ -151,7 +163,7 @@ def _fill(module: nn.Module, device: torch.device) -> None:
     module.train()
 
 
-class _Unit:
+class Unit:
     """One unit, ready to be run forwards and backwards."""
 
     def __init__(
@@ -167,10 +179,10 @@ class _Unit:
         forwards, backwards = [], []
         stored = 0.0
         for samples in self.settings.samples:
-            call, gradient = self._prepared(samples)
+            call, gradient = self.prepared(samples)
             ahead, back = [], []
             for number in range(self.settings.warmup + self.settings.repeats):
-                self._forget()
+                self.forget()
                 forward, output = clock.seconds(call)
                 loss = gradient(output)
                 backward, _ = clock.seconds(loss)
@@ -200,8 +212,15 @@ class _Unit:
             step,
         )
 
-    def _forget(self) -> None:
-        for parameter in self.parameters:
+    @property
+    def block(self) -> nn.Module:
+        """The block that this unit is (not for the first and the last unit)."""
+        blocks = self.stage.model.get_submodule(self.anatomy.blocks)
+        assert isinstance(blocks, nn.ModuleList)
+        return blocks[self.unit - 1]
+
+    def forget(self) -> None:
+        for parameter in self.stage.parameters():
             parameter.grad = None
 
     def _casting(self) -> AbstractContextManager[Any]:
@@ -209,7 +228,7 @@ class _Unit:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self.settings.dtype)
 
-    def _prepared(self, samples: int) -> tuple[Callable[[], Any], Callable[[torch.Tensor], Callable[[], Any]]]:
+    def prepared(self, samples: int) -> tuple[Callable[[], Any], Callable[[torch.Tensor], Callable[[], Any]]]:
         """(run forward, from its output to a call that runs backward)."""
         shape = (samples, self.settings.tokens)
         ids = torch.randint(0, self.vocabulary, shape, generator=torch.Generator().manual_seed(1)).to(self.device)
@@ -241,9 +260,7 @@ class _Unit:
 
     def _block(self, hidden: torch.Tensor) -> Callable[[], torch.Tensor]:
         """The block alone: what the model around it computes for every block alike is caught once and left out."""
-        blocks = self.stage.model.get_submodule(self.anatomy.blocks)
-        assert isinstance(blocks, nn.ModuleList)
-        block = blocks[self.unit - 1]
+        block = self.block
         caught: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
         def catch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from facility.exchange.layout import ScheduleName
 from facility.exchange.plan import Plan
 from facility.exchange.settings import TrainingSettings
 from facility.exchange.synchronising import SyncSettings
+from facility.measuring.devices import device_id
 
 from .feed import Shape, even_shape
 from .layout.grid import Grid, checked_units, even_units, grid, sharded_grid
@@ -31,6 +32,8 @@ class Layout:
     """FSDP2 also averages over the replicas (HSDP); else a policy of `facility.sync` brings them together."""
     reshard: bool
     sync: SyncSettings
+    agrees_once: bool = False
+    """Replicas of a whole model, unsharded, exchange gradients once a step and not once a micro-batch."""
     reasons: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -62,8 +65,28 @@ def seated(ranks: Ranks, plan: Plan, shards: int) -> Ranks | None:
     )
 
 
+def same_device(plan: Plan, number: int, ranks: Ranks) -> None:
+    """Refuse a plan made for other devices: `number` is this rank's in the plan. Raises `ConfigurationError`."""
+    if not plan.device_ids:
+        return
+    planned = plan.device_ids[number] if number < len(plan.device_ids) else "unknown"
+    found = device_id(ranks.device, ranks.local_rank)
+    if planned != found:
+        known = f"; it knows {found} as device {plan.device_ids.index(found)}" if found in plan.device_ids else ""
+        raise ConfigurationError(
+            f"device {number} of the plan is {planned}, but rank {number} came on {found}{known}: the allocation is not the "
+            "one that was measured; measure and plan again, or make a plan for any devices of this kind "
+            "(coordinator.plan --any-devices)"
+        )
+
+
 def from_plan(plan: Plan, ranks: Ranks, settings: TrainingSettings, *, blocks: int, block_tokens: int) -> Layout:
     """The layout that a plan asks for. Raises `ConfigurationError` where it does not fit ranks, model or batch."""
+    if plan.compressed_links:
+        raise ConfigurationError(
+            f"the plan compresses {len(plan.compressed_links)} links, but stages send their activations as they are; "
+            "take `codecs` out of the problem and plan again"
+        )
     shards = settings.layout.shards or 1
     devices = sorted({device for row in plan.grid for device in row})
     plan.validate(max(devices[-1] + 1, ranks.world // shards), blocks)
@@ -83,17 +106,21 @@ def from_plan(plan: Plan, ranks: Ranks, settings: TrainingSettings, *, blocks: i
     for count in counts:
         bounds.append(bounds[-1] + count * plan.micro_batch_samples)
     pipelined = plan.stages * plan.virtual_stages > 1
-    if not pipelined and len(set(counts)) > 1:
-        raise ConfigurationError("replicas with unequal micro-batches need stages; plan again with equal ones")
     sync = settings.sync
     if plan.sync.name != "allreduce":
         sync = dataclasses.replace(sync, policy=plan.sync.name, **plan.sync.options)
+    once = shards == 1 and sync.policy == "allreduce" and not settings.layout.offload
+    if not pipelined and not once and len(set(counts)) > 1:
+        raise ConfigurationError(
+            "replicas with unequal micro-batches need stages, or the policy allreduce without shards and offload; "
+            "plan again with equal ones"
+        )
     return Layout(
         grid=arrangement, units=[(a, b) for a, b in plan.stage_units] if pipelined else [], schedule=plan.schedule,
         shape=Shape(bounds=tuple(bounds), micro_batch_sequences=plan.micro_batch_samples, micro_batches=counts,
                     fixed=pipelined),
         block_tokens=block_tokens, replicas_in_mesh=sync.policy == "allreduce",
-        reshard=settings.layout.sharding in ("FULL_SHARD", "HYBRID_SHARD"), sync=sync,
+        reshard=settings.layout.sharding in ("FULL_SHARD", "HYBRID_SHARD"), sync=sync, agrees_once=once,
         reasons=(f"as the plan by {plan.method or 'hand'} says", *plan.reasons),
     )  # fmt: skip
 
@@ -118,5 +145,6 @@ def from_settings(ranks: Ranks, settings: TrainingSettings, *, blocks: int, bloc
     return Layout(
         grid=arrangement, units=units, schedule=layout.schedule, shape=shape, block_tokens=block_tokens,
         replicas_in_mesh=settings.sync.policy == "allreduce",
-        reshard=layout.sharding in ("FULL_SHARD", "HYBRID_SHARD"), sync=settings.sync, reasons=(meaning,),
+        reshard=layout.sharding in ("FULL_SHARD", "HYBRID_SHARD"), sync=settings.sync,
+        agrees_once=arrangement.shards == 1 and not layout.offload, reasons=(meaning,),
     )  # fmt: skip

@@ -105,7 +105,7 @@ def assemble(
         prepare_blocks(skeleton, settings)
         cut(skeleton, list(find_blocks(skeleton)[1]), torch.float32)
         return Assembly(
-            compute=Whole(skeleton, task, precision, clock), parts=parts(skeleton), shapes=trained, names=set(names.values()), repeats=repeats, tied=[],
+            compute=Whole(skeleton, task, precision, clock, agrees_once=in_mesh and layout.agrees_once), parts=parts(skeleton), shapes=trained, names=set(names.values()), repeats=repeats, tied=[],
             tied_group=None, model_group=model_group(grid, ranks), mesh=mesh, anatomy=anatomy, parameters=parameters,
             trained=sum(torch.Size(s).numel() for s in trained.values()),
         )  # fmt: skip

@@ -57,8 +57,12 @@ class Whole:
 
     tells_loss = True
 
-    def __init__(self, model: nn.Module, task: Task, precision: Precision, clock: Clock) -> None:
+    def __init__(
+        self, model: nn.Module, task: Task, precision: Precision, clock: Clock, *, agrees_once: bool = False
+    ) -> None:
+        """`agrees_once`: replicas exchange gradients at a step's last micro-batch, so that they may make unlike numbers."""
         self.task, self.precision, self.clock = task, precision, clock
+        self.agrees_once = agrees_once
         self.modules: list[nn.Module] = [model]
         self.device = precision.device
 
@@ -70,7 +74,9 @@ class Whole:
 
     def train(self, batches: Sequence[Batch], weight: float) -> torch.Tensor:
         total = torch.zeros((), device=self.device)
-        for batch in batches:
+        for number, batch in enumerate(batches):
+            if self.agrees_once:
+                self.modules[0].set_requires_gradient_sync(number == len(batches) - 1)  # type: ignore[operator]
             with self.clock("forward"):
                 loss = self._forward(batch)
             with self.clock("backward"):

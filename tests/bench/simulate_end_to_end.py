@@ -1,11 +1,15 @@
 """The trainer under different plans on four gloo processes of unequal emulated speed. Prints JSON.
 
-    python -m tests.bench.simulate_end_to_end [--factors 1,2,4,1] [--steps 4]
+    python -m tests.bench.simulate_end_to_end [--settings low high] [--factors 1,2,4,1 1,1,3,3] [--steps 4] [--repeats 2]
 
-One problem (four devices, a small Llama, one batch) is planned by `even`, by `exact` (layers to devices, no more), by
-placing first and splitting the layers best afterwards, and by `joint`; `facility.train` then runs each plan, with
-every unit of the model sleeping as its device's factor says. Seconds a step are the trainer's own; beside them stands what
-the simulator predicts for the plan.
+For every setting `facility.measure` first measures the model, the links and what replicas and pipelines cost on the four
+processes; to that come the seconds that every unit of the model will sleep, as its device's factor says. The problem is then
+planned by `even`, by `exact` (layers to devices in the best order, placed on the line of stages as they come), by placing first and
+splitting the layers best afterwards, and by `joint`; `facility.train` runs the plans in turns in the same processes. Seconds a step are
+the trainer's own, of its steady steps; beside them stands what the simulator predicts. No plan is told the results of another.
+
+`low`: units take long, little is exchanged. `high`: units are ten times as fast and the model is larger, so that gradients, messages and the
+trainer's own work weigh. `--factors`: slowness of the four ranks.
 """
 
 from __future__ import annotations
@@ -13,9 +17,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,123 +35,175 @@ from tests.distributed import free_port
 from tests.pico import save_pico
 from tests.training.federation import write_dataset, write_settings
 
-BLOCKS, SEQUENCES = 10, 4
-FORWARD_MS, BACKWARD_MS = 40.0, 80.0
+RANKS, BLOCKS, SEQUENCES, TOKENS = 4, 10, 8, 16
+SETTINGS: dict[str, dict[str, Any]] = {
+    "low": {"forward_ms": 20.0, "backward_ms": 40.0, "model": {}},
+    "high": {"forward_ms": 4.0, "backward_ms": 8.0, "model": {"hidden_size": 256, "intermediate_size": 512}},
+}
+SHARES = [("embedding", 1, 0.1), ("block", BLOCKS, 1.0), ("head", 1, 0.5)]
+"""Kind of unit, how many, sleep against a block's."""
 
 
-def problem(factors: list[float]) -> tuple[Problem, list[list[float]]]:
-    """Four devices; units that take 40 and 80 ms a sequence and block; the embedding and the head take less."""
-    count = len(factors)
-    hidden = 64 * 32 * 4 / 1e6
-    kinds = [("embedding", 1, 0.1), ("block", BLOCKS, 1.0), ("head", 1, 0.5)]
-    units = [
-        {
-            "kind": kind,
-            "count": number,
-            "parameter_megabytes": 0.04,
-            "activation_megabytes": hidden,
-            "stored_megabytes": 10 * hidden,
-            "forward_ms": share * FORWARD_MS,
-            "backward_ms": share * BACKWARD_MS,
-        }
-        for kind, number, share in kinds
-    ]
-    raw = {
-        "format": 1,
-        "devices": [{"id": f"rank{r}", "slowdown": f, "memory_gigabytes": 4} for r, f in enumerate(factors)],
-        "links": {
-            "latency_ms": [[0.5] * count for _ in range(count)],
-            "bandwidth_megabytes_per_second": [[200] * count for _ in range(count)],
-        },
-        "units": units,
-        "batch_samples": SEQUENCES,
-        "micro_batch_samples": [1],
-        "schedules": ["gpipe", "1f1b"],
-        "syncs": ["allreduce"],
-    }
-    sleeps = [[s * FORWARD_MS / 1e3, s * BACKWARD_MS / 1e3] for _, number, s in kinds for _ in range(number)]
-    found = problem_from_json(raw)
-    assert isinstance(found, Problem)
-    return found, sleeps
-
-
-def run(plan: Plan, name: str, folder: Path, factors: list[float], sleeps: list[list[float]], steps: int) -> float:
-    """Seconds a step of the trainer under `plan`."""
-    write_plan(folder / f"{name}.json", plan)
-    settings = write_settings(folder / f"{name}-settings.json", rounds=1, steps=steps, batch_sequences=SEQUENCES, evaluation_sequences=4)  # fmt: skip
-    out = folder / f"update-{name}"
-    command = [sys.executable, "-m", "tests.bench.slow_rank", "--model", str(folder / "model"), "--dataset", str(folder / "data"),
-               "--settings", str(settings), "--round", "0", "--out", str(out), "--plan", str(folder / f"{name}.json"),
-               "--state", str(folder / f"state-{name}")]  # fmt: skip
-    port, world = free_port(), len(factors)
+def together(module: list[str], environments: list[dict[str, str]]) -> list[str]:
+    """Run `python -m MODULE...` in one process an environment; what they printed. Raises if one fails."""
+    port = free_port()
     processes = []
-    for rank in range(world):
+    for rank, extra in enumerate(environments):
+        world = len(environments)
         environment = {
             **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
-            "SLOW_FACTORS": ",".join(map(str, factors)), "SLOW_UNITS": json.dumps(sleeps),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", **extra,
         }  # fmt: skip
-        processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))  # fmt: skip
+        processes.append(subprocess.Popen([sys.executable, "-m", *module], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))  # fmt: skip
+    said = []
     try:
         for process in processes:
-            _, errors = process.communicate(timeout=300)
-            assert process.returncode == 0, errors
+            out, errors = process.communicate(timeout=600)
+            if process.returncode:
+                raise RuntimeError(f"{module[0]} ended with {process.returncode}:\n{errors[-3000:]}")
+            said.append(out)
     finally:
         for process in processes:
             if process.poll() is None:
                 process.kill()
                 process.wait()
-    report: dict[str, Any] = json.loads((out / "report.json").read_text())
-    return float(report["seconds"]["train"]) / steps
+    return said
+
+
+def measured(folder: Path) -> dict[str, Any]:
+    """The profile of four ranks on this machine, for the model in `folder`."""
+    out = folder / "profile.json"
+    together(
+        ["facility.measure", "--model", str(folder / "model"), "--out", str(out), "--tokens", str(TOKENS), "--samples", "1",
+         "--clock", "cpu", "--most-megabytes", "8", "--threads", "1"],
+        [{}] * RANKS,
+    )  # fmt: skip
+    raw: dict[str, Any] = json.loads(out.read_text())
+    return raw
+
+
+def problem(profile: dict[str, Any], factors: list[float], forward_ms: float, backward_ms: float) -> Problem:
+    """What was measured, and the sleeps: a device computes `measured + factor x sleep`."""
+    raw = {key: value for key, value in profile.items() if key != "profile"}
+    shares = {kind: share for kind, _, share in SHARES}
+    by_kind: list[dict[str, float]] = [{} for _ in factors]
+    units = []
+    for unit in profile["units"]:
+        share = shares[unit["kind"]]
+        own = {side: unit[f"{side}_ms"] + unit[f"{side}_overhead_ms"] for side in ("forward", "backward")}
+        sleep = {"forward": share * forward_ms, "backward": share * backward_ms}
+        units.append({**unit, **{f"{s}_ms": own[s] + sleep[s] for s in own}, **{f"{s}_overhead_ms": 0.0 for s in own}})
+        for device, factor in enumerate(factors):
+            real = sum(own.values())
+            by_kind[device][unit["kind"]] = (real + factor * sum(sleep.values())) / (real + sum(sleep.values()))
+    devices = [
+        {**device, "slowdown": factor, "slowdown_by_kind": kinds}
+        for device, factor, kinds in zip(profile["devices"], factors, by_kind, strict=True)
+    ]
+    found = problem_from_json(
+        raw | {"devices": devices, "units": units, "batch_samples": SEQUENCES, "micro_batch_samples": [1], "syncs": ["allreduce"]}
+    )  # fmt: skip
+    assert isinstance(found, Problem)
+    return found
+
+
+def planned(whole: Problem, seconds: float) -> dict[str, Plan]:
+    """Every method's plan."""
+    return {
+        "even": solve(whole, Stop(seconds), method="even"),
+        "exact": solve(whole, Stop(seconds), method="exact"),
+        "place then exact split": placed(whole, 2, 2, Stop(seconds), split="best"),
+        "joint": solve(whole, Stop(seconds), method="joint"),
+    }
+
+
+def real_seconds(
+    plans: dict[str, Plan], folder: Path, factors: list[float], setting: dict[str, Any], steps: int, repeats: int
+) -> dict[str, list[float]]:
+    """Seconds a step of the trainer under every plan, one of each repetition."""
+    settings = write_settings(folder / "settings.json", rounds=1, steps=steps, batch_sequences=SEQUENCES, evaluation_sequences=4)  # fmt: skip
+    sleeps = [
+        [s * setting["forward_ms"] / 1e3, s * setting["backward_ms"] / 1e3] for _, n, s in SHARES for _ in range(n)
+    ]
+    runs, outs = [], []
+    for repeat in range(repeats):
+        for number, (title, plan) in enumerate(plans.items()):
+            place = folder / f"run-{factors}-{number}-{repeat}"
+            place.mkdir()
+            write_plan(place / "plan.json", plan)
+            outs.append((title, place / "out"))
+            runs.append({
+                "port": free_port(),
+                "arguments": ["--model", str(folder / "model"), "--dataset", str(folder / "data"), "--settings", str(settings), "--round", "0",
+                              "--out", str(place / "out"), "--plan", str(place / "plan.json"), "--state", str(place / "state")],
+            })  # fmt: skip
+    (folder / "runs.json").write_text(json.dumps(runs))
+    slow = {"SLOW_FACTORS": ",".join(map(str, factors)), "SLOW_UNITS": json.dumps(sleeps)}
+    together(["tests.bench.slow_rank", str(folder / "runs.json")], [slow] * RANKS)
+    found: dict[str, list[float]] = {title: [] for title in plans}
+    for title, out in outs:
+        report = json.loads((out / "report.json").read_text())
+        found[title].append(SEQUENCES * TOKENS / report["details"]["tokens_per_second_steady"])
+    return found
+
+
+def compared(whole: Problem, plans: dict[str, Plan], real: dict[str, list[float]]) -> dict[str, Any]:
+    """One row a plan, and the ratios."""
+    rows = {}
+    for title, plan in plans.items():
+        rows[title] = {
+            "shape": f"{plan.stages} stages x {plan.replicas} replicas, {plan.schedule}",
+            "grid": plan.grid,
+            "stage_units": plan.stage_units,
+            "micro_batches": plan.replica_micro_batches,
+            "simulated_seconds_a_step": round(simulate(whole, plan).iteration_seconds, 4),
+            "real_seconds_a_step": [round(seconds, 4) for seconds in real[title]],
+        }
+    joint = statistics.median(real["joint"])
+    return {
+        "plans": rows,
+        "joint_is_faster_than": {title: round(statistics.median(times) / joint, 3) for title, times in real.items()},
+        "simulated_over_real": {
+            title: round(rows[title]["simulated_seconds_a_step"] / statistics.median(times), 3)  # type: ignore[operator]
+            for title, times in real.items()
+        },
+    }
 
 
 def main() -> int:
     top = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    top.add_argument("--factors", default="1,2,4,1", help="slowness of the four ranks (default 1,2,4,1)")
-    top.add_argument("--steps", type=int, default=4, help="optimizer steps a plan (default 4)")
-    top.add_argument("--plans", default="even,exact,place then exact split,joint", help="which, with commas (default all)")  # fmt: skip
+    top.add_argument("--settings", nargs="+", choices=tuple(SETTINGS), default=tuple(SETTINGS))
+    top.add_argument("--factors", nargs="+", default=["1,2,4,1", "1,1,3,3", "1,2,2,4"], help="slowness of the four ranks")  # fmt: skip
+    top.add_argument("--steps", type=int, default=4, help="optimizer steps a run (default 4)")
+    top.add_argument("--repeats", type=int, default=2, help="runs of every plan, in turns (default 2)")
+    top.add_argument("--seconds", type=float, default=3.0, help="of planning (default 3)")
     options = top.parse_args()
-    factors = [float(f) for f in options.factors.split(",")]
-    whole, sleeps = problem(factors)
-    plans = {
-        "even": solve(whole, Stop(seconds=2), method="even"),
-        "exact": solve(whole, Stop(seconds=2), method="exact"),
-        "place then exact split": placed(whole, 2, 2, Stop(seconds=2), split="best"),
-        "joint": solve(whole, Stop(seconds=3), method="joint"),
-    }
-    plans = {title: plans[title] for title in options.plans.split(",")}
-    rows = {}
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        save_pico(folder / "model", num_hidden_layers=BLOCKS)
-        write_dataset(folder / "data", train=SEQUENCES * (options.steps + 1), validation=8)
-        for title, plan in plans.items():
-            said = simulate(whole, plan, transport="blocking")
-            rows[title] = {
-                "stages": plan.stages,
-                "replicas": plan.replicas,
-                "grid": plan.grid,
-                "stage_units": plan.stage_units,
-                "micro_batches": plan.micro_batches,
-                "schedule": plan.schedule,
-                "simulated_seconds_a_step": round(said.iteration_seconds, 4),
-                "real_seconds_a_step": round(run(plan, title.replace(" ", "-"), folder, factors, sleeps, options.steps), 4),
-            }  # fmt: skip
-    joint = rows["joint"]["real_seconds_a_step"]  # --plans must name it
-    print(
-        json.dumps(
-            {
-                "factors": factors,
-                "blocks": BLOCKS,
-                "sequences_a_step": SEQUENCES,
-                "plans": rows,
-                "real_speedup_of_joint_over": {
-                    title: round(row["real_seconds_a_step"] / joint, 3) for title, row in rows.items()
-                },
-            },
-            indent=2,
-        )
-    )
+    results = []
+    for name in options.settings:
+        setting = SETTINGS[name]
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = Path(temporary)
+            save_pico(folder / "model", num_hidden_layers=BLOCKS, **setting["model"])
+            write_dataset(folder / "data", train=SEQUENCES * (options.steps + 1), validation=8, block_tokens=TOKENS)
+            profile = measured(folder)
+            for text in options.factors:
+                factors = [float(f) for f in text.split(",")]
+                whole = problem(profile, factors, setting["forward_ms"], setting["backward_ms"])
+                plans = planned(whole, options.seconds)
+                real = real_seconds(plans, folder, factors, setting, options.steps, options.repeats)
+                row = {
+                    "setting": name,
+                    "factors": factors,
+                    "runtime": profile["runtime"],
+                    **compared(whole, plans, real),
+                }
+                row["simulated_as_an_ideal_runtime"] = {
+                    title: round(simulate(replace(whole, runtime=type(whole.runtime)()), plan).iteration_seconds, 4)
+                    for title, plan in plans.items()
+                }
+                results.append(row)
+                print(json.dumps(row), file=sys.stderr, flush=True)
+    print(json.dumps(results, indent=1))
     return 0
 
 

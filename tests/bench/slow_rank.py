@@ -1,7 +1,8 @@
 """`facility.train` on a rank that is slower than it is: every unit of the model sleeps before it computes.
 
-    SLOW_FACTORS=1,2,4,1 SLOW_UNITS='[[0.001, 0.002], ...]' python -m tests.bench.slow_rank ARGUMENTS OF facility.train
+    SLOW_FACTORS=1,2,4,1 SLOW_UNITS='[[0.001, 0.002], ...]' python -m tests.bench.slow_rank RUNS.json
 
+RUNS.json: [{"port": 1234, "arguments": [...]}, ...], runs of facility.train one after the other in the same processes.
 SLOW_UNITS: [forward, backward] seconds a sequence of every unit on a device of factor 1. The trainer's code is as it is; its
 stages are wrapped, so that what it computes and sends stays the same. The rank's own number chooses its factor.
 """
@@ -10,10 +11,13 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 FACTOR = [float(f) for f in os.environ["SLOW_FACTORS"].split(",")][int(os.environ.get("RANK", "0"))]
 UNITS: list[list[float]] = json.loads(os.environ["SLOW_UNITS"])
@@ -63,9 +67,23 @@ def slowed() -> None:
     Whole._forward = forward_whole  # type: ignore[method-assign]
 
 
-if __name__ == "__main__":
+def runs() -> int:
+    """Every run, each with a process group of its own; the first failure ends them."""
     from facility.train import main
+
+    for run in json.loads(Path(sys.argv[1]).read_text()):
+        os.environ["MASTER_PORT"] = str(run["port"])
+        code = int(main(run["arguments"]))
+        if dist.is_initialized():
+            dist.barrier()
+            dist.destroy_process_group()
+        if code:
+            return code
+    return 0
+
+
+if __name__ == "__main__":
     from facility.training.ranks import end
 
     slowed()
-    end(main)
+    end(runs)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
+from dataclasses import asdict
 
 import numpy as np
 import pytest
 
+from coordinator import plan as command
 from coordinator.planning.budget import FacilityPace, budget_from_json, plan_budget
 from coordinator.planning.chain import Infeasible
 from facility.exchange.errors import ConfigurationError
@@ -102,3 +105,67 @@ def test_a_plan_gives_the_pace(tmp_path):
     file.write_text(json.dumps({"facilities": [{"name": "a", "plan": "plan.json"}], "round_samples": 160}))
     found = budget_from_json(json.loads(file.read_text()), file=file)
     assert found.steps == {"a": 10} and found.round_seconds == pytest.approx(40)
+
+
+def ran_federation(folder, steps=(20, 20)):
+    """A federation.yml with an archive of three rounds: `a` is four times as fast as `b`; the first round was slow at both."""
+    from coordinator.archive import FacilityRow, RoundFile
+    from facility.exchange.durable import write_json
+
+    file = folder / "federation.yml"
+    rows = "".join(
+        f"  - {{name: {n}, dataset: /d, training: {{steps: {s}}}}}\n" for n, s in zip("ab", steps, strict=True)
+    )
+    file.write_text(f"name: f\nmodel: m\nrounds: 9\narchive: archive\nfacilities:\n{rows}")
+    for number in range(3):
+        found = [
+            FacilityRow(
+                round=number, facility=name, status="ok", tokens=20 * 8 * 16, samples=160, steps=20,
+                seconds=10 + 20 * pace * (3 if number == 0 else 1), tokens_per_second=20 * 8 * 16 / (20 * pace * (3 if number == 0 else 1)),
+            )
+            for name, pace in (("a", 1.0), ("b", 4.0))
+        ]  # fmt: skip
+        place = folder / "archive" / f"round-{number:04d}"
+        place.mkdir(parents=True)
+        write_json(
+            place / "round.json", asdict(RoundFile(round=number, facilities=found, global_loss=1.0, decision="go on"))
+        )
+    return file
+
+
+def test_the_work_of_a_federation_from_its_own_rounds(tmp_path):
+    from coordinator.federation import read_federation
+    from coordinator.work import plan_work
+
+    federation = read_federation(ran_federation(tmp_path))
+    found = plan_work(federation)
+    assert found.steps == {"a": 32, "b": 8} and found.round_seconds == pytest.approx(42)
+    assert found.reasons[0].startswith("moved") and "a: 32, b: 8" in found.reasons[-1]
+    waiting = plan_work(federation, queues={"a": 30.0})
+    assert waiting.end_seconds["a"] - waiting.end_seconds["b"] < 4 and waiting.steps["a"] < 32
+    with pytest.raises(ConfigurationError, match="facilities are a, b"):
+        plan_work(federation, queues={"c": 1.0})
+
+
+def test_steps_in_use_stay_unless_the_round_gets_shorter_by_the_stated_share(tmp_path):
+    from coordinator.federation import read_federation
+    from coordinator.work import plan_work
+
+    federation = read_federation(ran_federation(tmp_path, steps=(33, 8)))
+    kept = plan_work(federation, gain=0.05)
+    assert kept.steps == {"a": 33, "b": 8} and kept.reasons == (kept.reasons[0],) and kept.reasons[0].startswith("kept")
+    assert plan_work(federation, gain=0.0).reasons[0].startswith("moved")
+
+
+def test_crossfed_plan_takes_a_federation(tmp_path):
+    from typer.testing import CliRunner
+
+    from coordinator.cli import app
+
+    file, out = ran_federation(tmp_path), tmp_path / "work.json"
+    ran = CliRunner().invoke(app, ["plan", str(file), "--out", str(out), "--queue", "b=5"])
+    assert ran.exit_code == 0, ran.output
+    assert "ends after s" in ran.output and json.loads(out.read_text())["steps"]["b"] < 8
+    shutil.rmtree(tmp_path / "archive")
+    with pytest.raises(ConfigurationError, match="run a round first"):
+        command.main(["--problem", str(file), "--out", str(out)])

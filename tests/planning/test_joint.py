@@ -9,11 +9,13 @@ import pytest
 
 from coordinator.planning.chain import Infeasible
 from coordinator.planning.emit import plan_on, simulated_seconds
-from coordinator.planning.joint import one_pipeline, plan_joint, replan
-from coordinator.planning.joint_cost import Cost, Layouts, joint_bound
+from coordinator.planning.joint import one_pipeline, plan_joint
+from coordinator.planning.joint_bound import joint_bound
+from coordinator.planning.joint_cost import Cost, Layouts
 from coordinator.planning.joint_starts import best_cuts, even_cuts, even_share
 from coordinator.planning.problem import Problem
 from coordinator.planning.read import problem_from_json
+from coordinator.planning.replan import replan
 from coordinator.planning.solve import placed, solve
 from coordinator.planning.stop import Stop
 from coordinator.simulation.plans import simulate
@@ -45,7 +47,7 @@ def test_laws_on_small_problems(seed):
 def test_the_bound_holds_for_any_layout():
     rng = np.random.default_rng(0)
     one = problem(devices=6, blocks=8)
-    bound = joint_bound(one)
+    bound = joint_bound(one).seconds
     for _ in range(20):
         grid = rng.permutation(6).reshape(3, 2)
         cuts = even_cuts(len(one.units), 3)

@@ -1,0 +1,156 @@
+"""What running pipelines and replicas costs besides units and bytes, found with the parts that the trainer uses.
+
+All ranks take part: the same block plain and as a replica of FSDP's (one replica a rank), a pipeline of all ranks whose stages
+do almost nothing, and the small sums of an optimizer step. Seconds of waiting for others are left out by taking, of all ranks,
+the one that waited least.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage
+
+from facility.exchange.profile import RunningCosts
+from facility.training.compute import SCHEDULES
+from facility.training.layout.shard import shard
+from facility.training.ranks import Ranks
+
+from .layers import LayerSettings, Unit, a_block
+from .links import MeasuredLinks
+
+MICRO_BATCHES = 4
+"""Of the empty pipeline, for every stage."""
+
+
+def measure_running(model: Path, ranks: Ranks, settings: LayerSettings, links: MeasuredLinks) -> RunningCosts:
+    """Collective: every rank calls it and gets the same answer."""
+    plain, hooked, synced, gradient_bytes = _passes(model, ranks, settings)
+    ring = [(rank, (rank + 1) % ranks.world) for rank in range(ranks.world)]
+    steps = 2 * (ranks.world - 1)
+    travel = max(
+        steps * (links.latency_seconds[a][b] + gradient_bytes / ranks.world / links.bytes_per_second[a][b])
+        for a, b in ring
+    )
+    latency = max(links.latency_seconds[a][b] for a, b in ring)
+    return RunningCosts(
+        pass_seconds=max(0.0, _empty_pass(ranks, settings.repeats) - latency),
+        replica_forward_seconds=max(0.0, hooked[0] - plain[0]),
+        replica_backward_seconds=max(0.0, hooked[1] - plain[1]),
+        agreement_seconds=max(0.0, synced - hooked[1] - travel),
+        step_seconds=_sums(ranks, settings.repeats),
+    )
+
+
+def _least(ranks: Ranks, value: float) -> float:
+    """The smallest of all ranks' values."""
+    box = torch.tensor([value], dtype=torch.float64, device=ranks.device)
+    dist.all_reduce(box, op=dist.ReduceOp.MIN)
+    return float(box.item())
+
+
+def _timed(ranks: Ranks, call: Callable[[], object], *, busy: bool) -> float:
+    """Seconds of a call: this process's CPU time where it is busy alone and the clock's would count others."""
+    if ranks.device.type == "cuda":
+        torch.cuda.synchronize(ranks.device)
+    begin = time.process_time() if busy else time.perf_counter()
+    call()
+    if ranks.device.type == "cuda":
+        torch.cuda.synchronize(ranks.device)
+    return (time.process_time() if busy else time.perf_counter()) - begin
+
+
+def _passes(
+    model: Path, ranks: Ranks, settings: LayerSettings
+) -> tuple[tuple[float, float], tuple[float, float], float, float]:
+    """(forward, backward) plain, the same hooked without agreeing, backward with agreeing; bytes that are agreed on."""
+    one = a_block(model, ranks.device, settings)
+    gradient_bytes = 4.0 * sum(p.numel() for p in one.block.parameters())
+    plain = _median(ranks, one, settings)
+    mesh = DeviceMesh(ranks.device.type, torch.arange(ranks.world).reshape(-1, 1), mesh_dim_names=("replica", "shard"))
+    shard(one.block, [], mesh, compute_dtype=settings.dtype, reshard=False, root_output=None)
+    assert isinstance(one.block, FSDPModule)
+    one.block.set_requires_gradient_sync(False)
+    hooked = _median(ranks, one, settings)
+    one.block.set_requires_gradient_sync(True)
+    synced = _median(ranks, one, settings, waits=True)[1]
+    return plain, hooked, synced, gradient_bytes
+
+
+def _median(ranks: Ranks, one: Unit, settings: LayerSettings, *, waits: bool = False) -> tuple[float, float]:
+    """Median seconds of a forward and a backward; of the rank that needed least."""
+    call, gradient = one.prepared(settings.samples[0])
+    ahead, back = [], []
+    for number in range(settings.warmup + settings.repeats):
+        one.forget()
+        dist.barrier()
+        busy = settings.cpu_seconds and not waits
+        outputs: list[torch.Tensor] = []
+        forward = _timed(ranks, lambda: outputs.append(call()), busy=busy)  # noqa: B023
+        if waits:
+            dist.barrier()
+        backward = _timed(ranks, gradient(outputs[0]), busy=busy)
+        if number >= settings.warmup:
+            ahead.append(forward)
+            back.append(backward)
+    return _least(ranks, statistics.median(ahead)), _least(ranks, statistics.median(back))
+
+
+class _Through(nn.Module):
+    """A stage that computes next to nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return value * self.scale
+
+
+def _empty_pass(ranks: Ranks, repeats: int) -> float:
+    """Seconds of one pass of a stage that computes nothing: an empty pipeline's, divided by its slots."""
+    if ranks.world < 2:
+        return 0.0
+    micro_batches = MICRO_BATCHES * ranks.world
+    shape = torch.empty(1, 8, device="meta", requires_grad=True)
+    stage = PipelineStage(
+        _Through().to(ranks.device), ranks.rank, ranks.world, ranks.device, input_args=(shape,), output_args=(shape,)
+    )
+    schedule = SCHEDULES["gpipe"](stage, micro_batches, loss_fn=lambda y, t: (y - t).sum())
+    first, last = ranks.rank == 0, ranks.rank == ranks.world - 1
+    batch = torch.zeros(micro_batches, 8, device=ranks.device)
+    found = []
+    for number in range(repeats + 1):
+        dist.barrier()
+        seconds = _timed(
+            ranks,
+            lambda: schedule.step(*((batch,) if first else ()), target=batch if last else None),
+            busy=False,
+        )
+        if number:
+            found.append(seconds)
+    slots = 2 * (micro_batches + ranks.world - 1)
+    return _least(ranks, statistics.median(found)) / slots
+
+
+def _sums(ranks: Ranks, repeats: int) -> float:
+    """Seconds of the three small sums of a step: predictions, norm, loss."""
+    box = torch.zeros(1, dtype=torch.float64, device=ranks.device)
+
+    def three() -> None:
+        for _ in range(3):
+            dist.all_reduce(box)
+
+    found = []
+    for _ in range(repeats + 1):
+        dist.barrier()
+        found.append(_timed(ranks, three, busy=False))
+    return _least(ranks, statistics.median(found))
