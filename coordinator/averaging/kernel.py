@@ -18,25 +18,25 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
 from facility.exchange.checkpoint import ITEM_BYTES, TensorEntry
 from facility.exchange.errors import InputError
-from facility.exchange.floats import STORAGE, Array, narrow, widen
+from facility.exchange.floats import STORAGE, Array, finite, narrow
 from facility.exchange.writer import TensorWriter
 
-from . import mean
 from .plan import Combine
+from .steps import Steps
 from .streams import PIECE, Files, Span, pieces, spans_of
 
+READ = 4 * PIECE
+"""Elements read at a time from each source: few enough that they are still in the cache when they are worked on."""
 READ_BYTES = 24 << 20
-"""Buffer bytes of one thread for what it reads and writes, whatever the number of updates."""
+"""Buffer bytes of one thread for what it reads, whatever the number of updates (a piece of each at least)."""
 SAMPLE = 16
 """With sampled statistics, one piece in so many of each tensor counts, its first among them."""
-BLOCK = 8192
-"""Values of one dot product."""
-
 Outer = Callable[[Array, Array, Sequence[Array]], tuple[Array, list[Array]]]
 """(master, step, slots) -> (next master, next slots)."""
 
@@ -99,21 +99,28 @@ class _Buffers:
     """One thread's memory."""
 
     def __init__(self, sources: int) -> None:
-        self.elements = max(PIECE, READ_BYTES // (4 * max(1, sources)) // PIECE * PIECE)
+        self.elements = max(PIECE, min(READ, READ_BYTES // (4 * max(1, sources)) // PIECE * PIECE))
         """Elements read at a time from each source."""
-        self.raw = [memoryview(bytearray(self.elements * 8)) for _ in range(sources)]
-        self.blocks: dict[tuple[str, int, str], Array] = {}
-        self.outputs: dict[int, bytearray] = {}
+        self.raw = [np.empty(self.elements * 8, np.uint8).data for _ in range(sources)]
+        """Of the widest dtype: what a narrower one does not touch takes no memory."""
+        self.blocks: dict[tuple[str, str], Array] = {}
+        self.outputs: dict[int, Array] = {}
+        self._steps: dict[str, Steps] = {}
 
-    def block(self, key: str, rows: int, dtype: str) -> Array:
-        if (key, rows, dtype) not in self.blocks:
-            self.blocks[key, rows, dtype] = np.empty((rows, PIECE), dtype)
-        return self.blocks[key, rows, dtype]
+    def steps(self, updates: int, dtype: str) -> Steps:
+        if dtype not in self._steps:
+            self._steps[dtype] = Steps(updates, PIECE, dtype)
+        return self._steps[dtype]
+
+    def block(self, key: str, dtype: str) -> Array:
+        if (key, dtype) not in self.blocks:
+            self.blocks[key, dtype] = np.empty(PIECE, dtype)
+        return self.blocks[key, dtype]
 
     def output(self, number: int, count: int, dtype: str) -> Array:
         if number not in self.outputs:
-            self.outputs[number] = bytearray(self.elements * 8)
-        return np.frombuffer(self.outputs[number], STORAGE[dtype], count)
+            self.outputs[number] = np.empty(self.elements * 8, np.uint8)
+        return self.outputs[number].view(STORAGE[dtype])[:count]
 
 
 def run(work: Work, *, threads: int) -> Passed:
@@ -156,6 +163,7 @@ def _span(work: Work, span: Span, files: Files, buffers: _Buffers) -> Passed:
     result = Passed(gram=np.zeros((len(work.updates), len(work.updates))), elements=span.count)
     base = work.base[span.name]
     dtype = "float64" if work.float64 or base.dtype == "F64" else "float32"
+    dtypes = [base.dtype, *(update[span.name].dtype for update in work.updates)]
     for begin in range(span.start, span.start + span.count, buffers.elements):
         count = min(buffers.elements, span.start + span.count - begin)
         entries = [source.get(span.name) for source in (work.base, *work.updates, work.master, *work.slots)]
@@ -164,40 +172,39 @@ def _span(work: Work, span: Span, files: Files, buffers: _Buffers) -> Passed:
             for entry, buffer in zip(entries, buffers.raw, strict=True)
         ]
         result.bytes_read += sum(count * ITEM_BYTES[entry.dtype] for entry in entries if entry is not None)
-        base_raw, update_raws = arrays[0], arrays[1 : 1 + len(work.updates)]
-        master_raw, *slot_raws = arrays[1 + len(work.updates) :]
-        update_entries = [update[span.name] for update in work.updates]
-        assert base_raw is not None
+        sources, (master_raw, *slot_raws) = arrays[: 1 + len(work.updates)], arrays[1 + len(work.updates) :]
         outputs = _Outputs(work, span.name, begin, count, buffers)
         for piece in pieces(count):
             n = piece.stop - piece.start
-            b = buffers.block("base", 1, dtype)[0, :n]
-            widen(base_raw[piece], base.dtype, b)
-            steps = buffers.block("steps", len(work.updates), dtype)[:, :n]
-            for row, entry, stored in zip(steps, update_entries, update_raws, strict=True):
-                assert stored is not None
-                widen(stored[piece], entry.dtype, row)
-                np.subtract(row, b, out=row)
             number = (begin + piece.start) // PIECE
             counted = work.statistics == "exact" or (work.statistics == "sample" and number % SAMPLE == 0)
+            stored = [source[piece] for source in sources if source is not None]
+            take = partial(buffers.steps(len(work.updates), dtype).take, stored, dtypes)
+            b, steps, c = take(
+                gram=result.gram if counted else None,
+                coefficients=work.coefficients,
+                rows=work.observe is not None or work.combine is not None,
+            )
             if counted:
-                add_products(result.gram, steps)
                 result.counted += n
             elif work.combine is not None:  # a sum carries NaN to the result, a median may hide it
                 _refuse_not_finite(span.name, base.dtype, steps)
             if work.observe:
+                assert steps is not None
                 work.observe(steps)
             if work.model is None:
                 continue
-            scratch = buffers.block("scratch", 1, dtype)[0, :n]
-            c = _combined(work, steps, span.name, begin + piece.start, scratch, buffers.block("sum", 1, dtype)[0, :n])
+            if work.combine is not None:
+                assert steps is not None
+                c = work.combine(steps, span.name, begin + piece.start)
+            scratch = buffers.block("scratch", dtype)[:n]
             m = b
             if master_raw is not None:
-                m = buffers.block("master", 1, dtype)[0, :n]
+                m = buffers.block("master", dtype)[:n]
                 np.copyto(m, master_raw[piece], casting="same_kind")
             slots: list[Array] = []
             for number, (stored_slot, start) in enumerate(zip(slot_raws, work.slot_starts, strict=True)):
-                slot = buffers.block(f"slot{number}", 1, dtype)[0, :n]
+                slot = buffers.block(f"slot{number}", dtype)[:n]
                 slot[:] = start if stored_slot is None else stored_slot[piece]
                 slots.append(slot)
             if work.outer is None:
@@ -208,41 +215,18 @@ def _span(work: Work, span: Span, files: Files, buffers: _Buffers) -> Passed:
                 if counted:
                     np.subtract(m, old, out=scratch)
                     result.step_squared += float(np.square(scratch, out=scratch).sum(dtype=np.float64))
-            if not outputs.put(piece, m, slots, buffers.block("bits", 1, "uint32")[0, :n]):
-                _refuse_not_finite(span.name, outputs.sinks[0][1], steps)
+            if not outputs.put(piece, m, slots, buffers.block("bits", "uint32")[:n]):
+                _refuse_not_finite(span.name, outputs.sinks[0][1], take(gram=None, coefficients=None, rows=True)[1])
                 raise NotFinite(span.name, outputs.sinks[0][1], None)
         result.bytes_written += outputs.flush()
     return result
 
 
-def _refuse_not_finite(name: str, dtype: str, steps: Array) -> None:
+def _refuse_not_finite(name: str, dtype: str, steps: Array | None) -> None:
+    assert steps is not None
     for number, row in enumerate(steps):
         if not np.isfinite(row).all():
             raise NotFinite(name, dtype, number)
-
-
-def add_products(gram: Array, steps: Array) -> None:
-    """Add the inner products of the rows.
-
-    Dot products of at most BLOCK values, which BLAS never shares among threads: the same bits whatever their number.
-    """
-    whole = steps.shape[1] // BLOCK * BLOCK
-    parts = [steps[:, :whole].reshape(len(steps), -1, BLOCK)] if whole else []
-    if whole < steps.shape[1]:
-        parts.append(steps[:, None, whole:])
-    for part in parts:
-        for i in range(len(steps)):
-            products = np.matmul(part[: i + 1, :, None, :], part[i][None, :, :, None])
-            sums = products.reshape(i + 1, -1).sum(axis=1, dtype=np.float64)
-            gram[i, : i + 1] += sums
-            gram[:i, i] += sums[:i]
-
-
-def _combined(work: Work, steps: Array, tensor: str, offset: int, scratch: Array, total: Array) -> Array:
-    if work.coefficients is not None:
-        return mean.combine(steps, work.coefficients, total, scratch)
-    assert work.combine is not None
-    return work.combine(steps, tensor, offset)
 
 
 class _Outputs:
@@ -264,10 +248,7 @@ class _Outputs:
         for (_, dtype, block), value in zip(self.sinks, values[: len(self.sinks)], strict=True):
             narrow(value, dtype, block[piece], scratch)
         dtype, block = self.sinks[0][1:]
-        stored = block[piece]
-        if dtype == "BF16":
-            return not bool(((stored & 0x7F80) == 0x7F80).any())
-        return bool(np.isfinite(stored).all())
+        return finite(block[piece], dtype)
 
     def flush(self) -> int:
         written = 0

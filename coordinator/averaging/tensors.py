@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from . import kernel, mean, screen, ties
+from . import mean, screen, ties
 from .outers import outer_of
 from .plan import make_plan, needs_measuring
 from .settings import AggregationSettings
+from .steps import add_products
 from .streams import PIECE
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class Server:
         self.gram = np.zeros((len(names), len(names)))
         for name in floats:
             for piece in _pieces(steps[name].shape[1]):
-                kernel.add_products(self.gram, steps[name][:, piece])
+                add_products(self.gram, steps[name][:, piece])
         found = screen.suspects(names, self.gram, shares, settings.screen)
         kept = screen.quarantined(names, found, settings.screen)
         if len(kept) < len(names):

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from . import native
+
 Array = NDArray[Any]
 FLOATS = ("F64", "F32", "F16", "BF16")
 STORAGE: dict[str, Any] = {
@@ -24,7 +26,10 @@ STORAGE: dict[str, Any] = {
 
 def widen(raw: Array, dtype: str, out: Array) -> None:
     """Write the values of `raw` (stored as `dtype`, in its STORAGE dtype) to `out` (float32 or float64)."""
-    if dtype == "BF16":
+    found = native.library() if dtype in ("BF16", "F16") and out.dtype == np.float32 else None
+    if found is not None and raw.flags.c_contiguous and out.flags.c_contiguous:
+        found.crossfed_widen(len(raw), native.address(raw), native.KINDS[dtype], native.address(out))
+    elif dtype == "BF16":
         bits = out.view(np.uint32) if out.dtype == np.float32 else np.empty(len(out), np.uint32)
         np.copyto(bits, raw)
         np.left_shift(bits, 16, out=bits)
@@ -45,6 +50,10 @@ def narrow(values: Array, dtype: str, out: Array, scratch: Array) -> None:
         return
     if values.dtype == np.float64:
         values = to_odd_float32(values)
+    found = native.library()
+    if found is not None and values.flags.c_contiguous and out.flags.c_contiguous:
+        found.crossfed_narrow(len(values), native.address(values), native.address(out))
+        return
     bits = values.view(np.uint32)
     np.right_shift(bits, 16, out=scratch)
     np.bitwise_and(scratch, 1, out=scratch)
@@ -52,6 +61,14 @@ def narrow(values: Array, dtype: str, out: Array, scratch: Array) -> None:
     np.add(scratch, bits, out=scratch)
     np.right_shift(scratch, 16, out=scratch)
     np.copyto(out, scratch, casting="unsafe")
+
+
+def finite(stored: Array, dtype: str) -> bool:
+    """Whether no value stored as `dtype` is NaN or infinity."""
+    if dtype != "BF16":
+        return bool(np.isfinite(stored).all())
+    # Exponents of all ones come last among the positive bit patterns, and last among all, the negative ones.
+    return not len(stored) or bool(stored.max() < 0xFF80 and stored.view(np.int16).max() < 0x7F80)
 
 
 def to_odd_float32(values: Array) -> Array:

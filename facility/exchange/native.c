@@ -1,0 +1,276 @@
+/* The loops that dominate averaging and the smaller messages, over numpy's buffers: one pass each, in a core's cache.
+ *
+ * facility/exchange/native.py compiles this where a C compiler is found and checks nothing twice: callers pass arrays of
+ * the right length. Elementwise results are those of the numpy code beside each caller, bit for bit: IEEE operations in
+ * the same order, never contracted (-ffp-contract=off), never reassociated. Sums of products have an order of their own,
+ * fixed here, the same on every machine.
+ */
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+enum { BF16 = 0, F16 = 1, F32 = 2 };
+enum { RUN = 1024, LANES = 8 };
+
+/* Unaligned vectors; a compiler without such registers splits them. */
+typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
+static inline float from_bits(uint32_t bits)
+{
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+static inline uint32_t to_bits(float value)
+{
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    return bits;
+}
+
+/* Element `start` and the n - 1 after it, stored as `kind`, to float32. */
+static void widen(const void *stored, int kind, int64_t start, int64_t n, float *restrict out)
+{
+    if (kind == BF16) {
+        const uint16_t *restrict raw = (const uint16_t *)stored + start;
+        for (int64_t i = 0; i < n; i++)
+            out[i] = from_bits((uint32_t)raw[i] << 16);
+    } else if (kind == F16) {
+        const uint16_t *restrict raw = (const uint16_t *)stored + start;
+        for (int64_t i = 0; i < n; i++) {
+            /* The exponent's bias grows by 112: an exact product, subnormal numbers included. */
+            float magnitude = from_bits((uint32_t)(raw[i] & 0x7FFF) << 13) * 0x1p112f;
+            uint32_t special = (raw[i] & 0x7C00) == 0x7C00 ? 0x7F800000u : 0;
+            out[i] = from_bits(to_bits(magnitude) | special | (uint32_t)(raw[i] & 0x8000) << 16);
+        }
+    } else {
+        memcpy(out, (const float *)stored + start, 4 * n);
+    }
+}
+
+/* Inner products of x with `count` (at most 4) rows of at most RUN values. */
+static void dots(const float *x, const float *rows, int64_t stride, int count, int64_t n, double *out)
+{
+    lanes sums[8];
+    memset(sums, 0, sizeof sums);
+    const float *y0 = rows, *y1 = rows + (count > 1) * stride, *y2 = rows + (count > 2) * 2 * stride,
+                *y3 = rows + (count > 3) * 3 * stride;
+    int64_t i = 0;
+    for (; i + 2 * LANES <= n; i += 2 * LANES) {
+        lanes a = *(const lanes *)(x + i), b = *(const lanes *)(x + i + LANES);
+        sums[0] += a * *(const lanes *)(y0 + i);
+        sums[1] += b * *(const lanes *)(y0 + i + LANES);
+        sums[2] += a * *(const lanes *)(y1 + i);
+        sums[3] += b * *(const lanes *)(y1 + i + LANES);
+        sums[4] += a * *(const lanes *)(y2 + i);
+        sums[5] += b * *(const lanes *)(y2 + i + LANES);
+        sums[6] += a * *(const lanes *)(y3 + i);
+        sums[7] += b * *(const lanes *)(y3 + i + LANES);
+    }
+    for (int row = 0; row < count; row++) {
+        double sum = 0;
+        for (int lane = 0; lane < LANES; lane++)
+            sum += (double)sums[2 * row][lane] + (double)sums[2 * row + 1][lane];
+        for (int64_t left = i; left < n; left++)
+            sum += (double)x[left] * (double)rows[row * stride + left];
+        out[row] = sum;
+    }
+}
+
+static void add_products(const float *rows, int64_t stride, int64_t k, int64_t n, double *gram)
+{
+    double found[4];
+    for (int64_t i = 0; i < k; i++)
+        for (int64_t j = 0; j <= i; j += 4) {
+            int count = i + 1 - j < 4 ? (int)(i + 1 - j) : 4;
+            dots(rows + i * stride, rows + j * stride, stride, count, n, found);
+            for (int row = 0; row < count; row++) {
+                gram[i * k + j + row] += found[row];
+                if (j + row != i)
+                    gram[(j + row) * k + i] += found[row];
+            }
+        }
+}
+
+/* Inner products of k rows of n values, `stride` apart, added to gram. */
+void crossfed_products(int64_t n, int64_t k, const float *rows, int64_t stride, double *gram)
+{
+    for (int64_t start = 0; start < n; start += RUN)
+        add_products(rows + start, stride, k, n - start < RUN ? n - start : RUN, gram);
+}
+
+/* base and k updates as stored -> base in float32, steps (update - base), their inner products, their weighted sum.
+ * Not wanted: NULL for steps, gram or weights. scratch: k times RUN values, used where steps are not wanted. */
+void crossfed_steps(int64_t n, int64_t k, const void *base, int base_kind, const void *const *updates, const int *kinds,
+                    float *widened, float *steps, int64_t stride, double *gram, const float *weights, float *sum,
+                    float *scratch)
+{
+    for (int64_t start = 0; start < n; start += RUN) {
+        int64_t count = n - start < RUN ? n - start : RUN, apart = steps ? stride : RUN;
+        float *rows = steps ? steps + start : scratch;
+        float *restrict b = widened + start, *restrict total = sum + start;
+        widen(base, base_kind, start, count, b);
+        for (int64_t row = 0; row < k; row++) {
+            float *restrict step = rows + row * apart;
+            widen(updates[row], kinds[row], start, count, step);
+            for (int64_t i = 0; i < count; i++)
+                step[i] -= b[i];
+        }
+        if (gram)
+            add_products(rows, apart, k, count, gram);
+        for (int64_t row = 0; weights && row < k; row++) {
+            const float *restrict step = rows + row * apart;
+            float weight = weights[row];
+            if (row == 0)
+                for (int64_t i = 0; i < count; i++)
+                    total[i] = step[i] * weight;
+            else
+                for (int64_t i = 0; i < count; i++)
+                    total[i] += step[i] * weight;
+        }
+    }
+}
+
+void crossfed_widen(int64_t n, const void *stored, int kind, float *out)
+{
+    widen(stored, kind, 0, n, out);
+}
+
+/* float32 to bfloat16, to nearest, ties to even. */
+void crossfed_narrow(int64_t n, const float *restrict values, uint16_t *restrict out)
+{
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t bits = to_bits(values[i]);
+        out[i] = (uint16_t)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+    }
+}
+
+/* update - base (+ residual, or NULL) in float32. Returns the sum of squares. */
+double crossfed_difference(int64_t n, const void *update, int update_kind, const void *base, int base_kind,
+                           const float *residual, float *out)
+{
+    float widened[RUN];
+    double squared = 0, found;
+    for (int64_t start = 0; start < n; start += RUN) {
+        int64_t count = n - start < RUN ? n - start : RUN;
+        float *restrict difference = out + start;
+        widen(update, update_kind, start, count, difference);
+        widen(base, base_kind, start, count, widened);
+        for (int64_t i = 0; i < count; i++)
+            difference[i] -= widened[i];
+        if (residual)
+            for (int64_t i = 0; i < count; i++)
+                difference[i] += residual[start + i];
+        dots(difference, difference, 0, 1, count, &found);
+        squared += found;
+    }
+    return squared;
+}
+
+/* Blocks of `block` values: the largest and the smallest of each, and of zero. */
+static inline void ends(const float *restrict values, int64_t n, float *high, float *low)
+{
+    float highest[LANES] = {0}, lowest[LANES] = {0};
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES)
+        for (int lane = 0; lane < LANES; lane++) {
+            float value = values[i + lane];
+            highest[lane] = value > highest[lane] ? value : highest[lane];
+            lowest[lane] = value < lowest[lane] ? value : lowest[lane];
+        }
+    for (; i < n; i++) {
+        highest[0] = values[i] > highest[0] ? values[i] : highest[0];
+        lowest[0] = values[i] < lowest[0] ? values[i] : lowest[0];
+    }
+    for (int lane = 1; lane < LANES; lane++) {
+        highest[0] = highest[lane] > highest[0] ? highest[lane] : highest[0];
+        lowest[0] = lowest[lane] < lowest[0] ? lowest[lane] : lowest[0];
+    }
+    *high = highest[0], *low = lowest[0];
+}
+
+void crossfed_int8_encode(int64_t n, int64_t block, float levels, float smallest, const float *restrict values,
+                          int8_t *restrict q, float *restrict scales)
+{
+    float per_level = 1 / levels;
+    for (int64_t start = 0; start < n; start += block) {
+        int64_t count = n - start < block ? n - start : block;
+        float high, low;
+        ends(values + start, count, &high, &low);
+        float scale = (high > -low ? high : -low) * per_level;
+        scale = scale < smallest ? 0 : scale;
+        *scales++ = scale;
+        float inverse = scale > 0 ? 1 / scale : 0;
+        for (int64_t i = 0; i < count; i++)
+            q[start + i] = (int8_t)(int32_t)rintf(values[start + i] * inverse);
+    }
+}
+
+void crossfed_int8_decode(int64_t n, int64_t block, const int8_t *restrict q, const float *restrict scales,
+                          float *restrict out)
+{
+    for (int64_t start = 0; start < n; start += block) {
+        int64_t count = n - start < block ? n - start : block;
+        float scale = *scales++;
+        for (int64_t i = 0; i < count; i++)
+            out[start + i] = (float)q[start + i] * scale;
+    }
+}
+
+/* q: one byte for two values; scales: bfloat16, of either sign. */
+void crossfed_int4_encode(int64_t n, int64_t block, float levels, float smallest, const float *restrict values,
+                          uint8_t *restrict q, uint16_t *restrict scales)
+{
+    float per_level = 1 / levels;
+    uint8_t nibbles[RUN + 1]; /* block is at most RUN */
+    for (int64_t start = 0; start < n; start += block) {
+        int64_t count = n - start < block ? n - start : block;
+        float high, low;
+        ends(values + start, count, &high, &low);
+        float scale = (high > -low ? -high : -low) * per_level;
+        scale = fabsf(scale) < smallest ? 0 : scale;
+        uint16_t stored = (uint16_t)((to_bits(scale) + 0xFFFF) >> 16); /* away from zero */
+        scale = from_bits((uint32_t)stored << 16);
+        *scales++ = stored;
+        float inverse = scale != 0 ? 1 / scale : 0;
+        for (int64_t i = 0; i < count; i++) {
+            float level = rintf(values[start + i] * inverse);
+            level = level < levels - 1 ? level : levels - 1;
+            nibbles[i] = (uint8_t)(int32_t)(level + levels);
+        }
+        if (count & 1)
+            nibbles[count] = (uint8_t)(int32_t)levels;
+        for (int64_t i = 0; i < count; i += 2)
+            *q++ = (uint8_t)(nibbles[i] | nibbles[i + 1] << 4);
+    }
+}
+
+void crossfed_int4_decode(int64_t n, int64_t block, float levels, const uint8_t *restrict q,
+                          const uint16_t *restrict scales, float *restrict out)
+{
+    for (int64_t start = 0; start < n; start += block) {
+        int64_t count = n - start < block ? n - start : block;
+        float scale = from_bits((uint32_t)*scales++ << 16);
+        for (int64_t i = 0; i + 1 < count; i += 2) {
+            uint8_t two = q[(start + i) / 2];
+            out[start + i] = ((float)(two & 15) - levels) * scale;
+            out[start + i + 1] = ((float)(two >> 4) - levels) * scale;
+        }
+        if (count & 1)
+            out[start + count - 1] = ((float)(q[(start + count - 1) / 2] & 15) - levels) * scale;
+    }
+}
+
+/* Positions and bfloat16 values of the magnitudes that reach `limit`; returns their number. n is at most 65,536. */
+int64_t crossfed_sparse_encode(int64_t n, float limit, const float *restrict values, uint16_t *restrict positions,
+                               float *restrict kept)
+{
+    int64_t count = 0;
+    for (int64_t i = 0; i < n; i++) {
+        positions[count] = (uint16_t)i; /* written over unless it counts: no branch to predict */
+        kept[count] = values[i];
+        count += fabsf(values[i]) >= limit;
+    }
+    return count;
+}
