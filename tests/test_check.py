@@ -19,6 +19,7 @@ import pytest
 
 from coordinator import check as checking
 from coordinator.check import check
+from coordinator.checks import remote
 from coordinator.checks.estimates import ModelFigures, gpu_bytes, smallest_ranks, state_bytes
 from coordinator.checks.remote import ssh_command
 from coordinator.checks.row import Row
@@ -353,6 +354,20 @@ def test_ssh_holds_the_jump_host_to_the_same_rules():
     assert proxy.count("StrictHostKeyChecking=yes") == 1 and words.count("StrictHostKeyChecking=yes") == 1
     assert "UserKnownHostsFile=/kh" in words and words[-5:] == ["2222", "-l", "u", "--", "a"]
     assert "UserKnownHostsFile=/kh" in proxy
+
+
+def test_a_login_by_another_key_than_the_named_one_is_no_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    key = tmp_path / "id_site"
+    key.touch(mode=0o600)
+    deployment = read_deployment({"type": "ssh", "host": "a", "workdir": "/w", "key": str(key)}, "d")
+    for used, verdict in ((key, "ok"), (tmp_path / "id_other", "fail")):
+        said = f"debug1: Server accepts key: {used} ED25519 SHA256:x\n"
+        monkeypatch.setattr(
+            remote, "run", lambda *_, said=said, **__: remote.Answer(code=0, out="crossfed-reached\n", error=said)
+        )
+        row = remote.check_connection("site", deployment)
+        assert row.verdict == verdict, row
+    assert "id_other" in row.found and str(key) in row.found
 
 
 def test_ssh_reads_the_files_that_the_engine_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

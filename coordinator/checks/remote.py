@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import pwd
+import re
 import shlex
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from coordinator.checks.row import Row, fail, ok
 from coordinator.deployments import Connection, Deployment
 
 ALWAYS = ("-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes", "-o", "PasswordAuthentication=no")
+
+ACCEPTED = re.compile(r"Server accepts key: (\S+)")
+"""What `ssh -v` says of the key that let it in."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +31,7 @@ class Answer:
 def ssh_command(deployment: Deployment) -> list[str]:
     """The ssh command that reaches the facility; the jump host is held to the same rules."""
     words = ["ssh", *ALWAYS, "-o", f"ConnectTimeout={min(deployment.connect_seconds, 30)}", *_identity(deployment)]
-    files = _files(Path(pwd.getpwuid(os.getuid()).pw_dir))
+    files = _files(Path(pwd.getpwuid(os.getuid()).pw_dir), with_keys=not deployment.key)
     known = ["-o", f"UserKnownHostsFile={Path(deployment.known_hosts).expanduser()}"] if deployment.known_hosts else []
     words += [*known, *files]
     if deployment.tunnel.host:
@@ -45,10 +49,16 @@ def ssh_command(deployment: Deployment) -> list[str]:
     return [*words, *_target(deployment)]
 
 
-def run(deployment: Deployment, script: str, *, seconds: float = 60, data: bytes | None = None) -> Answer:
+def run(
+    deployment: Deployment, script: str, *, seconds: float = 60, data: bytes | None = None, verbose: bool = False
+) -> Answer:
     """Give `script` to a login shell there on its standard input (or, with `data`, in its command, and the data on it)."""
     shell = ["bash", "-ls"] if data is None else ["bash", "-lc", script]
-    words = shell if not deployment.host else [*ssh_command(deployment), shlex.join(shell)]
+    if deployment.host:
+        ssh, *options = ssh_command(deployment)
+        words = [ssh, *(["-v"] if verbose else []), *options, shlex.join(shell)]
+    else:
+        words = shell
     try:
         result = subprocess.run(
             words, input=script.encode() if data is None else data, capture_output=True, timeout=seconds
@@ -81,14 +91,25 @@ def check_connection(name: str, deployment: Deployment) -> Row:
             f"{key} can be read by others (mode {key.stat().st_mode & 0o777:o}), so ssh refuses it",
             f"chmod 600 {key}",
         )
-    answer = run(deployment, "echo crossfed-reached\n", seconds=min(deployment.connect_seconds, 30) + 30)
+    answer = run(
+        deployment, "echo crossfed-reached\n", seconds=min(deployment.connect_seconds, 30) + 30, verbose=key is not None
+    )
     if answer.code == 0 and "crossfed-reached" in answer.out:
+        accepted = ACCEPTED.findall(answer.error)
+        if key is not None and accepted and Path(accepted[-1]) != key:
+            return fail(
+                name,
+                "key",
+                f"{deployment.host} let in {accepted[-1]}, which ~/.ssh/config names, not `key: {key}`, and StreamFlow will offer only that",
+                f"give {key}.pub to the site, or set `key: {accepted[-1]}`",
+            )
         return ok(
             name,
             "connection",
             f"{deployment.user + '@' if deployment.user else ''}{deployment.host} lets us in; its host key is known",
         )
-    return explain(name, deployment, answer)
+    said = "\n".join(line for line in answer.error.splitlines() if not line.startswith("debug"))
+    return explain(name, deployment, replace(answer, error=said))
 
 
 def explain(name: str, deployment: Deployment, answer: Answer) -> Row:
@@ -125,13 +146,14 @@ def _identity(connection: Connection) -> list[str]:
     return ["-i", str(Path(connection.key).expanduser()), "-o", "IdentitiesOnly=yes"] if connection.key else []
 
 
-def _files(account: Path) -> list[str]:
+def _files(account: Path, *, with_keys: bool) -> list[str]:
     """Options that make ssh read the same files as StreamFlow, which goes by $HOME where ssh goes by the `account`'s own home."""
     place = Path.home() / ".ssh"
     if place == account / ".ssh":
         return []
     config = ["-F", str(place / "config")] if (place / "config").is_file() else []
-    keys = [word for key in sorted(place.glob("id_*")) if key.suffix == "" for word in ("-i", str(key))]
+    found = [key for key in sorted(place.glob("id_*")) if with_keys and key.suffix == ""]
+    keys = [word for key in found for word in ("-i", str(key))]
     return [*config, *keys, "-o", f"UserKnownHostsFile={place / 'known_hosts'}"]
 
 
