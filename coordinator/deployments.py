@@ -30,6 +30,8 @@ USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@+-]*")
 WORKDIR = re.compile(r"/[A-Za-z0-9_./@%+=:,-]*")
 QUEUES = ("slurm", "pbs", "flux")
 SERVICE = "train"
+MARK = "CROSSFED_JOB"
+"""Environment variable that names our processes where there is no queue."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +89,9 @@ class Deployment(Connection):
     """Jobs of ours in the queue at once."""
     polling_seconds: int = 10
     """How often the queue is asked."""
+    give_up_minutes: int = 120
+    """How long a job may wait for a reason that does not clear by itself (held, partition down, no such nodes, budget spent)
+    before it is cancelled and the round goes on without the facility; 0: for ever."""
     connections: int = 1
     """ssh connections at once."""
     sessions: int = 10
@@ -137,6 +142,10 @@ class Deployment(Connection):
         ):
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"{name} is {getattr(self, name)}, expected 1 or more", key=name)
+        if self.give_up_minutes < 0:
+            raise ConfigurationError(
+                f"give_up_minutes is {self.give_up_minutes}, expected minutes, or 0 for ever", key="give_up_minutes"
+            )
         if self.type in QUEUES:
             _check_options(self.type, self.options)
         elif self.options:
@@ -155,8 +164,11 @@ def read_deployment(raw: dict[str, Any], where: str) -> Deployment:
     return from_mapping(Deployment, raw, where=where)
 
 
-def job_template(deployment: Deployment, folder: Path) -> str | None:
-    """Text of the facility's job template, or None where it has none. `folder`: of federation.yml."""
+def job_template(deployment: Deployment, folder: Path, name: str = "") -> str | None:
+    """Text of the facility's job template, or None where it has none. `folder`: of federation.yml; `name`: of its jobs."""
+    if deployment.type == "ssh" and name:
+        rest = job_template(deployment, folder) or "#!/bin/bash\n{{ streamflow_command }}\n"
+        return re.sub(r"^#!.*\n", lambda first: f"{first[0]}export {MARK}={name}\n", rest, count=1, flags=re.MULTILINE)
     if not deployment.template:
         return None
     path = (folder / Path(deployment.template).expanduser()).resolve()
@@ -182,14 +194,14 @@ def streamflow_deployments(
     place = {"workdir": deployment.workdir or workdir}
     result: dict[str, Any] = {}
     if deployment.host:
-        services = {SERVICE: template} if deployment.type == "ssh" and deployment.template else {}
+        services = {SERVICE: template} if deployment.type == "ssh" else {}
         ssh_name = name if deployment.type == "ssh" else f"{name}-ssh"
         result[ssh_name] = {
             "type": "ssh",
             "config": _ssh(deployment) | ({"services": services} if services else {}),
         } | place
         if deployment.type == "ssh":
-            return result, {"deployment": name} | ({"service": SERVICE} if services else {})
+            return result, {"deployment": name, "service": SERVICE}
     queue = {
         "maxConcurrentJobs": deployment.max_jobs,
         "pollingInterval": deployment.polling_seconds,

@@ -7,6 +7,7 @@ whatever lets the workflow in (key, agent, jump host, passphrase file) lets this
 from __future__ import annotations
 
 import asyncio
+import re
 import shlex
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,10 +17,13 @@ from typing import Any
 
 import yaml
 
+from coordinator.deployments import MARK, job_name
 from facility.exchange.errors import TryAgain
 
 ANSWER_SECONDS = 60
 """How long one login and one question may take."""
+JOB_ID = re.compile(r"\d[\w.\[\]@-]*|[fƒ]\w+")
+"""What a line of a listing begins with; banners and complaints do not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +31,7 @@ class Scheduler:
     """The commands of one batch system; NAME stands for the quoted job name."""
 
     listing: str
-    """Prints a line `id state` for each of our jobs of that name that has not ended."""
+    """Prints a line `id state why-it-waits` for each of our jobs of that name that has not ended."""
     cancel: str
     """Cancels all our jobs of that name, waiting or running."""
     cancel_waiting: str
@@ -36,28 +40,39 @@ class Scheduler:
     """States of a job that has not begun."""
 
 
+_PBS_FIELDS = (
+    """awk -v j="$j" '/^ *job_state = /{s=$3} /^ *Hold_Types = /{h=$3} /^ *comment = /{sub(/^ *comment = /,""); c=$0} """
+    """END{if(s!="") print j,s,(s=="H" ? "held=" h " " : "") c}'"""
+)
+_PROCESSES = f"grep -lszxF {MARK}=NAME /proc/[0-9]*/environ | sed -e 's|^/proc/||' -e 's|/environ$||'"
 SCHEDULERS = {
     # https://slurm.schedmd.com/squeue.html, https://slurm.schedmd.com/scancel.html
     "slurm": Scheduler(
-        listing="squeue -h -u \"$(id -un)\" -n NAME -o '%i %T'",
+        listing="squeue -h -u \"$(id -un)\" -n NAME -o '%i %T %r'",
         cancel='scancel -u "$(id -un)" -n NAME',
         cancel_waiting='scancel -u "$(id -un)" -n NAME -t PENDING',
         waiting=("PENDING", "SUSPENDED", "REQUEUED", "SPECIAL_EXIT"),
     ),
     # https://2021.help.altair.com/2021.1/PBSProfessional/PBSReferenceGuide2021.1.pdf (qselect, qdel)
     "pbs": Scheduler(
-        listing='for j in $(qselect -u "$(id -un)" -N NAME -s R); do echo "$j R"; done; '
-        'for j in $(qselect -u "$(id -un)" -N NAME -s QHW); do echo "$j Q"; done',
+        listing='for j in $(qselect -u "$(id -un)" -N NAME); do qstat -f "$j" | ' + _PBS_FIELDS + "; done",
         cancel='qselect -u "$(id -un)" -N NAME | xargs -r qdel',
         cancel_waiting='qselect -u "$(id -un)" -N NAME -s QHW | xargs -r qdel',
         waiting=("Q", "H", "W"),
     ),
     # https://flux-framework.readthedocs.io/projects/flux-core/en/latest/man1/flux-jobs.html
     "flux": Scheduler(
-        listing="flux jobs -n -f pending,running --name=NAME -o '{id} {state}'",
+        listing="flux jobs -n -f pending,running --name=NAME -o '{id} {state} urgency={urgency} {dependencies}'",
         cancel="flux jobs -n -f pending,running --name=NAME -o '{id}' | xargs -r flux cancel",
         cancel_waiting="flux jobs -n -f pending --name=NAME -o '{id}' | xargs -r flux cancel",
         waiting=("DEPEND", "PRIORITY", "SCHED"),
+    ),
+    # No queue: the job's processes carry its name in their environment (proc(5)); none of them ever waits.
+    "ssh": Scheduler(
+        listing=f"{_PROCESSES} -e 's/$/ R/'",
+        cancel=f"{_PROCESSES} | xargs -r kill",
+        cancel_waiting="true",
+        waiting=(),
     ),
 }
 
@@ -70,6 +85,20 @@ class Job:
     state: str
     """As the scheduler calls it."""
     began: bool
+    reason: str = ""
+    """Why it waits, in the scheduler's words."""
+
+
+def read_jobs(kind: str, listing: str) -> list[Job]:
+    """Jobs of the scheduler's `listing`; lines that are none (banners, complaints) are passed over."""
+    found = []
+    for line in listing.splitlines():
+        words = line.split(maxsplit=2)
+        if len(words) >= 2 and JOB_ID.fullmatch(words[0]) and words[1].isupper():
+            began = words[1] not in SCHEDULERS[kind].waiting
+            reason = "" if began else "".join(words[2:]).strip()
+            found.append(Job(id=words[0], state=words[1], began=began, reason=reason))
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +112,8 @@ class Queue:
     """`config` of the ssh deployment that the queue is wrapped around."""
     directory: Path
     """Relative paths in `ssh` count from here."""
+    patience_seconds: float = 0.0
+    """How long a job may wait for a reason that no time clears before its round is given up; 0: for ever."""
 
     @property
     def scheduler(self) -> Scheduler:
@@ -90,12 +121,7 @@ class Queue:
 
     def jobs(self) -> list[Job]:
         """Our jobs that have not ended. Raises `TryAgain` when the facility does not answer."""
-        found = []
-        for line in self._ask(self.scheduler.listing).splitlines():
-            words = line.split()
-            if len(words) == 2:
-                found.append(Job(id=words[0], state=words[1], began=words[1] not in self.scheduler.waiting))
-        return found
+        return read_jobs(self.kind, self._ask(self.scheduler.listing))
 
     def cancel(self, *, waiting_only: bool = False) -> list[Job]:
         """Cancel our jobs; returns those that were there. Raises `TryAgain`."""
@@ -132,22 +158,26 @@ async def _login(queue: Queue, command: str) -> tuple[str, int]:
     return answer or ("", 1)
 
 
-def read_queues(streamflow: Path) -> list[Queue]:
-    """The queues named in a rendered streamflow.yml; a deployment without a job name is left out: nothing could be told
-    from other people's jobs."""
+def read_queues(streamflow: Path, patience: dict[str, float] | None = None) -> list[Queue]:
+    """The queues named in a rendered streamflow.yml, and the hosts without one; a deployment without a job name is left
+    out: nothing could be told from other people's jobs. `patience`: seconds by facility, see `Queue`."""
     data = yaml.safe_load(streamflow.read_text())
     deployments = data.get("deployments", {})
+    federation = next(iter(data.get("workflows", {})), "")
     found = []
     for binding in _bindings(data):
         target = deployments.get(binding["deployment"], {})
         if target.get("type") not in SCHEDULERS:
             continue
-        service = (target["config"].get("services") or {}).get(binding.get("service"), {})
-        name = service.get("jobName")
-        wrapped = target.get("wraps")
-        inner = deployments.get(wrapped["deployment"] if isinstance(wrapped, dict) else wrapped, {})
+        facility = binding["step"].rpartition("/train_")[2]
+        if target["type"] == "ssh":
+            inner, name = target, job_name(federation, facility) if binding.get("service") else ""
+        else:
+            service = (target["config"].get("services") or {}).get(binding.get("service"), {})
+            name = service.get("jobName")
+            wrapped = target.get("wraps")
+            inner = deployments.get(wrapped["deployment"] if isinstance(wrapped, dict) else wrapped, {})
         if name and inner.get("type") == "ssh":
-            facility = binding["step"].rpartition("/train_")[2]
             found.append(
                 Queue(
                     facility=facility,
@@ -155,6 +185,7 @@ def read_queues(streamflow: Path) -> list[Queue]:
                     job_name=name,
                     ssh=inner["config"],
                     directory=streamflow.parent.resolve(),
+                    patience_seconds=(patience or {}).get(facility, 0.0),
                 )
             )
     return found

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from coordinator.deployments import job_template, streamflow_deployments
+from coordinator.deployments import job_name, job_template, streamflow_deployments
 from coordinator.federation import Facility, Federation
 from coordinator.lines import Lined
 from coordinator.settings import CoordinatorSettings
@@ -102,7 +102,8 @@ def _template(federation: Federation, facility: Facility) -> str | None:
     """A facility's job template. Raises `ConfigurationError` at the facility's line."""
     where = f"facilities[{federation.facilities.index(facility)}].deployment"
     try:
-        return job_template(federation.deployment(facility), federation.file.parent)
+        name = job_name(federation.name, facility.name)
+        return job_template(federation.deployment(facility), federation.file.parent, name)
     except ConfigurationError as error:
         key = f"{where}.{error.key}" if error.key else where
         raise Lined(federation.file).error(f"{where}: {error.message}", key) from None

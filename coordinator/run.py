@@ -100,6 +100,11 @@ def engine_environment() -> dict[str, str]:
     }
 
 
+def patience(federation: Federation) -> dict[str, float]:
+    """Seconds after which a stuck job of each facility is given up."""
+    return {one.name: federation.deployment(one).give_up_minutes * 60.0 for one in federation.facilities}
+
+
 def _follow(
     federation: Federation, progress: Progress, archive: Archive, sink: TextIO, console: Console, live: bool, lock: int
 ) -> tuple[int, str]:
@@ -118,7 +123,7 @@ def _follow(
         command=lambda: engine_command(federation),
         directory=federation.file.parent,
         environment=engine_environment(),
-        queues=read_queues(federation.file.parent / "streamflow.yml"),
+        queues=read_queues(federation.file.parent / "streamflow.yml", patience(federation)),
         on_line=on_line,
         say=say,
         rounds_done=lambda: len(archive.rounds()),

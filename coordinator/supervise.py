@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Literal
 
 from coordinator.queues import Queue, at_all
+from coordinator.waiting import Watch
 
 HOST_KEY = re.compile(r"Error HostKeyNotVerifiable opening SSH session to (\S+)|HOST KEY of (\S+) is not")
 LOGIN = re.compile(r"Error PermissionDenied opening SSH session to (\S+)|LOGIN REFUSED by (\S+)")
@@ -39,6 +40,8 @@ class Limits:
     """Before the first start again; doubles each time up to five minutes."""
     stop_seconds: float = 30.0
     """How long StreamFlow may take to stop before it is killed."""
+    look_seconds: float = 60.0
+    """How often the queues are looked at for jobs that will not begin by themselves."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +123,10 @@ class Supervisor:
 
     def run(self) -> tuple[int, str]:
         """Exit code and reason: 0, StreamFlow's own last code, or 128 + the signal that `stop` was given."""
+        with Watch(queues=self.queues, say=self.say, every_seconds=self.limits.look_seconds).going_on():
+            return self._run()
+
+    def _run(self) -> tuple[int, str]:
         while True:
             self._clear_waiting()
             if self._stopped:

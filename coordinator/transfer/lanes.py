@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
+import time
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
@@ -27,12 +28,28 @@ ATTEMPTS = 10
 """Times one piece may break before the transfer is given up; waiting for a lost host is the connection's own matter."""
 BROKEN = (asyncssh.Error, ConnectionError, BrokenPipeError, asyncio.TimeoutError, asyncio.IncompleteReadError)
 
+ROUND_TRIPS_SECONDS = 0.025
+"""A second connection pays once a trivial command takes longer than twice this, a third once it takes three times..."""
+FEWEST = 2
+
 T = TypeVar("T")
 R = TypeVar("R")
 
 
 class TransferFailed(WorkflowExecutionException):
     """The other side said no: what it said is the message."""
+
+
+async def awaken(lanes: list[SSHContextFactory]) -> list[SSHContextFactory]:
+    """Log in and return the lanes that this distance is worth: two next door, where one process can fill the link and
+    more only wait for each other, and all of them from about 70 ms of round trip on."""
+    await persist(functools.partial(output, lanes[0], ":"))
+    start = time.monotonic()
+    await persist(functools.partial(output, lanes[0], ":"))
+    count = int((time.monotonic() - start) / ROUND_TRIPS_SECONDS)
+    chosen = lanes[: max(FEWEST, count)]
+    await asyncio.gather(*(persist(functools.partial(output, lane, ":")) for lane in chosen[1:]))
+    return chosen
 
 
 async def spread(

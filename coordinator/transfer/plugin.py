@@ -1,10 +1,11 @@
-"""The plug-in that `streamflow run` finds by its entry point: its connectors take the place of StreamFlow's `ssh` and
-`slurm`, with the same settings, so that a rendered streamflow.yml also runs where this package is not installed."""
+"""The plug-in that `streamflow run` finds by its entry point: its connectors take the place of StreamFlow's `ssh`,
+`slurm`, `pbs` and `flux`, with the same settings, so that a rendered streamflow.yml also runs where this package is not installed."""
 
 from __future__ import annotations
 
 from streamflow.ext.plugin import StreamFlowPlugin
 
+from coordinator.transfer.pbs_flux import CarefulFluxConnector, CarefulPBSConnector
 from coordinator.transfer.slurm import CarefulSlurmConnector
 from coordinator.transfer.ssh import ParallelSSHConnector
 
@@ -13,3 +14,5 @@ class CrossFedPlugin(StreamFlowPlugin):
     def register(self) -> None:
         self.register_connector("ssh", ParallelSSHConnector)
         self.register_connector("slurm", CarefulSlurmConnector)
+        self.register_connector("pbs", CarefulPBSConnector)
+        self.register_connector("flux", CarefulFluxConnector)

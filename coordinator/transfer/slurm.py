@@ -7,19 +7,16 @@
 
 from __future__ import annotations
 
-import asyncio
-import shlex
-from collections.abc import Collection, MutableSequence
+from collections.abc import Collection
 
 from streamflow.core.deployment import ExecutionLocation
 from streamflow.core.exception import WorkflowExecutionException
 from streamflow.deployment.connector.queue_manager import SlurmConnector
 from streamflow.log_handler import logger
 
+from coordinator.transfer.patient import PatientQueue
 from facility.exchange.outcome import Outcome
 
-PATIENCE_SECONDS = 3600.0
-"""How long a controller may be silent."""
 SILENT = (
     "unable to contact slurm controller",
     "socket timed out",
@@ -56,29 +53,11 @@ def verdict(state: str, exit_code: str) -> tuple[int, str]:
     return int(Outcome.SITS_OUT), how
 
 
-class CarefulSlurmConnector(SlurmConnector):
+class CarefulSlurmConnector(PatientQueue, SlurmConnector):
     """`type: slurm`, the same settings."""
 
-    async def _ask(self, location: ExecutionLocation, command: MutableSequence[str]) -> tuple[str, int]:
-        """Run a Slurm command at the login node; wait while nobody answers."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + PATIENCE_SECONDS
-        told = False
-        while True:
-            answer = await self.run(location=location, command=command, capture_output=True)
-            text, code = answer if answer is not None else ("", 1)
-            if code == 0 or not is_silence(text):
-                if told:
-                    logger.info(f"Slurm of {self.deployment_name} answers again")
-                return text, code
-            if loop.time() > deadline:
-                raise WorkflowExecutionException(
-                    f"Slurm of {self.deployment_name} did not answer for {PATIENCE_SECONDS / 60:g} minutes: {text.strip()}"
-                )
-            if not told:
-                logger.warning(f"Slurm of {self.deployment_name} does not answer ({text.strip()[-200:]}); waiting")
-                told = True
-            await asyncio.sleep(self.pollingInterval)
+    kind, title, cancelling = "slurm", "Slurm", ("scancel",)
+    is_silence = staticmethod(is_silence)
 
     async def _get_running_jobs(self, location: ExecutionLocation) -> Collection[str]:
         if not self._scheduled_jobs:
@@ -108,58 +87,3 @@ class CarefulSlurmConnector(SlurmConnector):
                 f"job {job_id} of {self.deployment_name} did not end well: {sentence}; its output is {fields.get('StdOut', '?')}"
             )
         return result
-
-    async def _run_batch_command(
-        self, command: str, environment, job_name: str, location: ExecutionLocation, **rest
-    ) -> str:
-        name = self._name(location)
-        if name:
-            await self._make_way(name, location)
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + PATIENCE_SECONDS
-        while True:
-            try:
-                return await super()._run_batch_command(
-                    command=command, environment=environment, job_name=job_name, location=location, **rest
-                )
-            except WorkflowExecutionException as error:
-                if not is_silence(str(error)) or loop.time() > deadline:
-                    raise
-                logger.warning(f"Slurm of {self.deployment_name} takes no job now ({str(error)[-200:]}); trying again")
-                await asyncio.sleep(self.pollingInterval)
-                if name and (jobs := await self._jobs_named(name, location)):
-                    logger.info(f"the job was taken all the same: {jobs[0][0]}")
-                    return jobs[0][0]
-
-    def _name(self, location: ExecutionLocation) -> str | None:
-        """The job name that federation.yml's rendering gives this facility."""
-        service = self.services.get(location.service) if location.service else None
-        return getattr(service, "jobName", None)
-
-    async def _jobs_named(self, name: str, location: ExecutionLocation) -> list[tuple[str, str]]:
-        """Id and state of our jobs of this name that are still in the queue."""
-        command = ["squeue", "-h", "-u", '"$(id -un)"', "-n", shlex.quote(name), "-o", "'%i %T'"]
-        text, code = await self._ask(location, command)
-        if code:
-            raise WorkflowExecutionException(f"squeue at {self.deployment_name} failed: {text.strip()}")
-        return [(line.split()[0], line.split()[1]) for line in text.splitlines() if len(line.split()) == 2]
-
-    async def _make_way(self, name: str, location: ExecutionLocation) -> None:
-        """Deal with jobs that an earlier run left: cancel those that wait, wait for those that run.
-
-        A job that runs to its end leaves a finished update at the facility, which the next job then returns at once.
-        """
-        told: set[str] = set()
-        while jobs := await self._jobs_named(name, location):
-            for job, state in jobs:
-                if state in ("PENDING", "SUSPENDED", "REQUEUED", "SPECIAL_EXIT"):
-                    logger.info(f"cancelling job {job} ({name}), which an earlier run left waiting")
-                    await self._ask(location, ["scancel", job])
-                elif job not in told:
-                    logger.info(f"job {job} ({name}) of an earlier run is {state.lower()}: waiting for its end")
-                    told.add(job)
-            await asyncio.sleep(min(self.pollingInterval, 5))
-
-    async def _remove_jobs(self, location: ExecutionLocation, jobs: MutableSequence[str]) -> None:
-        """Cancel jobs at the end of a run; `location` is the login node's (the original looks inside it and fails)."""
-        await self.connector.run(location=location, command=["scancel", *jobs])

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 import time
-from collections.abc import Callable, MutableSequence
+from collections.abc import Callable, MutableMapping, MutableSequence
 from pathlib import Path
-from typing import Any
 
 import asyncssh
 from streamflow.core.deployment import ExecutionLocation
@@ -15,7 +15,8 @@ from streamflow.core.utils import get_local_to_remote_destination
 from streamflow.deployment.connector.ssh import SSHConnector, SSHContext, SSHContextFactory
 from streamflow.log_handler import logger
 
-from coordinator.transfer.lanes import TransferFailed
+from coordinator.transfer.lanes import TransferFailed, awaken
+from coordinator.transfer.patient import settled
 from coordinator.transfer.tree import pull, push
 
 STREAMS = 8
@@ -47,6 +48,7 @@ class ParallelSSHConnector(SSHConnector):
         super().__init__(*args, **settings)
         self._cls_context = CarefulContext
         self._lanes: dict[str, list[SSHContextFactory]] = {}
+        self._awake: dict[str, asyncio.Future[list[SSHContextFactory]]] = {}
 
     def lanes(self, location: ExecutionLocation) -> list[SSHContextFactory]:
         """Connections of their own for transfers, to the data-transfer host where there is one."""
@@ -65,10 +67,49 @@ class ParallelSSHConnector(SSHConnector):
             ]
         return self._lanes[location.name]
 
+    async def awake(self, location: ExecutionLocation) -> list[SSHContextFactory]:
+        """As many of `lanes` as the distance is worth, logged in."""
+        if location.name not in self._awake:
+            self._awake[location.name] = asyncio.ensure_future(awaken(self.lanes(location)))
+        return await asyncio.shield(self._awake[location.name])
+
     async def run(
-        self, location: ExecutionLocation, command: MutableSequence[str], *args: Any, **settings: Any
+        self,
+        location: ExecutionLocation,
+        command: MutableSequence[str],
+        environment: MutableMapping[str, str] | None = None,
+        workdir: str | None = None,
+        stdin: int | str | None = None,
+        stdout: int | str = asyncio.subprocess.STDOUT,
+        stderr: int | str = asyncio.subprocess.STDOUT,
+        capture_output: bool = False,
+        timeout: int | None = None,
+        job_name: str | None = None,
     ) -> tuple[str, int] | None:
-        return await super().run(location, private(command), *args, **settings)
+        """The original's, but a job lives no longer than its connection, and its code is one that the workflow knows."""
+        if job_name is None:
+            return await super().run(
+                location, private(command), environment, workdir, stdin, stdout, stderr, capture_output, timeout
+            )
+        text = self._get_command(location, command, environment, workdir, stdin, stdout, stderr, job_name)
+        text = self.template_map.get_command(text, location.service, environment, workdir)
+        async with self._get_ssh_client_process(
+            location=location.name, command=tethered(text), stderr=asyncio.subprocess.STDOUT
+        ) as process:
+            result = await process.wait(timeout=timeout)
+        if result.returncode is None:
+            raise WorkflowExecutionException(f"the connection to {self.deployment_name} broke during job {job_name}")
+        if settled(result.returncode) != result.returncode:
+            logger.error(f"job {job_name} of {self.deployment_name} did not end well: exit code {result.returncode}")
+        return (str(result.stdout or "").strip(), settled(result.returncode)) if capture_output else None
+
+    def _get_ssh_context_factory(self, location: ExecutionLocation) -> SSHContextFactory:
+        """Commands go to the login node, which has the scheduler; only `lanes` go to a data-transfer host."""
+        data, self.dataTransferConfig = self.dataTransferConfig, None
+        try:
+            return super()._get_ssh_context_factory(location)
+        finally:
+            self.dataTransferConfig = data
 
     async def copy_local_to_remote(
         self, src: str, dst: str, locations: MutableSequence[ExecutionLocation], read_only: bool = False
@@ -80,7 +121,7 @@ class ParallelSSHConnector(SSHConnector):
         logger.info(f"COPYING from {src} on local file-system to {dst} on location {location}")
         start = time.monotonic()
         try:
-            size = await push(self.lanes(location), Path(src), dst, _tell(f"to {self.deployment_name}"))
+            size = await push(await self.awake(location), Path(src), dst, _tell(f"to {self.deployment_name}"))
         except TransferFailed as error:
             # The job still starts and finds no whole model: the trainer's manifest check tells the coordinator, and the
             # round goes on without this facility instead of ending for all.
@@ -96,7 +137,7 @@ class ParallelSSHConnector(SSHConnector):
         logger.info(f"COPYING from {src} on location {location} to {dst} on local file-system")
         start = time.monotonic()
         try:
-            size = await pull(self.lanes(location), src, Path(dst), _tell(f"from {self.deployment_name}"))
+            size = await pull(await self.awake(location), src, Path(dst), _tell(f"from {self.deployment_name}"))
         except TransferFailed as error:
             raise WorkflowExecutionException(f"FAILED copy of {src} from {self.deployment_name}: {error}") from error
         logger.info(
@@ -106,7 +147,20 @@ class ParallelSSHConnector(SSHConnector):
     async def undeploy(self, external: bool) -> None:
         await super().undeploy(external)
         await asyncio.gather(*(lane.close() for lanes in self._lanes.values() for lane in lanes))
-        self._lanes = {}
+        self._lanes, self._awake = {}, {}
+
+
+def tethered(command: str) -> str:
+    """A shell line that runs `command` in a session of its own and ends all of it once the connection is gone.
+
+    sshd leaves a command without terminal running when its client vanishes; the client's end of the standard input is
+    what tells. TERM first, KILL after 20 s.
+    """
+    return (
+        f"exec 3<&0; setsid bash -c {shlex.quote(command)} </dev/null 3<&- & job=$!; "
+        "{ while read -r _ <&3; do :; done; kill -TERM -- -$job; sleep 20; kill -KILL -- -$job; } >/dev/null 2>&1 & tether=$!; "
+        "wait $job; code=$?; kill $tether 2>/dev/null; exit $code"
+    )
 
 
 def private(command: MutableSequence[str]) -> MutableSequence[str]:

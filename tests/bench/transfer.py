@@ -71,6 +71,11 @@ def timed(act: Callable[[str, str], object], source: Path, target: Path) -> floa
     return time.perf_counter() - start
 
 
+async def exactly(lanes: list) -> list:
+    """Just these, whatever the distance."""
+    return lanes
+
+
 def by_connector(
     kind: type[SSHConnector], bed: Testbed, site: Site, streams: int | None = None
 ) -> dict[str, Callable[[str, str], None]]:
@@ -80,8 +85,7 @@ def by_connector(
         async def act() -> None:
             connector = kind("site", "/", nodes=[site.address], username=site.user, sshKey=str(bed.key))
             if streams is not None:
-                location_lanes = connector.lanes  # type: ignore[attr-defined]
-                connector.lanes = lambda location: location_lanes(location)[:streams]  # type: ignore[attr-defined]
+                connector.awake = lambda location: exactly(connector.lanes(location)[:streams])  # type: ignore[attr-defined]
             location = ExecutionLocation(name=site.address, deployment="site", hostname=site.address, local=False)
             try:
                 if way == "push":
@@ -141,12 +145,14 @@ def compare(bed: Testbed, site: Site, here: Path, model: Path, ways: dict, repea
     return result
 
 
-def speed(megabytes: int, repeats: int) -> dict:
+def speed(megabytes: int, repeats: int, streams: list[int]) -> dict:
     with testbed(["site-a"]) as (bed, here):
         site = bed.sites[0]
         model = checkpoint(here, megabytes)
         ways = {"tar | ssh": by_tar(bed, site), "rsync -W": by_rsync(bed, site), "StreamFlow": by_connector(SSHConnector, bed, site),
                 "CrossFed": by_connector(ours.ParallelSSHConnector, bed, site)}  # fmt: skip
+        for count in streams:
+            ways[f"CrossFed, {count} connections"] = by_connector(ours.ParallelSSHConnector, bed, site, count)
         found = compare(bed, site, here, model, ways, repeats)
     base = found["tar | ssh"]
     return {"megabytes": megabytes, "MB/s": found, "ratio to tar | ssh": {
@@ -160,8 +166,8 @@ def wan(megabytes: int, round_trip: float, streams: list[int]) -> dict:
         how = link.apply(site, link.Shape(round_trip_seconds=round_trip))
         measured = link.round_trip(site)
         ways: dict[str, dict] = {"tar | ssh": by_tar(bed, site), "StreamFlow": by_connector(SSHConnector, bed, site)}
+        ways["CrossFed"] = by_connector(ours.ParallelSSHConnector, bed, site)
         for count in streams:
-            ours.STREAMS = max(streams)
             ways[f"CrossFed, {count} connections"] = by_connector(ours.ParallelSSHConnector, bed, site, count)
         found = compare(bed, site, here, model, ways, 1)
     megabits = {name: {way: round(value * 8, 1) for way, value in row.items()} for name, row in found.items()}
@@ -221,14 +227,18 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=1, help="turns of `speed`, best taken (default 1)")
     parser.add_argument("--round-trip", type=float, default=0.1, help="seconds (default 0.1)")
     parser.add_argument(
-        "--streams", type=int, nargs="+", default=[8], help="numbers of connections for `wan` (default 8)"
+        "--streams",
+        type=int,
+        nargs="+",
+        default=[],
+        help="also CrossFed with so many connections, instead of as many as it chooses",
     )
     parser.add_argument("--rounds", type=int, default=3, help="rounds of `rounds` (default 3)")
     parser.add_argument("--polling", type=int, default=1, help="seconds between questions to the queue (default 1)")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the testbed is taken down
     if options.what == "speed":
-        result = speed(options.megabytes or 1000, options.repeats)
+        result = speed(options.megabytes or 1000, options.repeats, options.streams)
     elif options.what == "wan":
         result = wan(options.megabytes or 400, options.round_trip, options.streams)
     else:
