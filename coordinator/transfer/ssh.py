@@ -12,7 +12,7 @@ import asyncssh
 from streamflow.core.deployment import ExecutionLocation
 from streamflow.core.exception import WorkflowExecutionException
 from streamflow.core.utils import get_local_to_remote_destination
-from streamflow.deployment.connector.ssh import SSHConnector, SSHContext, SSHContextFactory
+from streamflow.deployment.connector.ssh import SSHConfig, SSHConnector, SSHContext, SSHContextFactory
 from streamflow.log_handler import logger
 
 from coordinator.transfer.lanes import TransferFailed, awaken
@@ -53,18 +53,8 @@ class ParallelSSHConnector(SSHConnector):
     def lanes(self, location: ExecutionLocation) -> list[SSHContextFactory]:
         """Connections of their own for transfers, to the data-transfer host where there is one."""
         if location.name not in self._lanes:
-            self._lanes[location.name] = [
-                SSHContextFactory(
-                    cls_context=self._cls_context,
-                    streamflow_config_dir=self.config_dir,
-                    config=self.dataTransferConfig or self.nodes[location.name],
-                    max_concurrent_sessions=self.maxConcurrentSessions,
-                    max_connections=1,
-                    retries=self.retries,
-                    retry_delay=self.retryDelay,
-                )
-                for _ in range(max(STREAMS, self.maxConnections))
-            ]
+            host = self.dataTransferConfig or self.nodes[location.name]
+            self._lanes[location.name] = [self._factory(host, 1) for _ in range(max(STREAMS, self.maxConnections))]
         return self._lanes[location.name]
 
     async def awake(self, location: ExecutionLocation) -> list[SSHContextFactory]:
@@ -104,12 +94,22 @@ class ParallelSSHConnector(SSHConnector):
         return (str(result.stdout or "").strip(), settled(result.returncode)) if capture_output else None
 
     def _get_ssh_context_factory(self, location: ExecutionLocation) -> SSHContextFactory:
-        """Commands go to the login node, which has the scheduler; only `lanes` go to a data-transfer host."""
-        data, self.dataTransferConfig = self.dataTransferConfig, None
-        try:
-            return super()._get_ssh_context_factory(location)
-        finally:
-            self.dataTransferConfig = data
+        """Commands go to the login node, which has the scheduler (the original sends them to a data-transfer host where
+        there is one); only `lanes` go there."""
+        if location.name not in self.ssh_context_factories:
+            self.ssh_context_factories[location.name] = self._factory(self.nodes[location.name], self.maxConnections)
+        return self.ssh_context_factories[location.name]
+
+    def _factory(self, config: SSHConfig, connections: int) -> SSHContextFactory:
+        return SSHContextFactory(
+            cls_context=self._cls_context,
+            streamflow_config_dir=self.config_dir,
+            config=config,
+            max_concurrent_sessions=self.maxConcurrentSessions,
+            max_connections=connections,
+            retries=self.retries,
+            retry_delay=self.retryDelay,
+        )
 
     async def copy_local_to_remote(
         self, src: str, dst: str, locations: MutableSequence[ExecutionLocation], read_only: bool = False
