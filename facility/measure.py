@@ -129,6 +129,7 @@ def main(arguments: list[str] | None = None) -> int:
             chain=units.chain,
             sizes=units.sizes,
             update_seconds={kind: min(one["optimizer"][kind] for one in everybody) for kind in units.optimizer_seconds},
+            stalls=_stalls(pretended),
             running=running,
             details=details,
         )
@@ -202,6 +203,12 @@ def _links(
     say = (lambda text: print(text, file=sys.stderr, flush=True)) if ranks.first else (lambda text: None)
     settings = LinkSettings(most_bytes=max(2**16, int(1e6 * options.most_megabytes)))
     return measure_links(wire, world, labels, settings, say)
+
+
+def _stalls(pretended: Pretended) -> dict[str, float]:
+    """What is pretended; real stalls are too rare for a measurement of minutes."""
+    told = pretended.emulation
+    return {"probability": told.probability, "seconds": told.seconds} if told.probability and told.seconds else {}
 
 
 def _device(one: dict[str, Any], label: str) -> MeasuredDevice:

@@ -3,7 +3,8 @@
 1. All allowed shapes (stages x replicas, micro-batch size, schedule) get structured layouts (`joint_starts`), costed together.
 2. The shapes race (`joint_race`): the promising ones are annealed (`joint_search`), the best of them get the remaining time.
 3. The best states of every round are scored by the simulator, which alone decides; with it are chosen the mode of agreement,
-   interleaving (several chunks a device) and which links compress (`joint_finish`).
+   interleaving (several chunks a device), which links compress (`joint_finish`), and whether replicas wait for each other
+   where devices stall (`joint_policy`).
 
 The even split and the exact split of one pipeline take part as well, so a plan is never slower than those.
 """
@@ -26,6 +27,7 @@ from .joint_best import Best
 from .joint_bound import joint_bound
 from .joint_cost import Cost, Layouts
 from .joint_finish import compress, interleave
+from .joint_policy import policy_of
 from .joint_race import race
 from .joint_shapes import shapes_of
 from .objective import stated
@@ -48,10 +50,12 @@ def plan_joint(problem: Problem, stop: Stop, *, seed: int = 0, extra: Iterable[P
         raise _nothing_fits(problem)
     interleave(problem, best, stop)
     compress(problem, best)
-    found = best.plan
-    assert found is not None
+    assert best.plan is not None
+    found, why = policy_of(problem, best.plan)
     fields = predicted(problem, found)
-    bound = joint_bound(problem)
+    # Without lockstep nothing is agreed on within an iteration.
+    silent = replace(problem, units=tuple(replace(unit, parameter_bytes=0.0) for unit in problem.units))
+    bound = joint_bound(problem if found is best.plan else silent)
     cost, objective = stated(problem, found, best.seconds)
     return replace(
         found,
@@ -60,7 +64,11 @@ def plan_joint(problem: Problem, stop: Stop, *, seed: int = 0, extra: Iterable[P
         gap=gap(best.value, min(bound.value, best.value)),
         cost=cost,
         objective=objective,
-        reasons=(*_reasons(problem, best, found, rounds), f"the lower bound comes from {bound.reason}"),
+        reasons=(
+            *_reasons(problem, best, found, rounds),
+            *([why] if why else []),
+            f"the lower bound comes from {bound.reason}",
+        ),
         tried=tuple(sorted(best.tried.values(), key=lambda t: t["seconds"])[:24]),
     )
 

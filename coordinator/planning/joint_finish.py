@@ -23,11 +23,6 @@ def interleave(problem: Problem, best: Best, stop: Stop) -> None:
     if not names or base.stages < 2:
         return
     samples = base.micro_batch_samples
-    work = (problem.forward_seconds(samples) + problem.backward_seconds(samples))[[row[0] for row in base.grid]]
-    # Of all replicas the slowest counts.
-    for row in range(base.stages):
-        each = (problem.forward_seconds(samples) + problem.backward_seconds(samples))[list(base.grid[row])]
-        work[row] = each[each.sum(axis=1).argmax()]
     ends = np.array([0.0, *np.cumsum([end - first for first, end in base.stage_units])])
     for virtual in (2, 3, 4):
         chunks = base.stages * virtual

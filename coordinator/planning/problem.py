@@ -12,6 +12,7 @@ A problem as JSON (`facility.measure` writes the same keys; every quantity carri
      "batch_samples": 64, "micro_batch_samples": [1, 2], "stages": [], "replicas": [], "schedules": ["gpipe", "1f1b"],
      "syncs": ["allreduce"], "codecs": [{"name": "int8", "ratio": 0.51, "seconds_per_byte": 2e-9}], "local_steps": 1,
      "runtime": {"transport": "blocking", "overlap": false, "pass_ms": 1, "agreement_ms": 0.5},             see `runtime`
+     "policies": ["partial_reduce"], "stalls": {"probability": 0.1, "seconds": 0.1},
      "objective": "iteration_seconds"}                                                                       see `objective`
 """
 
@@ -23,13 +24,16 @@ from functools import cached_property
 
 import numpy as np
 
+from facility.exchange.emulation import Emulation
 from facility.exchange.errors import ConfigurationError
+from facility.exchange.plan import SyncName
 
 from .runtime import Runtime
 
 FORMAT = 1
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble")
 SYNCS = ("allreduce", "central_ps", "sharded_ps")
+POLICIES: tuple[SyncName, ...] = ("partial_reduce", "adpsgd")
 OBJECTIVES = ("iteration_seconds", "tokens_per_second", "device_hours")
 Matrix = tuple[tuple[float, ...], ...]
 
@@ -199,6 +203,10 @@ class Problem:
     local_steps: int = 1
     """Optimizer steps between two agreements of the replicas."""
     runtime: Runtime = field(default_factory=Runtime)
+    policies: tuple[SyncName, ...] = ()
+    """Policies without lockstep that the replicas may follow: some of `POLICIES`."""
+    stalls: Emulation = field(default_factory=Emulation)
+    """What devices lose at random before a forward or backward (only `policies` are judged by it)."""
     objective: str = "iteration_seconds"
     """What is to be least: see `objective.OBJECTIVES`."""
     sample_tokens: int = 0
@@ -219,10 +227,12 @@ class Problem:
         for name in ("micro_batch_samples", "stages", "replicas"):
             _require(all(v >= 1 for v in getattr(self, name)), f"{name} holds a number below 1")
         _require(bool(self.micro_batch_samples), "micro_batch_samples is empty, expected at least one size")
-        for name, known in (("schedules", SCHEDULES), ("syncs", SYNCS)):
+        for name, known in (("schedules", SCHEDULES), ("syncs", SYNCS), ("policies", POLICIES)):
             for value in getattr(self, name):
                 _require(value in known, f"{name} holds {value!r}, expected some of {', '.join(known)}")
-            _require(bool(getattr(self, name)), f"{name} is empty, expected some of {', '.join(known)}")
+            _require(
+                name == "policies" or bool(getattr(self, name)), f"{name} is empty, expected some of {', '.join(known)}"
+            )
         _require(
             self.objective in OBJECTIVES, f"objective is {self.objective!r}, expected one of {', '.join(OBJECTIVES)}"
         )

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from facility.exchange.emulation import Emulation
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.settings import from_mapping
 
@@ -107,12 +108,12 @@ def _rows(raw: Any, where: str) -> list[dict[str, Any]]:
 
 _NUMBERS = ("batch_samples", "local_steps", "sample_tokens")
 _TEXTS = ("name", "objective")
-_PLAIN = (*_NUMBERS, *_TEXTS, "micro_batch_samples", "stages", "replicas", "schedules", "syncs")
+_PLAIN = (*_NUMBERS, *_TEXTS, "micro_batch_samples", "stages", "replicas", "schedules", "syncs", "policies")
 
 
 def _whole(raw: dict[str, Any], file: Path | str | None) -> Problem:
     # A measured profile may say more (`profile`); the planner reads what it needs.
-    _known(raw, "problem", ("format", "devices", "links", "units", "codecs", "runtime", "profile", *_PLAIN))
+    _known(raw, "problem", ("format", "devices", "links", "units", "codecs", "runtime", "stalls", "profile", *_PLAIN))
     for key in ("devices", "links", "units"):
         if key not in raw:
             raise ConfigurationError(f"the problem lacks {key}", file=file, key=key)
@@ -134,8 +135,21 @@ def _whole(raw: dict[str, Any], file: Path | str | None) -> Problem:
         links=_links(raw["links"], len(devices), file),
         units=tuple(units),
         codecs=tuple(codecs),
+        stalls=_stalls(raw.get("stalls", {}), file),
         runtime=runtime_from_json(raw["runtime"], file) if "runtime" in raw else Runtime(),
         **checked,
+    )
+
+
+def _stalls(raw: Any, file: Path | str | None) -> Emulation:
+    """`{"probability": p, "seconds": s}`: before every forward and backward of every stage."""
+    if not isinstance(raw, dict):
+        raise ConfigurationError(f"stalls is {raw!r:.60}, expected a mapping", file=file, key="stalls")
+    _known(raw, "stalls", ("probability", "seconds", "seed"))
+    return Emulation(
+        probability=float(numbers(raw.get("probability", 0.0), "stalls.probability", (), file)),
+        seconds=float(numbers(raw.get("seconds", 0.0), "stalls.seconds", (), file)),
+        seed=int(numbers(raw.get("seed", 0), "stalls.seed", (), file)),
     )
 
 
@@ -152,7 +166,7 @@ def _checked_plain(raw: dict[str, Any]) -> dict[str, Any]:
         elif key in _TEXTS:
             good = isinstance(value, str)
         else:
-            kind = str if key in ("schedules", "syncs") else int
+            kind = str if key in ("schedules", "syncs", "policies") else int
             good = isinstance(value, list | tuple) and all(type(item) is kind for item in value)
             value = tuple(value) if good else value
         if not good:

@@ -54,6 +54,8 @@ def _head(plan: Plan) -> Text:
             text += f", lower bound {plan.lower_bound_seconds:.4g} s"
         if plan.gap is not None:
             text += " (optimal)" if plan.gap == 0 else f" (gap {plan.gap:.1%})"
+    if plan.cost is not None and plan.cost != plan.predicted_seconds:
+        text += f"\n{plan.cost:.5g} {plan.objective}"
     for part, value in plan.predicted_parts.items():
         text += f"\n  {part}: {value:.4g} s"
     return Text(text)

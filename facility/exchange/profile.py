@@ -127,6 +127,8 @@ class Profile:
     sizes: tuple[UnitSizes, ...]
     update_seconds: Mapping[str, float] = field(default_factory=dict)
     """Kind of unit -> one optimizer step on the reference device."""
+    stalls: Mapping[str, float] = field(default_factory=dict)
+    """Probability and seconds of what devices lose before a forward or backward; empty: nothing is known of any."""
     running: RunningCosts | None = None
     """None: one rank alone."""
     details: Mapping[str, Any] = field(default_factory=dict)
@@ -182,6 +184,7 @@ class Profile:
                 ],
             },
             "units": units,
+            **({"stalls": dict(self.stalls)} if self.stalls else {}),
             **({} if self.running is None else {"runtime": self.running.to_json()}),
             "profile": {
                 **self.details,

@@ -87,11 +87,14 @@ def placement(
     return made
 
 
-def place_suite(seconds: float, seeds: int, baseline: float, only: str) -> list[dict[str, Any]]:
+def place_suite(seconds: float, seeds: int, baseline: float, only: str, draws: int) -> list[dict[str, Any]]:
     cases = {name: placement(name) for name in BEST_KNOWN}
     cases |= {f"{name}, renumbered": placement(name, renumber=1) for name in BEST_KNOWN}
-    cases |= {f"{name}, disturbed": placement(name, renumber=3, noise=4, symmetric=True) for name in BEST_KNOWN}
-    cases |= {f"{name}, asymmetric": placement(name, renumber=5, noise=6) for name in BEST_KNOWN}
+    for draw in range(draws):
+        told = f", draw {draw}" if draw else ""
+        for name in BEST_KNOWN:
+            cases[f"{name}, disturbed{told}"] = placement(name, renumber=3, noise=4 + 10 * draw, symmetric=True)
+            cases[f"{name}, asymmetric{told}"] = placement(name, renumber=5, noise=6 + 10 * draw)
     cases["worldwide, 128 devices"] = placement("worldwide", tile=2, renumber=1, noise=1)
     cases["worldwide, 128 devices, 16 stages"] = placement("worldwide", tile=2, stages=16, renumber=1, noise=1)
     cases["worldwide, 256 devices, 16 stages"] = placement("worldwide", tile=4, stages=16, renumber=1, noise=1)
@@ -141,6 +144,7 @@ def joint_suite(seconds: float, seeds: int) -> list[dict[str, Any]]:
                     "placed_then_split_seconds": split,
                     "joint_same_shape_seconds": grid.predicted_seconds,
                     "joint_free_seconds": free.predicted_seconds,
+                    "lower_bound_seconds": free.lower_bound_seconds,
                     "free_shape": f"{free.stages} x {free.replicas}, {free.schedule}, {free.sync.name}",
                     "gain_same_shape": split / grid.predicted_seconds,
                     "gain_free": split / free.predicted_seconds,
@@ -161,6 +165,7 @@ def main() -> None:
     line.add_argument(
         "--baseline", type=float, default=10.0, help="times our seconds for the published search; 0: skip it"
     )
+    line.add_argument("--draws", type=int, default=1, help="place: draws of the disturbed cases (default: %(default)s)")
     line.add_argument("--only", default="", help="place: cases whose name this regular expression finds")
     line.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: on a busy machine")
     given = line.parse_args()
@@ -170,7 +175,7 @@ def main() -> None:
     if "chain" in given.suite:
         result["chain"] = chain_suite()
     if "place" in given.suite:
-        result["place"] = place_suite(given.seconds, given.seeds, given.baseline, given.only)
+        result["place"] = place_suite(given.seconds, given.seeds, given.baseline, given.only, given.draws)
     if "joint" in given.suite:
         result["joint"] = joint_suite(given.seconds, given.seeds)
     print(json.dumps(result, indent=1))

@@ -1,6 +1,6 @@
 """The trainer under different plans on four gloo processes of unequal emulated speed. Prints JSON.
 
-    python -m tests.bench.simulate_end_to_end [--settings low high] [--factors 1,2,4,1 1,1,3,3] [--steps 4] [--repeats 2]
+    python -m tests.bench.simulate_end_to_end [--settings few many fast] [--factors 1,2,4,1 1,1,3,3] [--steps 4] [--repeats 2]
 
 For every setting `facility.measure` first measures the model, the links and what replicas and pipelines cost on the four
 processes; to that come the seconds that every unit of the model will sleep, as its device's factor says. The problem is then
@@ -8,8 +8,8 @@ planned by `even`, by `exact` (layers to devices in the best order, placed on th
 splitting the layers best afterwards, and by `joint`; `facility.train` runs the plans in turns in the same processes. Seconds a step are
 the trainer's own, of its steady steps; beside them stands what the simulator predicts. No plan is told the results of another.
 
-`low`: units take long, little is exchanged. `high`: units are ten times as fast and the model is larger, so that gradients, messages and the
-trainer's own work weigh. `--factors`: slowness of the four ranks.
+`few`: four sequences a step, so that filling and draining a pipeline weighs. `many`: eight. `fast`: eight, on units three times as fast, so that
+messages, collectives and the trainer's own work weigh. `--factors`: slowness of the four ranks.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ from tests.distributed import free_port
 from tests.pico import save_pico
 from tests.training.federation import write_dataset, write_settings
 
-RANKS, BLOCKS, SEQUENCES, TOKENS = 4, 10, 8, 16
+RANKS, BLOCKS, TOKENS = 4, 10, 16
 SETTINGS: dict[str, dict[str, Any]] = {
-    "low": {"forward_ms": 20.0, "backward_ms": 40.0, "model": {}},
-    "high": {"forward_ms": 4.0, "backward_ms": 8.0, "model": {"hidden_size": 256, "intermediate_size": 512}},
+    "few": {"forward_ms": 24.0, "backward_ms": 48.0, "sequences": 4},
+    "many": {"forward_ms": 12.0, "backward_ms": 24.0, "sequences": 8},
+    "fast": {"forward_ms": 4.0, "backward_ms": 8.0, "sequences": 8},
 }
 SHARES = [("embedding", 1, 0.1), ("block", BLOCKS, 1.0), ("head", 1, 0.5)]
 """Kind of unit, how many, sleep against a block's."""
@@ -82,7 +83,7 @@ def measured(folder: Path) -> dict[str, Any]:
     return raw
 
 
-def problem(profile: dict[str, Any], factors: list[float], forward_ms: float, backward_ms: float) -> Problem:
+def problem(profile: dict[str, Any], factors: list[float], setting: dict[str, Any]) -> Problem:
     """What was measured, and the sleeps: a device computes `measured + factor x sleep`."""
     raw = {key: value for key, value in profile.items() if key != "profile"}
     shares = {kind: share for kind, _, share in SHARES}
@@ -91,7 +92,7 @@ def problem(profile: dict[str, Any], factors: list[float], forward_ms: float, ba
     for unit in profile["units"]:
         share = shares[unit["kind"]]
         own = {side: unit[f"{side}_ms"] + unit[f"{side}_overhead_ms"] for side in ("forward", "backward")}
-        sleep = {"forward": share * forward_ms, "backward": share * backward_ms}
+        sleep = {side: share * setting[f"{side}_ms"] for side in own}
         units.append({**unit, **{f"{s}_ms": own[s] + sleep[s] for s in own}, **{f"{s}_overhead_ms": 0.0 for s in own}})
         for device, factor in enumerate(factors):
             real = sum(own.values())
@@ -101,7 +102,7 @@ def problem(profile: dict[str, Any], factors: list[float], forward_ms: float, ba
         for device, factor, kinds in zip(profile["devices"], factors, by_kind, strict=True)
     ]
     found = problem_from_json(
-        raw | {"devices": devices, "units": units, "batch_samples": SEQUENCES, "micro_batch_samples": [1], "syncs": ["allreduce"]}
+        raw | {"devices": devices, "units": units, "batch_samples": setting["sequences"], "micro_batch_samples": [1], "syncs": ["allreduce"]}
     )  # fmt: skip
     assert isinstance(found, Problem)
     return found
@@ -121,7 +122,7 @@ def real_seconds(
     plans: dict[str, Plan], folder: Path, factors: list[float], setting: dict[str, Any], steps: int, repeats: int
 ) -> dict[str, list[float]]:
     """Seconds a step of the trainer under every plan, one of each repetition."""
-    settings = write_settings(folder / "settings.json", rounds=1, steps=steps, batch_sequences=SEQUENCES, evaluation_sequences=4)  # fmt: skip
+    settings = write_settings(folder / "settings.json", rounds=1, steps=steps, batch_sequences=setting["sequences"], evaluation_sequences=4)  # fmt: skip
     sleeps = [
         [s * setting["forward_ms"] / 1e3, s * setting["backward_ms"] / 1e3] for _, n, s in SHARES for _ in range(n)
     ]
@@ -143,7 +144,7 @@ def real_seconds(
     found: dict[str, list[float]] = {title: [] for title in plans}
     for title, out in outs:
         report = json.loads((out / "report.json").read_text())
-        found[title].append(SEQUENCES * TOKENS / report["details"]["tokens_per_second_steady"])
+        found[title].append(setting["sequences"] * TOKENS / report["details"]["tokens_per_second_steady"])
     return found
 
 
@@ -173,7 +174,7 @@ def compared(whole: Problem, plans: dict[str, Plan], real: dict[str, list[float]
 def main() -> int:
     top = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     top.add_argument("--settings", nargs="+", choices=tuple(SETTINGS), default=tuple(SETTINGS))
-    top.add_argument("--factors", nargs="+", default=["1,2,4,1", "1,1,3,3", "1,2,2,4"], help="slowness of the four ranks")  # fmt: skip
+    top.add_argument("--factors", nargs="+", default=["1,2,4,1", "1,1,3,3"], help="slowness of the four ranks")  # fmt: skip
     top.add_argument("--steps", type=int, default=4, help="optimizer steps a run (default 4)")
     top.add_argument("--repeats", type=int, default=2, help="runs of every plan, in turns (default 2)")
     top.add_argument("--seconds", type=float, default=3.0, help="of planning (default 3)")
@@ -183,12 +184,14 @@ def main() -> int:
         setting = SETTINGS[name]
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary)
-            save_pico(folder / "model", num_hidden_layers=BLOCKS, **setting["model"])
-            write_dataset(folder / "data", train=SEQUENCES * (options.steps + 1), validation=8, block_tokens=TOKENS)
+            save_pico(folder / "model", num_hidden_layers=BLOCKS)
+            write_dataset(
+                folder / "data", train=setting["sequences"] * (options.steps + 1), validation=8, block_tokens=TOKENS
+            )
             profile = measured(folder)
             for text in options.factors:
                 factors = [float(f) for f in text.split(",")]
-                whole = problem(profile, factors, setting["forward_ms"], setting["backward_ms"])
+                whole = problem(profile, factors, setting)
                 plans = planned(whole, options.seconds)
                 real = real_seconds(plans, folder, factors, setting, options.steps, options.repeats)
                 row = {

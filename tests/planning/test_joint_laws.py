@@ -62,7 +62,7 @@ def random_plan(one: Problem, seed: int) -> Plan:
 
 
 @given(seed=SEEDS)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_no_layout_beats_the_bound(seed):
     one = random_problem(seed)
     bound = joint_bound(one)
@@ -183,9 +183,25 @@ def test_device_hours_leave_slow_devices_idle_and_tokens_a_second_do_not():
     assert many.cost == pytest.approx(16 * 128 / many.predicted_seconds) and "more is better" in many.objective
 
 
+def test_replicas_stop_waiting_for_each_other_only_where_devices_stall():
+    raw = whole(devices=4, blocks=6, stages=[1], replicas=[4], policies=["partial_reduce", "adpsgd"])
+    for device in raw["devices"]:
+        device["slowdown"] = 1.0
+    raw["links"] = {"latency_ms": [[0.01] * 4] * 4, "bandwidth_gbit_per_s": [[1000.0] * 4] * 4}
+    steady = plan_joint(problem_from_json(raw), Stop(60, iterations=1))
+    assert steady.sync.name == "allreduce" and any("replicas wait" in reason for reason in steady.reasons)
+    stalls = {"probability": 0.1, "seconds": 1.0}
+    stalling = plan_joint(problem_from_json(raw | {"stalls": stalls}), Stop(60, iterations=1))
+    assert stalling.sync.name in ("partial_reduce", "adpsgd") and stalling.micro_batches == steady.micro_batches
+    assert stalling.lower_bound_seconds <= stalling.predicted_seconds
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"policies": ["anarchy"]}, "policies holds 'anarchy'"),
+        ({"stalls": {"probability": 2}}, "probability is 2"),
+        ({"stalls": {"chance": 2}}, "unknown key stalls.chance"),
         ({"objective": "beauty"}, "objective is 'beauty', expected one of iteration_seconds"),
         ({"objective": "tokens_per_second"}, "needs sample_tokens"),
         ({"runtime": {"transport": "pigeon"}}, "runtime.transport is 'pigeon'"),
