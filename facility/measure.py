@@ -102,7 +102,8 @@ def main(arguments: list[str] | None = None) -> int:
     }
     everybody = _gathered(ranks, mine)
     links = _links(options, ranks, pretended, labels, everybody)
-    running = measure_running(options.model, ranks, settings, links) if ranks.world > 1 else None
+    known = pretended.links.latency_seconds or pretended.links.bytes_per_second or pretended.links.uplinks
+    running = measure_running(options.model, ranks, settings, None if known else links) if ranks.world > 1 else None
     if ranks.first:
         details = {
             "tokens": settings.tokens,

@@ -280,7 +280,11 @@ def test_four_ranks_see_their_links_and_a_shared_way_out(tmp_path: Path):
     assert raw["devices"][2]["slowdown"] > 5
     assert raw["devices"][1]["memory_bytes"] < 0.5 * raw["devices"][0]["memory_bytes"]
     assert len({d["id"] for d in raw["devices"]}) == 4
-    assert isinstance(read_problem(out, defaults={"batch_samples": 8}), Problem)
+    problem = read_problem(out, defaults={"batch_samples": 8})
+    assert isinstance(problem, Problem)
+    assert problem.runtime.transport == "blocking" and not problem.runtime.overlap
+    assert 0 < problem.runtime.agreement_seconds < 1 and 0 < problem.runtime.pass_seconds < 1
+    assert 0 < problem.runtime.step_seconds < 1 and problem.units[1].update_seconds > 0
 
 
 def test_bad_input_gets_one_error(tmp_path: Path):

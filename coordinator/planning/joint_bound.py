@@ -120,7 +120,7 @@ def joint_bound(problem: Problem) -> Bound:
                 least = min(least, seconds)
                 if best is None or value < best.value:
                     name = _NAMES[int(np.argmax(found))]
-                    best = Bound(seconds=0.0, value=value, reason=f"{name}, {stages} stages x {replicas} replicas")
+                    best = Bound(seconds=0.0, value=value, reason=f"{name}, with {stages} x {replicas} devices")
     if best is None:
         return Bound(seconds=0.0, value=0.0, reason="no allowed shape fits")
     return Bound(seconds=float(least), value=best.value, reason=best.reason)

@@ -31,16 +31,23 @@ MICRO_BATCHES = 4
 """Of the empty pipeline, for every stage."""
 
 
-def measure_running(model: Path, ranks: Ranks, settings: LayerSettings, links: MeasuredLinks) -> RunningCosts:
-    """Collective: every rank calls it and gets the same answer."""
+def measure_running(model: Path, ranks: Ranks, settings: LayerSettings, links: MeasuredLinks | None) -> RunningCosts:
+    """Collective: every rank calls it and gets the same answer.
+
+    `links`: what messages and bytes take is counted with those, and taken out here; None (links that are only pretended):
+    what is measured stays as it is.
+    """
     plain, hooked, synced, gradient_bytes = _passes(model, ranks, settings)
-    ring = [(rank, (rank + 1) % ranks.world) for rank in range(ranks.world)]
-    steps = 2 * (ranks.world - 1)
-    travel = max(
-        steps * (links.latency_seconds[a][b] + gradient_bytes / ranks.world / links.bytes_per_second[a][b])
-        for a, b in ring
-    )
-    latency = max(links.latency_seconds[a][b] for a, b in ring)
+    travel = latency = 0.0
+    if links is not None:
+        ring = [(rank, (rank + 1) % ranks.world) for rank in range(ranks.world)]
+        travel = max(
+            2
+            * (ranks.world - 1)
+            * (links.latency_seconds[a][b] + gradient_bytes / ranks.world / links.bytes_per_second[a][b])
+            for a, b in ring
+        )
+        latency = max(links.latency_seconds[a][b] for a, b in ring)
     return RunningCosts(
         pass_seconds=max(0.0, _empty_pass(ranks, settings.repeats) - latency),
         replica_forward_seconds=max(0.0, hooked[0] - plain[0]),
