@@ -15,7 +15,7 @@ from facility.exchange.plan import Schedule, SyncName
 from .emit import plan_on
 from .joint_best import Best
 from .joint_cost import Layouts
-from .joint_search import anneal
+from .joint_search import anneal, descend
 from .joint_shapes import Shape
 from .joint_starts import best_cuts, even_share
 from .problem import Problem
@@ -85,14 +85,18 @@ def _round(
         shares.append(equal)
     begin.append(Layouts(np.array(lines), np.array(cuts), np.array(shares)))
     found, _ = anneal(cost, Layouts.join(begin), rng, stop, steps=steps, hot=hot)
-    merged = Layouts.join([shape.pool, found])
+    parts = [shape.pool, found]
+    if steps >= HEATS[-1][1]:
+        low = cost.value(Layouts.join(parts)).argmin()
+        parts.append(descend(cost, Layouts.join(parts).take([int(low)]), stop))
+    merged = Layouts.join(parts)
     worth = cost.value(merged)
     _, unique = np.unique(
         np.concatenate([merged.line[:, :used], merged.cuts, merged.share], axis=1), axis=0, return_index=True
     )
     order = unique[np.argsort(worth[unique], kind="stable")][:32]
     shape.pool, shape.worth = merged.take(order), worth[order]
-    _score(problem, best, shape, 1 if problem.links.shared else 3, "annealed")
+    _score(problem, best, shape, 1 if problem.links.shared else 6, "annealed")
 
 
 def _score(problem: Problem, best: Best, shape: Shape, count: int, how: str) -> None:

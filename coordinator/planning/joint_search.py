@@ -111,3 +111,43 @@ def _shift_share(cost: Cost, state: Layouts, rng: np.random.Generator) -> Layout
     share[k, a] -= number
     share[k, b] += number
     return Layouts(state.line, state.cuts, share)
+
+
+def descend(cost: Cost, begin: Layouts, stop: Stop, *, most: int = 40) -> Layouts:
+    """From one layout to a local optimum: always the best of all exchanges of two devices, shifts of a unit and of micro-batches."""
+    now, worth = begin, float(cost.value(begin)[0])
+    for _ in range(most):
+        if stop(0):
+            break
+        around = _neighbours(cost, now)
+        values = cost.value(around)
+        best = int(values.argmin())
+        if values[best] >= worth * (1 - 1e-9):
+            break
+        now, worth = around.take([best]), float(values[best])
+    return now
+
+
+def _neighbours(cost: Cost, one: Layouts) -> Layouts:
+    """All layouts one exchange or one shift away."""
+    used, count = cost.stages * cost.replicas, one.line.shape[1]
+    a, b = np.triu_indices(count, 1)
+    a, b = a[a < used], b[a < used]
+    lines = np.repeat(one.line, len(a), axis=0)
+    k = np.arange(len(a))
+    lines[k, a], lines[k, b] = one.line[0, b], one.line[0, a]
+    found = [Layouts(lines, np.repeat(one.cuts, len(a), axis=0), np.repeat(one.share, len(a), axis=0))]
+    first, last = (index + 1 for index in np.triu_indices(cost.stages - 1))
+    for sign in (-1, 1):
+        place = np.arange(cost.stages + 1)[None, :]
+        cuts = one.cuts + sign * ((place >= first[:, None]) & (place <= last[:, None]))
+        cuts = cuts[(np.diff(cuts, axis=1) >= 1).all(axis=1)]
+        found.append(Layouts(np.repeat(one.line, len(cuts), 0), cuts, np.repeat(one.share, len(cuts), 0)))
+    giver, taker = np.nonzero(~np.eye(cost.replicas, dtype=bool))
+    for number in (1, 2, 4):
+        share = np.repeat(one.share, len(giver), axis=0)
+        share[np.arange(len(giver)), giver] -= number
+        share[np.arange(len(giver)), taker] += number
+        share = share[(share >= 1).all(axis=1)]
+        found.append(Layouts(np.repeat(one.line, len(share), 0), np.repeat(one.cuts, len(share), 0), share))
+    return Layouts.join(found)
