@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy as np
 from coordinator.simulation.plans import layout_of, simulate
 from facility.exchange.plan import CompressedLink, DeviceLoad, Plan, Schedule, Sync, SyncName
 
-from .chain import Assignment, Chain
+from .chain import Assignment, Chain, Infeasible
 from .place import Placement
 from .problem import ChainProblem, PlacementProblem, Problem
 
@@ -150,4 +151,35 @@ def simulated_seconds(problem: Problem, plan: Plan) -> float:
     return result.iteration_seconds
 
 
-__all__ = ["gap", "layout_of", "plan_of_chain", "plan_of_placement", "plan_on", "predicted", "simulated_seconds"]
+def fastest(problem: Problem, plans: Iterable[Plan]) -> Plan:
+    """The fastest of some plans by simulation, its prediction filled in; raises `Infeasible` if each exceeds a memory."""
+    best: Plan | None = None
+    least, over = np.inf, ""
+    for plan in plans:
+        whole = replace(plan, **predicted(problem, plan))
+        load = max(whole.loads, key=lambda one: one.memory_bytes / (one.memory_limit_bytes or np.inf))
+        limit = load.memory_limit_bytes or np.inf
+        if load.memory_bytes > limit * (1 + 1e-9):
+            over = (
+                f"under {plan.schedule} device {problem.devices[load.device].id!r} would hold {load.memory_bytes / 1e6:,.1f} MB "
+                f"with its micro-batches in flight: short by {(load.memory_bytes - limit) / 1e6:,.1f} MB"
+            )
+            continue
+        assert whole.predicted_seconds is not None
+        if whole.predicted_seconds < least:
+            best, least = whole, whole.predicted_seconds
+    if best is None:
+        raise Infeasible(f"{over}; allow the schedule 1f1b or smaller micro-batches, or use --method joint")
+    return best
+
+
+__all__ = [
+    "fastest",
+    "gap",
+    "layout_of",
+    "plan_of_chain",
+    "plan_of_placement",
+    "plan_on",
+    "predicted",
+    "simulated_seconds",
+]

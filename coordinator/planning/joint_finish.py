@@ -30,8 +30,9 @@ def interleave(problem: Problem, best: Best, stop: Stop) -> None:
             break
         sizes = np.diff(ends) / virtual
         cuts = np.rint(np.concatenate([[0.0], np.cumsum(np.tile(sizes, virtual))])).astype(int)
-        cuts = np.maximum(cuts, np.arange(chunks + 1))
-        cuts = np.minimum(cuts, base.units - np.arange(chunks, -1, -1))
+        steps = np.arange(chunks + 1)  # no chunk is empty: each cut beyond the one before, and room for those after
+        cuts = np.maximum.accumulate(cuts - steps) + steps
+        cuts = np.minimum(cuts, base.units - steps[::-1])
         for schedule in names:
             for counts in _countable(base.replica_micro_batches, base.stages):
                 plan = plan_on(

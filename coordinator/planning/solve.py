@@ -13,7 +13,7 @@ from facility.exchange.plan import Plan, Schedule, SyncName
 
 from .chain import Assignment
 from .dynamic import plan_dynamic
-from .emit import gap, plan_of_chain, plan_of_placement, plan_on, predicted
+from .emit import fastest, gap, plan_of_chain, plan_of_placement, plan_on
 from .even import plan_even
 from .exact import plan_exact_in_order
 from .exact_free import plan_exact
@@ -96,22 +96,22 @@ def _chain(problem: AnyProblem, method: str, stop: Stop, seed: int, order: str) 
     if isinstance(problem, ChainProblem):
         return plan
     samples = min(problem.micro_batch_samples)
-    best: Plan | None = None
-    for schedule in [s for s in problem.schedules if not s.startswith("interleaved")] or ["1f1b"]:
-        whole = plan_on(
-            problem,
-            plan.grid,
-            [(a, b) for a, b in plan.stage_units],
-            micro_batches=[max(1, problem.batch_samples // samples)],
-            micro_batch_samples=samples,
-            schedule=cast(Schedule, schedule),
-            sync=cast(SyncName, problem.syncs[0]),
-        )
-        whole = replace(whole, **predicted(problem, whole))
-        assert whole.predicted_seconds is not None
-        if best is None or whole.predicted_seconds < (best.predicted_seconds or np.inf):
-            best = whole
-    assert best is not None and best.predicted_seconds is not None
+    best = fastest(
+        problem,
+        (
+            plan_on(
+                problem,
+                plan.grid,
+                [(a, b) for a, b in plan.stage_units],
+                micro_batches=[max(1, problem.batch_samples // samples)],
+                micro_batch_samples=samples,
+                schedule=cast(Schedule, schedule),
+                sync=cast(SyncName, problem.syncs[0]),
+            )
+            for schedule in [s for s in problem.schedules if not s.startswith("interleaved")] or ["1f1b"]
+        ),
+    )
+    assert best.predicted_seconds is not None
     bound = min(joint_bound(problem).seconds, best.predicted_seconds)
     return replace(
         best,
@@ -158,7 +158,7 @@ def placed(problem: Problem, stages: int, replicas: int, stop: Stop, *, seed: in
     network = placement_of(problem, stages, replicas)
     found = plan_place(network, stop, seed=seed)
     samples = min(problem.micro_batch_samples)
-    best: Plan | None = None
+    plans = []
     for schedule in [s for s in problem.schedules if not s.startswith("interleaved")] or ["1f1b"]:
         cost = Cost(problem, stages, replicas, samples, schedule)
         share = even_share(cost.micro_batches, replicas)
@@ -166,8 +166,8 @@ def placed(problem: Problem, stages: int, replicas: int, stop: Stop, *, seed: in
         if split == "best":
             better = best_cuts(cost, np.array(found.grid), share)
             cuts = cuts if better is None else better
-        for sync in problem.syncs:
-            plan = plan_on(
+        plans += [
+            plan_on(
                 problem,
                 found.grid,
                 list(zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True)),
@@ -176,11 +176,10 @@ def placed(problem: Problem, stages: int, replicas: int, stop: Stop, *, seed: in
                 schedule=cast(Schedule, schedule),
                 sync=cast(SyncName, sync),
             )
-            plan = replace(plan, **predicted(problem, plan))
-            assert plan.predicted_seconds is not None
-            if best is None or plan.predicted_seconds < (best.predicted_seconds or np.inf):
-                best = plan
-    assert best is not None and best.predicted_seconds is not None
+            for sync in problem.syncs
+        ]
+    best = fastest(problem, plans)
+    assert best.predicted_seconds is not None
     bound = min(joint_bound(problem).seconds, best.predicted_seconds)
     return replace(
         best,
