@@ -76,7 +76,7 @@ def measured(folder: Path) -> dict[str, Any]:
     out = folder / "profile.json"
     together(
         ["facility.measure", "--model", str(folder / "model"), "--out", str(out), "--tokens", str(TOKENS), "--samples", "1",
-         "--clock", "wall", "--most-megabytes", "8", "--threads", "1"],
+         "--clock", "cpu", "--most-megabytes", "8", "--threads", "1"],
         [{}] * RANKS,
     )  # fmt: skip
     raw: dict[str, Any] = json.loads(out.read_text())
