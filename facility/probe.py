@@ -21,6 +21,7 @@ import facility
 from facility.exchange import manifest, report, settings
 from facility.exchange.errors import CrossFedError
 from facility.exchange.paths import resolve
+from facility.quota import quotas
 
 PACKAGES = ("torch", "transformers", "safetensors", "tokenizers", "datasets", "numpy")
 
@@ -70,6 +71,11 @@ def disk(path: Path, reserve: int) -> dict[str, Any]:
         "writable": folder.is_dir() and os.access(folder, os.W_OK | os.X_OK),
         "free": shutil.disk_usage(folder if folder.exists() else "/").free,
     }
+    told["quotas"] = (
+        [{"of": one.of, "free": one.free, "files_free": one.files_free} for one in quotas(folder)]
+        if told["writable"]
+        else []
+    )
     if told["writable"] and reserve and reserve < told["free"] and shutil.which("fallocate"):
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".crossfed-room-") as file:
             result = subprocess.run(["fallocate", "-l", str(reserve), file.name], capture_output=True, text=True)

@@ -19,6 +19,8 @@ from facility.exchange.paths import CHECKOUT
 
 FORMATS = {"manifest": manifest.FORMAT, "report": report.FORMAT, "settings": settings.FORMAT}
 BEGIN = "crossfed-probe-begins"
+FILES = 1000
+"""Files that two rounds leave at a facility, amply counted."""
 
 
 def probe(deployment: Deployment, dataset: str, workdir: str, reserve: int) -> tuple[dict[str, Any] | None, Row | None]:
@@ -170,6 +172,11 @@ def _room(name: str, told: dict[str, Any], workdir: str, reserve: int) -> Row:
         )
     if told["free"] < reserve:
         return fail(name, "room", f"{size(told['free'])} are free at {workdir}, the rounds need {size(reserve)}", "free some, or choose a larger file system for `workdir:`")  # fmt: skip
+    for quota in told.get("quotas", []):
+        if quota["free"] is not None and quota["free"] < reserve:
+            return fail(name, "room", f"the quota of {quota['of']} leaves {size(quota['free'])}, the rounds need {size(reserve)} at {workdir}", "free some, ask the site for more, or choose another file system for `workdir:`")  # fmt: skip
+        if quota["files_free"] is not None and quota["files_free"] < FILES:
+            return fail(name, "room", f"the quota of {quota['of']} leaves {quota['files_free']} files, the rounds need up to {FILES}", "remove files there (a Python environment has tens of thousands), or ask the site for more")  # fmt: skip
     if "refused" in told:
         return fail(name, "room", f"{size(reserve)} could not be reserved at {workdir}: {told['refused']}", "your quota there is smaller than the free space; ask for more or choose another `workdir:`")  # fmt: skip
     return ok(name, "room", f"{size(told['free'])} free at {workdir}, the rounds need {size(reserve)}")

@@ -59,7 +59,8 @@ class ParallelSSHConnector(SSHConnector):
 
     async def awake(self, location: ExecutionLocation) -> list[SSHContextFactory]:
         """As many of `lanes` as the distance is worth, logged in."""
-        if location.name not in self._awake:
+        known = self._awake.get(location.name)
+        if known is None or known.done() and (known.cancelled() or known.exception() is not None):
             self._awake[location.name] = asyncio.ensure_future(awaken(self.lanes(location)))
         return await asyncio.shield(self._awake[location.name])
 

@@ -1,0 +1,202 @@
+"""Ways in and ways to wait: certificate, jump host, data-transfer host, no queue at all, and jobs that will not begin."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+from streamflow.core.deployment import ExecutionLocation
+
+from coordinator.checks.remote import run as run_there
+from coordinator.deployments import read_deployment
+from coordinator.federation import read_federation
+from coordinator.queues import read_queues
+from coordinator.render import write
+from coordinator.testbed import daemons, namespaces
+from coordinator.testbed.command import call, end, wait_until
+from coordinator.testbed.layout import Site
+from coordinator.transfer.ssh import ParallelSSHConnector
+from coordinator.waiting import what_to_do
+from tests.testbed.conftest import ssh
+from tests.testbed.federation import federate
+
+pytestmark = [pytest.mark.testbed, pytest.mark.timeout(300)]
+PORT = 2222
+
+
+@dataclass(frozen=True, kw_only=True)
+class Second:
+    """A second sshd of site-a, which takes certificates only."""
+
+    site: Site
+    address: str
+    key: Path
+    log: Path
+
+
+@pytest.fixture(scope="module")
+def second(testbed, tmp_path_factory) -> Iterator[Second]:
+    site = testbed.sites[0]
+    keys = tmp_path_factory.mktemp("keys")
+    authority, key = keys / "authority", keys / "id_ed25519"
+    for path in (authority, key):
+        call("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", path)
+    call(
+        "ssh-keygen", "-q", "-s", authority, "-I", "coordinator", "-n", site.user, "-V", "+1h", key.with_suffix(".pub")
+    )
+    shutil.copy(authority.with_suffix(".pub"), site.etc / "authority.pub")
+    text = (site.etc / "sshd_config").read_text()
+    text = text.replace("Port 22\n", f"Port {PORT}\n").replace("sshd.pid", "second.pid")
+    text = text.replace(f"AuthorizedKeysFile {site.etc}/authorized_keys", f"AuthorizedKeysFile none\nTrustedUserCAKeys {site.etc}/authority.pub")  # fmt: skip
+    (site.etc / "second_config").write_text(text)
+    log = site.log / "second.log"
+    call(*namespaces.enter(site, "/usr/sbin/sshd", "-f", site.etc / "second_config", "-E", log))
+    wait_until(lambda: daemons.pid(site.run / "second.pid") is not None, 10, "start of the second sshd")
+    known = testbed.known_hosts.read_text()
+    host_key = known.splitlines()[0].split(maxsplit=1)[1]
+    testbed.known_hosts.write_text(f"{known}[{site.address}]:{PORT} {host_key}\n")
+    try:
+        yield Second(site=site, address=f"{site.address}:{PORT}", key=key, log=log)
+    finally:
+        testbed.known_hosts.write_text(known)
+        end([found] if (found := daemons.pid(site.run / "second.pid")) else [])
+
+
+def connected(second: Second, command: str, *, move: Path | None = None, **settings) -> str:
+    """What a command says over our connector; with `move`, this file travels there and back too."""
+    connector = ParallelSSHConnector(
+        "facility-site-a", "/", username=second.site.user, retries=2, retryDelay=1, **settings
+    )
+    host = next(iter(connector.nodes))
+    location = ExecutionLocation(name=host, deployment="facility-site-a", hostname=host, local=False)
+
+    async def act() -> str:
+        try:
+            answer = await connector.run(location=location, command=[command], capture_output=True)
+            if move is not None:
+                await connector.copy_local_to_remote(str(move), f"{second.site.home}/moved", [location])
+                await connector.copy_remote_to_local(f"{second.site.home}/moved", str(move) + ".back", location)
+            assert answer is not None and answer[1] == 0
+            return answer[0]
+        finally:
+            await connector.undeploy(False)
+
+    return asyncio.run(act())
+
+
+def test_a_certificate_lets_in_and_the_bare_key_does_not(second):
+    assert connected(second, "id -un", nodes=[second.address], sshKey=str(second.key)) == second.site.user
+    deployment = read_deployment({"type": "ssh", "host": second.address, "user": second.site.user, "key": str(second.key),
+                                  "workdir": "/w"}, "d")  # fmt: skip
+    assert run_there(deployment, "id -un\n").out.strip() == second.site.user
+    bare = second.key.with_name("bare")
+    shutil.copy(second.key, bare)
+    with pytest.raises(Exception, match="LOGIN REFUSED"):
+        connected(second, "id -un", nodes=[second.address], sshKey=str(bare))
+
+
+def test_a_jump_host_is_gone_through(second, testbed):
+    """The facility then sees the jump host's address, not the coordinator's."""
+    jump = {"hostname": second.site.address, "username": second.site.user, "sshKey": str(testbed.key)}
+    direct = connected(second, "echo $SSH_CONNECTION", nodes=[second.address], sshKey=str(second.key))
+    through = connected(second, "echo $SSH_CONNECTION", nodes=[second.address], sshKey=str(second.key), tunnel=jump)
+    assert direct.split()[0] == second.site.coordinator_address and through.split()[0] == second.site.address
+    described = {"type": "ssh", "host": second.address, "user": second.site.user, "key": str(second.key), "workdir": "/w",
+                 "tunnel": {"host": second.site.address, "user": second.site.user, "key": str(testbed.key)}}  # fmt: skip
+    answer = run_there(read_deployment(described, "d"), "echo $SSH_CONNECTION\n")
+    assert answer.out.split()[0] == second.site.address, answer.error
+
+
+def test_models_go_over_the_data_transfer_host_and_commands_to_the_login_node(second, testbed, tmp_path):
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"x" * 9_000_000)
+    before = second.log.read_text().count("Accepted publickey")
+    transfer = {"hostname": second.address, "username": second.site.user, "sshKey": str(second.key)}
+    said = connected(second, "echo $SSH_CONNECTION", move=file, nodes=[second.site.address], sshKey=str(testbed.key),
+                     dataTransferConnection=transfer)  # fmt: skip
+    assert said.split()[3] == "22"
+    assert second.log.read_text().count("Accepted publickey") > before
+    assert Path(str(file) + ".back").read_bytes() == file.read_bytes()
+
+
+def test_a_held_job_costs_its_facility_the_round_and_the_user_is_told(testbed, material, tmp_path):
+    a, b = testbed.sites
+    run = federate(testbed, tmp_path, *material, name="held", rounds=1)
+    job = run.file.parent / "jobs" / f"{a.name}.sh"
+    job.write_text(job.read_text().replace("#SBATCH --nodes=1", "#SBATCH --nodes=1\n#SBATCH --hold"))
+    supervisor = run.supervisor(look_seconds=1.0)
+    supervisor.queues = read_queues(run.file.parent / "streamflow.yml", {a.name: 4.0, b.name: 4.0})
+    assert supervisor.run()[0] == 0, run.text()
+    assert any("JobHeldUser" in line and "scontrol release" in line for line in run.said), run.text()
+    assert any("goes on without it" in line for line in run.said)
+    assert any(f"round 0 goes on without {a.name}" in line for line in run.log), run.text()
+    assert len(run.archive.rounds()) == 1
+
+
+def test_a_partition_that_is_down_is_told(testbed, material, tmp_path):
+    a = testbed.sites[0]
+    run = federate(testbed, tmp_path, *material, name="down", rounds=1)
+    queue = next(q for q in read_queues(run.file.parent / "streamflow.yml") if q.facility == a.name)
+    call(*namespaces.enter(a, "scontrol", "update", "PartitionName=main", "State=DOWN"))
+    try:
+        assert ssh(testbed, a, f"sbatch --job-name={queue.job_name} --wrap 'sleep 60'").returncode == 0
+        wait_until(lambda: bool(queue.jobs() and queue.jobs()[0].reason), 30, "a reason")
+        assert "partition takes no jobs" in what_to_do("slurm", queue.jobs()[0]), queue.jobs()
+        assert len(queue.cancel(waiting_only=True)) == 1
+        wait_until(lambda: not queue.jobs(), 30, "the job's end")
+    finally:
+        call(*namespaces.enter(a, "scontrol", "update", "PartitionName=main", "State=UP"))
+
+
+TEMPLATE = """#!/bin/bash
+if [ -e ~/slow ]; then sleep 300; fi
+. '<home>/env.sh'
+IFS= read -r -d '' command <<'CROSSFED' || true
+{{ streamflow_command }}
+CROSSFED
+bash -c "$command"
+"""
+
+
+def test_stopping_ends_a_job_without_queue_and_the_next_run_trains_once(testbed, material, tmp_path):
+    a, b = testbed.sites
+    run = federate(testbed, tmp_path, *material, name="plain", rounds=1, minimum=2)
+    described = yaml.safe_load(run.file.read_text())
+    (run.file.parent / "plain.sh").write_text(TEMPLATE)
+    for one in described["facilities"]:
+        one["deployment"] |= {"type": "ssh", "template": "plain.sh"}
+        del one["deployment"]["fill"]
+    run.file.write_text(yaml.safe_dump(described))
+    write(read_federation(run.file))
+    queues = read_queues(run.file.parent / "streamflow.yml")
+    assert [queue.kind for queue in queues] == ["ssh", "ssh"]
+    for site in (a, b):
+        (site.home / "slow").touch()
+    try:
+        supervisor = run.supervisor()
+        result: list[tuple[int, str]] = []
+        thread = threading.Thread(target=lambda: result.append(supervisor.run()), daemon=True)
+        thread.start()
+        for queue in queues:
+            wait_until(lambda queue=queue: bool(queue.jobs()), 90, f"a job at {queue.facility}")  # type: ignore[misc]
+        supervisor.stop(signal.SIGTERM)
+        thread.join(60)
+        assert result and result[0][0] == 128 + signal.SIGTERM, run.text()
+        for queue in queues:
+            wait_until(lambda queue=queue: not queue.jobs(), 30, f"the end of the job at {queue.facility}")  # type: ignore[misc]
+    finally:
+        for site in (a, b):
+            (site.home / "slow").unlink()
+    assert run.run() == 0, run.text()
+    assert len(run.archive.rounds()) == 1
+    for site in (a, b):
+        ps = subprocess.run(["ps", "-u", site.user, "-o", "args="], capture_output=True, text=True).stdout
+        assert "facility." not in ps and "sleep 300" not in ps
