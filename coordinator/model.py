@@ -3,19 +3,18 @@
     python -m coordinator.model --source ORG/NAME --out models/NAME
 
 The source is a model of the Hugging Face hub, a Hugging Face checkpoint on disk (safetensors or .bin), or a folder with
-Meta's original Llama files (`params.json`, `consolidated.*.pth`), which transformers' own converter reads.
+Meta's original Llama files (`params.json`, `consolidated.*.pth`), see `coordinator.llama`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import shutil
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+from coordinator.llama import convert_llama
 from facility.exchange.checkpoint import open_checkpoint
 from facility.exchange.durable import new_directory
 from facility.exchange.errors import CheckpointError, InputError, TryAgain, exit_on_error
@@ -43,7 +42,7 @@ def convert(source: str, out: Path, *, dtype: str, revision: str) -> str:
     folder = Path(source).expanduser()
     with tempfile.TemporaryDirectory(prefix="crossfed-model-") as scratch:
         if (folder / "params.json").is_file():
-            source_name = str(original_llama(folder, Path(scratch) / "hf"))
+            source_name = str(convert_llama(folder, Path(scratch) / "hf"))
         elif (folder / "config.json").is_file():
             source_name = str(folder)
         elif folder.exists():
@@ -89,29 +88,6 @@ def load_and_save(source: str, out: Path, *, dtype: str, revision: str, made_fro
         checkpoint = open_checkpoint(temporary)
         told = f"{checkpoint.parameters:,} parameters, {checkpoint.bytes / 1e9:.3g} GB in {dtype}"
     return f"{out}: {told}; loaded and evaluated"
-
-
-def original_llama(folder: Path, out: Path) -> Path:
-    """Meta's files through transformers' converter."""
-    size = "-".join(folder.name.split("-")[-1:]) if folder.name[-1:] in "Bb" else "8B"
-    program = ["-m", "transformers.models.llama.convert_llama_weights_to_hf"]
-    command = [
-        sys.executable,
-        *program,
-        "--input_dir",
-        str(folder),
-        "--model_size",
-        size.upper(),
-        "--output_dir",
-        str(out),
-    ]
-    result = subprocess.run(command, text=True, capture_output=True)
-    if result.returncode != 0:
-        shutil.rmtree(out, ignore_errors=True)
-        raise InputError(
-            f"transformers' converter refused {folder}: {result.stderr.strip().splitlines()[-1:]}; command: {' '.join(command[1:])}"
-        )
-    return out
 
 
 def main() -> int:
