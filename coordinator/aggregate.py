@@ -65,7 +65,7 @@ def aggregate(
     `CrossFedError`; then nothing is left behind.
     """
     with _clear_about_space(out):
-        return _aggregate(base, updates, out, settings or AggregationSettings(), state_in, state_out, record, threads)
+        return _aggregate(base, updates, out, settings or read_settings(), state_in, state_out, record, threads)
 
 
 @contextmanager
@@ -102,10 +102,6 @@ def _aggregate(
             source, begun = adapter_base(whole, updates, Path(scratch))
             if begun:  # there is no step yet that a server optimiser could take
                 settings = dataclasses.replace(settings, rule=settings.combiner, server_learning_rate=1.0)
-            if settings.lora == "product" and settings.rule != "mean":
-                raise ConfigurationError(
-                    f"lora is 'product', which is a mean of its own; rule is {settings.rule!r}, expected 'mean'"
-                )
         return _combine(
             whole, source, sent, updates, out, settings, state_in, state_out, record, threads, started, with_adapters
         )
@@ -132,6 +128,7 @@ def _combine(
     floats = {n: e for n, e in source.tensors.items() if e.dtype in FLOATS and patterns.federated(n)}
     if not floats:
         raise ConfigurationError("include and exclude leave no floating-point tensor to federate")
+    number = sent.round if sent else 0
     threads = threads or min(2, os.cpu_count() or 1)
     seconds = {"open": time.perf_counter() - started}
 
@@ -158,12 +155,12 @@ def _combine(
         weights,
         gram=measured.gram if measured else None,
         histograms=histograms,
-        round=sent.round if sent else 0,
+        round=number,
     )
 
     if with_adapters:
         plan = dataclasses.replace(plan, details=plan.details | {"lora": settings.lora} | errors(opened, weights))
-    outer, starts = outer_of(settings)
+    outer, starts = outer_of(settings, number)
     slot_names = SLOT_NAMES[settings.outer]
     old = open_state(state_in, sent, [MASTER, *slot_names])
     dtypes = {
@@ -328,9 +325,12 @@ def copy_companions(source: Path, target: Path) -> None:
                 shutil.copyfile(path, target / path.name)
 
 
-def read_settings(path: Path | None, rule: str | None = None, weights: str | None = None) -> AggregationSettings:
-    """Settings from a YAML or JSON file (a whole federation.yml, or its `aggregation:` section), then the overrides."""
-    raw: Any = {}
+def read_settings(path: Path | None = None, rule: str | None = None, weights: str | None = None) -> AggregationSettings:
+    """Settings from a YAML or JSON file (a whole federation.yml, or its `aggregation:` section), then the overrides.
+
+    Without a file there may be no next round that a momentum could help: the plain mean.
+    """
+    raw: Any = {"rule": "mean"}
     if path is not None:
         try:
             raw = yaml.safe_load(Path(path).read_text()) or {}
@@ -349,7 +349,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--base", type=Path, required=True, metavar="DIR", help="model that the updates started from")
     p.add_argument("--update", type=Path, action="append", default=[], metavar="DIR", help="one update; repeat")
     p.add_argument("--out", type=Path, required=True, metavar="DIR", help="next model; must not exist")
-    p.add_argument("--rule", metavar="NAME", help="overrides the settings' rule (default: mean)")
+    p.add_argument("--rule", metavar="NAME", help="overrides the settings' rule (default: mean, or the file's)")
     p.add_argument(
         "--weights",
         choices=("tokens", "samples", "equal"),

@@ -5,6 +5,7 @@
         round-0003/               appears whole, by rename
             model/                global model made by round 3 = input of round 4
             state/                float32 master and optimizer moments (coordinator.aggregate)
+            message/              the model as a difference to the one before, where `sending` asks for it (coordinator.send)
             round.json            RoundFile: outcomes by facility, decision, the aggregation's own record
         evaluation.json           the final model's perplexity by facility
         stopped.json              why a run ended early for a reason that needs a person; removed by the next start
@@ -54,6 +55,13 @@ class FacilityRow:
     tokens_per_second: float = 0.0
     perplexity_received: float | None = None
     perplexity_returned: float | None = None
+    sent: str = "full"
+    """How the model travelled to it, and why it was whole where messages are asked for."""
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    """Of its update as it travelled."""
+    holds: str = ""
+    """Digest of the model that it said to keep; empty: none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +82,8 @@ class RoundFile:
     finished: str = ""
     """UTC, ISO 8601."""
     aggregation: dict[str, Any] = field(default_factory=dict)
+    message: dict[str, Any] = field(default_factory=dict)
+    """The difference between the new model and the one before: encoding, bytes, error; or why there is none."""
     format: int = FORMAT
 
 
@@ -100,6 +110,10 @@ class Archive:
     def model_for(self, number: int) -> Path:
         """Directory of the global model that is the input of round `number`."""
         return self.path / "initial" / "model" if number == 0 else self.round_directory(number - 1) / "model"
+
+    def message_for(self, number: int) -> Path | None:
+        """Where the model of round `number` lies as a difference to that of the round before, if one was made."""
+        return None if number == 0 else self.round_directory(number - 1) / "message"
 
     def state_for(self, number: int) -> Path | None:
         """Aggregation state that round `number` starts from; None for round 0."""
@@ -161,7 +175,7 @@ class Archive:
         """Remove the weights (never round.json) of all but the last `keep` rounds; 0 keeps all."""
         if keep:
             for number in self.rounds()[:-keep]:
-                for name in ("model", "state"):
+                for name in ("model", "state", "message"):
                     shutil.rmtree(self.round_directory(number) / name, ignore_errors=True)
 
     def read_note(self, name: str) -> dict[str, Any]:

@@ -16,11 +16,12 @@ from pathlib import Path
 from coordinator.aggregate import aggregate
 from coordinator.archive import Archive, FacilityRow, RoundFile
 from coordinator.decide import decide
+from coordinator.send import Outgoing, bytes_of, make_message, outgoing
 from coordinator.settings import CoordinatorSettings, read_coordinator_settings
 from coordinator.step import write_outputs
 from facility.exchange.durable import write_json
 from facility.exchange.errors import CrossFedError, exit_on_error
-from facility.exchange.manifest import verify_manifest
+from facility.exchange.manifest import KEEPS, read_manifest, verify_manifest
 from facility.exchange.paths import resolve
 from facility.exchange.report import Failure, Report, read_failure, read_report
 
@@ -57,7 +58,11 @@ def close_round(
     attempt = _attempt(archive, number)
     wants_more_time = any(failure.again for failure in arrived.failures.values())
     if arrived.failures and (attempt <= settings.retries or (wants_more_time and attempt <= settings.come_backs)):
-        archive.write_note("attempts", {"round": number, "count": attempt, "failures": _told(arrived)})
+        whole = sorted(name for name, failure in arrived.failures.items() if not failure.again)
+        archive.write_note(
+            "attempts",
+            {"round": number, "count": attempt, "failures": _told(arrived), "whole": _whole(archive, number, whole)},
+        )
         print(f"round {number} is asked for again (attempt {attempt + 1}): {_told(arrived)}")
         return model, number, True
     if len(arrived.updates) < settings.minimum_facilities:
@@ -76,6 +81,7 @@ def close_round(
             state_in=archive.state_for(number),
             state_out=directory / "state",
         )
+        message = make_message(directory, model, settings.sending)
         losses = [archive.read_round(earlier).global_loss for earlier in range(number)]
         loss = _mean([report.loss_received for report in arrived.reports.values()])
         decision = decide(settings, [*losses, loss])
@@ -83,9 +89,10 @@ def close_round(
         round_file = RoundFile(
             round=number,
             facilities=[
-                _row(name, number, arrived, weights, record.quarantined)
+                _row(name, number, arrived, weights, record.quarantined, outgoing(archive, settings, name, number))
                 for name in sorted({*arrived.reports, *arrived.failures})
             ],
+            message=message,
             global_loss=loss,
             decision=decision.reason,
             ended=not decision.proceed and number + 1 < settings.rounds,
@@ -113,7 +120,10 @@ def close_round(
 def _close_evaluation(
     archive: Archive, settings: CoordinatorSettings, model: Path, arrived: Arrived
 ) -> tuple[Path, int, bool]:
-    rows = [_row(name, settings.rounds, arrived, {}, {}) for name in sorted({*arrived.reports, *arrived.failures})]
+    rows = [
+        _row(name, settings.rounds, arrived, {}, {}, outgoing(archive, settings, name, settings.rounds))
+        for name in sorted({*arrived.reports, *arrived.failures})
+    ]
     loss = _mean([report.loss_received for report in arrived.reports.values()])
     archive.write_note(
         "evaluation",
@@ -133,6 +143,12 @@ def _attempt(archive: Archive, number: int) -> int:
     return int(note["count"]) + 1 if note.get("round") == number else 1
 
 
+def _whole(archive: Archive, number: int, failed: list[str]) -> list[str]:
+    """Facilities that are sent the whole model when round `number` is asked for again: they failed at it."""
+    note = archive.read_note("attempts")
+    return sorted({*failed, *(note.get("whole", []) if note.get("round") == number else [])})
+
+
 def _told(arrived: Arrived) -> str:
     return (
         "; ".join(f"{name}: {failure.reason}" for name, failure in sorted(arrived.failures.items()))
@@ -145,18 +161,29 @@ def _mean(values: list[float]) -> float | None:
 
 
 def _row(
-    name: str, number: int, arrived: Arrived, weights: dict[str, float], quarantined: dict[str, str]
+    name: str,
+    number: int,
+    arrived: Arrived,
+    weights: dict[str, float],
+    quarantined: dict[str, str],
+    sent: Outgoing,
 ) -> FacilityRow:
+    row = FacilityRow(round=number, facility=name, status="ok", sent=str(sent), sent_bytes=sent.bytes)
+    if (update := arrived.updates.get(name)) is not None:
+        manifest = read_manifest(update)
+        row = dataclasses.replace(
+            row,
+            received_bytes=int(manifest.extra.get("message_bytes") or bytes_of(manifest)),
+            holds=str(manifest.extra.get(KEEPS, "")),
+        )
     if name in arrived.failures or name in quarantined:
         failure = arrived.failures.get(name) or Failure(
             facility=name, round=number, reason=quarantined[name], kind="refused"
         )
-        return FacilityRow(round=number, facility=name, status=failure.kind, reason=failure.reason)
+        return dataclasses.replace(row, status=failure.kind, reason=failure.reason)
     report = arrived.reports[name]
-    return FacilityRow(
-        round=number,
-        facility=name,
-        status="ok",
+    return dataclasses.replace(
+        row,
         weight=weights.get(name, 0.0),
         tokens=report.tokens,
         samples=report.samples,

@@ -83,10 +83,9 @@ class Progress:
     def _executing(self, step: str) -> str | None:
         leaf = step.rpartition("/")[2]
         kind, _, name = leaf.partition("_")
-        if name in self.states and kind in ("train", "receive"):
-            doing = (
-                "receiving" if kind == "receive" else "evaluating" if (self.round or 0) >= self.rounds else "training"
-            )
+        if name in self.states and kind in ("send", "train", "receive"):
+            at_work = "evaluating" if (self.round or 0) >= self.rounds else "training"
+            doing = {"send": "sending", "receive": "receiving"}.get(kind, at_work)
             self._set(name, doing)
             return f"{self.title}: {name} {doing}"
         self.step = {"start": "looking at the archive", "aggregate": "averaging", "report": "reporting"}.get(leaf, leaf)

@@ -28,6 +28,7 @@ HEAD = "# Rendered by `crossfed render` from federation.yml: edit that file and 
 HAND_WRITTEN = (
     "main.cwl",
     "tools/start.cwl",
+    "tools/send.cwl",
     "tools/train.cwl",
     "tools/receive.cwl",
     "tools/aggregate.cwl",
@@ -55,6 +56,7 @@ def render(federation: Federation) -> dict[str, str]:
             training=facility.training,
             include=federation.aggregation.include,
             exclude=federation.aggregation.exclude,
+            model_encoding=federation.sending.encoding,
         )
         files[f"{here}/facilities/{facility.name}.json"] = _json(dataclasses.asdict(settings))
     return files
@@ -121,6 +123,7 @@ def coordinator_settings(federation: Federation) -> dict[str, Any]:
             keep_rounds=federation.keep_rounds,
             final_evaluation=federation.final_evaluation,
             aggregation=federation.aggregation,
+            sending=federation.sending,
             stop=federation.stop,
         )
     )
@@ -174,7 +177,7 @@ def streamflow(federation: Federation) -> dict[str, Any]:
 
 
 def round_workflow(federation: Federation) -> dict[str, Any]:
-    """round.cwl: a train and a receive step for each facility, then aggregate.
+    """round.cwl: a train and a receive step for each facility, then aggregate; a send step where models travel encoded.
 
     Not one scattered step: that sends the model to one facility after the other, and hangs when an element fails.
     """
@@ -189,9 +192,17 @@ def round_workflow(federation: Federation) -> dict[str, Any]:
             key: {"source": "facilities", "valueFrom": f"$(self[{number}].{key})"}
             for key in ("name", "dataset", "settings")
         }
+        model = "model"
+        if federation.sending.encoding != "full":
+            model = f"send_{facility.name}/sent"
+            steps[f"send_{facility.name}"] = {
+                "run": "tools/send.cwl",
+                "in": {name: name for name in ("federation", "archive", "model", "round")} | {"facility": own["name"]},
+                "out": ["sent"],
+            }
         steps[f"train_{facility.name}"] = {
             "run": "tools/train.cwl",
-            "in": {"model": "model", "round": "round", "dataset": own["dataset"], "settings": own["settings"]},
+            "in": {"model": model, "round": "round", "dataset": own["dataset"], "settings": own["settings"]},
             "out": ["update"],
         }
         steps[f"receive_{facility.name}"] = {

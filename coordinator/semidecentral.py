@@ -173,7 +173,7 @@ class SemiDecentralised:
                 base=base,
                 updates=list(directories.values()),
                 out=out,
-                settings=AggregationSettings(weights={m: weights[m] for m in directories}),
+                settings=AggregationSettings(rule="mean", weights={m: weights[m] for m in directories}),
             )
         sent = read_manifest(first)
         write_manifest(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from coordinator.averaging.settings import AggregationSettings
 from facility.exchange.errors import ConfigurationError
-from facility.exchange.settings import read_settings
+from facility.exchange.settings import Encoding, read_settings
 
 FORMAT = 1
 
@@ -30,6 +30,21 @@ class StopSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SendingSettings:
+    """How a round's model travels to the facilities; how their updates come back is `training.encoding`."""
+
+    encoding: Encoding = "full"
+    """Whole, or as the difference to the model of the round before (51, 27 or about 10 % of bfloat16); whole to a facility
+    that does not hold that one."""
+    sparse_density: float = 0.05
+    """Share of the values that `sparse` sends each round; the rest is sent later."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.sparse_density <= 1:
+            raise ConfigurationError(f"sparse_density is {self.sparse_density}, expected more than 0 and at most 1")
+
+
+@dataclass(frozen=True, kw_only=True)
 class CoordinatorSettings:
     """The rendered file, read by start, receive, aggregate and report."""
 
@@ -48,6 +63,7 @@ class CoordinatorSettings:
     final_evaluation: bool = True
     """After the last round, send the final model once more, for evaluation only."""
     aggregation: AggregationSettings = field(default_factory=AggregationSettings)
+    sending: SendingSettings = field(default_factory=SendingSettings)
     stop: StopSettings = field(default_factory=StopSettings)
     format: int = FORMAT
 

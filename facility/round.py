@@ -33,6 +33,7 @@ from facility.launching.place import Tasks
 from facility.launching.supervise import Ending
 from facility.rounds.finished import Finished, key_of
 from facility.rounds.kept import default_directory
+from facility.rounds.models import Models, digest_of, tell
 from facility.rounds.personal import Personal
 from facility.rounds.smaller import make_smaller
 from facility.rounds.sweep import sweep
@@ -66,21 +67,31 @@ class Job:
         return Personal(self.state, Patterns(tuple(self.settings.include), tuple(self.settings.exclude)))
 
     @property
+    def keeps_models(self) -> bool:
+        return self.settings.model_encoding != "full"
+
+    @property
+    def received(self) -> Path:
+        """The received model, whole."""
+        model = self.arguments.model
+        return Models(self.state).place(digest_of(read_manifest(model))) if self.keeps_models else model
+
+    @property
     def model(self) -> Path:
         """The model to train: as received, or with this facility's own tensors in it."""
         own = self.personal
-        return own.model if own.any and own.latest(self.round) else self.arguments.model
+        return own.model if own.any and own.latest(self.round) else self.received
 
 
 def run(job: Job) -> Ending:
     """The first task's part: find the update finished, or train it. Raises `CrossFedError`."""
-    base = read_manifest(job.arguments.model)
+    base = digest_of(read_manifest(job.arguments.model))
     if not job.dataset.is_dir():
         raise InputError(
             f"the dataset {job.dataset} is no directory here; expected the output of `python -m facility.prepare`"
         )
     finished = Finished(job.state)
-    key = key_of(base.content_sha256, job.arguments.settings, job.dataset)
+    key = key_of(base, job.arguments.settings, job.dataset)
     with finished.alone(job.round):
         for path in sweep(Path.cwd(), job.settings, job.round):
             print(f"round: removed {path}, of an earlier round", file=sys.stderr)
@@ -91,7 +102,9 @@ def run(job: Job) -> Ending:
             job.notes.write("first", DONE)
             return Ending(code=0, reason="")
         _clear(job.out)
-        job.personal.put_in(job.arguments.model, job.round)
+        if job.keeps_models:
+            Models(job.state).whole(job.arguments.model)
+        job.personal.put_in(job.received, job.round)
         job.notes.write("first", GO)
         ending = train(job)
         if ending.code not in (Outcome.DONE, Outcome.COME_BACK) and (job.out / NAME).is_file():
@@ -101,9 +114,11 @@ def run(job: Job) -> Ending:
         if ending.code == Outcome.DONE:
             check_update(job)
             if job.round < job.settings.rounds:
-                job.personal.take_out(job.out, job.arguments.model, job.round)
-                make_smaller(job.out, model=job.arguments.model, state=job.state, round=job.round,
+                job.personal.take_out(job.out, job.received, job.round)
+                make_smaller(job.out, model=job.received, state=job.state, round=job.round,
                              settings=job.settings.training, patterns=job.personal.patterns)  # fmt: skip
+            if job.keeps_models:
+                tell(job.out, base)
             if job.settings.training.signing_key:
                 sign(job.out, resolve(job.settings.training.signing_key))
             finished.keep(key, job.round, job.out)

@@ -56,7 +56,7 @@ def test_the_same_facility_twice(round0, tmp_path: Path):
 @pytest.mark.parametrize("weight", [0, -1, float("nan"), float("inf"), True, "2"])
 def test_given_weights_that_are_no_weights(weight):
     with pytest.raises(ConfigurationError, match="weights.x is .*above 0"):
-        AggregationSettings(weights={"x": weight})
+        AggregationSettings(rule="mean", weights={"x": weight})
 
 
 def test_a_facility_without_a_given_weight(round0, tmp_path: Path):
@@ -65,7 +65,7 @@ def test_a_facility_without_a_given_weight(round0, tmp_path: Path):
             base=round0[0],
             updates=round0[1],
             out=tmp_path / "out",
-            settings=AggregationSettings(weights={"x": 1, "y": 1}),
+            settings=AggregationSettings(rule="mean", weights={"x": 1, "y": 1}),
         )
 
 
@@ -140,7 +140,7 @@ def test_a_late_update_is_discounted_where_that_is_allowed(tmp_path: Path):
     base = make.model(tmp_path / "base", {"w": torch.zeros(2)}, round=3)
     fresh = make.update(tmp_path / "f", {"w": torch.tensor([1.0, 0])}, base=base, facility="fresh")
     late = make.update(tmp_path / "l", {"w": torch.tensor([0, 1.0])}, base=base, facility="late", round=0)
-    settings = AggregationSettings(maximum_staleness=3, staleness_exponent=0.5)
+    settings = AggregationSettings(rule="mean", maximum_staleness=3, staleness_exponent=0.5)
     record = aggregate(base=base, updates=[late, fresh], out=tmp_path / "out", settings=settings)
     # three rounds late: (1 + 3) ** -0.5 = 1/2, so 2/3 and 1/3
     assert [(p.facility, p.staleness, round(p.weight, 6)) for p in record.participants] == [
@@ -243,7 +243,7 @@ def test_float64_is_the_correctly_rounded_mean(tmp_path: Path):
         base=base,
         updates=updates,
         out=tmp_path / "out",
-        settings=AggregationSettings(accumulate="float64", weights="equal"),
+        settings=AggregationSettings(rule="mean", accumulate="float64", weights="equal"),
     )
     exact = sum(t["w"].double() for t in sent) / 4
     # Rounded once: torch goes through float32, so compare distances, not torch's own rounding.
@@ -262,7 +262,7 @@ def test_parts_of_a_model_are_personal(tmp_path: Path):
         make.update(tmp_path / "b", {"body.w": one["body.w"]}, base=base, facility="b"),  # its head never leaves
     ]
     record = aggregate(
-        base=base, updates=updates, out=tmp_path / "out", settings=AggregationSettings(exclude=["head.*"])
+        base=base, updates=updates, out=tmp_path / "out", settings=AggregationSettings(rule="mean", exclude=["head.*"])
     )
     got = make.read_all(tmp_path / "out")
     torch.testing.assert_close(got["body.w"], one["body.w"])

@@ -78,7 +78,7 @@ def test_the_screen_names_the_hostile_one_and_quarantines_it(kind: str, tmp_path
     paths = [make.update(tmp_path / who, tensors, base=model, facility=who) for who, tensors in updates.items()]
     reported = aggregate(base=model, updates=paths, out=tmp_path / "reported")
     assert list(reported.suspects) == ["f2"] and "times the median" in reported.suspects["f2"]
-    settings = AggregationSettings(screen=ScreenSettings(action="quarantine"))
+    settings = AggregationSettings(rule="mean", screen=ScreenSettings(action="quarantine"))
     record = aggregate(base=model, updates=paths, out=tmp_path / "screened", settings=settings)
     assert list(record.quarantined) == ["f2"] and len(record.participants) == 4
     step = make.read_all(tmp_path / "screened")["w"] - base
@@ -93,7 +93,7 @@ def test_a_screen_without_a_majority_stops(tmp_path: Path):
         make.update(tmp_path / f"f{i}", {"w": base["w"] + factor * one}, base=model, facility=f"f{i}")
         for i, factor in enumerate((1, 100, -1, -100))
     ]
-    settings = AggregationSettings(screen=ScreenSettings(action="quarantine", norm_ratio=1.5))
+    settings = AggregationSettings(rule="mean", screen=ScreenSettings(action="quarantine", norm_ratio=1.5))
     with pytest.raises(InputError, match="quarantine 4 of 4"):
         aggregate(base=model, updates=paths, out=tmp_path / "out", settings=settings)
 
@@ -121,6 +121,8 @@ def test_clipping_bounds_the_step(tmp_path: Path):
         make.update(tmp_path / who, {"w": torch.tensor([size, 0, 0, 0])}, base=model, facility=who)
         for who, size in (("alpha", 1.0), ("beta", 10.0))
     ]
-    record = aggregate(base=model, updates=paths, out=tmp_path / "out", settings=AggregationSettings(clip_norm=2.0))
+    record = aggregate(
+        base=model, updates=paths, out=tmp_path / "out", settings=AggregationSettings(rule="mean", clip_norm=2.0)
+    )
     assert make.read_all(tmp_path / "out")["w"].tolist() == [1.5, 0, 0, 0]
     assert record.details["clip_factors"] == {"alpha": 1.0, "beta": 0.2}

@@ -27,8 +27,8 @@ def plain(master: Any, step: Any, slots: Sequence[Any], *, learning_rate: float)
     return (master + step if learning_rate == 1 else master + learning_rate * step), []
 
 
-def outer_of(settings: AggregationSettings) -> tuple[Outer, tuple[float, ...]]:
-    """The settings' server optimiser and the first values of its slots."""
+def outer_of(settings: AggregationSettings, round: int) -> tuple[Outer, tuple[float, ...]]:
+    """The settings' server optimiser in round `round`, and the first values of its slots."""
     s = settings
     common: dict[str, Any] = {"learning_rate": s.server_learning_rate}
     if s.outer == "plain":
@@ -37,6 +37,8 @@ def outer_of(settings: AggregationSettings) -> tuple[Outer, tuple[float, ...]]:
     if s.outer == "fedavgm":
         return partial(fedavgm.apply, **common), fedavgm.starts()
     if s.outer == "nesterov":
+        if s.momentum_warmup:
+            common["momentum"] = nesterov.momentum_of(round, s.momentum)
         return partial(nesterov.apply, **common), nesterov.starts()
     if s.outer == "slowmo":
         return partial(slowmo.apply, **common, local_learning_rate=s.slowmo_learning_rate), slowmo.starts()

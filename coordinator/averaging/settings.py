@@ -30,6 +30,16 @@ OUTERS = {
     "slowmo": "slow momentum (Wang et al. 2020)",
 }
 """How that step moves the float32 master."""
+OUTER_NUMBERS = {
+    "plain": (1.0, 0.0),
+    "fedavgm": (1.0, 0.9),
+    "fedadam": (0.01, 0.5),
+    "fedyogi": (0.01, 0.5),
+    "fedadagrad": (0.01, 0.5),
+    "nesterov": (1.0, 0.8),
+    "slowmo": (1.0, 0.9),
+}
+"""Server learning rate and momentum of each, unless the settings say otherwise."""
 
 
 def split_rule(rule: str) -> tuple[str, str]:
@@ -71,14 +81,18 @@ class ScreenSettings:
 class AggregationSettings:
     """What the coordinator does with the updates of a round."""
 
-    rule: str = "mean"
+    rule: str = "nesterov"
     """How updates are combined, how the step is applied, or both joined by `+`: `mean`, `fedadam`, `median+nesterov`."""
     weights: Literal["tokens", "samples", "equal"] | dict[str, float] = "tokens"
     """What an update counts: its report's tokens or samples, the same for all, or numbers by facility."""
-    server_learning_rate: float = 1.0
-    """Multiplies the combined step (eta in Reddi et al.; the outer learning rate in DiLoCo)."""
-    momentum: float = 0.9
-    """Of fedavgm, nesterov and slowmo; beta1 of fedadam, fedyogi and fedadagrad."""
+    server_learning_rate: float = 0.0
+    """Multiplies the combined step (eta in Reddi et al.; the outer learning rate in DiLoCo); 0: the rule's own, which is
+    0.01 of fedadam, fedyogi and fedadagrad, and 1 of the others."""
+    momentum: float = -1.0
+    """Of fedavgm, nesterov and slowmo; beta1 of fedadam, fedyogi and fedadagrad; -1: the rule's own, 0.8 of nesterov, 0.9
+    of fedavgm and slowmo, 0.5 of the others."""
+    momentum_warmup: bool = True
+    """nesterov: momentum t / (t + 3) in round t = 0, 1, ... until it reaches `momentum`; false: from the first round on."""
     beta2: float = 0.99
     """Of fedadam and fedyogi."""
     tau: float = 1e-3
@@ -121,7 +135,10 @@ class AggregationSettings:
     screen: ScreenSettings = field(default_factory=ScreenSettings)
 
     def __post_init__(self) -> None:
-        split_rule(self.rule)
+        own = OUTER_NUMBERS[self.outer]
+        for name, unset, value in zip(("server_learning_rate", "momentum"), (0, -1), own, strict=True):
+            if getattr(self, name) == unset:
+                object.__setattr__(self, name, value)
         if isinstance(self.weights, dict):
             for name, weight in self.weights.items():
                 if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
@@ -139,6 +156,10 @@ class AggregationSettings:
             raise ConfigurationError(f"trim is {self.trim}, expected 0 or more and less than 0.5")
         if not 0 < self.density <= 1:
             raise ConfigurationError(f"density is {self.density}, expected more than 0 and at most 1")
+        if self.lora == "product" and (self.combiner, self.outer) != ("mean", "plain"):
+            raise ConfigurationError(
+                f"lora is 'product', which is a mean of its own; rule is {self.rule!r}, expected 'mean'"
+            )
         if self.screen.action == "quarantine" and self.statistics != "exact":
             raise ConfigurationError("screen.action is 'quarantine', which needs statistics 'exact'")
         for name in ("include", "exclude"):

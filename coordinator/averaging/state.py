@@ -9,13 +9,15 @@ state/
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from facility.exchange.checkpoint import Checkpoint, TensorEntry, open_checkpoint
+from facility.exchange.durable import write_json
 from facility.exchange.errors import CheckpointError, InputError
-from facility.exchange.manifest import Manifest, read_manifest, verify_manifest, write_manifest
+from facility.exchange.manifest import NAME, Manifest, read_manifest, verify_manifest, write_manifest
 
 MASTER = "master"
 KIND = "state"
@@ -74,6 +76,13 @@ def seal(
     write_manifest(
         directory, Manifest(kind=KIND, federation=federation, round=round, parameters=parameters, extra=extra)
     )
+
+
+def belong_to(directory: Path, model: Manifest) -> None:
+    """Say in a sealed state's manifest that it is the state of `model`."""
+    manifest = read_manifest(directory)
+    extra = manifest.extra | {"model_sha256": model.content_sha256}
+    write_json(directory / NAME, dataclasses.asdict(dataclasses.replace(manifest, extra=extra)))
 
 
 def make_way(state: Path | None, model: Path) -> None:

@@ -77,7 +77,7 @@ class Server:
             ]
         plan = make_plan(settings, names, shares, gram=self.gram, histograms=histograms, round=self.round)
         self.details = plan.details | {"suspects": found}
-        outer, slot_starts = outer_of(settings)
+        outer, slot_starts = outer_of(settings, self.round)
         result = dict(base)
         for name in floats:
             master = self.master.get(name)

@@ -62,6 +62,7 @@ def decode(message: Path, *, reference: Path, out: Path) -> Manifest:
         extra = {
             key: value for key, value in manifest.extra.items() if key not in ("reference_sha256", "decoded_sha256")
         }
+        travelled = sum(entry.size for entry in manifest.files.values())
         made = write_manifest(
             directory,
             dataclasses.replace(
@@ -70,7 +71,7 @@ def decode(message: Path, *, reference: Path, out: Path) -> Manifest:
                 dtypes=open_checkpoint(directory).dtypes(),
                 parameters=old.parameters,
                 files={},
-                extra=extra | {"decoded_from": manifest.encoding},
+                extra=extra | {"decoded_from": manifest.encoding, "message_bytes": travelled},
             ),
         )
         wanted = manifest.extra.get("decoded_sha256")

@@ -21,6 +21,9 @@ NAME = "manifest.json"
 SIGNATURE = "manifest.json.sig"
 """Of the manifest, where a facility signs (`facility.exchange.signatures`)."""
 
+KEEPS = "keeps_sha256"
+"""In an update's `extra`: digest of the model that the facility keeps, to which the next may be sent as a difference."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class FileEntry:

@@ -17,6 +17,8 @@ from .synchronising import SyncSettings
 
 FORMAT = 1
 T = TypeVar("T")
+Encoding = Literal["full", "delta-int8", "delta-int4", "sparse"]
+"""A whole checkpoint, or the difference to one that the receiver holds (`facility.exchange.delta`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +59,7 @@ class TrainingSettings:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     evaluation_sequences: int = 0
     """At most so many validation blocks per evaluation; 0: all."""
-    encoding: Literal["full", "delta-int8", "delta-int4", "sparse"] = "full"
+    encoding: Encoding = "full"
     """How the update travels: whole, or as the difference to the received model (51, 27 or about 10 % of bfloat16)."""
     signing_key: str = ""
     """Private ssh key at the facility that signs its updates' manifests; empty: they are not signed."""
@@ -127,6 +129,8 @@ class FacilitySettings:
     """Glob patterns of the tensors that are federated (`aggregation.include`); none: all."""
     exclude: list[str] = field(default_factory=list)
     """Glob patterns of the tensors that are not: they stay personal to this facility and never travel."""
+    model_encoding: Encoding = "full"
+    """How models travel to this facility; other than `full`, it keeps the last two as references."""
     format: int = FORMAT
 
 

@@ -22,6 +22,7 @@ from coordinator.averaging import (
     ties,
     trimmed_mean,
 )
+from coordinator.averaging.outers import outer_of
 from coordinator.averaging.settings import AggregationSettings, split_rule
 from facility.exchange.errors import ConfigurationError, InputError
 
@@ -186,3 +187,28 @@ def test_rules_by_name():
     for wrong in ("fedsgd", "mean+median", "", "krum+"):
         with pytest.raises(ConfigurationError, match="expected one of mean"):
             AggregationSettings(rule=wrong)
+
+
+def test_the_default_is_dilocos_step_and_a_rule_by_itself_is_plain():
+    default = AggregationSettings()
+    assert (default.combiner, default.outer, default.server_learning_rate, default.momentum) == (
+        ("mean", "nesterov", 1.0, 0.8)
+    )
+    # Steps of 1 with momentum 0, 1/4, 2/5: v = 1, 1.25, 1.5;  w += 1, 1 + 1.25 / 4, 1 + 1.5 * 2 / 5
+    # and with 0.8 from the first: v = 1, 1.8, 2.44;  w += 1.8, 2.44, 2.952
+    constant = AggregationSettings(momentum_warmup=False)
+    for settings, moves in ((default, [1, 1.3125, 1.6]), (constant, [1.8, 2.44, 2.952])):
+        w, slots = f32(0), [f32(0)]
+        for number, move in enumerate(moves):
+            before, (w, slots) = w, outer_of(settings, number)[0](w, f32(1), slots)
+            np.testing.assert_allclose(w - before, move, rtol=1e-6)
+    assert [nesterov.momentum_of(n, 0.8) for n in (0, 3, 12, 1000)] == [0, 0.5, 0.8, 0.8]
+    for rule in ("mean", "median", "krum"):
+        outer, starts = outer_of(AggregationSettings(rule=rule), 3)
+        assert outer(f32(10), f32(1), [])[0].tolist() == [11] and starts == ()
+    assert AggregationSettings(rule="fedadam").server_learning_rate == 0.01
+    given = AggregationSettings(rule="nesterov", server_learning_rate=1, momentum=0)
+    assert (given.server_learning_rate, given.momentum) == (1, 0)
+    for wrong in ({"server_learning_rate": -1}, {"momentum": 1}, {"momentum": -0.5}):
+        with pytest.raises(ConfigurationError, match=next(iter(wrong))):
+            AggregationSettings(**wrong)

@@ -40,7 +40,7 @@ class DeltaCodec:
 
     def _functions(self, values: numpy.ndarray) -> tuple[Callable, Callable]:
         if self.encoding == "sparse":
-            limit, _ = sparse.threshold(sparse.histogram(numpy.ascontiguousarray(values)), self.density)
+            limit = sparse.threshold(sparse.histogram(numpy.ascontiguousarray(values)), self.density)
             return (lambda part: sparse.encode(part, limit)), sparse.decode
         codec = {"delta-int8": int8, "delta-int4": int4}[self.encoding]
         return codec.encode, codec.decode

@@ -101,7 +101,7 @@ def main() -> int:
     update = train(out, "pooled", out / "model", out / "data" / "pooled", 0, 1, both)
     tokens = read_report(update).tokens
     plain = out / "plain.json"
-    plain.write_text("{}")
+    plain.write_text('{"rule": "mean"}')
     final = aggregate(out, "pooled", out / "model", [update], 0, plain)
     pooled = {}
     for name in TEMPLATES:

@@ -49,8 +49,12 @@ ARMS = {
     "mean, fresh optimizer": Arm(aggregation={"rule": "mean"}, local=RATE | {"keep_optimizer": False}),
     "mean": Arm(aggregation={"rule": "mean"}, local=RATE),
     "fedprox": Arm(aggregation={"rule": "mean"}, local=RATE | {"proximal": 0.01}),
-    "fedadam": Arm(aggregation={"rule": "fedadam", "server_learning_rate": 1e-3, "momentum": 0.5}, local=RATE),
-    "nesterov": Arm(aggregation={"rule": "nesterov", "server_learning_rate": 0.8, "momentum": 0.7}, local=RATE),
+    "fedadam": Arm(aggregation={"rule": "fedadam", "server_learning_rate": 1e-2, "momentum": 0.5}, local=RATE),
+    "nesterov": Arm(aggregation={"rule": "nesterov", "server_learning_rate": 1.0, "momentum": 0.8}, local=RATE),
+    "nesterov, constant momentum": Arm(
+        aggregation={"rule": "nesterov", "server_learning_rate": 0.8, "momentum": 0.7, "momentum_warmup": False},
+        local=RATE,
+    ),
 }
 
 

@@ -53,7 +53,7 @@ def test_a_round_is_archived_whole_and_the_next_follows(begun: tuple[Archive, Pa
     entry = archive.read_round(0)
     assert {row.facility: row.weight for row in entry.facilities} == {"a": 0.75, "b": 0.25}
     before, after = open_checkpoint(model), open_checkpoint(following)
-    for name in before.tensors:  # the token-weighted mean of the moves is 0.75 * 0.02
+    for name in before.tensors:  # the token-weighted mean of the moves is 0.75 * 0.02; the first step has no momentum
         assert torch.allclose(after.read(name).float(), before.read(name).float() + 0.015, atol=8e-3)
     assert json.loads((archive.path / "history.jsonl").read_text().splitlines()[0])["facility"] == "a"
 

@@ -1,0 +1,84 @@
+"""The models of the last two rounds, kept at a facility as references for models that arrive as differences.
+
+A message (`facility.exchange.delta`) names the digest of its reference and of the model it decodes to. What the facility
+keeps is found by digest; without the reference nothing is guessed: the round fails with the reason, and the coordinator
+sends the whole model in the next.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+from pathlib import Path
+
+from facility.exchange.delta import decode
+from facility.exchange.durable import write_json
+from facility.exchange.errors import CheckpointError, InputError
+from facility.exchange.links import link_tree
+from facility.exchange.manifest import KEEPS, NAME, Manifest, read_manifest
+
+
+def digest_of(received: Manifest) -> str:
+    """Of the model that a facility trains from: as it arrived, or as its message decodes."""
+    return str(received.extra["decoded_sha256"]) if received.encoding != "full" else received.content_sha256
+
+
+class Models:
+    """What one facility keeps in one federation."""
+
+    def __init__(self, state: Path) -> None:
+        self.directory = Path(state) / "models"
+
+    def place(self, digest: str) -> Path:
+        return self.directory / digest[:32]
+
+    def holds(self, digest: str) -> bool:
+        return (self.place(digest) / NAME).is_file() and read_manifest(self.place(digest)).content_sha256 == digest
+
+    def whole(self, received: Path) -> Path:
+        """Keep the received model and return where it lies whole. Raises `InputError` where its reference is not here."""
+        manifest = read_manifest(received)
+        digest, keep = digest_of(manifest), set()
+        if manifest.encoding == "full":
+            if not self.holds(digest):
+                self._appear(received, digest)
+        else:
+            reference = str(manifest.extra.get("reference_sha256"))
+            keep.add(self.place(reference))
+            if not self.holds(digest):
+                self._decode(received, reference, digest)
+        keep.add(self.place(digest))
+        for other in set(self.directory.iterdir()) - keep:
+            shutil.rmtree(other, ignore_errors=True)
+        return self.place(digest)
+
+    def _decode(self, message: Path, reference: str, digest: str) -> None:
+        if not self.holds(reference):
+            kept = ", ".join(sorted(path.name[:12] for path in self.directory.glob("[!.]*"))) or "none"
+            raise InputError(
+                f"the model arrived as a difference to the one with sha256 {reference:.12}, and this facility keeps {kept} "
+                f"in {self.directory}: it has to be sent in full, which the coordinator does in the next round"
+            )
+        shutil.rmtree(self.place(digest), ignore_errors=True)
+        try:
+            decode(message, reference=self.place(reference), out=self.place(digest))
+        except CheckpointError:  # a kept model that was damaged must not be told of again
+            shutil.rmtree(self.place(reference), ignore_errors=True)
+            raise
+
+    def _appear(self, received: Path, digest: str) -> None:
+        place = self.place(digest)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        temporary = place.with_name(f".{place.name}.{os.getpid()}")
+        for path in (temporary, place):
+            shutil.rmtree(path, ignore_errors=True)
+        link_tree(received, temporary)
+        temporary.rename(place)
+
+
+def tell(update: Path, digest: str) -> None:
+    """Say in an update's manifest which model this facility keeps."""
+    manifest = read_manifest(update)
+    told = dataclasses.replace(manifest, extra=manifest.extra | {KEEPS: digest})
+    write_json(Path(update) / NAME, dataclasses.asdict(told))

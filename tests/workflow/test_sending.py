@@ -1,0 +1,155 @@
+"""Models that travel to facilities as differences: who gets one, who gets the whole model, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from pathlib import Path
+
+import pytest
+
+from coordinator.archive import Archive
+from coordinator.close_round import close_round, sort_out
+from coordinator.federation import read_federation
+from coordinator.render import write
+from coordinator.send import outgoing
+from coordinator.settings import CoordinatorSettings, SendingSettings
+from coordinator.start import start
+from facility.exchange.errors import CheckpointError, InputError
+from facility.exchange.manifest import read_manifest, verify_manifest
+from facility.exchange.report import Failure
+from facility.exchange.report import write as write_report
+from facility.rounds.models import Models, digest_of, tell
+from tests.federations import write_federation
+from tests.pico import save_pico
+from tests.updates import write_update
+from tests.workflow.engines import crossfed
+
+SETTINGS = CoordinatorSettings(
+    federation="f", rounds=4, facilities=["a", "b"], retries=1, sending=SendingSettings(encoding="delta-int8")
+)
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> Archive:
+    found = Archive(tmp_path / "archive")
+    start(found, save_pico(tmp_path / "model", dtype="bfloat16"), SETTINGS)
+    return found
+
+
+def update(archive: Archive, facility: str, number: int, *, keeps: bool = True) -> Path:
+    model = archive.model_for(number)
+    made = write_update(archive.path.parent / f"{facility}{number}", model, facility, round=number, move=0.01)
+    if keeps:
+        tell(made, read_manifest(model).content_sha256)
+    return made
+
+
+def close(archive: Archive, number: int, *updates: Path) -> int:
+    arrived = sort_out(updates)
+    return close_round(archive, SETTINGS, model=archive.model_for(number), number=number, arrived=arrived)[1]
+
+
+def sent(archive: Archive, facility: str, number: int) -> str:
+    return str(outgoing(archive, SETTINGS, facility, number))
+
+
+def test_only_a_facility_that_keeps_the_model_of_the_round_before_gets_the_difference(archive: Archive):
+    assert sent(archive, "a", 0) == "full: there is no model of a round before"
+    close(archive, 0, update(archive, "a", 0), update(archive, "b", 0, keeps=False))
+    assert sent(archive, "a", 1) == "delta-int8"
+    assert sent(archive, "b", 1) == "full: it has not told that it keeps the model of round 0"
+    assert sent(archive, "c", 1) == "full: it has not told that it keeps the model of round 0"  # new
+    assert str(outgoing(archive, dataclasses.replace(SETTINGS, sending=SendingSettings()), "a", 1)) == "full"
+    failure = archive.path.parent / "failed"
+    failure.mkdir()
+    write_report(failure, Failure(facility="a", round=1, reason="its disk was lost"))
+    assert close(archive, 1, failure, update(archive, "b", 1)) == 1  # asked for again
+    assert sent(archive, "a", 1) == "full: it failed at round 1 before"
+    close(archive, 1, *sorted(archive.path.parent.glob("b1")))
+    row = archive.read_round(1).facilities[0]
+    assert (row.facility, row.sent) == ("b", "full: it has not told that it keeps the model of round 0")
+    assert row.holds == read_manifest(archive.model_for(1)).content_sha256
+    message = archive.read_round(1).message
+    assert message["encoding"] == "delta-int8" and message["bytes"] < 0.6 * message["model_bytes"]
+    whole = outgoing(archive, SETTINGS, "a", 2)
+    assert whole.bytes == message["model_bytes"] and whole.path == archive.model_for(2)
+
+
+def test_facilities_hold_what_the_archive_holds_and_keep_two_models(archive: Archive, tmp_path: Path):
+    kept = Models(tmp_path / "state")
+    for number in range(3):
+        travels = outgoing(archive, SETTINGS, "a", number).path
+        model = kept.whole(travels)
+        assert kept.whole(travels) == model  # asked for again
+        here, there = verify_manifest(model), verify_manifest(archive.model_for(number))
+        assert here.content_sha256 == there.content_sha256 == digest_of(read_manifest(travels))
+        assert (model / "config.json").read_bytes() == (archive.model_for(number) / "config.json").read_bytes()
+        assert len(list(kept.directory.iterdir())) == min(number + 1, 2)
+        close(archive, number, update(archive, "a", number))
+    # What the encoding loses of a round's step is part of the next difference: nothing drifts away from the master.
+    state, error = archive.round_directory(2) / "state", archive.read_round(2).message["relative_error"]
+    assert read_manifest(state).extra["model_sha256"] == read_manifest(archive.model_for(3)).content_sha256
+    assert 0 < error < 0.01
+
+
+def test_a_lost_or_damaged_reference_is_an_error_that_names_it(archive: Archive, tmp_path: Path):
+    kept = Models(tmp_path / "state")
+    first = kept.whole(archive.model_for(0))
+    close(archive, 0, update(archive, "a", 0))
+    message = outgoing(archive, SETTINGS, "a", 1).path
+    digest = read_manifest(first).content_sha256
+    with pytest.raises(
+        InputError, match=f"difference to the one with sha256 {digest[:12]}.*keeps none in .*sent in full"
+    ):
+        Models(tmp_path / "elsewhere").whole(message)
+    weights = bytearray((first / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (first / "model.safetensors").unlink()  # what is linked to it elsewhere stays
+    (first / "model.safetensors").write_bytes(weights)
+    with pytest.raises(CheckpointError, match="decodes to a model with sha256 .* send it in full"):
+        kept.whole(message)
+    assert not list(kept.directory.iterdir())
+    assert verify_manifest(archive.model_for(0))
+
+
+def test_a_model_with_other_tensors_is_sent_whole_and_says_so(archive: Archive, monkeypatch: pytest.MonkeyPatch):
+    settings = dataclasses.replace(
+        SETTINGS, aggregation=dataclasses.replace(SETTINGS.aggregation, output_dtype="float32")
+    )
+    arrived = sort_out([update(archive, "a", 0)])
+    close_round(archive, settings, model=archive.model_for(0), number=0, arrived=arrived)
+    assert "is F32" in archive.read_round(0).message["reason"] and "BF16" in sent(archive, "a", 1)
+
+
+def test_four_rounds_encoded_both_ways_and_a_facility_that_lost_its_models(tmp_path: Path):
+    training = {"encoding": "delta-int8", "export_dtype": "float32"}
+    path = write_federation(
+        tmp_path, ["a", "b"], rounds=4, training=training, sending={"encoding": "delta-int8"}, final_evaluation=False
+    )
+    write(read_federation(path))
+    states = {name: tmp_path / "sites" / name / ".crossfed" / "pico" / name / "models" for name in "ab"}
+    process = crossfed("run", "--quiet", "-f", path, folder=tmp_path / "engine")
+    assert process.stdout is not None
+    seen = []
+    for line in process.stdout:
+        seen.append(line)
+        if "round 0: complete" in line:
+            shutil.rmtree(states["b"])
+    process.wait()
+    assert process.returncode == 0, "".join(seen)
+    archive = Archive(read_federation(path).archive_path)
+    rounds = [{row.facility: row for row in entry.facilities} for entry in archive.history()]
+    assert [rounds[n]["a"].sent.split(":")[0] for n in range(4)] == ["full", "delta-int8", "delta-int8", "delta-int8"]
+    assert [rounds[n]["b"].sent for n in range(1, 4)] == [
+        "delta-int8", "full: it has not told that it keeps the model of round 1", "delta-int8"
+    ]  # fmt: skip
+    assert [rounds[n]["b"].status for n in range(4)] == ["ok", "failed", "ok", "ok"]
+    assert "it has to be sent in full" in rounds[1]["b"].reason and "keeps none" in rounds[1]["b"].reason
+    whole = rounds[0]["a"].sent_bytes
+    assert rounds[3]["b"].sent_bytes < 0.6 * whole and rounds[3]["b"].received_bytes < 0.6 * whole
+    for name in "ab":
+        assert len(list(states[name].iterdir())) == 2
+        assert (Models(states[name].parent)).holds(read_manifest(archive.model_for(3)).content_sha256)
+    losses = [entry.global_loss for entry in archive.history()]
+    assert losses[0] > losses[1] > losses[2] > losses[3]  # type: ignore[operator]
