@@ -15,6 +15,7 @@ from pathlib import Path
 
 from coordinator.aggregate import aggregate
 from coordinator.archive import Archive, FacilityRow, RoundFile
+from coordinator.claims import cap
 from coordinator.decide import decide
 from coordinator.send import Outgoing, bytes_of, make_message, outgoing
 from coordinator.settings import CoordinatorSettings, read_coordinator_settings
@@ -72,25 +73,31 @@ def close_round(
         print(reason)
         return model, number, False
     verify_manifest(model)
+    aggregation, capped = settings.aggregation, cap(settings, arrived.reports, model)
+    if capped.weights:
+        aggregation = dataclasses.replace(aggregation, weights=capped.weights)
     with archive.append(number) as directory:
         record = aggregate(
             base=model,
             updates=list(arrived.updates.values()),
             out=directory / "model",
-            settings=settings.aggregation,
+            settings=aggregation,
             state_in=archive.state_for(number),
             state_out=directory / "state",
         )
         message = make_message(directory, model, settings.sending)
+        weights = {entry.facility: entry.weight for entry in record.participants}
+        rows = [
+            _row(name, number, arrived, weights, record.quarantined, outgoing(archive, settings, name, number))
+            for name in sorted({*arrived.reports, *arrived.failures})
+        ]
         losses = [archive.read_round(earlier).global_loss for earlier in range(number)]
         loss = _mean([report.loss_received for report in arrived.reports.values()])
         decision = decide(settings, [*losses, loss])
-        weights = {entry.facility: entry.weight for entry in record.participants}
         round_file = RoundFile(
             round=number,
             facilities=[
-                _row(name, number, arrived, weights, record.quarantined, outgoing(archive, settings, name, number))
-                for name in sorted({*arrived.reports, *arrived.failures})
+                dataclasses.replace(row, reason=row.reason or capped.told.get(row.facility, "")) for row in rows
             ],
             message=message,
             global_loss=loss,

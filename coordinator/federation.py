@@ -10,7 +10,7 @@ from typing import Any
 from coordinator.averaging.settings import AggregationSettings
 from coordinator.deployments import Deployment, read_deployment
 from coordinator.lines import Lined
-from coordinator.settings import SendingSettings, StopSettings
+from coordinator.settings import ClaimSettings, SendingSettings, StopSettings
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.settings import TrainingSettings, from_mapping
 
@@ -56,6 +56,7 @@ class Federation:
     final_evaluation: bool = True
     aggregation: AggregationSettings = field(default_factory=AggregationSettings)
     sending: SendingSettings = field(default_factory=SendingSettings)
+    claims: ClaimSettings = field(default_factory=ClaimSettings)
     stop: StopSettings = field(default_factory=StopSettings)
 
     @property

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from coordinator.averaging.settings import AggregationSettings
 from coordinator.averaging.verify import check_files, check_update
+from coordinator.claims import Allowance, allowance_of
 from coordinator.settings import read_coordinator_settings
 from facility.exchange import report
 from facility.exchange.checkpoint import open_checkpoint
@@ -31,10 +32,12 @@ def receive(
     evaluation: bool,
     settings: AggregationSettings,
     decoded: Path | None = None,
+    allowance: Allowance | None = None,
 ) -> report.Failure | None:
     """None when `update` may take part in the round, else why not. Raises only for our own model's faults.
 
-    An update that travelled as a difference becomes a whole one at `decoded`.
+    An update that travelled as a difference becomes a whole one at `decoded`. One whose report claims more than
+    `allowance` is refused.
     """
     if update is None:
         reason = "left no update: its job was cancelled, ran out of time, or lost its node"
@@ -61,6 +64,8 @@ def receive(
             maximum_staleness=settings.maximum_staleness,
             patterns=Patterns(tuple(settings.include), tuple(settings.exclude)),
         )
+        if allowance is not None and (reason := allowance.excess(report.read_report(update))):
+            raise UpdateRefused(facility, reason)
     except (UpdateRefused, InputError) as error:
         return report.Failure(facility=facility, round=round, reason=str(error), kind="refused")
     return None
@@ -82,6 +87,7 @@ def main() -> int:
     settings = read_coordinator_settings(arguments.federation)
     decoded = arguments.out.with_name(f".{arguments.out.name}.decoded")
     shutil.rmtree(decoded, ignore_errors=True)
+    refuses = settings.claims.action == "refuse"
     failure = receive(
         update=arguments.update,
         facility=arguments.facility,
@@ -90,6 +96,7 @@ def main() -> int:
         evaluation=arguments.round >= settings.rounds,
         settings=settings.aggregation,
         decoded=decoded,
+        allowance=allowance_of(settings, arguments.facility, arguments.model) if refuses else None,
     )
     if failure is None:
         link_tree(decoded if decoded.exists() else arguments.update, arguments.out)

@@ -124,9 +124,17 @@ def coordinator_settings(federation: Federation) -> dict[str, Any]:
             final_evaluation=federation.final_evaluation,
             aggregation=federation.aggregation,
             sending=federation.sending,
+            claims=federation.claims,
+            sequences={facility.name: _sequences(facility) for facility in federation.facilities},
             stop=federation.stop,
         )
     )
+
+
+def _sequences(facility: Facility) -> int:
+    """At most, in a round; replicas that go at speeds of their own divide the round's updates unevenly."""
+    training = facility.training
+    return training.steps * training.batch_sequences * (1 if training.sync.policy == "allreduce" else 2)
 
 
 def workflow_inputs(federation: Federation) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from coordinator.averaging.settings import AggregationSettings
 from facility.exchange.errors import ConfigurationError
@@ -45,6 +46,20 @@ class SendingSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ClaimSettings:
+    """An update counts by the tokens that its report claims; what happens to a claim that its settings do not allow."""
+
+    action: Literal["refuse", "cap", "off"] = "refuse"
+    """`refuse` the update by name, or `cap` the claim to steps x batch x the longest sequence and say so in round.json."""
+    sequence_tokens: int = 0
+    """Longest sequence of any facility's dataset; 0: the positions that the model has."""
+
+    def __post_init__(self) -> None:
+        if self.sequence_tokens < 0:
+            raise ConfigurationError(f"sequence_tokens is {self.sequence_tokens}, expected 0 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
 class CoordinatorSettings:
     """The rendered file, read by start, receive, aggregate and report."""
 
@@ -64,6 +79,9 @@ class CoordinatorSettings:
     """After the last round, send the final model once more, for evaluation only."""
     aggregation: AggregationSettings = field(default_factory=AggregationSettings)
     sending: SendingSettings = field(default_factory=SendingSettings)
+    claims: ClaimSettings = field(default_factory=ClaimSettings)
+    sequences: dict[str, int] = field(default_factory=dict)
+    """By facility, the sequences that it trains on in a round: steps x batch."""
     stop: StopSettings = field(default_factory=StopSettings)
     format: int = FORMAT
 
