@@ -48,7 +48,11 @@ def bytes_of(manifest: Manifest) -> int:
 
 
 def outgoing(archive: Archive, settings: CoordinatorSettings, facility: str, number: int) -> Outgoing:
-    """What `facility` is sent in round `number`, from what the archive knows."""
+    """What `facility` is sent in round `number`, from what the archive knows.
+
+    The final evaluation, which may follow an early end, has the number of rounds; its model is that of the last one made.
+    """
+    number = min(number, len(archive.rounds()))
     wanted, whole = settings.sending.encoding, archive.model_for(number)
     message = archive.message_for(number)
     if wanted == "full":

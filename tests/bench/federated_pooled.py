@@ -69,7 +69,9 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=30, help="local steps per round (default 30)")
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--warmup-steps", type=int, default=100, help="of the federation's steps (default 100)")
-    parser.add_argument("--aggregation", default='{"rule": "mean"}', metavar="JSON", help="fields of the aggregation settings")
+    parser.add_argument(
+        "--aggregation", default='{"rule": "mean"}', metavar="JSON", help="fields of the aggregation settings"
+    )
     options = parser.parse_args()
     out: Path = options.out
     for name in TEMPLATES:

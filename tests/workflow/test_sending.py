@@ -73,6 +73,7 @@ def test_only_a_facility_that_keeps_the_model_of_the_round_before_gets_the_diffe
     assert row.holds == read_manifest(archive.model_for(1)).content_sha256
     message = archive.read_round(1).message
     assert message["encoding"] == "delta-int8" and message["bytes"] < 0.6 * message["model_bytes"]
+    assert sent(archive, "b", SETTINGS.rounds) == "delta-int8"  # the evaluation after an early end
     whole = outgoing(archive, SETTINGS, "a", 2)
     assert whole.bytes == message["model_bytes"] and whole.path == archive.model_for(2)
 
