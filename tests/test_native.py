@@ -14,6 +14,7 @@ from coordinator.aggregate import aggregate
 from coordinator.averaging.settings import AggregationSettings
 from coordinator.averaging.steps import Steps
 from facility.exchange import native
+from facility.exchange.delta_parts import CODECS
 from facility.exchange.floats import narrow, widen
 from tests.averaging import make
 
@@ -129,3 +130,23 @@ def test_a_folder_that_cannot_be_written_costs_a_compilation_a_process(monkeypat
         assert not (native.SOURCE.parent / "__pycache__" / f"native.{'0' * 16}.so").exists()
     finally:
         native.library.cache_clear()
+
+
+@compiled
+@pytest.mark.parametrize("n", [1, 63, 255, 256, 65_535, 65_536])
+@pytest.mark.parametrize("encoding", ["delta-int8", "delta-int4", "sparse"])
+def test_codecs(monkeypatch: pytest.MonkeyPatch, encoding: str, n: int):
+    codec = CODECS[encoding]
+    for seed, scale in ((0, 1e-4), (1, 1.0), (2, 1e-36), (3, 0.0)):
+        difference = np.random.default_rng(seed).standard_normal(n).astype(np.float32) * np.float32(scale)
+        if seed == 1:
+            difference = values(seed, n) * np.float32(1e-6)
+
+        def work(difference=difference):
+            sent = codec.encode(difference, 1e-4) if encoding == "sparse" else codec.encode(difference)
+            return sent, codec.decode(sent, n)
+
+        (sent, decoded), (other_sent, other_decoded) = both(monkeypatch, work)
+        assert sent.keys() == other_sent.keys() and np.array_equal(decoded, other_decoded)
+        for name, array in sent.items():
+            assert array.dtype == other_sent[name].dtype and np.array_equal(array, other_sent[name]), name

@@ -24,7 +24,7 @@ import numpy as np
 
 from facility.exchange.checkpoint import ITEM_BYTES, TensorEntry
 from facility.exchange.errors import InputError
-from facility.exchange.floats import STORAGE, Array, finite, narrow
+from facility.exchange.floats import STORAGE, Array, narrow
 from facility.exchange.writer import TensorWriter
 
 from .plan import Combine
@@ -174,6 +174,7 @@ def _span(work: Work, span: Span, files: Files, buffers: _Buffers) -> Passed:
         result.bytes_read += sum(count * ITEM_BYTES[entry.dtype] for entry in entries if entry is not None)
         sources, (master_raw, *slot_raws) = arrays[: 1 + len(work.updates)], arrays[1 + len(work.updates) :]
         outputs = _Outputs(work, span.name, begin, count, buffers)
+        added = work.model is not None and work.coefficients is not None and work.outer is None and master_raw is None
         for piece in pieces(count):
             n = piece.stop - piece.start
             number = (begin + piece.start) // PIECE
@@ -184,6 +185,7 @@ def _span(work: Work, span: Span, files: Files, buffers: _Buffers) -> Passed:
                 gram=result.gram if counted else None,
                 coefficients=work.coefficients,
                 rows=work.observe is not None or work.combine is not None,
+                add=added,
             )
             if counted:
                 result.counted += n
@@ -207,9 +209,9 @@ def _span(work: Work, span: Span, files: Files, buffers: _Buffers) -> Passed:
                 slot = buffers.block(f"slot{number}", dtype)[:n]
                 slot[:] = start if stored_slot is None else stored_slot[piece]
                 slots.append(slot)
-            if work.outer is None:
+            if work.outer is None and not added:
                 np.add(m, c, out=m)
-            else:
+            elif work.outer is not None:
                 old = m
                 m, slots = work.outer(old, c, slots)
                 if counted:
@@ -245,10 +247,11 @@ class _Outputs:
     def put(self, piece: slice, master: Array, slots: Sequence[Array], scratch: Array) -> bool:
         """Round into the blocks; False when a value of the model is not finite."""
         values = [master, *([master] if len(self.sinks) > 1 else []), *slots]
-        for (_, dtype, block), value in zip(self.sinks, values[: len(self.sinks)], strict=True):
+        finite = [
             narrow(value, dtype, block[piece], scratch)
-        dtype, block = self.sinks[0][1:]
-        return finite(block[piece], dtype)
+            for (_, dtype, block), value in zip(self.sinks, values[: len(self.sinks)], strict=True)
+        ]
+        return finite[0]
 
     def flush(self) -> int:
         written = 0

@@ -33,11 +33,12 @@ class Steps:
         gram: Array | None,
         coefficients: Sequence[float] | None,
         rows: bool,
+        add: bool = False,
     ) -> tuple[Array, Array | None, Array]:
         """(base, steps or None, weighted sum) of one piece; `sources`: the base and the updates as stored in `dtypes`.
 
         `gram`: the steps' inner products are added to it. `coefficients`: of the sum, else undefined. `rows`: whether
-        the steps themselves are wanted.
+        the steps themselves are wanted. `add`: the sum is added to the base in its place.
         """
         n = len(sources[0])
         base, total = self.base[:n], self.total[:n]
@@ -45,7 +46,7 @@ class Steps:
             steps = self._block(n) if rows else None
             weights = None if coefficients is None else np.array(coefficients, np.float32)
             kinds = [native.KINDS[dtype] for dtype in dtypes]
-            native.steps(self._native, sources, kinds, base, steps, gram, weights, total, self._scratch)
+            native.steps(self._native, sources, kinds, base, steps, gram, weights, total, add, self._scratch)
             return base, steps, total
         steps = self._block(n)
         widen(sources[0], dtypes[0], base)
@@ -56,6 +57,8 @@ class Steps:
             add_products(gram, steps)
         if coefficients is not None:
             mean.combine(steps, coefficients, total, self._scratch[:n])
+        if add:
+            np.add(base, total, out=base)
         return base, steps, total
 
     def _block(self, n: int) -> Array:

@@ -39,21 +39,22 @@ def widen(raw: Array, dtype: str, out: Array) -> None:
         np.copyto(out, raw, casting="same_kind")
 
 
-def narrow(values: Array, dtype: str, out: Array, scratch: Array) -> None:
+def narrow(values: Array, dtype: str, out: Array, scratch: Array) -> bool:
     """Round `values` (float32 or float64) once into `out` (STORAGE of `dtype`); `scratch`: uint32, as long.
+
+    Returns whether every value in `out` is finite.
 
     float64 goes to bfloat16 by round-to-odd float32, so that it, too, is rounded only once (Boldo & Melquiond 2008).
     """
     if dtype != "BF16":
         with np.errstate(over="ignore"):
             np.copyto(out, values, casting="same_kind")
-        return
+        return bool(np.isfinite(out).all())
     if values.dtype == np.float64:
         values = to_odd_float32(values)
     found = native.library()
     if found is not None and values.flags.c_contiguous and out.flags.c_contiguous:
-        found.crossfed_narrow(len(values), native.address(values), native.address(out))
-        return
+        return bool(found.crossfed_narrow(len(values), native.address(values), native.address(out)))
     bits = values.view(np.uint32)
     np.right_shift(bits, 16, out=scratch)
     np.bitwise_and(scratch, 1, out=scratch)
@@ -61,14 +62,8 @@ def narrow(values: Array, dtype: str, out: Array, scratch: Array) -> None:
     np.add(scratch, bits, out=scratch)
     np.right_shift(scratch, 16, out=scratch)
     np.copyto(out, scratch, casting="unsafe")
-
-
-def finite(stored: Array, dtype: str) -> bool:
-    """Whether no value stored as `dtype` is NaN or infinity."""
-    if dtype != "BF16":
-        return bool(np.isfinite(stored).all())
     # Exponents of all ones come last among the positive bit patterns, and last among all, the negative ones.
-    return not len(stored) or bool(stored.max() < 0xFF80 and stored.view(np.int16).max() < 0x7F80)
+    return not len(out) or bool(out.max() < 0xFF80 and out.view(np.int16).max() < 0x7F80)
 
 
 def to_odd_float32(values: Array) -> Array:

@@ -10,7 +10,7 @@
 #include <string.h>
 
 enum { BF16 = 0, F16 = 1, F32 = 2 };
-enum { RUN = 1024, LANES = 8 };
+enum { RUN = 512, LANES = 8 };
 
 /* Unaligned vectors; a compiler without such registers splits them. */
 typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
@@ -49,33 +49,64 @@ static void widen(const void *stored, int kind, int64_t start, int64_t n, float 
     }
 }
 
-/* Inner products of x with `count` (at most 4) rows of at most RUN values. */
-static void dots(const float *x, const float *rows, int64_t stride, int count, int64_t n, double *out)
+/* update - base for the n elements from `start`, and its share of the weighted sum (weight NULL: no sum is wanted;
+ * `first`: the sum begins here). */
+static void step_from(const float *restrict base, const void *stored, int kind, int64_t start, int64_t n,
+                      const float *weight, int first, float *restrict step, float *restrict total)
 {
-    lanes sums[8];
-    memset(sums, 0, sizeof sums);
-    const float *y0 = rows, *y1 = rows + (count > 1) * stride, *y2 = rows + (count > 2) * 2 * stride,
-                *y3 = rows + (count > 3) * 3 * stride;
+    if (kind == BF16) {
+        const uint16_t *restrict raw = (const uint16_t *)stored + start;
+        for (int64_t i = 0; i < n; i++)
+            step[i] = from_bits((uint32_t)raw[i] << 16) - base[i];
+    } else {
+        widen(stored, kind, start, n, step);
+        for (int64_t i = 0; i < n; i++)
+            step[i] -= base[i];
+    }
+    if (weight && first)
+        for (int64_t i = 0; i < n; i++)
+            total[i] = step[i] * *weight;
+    else if (weight)
+        for (int64_t i = 0; i < n; i++)
+            total[i] += step[i] * *weight;
+}
+
+/* Inner products of x with `count` rows of at most RUN values; inlined with a constant `count`. */
+static inline __attribute__((always_inline)) void dots_of(const float *x, const float *rows, int64_t stride, int count,
+                                                          int64_t n, double *out)
+{
+    lanes even[4], odd[4];
+    memset(even, 0, sizeof even);
+    memset(odd, 0, sizeof odd);
     int64_t i = 0;
     for (; i + 2 * LANES <= n; i += 2 * LANES) {
         lanes a = *(const lanes *)(x + i), b = *(const lanes *)(x + i + LANES);
-        sums[0] += a * *(const lanes *)(y0 + i);
-        sums[1] += b * *(const lanes *)(y0 + i + LANES);
-        sums[2] += a * *(const lanes *)(y1 + i);
-        sums[3] += b * *(const lanes *)(y1 + i + LANES);
-        sums[4] += a * *(const lanes *)(y2 + i);
-        sums[5] += b * *(const lanes *)(y2 + i + LANES);
-        sums[6] += a * *(const lanes *)(y3 + i);
-        sums[7] += b * *(const lanes *)(y3 + i + LANES);
+        for (int row = 0; row < count; row++) {
+            const float *y = rows + row * stride + i;
+            even[row] += a * *(const lanes *)y;
+            odd[row] += b * *(const lanes *)(y + LANES);
+        }
     }
     for (int row = 0; row < count; row++) {
-        double sum = 0;
-        for (int lane = 0; lane < LANES; lane++)
-            sum += (double)sums[2 * row][lane] + (double)sums[2 * row + 1][lane];
+        lanes both = even[row] + odd[row];
+        double sum = (((double)both[0] + both[4]) + ((double)both[2] + both[6])) +
+                     (((double)both[1] + both[5]) + ((double)both[3] + both[7]));
         for (int64_t left = i; left < n; left++)
             sum += (double)x[left] * (double)rows[row * stride + left];
         out[row] = sum;
     }
+}
+
+static void dots(const float *x, const float *rows, int64_t stride, int count, int64_t n, double *out)
+{
+    if (count == 1)
+        dots_of(x, rows, stride, 1, n, out);
+    else if (count == 2)
+        dots_of(x, rows, stride, 2, n, out);
+    else if (count == 3)
+        dots_of(x, rows, stride, 3, n, out);
+    else
+        dots_of(x, rows, stride, 4, n, out);
 }
 
 static void add_products(const float *rows, int64_t stride, int64_t k, int64_t n, double *gram)
@@ -101,34 +132,24 @@ void crossfed_products(int64_t n, int64_t k, const float *rows, int64_t stride, 
 }
 
 /* base and k updates as stored -> base in float32, steps (update - base), their inner products, their weighted sum.
- * Not wanted: NULL for steps, gram or weights. scratch: k times RUN values, used where steps are not wanted. */
+ * Not wanted: NULL for steps, gram or weights. `add`: the sum is added to the base in its place.
+ * scratch: k times RUN values, used where steps are not wanted. */
 void crossfed_steps(int64_t n, int64_t k, const void *base, int base_kind, const void *const *updates, const int *kinds,
                     float *widened, float *steps, int64_t stride, double *gram, const float *weights, float *sum,
-                    float *scratch)
+                    int add, float *scratch)
 {
     for (int64_t start = 0; start < n; start += RUN) {
         int64_t count = n - start < RUN ? n - start : RUN, apart = steps ? stride : RUN;
         float *rows = steps ? steps + start : scratch;
-        float *restrict b = widened + start, *restrict total = sum + start;
+        float *b = widened + start, *total = sum + start;
         widen(base, base_kind, start, count, b);
-        for (int64_t row = 0; row < k; row++) {
-            float *restrict step = rows + row * apart;
-            widen(updates[row], kinds[row], start, count, step);
-            for (int64_t i = 0; i < count; i++)
-                step[i] -= b[i];
-        }
+        for (int64_t row = 0; row < k; row++)
+            step_from(b, updates[row], kinds[row], start, count, weights ? weights + row : 0, row == 0, rows + row * apart,
+                      total);
         if (gram)
             add_products(rows, apart, k, count, gram);
-        for (int64_t row = 0; weights && row < k; row++) {
-            const float *restrict step = rows + row * apart;
-            float weight = weights[row];
-            if (row == 0)
-                for (int64_t i = 0; i < count; i++)
-                    total[i] = step[i] * weight;
-            else
-                for (int64_t i = 0; i < count; i++)
-                    total[i] += step[i] * weight;
-        }
+        for (int64_t i = 0; add && i < count; i++)
+            b[i] += total[i];
     }
 }
 
@@ -137,13 +158,17 @@ void crossfed_widen(int64_t n, const void *stored, int kind, float *out)
     widen(stored, kind, 0, n, out);
 }
 
-/* float32 to bfloat16, to nearest, ties to even. */
-void crossfed_narrow(int64_t n, const float *restrict values, uint16_t *restrict out)
+/* float32 to bfloat16, to nearest, ties to even. Returns whether all of `out` is finite. */
+int crossfed_narrow(int64_t n, const float *restrict values, uint16_t *restrict out)
 {
+    uint32_t largest = 0;
     for (int64_t i = 0; i < n; i++) {
-        uint32_t bits = to_bits(values[i]);
-        out[i] = (uint16_t)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+        uint32_t bits = to_bits(values[i]), rounded = bits + 0x7FFF + (bits >> 16 & 1);
+        out[i] = (uint16_t)(rounded >> 16);
+        rounded &= 0x7FFF0000;
+        largest = rounded > largest ? rounded : largest;
     }
+    return largest < 0x7F800000;
 }
 
 /* update - base (+ residual, or NULL) in float32. Returns the sum of squares. */
@@ -190,10 +215,9 @@ static inline void ends(const float *restrict values, int64_t n, float *high, fl
     *high = highest[0], *low = lowest[0];
 }
 
-void crossfed_int8_encode(int64_t n, int64_t block, float levels, float smallest, const float *restrict values,
+void crossfed_int8_encode(int64_t n, int64_t block, float per_level, float smallest, const float *restrict values,
                           int8_t *restrict q, float *restrict scales)
 {
-    float per_level = 1 / levels;
     for (int64_t start = 0; start < n; start += block) {
         int64_t count = n - start < block ? n - start : block;
         float high, low;

@@ -24,7 +24,7 @@ from typing import Any
 
 SOURCE = Path(__file__).with_name("native.c")
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
-RUN = 1024
+RUN = 512
 """Values that the C code works on at once: `scratch` of `steps` holds so many for each update."""
 KINDS = {"BF16": 0, "F16": 1, "F32": 2}
 """Stored dtypes that it reads, with its number for each."""
@@ -87,9 +87,9 @@ def _load(path: Path) -> ctypes.CDLL:
     number, size, real, pointer = ctypes.c_int, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
     for name, result, arguments in (
         ("widen", None, (size, pointer, number, pointer)),
-        ("narrow", None, (size, pointer, pointer)),
+        ("narrow", number, (size, pointer, pointer)),
         ("products", None, (size, size, pointer, size, pointer)),
-        ("steps", None, (size, size, pointer, number, pointer, pointer, pointer, pointer, size, pointer, pointer, pointer, pointer)),
+        ("steps", None, (size, size, pointer, number, pointer, pointer, pointer, pointer, size, pointer, pointer, pointer, number, pointer)),
         ("difference", ctypes.c_double, (size, pointer, number, pointer, number, pointer, pointer)),
         ("int8_encode", None, (size, size, real, real, pointer, pointer, pointer)),
         ("int8_decode", None, (size, size, pointer, pointer, pointer)),
@@ -116,15 +116,16 @@ def steps(
     gram: Any | None,
     weights: Any | None,
     total: Any,
+    add: bool,
     scratch: Any,
 ) -> None:
     """`sources`: the base and the updates as stored, `kinds` theirs. Fills `widened`, and what is not None of `rows`
-    (updates, n), `total` (with `weights`, float32) and `gram` (added to)."""
+    (updates, n), `total` (with `weights`, float32) and `gram` (added to). `add`: the total is added to `widened`."""
     count = len(sources) - 1
     found.crossfed_steps(
         len(widened), count, address(sources[0]), kinds[0],
         (ctypes.c_void_p * count)(*map(address, sources[1:])), (ctypes.c_int * count)(*kinds[1:]),
         address(widened), None if rows is None else address(rows), 0 if rows is None else rows.strides[0] // 4,
         None if gram is None else address(gram), None if weights is None else address(weights),
-        address(total), address(scratch),
+        address(total), add, address(scratch),
     )  # fmt: skip

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from facility.exchange import native
 from facility.exchange.floats import Array
 
 BLOCK = 256
@@ -21,6 +22,13 @@ def fields(elements: int, kept: int) -> list[tuple[str, str, int]]:
 
 
 def encode(values: Array) -> dict[str, Array]:
+    found = native.library()
+    if found is not None and values.flags.c_contiguous:
+        q, scale = np.empty(len(values), np.int8), np.empty(-(-len(values) // BLOCK), np.float32)
+        found.crossfed_int8_encode(
+            len(values), BLOCK, 1 / LEVELS, SMALLEST, native.address(values), native.address(q), native.address(scale)
+        )
+        return {"q": q, "scale": scale}
     rows = padded(values, BLOCK).reshape(-1, BLOCK)
     high, low = rows.max(axis=1), rows.min(axis=1)
     scale = np.maximum(high, -low) * np.float32(1 / LEVELS)
@@ -35,6 +43,13 @@ def decode(stored: dict[str, Array], count: int) -> Array:
     scale = stored["scale"]
     if not np.isfinite(scale).all() or (scale < 0).any():
         raise ValueError("a scale is negative, NaN or infinity")
+    found = native.library()
+    if found is not None:
+        values = np.empty(count, np.float32)
+        found.crossfed_int8_decode(
+            count, BLOCK, native.address(stored["q"]), native.address(scale), native.address(values)
+        )
+        return values
     rows = padded(stored["q"].astype(np.float32), BLOCK).reshape(-1, BLOCK)
     rows *= scale[:, None]
     return rows.reshape(-1)[:count]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from facility.exchange import native
 from facility.exchange.floats import Array, narrow
 
 from . import PART
@@ -39,10 +40,19 @@ def reaching(values: Array, limit: float) -> int:
 
 
 def encode(values: Array, limit: float) -> dict[str, Array]:
-    positions = np.nonzero(np.abs(values) >= np.float32(limit))[0]
+    found = native.library()
+    if found is not None and values.flags.c_contiguous:
+        positions, reaching = np.empty(len(values), np.uint16), np.empty(len(values), np.float32)
+        count = found.crossfed_sparse_encode(
+            len(values), limit, native.address(values), native.address(positions), native.address(reaching)
+        )
+        positions, reaching = positions[:count].copy(), reaching[:count]
+    else:
+        positions = np.nonzero(np.abs(values) >= np.float32(limit))[0]
+        reaching, positions = values[positions], positions.astype(np.uint16)
     kept = np.empty(len(positions), np.uint16)
-    narrow(values[positions], "BF16", kept, np.empty(len(positions), np.uint32))
-    return {"position": positions.astype(np.uint16), "value": kept, "count": np.array([len(positions)], np.int32)}
+    narrow(reaching, "BF16", kept, np.empty(len(positions), np.uint32))
+    return {"position": positions, "value": kept, "count": np.array([len(positions)], np.int32)}
 
 
 def decode(stored: dict[str, Array], count: int) -> Array:
