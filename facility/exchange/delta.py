@@ -33,16 +33,16 @@ import numpy as np
 from .checkpoint import FLOATS, Checkpoint, TensorEntry, open_checkpoint
 from .codecs import PART, sparse
 from .delta_decoding import decode
-from .delta_parts import CODECS, FILE, as_bytes, copy_companions, parts, raw
+from .delta_parts import CODECS, FILE, as_bytes, copy_companions, difference, parts, raw
 from .durable import new_directory
 from .errors import CheckpointError, ConfigurationError
-from .floats import Array, widen
+from .floats import Array
 from .manifest import NAME, read_manifest, write_manifest
 from .patterns import Patterns
 from .writer import Planned, TensorWriter, layout_like
 
 STRIDE = 16
-"""`sparse` takes the threshold of a large tensor from one value in so many."""
+"""`sparse` takes the threshold of a large tensor from the first values of each part, one in so many."""
 ENCODINGS = ("delta-int8", "delta-int4", "sparse")
 
 
@@ -106,13 +106,14 @@ def encode(
                     writer.write(f"{name}::raw", offset, content)
                 continue
             places = {suffix: 0 for suffix, _, _ in codec.fields(0, 0)}
-            for start, difference in _differences(entry, new[name], kept.get(name)):
-                sent = codec.encode(difference, limits[name]) if codec is sparse else codec.encode(difference)
+            for start, step, length in _differences(entry, new[name], kept.get(name)):
+                squared += length
+                sent = codec.encode(step, limits[name]) if codec is sparse else codec.encode(step)
                 for suffix, array in sent.items():
                     writer.write(f"{name}::{suffix}", places[suffix], as_bytes(array))
                     places[suffix] += array.nbytes
-                missed = difference - codec.decode(sent, len(difference))
-                squared += float(np.vdot(difference, difference))
+                missed = codec.decode(sent, len(step))
+                np.subtract(step, missed, out=missed)
                 lost += float(np.vdot(missed, missed))
                 if rest is not None:
                     rest.write(name, start * 4, as_bytes(missed))
@@ -230,31 +231,33 @@ def _plan(
             continue
         count = 0
         if codec is sparse:
-            counts, stride = np.zeros(sparse.BINS, np.int64), 1 if entry.elements <= PART else STRIDE
-            for _, difference in _differences(entry, new[name], kept.get(name)):
-                counts += sparse.histogram(np.ascontiguousarray(difference[::stride]))
+            counts, width = np.zeros(sparse.BINS, np.int64), PART if entry.elements <= PART else PART // STRIDE
+            for _, step, _ in _differences(entry, new[name], kept.get(name), width):
+                counts += sparse.histogram(step)
             limits[name] = sparse.threshold(counts, density)
-            for _, difference in _differences(entry, new[name], kept.get(name)):
-                count += sparse.reaching(difference, limits[name])
+            for _, step, _ in _differences(entry, new[name], kept.get(name)):
+                count += sparse.reaching(step, limits[name])
             if not count:
                 continue
-        elif not any(difference.any() for _, difference in _differences(entry, new[name], kept.get(name))):
+        elif not any(step.any() for _, step, _ in _differences(entry, new[name], kept.get(name))):
             continue
         for suffix, dtype, length in codec.fields(entry.elements, count):
             planned.append(Planned(name=f"{name}::{suffix}", dtype=dtype, shape=(length,)))
     return planned, limits
 
 
-def _differences(old: TensorEntry, new: TensorEntry, residual: TensorEntry | None) -> Iterator[tuple[int, Array]]:
-    """(first element, new - old + residual in float32) part by part."""
+def _differences(
+    old: TensorEntry, new: TensorEntry, residual: TensorEntry | None, width: int = PART
+) -> Iterator[tuple[int, Array, float]]:
+    """(first element, new - old + residual in float32, its sum of squares) for the first `width` values of each part.
+
+    The array is used again for the next part.
+    """
     sources = [old, new] + ([residual] if residual else [])
-    for start, arrays in parts(sources):
-        difference, widened = np.empty(len(arrays[0]), np.float32), np.empty(len(arrays[0]), np.float32)
-        widen(arrays[1], new.dtype, difference)
-        widen(arrays[0], old.dtype, widened)
-        difference -= widened
-        if residual:
-            difference += arrays[2]
-        if not math.isfinite(float(np.vdot(difference, difference))):
+    block, widened = np.empty(PART, np.float32), np.empty(PART, np.float32)
+    for start, arrays in parts(sources, width):
+        values = block[: len(arrays[0])]
+        squared = difference(arrays, old.dtype, new.dtype, values, widened[: len(values)])
+        if not math.isfinite(squared):
             raise CheckpointError(f"{new.file}: tensor {new.name!r} holds NaN, infinity or absurdly large values")
-        yield start, difference
+        yield start, values, squared

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .checkpoint import FLOATS, ITEM_BYTES, Checkpoint, TensorEntry, open_checkpoint, read_exactly, read_header
+from .checkpoint import FLOATS, Checkpoint, TensorEntry, open_checkpoint, read_exactly, read_header
 from .codecs import sparse
 from .delta_parts import CODECS, FILE, as_bytes, copy_companions, parts, raw
 from .durable import new_directory
@@ -18,6 +18,9 @@ from .errors import CheckpointError
 from .floats import STORAGE, Array, narrow, widen
 from .manifest import Manifest, read_manifest, verify_manifest, write_manifest
 from .writer import TensorWriter, layout_like
+
+INTEGERS = {"I8": "i1", "U8": "u1", "U16": "<u2", "I32": "<i4"}
+"""numpy dtypes of the whole numbers that codecs store."""
 
 
 def decode(message: Path, *, reference: Path, out: Path) -> Manifest:
@@ -54,8 +57,10 @@ def decode(message: Path, *, reference: Path, out: Path) -> Manifest:
                     continue
                 offset = 0
                 for values in _decoded(codec, entry, name, stored, message):
-                    block = np.empty(len(values), STORAGE[kinds[name]])
-                    narrow(values, kinds[name], block, np.empty(len(values), np.uint32))
+                    block = values
+                    if values.dtype != STORAGE[kinds[name]]:
+                        block = np.empty(len(values), STORAGE[kinds[name]])
+                        narrow(values, kinds[name], block, np.empty(len(values), np.uint32))
                     writer.write(name, offset, as_bytes(block))
                     offset += block.nbytes
         copy_companions(Path(message), directory)
@@ -118,15 +123,12 @@ def _decoded(
         def take(suffix: str, length: int) -> Array:
             found = fields[suffix]
             assert found is not None
-            item = ITEM_BYTES[found.dtype]
-            buffer = memoryview(bytearray(length * item))
-            if places[suffix] + len(buffer) > found.size:
+            array = np.empty(length, INTEGERS.get(found.dtype) or STORAGE[found.dtype])
+            if places[suffix] + array.nbytes > found.size:
                 raise CheckpointError(f"{message}: {found.name!r} is too short")
-            read_exactly(file.fileno(), buffer, found.start + places[suffix], found.file)
-            places[suffix] += len(buffer)
-            return np.frombuffer(
-                buffer, {"I8": "i1", "U8": "u1", "U16": "<u2", "I32": "<i4"}.get(found.dtype) or STORAGE[found.dtype]
-            )
+            read_exactly(file.fileno(), as_bytes(array), found.start + places[suffix], found.file)
+            places[suffix] += array.nbytes
+            return array
 
         for _, (old,) in parts([entry]):
             values = np.empty(len(old), np.float64 if entry.dtype == "F64" else np.float32)

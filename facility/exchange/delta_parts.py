@@ -10,30 +10,47 @@ from typing import Any
 
 import numpy as np
 
-from .checkpoint import ITEM_BYTES, TensorEntry, read_exactly
+from . import native
+from .checkpoint import TensorEntry, read_exactly
 from .codecs import PART, int4, int8, sparse
-from .floats import STORAGE, Array
+from .floats import STORAGE, Array, widen
 
 FILE = "delta.safetensors"
-READ = 16 * PART
-"""Elements read at a time."""
+READ = 4 * PART
+"""Elements read at a time, few enough to be still in the cache when they are worked on."""
 CODECS: dict[str, Any] = {"delta-int8": int8, "delta-int4": int4, "sparse": sparse}
 
 
-def parts(entries: list[TensorEntry]) -> Iterator[tuple[int, list[Array]]]:
-    """The same PART of several tensors of one shape."""
+def parts(entries: list[TensorEntry], width: int = PART) -> Iterator[tuple[int, list[Array]]]:
+    """The first `width` elements of each PART of several tensors of one shape, in buffers that are used again."""
+    step = READ if width == PART else PART
     with ExitStack() as stack:
         files = [stack.enter_context(open(entry.file, "rb", buffering=0)) for entry in entries]
-        buffers = [memoryview(bytearray(min(READ, entry.elements) * ITEM_BYTES[entry.dtype])) for entry in entries]
-        for begin in range(0, entries[0].elements, READ):
-            count = min(READ, entries[0].elements - begin)
-            arrays = []
+        buffers = [np.empty(min(step, entry.elements), STORAGE[entry.dtype]) for entry in entries]
+        for begin in range(0, entries[0].elements, step):
+            count = min(step if width == PART else width, entries[0].elements - begin)
             for file, entry, buffer in zip(files, entries, buffers, strict=True):
-                item = ITEM_BYTES[entry.dtype]
-                read_exactly(file.fileno(), buffer[: count * item], entry.start + begin * item, entry.file)
-                arrays.append(np.frombuffer(buffer, STORAGE[entry.dtype], count))
+                read_exactly(file.fileno(), as_bytes(buffer[:count]), entry.start + begin * buffer.itemsize, entry.file)
             for start in range(0, count, PART):
-                yield begin + start, [array[start : start + PART] for array in arrays]
+                yield begin + start, [buffer[start : min(start + PART, count)] for buffer in buffers]
+
+
+def difference(stored: list[Array], base: str, update: str, out: Array, scratch: Array) -> float:
+    """`stored`: base, update and perhaps a float32 residual. Writes update - base + residual; returns its sum of squares."""
+    found = native.library()
+    if found is not None and base in native.KINDS and update in native.KINDS:
+        return float(
+            found.crossfed_difference(
+                len(out), native.address(stored[1]), native.KINDS[update], native.address(stored[0]), native.KINDS[base],
+                native.address(stored[2]) if len(stored) > 2 else None, native.address(out),
+            )
+        )  # fmt: skip
+    widen(stored[1], update, out)
+    widen(stored[0], base, scratch)
+    np.subtract(out, scratch, out=out)
+    if len(stored) > 2:
+        np.add(out, stored[2], out=out)
+    return float(np.vdot(out, out))
 
 
 def raw(entry: TensorEntry) -> Iterator[tuple[int, memoryview]]:
