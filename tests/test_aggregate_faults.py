@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -15,10 +18,12 @@ import torch
 
 from coordinator.aggregate import aggregate, main, read_settings
 from coordinator.averaging.settings import AggregationSettings
+from coordinator.averaging.streams import Files
 from coordinator.averaging.verify import check_update
 from facility.exchange.checkpoint import open_checkpoint
 from facility.exchange.errors import CheckpointError, ConfigurationError, CrossFedError, InputError, UpdateRefused
 from facility.exchange.manifest import Manifest, read_manifest, verify_manifest, write_manifest
+from facility.exchange.writer import TensorWriter
 from tests.averaging import make
 
 SHAPES = {"a.weight": (30, 20), "b.bias": (7,)}
@@ -341,6 +346,27 @@ def test_a_full_disk_is_one_clear_error(large: list[str], tmp_path: Path):
     done = subprocess.run([*large[-len(large):], "--out", str(tmp_path / "out")] if mounted else [*large[5:], "--out", str(tmp_path / "out")],
                           capture_output=True, text=True)  # fmt: skip
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("where", ["read", "write"])
+@pytest.mark.timeout(60)
+def test_an_error_in_one_thread_ends_the_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str):
+    start = {f"t{i}": torch.ones(1 << 12) for i in range(40)}
+    base = make.model(tmp_path / "base", start)
+    updates = [make.update(tmp_path / f, make.moved(start, i), base=base, facility=f) for i, f in enumerate("xy")]
+    owner, name = (Files, "read") if where == "read" else (TensorWriter, "write")
+    whole, calls = getattr(owner, name), itertools.count()
+
+    def failing(*arguments):
+        if next(calls) == 17:
+            raise OSError(errno.EIO, "Input/output error")
+        return whole(*arguments)
+
+    monkeypatch.setattr(owner, name, failing)
+    before = threading.active_count()
+    with pytest.raises(OSError, match="Input/output error"):
+        aggregate(base=base, updates=updates, out=tmp_path / "out", threads=3)
+    assert nothing_left(tmp_path) and threading.active_count() == before
 
 
 def test_sigkill_at_any_moment_leaves_nothing_half(large: list[str], tmp_path: Path):

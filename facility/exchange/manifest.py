@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -74,6 +76,12 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def _digests(paths: Sequence[Path]) -> list[str]:
+    """sha256 of each file, two at a time: hashing takes longer than reading."""
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(sha256_of, paths))
+
+
 def _files(directory: Path) -> list[Path]:
     found = []
     for path in sorted(directory.rglob("*")):
@@ -89,9 +97,10 @@ def _files(directory: Path) -> list[Path]:
 def write_manifest(directory: Path, manifest: Manifest) -> Manifest:
     """Hash every file below `directory` and write `manifest.json` last; returns the manifest with `files` filled."""
     directory = Path(directory)
+    found = _files(directory)
     files = {
-        path.relative_to(directory).as_posix(): FileEntry(sha256=sha256_of(path), size=path.stat().st_size)
-        for path in _files(directory)
+        path.relative_to(directory).as_posix(): FileEntry(sha256=digest, size=path.stat().st_size)
+        for path, digest in zip(found, _digests(found), strict=True)
     }
     manifest = dataclasses.replace(manifest, files=files)
     write_json(directory / NAME, dataclasses.asdict(manifest))
@@ -144,7 +153,9 @@ def verify_manifest(directory: Path) -> Manifest:
             raise ManifestError(
                 f"{directory}/{name} has {size} bytes, expected {entry.size}: truncated or altered; send it again"
             )
-        if sha256_of(directory / name) != entry.sha256:
+    names = sorted(manifest.files)
+    for name, digest in zip(names, _digests([directory / name for name in names]), strict=True):
+        if digest != manifest.files[name].sha256:
             raise ManifestError(f"{directory}/{name} has another sha256 than its manifest says: altered; send it again")
     if surplus := sorted(present - set(manifest.files)):
         raise ManifestError(f"{directory} holds files that its manifest does not name: {surplus[:5]}")

@@ -1,11 +1,13 @@
 """Time, memory and exactness of the aggregation step beside other tools, on one machine in one run.
 
     python tests/bench/aggregate.py --work DIR [--mergekit PYTHON] [--updates 4] [--layers 16] [--repeat 3]
+    python tests/bench/aggregate.py --work DIR --growth
 
 Makes a Llama checkpoint (1.1 GB bfloat16 in four shards at the default size) and updates to it, reads everything once
 so that all contenders find it in the page cache, runs each contender as a process of its own and prints JSON: seconds
 (best of --repeat) and peak resident memory of the process. `io` reads and writes the same bytes with two threads and
-no arithmetic. --mergekit names a Python interpreter that has mergekit.
+no arithmetic. --mergekit names a Python interpreter that has mergekit. --growth instead prints the peak memory of
+averaging 2 and 8 updates of 1.1 GB and 2 of 4.0 GB (hard links to the base: only their size matters; needs 10 GB).
 """
 
 from __future__ import annotations
@@ -140,6 +142,24 @@ def measured(command: list[str], environment: dict[str, str] | None = None) -> d
     return json.loads(errors.splitlines()[-1]) | {"output": output}
 
 
+def growth(work: Path) -> dict[str, object]:
+    """Peak resident megabytes against the number of updates and the size of the model."""
+    result: dict[str, object] = {}
+    for layers, count in ((16, 2), (16, 8), (66, 2)):
+        (base,) = make(work / f"{layers}x", layers, 0)
+        command = [sys.executable, "-m", "coordinator.aggregate", "--base", str(base), "--out", str(work / "out"), "--weights", "equal"]  # fmt: skip
+        for number in range(count):
+            copy = work / f"linked{number}"
+            shutil.rmtree(copy, ignore_errors=True)
+            shutil.copytree(base, copy, copy_function=os.link)
+            command += ["--update", str(copy)]
+        run = measured(command)
+        size = sum(f.stat().st_size for f in base.glob("*.safetensors"))
+        result[f"{count} updates of {size / 1e9:.2f} GB"] = run.get("peak_mb", run)
+        shutil.rmtree(work / "out", ignore_errors=True)
+    return result
+
+
 def off_share(base: Path, updates: list[Path], out: Path) -> float:
     """Share of values that are not the correctly rounded weighted mean, computed in float64, over one shard."""
     from facility.exchange.checkpoint import open_checkpoint
@@ -172,7 +192,12 @@ def main() -> None:
     p.add_argument("--repeat", type=int, default=3, help="runs of each contender (default 3)")
     p.add_argument("--only", nargs="*", help="contenders by name (default: all)")
     p.add_argument("--keep", action="store_true", help="leave the checkpoints for another run")
+    p.add_argument("--growth", action="store_true", help="peak memory against updates and size, nothing else")
     a = p.parse_args()
+    if a.growth:
+        print(json.dumps(growth(a.work), indent=2))
+        shutil.rmtree(a.work)
+        return
     base, *updates = make(a.work / f"{a.layers}x", a.layers, a.updates)
     updates = updates[: a.updates]
     for path in [f for d in (base, *updates) for f in d.glob("*.safetensors")]:
