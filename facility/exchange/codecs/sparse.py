@@ -42,16 +42,17 @@ def reaching(values: Array, limit: float) -> int:
 def encode(values: Array, limit: float) -> dict[str, Array]:
     found = native.library()
     if found is not None and values.flags.c_contiguous:
-        positions, reaching = np.empty(len(values), np.uint16), np.empty(len(values), np.float32)
+        positions: Array = np.empty(len(values), np.uint16)
+        largest: Array = np.empty(len(values), np.float32)
         count = found.crossfed_sparse_encode(
-            len(values), limit, native.address(values), native.address(positions), native.address(reaching)
+            len(values), limit, native.address(values), native.address(positions), native.address(largest)
         )
-        positions, reaching = positions[:count].copy(), reaching[:count]
+        positions, largest = positions[:count].copy(), largest[:count]
     else:
-        positions = np.nonzero(np.abs(values) >= np.float32(limit))[0]
-        reaching, positions = values[positions], positions.astype(np.uint16)
+        places = np.nonzero(np.abs(values) >= np.float32(limit))[0]
+        largest, positions = values[places], places.astype(np.uint16)
     kept = np.empty(len(positions), np.uint16)
-    narrow(reaching, "BF16", kept, np.empty(len(positions), np.uint32))
+    narrow(largest, "BF16", kept, np.empty(len(positions), np.uint32))
     return {"position": positions, "value": kept, "count": np.array([len(positions)], np.int32)}
 
 
