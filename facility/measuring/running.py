@@ -64,15 +64,15 @@ def _least(ranks: Ranks, value: float) -> float:
     return float(box.item())
 
 
-def _timed(ranks: Ranks, call: Callable[[], object], *, busy: bool) -> float:
-    """Seconds of a call: this process's CPU time where it is busy alone and the clock's would count others."""
+def _timed(ranks: Ranks, call: Callable[[], object]) -> float:
+    """Seconds of a call by the clock: replicas do this all at once, so what they lose to each other on shared cores counts."""
     if ranks.device.type == "cuda":
         torch.cuda.synchronize(ranks.device)
-    begin = time.process_time() if busy else time.perf_counter()
+    begin = time.perf_counter()
     call()
     if ranks.device.type == "cuda":
         torch.cuda.synchronize(ranks.device)
-    return (time.process_time() if busy else time.perf_counter()) - begin
+    return time.perf_counter() - begin
 
 
 def _passes(
@@ -88,23 +88,21 @@ def _passes(
     one.block.set_requires_gradient_sync(False)
     hooked = _median(ranks, one, settings)
     one.block.set_requires_gradient_sync(True)
-    synced = _median(ranks, one, settings, waits=True)[1]
+    synced = _median(ranks, one, settings)[1]
     return plain, hooked, synced, gradient_bytes
 
 
-def _median(ranks: Ranks, one: Unit, settings: LayerSettings, *, waits: bool = False) -> tuple[float, float]:
+def _median(ranks: Ranks, one: Unit, settings: LayerSettings) -> tuple[float, float]:
     """Median seconds of a forward and a backward; of the rank that needed least."""
     call, gradient = one.prepared(settings.samples[0])
     ahead, back = [], []
     for number in range(settings.warmup + settings.repeats):
         one.forget()
         dist.barrier()
-        busy = settings.cpu_seconds and not waits
         outputs: list[torch.Tensor] = []
-        forward = _timed(ranks, lambda: outputs.append(call()), busy=busy)  # noqa: B023
-        if waits:
-            dist.barrier()
-        backward = _timed(ranks, gradient(outputs[0]), busy=busy)
+        forward = _timed(ranks, lambda: outputs.append(call()))  # noqa: B023
+        dist.barrier()
+        backward = _timed(ranks, gradient(outputs[0]))
         if number >= settings.warmup:
             ahead.append(forward)
             back.append(backward)
@@ -140,7 +138,6 @@ def _empty_pass(ranks: Ranks, repeats: int) -> float:
         seconds = _timed(
             ranks,
             lambda: schedule.step(*((batch,) if first else ()), target=batch if last else None),
-            busy=False,
         )
         if number:
             found.append(seconds)
@@ -159,5 +156,5 @@ def _sums(ranks: Ranks, repeats: int) -> float:
     found = []
     for _ in range(repeats + 1):
         dist.barrier()
-        found.append(_timed(ranks, three, busy=False))
+        found.append(_timed(ranks, three))
     return _least(ranks, statistics.median(found))
