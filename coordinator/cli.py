@@ -120,15 +120,24 @@ def bundle(
 
 @app.command()
 def status(
-    federation: FederationOption = DEFAULT, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
+    federation: FederationOption = DEFAULT,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    queues: Annotated[
+        bool, typer.Option("--queues", help="Also ask the facilities for our jobs: a login each.")
+    ] = False,
 ) -> None:
-    """Print rounds, facilities and perplexities from the archive, at any time."""
+    """Print rounds, facilities and perplexities from the archive, at any time; with --queues also why jobs wait and what to do."""
     from coordinator.archive import Archive
     from coordinator.federation import read_federation
     from coordinator.tables import summary, table
 
     described = read_federation(federation)
     data = summary(Archive(described.archive_path)) | {"federation": described.name, "rounds_wanted": described.rounds}
+    if queues:
+        from coordinator.queues import read_queues
+        from coordinator.waiting import present
+
+        data["jobs"] = present(read_queues(described.file.parent / "streamflow.yml"))
     if as_json:
         print(json.dumps(data, indent=2, ensure_ascii=False))
         return
@@ -140,6 +149,8 @@ def status(
         console.print(table(data))
     if data["stopped"]:
         console.print(f"[red]stopped: {data['stopped']}[/red]")
+    for job in data.get("jobs", []):
+        console.print(" ".join(filter(None, job.values())), markup=False, highlight=False)
 
 
 @app.command()

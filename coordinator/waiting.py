@@ -55,6 +55,23 @@ def what_to_do(kind: str, job: Job) -> str:
     return ""
 
 
+def present(queues: list[Queue]) -> list[dict[str, str]]:
+    """Our jobs everywhere now, facility by facility, with what to do; a facility that does not answer is one entry too."""
+    silent: list[str] = []
+    found: list[dict[str, str]] = []
+
+    def ask(queue: Queue) -> list[Job]:
+        jobs = queue.jobs()
+        for job in jobs:
+            advice = what_to_do(queue.kind, job)
+            found.append({"facility": queue.facility, "job": job.id, "state": job.state, "reason": job.reason, "do": advice and f"-> {advice}"})  # fmt: skip
+        return jobs
+
+    at_all(queues, ask, silent.append)
+    found.sort(key=lambda entry: (entry["facility"], entry["job"]))
+    return [*found, *({"facility": "", "job": "", "state": "", "reason": sentence, "do": ""} for sentence in silent)]
+
+
 @dataclass(kw_only=True)
 class Watch:
     """Looks at the queues now and then; tells of a stuck job once for each reason, and gives it up after the queue's patience."""

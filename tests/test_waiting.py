@@ -15,9 +15,8 @@ from coordinator.queues import SCHEDULERS, Job, Queue, read_jobs
 from coordinator.transfer.patient import settled
 from coordinator.transfer.pbs_flux import is_silence, pbs_jobs, pbs_running
 from coordinator.transfer.ssh import tethered
-from coordinator.waiting import Watch, what_to_do
-
-HELD = Job(id="7", state="PENDING", began=False, reason="JobHeldUser")
+from coordinator.waiting import Watch, present, what_to_do
+from facility.exchange.errors import TryAgain
 
 
 @pytest.mark.parametrize(
@@ -91,6 +90,20 @@ def test_without_a_limit_a_stuck_job_is_only_told():
     for now[0] in (0.0, 1e9):
         watch.look()
     assert len(said) == 1 and SCHEDULERS["slurm"].cancel_waiting not in asked
+
+
+def test_status_shows_jobs_reasons_and_silent_facilities():
+    class Silent(Queue):
+        def _ask(self, command: str) -> str:
+            raise TryAgain("far does not answer: timeout")
+
+    one = Held(facility="site", kind="slurm", job_name="n", directory=Path("/"), ssh={"asked": []})
+    two = Silent(facility="far", kind="slurm", job_name="n", directory=Path("/"), ssh={})
+    job, silence = present([two, one])
+    assert (job["facility"], job["job"], job["reason"]) == ("site", "7", "JobHeldUser") and "scontrol release" in job[
+        "do"
+    ]
+    assert silence["reason"] == "far does not answer: timeout"
 
 
 def test_banners_and_complaints_are_no_jobs():
