@@ -37,7 +37,7 @@ from facility.training.load import load_parts
 from facility.training.model import choose_attention, count_blocks, read_config
 from facility.training.progress import Progress
 from facility.training.ranks import end, from_environment, start, together
-from facility.training.replicas import order_of, synchroniser
+from facility.training.replicas import order_of, paces, synchroniser
 from facility.training.schedule import learning_rate
 from facility.training.seeds import derive
 from facility.training.stop import Stop
@@ -125,6 +125,7 @@ def main(argv: list[str] | None = None) -> int:
         if training.lora.rank:
             progress.say(lora.load_adapters(held.parts, received, settings.seed))
     engine = Engine(held, layout, ranks, training, clock)
+    replicas, pace = paces(layout, ranks, engine)
     optimizer_steps = 0
     if pause is None and previous is not None and previous.optimizer_steps and training.keep_optimizer:
         with together(ranks):
@@ -137,13 +138,14 @@ def main(argv: list[str] | None = None) -> int:
 
     if pause is None:
         loss_received = engine.evaluate(feed.evaluation())
-        done, losses, interruptions, trained_before = 0, [], 0, 0.0
+        done, losses, interruptions, trained_before, samples = 0, [], 0, 0.0, 0.0
     else:
         with together(ranks):
-            state.load_pause(directory, pause, engine.optimizer, engine.parts)
-        loss_received, done, losses, position = pause.loss_received, pause.steps, pause.losses, pause.position
-        optimizer_steps, engine.scale, engine.skipped = pause.optimizer_steps, pause.scale, pause.skipped
-        interruptions, trained_before = pause.interruptions + 1, pause.seconds
+            state.load_pause(directory, pause, engine.optimizer, engine.parts, replica=pace, replicas=replicas)
+        here = pause.standing(pace, replicas)
+        done, losses, position, samples = here.steps, here.losses, here.position, here.samples
+        optimizer_steps, engine.scale, engine.skipped = here.optimizer_steps, here.scale, here.skipped
+        loss_received, interruptions, trained_before = pause.loss_received, pause.interruptions + 1, pause.seconds
         progress.say(f"going on after step {done} of {training.steps}")
     progress.say(f"received: loss {loss_received:.4f}, perplexity {account.perplexity(loss_received):.2f}")
     evaluated = time.perf_counter()
@@ -151,36 +153,47 @@ def main(argv: list[str] | None = None) -> int:
         write_evaluation(a.out, settings, base, ranks, loss_received, loaded - began, evaluated - loaded)
         return Outcome.DONE
 
-    sync = synchroniser(layout, ranks, engine, steps=training.steps - done, round=a.round, log=directory)
+    sync = synchroniser(layout, ranks, engine, steps=training.steps, done=done, samples=samples, round=a.round,
+                        log=directory / (f"sync-{a.round}.{interruptions}" if interruptions else f"sync-{a.round}"))  # fmt: skip
+    vectors = sync.state_dict()
+    with together(ranks):
+        if pause is not None:
+            which = pace if len(pause.replicas) == replicas else 0
+            state.load_vectors(directory / state.PAUSED, pause.sync, vectors, engine.parts, replica=which)
+        elif optimizer_steps and previous is not None and previous.sync:
+            state.load_vectors(directory / f"round-{a.round - 1}", previous.sync, vectors, engine.parts)
+    sync.load_state_dict(vectors)
     writes = layout.grid.place(ranks.rank)[0] == 0
 
     def save_pause() -> None:
+        mine = state.Standing(
+            steps=done, position=position, optimizer_steps=optimizer_steps, losses=losses, scale=engine.scale,
+            skipped=engine.skipped, samples=sync.samples,
+        )  # fmt: skip
+        every = {place: found for place, found in account.gather(ranks, (pace, mine))[::-1]}
         state.save_pause(directory, state.Pause(
             federation=settings.federation, facility=settings.facility, seed=settings.seed, round=a.round,
-            base_sha256=base.content_sha256 if base else "", steps=done, position=position,
-            optimizer_steps=optimizer_steps, loss_received=loss_received, losses=losses, scale=engine.scale,
-            seconds=trained_before + time.perf_counter() - evaluated, skipped=engine.skipped,
-            interruptions=interruptions,
-        ), ranks, held.shapes, engine.optimizer, engine.parts, writes=writes)  # fmt: skip
+            base_sha256=base.content_sha256 if base else "", loss_received=loss_received,
+            seconds=trained_before + time.perf_counter() - evaluated, interruptions=interruptions,
+            replicas=[every[number] for number in range(replicas)], sync=sorted(sync.state_dict()),
+        ), ranks, held.shapes, engine.optimizer, engine.parts, vectors=sync.state_dict(), replica=pace,
+            writes=writes or not engine.together)  # fmt: skip
 
     tracker = Tracker(training.tracker, directory, f"{settings.federation}-{settings.facility}-{a.round}", ranks)
     if tracker.reason:
         progress.say(tracker.reason)
     ends: list[float] = []
-    resumed_at = done
     trace = Trace(training.trace, directory, a.round, ranks)
     while sync.wants_more():
-        if engine.agree_to_stop(stop.wanted(done)):
-            sync.finish()
-            save_pause()
-            sync.close()
-            progress.say(f"stopped after step {done} of {training.steps} ({stop.reason or 'asked by another rank'}); "
-                         "the same command goes on from here")  # fmt: skip
-            return Outcome.COME_BACK
+        wanted = stop.wanted(done)
+        if engine.agree_to_stop(wanted) if engine.together else wanted:
+            sync.ask_to_pause()
+        if sync.pausing:
+            break
         torch.manual_seed(derive(settings.seed, "step", a.round, settings.facility, done, ranks.rank))
         with clock("data"):
             batches = feed.step(position)
-        overall = a.round * training.steps + resumed_at + int(sync.progress)
+        overall = a.round * training.steps + int(sync.progress)
         rate = learning_rate(overall, settings.rounds * training.steps, training)
         result = engine.step(batches, rate, None if engine.together else sync)
         sync.after_step(result.predictions)
@@ -192,10 +205,15 @@ def main(argv: list[str] | None = None) -> int:
         trace.step()
         if training.limits.save_every and done % training.limits.save_every == 0 and engine.together:
             save_pause()
-    sync.finish()
+    if not sync.finish():
+        save_pause()
+        sync.close()
+        progress.say(f"stopped after step {done} of {training.steps} ({stop.reason or 'asked by another rank'}); "
+                     "the same command goes on from here")  # fmt: skip
+        return Outcome.COME_BACK
     if not engine.together:  # replicas went at speeds of their own: the next round begins where all are past
         position += (training.steps - done) * batch
-    sync_report = sync.report()
+    sync_report, kept_vectors = sync.report(), sync.state_dict()
     for thing in (sync, tracker, trace):
         thing.close()
     trained = time.perf_counter()
@@ -210,7 +228,8 @@ def main(argv: list[str] | None = None) -> int:
     state.save_state(directory, state.RoundState(
         federation=settings.federation, facility=settings.facility, seed=settings.seed, round=a.round,
         position=position, optimizer_steps=optimizer_steps if training.keep_optimizer else 0,
-    ), ranks, held.shapes, kept, engine.parts, writes=writes)  # fmt: skip
+        sync=sorted(kept_vectors) if training.keep_optimizer else [],
+    ), ranks, held.shapes, kept, engine.parts, vectors=kept_vectors, writes=writes)  # fmt: skip
 
     good = [loss for loss in losses if loss >= 0]
     if not good:

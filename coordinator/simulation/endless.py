@@ -10,6 +10,8 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict, deque
 from collections.abc import Callable, Generator
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from facility.exchange.groups import Group
@@ -26,9 +28,14 @@ class _Run:
     def __init__(
         self, settings: SyncSettings, pipelines: int, stages: int, compute: Compute, steps: int, exchange_seconds: float
     ) -> None:
+        settings = replace(settings, minimum=1)  # as `facility.sync.policy.connect` does for such stages
         self.pipelines, self.stages, self.compute, self.steps = pipelines, stages, compute, steps
         self.exchange_seconds, self.lockstep = exchange_seconds, settings.lockstep
-        self.scheduler = scheduler_of(settings, pipelines, steps)
+        self.schedulers = [scheduler_of(settings, pipelines, steps) for _ in range(stages)]
+        self._holder: int | None = None
+        for stage, scheduler in enumerate(self.schedulers):
+            if settings.bound != 1:
+                scheduler.may_hold = partial(self.may_hold, stage)
         self.exchange_first = False
         self.now = 0.0
         self.updates = 0
@@ -36,12 +43,9 @@ class _Run:
         self._sequence = 0
         self._mail: dict[tuple[Any, ...], deque[Any]] = defaultdict(deque)
         self._reader: dict[tuple[Any, ...], Program] = {}
-        self._group: dict[tuple[int, int], Group] = {}
-        self._asking: dict[tuple[int, int], list[tuple[Program, int]]] = defaultdict(list)
-        self._turn: dict[int, int] = defaultdict(int)
+        self._asking: dict[tuple[int, int], Program] = {}
         self._met: dict[tuple[Any, ...], list[Program]] = defaultdict(list)
         self._stopped: set[int] = set()
-        self._finished: set[int] = set()
 
     def stage(self, pipeline: int, stage: int) -> Program:
         """What one rank does, as `facility.sync.pipedream.run` orders it."""
@@ -69,7 +73,7 @@ class _Run:
                 continue
             if not in_flight:
                 if ended:
-                    return self.finish(pipeline)
+                    return self.finish(pipeline, stage)
                 continue
             number = in_flight.popleft()
             if not last:
@@ -85,7 +89,7 @@ class _Run:
             self.updates += stage == 0
 
     def wants_more(self, pipeline: int, done: int, in_flight: int) -> bool:
-        if self.scheduler.rules.budget:
+        if self.schedulers[0].rules.budget:
             return pipeline not in self._stopped
         return done + in_flight < self.steps
 
@@ -113,27 +117,27 @@ class _Run:
         return None
 
     def meet(self, program: Program, pipeline: int, stage: int, update: int) -> None:
-        """Announce an update (the first stage to reach it speaks for its pipeline) and wait for the group."""
+        """Announce an update to the stage's scheduler and wait for the group."""
         if self.lockstep:
             return self.arrive(program, ("all", stage, update), self.pipelines)
-        key = (pipeline, update)
-        if key in self._group:
-            return self.join(program, stage, self._group[key])
-        self._asking[key].append((program, stage))
-        if update == self._turn[pipeline]:
-            self._turn[pipeline] += 1
-            self.carry_out(self.scheduler.ready(pipeline, self.now))
+        self._asking[pipeline, stage] = program
+        self.carry_out(stage, self.schedulers[stage].ready(pipeline, self.now))
         return None
 
-    def carry_out(self, groups: list[Group]) -> None:
+    def may_hold(self, stage: int, wanted: bool) -> bool:
+        """One stage at a time holds pipelines back for a connection, as `facility.sync.service` arranges."""
+        if wanted and self._holder is None:
+            self._holder = stage
+        elif not wanted and self._holder == stage:
+            self._holder = None
+        return self._holder == stage
+
+    def carry_out(self, stage: int, groups: list[Group]) -> None:
         for group in groups:
             for member in map(int, group.members):
-                if self.scheduler.stop:
+                if stage == 0 and self.schedulers[0].stop:
                     self._stopped.add(member)
-                key = (member, self._turn[member] - 1)
-                self._group[key] = group
-                for program, stage in self._asking.pop(key, []):
-                    self.join(program, stage, group)
+                self.join(self._asking.pop((member, stage)), stage, group)
 
     def join(self, program: Program, stage: int, group: Group) -> None:
         if len(group.members) == 1:
@@ -152,21 +156,27 @@ class _Run:
         programs = [self.stage(p, s) for p in range(self.pipelines) for s in range(self.stages)]
         for program in programs:
             self.push(0.0, program)
-        while self._heap or self.scheduler.wake is not None:
-            wake = self.scheduler.wake
+        while True:
+            wake, stage = self.next_wake()
+            if not self._heap and wake is None:
+                return self.now
             if wake is not None and (not self._heap or wake <= self._heap[0][0]):
                 self.now = max(self.now, wake)
-                self.carry_out(self.scheduler.tick(self.now))
+                self.carry_out(stage, self.schedulers[stage].tick(self.now))
                 continue
             self.now, _, program = heapq.heappop(self._heap)
             self.advance(program)
-        return self.now
 
-    def finish(self, pipeline: int) -> None:
-        """The first stage to end announces that its pipeline makes no more updates."""
-        if not self.lockstep and pipeline not in self._finished:
-            self._finished.add(pipeline)
-            self.carry_out([g for g in self.scheduler.finish(pipeline, self.now) if not g.final])
+    def next_wake(self) -> tuple[float | None, int]:
+        """The earliest call that a stage's scheduler waits for, and which stage's."""
+        wakes = [(s.wake, stage) for stage, s in enumerate(self.schedulers) if s.wake is not None]
+        return min(wakes) if wakes else (None, 0)
+
+    def finish(self, pipeline: int, stage: int) -> None:
+        """A stage makes no more updates."""
+        if not self.lockstep:
+            groups = self.schedulers[stage].finish(pipeline, self.now)
+            self.carry_out(stage, [g for g in groups if not g.final])
 
 
 def simulate_endless(

@@ -42,8 +42,9 @@ class PairScheduler(GroupScheduler):
         self.seed = seed
 
     def join(self, member: Member, now: float, *, returning: bool = True, rounds: int = 0) -> list[Group]:
-        foremost = max((self._members[m].rounds for m in self.active), default=rounds)
-        return super().join(member, now, returning=returning, rounds=max(rounds, foremost))
+        if returning:
+            rounds = max([rounds, *(self._members[m].rounds for m in self.active)])
+        return super().join(member, now, returning=returning, rounds=rounds)
 
     def pairing(self, iteration: int) -> list[list[Member]]:
         """Who belongs together in an iteration, among the active members."""
@@ -76,8 +77,9 @@ class WaveScheduler(GroupScheduler):
         self.staleness = staleness
 
     def join(self, member: Member, now: float, *, returning: bool = True, rounds: int = 0) -> list[Group]:
-        foremost = max((self._members[m].rounds for m in self.active), default=rounds)
-        return super().join(member, now, returning=returning, rounds=max(rounds, foremost))
+        if returning:
+            rounds = max([rounds, *(self._members[m].rounds for m in self.active)])
+        return super().join(member, now, returning=returning, rounds=rounds)
 
     def _next(self, now: float) -> Group | None:
         if not self.active:

@@ -20,7 +20,7 @@ Machine Learning Training via Partial Reduce", SIGMOD 2021. Different here, on p
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, TypeAlias
 
@@ -123,6 +123,11 @@ class GroupScheduler:
         self._updates = 0
         self._components = 0
         self._now = 0.0
+        self.may_hold: Callable[[bool], bool] = lambda wanted: wanted
+        """Asked with True before somebody is held back until the bound's connection can be made, told False once it
+        is made. Schedulers of the stages of never-flushing pipelines share one permission: two that held back members
+        of one another's pipelines would wait for ever. Without permission a group closes all the same, and the bound
+        is made up for as soon as there is permission."""
         self.wake: float | None = None
         """Time at which `tick` is wanted; None: only an event changes anything."""
         for member in members:
@@ -163,8 +168,12 @@ class GroupScheduler:
 
     # -- events -----------------------------------------------------------------------------------------------------
     def join(self, member: Member, now: float, *, returning: bool = True, rounds: int = 0) -> list[Group]:
-        """`member` comes (back). `returning`: its parameters are out of date, so it first only receives."""
+        """`member` comes (back). `returning`: its parameters are out of date, so it first only receives.
+
+        `rounds`: updates it made before; those of a phase that goes on after a pause (not `returning`) are counted.
+        """
         assert member not in self._members, f"{member!r} is present already"
+        self._updates += 0 if returning else rounds
         self._add(member, returning=returning and bool(self._members), rounds=rounds)
         return self._form(now)
 
@@ -239,7 +248,7 @@ class GroupScheduler:
         if all(self._members[m].returning for m in pending) and not everybody:
             return None  # somebody up to date must take part
         chosen = self._choose(pending, self.rules.maximum or len(pending))
-        if not everybody and len(chosen) == 1 and self._apart(chosen[0], active):
+        if not everybody and len(chosen) == 1 and self._apart(chosen[0], active) and self.may_hold(True):
             return None
         if self._bound_allows(chosen, active):
             reason = "all are here" if everybody else "full" if full else "the window passed"
@@ -247,7 +256,9 @@ class GroupScheduler:
         chosen = self._choose(pending, max(self.rules.maximum or len(pending), len(self._parts(active))))
         if self._connects(chosen, active):
             return self._close(chosen, now, "the bound asks for a connection")
-        return None
+        if self.may_hold(True):
+            return None
+        return self._close(chosen, now, "another stage is being connected")
 
     def _parts(self, members: Iterable[Member]) -> set[int]:
         return {self._members[m].component for m in members}
@@ -304,6 +315,7 @@ class GroupScheduler:
         if len(self._parts(self.active)) > 1 or not self._members:
             return False
         self._served = 0
+        self.may_hold(False)
         for standing in self._members.values():
             self._components += 1
             standing.component = self._components

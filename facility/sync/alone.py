@@ -10,8 +10,9 @@ import torch
 class Alone:
     """The synchroniser of one replica: counts steps, communicates with nobody."""
 
-    def __init__(self, steps: int) -> None:
-        self.steps, self.done = steps, 0
+    def __init__(self, steps: int, done: int = 0) -> None:
+        self.steps, self.done, self.samples = steps, done, 0.0
+        self.pausing = False
 
     def wants_more(self) -> bool:
         return self.done < self.steps
@@ -24,6 +25,9 @@ class Alone:
     def progress(self) -> float:
         return float(self.done)
 
+    def ask_to_pause(self) -> None:
+        self.pausing = True
+
     def before_step(self, samples: float) -> None:
         pass
 
@@ -32,9 +36,10 @@ class Alone:
 
     def after_step(self, samples: float) -> None:
         self.done += 1
+        self.samples += samples
 
-    def finish(self) -> None:
-        pass
+    def finish(self) -> bool:
+        return not self.pausing
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         return {}

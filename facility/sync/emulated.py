@@ -21,7 +21,7 @@ class Emulated:
     def __init__(self, inner: Synchroniser, emulation: Emulation, place: Place, backwards_per_step: int) -> None:
         self.inner, self.emulation, self.place = inner, emulation, place
         self.draws_per_step = 2 * backwards_per_step
-        self.draw = 0
+        self.draw = self.draws_per_step * inner.done
         self.slept = 0.0
         self._start = self._step_began = time.monotonic()
 
@@ -35,6 +35,21 @@ class Emulated:
     @property
     def progress(self) -> float:
         return self.inner.progress
+
+    @property
+    def done(self) -> int:
+        return self.inner.done
+
+    @property
+    def samples(self) -> float:
+        return self.inner.samples
+
+    @property
+    def pausing(self) -> bool:
+        return self.inner.pausing
+
+    def ask_to_pause(self) -> None:
+        self.inner.ask_to_pause()
 
     def before_step(self, samples: float) -> None:
         self.inner.before_step(samples)
@@ -54,8 +69,8 @@ class Emulated:
         self.inner.after_step(samples)
         self._step_began = time.monotonic()
 
-    def finish(self) -> None:
-        self.inner.finish()
+    def finish(self) -> bool:
+        return self.inner.finish()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         return self.inner.state_dict()

@@ -54,6 +54,27 @@ def gradients(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [local(p.grad) for p in parameters]  # type: ignore[arg-type]
 
 
+def begin_state(optimizer: torch.optim.Optimizer | None) -> None:
+    """Give an optimizer that has made no step the state it would begin with: shapes that peers can exchange."""
+    if optimizer is None or optimizer.state:
+        return
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    kept = [(p.grad, p.detach().clone()) for p in parameters]
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    optimizer.step()
+    for parameter, (gradient, value) in zip(parameters, kept, strict=True):
+        parameter.grad = gradient
+        parameter.data.copy_(value)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    for tensor in moments(optimizer):
+        tensor.zero_()
+
+
 def moments(optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:
     """The optimizer's floating-point state, local, in the order of its parameters (empty before its first step)."""
     found = []

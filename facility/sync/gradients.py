@@ -12,7 +12,7 @@ import time
 
 import torch
 
-from .flat import Flat, gradients, moments
+from .flat import Flat, begin_state, gradients, moments
 from .link import Decision
 from .process_groups import Channel, ExchangeFailed
 from .replica import Context, Replica, ring_bytes
@@ -56,9 +56,9 @@ class Lockstep(Replica):
             whole = torch.cat([v for v in vectors])[:-1] if len(vectors) > 1 else vectors[0][:-1]
             flat.unpack(whole.div_(total if total > 0 else 1.0))
 
-    def finish(self) -> None:
+    def finish(self) -> bool:
         self._standing = None
-        super().finish()
+        return super().finish()
 
     # -- groups -----------------------------------------------------------------------------------------------------------
     def _stand(self) -> bool:
@@ -72,6 +72,7 @@ class Lockstep(Replica):
 
     def _brought_up(self, decision: Decision) -> bool:
         root = next(i for i, m in enumerate(decision.members) if m not in decision.returning)
+        begin_state(self.context.optimizer)  # of one that comes in a new process
         state = moments(self.context.optimizer)
         flat = Flat([*self.flat.tensors, *state], self.context.device)
         vector = torch.cat([flat.pack(), torch.tensor([self.done], dtype=torch.float32, device=self.context.device)])

@@ -34,12 +34,37 @@ class Decision:
     """Updates of all replicas so far."""
     stop: bool
     """The budget of updates is spent."""
+    pause: bool
+    """Somebody asked for a pause: no further step after this exchange."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Begin:
+    """What the scheduler knows of this replica when it comes, or comes again in a new process."""
+
+    turn: int
+    """Announcements it has made."""
+    done: int
+    """Steps it has made."""
+    updates: int
+    """Updates of all replicas so far."""
+    stop: bool
 
 
 class Link:
     """Blocking calls for the training thread; a reader and a heartbeat thread behind them."""
 
-    def __init__(self, store: dist.Store, settings: SyncSettings, place: Place, *, endless: bool = False) -> None:
+    def __init__(
+        self,
+        store: dist.Store,
+        settings: SyncSettings,
+        place: Place,
+        *,
+        endless: bool = False,
+        rounds: int = 0,
+        told: tuple[int, float] = (0, 0.0),
+    ) -> None:
+        """`rounds`: announcements before a pause; `told`: steps and samples of them."""
         self.place, self.settings = place, settings
         host, port, token = store.get("scheduler").decode().split(" ")
         self._socket = socket.create_connection((host, int(port)), timeout=settings.timeout_seconds)
@@ -49,24 +74,29 @@ class Link:
         self._sending = threading.Lock()
         self._groups: dict[int, Decision] = {}
         self._aborted: set[int] = set()
-        self._commits: dict[tuple[int, int], bool] = {}
+        self._commits: dict[tuple[int, int], tuple[bool, bool]] = {}
         self._evict: list[int] = []
-        self._welcome = False
+        self._begin: Begin | None = None
+        self._left: float | None = None
+        self.pausing = False
         self._lost = ""
         self._closing = threading.Event()
         self._heard = time.monotonic()
-        self._turn = 0
         self.endless = endless
-        self.updates, self.samples = 0, 0.0
+        self.updates, self.samples = told
         """Counters told along with every announcement (position 0 speaks for its replica)."""
-        self._send({"t": "hello", "token": token, "replica": place.replica, "position": place.position})
+        self._send({"t": "hello", "token": token, "replica": place.replica, "position": place.position,
+                    "rounds": rounds, "u": self.updates, "s": self.samples})  # fmt: skip
         threading.Thread(target=self._read, name="sync-reader", daemon=True).start()
         threading.Thread(target=self._beat, name="sync-heartbeat", daemon=True).start()
         self._until(
-            lambda: self._welcome,
+            lambda: self._begin is not None,
             limit=settings.timeout_seconds,
             what=f"all {place.replicas} replicas to start within {settings.timeout_seconds} s",
         )
+        assert self._begin is not None
+        self.begin: Begin = self._begin
+        self._turn: int = self.begin.turn
 
     # -- what the policies call ---------------------------------------------------------------------------------------
     def ask(self, kind: str) -> Decision:
@@ -75,7 +105,12 @@ class Link:
         turn = self._turn
         self._send({"t": kind, "turn": turn, "u": self.updates, "s": self.samples})
         self._until(lambda: turn in self._groups, what="a group")
-        return self._groups.pop(turn)
+        decision = self._groups.pop(turn)
+        self.pausing = self.pausing or decision.pause
+        return decision
+
+    def ask_to_pause(self) -> None:
+        self._send({"t": "pause"})
 
     def tell(self, decision: Decision, *, ok: bool, seconds: float, sent: int, why: str = "") -> None:
         """Tell of the end of a group; nobody waits."""
@@ -91,7 +126,9 @@ class Link:
         key = (decision.uid, number)
         self._until(lambda: key in self._commits or decision.uid in self._aborted, what="the others' votes")
         if key in self._commits:
-            return True, self._commits.pop(key)
+            renew, pause = self._commits.pop(key)
+            self.pausing = self.pausing or pause
+            return True, renew
         return False, True
 
     def called_off(self, decision: Decision) -> bool:
@@ -121,6 +158,11 @@ class Link:
                 if self._lost:
                     raise TryAgain(
                         f"replica {self.place.replica}: the scheduler of the replicas is gone ({self._lost})"
+                    )
+                if self._left is not None and time.monotonic() - self._left > self.settings.timeout_seconds:
+                    raise TryAgain(
+                        f"replica {self.place.replica} has been without one of its ranks for "
+                        f"{self.settings.timeout_seconds} s; the other replicas go on without it"
                     )
                 if deadline is not None and time.monotonic() > deadline:
                     raise TryAgain(f"replica {self.place.replica} waited in vain for {what}")
@@ -173,13 +215,19 @@ class Link:
                     final=message["final"],
                     updates=message["updates"],
                     stop=message["stop"],
+                    pause=message["pause"],
                 )
             elif kind == "abort":
                 self._aborted.add(message["uid"])
             elif kind == "commit":
-                self._commits[message["uid"], message["round"]] = message["renew"]
+                self._commits[message["uid"], message["round"]] = message["renew"], message["pause"]
             elif kind == "evict":
                 self._evict.append(message["channel"])
             elif kind == "welcome":
-                self._welcome = True
+                self._left = None
+                self._begin = self._begin or Begin(
+                    turn=message["turn"], done=message["done"], updates=message["updates"], stop=message["stop"]
+                )
+            elif kind == "left":
+                self._left = time.monotonic()
             self._change.notify_all()

@@ -21,9 +21,9 @@ class Local(Replica):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self._counted = 0.0
+        self._counted = self.samples
         """Samples at the last average."""
-        self._last = 0
+        self._last = self.done
         """Steps at the last average."""
 
     def after_step(self, samples: float) -> None:
@@ -31,10 +31,10 @@ class Local(Replica):
         if self.done - self._last >= self.settings.every:
             self._average()
 
-    def finish(self) -> None:
+    def finish(self) -> bool:
         if self.done > self._last:
             self._average()
-        super().finish()
+        return super().finish()
 
     def _average(self) -> None:
         kind = "ready"

@@ -4,8 +4,8 @@ Narayanan et al., "PipeDream", SOSP 2019 (1F1B-AS); the schedule on which SDPipe
 starts S - s - 1 forwards ahead, then alternates one forward and one backward. When the first stage's policy wants no
 more steps it sends an end down the pipeline, and all stages make the same number of updates.
 
-A stage's synchroniser exchanges right after its own update. Groups carry rising numbers and every stage meets them in
-that order, so stages of different pipelines never wait for each other in a circle.
+A stage's synchroniser exchanges right after its own update, in groups of its own stage. Only one stage at a time may
+hold pipelines back (`facility.sync.permission`), so stages of different pipelines never wait for each other in a circle.
 """
 
 from __future__ import annotations

@@ -9,7 +9,10 @@ The trainer's loop:
         sync.reduce_gradients(samples)      # before clipping
         ... clip, optimizer.step() ...
         sync.after_step(samples)
-    sync.finish()                           # one exact average over all replicas: then export
+        if no_time_is_left: sync.ask_to_pause()
+        if sync.pausing: break
+    if not sync.finish(): ...               # paused: save what each replica holds, go on with `done` later
+    # otherwise there was one exact average over all replicas: export
     details["sync"] = sync.report()
     sync.close()
 
@@ -19,6 +22,7 @@ replicas, and with whom is decided once per replica.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +64,22 @@ class Synchroniser(Protocol):
     def progress(self) -> float:
         """Steps done so far on average over the replicas: what a learning-rate schedule follows."""
 
+    @property
+    def done(self) -> int:
+        """Steps made here, those before a pause included."""
+
+    @property
+    def samples(self) -> float:
+        """Samples of those steps."""
+
+    @property
+    def pausing(self) -> bool:
+        """Is this replica to make no further step for now? The same answer on every rank of the replica."""
+
+    def ask_to_pause(self) -> None:
+        """Any rank may ask; every replica then pauses at its next exchange (all at the same step where they exchange
+        in step)."""
+
     def before_step(self, samples: float) -> None:
         """A step of so many samples begins: exchange of gradients may start during its last backward pass."""
 
@@ -69,11 +89,14 @@ class Synchroniser(Protocol):
     def after_step(self, samples: float) -> None:
         """Exchange parameters where the policy does; called after the optimizer's step."""
 
-    def finish(self) -> None:
-        """Wait for all replicas and take the exact mean of their parameters, the same bits everywhere."""
+    def finish(self) -> bool:
+        """Wait for all replicas and take the exact mean of their parameters, the same bits everywhere.
+
+        False: a pause was asked for. Nothing is under way between replicas, and each keeps its own parameters.
+        """
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """What the policy keeps between rounds (DiLoCo's outer momentum), as tensors by name."""
+        """What the policy keeps between rounds (DiLoCo's outer momentum), as flat vectors over the parameters, by name."""
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Put back what `state_dict` gave."""
@@ -92,6 +115,8 @@ def connect(
     parameters: Sequence[torch.Tensor],
     steps: int,
     store: dist.Store,
+    done: int = 0,
+    samples: float = 0.0,
     optimizer: torch.optim.Optimizer | None = None,
     backwards_per_step: int = 1,
     device: torch.device | None = None,
@@ -111,29 +136,44 @@ def connect(
         Steps that one replica is to make; all make `steps * replicas` together where progress is accumulated.
     store
         A store that all ranks reach (TCPStore); used below `namespace` only, another one for every round.
+    done, samples
+        Of `steps`, those that this replica made before a pause, and the samples it saw in them.
     backwards_per_step
         Backward passes whose gradients accumulate into one step, so that exchange can start during the last one.
     address
         This node's address, on which the scheduler and peers listen.
     endless
-        The ranks of a replica are at different steps at a time: stages of a pipeline that never flushes.
+        The ranks of a replica are at different steps at a time: stages of a pipeline that never flushes. Except in
+        lockstep, each stage then has groups of its own (as in SDPipe), in which nobody waits for another stage.
     log
         Directory for `groups.jsonl` and `trace.json` (first rank only); None: no files.
     """
     from .alone import Alone
     from .emulated import Emulated
+    from .permission import Permission
     from .registry import build
 
-    emulation = settings.emulation.build()
+    emulation, stage = settings.emulation.build(), place
     if place.replicas == 1:
-        alone = Alone(steps)
+        alone = Alone(steps, done)
         return Emulated(alone, emulation, place, backwards_per_step) if emulation.active else alone
+    store = dist.PrefixStore(namespace, store)
+    may_hold = None
+    if endless and not settings.lockstep:
+        if settings.bound != 1:  # with 1, all wait for all in one order, as under all-reduce
+            may_hold = Permission(store, str(place.position))
+        store = dist.PrefixStore(f"stage-{place.position}", store)
+        settings = dataclasses.replace(settings, minimum=1)
+        place, endless = Place(replica=place.replica, replicas=place.replicas), False
     synchroniser = build(
         settings,
         place=place,
         parameters=list(parameters),
         steps=steps,
-        store=dist.PrefixStore(namespace, store),
+        done=done,
+        samples=samples,
+        store=store,
+        may_hold=may_hold,
         optimizer=optimizer,
         backwards_per_step=backwards_per_step,
         device=device or parameters[0].device,
@@ -141,4 +181,4 @@ def connect(
         log=log,
         endless=endless,
     )
-    return Emulated(synchroniser, emulation, place, backwards_per_step) if emulation.active else synchroniser
+    return Emulated(synchroniser, emulation, stage, backwards_per_step) if emulation.active else synchroniser

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from facility.exchange.groups import GroupRules, GroupScheduler
 from facility.exchange.synchronising import SyncSettings
 
-from .flat import Flat, moments
+from .flat import Flat, begin_state, moments
 from .journal import Journal
 from .link import Decision, Link
 from .policy import Place
@@ -33,6 +33,8 @@ class Context:
     place: Place
     parameters: list[torch.Tensor]
     steps: int
+    done: int
+    samples: float
     store: dist.Store
     optimizer: torch.optim.Optimizer | None
     backwards_per_step: int
@@ -40,6 +42,7 @@ class Context:
     address: str
     log: Path | None
     endless: bool
+    may_hold: Callable[[bool], bool] | None
 
 
 class Replica:
@@ -55,8 +58,10 @@ class Replica:
         if self.place.chief:
             budget = context.steps * self.place.replicas if self.accumulated else 0
             journal = Journal(directory=context.log)
+            scheduler = self.scheduler(budget)
+            scheduler.may_hold = context.may_hold or scheduler.may_hold
             self.service = SchedulerService(
-                self.scheduler(budget),
+                scheduler,
                 self.settings,
                 replicas=self.place.replicas,
                 positions=self.place.positions,
@@ -66,12 +71,18 @@ class Replica:
             context.store.set("scheduler", f"{self.service.host} {self.service.port} {self.service.token}")
         self.flat = Flat(context.parameters, context.device)
         self.prepare()
-        self.link = Link(context.store, self.settings, self.place, endless=context.endless)
+        self.link = Link(
+            context.store,
+            self.settings,
+            self.place,
+            endless=context.endless,
+            rounds=self.rounds(context.done),
+            told=(context.done, context.samples),
+        )
         self.channels = Channels(context.store, self.place.position, context.device, self.settings.timeout_seconds)
-        self.done = 0
-        self.samples = 0.0
-        self.updates = 0
-        self.stopped = False
+        self.done = max(context.done, self.link.begin.done)
+        self.samples = context.samples
+        self.updates, self.stopped = self.link.begin.updates, self.link.begin.stop
         self.wait_seconds = self.exchange_seconds = 0.0
         self.bytes = 0
         self._buffer: torch.Tensor | None = None
@@ -85,7 +96,11 @@ class Replica:
         """Called before the first contact with the others."""
 
     def before_final(self) -> None:
-        """Called when all have finished, before the exact average."""
+        """Called when all have finished, before the exact average or the pause."""
+
+    def rounds(self, steps: int) -> int:
+        """How often the scheduler has heard of a replica that made so many steps."""
+        return steps
 
     # -- the protocol -----------------------------------------------------------------------------------------------------
     def wants_more(self) -> bool:
@@ -99,6 +114,13 @@ class Replica:
     @property
     def progress(self) -> float:
         return self.updates / self.place.replicas if self.accumulated else float(self.done)
+
+    @property
+    def pausing(self) -> bool:
+        return self.link.pausing
+
+    def ask_to_pause(self) -> None:
+        self.link.ask_to_pause()
 
     def before_step(self, samples: float) -> None:
         pass
@@ -115,10 +137,13 @@ class Replica:
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         assert not state, f"{self.settings.policy} keeps nothing between rounds"
 
-    def finish(self) -> None:
+    def finish(self) -> bool:
         while True:
             decision = self.ask("finish")
             self.before_final()
+            if decision.pause:
+                self.link.tell(decision, ok=True, seconds=0.0, sent=0)
+                return False
             result = torch.empty(self.flat.size, dtype=torch.float32, device=self.context.device)
 
             def exact(channel: Channel, decision: Decision = decision, result: torch.Tensor = result) -> int:
@@ -127,7 +152,7 @@ class Replica:
             if self.exchange(decision, exact, vote=True):
                 if len(decision.members) > 1:
                     self.flat.unpack(result)
-                return
+                return True
 
     def report(self) -> dict[str, Any]:
         figures: dict[str, Any] = {
@@ -226,6 +251,8 @@ class Replica:
 
         Weights are the scheduler's, or `amount` of each member over the sum of all (samples, say).
         """
+        if decision.returning:
+            begin_state(self.context.optimizer)
         state = moments(self.context.optimizer)
         both = [*self.flat.tensors, *state] if self.settings.optimizer_state == "average" else self.flat.tensors
         flat = Flat(both, self.context.device)

@@ -67,6 +67,7 @@ class SchedulerService:
         self._requests: dict[int, _Request] = {}
         self._turns: dict[int, int] = {}
         self._rounds: dict[int, int] = {}
+        self._pausing = False
         self._open: dict[int, _Open] = {}
         self._channels: OrderedDict[tuple[int, ...], int] = OrderedDict()
         self._channel_number = 0
@@ -153,6 +154,9 @@ class SchedulerService:
                 return
             key = wanted
             self._writers[key] = writer
+            if not self._started:
+                self._rounds[key[0]] = int(hello["rounds"])
+                self._count(key, hello)
             self._heard(key)
             while line := await reader.readline():
                 self._heard(key)
@@ -188,17 +192,27 @@ class SchedulerService:
             if len(self.members.present) == self.replicas:
                 self._started = True
                 for member in sorted(self.members.present):
-                    self.scheduler.join(member, self.now, returning=False)
-                self._push(range(self.replicas), {"t": "welcome"})
+                    self.scheduler.join(member, self.now, returning=False, rounds=self._rounds[member])
+                for member in sorted(self.members.present):
+                    self._welcome(member)
             return
         self.journal.event("came back", replica, self.now, "heard again; it receives before it contributes")
-        self._send_welcome(replica)
+        self._welcome(replica)
         self._carry_out(self.scheduler.join(replica, self.now, rounds=self._rounds.get(replica, 0)))
         if (request := self._requests.get(replica)) is not None:
             self._announce(replica, request)
 
-    def _send_welcome(self, replica: int) -> None:
-        self._push([replica], {"t": "welcome"})
+    def _welcome(self, replica: int) -> None:
+        self._push(
+            [replica],
+            {
+                "t": "welcome",
+                "turn": self._turns.get(replica, 0),
+                "done": self.journal.updates[replica],
+                "updates": self.scheduler.updates,
+                "stop": self.scheduler.stop,
+            },
+        )
 
     def _leave(self, replica: int, reason: str) -> None:
         self.members.present.discard(replica)
@@ -206,6 +220,7 @@ class SchedulerService:
             return
         self.journal.event("left", replica, self.now, reason)
         self._rounds[replica] = self.scheduler.rounds(replica)
+        self._push([replica], {"t": "left"})
         touched = [number for number, opened in self._open.items() if replica in opened.group.members]
         for number in touched:
             self._abort(number)
@@ -217,16 +232,23 @@ class SchedulerService:
     # -- messages ---------------------------------------------------------------------------------------------------
     def _message(self, key: tuple[int, int], message: dict[str, Any]) -> None:
         kind = message["t"]
-        if key[1] == 0 and "u" in message:
-            self.journal.updates[key[0]] = int(message["u"])
-            self.journal.samples[key[0]] = message["s"]
+        if "u" in message:
+            self._count(key, message)
         if kind in ("ready", "again", "finish"):
             self._request(key[0], int(message["turn"]), kind)
         elif kind == "told":
             self._told(key, message)
+        elif kind == "pause":
+            self._pausing = True
         elif kind == "bye":
             self._left_well.add(key[0])
             self.members.present.discard(key[0])
+
+    def _count(self, key: tuple[int, int], message: dict[str, Any]) -> None:
+        """Steps and samples of a replica, as its first rank counts them."""
+        if key[1] == 0:
+            self.journal.updates[key[0]] = int(message["u"])
+            self.journal.samples[key[0]] = message["s"]
 
     def _request(self, replica: int, turn: int, kind: str) -> None:
         """The first rank of a replica to announce a turn speaks for it; the answer goes to all of its ranks."""
@@ -284,7 +306,9 @@ class SchedulerService:
             self._push(opened.group.members, {"t": "abort", "uid": number})
 
     def _commit(self, opened: _Open, turn: int, scope: int | None, *, renew: bool) -> None:
-        verdict = {"t": "commit", "uid": opened.group.number, "round": turn, "renew": renew}
+        verdict = {
+            "t": "commit", "uid": opened.group.number, "round": turn, "renew": renew, "pause": self._pausing
+        }  # fmt: skip
         for member in opened.group.members:
             for position in range(self.positions) if scope is None else (scope,):
                 self._send((int(member), position), verdict)
@@ -314,6 +338,7 @@ class SchedulerService:
                         "final": group.final,
                         "updates": self.scheduler.updates,
                         "stop": self.scheduler.stop,
+                        "pause": self._pausing,
                     },
                 )
         self._arm()

@@ -19,6 +19,7 @@ class WeightStash:
     """Versions of a stage's parameters by micro-batch."""
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._originals = tuple(parameters)
         self._parameters = [local(p.detach()) for p in parameters]
         self._version = 0
         self._versions: dict[int, list[torch.Tensor]] = {}
@@ -37,6 +38,13 @@ class WeightStash:
     def changed(self) -> None:
         """The weights have been updated."""
         self._version += 1
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Around the optimizer's step: autograd, which holds forward passes on earlier versions, does not see it."""
+        with torch.autograd._unsafe_preserve_version_counter(self._originals):
+            yield
+        self.changed()
 
     @contextmanager
     def as_seen_by(self, micro_batch: int) -> Iterator[None]:

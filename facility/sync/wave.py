@@ -36,6 +36,9 @@ class Wave(Replica):
         rules = GroupRules(debias=False, budget=waves)
         return WaveScheduler(rules=rules, staleness=self.settings.staleness)
 
+    def rounds(self, steps: int) -> int:
+        return steps // self.settings.every
+
     def prepare(self) -> None:
         self._lock = threading.Lock()
         self._server = self._packed()
@@ -67,11 +70,11 @@ class Wave(Replica):
         self.bytes += self.flat.bytes
         self.link.tell(decision, ok=True, seconds=seconds, sent=self.flat.bytes)
 
-    def finish(self) -> None:
+    def finish(self) -> bool:
         if self.done % self.settings.every:
             self._call(PUSH, (self._packed() - self._pulled) / self.place.replicas)
             self._pulled = self._packed()
-        super().finish()
+        return super().finish()
 
     def before_final(self) -> None:
         self._pull()

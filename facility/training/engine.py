@@ -72,6 +72,8 @@ class Engine:
         for module in self.compute.modules:
             module.train()
         (predictions,) = self._sum(sum(batch.predictions for batch in batches) if self.counts else 0)
+        if sync is not None:
+            sync.before_step(predictions)  # type: ignore[attr-defined]
         averaged = self.layout.grid.readers if self.together else self.layout.grid.shards
         loss_sum = self.compute.train(batches, averaged / max(1.0, predictions) * self.scale)
         with self.clock("communication"):

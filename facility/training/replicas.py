@@ -33,11 +33,18 @@ def order_of(layout: Layout, ranks: Ranks, *, sequences: int, seed: int) -> Repl
     )
 
 
-def synchroniser(layout: Layout, ranks: Ranks, engine: Engine, *, steps: int, round: int, log: Path) -> Synchroniser:
-    """The policy at work on this rank, for `steps` more steps."""
+def paces(layout: Layout, ranks: Ranks, engine: Engine) -> tuple[int, int]:
+    """How many replicas have weights and a pace of their own, and which of them this rank is part of."""
+    return (1, 0) if engine.together else (layout.grid.replicas, layout.grid.place(ranks.rank)[0])
+
+
+def synchroniser(
+    layout: Layout, ranks: Ranks, engine: Engine, *, steps: int, done: int, samples: float, round: int, log: Path
+) -> Synchroniser:
+    """The policy at work on this rank, for `steps` steps of which `done` (on so many samples) lie before a pause."""
     grid = layout.grid
     if engine.together:
-        return Alone(steps)
+        return Alone(steps, done)
     replica, row, column = grid.place(ranks.rank)
     address = os.environ.get("MASTER_ADDR", "127.0.0.1")
     if ranks.first:
@@ -54,6 +61,8 @@ def synchroniser(layout: Layout, ranks: Ranks, engine: Engine, *, steps: int, ro
         parameters=[part.tensor for part in engine.parts],
         optimizer=engine.optimizer,
         steps=steps,
+        done=done,
+        samples=samples,
         store=store,
         backwards_per_step=layout.shape.micro_batches[grid.reader(ranks.rank)],
         device=ranks.device,

@@ -28,6 +28,7 @@ from .ranks import Ranks, barrier, broadcast, together
 from .save import create_files, plan_files, write_parts
 
 FORMAT = 1
+PAUSE_FORMAT = 2
 NAME = "state.json"
 PAUSED = "paused"
 Shapes = dict[str, tuple[int, ...]]
@@ -47,7 +48,26 @@ class RoundState:
     """Sequences consumed since round 0."""
     optimizer_steps: int
     """Steps that the moments have seen; 0 when there are none."""
+    sync: list[str] = dataclasses.field(default_factory=list)
+    """Vectors over the parameters that the policy between replicas keeps (DiLoCo's outer momentum)."""
     format: int = FORMAT
+
+
+@dataclass(frozen=True, kw_only=True)
+class Standing:
+    """How far replicas that go at one pace have come in an interrupted round."""
+
+    steps: int
+    """Steps done of this round."""
+    position: int
+    optimizer_steps: int
+    losses: list[float]
+    """Loss of every step so far; -1 for a skipped one."""
+    scale: float
+    """fp16 loss scale."""
+    skipped: int
+    samples: float
+    """What the policy between replicas has counted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,20 +80,23 @@ class Pause:
     round: int
     base_sha256: str
     """Digest of the received model: a pause is of use for the same model only."""
-    steps: int
-    """Steps done of this round."""
-    position: int
-    optimizer_steps: int
     loss_received: float
-    losses: list[float]
-    """Loss of every step so far; -1 for a skipped one."""
     seconds: float
     """Training time so far."""
-    scale: float
-    """fp16 loss scale."""
-    skipped: int
     interruptions: int
-    format: int = FORMAT
+    replicas: list[Standing]
+    """One for each replica that has weights of its own; one in all where every replica makes the same steps."""
+    sync: list[str]
+    """Vectors over the parameters that the policy between replicas keeps."""
+    format: int = PAUSE_FORMAT
+
+    def standing(self, replica: int, replicas: int) -> Standing:
+        """Where a replica goes on: at its own place, or, laid out otherwise than before, at the mean of all."""
+        if len(self.replicas) == replicas:
+            return self.replicas[replica]
+        steps = sum(s.steps for s in self.replicas) // len(self.replicas)
+        first, position = self.replicas[0], max(s.position for s in self.replicas)
+        return dataclasses.replace(first, steps=steps, position=position, losses=first.losses[:steps], samples=0.0)
 
 
 def read_state(directory: Path, settings: FacilitySettings, round: int) -> tuple[RoundState | None, str]:
@@ -108,9 +131,25 @@ def moments_of(optimizer: torch.optim.Optimizer, parts: Sequence[Part]) -> list[
     return moments
 
 
-def load_moments(directory: Path, optimizer: torch.optim.Optimizer, parts: Sequence[Part], steps: int) -> None:
-    """Fill the optimizer from a state directory."""
-    load_parts(moments_of(optimizer, parts), open_checkpoint(directory))
+def pieces_of(parts: Sequence[Part], vectors: dict[str, torch.Tensor]) -> list[Part]:
+    """Flat vectors over the parameters held here, as parts named `<vector>.<parameter>` that share their memory."""
+    return [
+        dataclasses.replace(part, name=f"{kind}.{part.name}", tensor=piece.view(part.tensor.shape))
+        for kind, vector in vectors.items()
+        for part, piece in zip(parts, vector.split([p.tensor.numel() for p in parts]), strict=True)
+    ]
+
+
+def of_replica(replica: int, parts: Sequence[Part]) -> list[Part]:
+    return [dataclasses.replace(part, name=f"replica-{replica}.{part.name}") for part in parts]
+
+
+def load_moments(
+    directory: Path, optimizer: torch.optim.Optimizer, parts: Sequence[Part], steps: int, *, replica: int | None = None
+) -> None:
+    """Fill the optimizer from a state directory; from a pause, with the moments of one replica."""
+    moments = moments_of(optimizer, parts)
+    load_parts(moments if replica is None else of_replica(replica, moments), open_checkpoint(directory))
     for part in parts:
         optimizer.state[part.tensor]["step"].fill_(float(steps))
 
@@ -145,34 +184,48 @@ def publish(
 
 def save_state(
     directory: Path, state: RoundState, ranks: Ranks, shapes: Shapes, optimizer: torch.optim.Optimizer | None,
-    parts: Sequence[Part], *, writes: bool,
+    parts: Sequence[Part], *, vectors: dict[str, torch.Tensor], writes: bool,
 ) -> None:  # fmt: skip
-    """Write `round-N`, drop what later rounds cannot need. `writes`: this rank's replica is the one that writes."""
+    """Write `round-N`, drop what later rounds cannot need. `writes`: this rank's replica is the one that writes.
+
+    `vectors`: what the policy between replicas keeps; kept where the optimizer is.
+    """
     tensors, mine = [], []
     if optimizer is not None:
-        tensors = [(f"{moment}.{name}", shape) for name, shape in shapes.items() for moment in MOMENTS]
-        mine = [part for part in moments_of(optimizer, parts) if writes and not part.copy]
+        tensors = [(f"{kind}.{name}", shape) for name, shape in shapes.items() for kind in [*MOMENTS, *vectors]]
+        held = [*moments_of(optimizer, parts), *pieces_of(parts, vectors)]
+        mine = [part for part in held if writes and not part.copy]
     publish(directory / f"round-{state.round}", ranks, tensors, mine, state)
     if ranks.first:
         shutil.rmtree(directory / PAUSED, ignore_errors=True)
-        for other in directory.glob("round-*"):
-            match = re.fullmatch(r"round-(\d+)", other.name)
+        for other in [*directory.glob("round-*"), *directory.glob("sync-*")]:
+            match = re.fullmatch(r"(?:round|sync)-(\d+)(?:\.\d+)?", other.name)
             if match and int(match[1]) not in (state.round - 1, state.round):
                 shutil.rmtree(other, ignore_errors=True)
 
 
 def save_pause(
     directory: Path, pause: Pause, ranks: Ranks, shapes: Shapes, optimizer: torch.optim.Optimizer,
-    parts: Sequence[Part], *, writes: bool,
+    parts: Sequence[Part], *, vectors: dict[str, torch.Tensor], replica: int, writes: bool,
 ) -> None:  # fmt: skip
-    """Write `paused`: master weights, moments and position in the middle of a round."""
-    names = [*MOMENTS, "weight"]
-    tensors = [(f"{kind}.{name}", shape) for name, shape in shapes.items() for kind in names]
+    """Write `paused`: master weights, moments and position of every replica in the middle of a round.
+
+    `replica`: this rank's among `pause.replicas`; `writes`: this rank is one that writes it.
+    """
+    tensors = [
+        (f"replica-{number}.{kind}.{name}", shape)
+        for number in range(len(pause.replicas))
+        for name, shape in shapes.items()
+        for kind in [*MOMENTS, *vectors, "weight"]
+    ]
     mine = []
     if writes:
-        mine = moments_of(optimizer, parts)
-        mine += [dataclasses.replace(part, name=f"weight.{part.name}") for part in parts]
-    publish(directory / PAUSED, ranks, tensors, [part for part in mine if not part.copy], pause)
+        mine = [*moments_of(optimizer, parts), *pieces_of(parts, vectors), *weights_of(parts)]
+    publish(directory / PAUSED, ranks, tensors, of_replica(replica, [p for p in mine if not p.copy]), pause)
+
+
+def weights_of(parts: Sequence[Part]) -> list[Part]:
+    return [dataclasses.replace(part, name=f"weight.{part.name}") for part in parts]
 
 
 def read_pause(directory: Path, settings: FacilitySettings, round: int, base_sha256: str) -> Pause | None:
@@ -181,19 +234,48 @@ def read_pause(directory: Path, settings: FacilitySettings, round: int, base_sha
     if not file.is_file():
         return None
     try:
-        pause = from_mapping(Pause, json.loads(file.read_text()), file=file)
+        raw = json.loads(file.read_text())
+        if raw.get("format") != PAUSE_FORMAT:
+            return None
+        pause = from_mapping(Pause, raw, file=file)
     except (OSError, ValueError, ConfigurationError) as error:
         raise CheckpointError(
             f"{file} is unreadable: {error}; remove {file.parent} to start the round afresh"
         ) from None
     mine = (settings.federation, settings.facility, settings.seed, round, base_sha256)
     same = (pause.federation, pause.facility, pause.seed, pause.round, pause.base_sha256) == mine
-    return pause if same and pause.format <= FORMAT else None
+    return pause if same else None
 
 
 @torch.no_grad()
-def load_pause(directory: Path, pause: Pause, optimizer: torch.optim.Optimizer, parts: Sequence[Part]) -> None:
-    """Put weights and moments back."""
-    load_moments(directory / PAUSED, optimizer, parts, pause.optimizer_steps)
-    weights = [dataclasses.replace(part, name=f"weight.{part.name}") for part in parts]
-    load_parts(weights, open_checkpoint(directory / PAUSED))
+def load_pause(
+    directory: Path,
+    pause: Pause,
+    optimizer: torch.optim.Optimizer,
+    parts: Sequence[Part],
+    *,
+    replica: int,
+    replicas: int,
+) -> None:
+    """Put weights and moments back: this replica's own, or, where replicas were others, the mean and the first's."""
+    written = len(pause.replicas)
+    sources = [replica] if written == replicas else list(range(written))
+    steps = pause.standing(replica, replicas).optimizer_steps
+    load_moments(directory / PAUSED, optimizer, parts, steps, replica=sources[0])
+    checkpoint, weights = open_checkpoint(directory / PAUSED), weights_of(parts)
+    load_parts(of_replica(sources[0], weights), checkpoint)
+    for part in weights if len(sources) > 1 else ():
+        total, other = part.tensor.double(), torch.empty_like(part.tensor)
+        for source in sources[1:]:
+            load_parts(of_replica(source, [dataclasses.replace(part, tensor=other)]), checkpoint)
+            total += other
+        part.tensor.copy_(total / len(sources))
+
+
+def load_vectors(
+    directory: Path, names: Sequence[str], vectors: dict[str, torch.Tensor], parts: Sequence[Part], *,
+    replica: int | None = None,
+) -> None:  # fmt: skip
+    """Fill the vectors that the policy between replicas keeps, those that were written."""
+    pieces = pieces_of(parts, {name: vector for name, vector in vectors.items() if name in names})
+    load_parts(pieces if replica is None else of_replica(replica, pieces), open_checkpoint(directory))

@@ -4,7 +4,8 @@ Four real processes train a small Llama on real text (bytes of `../shared/data/<
 block. A forward and a backward pass also sleep 30 and 60 ms, stalled and slowed by the shared law in the proportions
 of `sync_speed.py` (stalls of 0.1 and 0.2 s there are 0.043 and 0.086 s here). For each row: all-reduce makes N steps
 and takes T seconds; each policy then runs for T seconds, and once more for as many updates as all-reduce made. What
-is compared is the validation loss of the averaged model that `finish` leaves on every process.
+is compared is the validation loss of the averaged model that `finish` leaves on every process. The row of pipelines is
+scaled down to four pipelines of two stages (eight processes), never flushed, weights stashed.
 
     python tests/bench/sync_quality.py --steps 80 --out sync_quality.json
 """
@@ -36,7 +37,9 @@ ROWS = {
     "stall 0.1": Emulation(probability=0.1, seconds=0.1 * SCALE, seed=1),
     "stall 0.2": Emulation(probability=0.1, seconds=0.2 * SCALE, seed=2),
     "one 5x slower": Emulation(factors=(5.0,)),
+    "4x2 stages, stall 0.1": Emulation(probability=0.1, seconds=0.1 * SCALE, seed=4),
 }
+PIPELINED = "4x2 stages, stall 0.1"
 
 
 def blocks(language: str, split: str, limit: int) -> Any:
@@ -56,7 +59,7 @@ def blocks(language: str, split: str, limit: int) -> Any:
     )
 
 
-def build_model() -> Any:
+def build_model(tied: bool) -> Any:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -64,7 +67,7 @@ def build_model() -> Any:
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=256, hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=4, max_position_embeddings=BLOCK, tie_word_embeddings=True, bos_token_id=0,
+            num_key_value_heads=4, max_position_embeddings=BLOCK, tie_word_embeddings=tied, bos_token_id=0,
             eos_token_id=0, use_cache=False,
         )
     )  # fmt: skip
@@ -75,16 +78,21 @@ def train(rank: int, store: Any, job: dict[str, Any], data: Any, validation: Any
 
     from facility.sync.policy import Place, connect
     from facility.sync.sampling import ReplicaOrder
+    from tests.bench.quality_stages import train_stages
 
     emulation = ROWS[job["row"]]
-    model = build_model()
+    model = build_model(tied=job["row"] != PIPELINED)
+    model.train()
+    if job["row"] == PIPELINED:
+        result = train_stages(rank, store, job, model, data, tag, pipelines=WORKERS, batch=BATCH, emulation=emulation,
+                              passes=(FORWARD, BACKWARD))  # fmt: skip
+        return result | {"loss": validated(model, validation) if rank == 0 else 0.0}
     optimizer = torch.optim.AdamW(model.parameters(), lr=job["rate"])
     settings = SyncSettings(policy=job["policy"], missing_seconds=60.0, **job["options"])
     order = ReplicaOrder(policy="strided", sequences=len(data), replica=rank, replicas=WORKERS, seed=0)
     sync = connect(settings, place=Place(replica=rank, replicas=WORKERS), parameters=list(model.parameters()),
                    steps=job["steps"], store=store, optimizer=optimizer, namespace=tag)  # fmt: skip
     begin, step = time.monotonic(), 0
-    model.train()
     while sync.wants_more() and (not job["seconds"] or time.monotonic() - begin < job["seconds"]):
         rows = data[order.take(step * BATCH, BATCH)]
         time.sleep(emulation.duration(rank, FORWARD, 2 * step) + emulation.duration(rank, BACKWARD, 2 * step + 1))
@@ -100,38 +108,45 @@ def train(rank: int, store: Any, job: dict[str, Any], data: Any, validation: Any
     sync.finish()
     report = sync.report()
     sync.close()
-    loss = 0.0
-    if rank == 0:
-        model.eval()
-        with torch.no_grad():
-            loss = float(
-                sum(model(input_ids=piece, labels=piece).loss for piece in validation.split(64))
-                / len(validation.split(64))
-            )
+    loss = validated(model, validation) if rank == 0 else 0.0
     return {"loss": loss, "seconds": trained, "report": report}
 
 
-def worker(rank: int, port: int, language: str, jobs: list[dict[str, Any]], queue: Any) -> None:
+def validated(model: Any, validation: Any) -> float:
+    """Mean loss, nats per byte."""
+    import torch
+
+    model.eval()
+    pieces = validation.split(64)
+    with torch.no_grad():
+        return float(sum(model(input_ids=piece, labels=piece).loss for piece in pieces) / len(pieces))
+
+
+def worker(rank: int, world: int, port: int, language: str, jobs: list[dict[str, Any]], queue: Any) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, WORKERS, rank == 0, timeout=timedelta(seconds=600))
+    store = dist.TCPStore("127.0.0.1", port, world, rank == 0, timeout=timedelta(seconds=600))
     data, validation = blocks(language, "train", 20_000), blocks(language, "validation", 512)
     validation = validation[: len(validation) // 64 * 64]
     for number, job in enumerate(jobs):
         job = dict(job)
         if job["policy"] != "allreduce" and job["equal"] == "time":
             job["seconds"], job["steps"] = float(store.get(f"seconds/{job['row']}")), 1_000_000
+        if rank >= WORKERS and job["row"] != PIPELINED:
+            store.get(f"over/{number}")
+            continue
         result = train(rank, store, job, data, validation, f"job{number}")
         if rank == 0:
             if job["policy"] == "allreduce":
                 store.set(f"seconds/{job['row']}", str(result["seconds"]))
             queue.put((number, result))
+            store.set(f"over/{number}", "yes")
     queue.close()
     queue.join_thread()
     store.add("left", 1)
-    while rank == 0 and store.add("left", 0) < WORKERS:
+    while rank == 0 and store.add("left", 0) < world:
         time.sleep(0.01)
     os._exit(0)
 
@@ -166,7 +181,8 @@ def main() -> int:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "transformers.models.llama.modeling_llama", "facility.sync.registry"])
     queue = context.Queue()
-    processes = [context.Process(target=worker, args=(r, port, a.language, jobs, queue)) for r in range(WORKERS)]
+    world = WORKERS * (2 if PIPELINED in a.rows else 1)
+    processes = [context.Process(target=worker, args=(r, world, port, a.language, jobs, queue)) for r in range(world)]
     for process in processes:
         process.start()
     found = dict(queue.get(timeout=900) for _ in jobs)

@@ -33,6 +33,8 @@ BARS = {"none": 0.97, "stall 0.1": 1.30, "stall 0.2": 1.50, "one 5x slower": 3.5
 CALIBRATION = {"lockstep 8": (8, 1), "lockstep 4x4": (4, 4), "pair": (2, 1)}
 """Undisturbed workers, what an exchange costs here, told to the simulator: seconds a step beyond the sleeps (an
 exchange among all under `allreduce`; announcement, group and exchange of a pair under `partial_reduce`)."""
+WARM = 4
+"""First steps that calibration leaves out: connections are made in them."""
 ROWS: dict[str, tuple[Emulation, int, int]] = {
     "none": (Emulation(), 8, 1),
     "stall 0.1": (Emulation(probability=0.1, seconds=0.1, seed=1), 8, 1),
@@ -111,12 +113,14 @@ def run_row(rank: int, store: Any, row: str, policy: str, options: dict[str, Any
         namespace=tag,
         endless=stages > 1,
     )
-    begin = time.monotonic()
+    begin, warm = time.monotonic(), WARM if row in CALIBRATION and pipe is None else 0
     if pipe is not None:
         made = run(work, sync, pipe, activation=work.message, exchange_first=row in EXCHANGE_FIRST)
     else:
         made = 0
         while sync.wants_more():
+            if made == warm:
+                begin = time.monotonic()
             sync.before_step(1)
             work.forward(made, None)
             work.backward(made, None)
@@ -124,14 +128,17 @@ def run_row(rank: int, store: Any, row: str, policy: str, options: dict[str, Any
             work.update(made)
             sync.after_step(1)
             made += 1
-    sync.finish()
+    if row not in CALIBRATION:
+        sync.finish()
     seconds = time.monotonic() - begin
+    if row in CALIBRATION:
+        sync.finish()
     report = sync.report()
     sync.close()
     if rank:
         return None
     store.set(f"{tag}/over", "yes")
-    updates = sum(report["updates"].values())
+    updates = sum(report["updates"].values()) - replicas * warm
     keep = (
         "mean_group",
         "groups",
@@ -161,6 +168,15 @@ def worker(rank: int, world: int, port: int, jobs: list[tuple], queue: Any) -> N
     while rank == 0 and store.add("left", 0) < world:
         time.sleep(0.01)
     os._exit(0)
+
+
+def solo(stages: int, steps: int) -> float:
+    """Updates per second of an undisturbed worker of so many stages that exchanges with nobody."""
+    from coordinator.simulation.endless import simulate_endless
+
+    return simulate_endless(
+        SyncSettings(), 1, stages, lambda r, s, draw: compute(Emulation(), r, s, draw), steps=steps
+    )
 
 
 def predict(row: str, policy: str, options: dict[str, Any], steps: int, costs: dict[str, float]) -> float:
@@ -204,7 +220,7 @@ def main() -> int:
     calibration += [("lockstep 4x4", "allreduce")] if any(ROWS[r][2] > 1 for r in chosen_rows) else []
     calibration += [("pair", "partial_reduce")]
     jobs: list[tuple] = [
-        (row, policy, options if policy == "partial_reduce" else {}, 24) for row, policy in calibration
+        (row, policy, options if policy == "partial_reduce" else {}, 40) for row, policy in calibration
     ]
     jobs += [
         (row, policy, options if policy == "partial_reduce" else {}, arguments.steps)
@@ -229,7 +245,9 @@ def main() -> int:
     for number, (row, policy, chosen, steps) in enumerate(jobs):
         figures = found[number]
         if row in CALIBRATION:
-            costs[row] = max(0.0, CALIBRATION[row][0] / figures["updates_per_second"] - FORWARD - BACKWARD)
+            workers, stages = CALIBRATION[row]
+            bare = steps / solo(stages, steps)  # with the filling and draining of a pipeline
+            costs[row] = max(0.0, workers / figures["updates_per_second"] - bare / steps)
             continue
         predicted = predict(row, policy, chosen, steps, costs)
         entry = {key: round(v, 4) if isinstance(v, float) else v for key, v in figures.items()}

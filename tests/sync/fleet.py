@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from facility.exchange.synchronising import SyncSettings
@@ -49,12 +50,17 @@ class Fleet:
         context.set_forkserver_preload(["tests.sync.quadratic", "facility.sync.registry"])
         self.queue = context.Queue()
         port = free_port()
-        self.processes = [
-            context.Process(target=_entry, args=(function, rank, port, world, arguments, self.queue))
-            for rank in range(world)
-        ]
+        self._start = partial(context.Process, target=_entry)
+        self._arguments = [(function, rank, port, world, arguments, self.queue) for rank in range(world)]
+        self.processes = [self._start(args=arguments) for arguments in self._arguments]
         for process in self.processes:
             process.start()
+
+    def restart(self, rank: int) -> None:
+        """Once the process of `rank` has died, start another in its place."""
+        self.processes[rank].join(timeout=30)
+        self.processes[rank] = self._start(args=self._arguments[rank])
+        self.processes[rank].start()
 
     def __enter__(self) -> Fleet:
         return self

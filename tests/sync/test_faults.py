@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,8 +16,10 @@ from tests.sync.fleet import Fleet, settings_of
 from tests.sync.quadratic import make_parameters, solve, target
 
 
-def signal_self(rank: int, *, victim: int, kind: int) -> None:
-    if rank == victim:
+def signal_self(rank: int, *, victim: int, kind: int, once: Path | None = None) -> None:
+    if rank == victim and not (once is not None and once.exists()):
+        if once is not None:
+            once.touch()
         os.kill(os.getpid(), kind)
 
 
@@ -66,6 +69,44 @@ def test_a_stopped_replica_leaves_comes_back_and_is_brought_up_to_date(policy: s
     events = [(e["event"], e["replica"]) for e in results[0]["report"]["membership"]]
     assert events == [("left", 1), ("came back", 1)]
     assert results[0]["vector"] == results[1]["vector"] == results[2]["vector"]
+
+
+@pytest.mark.parametrize("policy", ["central_ps", "partial_reduce", "adpsgd", "local", "diloco"])
+def test_a_killed_replica_comes_back_in_a_new_process(policy: str, tmp_path: Path):
+    """Its weights and its optimizer's state are gone; it is brought up to date and ends with all others."""
+    settings = settings_of(policy=policy, every=2, optimizer_state="average" if policy == "partial_reduce" else "keep")
+    die = partial(signal_self, victim=2, kind=signal.SIGKILL, once=tmp_path / "died")
+    work = partial(solve, pause=0.05, optimizer_name="adamw", started=die)
+    with Fleet(work, 3, settings, 100) as fleet:
+        fleet.restart(2)
+        results = fleet.results(3, timeout=60)
+    events = [(e["event"], e["replica"]) for e in results[0]["report"]["membership"]]
+    assert events == [("left", 2), ("came back", 2)]
+    assert results[0]["vector"] == results[1]["vector"] == results[2]["vector"]
+    assert 0 < results[2]["steps"] < 100
+
+
+@pytest.mark.parametrize("policy", ["allreduce", "partial_reduce", "local"])
+def test_losing_one_rank_of_a_replica_drops_the_replica(policy: str):
+    """Three replicas of two ranks (stages or shards): the others go on, and the rank left behind ends by itself."""
+    settings = settings_of(policy=policy, every=2, timeout_seconds=2.0)
+    work = partial(solve, pause=0.02, positions=2, started=partial(signal_self, victim=5, kind=signal.SIGKILL))
+    with Fleet(work, 6, settings, 15) as fleet:
+        found = {}
+        while len(found) < 5:
+            rank, good, value = fleet.queue.get(timeout=30)
+            found[rank] = (good, value)
+    assert [good for _, (good, _) in sorted(found.items())] == [True] * 4 + [False]
+    assert "has been without one of its ranks for 2.0 s" in found[4][1]
+    assert found[0][1]["vector"] == found[2][1]["vector"] and found[1][1]["vector"] == found[3][1]["vector"]
+    assert [(e["event"], e["replica"]) for e in found[0][1]["report"]["membership"]] == [("left", 2)]
+
+
+def test_without_the_rank_that_hosts_the_scheduler_all_others_end_and_say_so():
+    work = partial(solve, pause=0.02, started=partial(signal_self, victim=0, kind=signal.SIGKILL))
+    with Fleet(work, 3, settings_of(policy="partial_reduce"), 50) as fleet:
+        ends = [fleet.queue.get(timeout=30) for _ in range(2)]
+    assert all(not good and "the scheduler of the replicas is gone" in said for _, good, said in ends)
 
 
 def test_a_replica_that_never_starts_is_named():

@@ -61,10 +61,9 @@ class LinearStage:
         return x.grad
 
     def update(self, micro_batch: int) -> None:
-        with torch.no_grad():
-            self.weight.data.sub_(0.05 * self.weight.grad)
-            self.weight.grad = None
-        self.stash.changed()
+        with self.stash.updating(), torch.no_grad():
+            self.weight.sub_(0.05 * self.weight.grad)
+        self.weight.grad = None
 
 
 def pipeline(rank: int, world: int, store: Any, settings: Any, stages: int, steps: int) -> dict[str, Any]:

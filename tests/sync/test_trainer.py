@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from facility.exchange.checkpoint import open_checkpoint
+from facility.exchange.manifest import sha256_of
+from facility.exchange.outcome import Outcome
 from facility.exchange.report import read_report
 from facility.sync.registry import POLICIES
 from tests.distributed import run_distributed
 from tests.pico import save_pico
-from tests.training.federation import largest_difference, write_dataset
+from tests.training.federation import largest_difference, write_dataset, write_masked_words
 from tests.training.layouts import arguments, run_rounds
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -37,22 +41,6 @@ def rounds(world: int, cases: list[tuple[str, list[str]]], timeout: float = 240)
     for results in run_distributed(run_rounds, world, cases, timeout=timeout):
         for name, code, said in results:
             assert code == 0, f"{name}:\n{said}"
-
-
-def masked(directory: Path) -> Path:
-    """Make a prepared dataset one for masked language models, with a tokenizer that has a mask token."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = {"[PAD]": 0, "[MASK]": 1, "[UNK]": 2} | {f"w{i}": i for i in range(3, 128)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, mask_token="[MASK]", pad_token="[PAD]", unk_token="[UNK]"
-    ).save_pretrained(directory / "tokenizer")
-    raw = json.loads((directory / "dataset.json").read_text())
-    (directory / "dataset.json").write_text(json.dumps(raw | {"task": "masked-lm"}))
-    return directory
 
 
 def test_every_policy_trains_every_layout(tmp_path: Path):
@@ -107,6 +95,77 @@ def test_each_way_of_sampling_trains_and_is_its_own(tmp_path: Path):
             assert largest_difference(tmp_path / way / "out", tmp_path / other / "out") > 1e-5, (way, other)
 
 
+IN_STEP = ("central_ps", "sharded_ps", "local", "diloco")
+AT_THEIR_OWN_PACE = ("partial_reduce", "adpsgd", "adpsgd_blocking", "wave")
+
+
+def test_a_paused_round_goes_on_under_every_policy(tmp_path: Path):
+    """Where replicas exchange in step it ends in the same bits; else each goes on from its own weights and count."""
+    dataset, model = write_dataset(tmp_path / "data", train=200), save_pico(tmp_path / "model")
+    training = TRAINING | {"steps": 8, "layout": LAYOUTS["plain"]}
+
+    def case(policy: str, name: str, stop: int) -> list[str]:
+        outer = {"outer_momentum": 0.5} if policy == "diloco" else {}
+        return arguments(tmp_path / policy / name, model, dataset, sync=sync_of(policy, **outer), round=0,
+                         limits={"stop_after": stop}, **training)  # fmt: skip
+
+    def attempts() -> Iterator[tuple[str, str, int]]:
+        for policy in IN_STEP:
+            yield policy, "quiet", 0
+        for policy in IN_STEP + AT_THEIR_OWN_PACE:
+            yield policy, "paused", 4
+
+    cases = [(f"{policy} {name}", case(policy, name, stop)) for policy, name, stop in attempts()]
+    for results in run_distributed(run_rounds, 2, cases, timeout=240):
+        for name, code, said in results:
+            assert code == (Outcome.COME_BACK if "paused" in name else 0), f"{name}:\n{said}"
+    for policy in IN_STEP + AT_THEIR_OWN_PACE:
+        pause = json.loads((tmp_path / policy / "paused/state/paused/state.json").read_text())
+        assert [len(r["losses"]) for r in pause["replicas"]] == [r["steps"] for r in pause["replicas"]], policy
+        assert all(0 < r["steps"] < 8 for r in pause["replicas"]) and len(pause["replicas"]) == 2, policy
+    rounds(2, [(policy, case(policy, "paused", 0)) for policy in IN_STEP + AT_THEIR_OWN_PACE])
+    for policy in IN_STEP:
+        quiet, paused = (sha256_of(tmp_path / policy / name / "out/model.safetensors") for name in ("quiet", "paused"))
+        assert quiet == paused, policy
+    for policy in AT_THEIR_OWN_PACE:
+        report = read_report(tmp_path / policy / "paused/out")
+        updates = report.details["sync"]["updates"]
+        assert 16 <= sum(updates.values()) <= 16 + 2 * 2, (policy, updates)
+        assert report.loss_returned < report.loss_received - 0.05 and report.details["interruptions"] == 1, policy
+
+
+def test_a_pause_of_replicas_goes_on_in_another_layout(tmp_path: Path):
+    dataset, model = write_dataset(tmp_path / "data", train=200), save_pico(tmp_path / "model")
+    place = tmp_path / "round"
+    first = arguments(place, model, dataset, layout=LAYOUTS["plain"], sync=sync_of("partial_reduce", bound=0),
+                      limits={"stop_after": 3}, **TRAINING)  # fmt: skip
+    for results in run_distributed(run_rounds, 2, [("first", first)], timeout=120):
+        assert results[0][1] == Outcome.COME_BACK, results[0][2]
+    assert run_rounds(0, 1, [("alone", arguments(place, model, dataset, **TRAINING))])[0][1] == 0
+    report = read_report(place / "out")
+    assert report.steps == 6 and report.loss_returned < report.loss_received - 0.05
+
+
+def test_outer_momentum_is_kept_between_rounds_where_the_optimizer_is(tmp_path: Path):
+    dataset, model = write_dataset(tmp_path / "data", train=200), save_pico(tmp_path / "model")
+    sync = sync_of("diloco", outer_momentum=0.5)
+    cases = []
+    for name, keep in (("kept", True), ("fresh", False)):
+        for number in range(2):
+            place = tmp_path / name
+            case = arguments(place, model, dataset, round=number, layout=LAYOUTS["pipelined"], sync=sync,
+                             keep_optimizer=keep, **TRAINING)  # fmt: skip
+            case[case.index("--out") + 1] = str(place / f"out-{number}")
+            cases.append((f"{name} {number}", case))
+    rounds(4, cases)
+    state = open_checkpoint(tmp_path / "kept/state/round-1")
+    momenta = [name for name in state.tensors if name.startswith("momentum.")]
+    assert len(momenta) == len([name for name in state.tensors if name.startswith("exp_avg.")]) > 0
+    assert json.loads((tmp_path / "fresh/state/round-1/state.json").read_text())["sync"] == []
+    assert largest_difference(tmp_path / "kept/out-0", tmp_path / "fresh/out-0") == 0
+    assert largest_difference(tmp_path / "kept/out-1", tmp_path / "fresh/out-1") > 1e-5
+
+
 def test_bert_in_stages_under_partial_reduce(tmp_path: Path):
     bert_under(tmp_path, ["partial_reduce", "adpsgd"], world=4, layout=LAYOUTS["pipelined"])
 
@@ -119,7 +178,7 @@ def test_bert_in_four_stages_under_every_policy(tmp_path: Path):
 
 
 def bert_under(tmp_path: Path, policies: list[str], *, world: int, layout: dict[str, Any]) -> None:
-    dataset = masked(write_dataset(tmp_path / "data", train=200))
+    dataset = write_masked_words(tmp_path / "data", train=200)
     model = save_pico(tmp_path / "model", "bert")
     cases = [
         (policy, arguments(tmp_path / policy, model, dataset, layout=layout, sync=sync_of(policy), **TRAINING | {"steps": 20, "learning_rate": 2e-3}))

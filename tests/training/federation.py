@@ -44,6 +44,23 @@ def write_dataset(
     return directory
 
 
+def write_masked_words(directory: Path, *, train: int = 40) -> Path:
+    """`write_dataset` for masked language modelling, with a tokenizer that has a mask token."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    write_dataset(directory, train=train)
+    words = {"[PAD]": 0, "[MASK]": 1, "[UNK]": 2} | {f"w{i}": i for i in range(3, 128)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, mask_token="[MASK]", pad_token="[PAD]", unk_token="[UNK]"
+    ).save_pretrained(directory / "tokenizer")
+    raw = json.loads((directory / "dataset.json").read_text())
+    (directory / "dataset.json").write_text(json.dumps(raw | {"task": "masked-lm"}))
+    return directory
+
+
 def write_settings(path: Path, *, rounds: int = 3, seed: int = 7, facility: str = "north", **training: Any) -> Path:
     defaults = {
         "steps": 3,

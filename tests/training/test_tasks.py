@@ -14,7 +14,7 @@ from facility.dataset import DatasetManifest, SplitEntry
 from facility.exchange.manifest import read_manifest
 from facility.exchange.report import read_report
 from tests.pico import pico_config, save_pico
-from tests.training.federation import largest_difference, weights, write_dataset
+from tests.training.federation import largest_difference, weights, write_dataset, write_masked_words
 from tests.training.layouts import arguments, rounds_in
 
 TOKENS, CLASSES = 16, 3
@@ -49,23 +49,6 @@ def save_classifier(directory: Path, layers: int) -> Path:
     torch.manual_seed(0)
     config = pico_config("bert", num_hidden_layers=layers, num_labels=CLASSES)
     AutoModelForSequenceClassification.from_config(config).save_pretrained(directory)
-    return directory
-
-
-def write_words(directory: Path) -> Path:
-    """A data set for masked language modelling, with a tokenizer that has a mask token."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    write_dataset(directory)
-    words = {"[PAD]": 0, "[MASK]": 1, "[UNK]": 2} | {f"w{i}": i for i in range(3, 128)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, mask_token="[MASK]", pad_token="[PAD]", unk_token="[UNK]"
-    ).save_pretrained(directory / "tokenizer")
-    raw = json.loads((directory / "dataset.json").read_text())
-    (directory / "dataset.json").write_text(json.dumps(raw | {"task": "masked-lm"}))
     return directory
 
 
@@ -128,7 +111,7 @@ def test_frozen_parameters_stay_as_received(tmp_path: Path):
 
 
 def test_classes_and_masked_words_train_alike_in_a_pipeline(tmp_path: Path):
-    classes, words = write_classes(tmp_path / "classes"), write_words(tmp_path / "words")
+    classes, words = write_classes(tmp_path / "classes"), write_masked_words(tmp_path / "words")
     classifier, masked = save_classifier(tmp_path / "classifier", 4), save_pico(tmp_path / "masked", "bert")
     pairs = {"classes": (classifier, classes), "words": (masked, words)}
     rounds_in([(name, arguments(tmp_path / name / "one", *pair)) for name, pair in pairs.items()])
