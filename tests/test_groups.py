@@ -214,6 +214,35 @@ def test_a_failed_final_average_is_called_anew_without_the_dead():
     assert again.final and again.members == ("a", "b")
 
 
+def test_without_permission_nobody_is_held_back_and_the_bound_is_made_up_for_later():
+    rules = GroupRules(bound=2, minimum=1, window_seconds=0.0, window_minimum_seconds=0.0, window_maximum_seconds=0.0)
+    scheduler = GroupScheduler(range(3), rules)
+    allowed, asked = [False], []
+
+    def may_hold(wanted: bool) -> bool:
+        asked.append(wanted)
+        return wanted and allowed[0]
+
+    scheduler.may_hold = may_hold
+    for step in range(8):
+        (group,) = scheduler.ready(0, float(step))
+        assert group.members == (0,)
+    assert group.reason == "another stage is being connected" and True in asked
+    allowed[0] = True
+    assert scheduler.ready(0, 8.0) == [] and scheduler.ready(1, 9.0) == []
+    (group,) = scheduler.ready(2, 10.0)
+    assert group.members == (0, 1, 2) and group.connected and asked[-1] is False
+
+
+def test_a_phase_that_goes_on_counts_what_was_made_before_its_pause():
+    scheduler = GroupScheduler(rules=GroupRules(bound=0, minimum=1, window_seconds=0.0, budget=10))
+    for member, rounds in enumerate((2, 3, 4)):
+        scheduler.join(member, 0.0, returning=False, rounds=rounds)
+    assert scheduler.updates == 9 and not scheduler.stop
+    scheduler.ready(0, 1.0)
+    assert scheduler.stop and scheduler.rounds(0) == 3
+
+
 def test_the_state_survives_being_written_down():
     scheduler = GroupScheduler(["it", "cs", "de"], GroupRules(bound=3, window_seconds=0.005))
     scheduler.ready("it", 1.0)

@@ -132,6 +132,10 @@ def test_a_paused_round_goes_on_under_every_policy(tmp_path: Path):
         updates = report.details["sync"]["updates"]
         assert 16 <= sum(updates.values()) <= 16 + 2 * 2, (policy, updates)
         assert report.loss_returned < report.loss_received - 0.05 and report.details["interruptions"] == 1, policy
+    for policy in IN_STEP + AT_THEIR_OWN_PACE:
+        for log in ("sync-0", "sync-0.1"):  # before and after the pause
+            lines = (tmp_path / policy / "paused/state" / log / "groups.jsonl").read_text().splitlines()
+            assert json.loads(lines[-1])["kind"] == "final", (policy, log)
 
 
 def test_a_pause_of_replicas_goes_on_in_another_layout(tmp_path: Path):
