@@ -86,10 +86,10 @@ def test_a_killed_replica_comes_back_in_a_new_process(policy: str, tmp_path: Pat
     assert 0 < results[2]["steps"] < 100
 
 
-@pytest.mark.parametrize("policy", ["allreduce", "partial_reduce", "local"])
+@pytest.mark.parametrize("policy", ["allreduce", "partial_reduce"])
 def test_losing_one_rank_of_a_replica_drops_the_replica(policy: str):
     """Three replicas of two ranks (stages or shards): the others go on, and the rank left behind ends by itself."""
-    settings = settings_of(policy=policy, every=2, timeout_seconds=2.0)
+    settings = settings_of(policy=policy, every=2, timeout_seconds=8.0)
     work = partial(solve, pause=0.02, positions=2, started=partial(signal_self, victim=5, kind=signal.SIGKILL))
     with Fleet(work, 6, settings, 15) as fleet:
         found = {}
@@ -97,7 +97,7 @@ def test_losing_one_rank_of_a_replica_drops_the_replica(policy: str):
             rank, good, value = fleet.queue.get(timeout=30)
             found[rank] = (good, value)
     assert [good for _, (good, _) in sorted(found.items())] == [True] * 4 + [False]
-    assert "has been without one of its ranks for 2.0 s" in found[4][1]
+    assert "has been without one of its ranks for 8.0 s" in found[4][1]
     assert found[0][1]["vector"] == found[2][1]["vector"] and found[1][1]["vector"] == found[3][1]["vector"]
     assert [(e["event"], e["replica"]) for e in found[0][1]["report"]["membership"]] == [("left", 2)]
 
