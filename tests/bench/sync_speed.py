@@ -174,9 +174,7 @@ def solo(stages: int, steps: int) -> float:
     """Updates per second of an undisturbed worker of so many stages that exchanges with nobody."""
     from coordinator.simulation.endless import simulate_endless
 
-    return simulate_endless(
-        SyncSettings(), 1, stages, lambda r, s, draw: compute(Emulation(), r, s, draw), steps=steps
-    )
+    return simulate_endless(SyncSettings(), 1, stages, lambda r, s, draw: compute(Emulation(), r, s, draw), steps=steps)
 
 
 def predict(row: str, policy: str, options: dict[str, Any], steps: int, costs: dict[str, float]) -> float:
