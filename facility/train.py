@@ -31,6 +31,7 @@ from facility.training.assemble import assemble, draw
 from facility.training.clock import Clock
 from facility.training.engine import Engine
 from facility.training.feed import Feed
+from facility.training.head import choose_head
 from facility.training.inputs import check_inputs, read_model
 from facility.training.layout.split import examine
 from facility.training.load import load_parts
@@ -102,6 +103,8 @@ def main(argv: list[str] | None = None) -> int:
             layout = arrange.from_plan(plan, ranks, training, blocks=blocks, block_tokens=tokens)
         else:
             layout = arrange.from_settings(ranks, training, blocks=blocks, block_tokens=tokens)
+        head = choose_head(training, config, task.factory, attention.name,
+                           sequences=layout.shape.micro_batch_sequences, tokens=tokens)  # fmt: skip
         anatomy = examine(config, task.factory, attention.name, tokens) if layout.units else None
         reader = layout.grid.reader(ranks.rank)
         feed = Feed(dataset, task, layout.shape, seed=settings.seed, facility=settings.facility, reader=reader,
@@ -112,14 +115,16 @@ def main(argv: list[str] | None = None) -> int:
         pause = state.read_pause(directory, settings, a.round, base.content_sha256 if base else "")
     progress.say(f"{ranks.world} rank(s) on {account.device_name(ranks.device)}; "
                  f"attention {attention.name}: {attention.reason}")  # fmt: skip
-    for line in (*layout.reasons, reason):
+    for line in (*layout.reasons, head.reason, reason):
         progress.say(line)
 
     clock = Clock(ranks.device)
     with together(ranks):
         skeleton = draw(config, task, attention, training)
-        memory.check(memory.predicted_bytes(skeleton, anatomy, layout, ranks, training, config), ranks, training)
-    held = assemble(skeleton, task, checkpoint, layout, ranks, training, clock, anatomy)
+        memory.check(
+            memory.predicted_bytes(skeleton, anatomy, layout, ranks, training, config, head.rows), ranks, training
+        )
+    held = assemble(skeleton, task, checkpoint, layout, ranks, training, clock, anatomy, head.rows)
     with together(ranks):
         load_parts([part for part in held.parts if not lora.is_adapter(part.name)], checkpoint)
         if training.lora.rank:
@@ -240,9 +245,9 @@ def main(argv: list[str] | None = None) -> int:
     per_rank = account.gather(ranks, {"rank": ranks.rank, "device": account.device_name(ranks.device),
                                       "peak_memory_bytes": account.peak_memory_bytes(ranks),
                                       "seconds": {k: round(v, 4) for k, v in clock.seconds.items()}})  # fmt: skip
-    details = account.details(held, layout, config, seconds, sequences * tokens, per_rank) | {
+    details = account.details(held, layout, config, seconds, sequences * tokens, per_rank, training.peak_flops) | {
         "tokens_per_second_steady": account.steady(ends, batch * tokens), "sync": sync_report, "steps_skipped": engine.skipped, "interruptions": interruptions,
-        "attention": {"name": attention.name, "reason": attention.reason},
+        "attention": {"name": attention.name, "reason": attention.reason}, "loss": head.reason,
     }  # fmt: skip
 
     def report() -> reports.Report:

@@ -116,13 +116,21 @@ def test_bad_input_is_one_clear_error_on_every_rank(tmp_path: Path, pico_llama: 
     )
     large = write_dataset(tmp_path / "large", vocabulary=300)
     twice = {"stages": 2, "units": [[0, 3], [2, 6]]}
+    missing = {"stages": 2, "units": [[0, 2], [3, 6]]}
+    altered = save_pico(tmp_path / "altered")
+    write_manifest(altered, Manifest(kind="model", federation="pico", round=0))
+    data = bytearray((altered / "model.safetensors").read_bytes())
+    data[-5] ^= 1
+    (altered / "model.safetensors").write_bytes(data)
     cases = {
         "vocabulary of 300": arguments(tmp_path / "a", pico_llama, large),
         "truncated": arguments(tmp_path / "b", truncated, dataset),
         "unit 2 is in two chunks": arguments(tmp_path / "c", pico_llama, dataset, layout=twice),
+        "unit 2 is in no chunk": arguments(tmp_path / "g", pico_llama, dataset, layout=missing),
+        "sha256": arguments(tmp_path / "h", altered, dataset),
         "the plan uses": [*arguments(tmp_path / "d", pico_llama, dataset), "--plan", str(plan)],
         "2 ranks read data": arguments(tmp_path / "e", pico_llama, dataset, batch_sequences=1),
-        "memory": arguments(tmp_path / "f", pico_llama, dataset, limits={"memory_bytes": 1000}),
+        "GB of memory (weights": arguments(tmp_path / "f", pico_llama, dataset, limits={"memory_bytes": 1000}),
     }  # fmt: skip
     for expected, texts in rounds_in(list(cases.items()), ranks=2, expect=2).items():
         for text in texts:
@@ -185,6 +193,21 @@ def test_proximal_training_stays_closer_to_the_received_model(tmp_path: Path, pi
         return sum(float((after[n] - before[n]).square().sum()) for n in before)
 
     assert moved(tmp_path / "held/out") < 0.5 * moved(tmp_path / "free/out")
+
+
+def test_the_report_tells_mfu_of_a_given_peak_and_the_time_in_collectives(
+    tmp_path: Path, pico_llama: Path, dataset: Path
+):
+    cases = [(name, arguments(tmp_path / name, pico_llama, dataset, peak_flops=peak, layout=layout))
+             for name, peak, layout in (("known", 1e12, {}), ("unknown", 0.0, {}), ("copies", 0.0, {"sharding": "NO_SHARD"}))]  # fmt: skip
+    rounds_in(cases, ranks=2)
+    known, unknown, copies = (read_report(tmp_path / name / "out").details for name in ("known", "unknown", "copies"))
+    assert known["mfu"] == pytest.approx(known["flops_per_second"] / 2e12) and known["mfu"] > 0
+    assert unknown["mfu"] is None
+    for rank in known["per_rank"]:
+        split = rank["seconds"]
+        assert 0 < split["all_gather"] + split["reduce_scatter"] < split["forward"] + split["backward"]
+    assert "all_gather" not in copies["per_rank"][0]["seconds"]
 
 
 def test_a_tracker_and_a_trace_are_written_or_said_to_be_off(tmp_path: Path, pico_llama: Path, dataset: Path):

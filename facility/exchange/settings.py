@@ -44,6 +44,9 @@ class TrainingSettings:
     beta2: float = 0.95
     epsilon: float = 1e-8
     """AdamW's epsilon."""
+    chunked_loss: Literal["auto", "always", "never"] = "auto"
+    """Compute output layer and loss in chunks of positions, so that the logits of all never exist; auto: where those of
+    a forward pass exceed 256 MiB in float32."""
     clip_norm: float = 1.0
     """Global gradient norm limit; 0 switches clipping off."""
     proximal: float = 0.0
@@ -57,6 +60,8 @@ class TrainingSettings:
     threads: int = 0
     """CPU threads per rank; 0: cores divided by the ranks of the node."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    peak_flops: float = 0.0
+    """Most dense operations a second of one device in `compute_dtype`, for the MFU; 0: the maker's figure, where it is known."""
     evaluation_sequences: int = 0
     """At most so many validation blocks per evaluation; 0: all."""
     encoding: Encoding = "full"
@@ -101,6 +106,7 @@ class TrainingSettings:
             "clip_norm",
             "proximal",
             "threads",
+            "peak_flops",
             "evaluation_sequences",
         ):
             if getattr(self, name) < 0:

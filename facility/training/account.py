@@ -90,19 +90,20 @@ def steady(ends: list[float], tokens: int) -> float | None:
 
 
 def details(
-    held: Assembly, layout: Layout, config: Any, seconds: float, tokens: int, per_rank: list[dict[str, Any]]
-) -> dict[str, Any]:
-    """Figures for `report.json`: model operations a second, MFU where the peak is known, time split, bubble."""
+    held: Assembly, layout: Layout, config: Any, seconds: float, tokens: int, per_rank: list[dict[str, Any]],
+    peak: float = 0.0,
+) -> dict[str, Any]:  # fmt: skip
+    """Figures for `report.json`: model operations a second, MFU where the peak is known or given, time split, bubble."""
     embedding = getattr(config, "vocab_size", 0) * getattr(config, "hidden_size", 0)
     operations = flops_per_token(
         held.parameters, embedding, getattr(config, "num_hidden_layers", 0), getattr(config, "hidden_size", 0),
         layout.block_tokens,
     )  # fmt: skip
     rate = operations * tokens / seconds
-    peak = peak_flops(per_rank[0]["device"])
+    whole_peak = sum(peak or peak_flops(r["device"]) or math.nan for r in per_rank)
     result: dict[str, Any] = {
         "layout": layout.to_json(), "parameters": held.parameters, "trained_parameters": held.trained,
-        "flops_per_second": rate, "mfu": rate / (peak * len(per_rank)) if peak else None, "per_rank": per_rank,
+        "flops_per_second": rate, "mfu": None if math.isnan(whole_peak) else rate / whole_peak, "per_rank": per_rank,
     }  # fmt: skip
     if layout.units:
         grid, virtual = layout.grid, len(layout.units) // layout.grid.stages

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 
 from facility.exchange.checkpoint import Checkpoint
 from facility.exchange.errors import ConfigurationError
@@ -21,6 +22,8 @@ from . import lora
 from .arrange import Layout
 from .clock import Clock
 from .compute import Compute, Pipeline, Precision, Whole
+from .head import ChunkedHead
+from .layout.collectives import time_collectives
 from .layout.grid import Grid
 from .layout.shard import find_blocks, shard
 from .layout.split import Anatomy, Stage
@@ -73,9 +76,9 @@ def draw(config: Any, task: Task, attention: Attention, settings: TrainingSettin
 
 def assemble(
     skeleton: nn.Module, task: Task, checkpoint: Checkpoint, layout: Layout, ranks: Ranks, settings: TrainingSettings,
-    clock: Clock, anatomy: Anatomy | None,
+    clock: Clock, anatomy: Anatomy | None, chunk_rows: int = 0,
 ) -> Assembly:  # fmt: skip
-    """Cut, shard, and give memory to this rank's part of a drawn model only."""
+    """Cut, shard, and give memory to this rank's part of a drawn model only; `chunk_rows`: see `facility.training.head`."""
     names = names_on_disk(skeleton, checkpoint)
     trained = {names[n]: tuple(p.shape) for n, p in skeleton.named_parameters() if p.requires_grad}
     repeats = same_tensors(skeleton, checkpoint, names)
@@ -87,7 +90,8 @@ def assemble(
     if ranks.world > 1:
         mesh = DeviceMesh(ranks.device.type, torch.from_numpy(grid.ranks), mesh_dim_names=("replica", "stage", "shard"))
     in_mesh = layout.replicas_in_mesh and grid.replicas > 1
-    sharded = grid.shards > 1 or in_mesh
+    copies = in_mesh and layout.agrees_once and not layout.units
+    sharded = (grid.shards > 1 or in_mesh) and not copies
     precision = Precision(ranks.device, dtype, casts_itself=sharded)
 
     def cut(module: nn.Module, blocks: list[nn.Module], output: torch.dtype | None) -> None:
@@ -96,6 +100,7 @@ def assemble(
             chosen = mesh["replica", "shard"] if in_mesh else mesh["shard"]
             shard(module, blocks, chosen, compute_dtype=dtype, reshard=layout.reshard and not layout.units,
                   offload=settings.layout.offload, root_output=output)  # fmt: skip
+            time_collectives(module, clock)
         materialise(module, ranks.device)
 
     def parts(model: nn.Module, keep: bool = True) -> list[Part]:
@@ -103,9 +108,17 @@ def assemble(
 
     if not layout.units:
         prepare_blocks(skeleton, settings)
+        chunked = ChunkedHead(skeleton, chunk_rows) if chunk_rows else None
         cut(skeleton, list(find_blocks(skeleton)[1]), torch.float32)
+        replicated = None
+        if copies:
+            assert mesh is not None
+            replicated = DistributedDataParallel(
+                skeleton, process_group=mesh["replica"].get_group(), broadcast_buffers=False, init_sync=False,
+                gradient_as_bucket_view=True, find_unused_parameters=True,
+            )  # fmt: skip
         return Assembly(
-            compute=Whole(skeleton, task, precision, clock, agrees_once=in_mesh and layout.agrees_once), parts=parts(skeleton), shapes=trained, names=set(names.values()), repeats=repeats, tied=[],
+            compute=Whole(skeleton, task, precision, clock, replicated=replicated, chunked=chunked), parts=parts(skeleton), shapes=trained, names=set(names.values()), repeats=repeats, tied=[],
             tied_group=None, model_group=model_group(grid, ranks), mesh=mesh, anatomy=anatomy, parameters=parameters,
             trained=sum(torch.Size(s).numel() for s in trained.values()),
         )  # fmt: skip
@@ -119,7 +132,7 @@ def assemble(
         model = copy.deepcopy(skeleton)
         prepare_blocks(model, settings)  # after the copy: a wrapped forward would call the original's parameters
         last = index == len(layout.units) - 1
-        stage = Stage(model, anatomy, first, end, torch.float32 if last else dtype)
+        stage = Stage(model, anatomy, first, end, torch.float32 if last else dtype, chunk_rows=chunk_rows)
         blocks = model.get_submodule(anatomy.blocks)
         assert isinstance(blocks, nn.ModuleList)
         cut(stage, list(blocks)[max(0, first - 1) : max(0, min(end, anatomy.count + 1) - 1)], None)

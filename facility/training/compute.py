@@ -11,10 +11,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
+from torch.nn.parallel import DistributedDataParallel
 
 from facility.exchange.errors import ConfigurationError
 
 from .clock import Clock
+from .head import ChunkedHead
 from .layout.split import Anatomy, Stage
 from .tasks import Batch, Task
 
@@ -58,34 +60,39 @@ class Whole:
     tells_loss = True
 
     def __init__(
-        self, model: nn.Module, task: Task, precision: Precision, clock: Clock, *, agrees_once: bool = False
-    ) -> None:
-        """`agrees_once`: replicas exchange gradients at a step's last micro-batch, so that they may make unlike numbers."""
+        self, model: nn.Module, task: Task, precision: Precision, clock: Clock, *,
+        replicated: DistributedDataParallel | None = None, chunked: ChunkedHead | None = None,
+    ) -> None:  # fmt: skip
+        """`replicated`: the model among its replicas, who exchange gradients at a step's last micro-batch, so that they
+        may make unlike numbers. `chunked`: where the model returns the summed loss instead of logits."""
         self.task, self.precision, self.clock = task, precision, clock
-        self.agrees_once = agrees_once
+        self.replicated, self.chunked = replicated, chunked
         self.modules: list[nn.Module] = [model]
         self.device = precision.device
 
-    def _forward(self, batch: Batch) -> torch.Tensor:
+    def _forward(self, batch: Batch, model: nn.Module) -> torch.Tensor:
         inputs = {name: value.to(self.device, non_blocking=True) for name, value in batch.inputs.items()}
+        targets = batch.targets.to(self.device, non_blocking=True)
+        if self.chunked is not None:
+            self.chunked.targets = targets
         with self.precision():
-            logits = self.modules[0](**inputs).logits
-        return self.task.loss_sum(logits, batch.targets.to(self.device, non_blocking=True))
+            logits = model(**inputs).logits
+        return logits.float().sum() if self.chunked is not None else self.task.loss_sum(logits, targets)
 
     def train(self, batches: Sequence[Batch], weight: float) -> torch.Tensor:
         total = torch.zeros((), device=self.device)
         for number, batch in enumerate(batches):
-            if self.agrees_once:
-                self.modules[0].set_requires_gradient_sync(number == len(batches) - 1)  # type: ignore[operator]
-            with self.clock("forward"):
-                loss = self._forward(batch)
-            with self.clock("backward"):
-                (loss * weight).backward()
+            waits = self.replicated is not None and number < len(batches) - 1
+            with self.replicated.no_sync() if self.replicated is not None and waits else nullcontext():
+                with self.clock("forward"):
+                    loss = self._forward(batch, self.replicated or self.modules[0])
+                with self.clock("backward"):
+                    (loss * weight).backward()
             total += loss.detach()
         return total
 
     def loss(self, batch: Batch) -> torch.Tensor:
-        return self._forward(batch)
+        return self._forward(batch, self.modules[0])
 
 
 class Pipeline:
@@ -103,9 +110,9 @@ class Pipeline:
         shape = (micro_batch_sequences, block_tokens, anatomy.hidden)
         activation = torch.empty(shape, dtype=precision.dtype, device="meta", requires_grad=True)
         tokens = torch.empty(micro_batch_sequences, block_tokens, dtype=torch.int64, device="meta")
-        logits = torch.empty(
-            micro_batch_sequences, *anatomy.logits, dtype=torch.float32, device="meta", requires_grad=True
-        )
+        self.chunked = any(stage.chunked is not None for stage in stages.values())
+        result = (1,) if self.chunked else (micro_batch_sequences, *anatomy.logits)
+        logits = torch.empty(result, dtype=torch.float32, device="meta", requires_grad=True)
         built = [
             PipelineStage(
                 stage, index, chunks, self.device, group=group,
@@ -127,7 +134,10 @@ class Pipeline:
             raise ConfigurationError(f"schedule {schedule} does not fit: {error}") from None
 
     def _weighted(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return self.task.loss_sum(logits, targets) * self._weight
+        return self._loss_sum(logits, targets) * self._weight
+
+    def _loss_sum(self, output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return output.float().sum() if self.chunked else self.task.loss_sum(output, targets)
 
     def train(self, batches: Sequence[Batch], weight: float) -> torch.Tensor:
         self._weight = weight
@@ -139,6 +149,9 @@ class Pipeline:
         }
         arguments = (torch.cat([b.inputs["input_ids"] for b in batches]).to(self.device),) if self.takes_tokens else ()
         target = torch.cat([b.targets for b in batches]).to(self.device) if self.tells_loss else None
+        if self.chunked:
+            assert target is not None
+            extra["targets"] = target  # cut into micro-batches like the other inputs
         with self.clock("pipeline"), self.precision():
             self.schedule.step(*arguments, target=target, losses=losses if self.tells_loss else None, **extra)
         if not losses:
@@ -149,6 +162,9 @@ class Pipeline:
         """One forward pass from chunk to chunk; each rank waits for its turn."""
         extra = {n: v.to(self.device) for n, v in batch.inputs.items() if n != "input_ids"}
         sequences, tokens = batch.inputs["input_ids"].shape
+        targets = batch.targets.to(self.device)
+        if self.chunked:
+            extra["targets"] = targets
         pending: list[dist.Work | None] = []
         result = torch.zeros((), device=self.device)
         output = result
@@ -166,7 +182,7 @@ class Pipeline:
             with self.precision():
                 output = stage(value, **extra)
             if index == self.chunks - 1:
-                result = self.task.loss_sum(output, batch.targets.to(self.device))
+                result = self._loss_sum(output, targets)
             elif index + 1 not in self.stages:
                 pending.append(dist.isend(output, group=self.group, group_dst=(row + 1) % rows))
         for work in pending:

@@ -15,7 +15,7 @@ from facility.exchange.settings import TrainingSettings
 from .arrange import Layout
 from .assemble import Assembly
 from .clock import Clock
-from .optimizer import adamw, clip, global_norm
+from .optimizer import adamw, clip, squared_norm
 from .ranks import Ranks
 from .tasks import Batch
 
@@ -53,8 +53,13 @@ class Engine:
         self.skipped = self.bad_in_a_row = self._good = 0
 
     def _sum(self, *values: float | torch.Tensor, everywhere: bool = False) -> list[float]:
-        """Sums in float64 over the ranks that make a step together, or over all."""
-        total = torch.tensor([float(v) for v in values], dtype=torch.float64, device=self.ranks.device)
+        """Sums in float64 over the ranks that make a step together, or over all.
+
+        What the host knows is summed by gloo on the CPU, without waiting for the GPU.
+        """
+        on_host = not any(isinstance(v, torch.Tensor) for v in values)
+        device = torch.device("cpu") if on_host else self.ranks.device
+        total = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=device) for v in values])
         if self.ranks.world > 1:
             with self.clock("communication"):
                 dist.all_reduce(total, group=None if self.together or everywhere else self.assembly.model_group)
@@ -92,19 +97,21 @@ class Engine:
                 if part.gradient is not None:  # gradient of mu/2 |w - w_received|^2
                     part.gradient.add_(part.tensor.detach() - anchor, alpha=self.settings.proximal)
             counted = [p.gradient for p in self.parts if p.gradient is not None and not p.copy]
-            norm = global_norm(
-                counted, self.assembly.model_group, alone=self.ranks.world == 1, device=self.ranks.device
+            # Replicas that step together hold the same gradient: each counts its part of the squares.
+            copies = self.layout.grid.replicas if self.together else 1
+            loss_total, squares = self._sum(
+                loss_sum if self.compute.tells_loss else 0.0, squared_norm(counted, self.ranks.device) / copies
             )
-            (loss_total,) = self._sum(loss_sum if self.compute.tells_loss else 0.0)
-            norm_value = norm.item()
+            norm_value = math.sqrt(squares) if squares >= 0 else math.nan
             finite = math.isfinite(loss_total) and math.isfinite(norm_value)
             if finite:
-                clip(present, norm, self.settings.clip_norm)
+                clip(present, norm_value, self.settings.clip_norm)
                 for group in self.optimizer.param_groups:
                     group["lr"] = rate
                 self.optimizer.step()
             for part in self.parts:
                 part.tensor.grad = part.parameter.grad = None
+        self.clock.settle()
         self._count(finite, norm_value, loss_total)
         loss = loss_total / predictions if predictions else 0.0
         return StepResult(loss=loss, gradient_norm=norm_value, predictions=int(predictions), skipped=not finite)
@@ -144,6 +151,8 @@ class Engine:
             loss_sum += self.compute.loss(batch).double()
             predictions += batch.predictions
         total, count = self._sum(
-            loss_sum if self.compute.tells_loss else 0.0, predictions if self.counts else 0, everywhere=True
+            loss_sum if self.compute.tells_loss else torch.zeros_like(loss_sum),
+            predictions if self.counts else 0,
+            everywhere=True,
         )
         return total / count if count else math.nan

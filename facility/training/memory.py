@@ -35,11 +35,13 @@ def available_bytes(ranks: Ranks, settings: TrainingSettings) -> int:
 
 
 def predicted_bytes(
-    model: nn.Module, anatomy: Anatomy | None, layout: Layout, ranks: Ranks, settings: TrainingSettings, config: Any
-) -> dict[str, int]:
+    model: nn.Module, anatomy: Anatomy | None, layout: Layout, ranks: Ranks, settings: TrainingSettings, config: Any,
+    chunk_rows: int = 0,
+) -> dict[str, int]:  # fmt: skip
     """By part: weights (4 bytes), gradients (4) and moments (8) of the rows held; activations of the micro-batches in
     flight (34 bytes a token, hidden unit and block in half precision; Korthikanti et al. 2022, arXiv 2205.05198, eq. 2
-    without the attention matrix); logits and their gradient in float32."""
+    without the attention matrix); logits and their gradient in float32, of `chunk_rows` positions where they are
+    computed in chunks (then the weight's gradient exists a second time)."""
     grid = layout.grid
     _, row, _ = grid.place(ranks.rank)
     mine = [pair for index, pair in enumerate(layout.units) if index % grid.stages == row]
@@ -55,13 +57,14 @@ def predicted_bytes(
     tokens = layout.shape.micro_batch_sequences * layout.block_tokens
     in_flight = 1 if not mine else grid.stages if layout.schedule != "gpipe" else max(layout.shape.micro_batches)
     per_token = {"none": 17 * width, "selective": 10 * width, "full": width}[settings.layout.activation_checkpointing]
+    vocabulary, once_more = getattr(config, "vocab_size", 0), 4 * hidden if chunk_rows else 0
     has_head = not mine or mine[-1][1] == count + 2
     return {
         "weights": 4 * held // grid.shards,
         "gradients": 4 * trained // grid.shards,
         "optimizer": 8 * trained // grid.shards,
         "activations": tokens * hidden * blocks * per_token * in_flight,
-        "logits": tokens * getattr(config, "vocab_size", 0) * (8 + width) if has_head else 0,
+        "logits": vocabulary * ((chunk_rows or tokens) * (8 + width) + once_more) if has_head else 0,
     }
 
 

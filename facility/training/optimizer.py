@@ -1,11 +1,10 @@
-"""AdamW over the parts a rank holds, and the global gradient norm over all parts of a model."""
+"""AdamW over the parts a rank holds, and the norm of the gradient."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 
 from facility.exchange.settings import TrainingSettings
 
@@ -28,19 +27,15 @@ def adamw(parts: Sequence[Part], settings: TrainingSettings) -> torch.optim.Adam
     )
 
 
-def global_norm(
-    gradients: Sequence[torch.Tensor], group: dist.ProcessGroup | None, *, alone: bool, device: torch.device
-) -> torch.Tensor:
-    """Euclidean norm of the gradient of the whole model, of which each rank of `group` (None: all) holds some rows."""
-    squares = torch.zeros((), dtype=torch.float32, device=device)
-    if gradients:
-        squares = torch.stack(torch._foreach_norm(list(gradients))).square().sum()
-    if not alone:
-        dist.all_reduce(squares, group=group)
-    return squares.sqrt()
+def squared_norm(gradients: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Square of the Euclidean norm of the gradient rows held here, in float64; to be summed over the model's ranks."""
+    if not gradients:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return torch.stack(torch._foreach_norm(list(gradients))).double().square().sum()
 
 
-def clip(gradients: Sequence[torch.Tensor], norm: torch.Tensor, limit: float) -> None:
-    """Scale the gradients so that the global norm is at most `limit` (0: leave them)."""
-    if limit > 0 and gradients:
-        torch._foreach_mul_(list(gradients), (limit / (norm + 1e-6)).clamp(max=1.0))
+def clip(gradients: Sequence[torch.Tensor], norm: float, limit: float) -> None:
+    """Scale the gradients so that the global norm is at most `limit` (0: leave them); no pass where it is already."""
+    factor = limit / (norm + 1e-6)
+    if limit > 0 and gradients and factor < 1.0:
+        torch._foreach_mul_(list(gradients), factor)

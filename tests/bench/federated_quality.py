@@ -55,6 +55,10 @@ ARMS = {
         aggregation={"rule": "nesterov", "server_learning_rate": 0.8, "momentum": 0.7, "momentum_warmup": False},
         local=RATE,
     ),
+    "nesterov, constant momentum, fresh optimizer": Arm(
+        aggregation={"rule": "nesterov", "server_learning_rate": 0.8, "momentum": 0.7, "momentum_warmup": False},
+        local=RATE | {"keep_optimizer": False},
+    ),
 }
 
 

@@ -72,7 +72,10 @@ def test_a_round_goes_on_in_another_layout(tmp_path: Path, pico_llama: Path, dat
     assert found.loss_returned == pytest.approx(expected.loss_returned, abs=1e-6)
 
 
-def test_a_rank_that_dies_takes_the_others_down(tmp_path: Path, pico_llama: Path, dataset: Path):
+@pytest.mark.parametrize("end, stall", [(signal.SIGKILL, 20.0), (signal.SIGSTOP, 6.0)], ids=["dies", "hangs"])
+def test_a_rank_that_dies_or_hangs_takes_the_others_down(
+    tmp_path: Path, pico_llama: Path, dataset: Path, end: signal.Signals, stall: float
+):
     """Within the stated time (`stall_seconds`), without a hang."""
     from tests.distributed import free_port
 
@@ -80,7 +83,7 @@ def test_a_rank_that_dies_takes_the_others_down(tmp_path: Path, pico_llama: Path
         sys.executable,
         "-m",
         "facility.train",
-        *arguments(tmp_path, pico_llama, dataset, steps=10_000, stall_seconds=20.0),
+        *arguments(tmp_path, pico_llama, dataset, steps=10_000, stall_seconds=stall),
         "--progress",
     ]
     port = free_port()
@@ -93,10 +96,11 @@ def test_a_rank_that_dies_takes_the_others_down(tmp_path: Path, pico_llama: Path
     for line in ranks[0].stderr:
         if "step " in line:
             break
-    ranks[1].kill()
+    ranks[1].send_signal(end)
     began = time.monotonic()
     code = ranks[0].wait(timeout=60)
     text = ranks[0].stderr.read()
+    ranks[1].kill()
     ranks[1].wait()
     assert code == 1 and "Traceback" in text and time.monotonic() - began < 40
     assert not (tmp_path / "out").exists()

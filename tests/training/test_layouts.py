@@ -12,6 +12,7 @@ from tests.distributed import run_distributed
 from tests.pico import save_pico
 from tests.training.federation import largest_difference, write_dataset
 from tests.training.layouts import arguments, rounds_in, run_rounds
+from tests.training.test_tasks import save_classifier, write_classes, write_words
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -78,6 +79,27 @@ def test_every_layout_of_every_model_is_one_process(tmp_path: Path):
     """Longer than a minute: five models under thirteen layouts."""
     same_as_one_process(tmp_path / "two", 2, TWO, list(MODELS))
     same_as_one_process(tmp_path / "four", 4, FOUR, list(MODELS))
+
+
+@pytest.mark.slow
+def test_adapters_and_bert_in_every_layout_of_four_are_one_process(tmp_path: Path):
+    """Longer than a minute: adapters over shards, stages and replicas together, masked words and classes likewise."""
+    dataset = write_dataset(tmp_path / "data")
+    words, classes = write_words(tmp_path / "words"), write_classes(tmp_path / "classes")
+    llama = save_pico(tmp_path / "llama", tie_word_embeddings=True)
+    adapters = {"lora": {"rank": 4}, "learning_rate": 1e-2}
+    models: dict[str, tuple[Path, Path, dict[str, Any]]] = {
+        "adapters": (llama, dataset, adapters),
+        "words": (save_pico(tmp_path / "bert", "bert"), words, {}),
+        "classes": (save_classifier(tmp_path / "classifier", 4), classes, {}),
+    }
+    rounds_in([(m, arguments(tmp_path / m / "one", model, data, **t)) for m, (model, data, t) in models.items()])
+    for world, layouts in ((2, TWO), (4, FOUR)):
+        cases = [(f"{m} {name}", arguments(tmp_path / m / name, model, data, **t, **layout))
+                 for m, (model, data, t) in models.items() for name, layout in layouts.items()]  # fmt: skip
+        rounds_in(cases, ranks=world)
+        for m, name in (case.split() for case, _ in cases):
+            assert largest_difference(tmp_path / m / "one/out", tmp_path / m / name / "out") < 1e-5, (m, name)
 
 
 def test_replicas_under_a_policy_come_out_as_one_model(tmp_path: Path):

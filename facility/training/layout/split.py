@@ -18,6 +18,7 @@ from torch import nn
 
 from facility.exchange.errors import InputError
 
+from ..head import ChunkedHead
 from .shard import find_blocks
 
 
@@ -133,7 +134,10 @@ class Inject(nn.Module):
 class Stage(nn.Module):
     """Units [first, end) of a model; tokens or an activation in, an activation or logits out."""
 
-    def __init__(self, model: nn.Module, anatomy: Anatomy, first: int, end: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, model: nn.Module, anatomy: Anatomy, first: int, end: int, dtype: torch.dtype, *, chunk_rows: int = 0
+    ) -> None:
+        """`chunk_rows`: the last stage returns the summed loss, over so many positions at once, instead of logits."""
         super().__init__()
         self.model, self.anatomy, self.first, self.end, self.dtype = model, anatomy, first, end, dtype
         self.is_first, self.is_last = first == 0, end == anatomy.units
@@ -150,6 +154,7 @@ class Stage(nn.Module):
         elif first == 1:
             self._received: torch.Tensor | None = None
             self._enter(blocks[0])
+        self.chunked = ChunkedHead(model, chunk_rows) if self.is_last and chunk_rows else None
         outside = ((0, anatomy.before), (anatomy.count + 1, anatomy.after))
         for unit, names in outside:
             if not first <= unit < end:
@@ -168,7 +173,9 @@ class Stage(nn.Module):
 
         block.forward = forward  # type: ignore[method-assign]
 
-    def forward(self, value: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    def forward(self, value: torch.Tensor, *, targets: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
+        if self.chunked is not None:
+            self.chunked.targets = targets
         if self.is_first:
             inputs = {"input_ids": value, **kwargs}
         else:
