@@ -104,7 +104,7 @@ def main(argv: list[str] | None = None) -> int:
         else:
             layout = arrange.from_settings(ranks, training, blocks=blocks, block_tokens=tokens)
         head = choose_head(training, config, task.factory, attention.name,
-                           sequences=layout.shape.micro_batch_sequences, tokens=tokens)  # fmt: skip
+                           sequences=layout.shape.micro_batch_sequences, tokens=tokens, device=ranks.device.type)  # fmt: skip
         anatomy = examine(config, task.factory, attention.name, tokens) if layout.units else None
         reader = layout.grid.reader(ranks.rank)
         feed = Feed(dataset, task, layout.shape, seed=settings.seed, facility=settings.facility, reader=reader,

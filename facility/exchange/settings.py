@@ -46,7 +46,7 @@ class TrainingSettings:
     """AdamW's epsilon."""
     chunked_loss: Literal["auto", "always", "never"] = "auto"
     """Compute output layer and loss in chunks of positions, so that the logits of all never exist; auto: where those of
-    a forward pass exceed 256 MiB in float32."""
+    a forward pass exceed 8 MiB in float32 on a CPU, 256 MiB on a GPU."""
     clip_norm: float = 1.0
     """Global gradient norm limit; 0 switches clipping off."""
     proximal: float = 0.0

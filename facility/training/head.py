@@ -1,10 +1,11 @@
 """Cross entropy over a large vocabulary without ever holding the logits of all tokens.
 
-The output layer is asked for the summed loss instead of logits: it walks over the positions in chunks, keeps one number
-(the log of the sum of exponentials) of each, and computes a chunk's logits again in backward. Peak memory falls from
-three times tokens x vocabulary in float32 (logits, their log-softmax, its gradient) to the same of one chunk; a third
-of the output layer's work is done twice. The idea is that of Wijmans et al. 2024 (Cut Your Losses, arXiv 2411.09009,
-section 4) and of Liger Kernel (Hsu et al. 2024, arXiv 2410.10989, section 3.2), here without kernels of its own.
+The output layer is asked for the summed loss instead of logits: it walks over the positions in chunks and computes a
+chunk's gradients while its logits are there (Liger Kernel: Hsu et al. 2024, arXiv 2410.10989, section 3.2; here without
+kernels of its own). Peak memory falls from three times tokens x vocabulary in float32 (logits, their log-softmax, its
+gradient) to one chunk and a second gradient of the output layer's weight; on a CPU, whose caches hold a chunk but not the
+logits of all, it is faster too. Where several forward passes wait for their backward (pipelines), a chunk's logits are
+computed again in backward instead of keeping a gradient of the weight for each.
 """
 
 from __future__ import annotations
@@ -21,10 +22,13 @@ from facility.exchange.settings import TrainingSettings
 
 from .tasks import IGNORED
 
-LARGE_BYTES = 256 * 2**20
-"""Logits of one forward pass in float32 from which on they are computed in chunks."""
-CHUNK_BYTES = 64 * 2**20
+LARGE_BYTES = {"cpu": 8 * 2**20, "cuda": 256 * 2**20}
+"""Logits of one forward pass in float32 from which on they are computed in chunks: what caches hold; what memory does
+not notice."""
+CHUNK_BYTES = {"cpu": 8 * 2**20, "cuda": 128 * 2**20}
 """Logits of one chunk in float32."""
+CHUNK_ROWS = {"cpu": 128, "cuda": 1024}
+"""Positions of a chunk at the least, whatever the vocabulary: each chunk passes once over the weight and its gradient."""
 CHUNKS = 4
 """Chunks of a forward pass at the least."""
 
@@ -38,13 +42,21 @@ class HeadChoice:
     reason: str
 
 
-def rows_of(positions: int, vocabulary: int) -> int:
-    """Positions of a chunk: as many as `CHUNK_BYTES` hold, a quarter of all at most, one at least."""
-    return max(1, min(CHUNK_BYTES // (4 * vocabulary), -(-positions // CHUNKS)))
+def rows_of(positions: int, vocabulary: int, device: str = "cpu") -> int:
+    """Positions of a chunk: as many as `CHUNK_BYTES` hold, `CHUNK_ROWS` at least, but a quarter of all at most."""
+    fitting = max(CHUNK_ROWS[device], CHUNK_BYTES[device] // (4 * vocabulary))
+    return min(fitting, -(-positions // CHUNKS))
 
 
 def choose_head(
-    settings: TrainingSettings, config: Any, factory: Any, attention: str, *, sequences: int, tokens: int
+    settings: TrainingSettings,
+    config: Any,
+    factory: Any,
+    attention: str,
+    *,
+    sequences: int,
+    tokens: int,
+    device: str = "cpu",
 ) -> HeadChoice:
     """For micro-batches of so many sequences and tokens. Raises `ConfigurationError` where chunks are demanded of a
     model whose loss is not its output layer's alone."""
@@ -53,14 +65,14 @@ def choose_head(
     vocabulary = getattr(config, "vocab_size", 0) or 1
     size = 4 * sequences * tokens * vocabulary
     told = f"the logits of a forward pass ({sequences} x {tokens} positions x {vocabulary}) are {size / 2**20:.0f} MiB"
-    if settings.chunked_loss == "auto" and size <= LARGE_BYTES:
+    if settings.chunked_loss == "auto" and size <= LARGE_BYTES[device]:
         return HeadChoice(rows=0, reason=f"all logits at once: {told}")
     obstacle = refuses(config, factory, attention)
     if obstacle and settings.chunked_loss == "always":
         raise ConfigurationError(f"training.chunked_loss is 'always', but {obstacle}; use 'auto' or 'never'")
     if obstacle:
         return HeadChoice(rows=0, reason=f"all logits at once, although {told}: {obstacle}")
-    rows = rows_of(sequences * tokens, vocabulary)
+    rows = rows_of(sequences * tokens, vocabulary, device)
     return HeadChoice(rows=rows, reason=f"loss in chunks of {rows} positions: {told}")
 
 
@@ -90,10 +102,11 @@ def refuses(config: Any, factory: Any, attention: str) -> str:
 class ChunkedHead:
     """Makes a model's output layer return the summed loss over `targets` as a tensor of one element."""
 
-    def __init__(self, model: nn.Module, rows: int) -> None:
+    def __init__(self, model: nn.Module, rows: int, *, later: bool = False) -> None:
+        """`later`: gradients are computed in backward, for a pipeline that has several losses waiting for theirs."""
         head = model.get_output_embeddings()  # type: ignore[operator]
         assert isinstance(head, nn.Linear)
-        self.head, self.rows = head, rows
+        self.head, self.rows, self.later = head, rows, later
         self.targets: torch.Tensor | None = None
         """Of the forward pass that comes next."""
         head.forward = self._loss  # type: ignore[method-assign, assignment]
@@ -109,67 +122,75 @@ class ChunkedHead:
             hidden, weight = hidden.to(dtype), weight.to(dtype)
             bias = bias if bias is None else bias.to(dtype)
         with torch.autocast(kind, enabled=False):
-            loss = ChunkedCrossEntropy.apply(
-                hidden.reshape(-1, hidden.shape[-1]), weight, bias, targets.reshape(-1), self.rows
-            )
+            flat, wanted = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+            if not torch.is_grad_enabled():
+                return walk(flat, weight, bias, wanted, self.rows, (False, False, False))[0].reshape(1)
+            loss = ChunkedCrossEntropy.apply(flat, weight, bias, wanted, self.rows, self.later)
         return loss.reshape(1)
 
 
-class ChunkedCrossEntropy(torch.autograd.Function):
-    """sum over positions of log(sum(exp(x))) - x[target], x = hidden weight^T + bias, in float32.
+@torch.no_grad()
+def walk(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, rows: int,
+    wanted: tuple[bool, bool, bool],
+) -> tuple[torch.Tensor, list[torch.Tensor | None]]:  # fmt: skip
+    """The summed loss, and its gradients by hidden, weight and bias where `wanted`; one chunk's logits at a time.
 
-    Its gradient by x is softmax(x) - onehot(target), zero where the target is `IGNORED`.
+    loss = sum over positions of log(sum(exp(x))) - x[target], x = hidden weight^T + bias, in float32; its gradient by x
+    is softmax(x) - onehot(target), zero where the target is `IGNORED`. Chunks of a half-precision product are added in
+    float32: one rounding, as in one product.
     """
+    by_hidden = torch.empty_like(hidden) if wanted[0] else None
+    by_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if wanted[1] else None
+    by_bias = torch.zeros(len(weight), dtype=torch.float32, device=weight.device) if wanted[2] else None
+    total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+    whole = hidden.dtype == torch.float32
+    buffer = torch.empty((rows, len(weight)), dtype=hidden.dtype, device=hidden.device)  # one for all: no page faults
+    for first in range(0, len(hidden), rows):
+        piece = hidden[first : first + rows]
+        target = targets[first : first + rows, None]
+        counted = target != IGNORED
+        place = target.where(counted, 0)
+        logits = torch.mm(piece, weight.T, out=buffer[: len(piece)])
+        if bias is not None:
+            logits += bias
+        logits = logits.float()
+        normaliser = torch.logsumexp(logits, dim=1, keepdim=True)
+        total += ((normaliser - logits.gather(1, place)) * counted).sum()
+        if not any(wanted):
+            continue
+        by_logits = logits.sub_(normaliser).exp_()
+        by_logits.scatter_(1, place, by_logits.gather(1, place) - 1.0)
+        by_logits *= counted
+        if by_bias is not None:
+            by_bias += by_logits.sum(0)
+        by_logits = by_logits.to(hidden.dtype)
+        if by_hidden is not None:
+            torch.mm(by_logits, weight, out=by_hidden[first : first + rows])
+        if by_weight is not None and whole:
+            by_weight.addmm_(by_logits.T, piece)
+        elif by_weight is not None:
+            by_weight += by_logits.T @ piece
+    return total, [by_hidden, by_weight, by_bias]
+
+
+class ChunkedCrossEntropy(torch.autograd.Function):
+    """`walk` with its gradients: at once with the loss, or (`later`) on a second walk in backward."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        targets: torch.Tensor,
-        rows: int,
-    ) -> torch.Tensor:
-        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        normalisers = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
-        for first in range(0, len(hidden), rows):
-            logits = torch.nn.functional.linear(hidden[first : first + rows], weight, bias).float()
-            wanted = targets[first : first + rows]
-            normaliser = torch.logsumexp(logits, dim=1)
-            normalisers[first : first + rows] = normaliser
-            counted = wanted != IGNORED
-            picked = logits.gather(1, wanted.where(counted, 0)[:, None])[:, 0]
-            total += ((normaliser - picked) * counted).sum()
-        ctx.save_for_backward(hidden, weight, bias, targets, normalisers)
-        ctx.rows = rows
-        return total
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, rows: int,
+        later: bool,
+    ) -> torch.Tensor:  # fmt: skip
+        ctx.rows, ctx.later = rows, later
+        loss, gradients = walk(hidden, weight, bias, targets, rows, (False,) * 3 if later else ctx.needs_input_grad[:3])
+        ctx.save_for_backward(*((hidden, weight, bias, targets) if later else gradients))
+        return loss
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        hidden, weight, bias, targets, normalisers = ctx.saved_tensors
-        by_hidden, by_weight, by_bias = ctx.needs_input_grad[:3]
-        hidden_gradient = torch.empty_like(hidden) if by_hidden else None
-        # Chunks of a half-precision product are added in float32: one rounding, as in one product.
-        weight_gradient = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if by_weight else None
-        bias_gradient = torch.zeros(bias.shape, dtype=torch.float32, device=bias.device) if by_bias else None
-        for first in range(0, len(hidden), ctx.rows):
-            piece = hidden[first : first + ctx.rows]
-            wanted = targets[first : first + ctx.rows]
-            counted = (wanted != IGNORED)[:, None]
-            by_logits = torch.nn.functional.linear(piece, weight, bias).float()
-            by_logits.sub_(normalisers[first : first + ctx.rows, None]).exp_()
-            place = wanted[:, None].where(counted, 0)
-            by_logits.scatter_(1, place, by_logits.gather(1, place) - 1.0)
-            by_logits.mul_(counted * gradient)
-            if bias_gradient is not None:
-                bias_gradient += by_logits.sum(0)
-            rounded = by_logits.to(hidden.dtype)
-            if hidden_gradient is not None:
-                torch.mm(rounded, weight, out=hidden_gradient[first : first + ctx.rows])
-            if weight_gradient is None:
-                continue
-            if rounded.dtype == torch.float32:
-                weight_gradient.addmm_(rounded.T, piece)
-            else:
-                weight_gradient += rounded.T @ piece
-        return hidden_gradient, weight_gradient, bias_gradient, None, None
+        found = list(ctx.saved_tensors)
+        if ctx.later:
+            hidden, weight, bias, targets = found
+            _, found = walk(hidden, weight, bias, targets, ctx.rows, ctx.needs_input_grad[:3])
+        return *(None if g is None else g.mul_(gradient) for g in found), None, None, None

@@ -4,7 +4,7 @@
 
 One process: our trainer against `Trainer`. Several: our FSDP2 against `Trainer` over transformers' own FSDP2
 (`DistributedConfig(fsdp_size=N)`, where this transformers has it), and our replicas against `Trainer` under DDP. The two
-take turns, `--repeats` times; a turn's rate is that of its steps from the second on, the median over turns counts. With
+take turns, `--repeats` times; first in turn; a turn's rate is that of its steps from the second on, the median over turns counts. With
 the default sizes a kind takes about a minute on an idle machine of two cores. Prints JSON.
 """
 
@@ -167,9 +167,10 @@ def main() -> None:
         for kind in a.kinds.split(","):
             rates: dict[str, list[float]] = {"ours": [], "trainer": []}
             try:
-                for _ in range(a.repeats):
-                    rates["ours"].append(ours(folder, a, kind))
-                    rates["trainer"].append(theirs(folder, a, kind))
+                for turn in range(a.repeats):
+                    contenders = [("ours", ours), ("trainer", theirs)]
+                    for name, run in contenders if turn % 2 == 0 else contenders[::-1]:
+                        rates[name].append(run(folder, a, kind))
             except RuntimeError as error:
                 result[kind] = {"failed": str(error)[-1500:]}
                 continue

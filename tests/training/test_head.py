@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from facility.exchange.report import read_report
-from facility.training.head import ChunkedHead, rows_of
+from facility.training.head import CHUNK_BYTES, CHUNK_ROWS, ChunkedHead, rows_of
 from facility.training.tasks import IGNORED, cross_entropy_sum
 from tests.pico import save_pico
 from tests.training.federation import largest_difference, write_dataset
@@ -31,15 +31,15 @@ class Small(nn.Module):
 
 
 @pytest.mark.parametrize("rows", [1, 5, 100])
-@pytest.mark.parametrize("bias", [True, False])
-def test_a_chunked_loss_has_the_value_and_the_gradients_of_the_plain_one(rows: int, bias: bool):
+@pytest.mark.parametrize("bias, later", [(True, False), (False, True), (True, True)])
+def test_a_chunked_loss_has_the_value_and_the_gradients_of_the_plain_one(rows: int, bias: bool, later: bool):
     hidden = torch.randn(3, 7, 8, requires_grad=True, generator=torch.Generator().manual_seed(1))
     targets = torch.randint(0, 50, (3, 7), generator=torch.Generator().manual_seed(2))
     targets[1, 2:] = IGNORED
     plain, chunked = Small(bias), Small(bias)
     loss = cross_entropy_sum(plain.head(hidden), targets)
     expected = torch.autograd.grad(loss * 0.25, [hidden, *plain.parameters()])
-    install = ChunkedHead(chunked, rows)
+    install = ChunkedHead(chunked, rows, later=later)
     install.targets = targets
     found_loss = chunked.head(hidden)
     found = torch.autograd.grad(found_loss.sum() * 0.25, [hidden, *chunked.parameters()])
@@ -79,8 +79,11 @@ def test_a_frozen_output_layer_costs_no_gradient():
 
 
 def test_chunks_are_bounded_by_size_and_by_number():
-    assert rows_of(8192, 128_256) * 128_256 * 4 <= 64 * 2**20 < (rows_of(8192, 128_256) + 1) * 128_256 * 4
-    assert rows_of(80, 128) == 20 and rows_of(1, 10**9) == 1
+    for device, limit in CHUNK_BYTES.items():
+        rows = rows_of(8192, 4000, device)
+        assert rows == 2048 or rows * 4000 * 4 <= limit < (rows + 1) * 4000 * 4
+        assert rows_of(8192, 128_256, device) == CHUNK_ROWS[device]
+    assert rows_of(80, 128) == 20 and rows_of(1, 1000) == 1
 
 
 def test_every_layout_gives_the_plain_round(tmp_path: Path):

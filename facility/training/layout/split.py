@@ -154,7 +154,7 @@ class Stage(nn.Module):
         elif first == 1:
             self._received: torch.Tensor | None = None
             self._enter(blocks[0])
-        self.chunked = ChunkedHead(model, chunk_rows) if self.is_last and chunk_rows else None
+        self.chunked = ChunkedHead(model, chunk_rows, later=True) if self.is_last and chunk_rows else None
         outside = ((0, anatomy.before), (anatomy.count + 1, anatomy.after))
         for unit, names in outside:
             if not first <= unit < end:
