@@ -32,7 +32,7 @@ from facility.training.clock import Clock
 from facility.training.engine import Engine
 from facility.training.feed import Feed
 from facility.training.head import choose_head
-from facility.training.inputs import check_inputs, read_model
+from facility.training.inputs import check_inputs, check_vocabulary, read_model
 from facility.training.layout.split import examine
 from facility.training.load import load_parts
 from facility.training.model import choose_attention, count_blocks, read_config
@@ -95,6 +95,8 @@ def main(argv: list[str] | None = None) -> int:
         dataset = open_dataset(a.dataset)
         config = read_config(base_model)
         check_inputs(a.round, a.out, settings, dataset, config)
+        if ranks.first:
+            check_vocabulary(base_model, dataset)
         task = task_for(dataset, config)
         attention = choose_attention(config, task.factory, ranks.device, getattr(torch, training.compute_dtype))
         tokens = dataset.manifest.block_tokens

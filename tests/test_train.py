@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from facility.exchange.report import read_report
 from tests.pico import save_pico
 from tests.training.federation import largest_difference, train, weights, write_dataset, write_settings
 from tests.training.layouts import arguments, rounds_in
+from tests.training.test_tasks import write_words
 
 
 @pytest.fixture
@@ -136,6 +138,20 @@ def test_bad_input_is_one_clear_error_on_every_rank(tmp_path: Path, pico_llama: 
         for text in texts:
             assert text.count("error:") == 1 and expected in text, (expected, text)
     assert not list(tmp_path.glob("*/out"))
+
+
+def test_a_vocabulary_of_the_same_size_but_other_tokens_is_refused(tmp_path: Path):
+    """A tokenizer written anew with the same tokens passes."""
+    words = write_words(tmp_path / "words")
+    model = save_pico(tmp_path / "model", "bert")
+    shutil.copytree(words / "tokenizer", model, dirs_exist_ok=True)
+    configuration = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "tokenizer_config.json").write_text(json.dumps(configuration | {"note": "written by another version"}))
+    rounds_in([("same", arguments(tmp_path / "same", model, words))])
+    text = (model / "tokenizer.json").read_text()
+    (model / "tokenizer.json").write_text(text.replace('"w7"', '"x7"'))
+    said = rounds_in([("other", arguments(tmp_path / "other", model, words))], expect=2)["other"][0]
+    assert "another vocabulary" in said and "2 entries differ" in said and "'w7' = 7" in said
 
 
 def test_a_tied_checkpoint_that_repeats_its_head_comes_back_with_both(tmp_path: Path, dataset: Path):

@@ -10,6 +10,7 @@ from facility.exchange import manifest as manifests
 from facility.exchange.checkpoint import Checkpoint, open_checkpoint
 from facility.exchange.errors import ConfigurationError, InputError, ManifestError
 from facility.exchange.settings import FacilitySettings
+from facility.preparing.tokenizer import has_tokenizer, load_tokenizer, tokenizer_sha256
 
 from .ranks import Ranks
 
@@ -51,3 +52,22 @@ def check_inputs(round: int, out: Path, settings: FacilitySettings, dataset: Pre
             f"{dataset.directory} has blocks of {dataset.manifest.block_tokens} tokens, the model takes at most "
             f"{longest} positions: prepare shorter blocks"
         )
+
+
+def check_vocabulary(model: Path, dataset: PreparedDataset) -> None:
+    """Refuse a dataset whose ids mean other tokens than the model's, though there may be as many of them.
+
+    The tokenizers' files decide; where they differ (another version of a library wrote them), the tokens of every id.
+    A model that carries no tokenizer cannot be asked.
+    """
+    if not has_tokenizer(model) or tokenizer_sha256(model) == dataset.manifest.tokenizer_sha256:
+        return
+    mine, theirs = (load_tokenizer(d).get_vocab() for d in (dataset.tokenizer_directory, model))
+    if mine == theirs:
+        return
+    token, number = min(set(mine.items()) ^ set(theirs.items()), key=lambda pair: (pair[1], pair[0]))
+    differing = len(set(mine.items()) ^ set(theirs.items()))
+    raise InputError(
+        f"{dataset.directory} was tokenised with another vocabulary than that of {model}: {differing} entries differ, for "
+        f"instance {token!r} = {number} is in one only; prepare the dataset with the model's own tokenizer"
+    )
