@@ -15,6 +15,7 @@ class Clock:
 
     def __init__(self, device: torch.device, *, exact: bool = False) -> None:
         self.seconds: dict[str, float] = {}
+        self._stopped = False
         self._cuda = device.type == "cuda"
         self._wait = exact and self._cuda
         self._marks: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
@@ -30,6 +31,9 @@ class Clock:
     @contextmanager
     def on_stream(self, part: str) -> Iterator[None]:
         """Work of the current CUDA stream, read by `settle`; on a CPU the same as calling the clock."""
+        if self._stopped:
+            yield
+            return
         if not self._cuda:
             with self(part):
                 yield
@@ -39,6 +43,15 @@ class Clock:
         yield
         ended.record()
         self._marks.append((part, began, ended))
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Leave out what `on_stream` would see: an evaluation is no part of a step."""
+        self._stopped = True
+        try:
+            yield
+        finally:
+            self._stopped = False
 
     def settle(self) -> None:
         """Add what `on_stream` saw and the GPU has finished; never waits."""

@@ -147,9 +147,10 @@ class Engine:
         for module in self.compute.modules:
             module.eval()
         loss_sum, predictions = torch.zeros((), dtype=torch.float64, device=self.ranks.device), 0
-        for batch in batches:
-            loss_sum += self.compute.loss(batch).double()
-            predictions += batch.predictions
+        with self.clock.stopped():
+            for batch in batches:
+                loss_sum += self.compute.loss(batch).double()
+                predictions += batch.predictions
         total, count = self._sum(
             loss_sum if self.compute.tells_loss else torch.zeros_like(loss_sum),
             predictions if self.counts else 0,
