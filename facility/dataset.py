@@ -79,7 +79,7 @@ class DatasetManifest:
     vocabulary_size: int
     """Ids lie in [0, vocabulary_size)."""
     tokenizer_sha256: str
-    """Digest over the tokenizer's files."""
+    """Which tokenizer: `facility.exchange.tokenizer.tokenizer_digest`; of any other form: unknown."""
     template: str
     """What surrounds each text, for instance "Scrivi un documento: {text}{eos}"."""
     settings: dict[str, Any] = field(default_factory=dict)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -26,7 +27,9 @@ from coordinator.checks.row import Row
 from coordinator.checks.scheduler import wanted_hours, wanted_nodes
 from coordinator.deployments import Deployment, read_deployment
 from facility.exchange.settings import TrainingSettings
+from facility.exchange.tokenizer import tokenizer_digest
 from tests.pico import save_pico
+from tests.preparing import save_bert_tokenizer
 from tests.training.federation import write_dataset
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -162,6 +165,15 @@ def dataset(**changes) -> Callable[[Site], object]:
     return do
 
 
+def foreign_tokenizer(site: Site) -> None:
+    """The model carries one tokenizer; the dataset was made with another of the same size."""
+    save_bert_tokenizer(site.root / "other")
+    shutil.copy(site.root / "other/tokenizer.json", site.root / "model")
+    text = (site.root / "other/tokenizer.json").read_text()
+    (site.root / "other/tokenizer.json").write_text(text.replace('"mare"', '"mere"'))
+    dataset(tokenizer_sha256=tokenizer_digest(site.root / "other"))(site)
+
+
 def edit(old: str, new: str) -> Callable[[Site], object]:
     return lambda site: site.edit(old, new)
 
@@ -255,7 +267,7 @@ MISTAKES: list[Mistake] = [
     ("unfilled", edit(", partition: main", ""), "federation.yml", r"placeholders that nothing fills: <partition>"),
     ("no template", edit("slurm.sh", "slrum.sh"), "federation.yml", r"federation\.yml:\d+: .*cannot be read"),
     ("no model", edit("../model", "../modle"), "model", "holds no config.json"),
-    ("damaged model", damage("model/model.safetensors", b"x" * 40), "model", "weights are damaged"),
+    ("damaged model", damage("model/model.safetensors", b"x" * 40), "model", "the model is damaged: .*safetensors"),
     ("damaged config", damage("model/config.json", b"{"), "model", "config.json cannot be read"),
     ("no key", edit("user: alice", "user: alice\n      key: /nowhere/key"), "key", "/nowhere/key does not exist"),
     ("public key file", public_key, "key", "can be read by others"),
@@ -275,6 +287,8 @@ MISTAKES: list[Mistake] = [
     ("no dataset", edit("site/data", "site/dta"), "dataset", "does not exist at the facility"),
     ("unprepared dataset", damage("site/data/dataset.json"), "dataset", "the dataset is not usable"),
     ("other tokenizer", dataset(vocabulary_size=5000), "tokenizer", "tokenised with 5000 tokens, the model has 128"),
+    ("foreign tokenizer", foreign_tokenizer, "tokenizer", r"tokenised with tokenizer\.json:\w+, the model carries tokenizer\.json:\w+"),
+    ("damaged tokenizer", damage("model/tokenizer.json", b"{}"), "model", "tokenizer.json is no tokenizer"),
     ("long blocks", small_model, "dataset", "blocks have 16 tokens, the model takes at most 8"),
     ("little data", edit("batch_sequences: 4", "batch_sequences: 400"), "dataset", "40 training blocks are fewer than one batch of 400"),
     ("no sbatch", without_programs, "scheduler", "there is no sbatch command"),

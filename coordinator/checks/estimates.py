@@ -9,6 +9,7 @@ from typing import Any
 
 from facility.exchange.checkpoint import open_checkpoint
 from facility.exchange.settings import TrainingSettings
+from facility.exchange.tokenizer import tokenizer_digest
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MODELS_AT_A_FACILITY = 5
@@ -30,6 +31,8 @@ class ModelFigures:
     hidden: int
     layers: int
     heads: int
+    tokenizer: str | None = None
+    """Which tokenizer the model carries (`tokenizer_digest`), if any."""
 
     def travelling(self, training: TrainingSettings) -> int:
         """Bytes of an update in the dtype that travels."""
@@ -37,7 +40,7 @@ class ModelFigures:
 
 
 def model_figures(directory: Path) -> ModelFigures:
-    """Raises `CheckpointError` for weights that are damaged, `OSError` and `ValueError` for a config.json that is."""
+    """Raises `InputError` for weights or a tokenizer.json that are damaged, `OSError` and `ValueError` for a config.json that is."""
     checkpoint = open_checkpoint(directory)
     config: dict[str, Any] = json.loads((directory / "config.json").read_text())
     config = config.get("text_config") or config
@@ -49,6 +52,7 @@ def model_figures(directory: Path) -> ModelFigures:
         parameters=checkpoint.parameters, bytes=checkpoint.bytes, vocabulary=first("vocab_size"),
         positions=first("max_position_embeddings", "n_positions"), hidden=first("hidden_size", "n_embd"),
         layers=first("num_hidden_layers", "n_layer"), heads=first("num_attention_heads", "n_head"),
+        tokenizer=tokenizer_digest(directory),
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from coordinator.checks.estimates import ModelFigures, coordinator_bytes, model_
 from coordinator.checks.row import Row, fail, ok, size, warning
 from coordinator.federation import Federation
 from coordinator.render import stale
-from facility.exchange.errors import CheckpointError
+from facility.exchange.errors import InputError
 from facility.exchange.paths import CHECKOUT
 
 ME = "coordinator"
@@ -62,11 +62,11 @@ def _model(federation: Federation) -> tuple[Row, ModelFigures | None]:
         ), None
     try:
         model = model_figures(path)
-    except CheckpointError as error:
+    except InputError as error:
         return fail(
             ME,
             "model",
-            f"the model's weights are damaged: {error}",
+            f"the model is damaged: {error}",
             "fetch or convert it again: bash coordinator/setup.sh --model NAME",
         ), None
     except (OSError, ValueError, TypeError, AttributeError) as error:

@@ -16,6 +16,7 @@ from facility import __version__
 from facility.exchange import manifest, report, settings
 from facility.exchange.job_template import enter_lines
 from facility.exchange.paths import CHECKOUT
+from facility.exchange.tokenizer import differ
 
 FORMATS = {"manifest": manifest.FORMAT, "report": report.FORMAT, "settings": settings.FORMAT}
 BEGIN = "crossfed-probe-begins"
@@ -139,6 +140,8 @@ def _dataset(facility: Facility, told: dict[str, Any], path: str, model: ModelFi
     rows = []
     if model and model.vocabulary and told["vocabulary_size"] > model.vocabulary:
         rows.append(fail(name, "tokenizer", f"the dataset was tokenised with {told['vocabulary_size']} tokens, the model has {model.vocabulary}: another tokenizer", "prepare the dataset with the model's own tokenizer"))  # fmt: skip
+    elif model and differ(told.get("tokenizer_sha256"), model.tokenizer):
+        rows.append(fail(name, "tokenizer", f"the dataset was tokenised with {told['tokenizer_sha256']}, the model carries {model.tokenizer}: another tokenizer of the same size", "prepare the dataset with the model's own tokenizer"))  # fmt: skip
     if model and model.positions and told["block_tokens"] > model.positions:
         rows.append(fail(name, "dataset", f"blocks have {told['block_tokens']} tokens, the model takes at most {model.positions} positions", f"prepare with --block-tokens {model.positions} or less"))  # fmt: skip
     blocks = told["blocks"]

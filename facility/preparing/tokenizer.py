@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 from ..dataset import DatasetError
-from ..exchange.manifest import sha256_of
+from ..exchange.tokenizer import tokenizer_digest
 
 FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",
@@ -41,9 +40,9 @@ def tokenizer_files(directory: Path) -> list[Path]:
 
 
 def tokenizer_sha256(directory: Path) -> str:
-    """Digest over the names and contents of the tokenizer's files."""
-    lines = [f"{sha256_of(path)}  {path.name}\n" for path in tokenizer_files(directory)]
-    return hashlib.sha256("".join(lines).encode()).hexdigest()
+    """Which tokenizer a directory holds, as `dataset.json` says it; raises `DatasetError` where it holds none."""
+    tokenizer_files(directory)
+    return tokenizer_digest(directory) or ""
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
