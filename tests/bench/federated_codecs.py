@@ -26,10 +26,10 @@ class DeltaCodec:
             difference = (new - old).reshape(-1).numpy() + self.residuals[sender][position]
             decoded = self._travel(difference)
             result = old + torch.from_numpy(decoded).reshape(old.shape)
-            if self.model:  # a model is decoded to the dtype that is trained from: what that rounds away is lost too
+            if self.model:  # decoded to the dtype that is trained from; the next difference to it holds what was lost
                 result = result.to(torch.bfloat16).float()
-                decoded = (result - old).reshape(-1).numpy()
-            self.residuals[sender][position] = difference - decoded
+            else:
+                self.residuals[sender][position] = difference - decoded
             received.append(result)
         return received
 
