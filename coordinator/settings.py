@@ -38,7 +38,7 @@ class SendingSettings:
     """Whole, or as the difference to the model of the round before (51, 27 or about 10 % of bfloat16); whole to a facility
     that does not hold that one."""
     sparse_density: float = 0.05
-    """Share of the values that `sparse` sends each round; the rest is sent later."""
+    """Share of the values that `sparse` sends each round; the rest is sent rounds later, which harms training measurably."""
 
     def __post_init__(self) -> None:
         if not 0 < self.sparse_density <= 1:
