@@ -115,6 +115,14 @@ def test_mistakes_in_setting_up(tmp_path: Path, side: str, options: list[str], m
     assert not (tmp_path / "home" / "venv").exists()
 
 
+def test_a_wheelhouse_that_lacks_a_package_is_told_and_no_index_is_asked(tmp_path: Path):
+    (tmp_path / "wheelhouse").mkdir()
+    result = setup("facility", "--home", str(tmp_path / "home"), "--python", sys.executable, "--wheelhouse", str(tmp_path / "wheelhouse"),
+                   PIP_INDEX_URL="http://127.0.0.1:9/", PIP_FIND_LINKS="")  # fmt: skip
+    assert result.returncode == 2 and "the wheelhouse lacks a package for Python 3." in result.stderr, result.stderr
+    assert "127.0.0.1" not in result.stderr and not (tmp_path / "home" / ".setup-stamp").exists()
+
+
 def test_a_self_check_that_fails_is_told(tmp_path: Path, queue: str):
     template = tmp_path / "broken.sh"
     template.write_text(
