@@ -11,9 +11,15 @@ import pytest
 from facility.exchange.manifest import Manifest, sha256_of, verify_manifest, write_manifest
 from facility.exchange.report import read_report
 from tests.pico import save_pico
-from tests.training.federation import largest_difference, train, weights, write_dataset, write_settings
+from tests.training.federation import (
+    largest_difference,
+    train,
+    weights,
+    write_dataset,
+    write_masked_words,
+    write_settings,
+)
 from tests.training.layouts import arguments, rounds_in
-from tests.training.test_tasks import write_words
 
 
 @pytest.fixture
@@ -142,7 +148,7 @@ def test_bad_input_is_one_clear_error_on_every_rank(tmp_path: Path, pico_llama: 
 
 def test_a_vocabulary_of_the_same_size_but_other_tokens_is_refused(tmp_path: Path):
     """A tokenizer written anew with the same tokens passes."""
-    words = write_words(tmp_path / "words")
+    words = write_masked_words(tmp_path / "words")
     model = save_pico(tmp_path / "model", "bert")
     shutil.copytree(words / "tokenizer", model, dirs_exist_ok=True)
     configuration = json.loads((model / "tokenizer_config.json").read_text())

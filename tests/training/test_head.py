@@ -12,10 +12,10 @@ from facility.exchange.report import read_report
 from facility.training.head import CHUNK_BYTES, CHUNK_ROWS, ChunkedHead, rows_of
 from facility.training.tasks import IGNORED, cross_entropy_sum
 from tests.pico import save_pico
-from tests.training.federation import largest_difference, write_dataset
+from tests.training.federation import largest_difference, write_dataset, write_masked_words
 from tests.training.layouts import arguments, rounds_in
 from tests.training.test_layouts import FOUR, TWO
-from tests.training.test_tasks import save_classifier, write_classes, write_words
+from tests.training.test_tasks import save_classifier, write_classes
 
 
 class Small(nn.Module):
@@ -88,7 +88,7 @@ def test_chunks_are_bounded_by_size_and_by_number():
 
 def test_every_layout_gives_the_plain_round(tmp_path: Path):
     """FSDP2, replicas, pipelines of every schedule; tied or not; adapters; masked words under a bias."""
-    dataset, words = write_dataset(tmp_path / "data"), write_words(tmp_path / "words")
+    dataset, words = write_dataset(tmp_path / "data"), write_masked_words(tmp_path / "words")
     tied = save_pico(tmp_path / "tied", "llama", tie_word_embeddings=True)
     pairs = {"tied": (tied, dataset, {}), "gpt2": (save_pico(tmp_path / "gpt2", "gpt2"), dataset, {}),
              "adapters": (tied, dataset, {"lora": {"rank": 4}}),

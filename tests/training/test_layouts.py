@@ -10,9 +10,9 @@ import pytest
 from facility.exchange.report import read_report
 from tests.distributed import run_distributed
 from tests.pico import save_pico
-from tests.training.federation import largest_difference, write_dataset
+from tests.training.federation import largest_difference, write_dataset, write_masked_words
 from tests.training.layouts import arguments, rounds_in, run_rounds
-from tests.training.test_tasks import save_classifier, write_classes, write_words
+from tests.training.test_tasks import save_classifier, write_classes
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -85,7 +85,7 @@ def test_every_layout_of_every_model_is_one_process(tmp_path: Path):
 def test_adapters_and_bert_in_every_layout_of_four_are_one_process(tmp_path: Path):
     """Longer than a minute: adapters over shards, stages and replicas together, masked words and classes likewise."""
     dataset = write_dataset(tmp_path / "data")
-    words, classes = write_words(tmp_path / "words"), write_classes(tmp_path / "classes")
+    words, classes = write_masked_words(tmp_path / "words"), write_classes(tmp_path / "classes")
     llama = save_pico(tmp_path / "llama", tie_word_embeddings=True)
     adapters = {"lora": {"rank": 4}, "learning_rate": 1e-2}
     models: dict[str, tuple[Path, Path, dict[str, Any]]] = {
