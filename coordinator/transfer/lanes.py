@@ -41,15 +41,12 @@ class TransferFailed(WorkflowExecutionException):
 
 
 async def awaken(lanes: list[SSHContextFactory]) -> list[SSHContextFactory]:
-    """Log in and return the lanes that this distance is worth: two next door, where one process can fill the link and
+    """Log in by all at once and return the lanes that this distance is worth: two next door, where one process can fill the link and
     more only wait for each other, and all of them from about 70 ms of round trip on."""
-    await persist(functools.partial(output, lanes[0], ":"))
+    await asyncio.gather(*(persist(functools.partial(output, lane, ":")) for lane in lanes))
     start = time.monotonic()
     await persist(functools.partial(output, lanes[0], ":"))
-    count = int((time.monotonic() - start) / ROUND_TRIPS_SECONDS)
-    chosen = lanes[: max(FEWEST, count)]
-    await asyncio.gather(*(persist(functools.partial(output, lane, ":")) for lane in chosen[1:]))
-    return chosen
+    return lanes[: max(FEWEST, int((time.monotonic() - start) / ROUND_TRIPS_SECONDS))]
 
 
 async def spread(
