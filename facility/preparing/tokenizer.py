@@ -19,14 +19,6 @@ UNLIMITED = 10**15
 """transformers writes 1e30 where a tokenizer knows no limit."""
 
 
-def has_tokenizer(directory: Path) -> bool:
-    """Does a model's directory carry its tokenizer?"""
-    try:
-        return bool(tokenizer_files(directory))
-    except DatasetError:
-        return False
-
-
 def tokenizer_files(directory: Path) -> list[Path]:
     """The tokenizer's own files in a directory that may also hold a model."""
     if not directory.is_dir():

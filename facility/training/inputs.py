@@ -10,7 +10,8 @@ from facility.exchange import manifest as manifests
 from facility.exchange.checkpoint import Checkpoint, open_checkpoint
 from facility.exchange.errors import ConfigurationError, InputError, ManifestError
 from facility.exchange.settings import FacilitySettings
-from facility.preparing.tokenizer import has_tokenizer, load_tokenizer, tokenizer_sha256
+from facility.exchange.tokenizer import differ, tokenizer_digest
+from facility.preparing.tokenizer import load_tokenizer
 
 from .ranks import Ranks
 
@@ -55,19 +56,26 @@ def check_inputs(round: int, out: Path, settings: FacilitySettings, dataset: Pre
 
 
 def check_vocabulary(model: Path, dataset: PreparedDataset) -> None:
-    """Refuse a dataset whose ids mean other tokens than the model's, though there may be as many of them.
+    """Refuse a dataset whose ids mean other text than the model's, though there may be as many of them.
 
-    The tokenizers' files decide; where they differ (another version of a library wrote them), the tokens of every id.
-    A model that carries no tokenizer cannot be asked.
+    The digests of both tokenizers decide; where they cannot be compared (read from files of other names, or not known),
+    the tokens of every id do. A model that carries no tokenizer cannot be asked.
     """
-    if not has_tokenizer(model) or tokenizer_sha256(model) == dataset.manifest.tokenizer_sha256:
+    ours, theirs = dataset.manifest.tokenizer_sha256, tokenizer_digest(model)
+    if theirs in (None, ours):
         return
-    mine, theirs = (load_tokenizer(d).get_vocab() for d in (dataset.tokenizer_directory, model))
-    if mine == theirs:
+    entries = _unlike_entries(dataset.tokenizer_directory, model) if dataset.tokenizer_directory.is_dir() else []
+    if not entries and not differ(ours, theirs):
         return
-    token, number = min(set(mine.items()) ^ set(theirs.items()), key=lambda pair: (pair[1], pair[0]))
-    differing = len(set(mine.items()) ^ set(theirs.items()))
+    token, number = entries[0] if entries else ("", 0)
+    how = f"{len(entries)} entries differ, for instance {token!r} = {number} is in one only" if entries else "the same tokens, merged otherwise"  # fmt: skip
     raise InputError(
-        f"{dataset.directory} was tokenised with another vocabulary than that of {model}: {differing} entries differ, for "
-        f"instance {token!r} = {number} is in one only; prepare the dataset with the model's own tokenizer"
+        f"{dataset.directory} was tokenised with another vocabulary than that of {model}: {how} ({ours} against {theirs}); "
+        "prepare the dataset with the model's own tokenizer"
     )
+
+
+def _unlike_entries(one: Path, other: Path) -> list[tuple[str, int]]:
+    """(token, id) that only one of two tokenizers has, by id."""
+    first, second = (set(load_tokenizer(directory).get_vocab().items()) for directory in (one, other))
+    return sorted(first ^ second, key=lambda pair: (pair[1], pair[0]))
