@@ -31,7 +31,7 @@ test-all: env ## The test suite with its slow part, and the testbed of two Slurm
 	$(MAKE) testbed
 
 testbed: env ## Two rounds over real sshd and real Slurm on this machine (root, Debian packages).
-	python -m pytest -m testbed
+	python -m pytest -m 'testbed and not slow'
 
 lint: env ## ruff and mypy.
 	ruff check .
