@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from coordinator.aggregate import aggregate
+from coordinator.averaging import nesterov
 from coordinator.averaging.settings import AggregationSettings
 from coordinator.averaging.steps import Steps
 from facility.exchange import native
@@ -62,6 +63,20 @@ def test_narrowing(monkeypatch: pytest.MonkeyPatch, n: int):
         out = np.empty(n, np.uint16)
         narrow(values(n, n), "BF16", out, np.empty(n, np.uint32))
         return out
+
+    ours, theirs = both(monkeypatch, work)
+    assert np.array_equal(ours, theirs)
+
+
+@compiled
+@pytest.mark.parametrize("rate", [1.0, 0.7])
+def test_the_outer_step(monkeypatch: pytest.MonkeyPatch, rate: float):
+    master, step, velocity = (values(seed, 9_999) for seed in (1, 2, 3))
+
+    def work():
+        with np.errstate(all="ignore"):
+            new, (slot,) = nesterov.apply(master, step, [velocity], learning_rate=rate, momentum=0.8)
+        return np.stack([new, slot]).view(np.uint32)
 
     ours, theirs = both(monkeypatch, work)
     assert np.array_equal(ours, theirs)

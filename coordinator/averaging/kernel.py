@@ -28,7 +28,7 @@ from facility.exchange.floats import STORAGE, Array, narrow
 from facility.exchange.writer import TensorWriter
 
 from .plan import Combine
-from .steps import Steps
+from .steps import Steps, add_products
 from .streams import PIECE, Files, Span, pieces, spans_of
 
 READ = 4 * PIECE
@@ -216,7 +216,9 @@ def _span(work: Work, span: Span, files: Files, buffers: _Buffers) -> Passed:
                 m, slots = work.outer(old, c, slots)
                 if counted:
                     np.subtract(m, old, out=scratch)
-                    result.step_squared += float(np.square(scratch, out=scratch).sum(dtype=np.float64))
+                    square = np.zeros((1, 1))
+                    add_products(square, scratch[None])
+                    result.step_squared += float(square[0, 0])
             if not outputs.put(piece, m, slots, buffers.block("bits", "uint32")[:n]):
                 _refuse_not_finite(span.name, outputs.sinks[0][1], take(gram=None, coefficients=None, rows=True)[1])
                 raise NotFinite(span.name, outputs.sinks[0][1], None)

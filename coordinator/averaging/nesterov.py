@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from facility.exchange import native
+
 A = Any
 """A numpy array or a torch tensor."""
 
@@ -30,5 +32,7 @@ def momentum_of(round: int, momentum: float) -> float:
 
 def apply(master: A, step: A, slots: Sequence[A], *, learning_rate: float, momentum: float) -> tuple[A, list[A]]:
     """Next master and velocity."""
+    if (compiled := native.nesterov(learning_rate, momentum, master, step, slots[0])) is not None:
+        return compiled[0], [compiled[1]]
     velocity = momentum * slots[0] + step
     return master + learning_rate * (step + momentum * velocity), [velocity]

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import pwd
 import re
 import shlex
 import subprocess
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from coordinator import openssh
 from coordinator.checks.row import Row, fail, ok
 from coordinator.deployments import Connection, Deployment
-
-ALWAYS = ("-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes", "-o", "PasswordAuthentication=no")
 
 ACCEPTED = re.compile(r"Server accepts key: (\S+)")
 """What `ssh -v` says of the key that let it in."""
@@ -29,24 +26,14 @@ class Answer:
 
 
 def ssh_command(deployment: Deployment) -> list[str]:
-    """The ssh command that reaches the facility; the jump host is held to the same rules."""
-    words = ["ssh", *ALWAYS, "-o", f"ConnectTimeout={min(deployment.connect_seconds, 30)}", *_identity(deployment)]
-    files = _files(Path(pwd.getpwuid(os.getuid()).pw_dir), with_keys=not deployment.key)
-    known = ["-o", f"UserKnownHostsFile={Path(deployment.known_hosts).expanduser()}"] if deployment.known_hosts else []
-    words += [*known, *files]
-    if deployment.tunnel.host:
-        jump = [
-            "ssh",
-            *ALWAYS,
-            *_identity(deployment.tunnel),
-            *known,
-            *files,
-            "-W",
-            "%h:%p",
-            *_target(deployment.tunnel),
-        ]
-        words += ["-o", f"ProxyCommand={shlex.join(jump)}"]
-    return [*words, *_target(deployment)]
+    """The ssh command that reaches the facility."""
+    jump = _login(deployment.tunnel, None) if deployment.tunnel.host else None
+    seconds = min(deployment.connect_seconds, 30)
+    return openssh.command(_login(deployment, jump), connect_seconds=seconds, known_hosts=deployment.known_hosts)
+
+
+def _login(connection: Connection, jump: openssh.Login | None) -> openssh.Login:
+    return openssh.Login(host=connection.host, user=connection.user, key=connection.key, jump=jump)
 
 
 def run(
@@ -140,28 +127,3 @@ def explain(name: str, deployment: Deployment, answer: Answer) -> Row:
         f"ssh to {host} ended with {answer.code} and said: {said[0]}",
         f"try by hand: {shlex.join(ssh_command(deployment))}",
     )
-
-
-def _identity(connection: Connection) -> list[str]:
-    return ["-i", str(Path(connection.key).expanduser()), "-o", "IdentitiesOnly=yes"] if connection.key else []
-
-
-def _files(account: Path, *, with_keys: bool) -> list[str]:
-    """Options that make ssh read the same files as StreamFlow, which goes by $HOME where ssh goes by the `account`'s own home."""
-    place = Path.home() / ".ssh"
-    if place == account / ".ssh":
-        return []
-    config = ["-F", str(place / "config")] if (place / "config").is_file() else []
-    found = [key for key in sorted(place.glob("id_*")) if with_keys and key.suffix == ""]
-    keys = [word for key in found for word in ("-i", str(key))]
-    return [*config, *keys, "-o", f"UserKnownHostsFile={place / 'known_hosts'}"]
-
-
-def _target(connection: Connection) -> list[str]:
-    host, port = connection.host, ""
-    if host.startswith("["):
-        host, _, rest = host[1:].partition("]")
-        port = rest.removeprefix(":")
-    elif ":" in host:
-        host, port = host.split(":")
-    return [*(["-p", port] if port else []), *(["-l", connection.user] if connection.user else []), "--", host]

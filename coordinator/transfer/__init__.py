@@ -1,2 +1,2 @@
-"""A StreamFlow plug-in: models travel over several ssh connections and arrive whole or not at all; Slurm is asked
-carefully. See `coordinator.transfer.plugin`."""
+"""A StreamFlow plug-in: models travel over several connections, large files through the system's ssh, and arrive whole or not at
+all; Slurm is asked carefully. See `coordinator.transfer.plugin`."""

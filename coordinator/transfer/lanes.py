@@ -10,7 +10,7 @@ import asyncio
 import functools
 import os
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import asyncssh
@@ -33,6 +33,7 @@ ROUND_TRIPS_SECONDS = 0.025
 FEWEST = 2
 
 T = TypeVar("T")
+L = TypeVar("L")
 R = TypeVar("R")
 
 
@@ -40,30 +41,28 @@ class TransferFailed(WorkflowExecutionException):
     """The other side said no: what it said is the message."""
 
 
-async def awaken(lanes: list[SSHContextFactory]) -> list[SSHContextFactory]:
-    """Log in by all at once and return the lanes that this distance is worth: two next door, where one process can fill the link and
-    more only wait for each other, and all of them from about 70 ms of round trip on."""
-    await asyncio.gather(*(persist(functools.partial(output, lane, ":")) for lane in lanes))
+async def worth(lane: SSHContextFactory, most: int) -> int:
+    """Log in, and return how many connections this distance is worth: two next door, where one process can fill the link and
+    more only wait for each other, and `most` from about 100 ms of round trip on."""
+    await persist(functools.partial(output, lane, ":"))
     start = time.monotonic()
-    await persist(functools.partial(output, lanes[0], ":"))
-    return lanes[: max(FEWEST, int((time.monotonic() - start) / ROUND_TRIPS_SECONDS))]
+    await persist(functools.partial(output, lane, ":"))
+    return min(most, max(FEWEST, int((time.monotonic() - start) / ROUND_TRIPS_SECONDS)))
 
 
-async def spread(
-    lanes: list[SSHContextFactory], work: Iterable[T], move: Callable[[SSHContextFactory, T], Awaitable[None]]
-) -> None:
+async def spread(lanes: Sequence[L], work: Iterable[T], move: Callable[[L, T], Awaitable[None]]) -> None:
     """Let every lane take the next piece of work until none is left; a broken piece is moved again.
 
     Raises `TransferFailed` when the other side refuses, and what StreamFlow raises when a host stays away.
     """
     waiting = list(work)[::-1]
 
-    async def serve(lane: SSHContextFactory) -> None:
+    async def serve(lane: L) -> None:
         while waiting:
             item = waiting.pop()
             await persist(functools.partial(move, lane, item))
 
-    tasks = [asyncio.create_task(serve(lane)) for lane in (lanes * CHANNELS)[: len(waiting)]]
+    tasks = [asyncio.create_task(serve(lane)) for lane in (list(lanes) * CHANNELS)[: len(waiting)]]
     try:
         await asyncio.gather(*tasks)
     finally:
@@ -136,7 +135,7 @@ async def _ended(process: asyncssh.SSHClientProcess, command: str) -> None:
     if result.exit_status is None:
         raise ConnectionResetError(f"the connection closed before `{command:.60}` ended")
     if result.exit_status:
-        raise TransferFailed(_words(result.stderr, result.exit_status))
+        raise TransferFailed(words(result.stderr, result.exit_status))
 
 
 async def _refusal(process: asyncssh.SSHClientProcess) -> TransferFailed | None:
@@ -144,10 +143,10 @@ async def _refusal(process: asyncssh.SSHClientProcess) -> TransferFailed | None:
         result = await asyncio.wait_for(process.wait(), 5.0)
     except BROKEN:
         return None
-    return TransferFailed(_words(result.stderr, result.exit_status)) if result.exit_status else None
+    return TransferFailed(words(result.stderr, result.exit_status)) if result.exit_status else None
 
 
-def _words(stderr: Any, status: int) -> str:
+def words(stderr: Any, status: int) -> str:
     """What a remote command said of its failure: the cause, not tar's closing line."""
     lines = [line.strip() for line in (stderr or b"").decode(errors="replace").splitlines() if line.strip()]
     lines = [line for line in lines if "Exiting with failure status" not in line] or lines

@@ -6,6 +6,8 @@ import asyncio
 import shlex
 import time
 from collections.abc import Callable, MutableMapping, MutableSequence
+from contextlib import AbstractAsyncContextManager
+from functools import partial
 from pathlib import Path
 
 import asyncssh
@@ -15,8 +17,9 @@ from streamflow.core.utils import get_local_to_remote_destination
 from streamflow.deployment.connector.ssh import SSHConfig, SSHConnector, SSHContext, SSHContextFactory
 from streamflow.log_handler import logger
 
-from coordinator.transfer.lanes import TransferFailed, awaken
+from coordinator.transfer.lanes import CHANNELS, TransferFailed, worth
 from coordinator.transfer.patient import settled
+from coordinator.transfer.swift import SwiftLane, swift_lanes
 from coordinator.transfer.tree import pull, push
 
 STREAMS = 8
@@ -48,7 +51,7 @@ class ParallelSSHConnector(SSHConnector):
         super().__init__(*args, **settings)
         self._cls_context = CarefulContext
         self._lanes: dict[str, list[SSHContextFactory]] = {}
-        self._awake: dict[str, asyncio.Future[list[SSHContextFactory]]] = {}
+        self._worth: dict[str, asyncio.Future[int]] = {}
 
     def lanes(self, location: ExecutionLocation) -> list[SSHContextFactory]:
         """Connections of their own for transfers, to the data-transfer host where there is one."""
@@ -58,11 +61,15 @@ class ParallelSSHConnector(SSHConnector):
         return self._lanes[location.name]
 
     async def awake(self, location: ExecutionLocation) -> list[SSHContextFactory]:
-        """As many of `lanes` as the distance is worth, logged in."""
-        known = self._awake.get(location.name)
+        """As many of `lanes` as the distance is worth, the first of them logged in."""
+        lanes, known = self.lanes(location), self._worth.get(location.name)
         if known is None or known.done() and (known.cancelled() or known.exception() is not None):
-            self._awake[location.name] = asyncio.ensure_future(awaken(self.lanes(location)))
-        return await asyncio.shield(self._awake[location.name])
+            self._worth[location.name] = asyncio.ensure_future(worth(lanes[0], len(lanes)))
+        return lanes[: await asyncio.shield(self._worth[location.name])]
+
+    def swift(self, location: ExecutionLocation, count: int) -> AbstractAsyncContextManager[list[SwiftLane]]:
+        """Connections of the system's ssh to where `lanes` go."""
+        return swift_lanes(self.dataTransferConfig or self.nodes[location.name], count, CHANNELS)
 
     async def run(
         self,
@@ -121,8 +128,9 @@ class ParallelSSHConnector(SSHConnector):
     async def _push(self, src: str, dst: str, location: ExecutionLocation) -> None:
         logger.info(f"COPYING from {src} on local file-system to {dst} on location {location}")
         start = time.monotonic()
+        lanes = await self.awake(location)
         try:
-            size = await push(await self.awake(location), Path(src), dst, _tell(f"to {self.deployment_name}"))
+            size = await push(lanes, partial(self.swift, location), Path(src), dst, _tell(f"to {self.deployment_name}"))
         except TransferFailed as error:
             # The job still starts and finds no whole model: the trainer's manifest check tells the coordinator, and the
             # round goes on without this facility instead of ending for all.
@@ -137,8 +145,11 @@ class ParallelSSHConnector(SSHConnector):
     ) -> None:
         logger.info(f"COPYING from {src} on location {location} to {dst} on local file-system")
         start = time.monotonic()
+        lanes = await self.awake(location)
         try:
-            size = await pull(await self.awake(location), src, Path(dst), _tell(f"from {self.deployment_name}"))
+            size = await pull(
+                lanes, partial(self.swift, location), src, Path(dst), _tell(f"from {self.deployment_name}")
+            )
         except TransferFailed as error:
             raise WorkflowExecutionException(f"FAILED copy of {src} from {self.deployment_name}: {error}") from error
         logger.info(
@@ -148,7 +159,7 @@ class ParallelSSHConnector(SSHConnector):
     async def undeploy(self, external: bool) -> None:
         await super().undeploy(external)
         await asyncio.gather(*(lane.close() for lanes in self._lanes.values() for lane in lanes))
-        self._lanes, self._awake = {}, {}
+        self._lanes, self._worth = {}, {}
 
 
 def tethered(command: str) -> str:

@@ -2,19 +2,96 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import os
 import posixpath
 import shlex
 import tarfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from streamflow.deployment.connector.ssh import SSHContextFactory
 
-from coordinator.transfer.lanes import BLOCK_BYTES, TransferFailed, blocks_of, output, persist, receive, send, spread
+from coordinator.transfer.lanes import (
+    BLOCK_BYTES,
+    BROKEN,
+    TransferFailed,
+    blocks_of,
+    output,
+    persist,
+    receive,
+    send,
+    spread,
+)
 from coordinator.transfer.pieces import Entry, Piece, piece_size, split
+from coordinator.transfer.swift import SwiftLane
+
+
+@dataclass
+class Lane:
+    """One stream for large pieces."""
+
+    patient: SSHContextFactory
+    """StreamFlow's connection: waits for a host that is away."""
+    swift: SwiftLane | None = None
+    """The system's ssh beside it, used until it breaks for the first time."""
+
+    async def put(self, command: str, file: int, offset: int, length: int) -> None:
+        """Feed a range of an open file to a remote command."""
+        if (swift := self.swift) is None:
+            return await send(self.patient, command, blocks_of(file, offset, length))
+        try:
+            await swift.put(command, file, offset, length)
+        except BROKEN:
+            self.swift = None
+            raise
+
+    async def get(self, command: str, file: int, offset: int, length: int) -> None:
+        """Write a remote command's output, `length` bytes, to a range of an open file."""
+        if (swift := self.swift) is not None:
+            try:
+                return await swift.get(command, file, offset, length)
+            except BROKEN:
+                self.swift = None
+                raise
+        position = offset
+
+        def take(block: bytes) -> None:
+            nonlocal position
+            if position + len(block) > offset + length:
+                raise TransferFailed(f"`{command:.120}` gave more than the {length} bytes that were listed")
+            position += os.pwrite(file, block, position)
+
+        await receive(self.patient, command, take, length)
+
+
+Swift = Callable[[int], AbstractAsyncContextManager[list[SwiftLane]]]
+"""Opens as many connections of the system's ssh, or fewer."""
+SWIFT_BYTES = 32 << 20
+"""Large files together, from which on logging in anew pays."""
+
+
+@asynccontextmanager
+async def _lanes(
+    patient: Sequence[SSHContextFactory], swift: Swift, pieces: Sequence[Piece]
+) -> AsyncIterator[asyncio.Future[list[Lane]]]:
+    """The lanes for all pieces, which log in while the body runs: the system's ssh where that can be had."""
+
+    async def open() -> list[Lane]:
+        wanted = len(patient) if sum(piece.length for piece in pieces) >= SWIFT_BYTES else 0
+        fast = await stack.enter_async_context(swift(wanted))
+        return [Lane(*pair) for pair in zip(patient, fast, strict=False)] or [Lane(lane) for lane in patient]
+
+    async with AsyncExitStack() as stack:
+        opening = asyncio.create_task(open())
+        try:
+            yield opening
+        finally:
+            await asyncio.wait([opening])
 
 
 def local_entries(source: Path) -> tuple[list[str], list[Entry]]:
@@ -35,7 +112,9 @@ def local_entries(source: Path) -> tuple[list[str], list[Entry]]:
     return directories, files
 
 
-async def push(lanes: list[SSHContextFactory], source: Path, target: str, moved: Callable[[int], None]) -> int:
+async def push(
+    lanes: list[SSHContextFactory], swift: Swift, source: Path, target: str, moved: Callable[[int], None]
+) -> int:
     """Copy `source` on this machine to `target` at the facility; returns bytes; `moved` hears of every piece's.
 
     What stood at `target` is replaced. Raises `TransferFailed` with the facility's words, for one `No space left on device`.
@@ -61,20 +140,21 @@ async def push(lanes: list[SSHContextFactory], source: Path, target: str, moved:
         # A large file comes as an empty one first: it then has its mode, and every piece finds it.
         return _tar(source, directories, small, large)
 
-    await persist(lambda: send(lanes[0], make + unpack, first_blocks()))
     handles = {entry.path: os.open(source / entry.path if not single else source, os.O_RDONLY) for entry in large}
     try:
 
-        async def move(lane: SSHContextFactory, piece: Piece) -> None:
+        async def move(lane: Lane, piece: Piece) -> None:
             file = shlex.quote(posixpath.join(target, piece.path) if piece.path else target)
             command = (
                 f"dd of={file} bs=1M seek={piece.offset} count={piece.length} oflag=seek_bytes "
                 "iflag=fullblock,count_bytes conv=notrunc status=none"
             )
-            await send(lane, command, blocks_of(handles[piece.path], piece.offset, piece.length))
+            await lane.put(command, handles[piece.path], piece.offset, piece.length)
             moved(piece.length)
 
-        await spread(lanes, pieces, move)
+        async with _lanes(lanes, swift, pieces) as opening:
+            await persist(lambda: send(lanes[0], make + unpack, first_blocks()))
+            await spread(await opening, pieces, move)
     finally:
         for handle in handles.values():
             os.close(handle)
@@ -113,7 +193,9 @@ def _header(path: str, kind: bytes, size: int, mode: int) -> bytes:
     return info.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape")
 
 
-async def pull(lanes: list[SSHContextFactory], source: str, target: Path, moved: Callable[[int], None]) -> int:
+async def pull(
+    lanes: list[SSHContextFactory], swift: Swift, source: str, target: Path, moved: Callable[[int], None]
+) -> int:
     """Copy `source` at the facility to `target` here; returns bytes; `moved` hears of every piece's. Raises `TransferFailed`."""
     place = shlex.quote(source)
     command = f"find -L {place} -type f -printf '%s %m %P\\0' -o -type d -printf 'd %m %P\\0'"
@@ -127,8 +209,6 @@ async def pull(lanes: list[SSHContextFactory], source: str, target: Path, moved:
         target.mkdir(parents=True, exist_ok=True)
         for directory in directories:
             _inside(target, directory).mkdir(parents=True, exist_ok=True)
-    if small:
-        await _pull_small(lanes[0], source, target, small, single)
     handles = {}
     try:
         for entry in large:
@@ -136,22 +216,17 @@ async def pull(lanes: list[SSHContextFactory], source: str, target: Path, moved:
             handles[entry.path] = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
             os.truncate(handles[entry.path], entry.size)
 
-        async def move(lane: SSHContextFactory, piece: Piece) -> None:
+        async def move(lane: Lane, piece: Piece) -> None:
             file = shlex.quote(posixpath.join(source, piece.path) if piece.path else source)
             flags = "iflag=skip_bytes,count_bytes,fullblock status=none"
             command = f"dd if={file} bs=1M skip={piece.offset} count={piece.length} {flags}"
-            position = piece.offset
-
-            def take(block: bytes) -> None:
-                nonlocal position
-                if position + len(block) > piece.offset + piece.length:
-                    raise TransferFailed(f"{piece.path or source} gave more bytes than it listed")
-                position += os.pwrite(handles[piece.path], block, position)
-
-            await receive(lane, command, take, piece.length)
+            await lane.get(command, handles[piece.path], piece.offset, piece.length)
             moved(piece.length)
 
-        await spread(lanes, pieces, move)
+        async with _lanes(lanes, swift, pieces) as opening:
+            if small:
+                await _pull_small(lanes[0], source, target, small, single)
+            await spread(await opening, pieces, move)
         for entry in large:
             os.fchmod(handles[entry.path], entry.mode)
     finally:

@@ -171,6 +171,17 @@ int crossfed_narrow(int64_t n, const float *restrict values, uint16_t *restrict 
     return largest < 0x7F800000;
 }
 
+/* The outer step of DiLoCo: new_velocity = momentum velocity + step, new_master = master + rate (step + momentum new_velocity). */
+void crossfed_nesterov(int64_t n, float rate, float momentum, const float *restrict master, const float *restrict step,
+                       const float *restrict velocity, float *restrict new_master, float *restrict new_velocity)
+{
+    for (int64_t i = 0; i < n; i++) {
+        float v = momentum * velocity[i] + step[i];
+        new_velocity[i] = v;
+        new_master[i] = master[i] + rate * (step[i] + momentum * v);
+    }
+}
+
 /* update - base (+ residual, or NULL) in float32. Returns the sum of squares. */
 double crossfed_difference(int64_t n, const void *update, int update_kind, const void *base, int base_kind,
                            const float *residual, float *out)

@@ -22,6 +22,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 SOURCE = Path(__file__).with_name("native.c")
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 RUN = 512
@@ -90,6 +92,7 @@ def _load(path: Path) -> ctypes.CDLL:
         ("narrow", number, (size, pointer, pointer)),
         ("products", None, (size, size, pointer, size, pointer)),
         ("steps", None, (size, size, pointer, number, pointer, pointer, pointer, pointer, size, pointer, pointer, pointer, number, pointer)),
+        ("nesterov", None, (size, real, real, pointer, pointer, pointer, pointer, pointer)),
         ("difference", ctypes.c_double, (size, pointer, number, pointer, number, pointer, pointer)),
         ("int8_encode", None, (size, size, real, real, pointer, pointer, pointer)),
         ("int8_decode", None, (size, size, pointer, pointer, pointer)),
@@ -129,3 +132,17 @@ def steps(
         None if gram is None else address(gram), None if weights is None else address(weights),
         address(total), add, address(scratch),
     )  # fmt: skip
+
+
+def nesterov(rate: float, momentum: float, master: Any, step: Any, velocity: Any) -> tuple[Any, Any] | None:
+    """Next master and velocity; None where these are not contiguous float32 arrays or there is no compiled code."""
+    arrays = (master, step, velocity)
+    if not all(
+        isinstance(a, np.ndarray) and a.dtype == np.float32 and a.ndim == 1 and a.flags.c_contiguous for a in arrays
+    ):
+        return None
+    if (found := library()) is None:
+        return None
+    new = np.empty_like(master), np.empty_like(master)
+    found.crossfed_nesterov(len(master), rate, momentum, *map(address, (*arrays, *new)))
+    return new

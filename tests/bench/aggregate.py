@@ -6,7 +6,7 @@
 Makes a Llama checkpoint (1.1 GB bfloat16 in four shards at the default size) and updates to it, reads everything once
 so that all contenders find it in the page cache, runs each contender as a process of its own and prints JSON: seconds
 (best of --repeat) and peak resident memory of the process. `io` reads and writes the same bytes with two threads and
-no arithmetic. --mergekit names a Python interpreter that has mergekit. --growth instead prints the peak memory of
+no arithmetic; `crossfed_nesterov` takes the outer step of the default rule too. --mergekit names a Python interpreter that has mergekit. --growth instead prints the peak memory of
 averaging 2 and 8 updates of 1.1 GB and 2 of 4.0 GB (hard links to the base: only their size matters; needs 10 GB).
 """
 
@@ -147,7 +147,7 @@ def growth(work: Path) -> dict[str, object]:
     result: dict[str, object] = {}
     for layers, count in ((16, 2), (16, 8), (66, 2)):
         (base,) = make(work / f"{layers}x", layers, 0)
-        command = [sys.executable, "-m", "coordinator.aggregate", "--base", str(base), "--out", str(work / "out"), "--weights", "equal"]  # fmt: skip
+        command = [sys.executable, "-m", "coordinator.aggregate", "--base", str(base), "--out", str(work / "out"), "--weights", "equal", "--rule", "mean"]  # fmt: skip
         for number in range(count):
             copy = work / f"linked{number}"
             shutil.rmtree(copy, ignore_errors=True)
@@ -222,10 +222,13 @@ def main() -> None:
         "io": [sys.executable, "-c", INPUT_OUTPUT, str(out), str(base), *map(str, updates)],
         "crossfed": [*ours, "--settings", str(settings)],
         "crossfed_sampled": [*ours, "--settings", str(settings) + ".sampled"],
+        "crossfed_nesterov": [*ours, "--settings", str(settings) + ".nesterov"],
         "plain_script": [sys.executable, "-c", PLAIN, str(base), str(out), *map(str, updates), *weights],
     }
-    settings.write_text(json.dumps({"weights": named}))
-    Path(str(settings) + ".sampled").write_text(json.dumps({"weights": named, "statistics": "sample"}))
+    mean = {"weights": named, "rule": "mean"}
+    settings.write_text(json.dumps(mean))
+    Path(str(settings) + ".sampled").write_text(json.dumps(mean | {"statistics": "sample"}))
+    Path(str(settings) + ".nesterov").write_text(json.dumps(mean | {"rule": "nesterov"}))
     if a.mergekit:
         contenders["mergekit"] = [
             a.mergekit, "-m", "mergekit.scripts.run_yaml", str(recipe), str(out), "--no-copy-tokenizer", "--lazy-unpickle",
@@ -247,7 +250,7 @@ def main() -> None:
                 run |= {"phases": json.loads(output)["seconds"]}
             runs.append(run)
         best = min(runs, key=lambda run: run.get("seconds", 1e9))  # type: ignore[arg-type,return-value]
-        if name != "io" and "failed" not in best and a.updates > 1:
+        if name not in ("io", "crossfed_nesterov") and "failed" not in best and a.updates > 1:
             best["off_the_rounded_mean"] = off_share(base, updates, out)
         result[name] = best | {"all_seconds": [run.get("seconds") for run in runs]}
     print(json.dumps(result, indent=2))

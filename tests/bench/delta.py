@@ -4,7 +4,8 @@
 
 One bfloat16 model of normally distributed weights (rms 0.02) and a float32 update that moved by rms 1e-4. Prints JSON:
 for each encoding the bytes over those of the full bfloat16 checkpoint, the error over the update's rms, and megabytes
-of bfloat16 checkpoint a second for encoding (with a residual kept) and decoding, whole commands over files, warm cache.
+of bfloat16 checkpoint a second for encoding (with a residual kept) and decoding: of the codec, from arrays to arrays, and of
+whole commands over files with their headers, manifests and hashes, warm cache.
 """
 
 from __future__ import annotations
@@ -23,9 +24,34 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from facility.exchange import delta  # noqa: E402
-from facility.exchange.floats import narrow  # noqa: E402
+from facility.exchange.checkpoint import open_checkpoint  # noqa: E402
+from facility.exchange.codecs import PART  # noqa: E402
+from facility.exchange.delta_parts import CODECS, difference, parts  # noqa: E402
+from facility.exchange.floats import narrow, widen  # noqa: E402
 from facility.exchange.manifest import Manifest, read_manifest, write_manifest  # noqa: E402
 from facility.exchange.writer import Planned, TensorWriter  # noqa: E402
+
+
+def codec_alone(encoding: str, base: Path, update: Path, megabytes: float) -> dict[str, int]:
+    """MB of bfloat16 a second from stored base and update to message and residual, and from base and message to values."""
+    codec, old, new = CODECS[encoding], open_checkpoint(base).tensors, open_checkpoint(update).tensors
+    seconds = dict.fromkeys(("encode", "decode"), 0.0)
+    values, missed, scratch = (np.empty(PART, np.float32) for _ in range(3))
+    for name in old:
+        limit = None
+        for _, stored in parts([old[name], new[name]]):
+            started = time.perf_counter()
+            difference(stored, old[name].dtype, new[name].dtype, values, scratch)
+            if encoding == "sparse" and limit is None:  # the command takes it from a share of each part, once a tensor
+                limit = codec.threshold(codec.histogram(values), 0.05)
+            message = codec.encode(values, limit) if encoding == "sparse" else codec.encode(values)
+            np.subtract(values, codec.decode(message, PART), out=missed)
+            middle = time.perf_counter()
+            widen(stored[0], old[name].dtype, values)
+            np.add(values, codec.decode(message, PART), out=values)
+            seconds["encode"] += middle - started
+            seconds["decode"] += time.perf_counter() - middle
+    return {f"codec_{way}_mb_per_second": round(megabytes / taken) for way, taken in seconds.items()}
 
 
 def main() -> None:
@@ -69,6 +95,7 @@ def main() -> None:
         result[encoding] = {
             "bytes_over_bfloat16": round(done.message_bytes / full, 4),
             "error_over_update_rms": round(done.relative_error, 4),
+            **codec_alone(encoding, base, update, full / 1e6),
             "encode_mb_per_second": round(full / 1e6 / (middle[0] - started[0])),
             "encode_mb_per_cpu_second": round(full / 1e6 / (middle[1] - started[1])),
             "decode_mb_per_second": round(full / 1e6 / (ended[0] - middle[0])),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import signal
 import subprocess
@@ -23,6 +24,7 @@ from coordinator.render import write
 from coordinator.testbed import daemons, namespaces
 from coordinator.testbed.command import call, end, wait_until
 from coordinator.testbed.layout import Site
+from coordinator.transfer.lanes import FEWEST
 from coordinator.transfer.ssh import ParallelSSHConnector
 from coordinator.waiting import what_to_do
 from tests.testbed.conftest import ssh
@@ -113,6 +115,23 @@ def test_a_jump_host_is_gone_through(second, testbed):
                  "tunnel": {"host": second.site.address, "user": second.site.user, "key": str(testbed.key)}}  # fmt: skip
     answer = run_there(read_deployment(described, "d"), "echo $SSH_CONNECTION\n")
     assert answer.out.split()[0] == second.site.address, answer.error
+
+
+def test_a_large_file_goes_over_the_systems_ssh_and_leaves_no_connection(second, tmp_path):
+    path, before = tmp_path / "model.safetensors", second.log.read_text().count("Accepted publickey")
+    path.write_bytes(content := os.urandom(48_000_000))
+    connected(second, "true", move=path, nodes=[second.address], sshKey=str(second.key))
+    assert Path(f"{path}.back").read_bytes() == content
+    logins = second.log.read_text().count("Accepted publickey") - before
+    assert logins >= 2 + 2 * FEWEST, "one for commands, one to find out the distance, and some for each way"
+    ours = [f"{second.address.split(':')[0]}", "ControlPath="]
+    wait_until(
+        lambda: not any(all(word in line for word in ours) for line in call("ps", "-eo", "args").stdout.splitlines()),
+        10,
+        "end of ssh",
+    )
+    left = call("ps", "-u", second.site.user, "-o", "args=", check=False).stdout.splitlines()
+    assert not [line for line in left if "cat" in line or "dd " in line], left
 
 
 def test_models_go_over_the_data_transfer_host_and_commands_to_the_login_node(second, testbed, tmp_path):

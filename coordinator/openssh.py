@@ -1,0 +1,61 @@
+"""The system's ssh, called as StreamFlow connects: never a question, host keys always checked, the same files read."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+ALWAYS = ("-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes", "-o", "PasswordAuthentication=no")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Login:
+    """One ssh host and who we are there."""
+
+    host: str
+    """Name or address, with `:port` where it is not 22."""
+    user: str = ""
+    key: str = ""
+    """Private key's file; empty: ssh-agent, or what ~/.ssh/config says."""
+    jump: Login | None = None
+    """Host to go through; held to the same rules."""
+
+
+def command(login: Login, *, connect_seconds: int, known_hosts: str = "", options: tuple[str, ...] = ()) -> list[str]:
+    """ssh, its options and the host; the remote command is to be appended. `options` are for the last host alone."""
+    words = ["ssh", *ALWAYS, "-o", f"ConnectTimeout={connect_seconds}", *_identity(login)]
+    files = _files(Path(pwd.getpwuid(os.getuid()).pw_dir), with_keys=not login.key)
+    known = ["-o", f"UserKnownHostsFile={Path(known_hosts).expanduser()}"] if known_hosts else []
+    words += [*known, *files]
+    if login.jump is not None:
+        jump = ["ssh", *ALWAYS, *_identity(login.jump), *known, *files, "-W", "%h:%p", *_target(login.jump)]
+        words += ["-o", f"ProxyCommand={shlex.join(jump)}"]
+    return [*words, *options, *_target(login)]
+
+
+def _identity(login: Login) -> list[str]:
+    return ["-i", str(Path(login.key).expanduser()), "-o", "IdentitiesOnly=yes"] if login.key else []
+
+
+def _files(account: Path, *, with_keys: bool) -> list[str]:
+    """Options that make ssh read the same files as StreamFlow, which goes by $HOME where ssh goes by the `account`'s own home."""
+    place = Path.home() / ".ssh"
+    if place == account / ".ssh":
+        return []
+    config = ["-F", str(place / "config")] if (place / "config").is_file() else []
+    found = [key for key in sorted(place.glob("id_*")) if with_keys and key.suffix == ""]
+    keys = [word for key in found for word in ("-i", str(key))]
+    return [*config, *keys, "-o", f"UserKnownHostsFile={place / 'known_hosts'}"]
+
+
+def _target(login: Login) -> list[str]:
+    host, port = login.host, ""
+    if host.startswith("["):
+        host, _, rest = host[1:].partition("]")
+        port = rest.removeprefix(":")
+    elif ":" in host:
+        host, port = host.split(":")
+    return [*(["-p", port] if port else []), *(["-l", login.user] if login.user else []), "--", host]
