@@ -32,6 +32,7 @@ OPTIONS = (
     "-o", "Compression=no", "-o", "ClearAllForwardings=yes", "-o", "ControlPersist=no", "-o", "RemoteCommand=none",
     "-o", "ServerAliveInterval=30", "-o", "ServerAliveCountMax=4",
 )  # fmt: skip
+ARRIVED = "crossfed-arrived"
 BROKE = 255
 """ssh's own exit code: the connection, not the command."""
 PIPE_BYTES = 1 << 20
@@ -70,7 +71,12 @@ class SwiftLane:
     async def put(self, command: str, file: int, offset: int, length: int) -> None:
         """Feed a range of an open file to a remote command. Raises `TransferFailed`, or what `BROKEN` names."""
         ours = _Pipe()
-        await self._move(command, ours, ours.reader, None, lambda: _pour(file, offset, length, ours))
+        said = await self._move(
+            f"{command} && echo {ARRIVED}", ours, ours.reader, None, lambda: _pour(file, offset, length, ours)
+        )
+        # A client of a connection that breaks may end with 0: only the command itself can say that it has all.
+        if ARRIVED.encode() not in said:
+            raise ConnectionResetError("the connection broke before the remote command ended")
 
     async def get(self, command: str, file: int, offset: int, length: int) -> None:
         """Write a remote command's output, exactly `length` bytes, to a range of an open file."""
@@ -79,13 +85,14 @@ class SwiftLane:
 
     async def _move(
         self, command: str, pipe: _Pipe, stdin: int | None, stdout: int | None, work: Callable[[], None]
-    ) -> None:
+    ) -> bytes:
+        """Returns what the command wrote to an output that is not the pipe."""
         try:
             process = await asyncio.create_subprocess_exec(
                 *self._words,
                 command,
                 stdin=asyncio.subprocess.DEVNULL if stdin is None else stdin,
-                stdout=asyncio.subprocess.DEVNULL if stdout is None else stdout,
+                stdout=asyncio.subprocess.PIPE if stdout is None else stdout,
                 stderr=asyncio.subprocess.PIPE,
             )
         except BaseException:
@@ -100,7 +107,7 @@ class SwiftLane:
                 await _watched(moving, pipe)
             except (OSError, TransferFailed) as error:
                 failure = error
-            _, said = await asyncio.wait_for(asyncio.shield(ending), STALL_SECONDS)
+            answer, said = await asyncio.wait_for(asyncio.shield(ending), STALL_SECONDS)
             # The command's own words first: that it ended is why the pipe broke.
             if process.returncode == BROKE:
                 raise ConnectionResetError(words(said, BROKE))
@@ -108,6 +115,7 @@ class SwiftLane:
                 raise TransferFailed(words(said, process.returncode))
             if failure is not None:
                 raise failure
+            return answer or b""
         finally:
             if process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
@@ -117,6 +125,7 @@ class SwiftLane:
             if left:  # the connection itself holds the other end of the pipe
                 self._kill()
                 await asyncio.wait(left)
+            moving.exception()  # seen: what matters of it has been raised
             pipe.close_both()
 
     async def close(self) -> None:
@@ -230,7 +239,8 @@ def _drain(file: int, offset: int, length: int, pipe: _Pipe, command: str) -> No
         while offset < end:
             moved = _joined(pipe.reader, file, min(PIPE_BYTES, end - offset), target_offset=offset)
             if not moved:
-                raise TransferFailed(f"`{command:.120}` gave {length - (end - offset)} bytes, expected {length}")
+                # Perhaps the file is shorter, perhaps the connection broke: whoever moves it again finds out.
+                raise ConnectionResetError(f"`{command:.120}` gave {length - (end - offset)} bytes, expected {length}")
             offset += moved
             pipe.moved += moved
         if os.read(pipe.reader, 1):

@@ -93,7 +93,6 @@ def test_a_range_goes_there_and_back(far, near, monkeypatch, splices):
 @pytest.mark.parametrize(
     "command, says",
     [
-        ("head -c 99 /dev/zero", "gave 99 bytes, expected 100"),
         ("head -c 101 /dev/zero", "more than the 100 bytes"),
         ("echo 'dd: quota exceeded' >&2; exit 3", "quota exceeded"),
     ],
@@ -105,6 +104,24 @@ def test_what_was_not_listed_is_refused(far, near, command, says):
 
     assert with_lanes(act) == 1
     assert near.read_bytes()[150:] == CONTENT[150:] and near.read_bytes()[:50] == CONTENT[:50]
+
+
+def test_fewer_bytes_than_listed_are_a_broken_connection(far, near):
+    async def act(lane: SwiftLane) -> None:
+        with open(near, "r+b") as file, pytest.raises(ConnectionResetError, match="gave 99 bytes, expected 100"):
+            await lane.get("head -c 99 /dev/zero", file.fileno(), 50, 100)
+
+    assert with_lanes(act) == 1
+
+
+def test_a_client_that_ends_well_without_the_commands_word_is_a_broken_connection(far, near):
+    """As a shared connection's client may when the connection breaks."""
+
+    async def act(lane: SwiftLane) -> None:
+        with open(near, "rb") as file, pytest.raises(ConnectionResetError, match="before the remote command ended"):
+            await lane.put("cat > piece; exit 0", file.fileno(), 0, len(CONTENT))
+
+    assert with_lanes(act) == 1
 
 
 def test_a_command_that_ends_early_says_why(far, near):
