@@ -47,7 +47,7 @@ def check_facility(federation: Federation, facility: Facility, model: ModelFigur
     local = deployment.type == "local"
     dataset = str(federation.path(facility.dataset)) if local else facility.dataset
     workdir = deployment.workdir or str(federation.workdir_path / facility.name)
-    site, told = check_site(facility, deployment, model, dataset, workdir)
+    site, told = check_site(facility, deployment, model, dataset, workdir, federation.sending.encoding)
     rows += site
     template = job_template(deployment, federation.file.parent) or ""
     if deployment.type in QUEUES:
@@ -57,7 +57,7 @@ def check_facility(federation: Federation, facility: Facility, model: ModelFigur
         block = (told or {}).get("dataset", {}).get("block_tokens") or model.positions or 1024
         rows.append(check_memory(facility, deployment, model, block, template))
         if link:
-            rows.append(check_link(facility, deployment, model))
+            rows.append(check_link(facility, deployment, model, federation.sending))
     return rows
 
 

@@ -21,7 +21,7 @@ import pytest
 from coordinator import check as checking
 from coordinator.check import check
 from coordinator.checks import remote
-from coordinator.checks.estimates import ModelFigures, gpu_bytes, smallest_ranks, state_bytes
+from coordinator.checks.estimates import ModelFigures, facility_bytes, gpu_bytes, smallest_ranks, state_bytes
 from coordinator.checks.remote import ssh_command
 from coordinator.checks.row import Row
 from coordinator.checks.scheduler import wanted_hours, wanted_nodes
@@ -409,6 +409,16 @@ def test_what_a_job_asks_for(options: dict, template: str, nodes: tuple[int, int
     deployment = Deployment(type="local") if not options else Deployment(type="slurm", template="t", options=options)
     assert wanted_nodes(deployment, template) == nodes
     assert wanted_hours(deployment, template) == pytest.approx(hours)
+
+
+def test_room_and_bytes_by_hand():
+    model = ModelFigures(parameters=1024, bytes=2048, vocabulary=50, positions=0, hidden=8, layers=2, heads=2)
+    training = TrainingSettings(keep_optimizer=False)
+    assert facility_bytes(model, training) == 5 * 2048
+    assert facility_bytes(model, training, "delta-int8") == 7 * 2048
+    assert facility_bytes(model, TrainingSettings(export_dtype="float32")) == 5 * 4096 + 2 * 8 * 1024
+    travelling = [model.travelling(2048, encoding, 0.25) for encoding in ("full", "delta-int8", "delta-int4", "sparse")]
+    assert travelling == [2048, 1024 + 4 * 4, 512 + 16 * 2, 256 * 4]
 
 
 def test_memory_by_hand():

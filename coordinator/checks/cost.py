@@ -12,6 +12,7 @@ from coordinator.checks.row import Row, fail, ok, size, skipped, warning
 from coordinator.checks.scheduler import wanted_hours, wanted_nodes
 from coordinator.deployments import Deployment
 from coordinator.federation import Facility
+from coordinator.settings import SendingSettings
 
 PROBE_BYTES = 16_000_000
 
@@ -40,9 +41,11 @@ def check_memory(
     )
 
 
-def check_link(facility: Facility, deployment: Deployment, model: ModelFigures) -> Row:
+def check_link(facility: Facility, deployment: Deployment, model: ModelFigures, sending: SendingSettings) -> Row:
     """Send a little over ssh and scale it to a round's models."""
-    there, back = model.bytes, model.travelling(facility.training)
+    training = facility.training
+    there = model.travelling(model.bytes, sending.encoding, sending.sparse_density)
+    back = model.travelling(model.written(training), training.encoding, training.sparse_density)
     if not deployment.host:
         return ok(facility.name, "link", f"{size(there)} there and {size(back)} back a round, on this machine")
     began = time.monotonic()

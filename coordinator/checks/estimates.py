@@ -14,6 +14,8 @@ from facility.exchange.tokenizer import tokenizer_digest
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MODELS_AT_A_FACILITY = 5
 """Received model and update of this round and of the one before, and one being written."""
+VALUE_BYTES = {"delta-int8": 1 + 4 / 256, "delta-int4": 0.5 + 2 / 64}
+"""Of a difference, a value: the number and its share of the block's scale; `sparse` has four for each one kept."""
 MOMENTS_BYTES = 8
 """AdamW's two float32 moments, a parameter; kept at the facility for two rounds."""
 
@@ -34,9 +36,13 @@ class ModelFigures:
     tokenizer: str | None = None
     """Which tokenizer the model carries (`tokenizer_digest`), if any."""
 
-    def travelling(self, training: TrainingSettings) -> int:
-        """Bytes of an update in the dtype that travels."""
+    def written(self, training: TrainingSettings) -> int:
+        """Bytes of an update as the trainer writes it."""
         return self.parameters * BYTES[training.export_dtype]
+
+    def travelling(self, full: int, encoding: str, density: float) -> int:
+        """Bytes on the link of a checkpoint that takes `full` bytes whole."""
+        return full if encoding == "full" else round(self.parameters * VALUE_BYTES.get(encoding, 4 * density))
 
 
 def model_figures(directory: Path) -> ModelFigures:
@@ -89,11 +95,12 @@ def smallest_ranks(model: ModelFigures, training: TrainingSettings, block_tokens
     return None
 
 
-def facility_bytes(model: ModelFigures, training: TrainingSettings) -> int:
-    """Room that a facility needs in its working directory and its state."""
-    travelling = max(model.bytes, model.travelling(training))
+def facility_bytes(model: ModelFigures, training: TrainingSettings, sending: str = "full") -> int:
+    """Room that a facility needs in its working directory and its state; `sending`: the encoding in which models come."""
+    largest = max(model.bytes, model.written(training))
     moments = 2 * MOMENTS_BYTES * model.parameters if training.keep_optimizer else 0
-    return MODELS_AT_A_FACILITY * travelling + moments
+    references = 2 * model.bytes if sending != "full" else 0  # the models that differences refer to
+    return MODELS_AT_A_FACILITY * largest + moments + references
 
 
 def coordinator_bytes(model: ModelFigures, facilities: int, rounds: int, keep_rounds: int) -> int:

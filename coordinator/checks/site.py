@@ -67,10 +67,10 @@ def _unanswered(deployment: Deployment, said: list[str]) -> Row:
 
 
 def check_site(
-    facility: Facility, deployment: Deployment, model: ModelFigures | None, dataset: str, workdir: str
+    facility: Facility, deployment: Deployment, model: ModelFigures | None, dataset: str, workdir: str, sending: str
 ) -> tuple[list[Row], dict[str, Any] | None]:
     """Rows on environment, versions, dataset and room; and the answer itself."""
-    reserve = facility_bytes(model, facility.training) if model else 0
+    reserve = facility_bytes(model, facility.training, sending) if model else 0
     told, wrong = probe(deployment, dataset, workdir, reserve)
     name = facility.name
     if told is None:
