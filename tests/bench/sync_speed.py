@@ -11,6 +11,7 @@ each figure stands what the simulator predicts for the same stalls (`coordinator
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import multiprocessing
@@ -18,6 +19,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,14 @@ from facility.exchange.synchronising import SyncSettings
 
 FORWARD, BACKWARD, JITTER = 0.070, 0.140, 0.02
 ELEMENTS = 250_000
-BARS = {"none": 0.97, "stall 0.1": 1.30, "stall 0.2": 1.50, "one 5x slower": 3.5, "4x4 stall 0.1": 1.30}
+BARS = {
+    "none": 0.97,
+    "stall 0.1": 1.30,
+    "stall 0.2": 1.50,
+    "one 5x slower": 3.5,
+    "4x4 stall 0.1": 1.30,
+    "4x4 stall 0.1, 110 MB over 10 Gbit/s": 1.30,
+}
 CALIBRATION = {"lockstep 8": (8, 1), "lockstep 4x4": (4, 4), "pair": (2, 1)}
 """Undisturbed workers, what an exchange costs here, told to the simulator: seconds a step beyond the sleeps (an
 exchange among all under `allreduce`; announcement, group and exchange of a pair under `partial_reduce`)."""
@@ -42,8 +51,12 @@ ROWS: dict[str, tuple[Emulation, int, int]] = {
     "one 5x slower": (Emulation(factors=(5.0,), seed=3), 8, 1),
     "4x4 stall 0.1": (Emulation(probability=0.1, seconds=0.1, seed=4), 4, 4),
     "4x4 stall 0.1, gradient sent at once": (Emulation(probability=0.1, seconds=0.1, seed=4), 4, 4),
+    "4x4 stall 0.1, 110 MB over 10 Gbit/s": (Emulation(probability=0.1, seconds=0.1, seed=4), 4, 4),
 }
-EXCHANGE_FIRST = {"4x4 stall 0.1"}
+WIRE = {"4x4 stall 0.1, 110 MB over 10 Gbit/s": 110e6 / 1.25e9}
+"""Seconds that a stage's parameters take over its link once; an exchange then lasts as long as a ring of its members, by
+sleeping: a quarter of BERT-base (110 M parameters in float32) a stage."""
+EXCHANGE_FIRST = {"4x4 stall 0.1", *WIRE}
 """Rows in which a stage sends its gradient on only after its exchange, as SDPipe's artefact does for every policy."""
 
 
@@ -81,6 +94,36 @@ class SleepingStage:
 
         with torch.no_grad():
             self.parameter -= 0.01 * self.parameter.grad
+
+
+def ring_seconds(row: str, members: int) -> float:
+    """Of an exchange over the row's emulated link: 2 (n - 1) / n times the parameters."""
+    return 2 * (members - 1) / members * WIRE.get(row, 0.0)
+
+
+@contextlib.contextmanager
+def emulated_link(row: str) -> Iterator[None]:
+    """Exchanges of parameters take at least as long as over the row's link."""
+    from facility.sync.process_groups import Channel
+
+    start, wait, ends = Channel.start_all_reduce, Channel.wait, {}
+
+    def slow_start(self: Any, tensor: Any) -> Any:
+        work = start(self, tensor)
+        if tensor.numel() >= ELEMENTS:
+            ends[id(work)] = time.monotonic() + ring_seconds(row, self.backend.size())
+        return work
+
+    def slow_wait(self: Any, work: Any) -> None:
+        wait(self, work)
+        time.sleep(max(0.0, ends.pop(id(work), 0.0) - time.monotonic()))
+
+    if row in WIRE:
+        Channel.start_all_reduce, Channel.wait = slow_start, slow_wait  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Channel.start_all_reduce, Channel.wait = start, wait  # type: ignore[method-assign]
 
 
 def run_row(rank: int, store: Any, row: str, policy: str, options: dict[str, Any], steps: int, tag: str) -> dict | None:
@@ -159,7 +202,8 @@ def worker(rank: int, world: int, port: int, jobs: list[tuple], queue: Any) -> N
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, world, rank == 0, timeout=timedelta(seconds=600))
     for number, (row, policy, options, steps) in enumerate(jobs):
-        result = run_row(rank, store, row, policy, options, steps, f"job{number}")
+        with emulated_link(row):
+            result = run_row(rank, store, row, policy, options, steps, f"job{number}")
         if result is not None:
             queue.put((number, result))
     queue.close()
@@ -186,6 +230,7 @@ def predict(row: str, policy: str, options: dict[str, Any], steps: int, costs: d
     settings = settings_of(policy, options)
     if stages > 1:
         seconds = costs["lockstep 4x4" if settings.lockstep else "pair"]
+        seconds += ring_seconds(row, replicas if settings.lockstep else 2)
         return simulate_endless(
             settings,
             replicas,
