@@ -63,6 +63,7 @@ def test_every_policy_trains_every_layout(tmp_path: Path):
             assert sum(sync["updates"].values()) >= 6 * replicas and sync["aborted"] == 0, name
 
 
+@pytest.mark.slow
 def test_parameter_servers_give_the_weights_of_one_process(tmp_path: Path):
     dataset, model = write_dataset(tmp_path / "data"), save_pico(tmp_path / "model")
     assert run_rounds(0, 1, [("one", arguments(tmp_path / "one", model, dataset, batch_sequences=5))])[0][1] == 0
@@ -79,6 +80,7 @@ def test_parameter_servers_give_the_weights_of_one_process(tmp_path: Path):
         assert largest_difference(tmp_path / "one" / "out", tmp_path / policy / layout / "out") < 3e-5, name
 
 
+@pytest.mark.slow
 def test_each_way_of_sampling_trains_and_is_its_own(tmp_path: Path):
     dataset, model = write_dataset(tmp_path / "data", train=200), save_pico(tmp_path / "model")
     ways = ("dealt", "contiguous", "strided", "reshuffled")
@@ -99,6 +101,7 @@ IN_STEP = ("central_ps", "sharded_ps", "local", "diloco")
 AT_THEIR_OWN_PACE = ("partial_reduce", "adpsgd", "adpsgd_blocking", "wave")
 
 
+@pytest.mark.slow
 def test_a_paused_round_goes_on_under_every_policy(tmp_path: Path):
     """Where replicas exchange in step it ends in the same bits; else each goes on from its own weights and count."""
     dataset, model = write_dataset(tmp_path / "data", train=200), save_pico(tmp_path / "model")
@@ -170,6 +173,7 @@ def test_outer_momentum_is_kept_between_rounds_where_the_optimizer_is(tmp_path: 
     assert largest_difference(tmp_path / "kept/out-1", tmp_path / "fresh/out-1") > 1e-5
 
 
+@pytest.mark.slow
 def test_bert_in_stages_under_partial_reduce(tmp_path: Path):
     bert_under(tmp_path, ["partial_reduce", "adpsgd"], world=4, layout=LAYOUTS["pipelined"])
 

@@ -86,6 +86,7 @@ def test_chunks_are_bounded_by_size_and_by_number():
     assert rows_of(80, 128) == 20 and rows_of(1, 1000) == 1
 
 
+@pytest.mark.slow
 def test_every_layout_gives_the_plain_round(tmp_path: Path):
     """FSDP2, replicas, pipelines of every schedule; tied or not; adapters; masked words under a bias."""
     dataset, words = write_dataset(tmp_path / "data"), write_masked_words(tmp_path / "words")

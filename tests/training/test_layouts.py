@@ -66,6 +66,7 @@ def same_as_one_process(tmp_path: Path, world: int, layouts: dict[str, dict[str,
             assert getattr(found, figure) == pytest.approx(getattr(expected, figure), abs=1e-5), (name, figure)
 
 
+@pytest.mark.slow
 def test_every_layout_of_two_ranks_is_one_process(tmp_path: Path):
     same_as_one_process(tmp_path, 2, TWO, ["llama", "llama-tied", "gpt2-tied"])
 
