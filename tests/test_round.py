@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.testbed.command import started_at
 from facility.exchange.manifest import Manifest, read_manifest, sha256_of, verify_manifest, write_manifest
 from facility.exchange.report import read_failure
 from facility.exchange.settings import FacilitySettings
@@ -183,14 +184,7 @@ def start(site: Site, *more: str, mode: str = "wait") -> tuple[subprocess.Popen[
 
 def gone(pids: list[int]) -> bool:
     """Ended, even if nobody has collected their exit codes yet."""
-
-    def alive(pid: int) -> bool:
-        try:
-            return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-        except OSError:
-            return False
-
-    return not any(alive(pid) for pid in pids)
+    return all(started_at(pid) is None for pid in pids)
 
 
 def test_time_running_out_is_told_as_such(site: Site):

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from facility.exchange.checkpoint import open_checkpoint
+from facility.exchange.codecs import int4, int8
 from facility.exchange.settings import TrainingSettings
 from facility.exchange.tokenizer import tokenizer_digest
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MODELS_AT_A_FACILITY = 5
 """Received model and update of this round and of the one before, and one being written."""
-VALUE_BYTES = {"delta-int8": 1 + 4 / 256, "delta-int4": 0.5 + 2 / 64}
+VALUE_BYTES = {"delta-int8": 1 + 4 / int8.BLOCK, "delta-int4": 0.5 + 2 / int4.BLOCK}
 """Of a difference, a value: the number and its share of the block's scale; `sparse` has four for each one kept."""
 MOMENTS_BYTES = 8
 """AdamW's two float32 moments, a parameter; kept at the facility for two rounds."""

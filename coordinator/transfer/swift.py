@@ -72,7 +72,7 @@ class SwiftLane:
         """Feed a range of an open file to a remote command. Raises `TransferFailed`, or what `BROKEN` names."""
         ours = _Pipe()
         said = await self._move(
-            f"{command} && echo {ARRIVED}", ours, ours.reader, None, lambda: _pour(file, offset, length, ours)
+            f"{command} && echo {ARRIVED}", ours, ours.reader, lambda: _pour(file, offset, length, ours)
         )
         # A client of a connection that breaks may end with 0: only the command itself can say that it has all.
         if ARRIVED.encode() not in said:
@@ -81,24 +81,22 @@ class SwiftLane:
     async def get(self, command: str, file: int, offset: int, length: int) -> None:
         """Write a remote command's output, exactly `length` bytes, to a range of an open file."""
         ours = _Pipe()
-        await self._move(command, ours, None, ours.writer, lambda: _drain(file, offset, length, ours, command))
+        await self._move(command, ours, ours.writer, lambda: _drain(file, offset, length, ours, command))
 
-    async def _move(
-        self, command: str, pipe: _Pipe, stdin: int | None, stdout: int | None, work: Callable[[], None]
-    ) -> bytes:
-        """Returns what the command wrote to an output that is not the pipe."""
+    async def _move(self, command: str, pipe: _Pipe, end: int, work: Callable[[], None]) -> bytes:
+        """Give the command one end of the pipe; returns what it wrote to an output that is not the pipe."""
         try:
             process = await asyncio.create_subprocess_exec(
                 *self._words,
                 command,
-                stdin=asyncio.subprocess.DEVNULL if stdin is None else stdin,
-                stdout=asyncio.subprocess.PIPE if stdout is None else stdout,
+                stdin=end if end == pipe.reader else asyncio.subprocess.DEVNULL,
+                stdout=end if end == pipe.writer else asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
             )
         except BaseException:
             pipe.close_both()
             raise
-        pipe.give(stdin if stdin is not None else stdout)
+        pipe.give(end)
         ending: asyncio.Future[tuple[bytes, bytes]] = asyncio.ensure_future(process.communicate())
         moving: asyncio.Future[None] = asyncio.get_running_loop().run_in_executor(self._pool, work)
         try:
@@ -206,7 +204,7 @@ class _Pipe:
         with contextlib.suppress(OSError, AttributeError):
             fcntl.fcntl(self.writer, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
 
-    def give(self, end: int | None) -> None:
+    def give(self, end: int) -> None:
         """Close an end that another process, or nobody, holds from now on."""
         with self._lock:
             if end in self._open:

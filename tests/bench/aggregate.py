@@ -6,8 +6,9 @@
 Makes a Llama checkpoint (1.1 GB bfloat16 in four shards at the default size) and updates to it, reads everything once
 so that all contenders find it in the page cache, runs each contender as a process of its own and prints JSON: seconds
 (best of --repeat) and peak resident memory of the process. `io` reads and writes the same bytes with two threads and
-no arithmetic; `crossfed_nesterov` takes the outer step of the default rule too. --mergekit names a Python interpreter that has mergekit. --growth instead prints the peak memory of
-averaging 2 and 8 updates of 1.1 GB and 2 of 4.0 GB (hard links to the base: only their size matters; needs 10 GB).
+no arithmetic; `crossfed_nesterov` takes the outer step of the default rule too. --mergekit names a Python interpreter
+that has mergekit. --growth instead prints the peak memory of averaging 2 and 8 updates of 1.1 GB and 2 of 4.0 GB (hard
+links to the base: only their size matters; needs 10 GB).
 """
 
 from __future__ import annotations

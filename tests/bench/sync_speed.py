@@ -53,9 +53,9 @@ ROWS: dict[str, tuple[Emulation, int, int]] = {
     "4x4 stall 0.1, gradient sent at once": (Emulation(probability=0.1, seconds=0.1, seed=4), 4, 4),
     "4x4 stall 0.1, 110 MB over 10 Gbit/s": (Emulation(probability=0.1, seconds=0.1, seed=4), 4, 4),
 }
-WIRE = {"4x4 stall 0.1, 110 MB over 10 Gbit/s": 110e6 / 1.25e9}
-"""Seconds that a stage's parameters take over its link once; an exchange then lasts as long as a ring of its members, by
-sleeping: a quarter of BERT-base (110 M parameters in float32) a stage."""
+WIRE = {"4x4 stall 0.1, 110 MB over 10 Gbit/s": (110_000_000, 1.25e9)}
+"""Bytes of a stage's parameters and bytes a second of its link; an exchange then lasts as long as a ring of its members,
+by sleeping: a quarter of BERT-base (110 M parameters in float32) a stage."""
 EXCHANGE_FIRST = {"4x4 stall 0.1", *WIRE}
 """Rows in which a stage sends its gradient on only after its exchange, as SDPipe's artefact does for every policy."""
 
@@ -97,8 +97,11 @@ class SleepingStage:
 
 
 def ring_seconds(row: str, members: int) -> float:
-    """Of an exchange over the row's emulated link: 2 (n - 1) / n times the parameters."""
-    return 2 * (members - 1) / members * WIRE.get(row, 0.0)
+    """Of an exchange over the row's emulated link; 0 where it has none."""
+    from facility.sync.replica import ring_bytes
+
+    size, speed = WIRE.get(row, (0, 1.0))
+    return ring_bytes(size, members) / speed
 
 
 @contextlib.contextmanager

@@ -9,13 +9,13 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 from streamflow.deployment.connector.ssh import SSHConfig
 
+from coordinator.testbed.command import started_at, wait_until
 from coordinator.transfer import swift
 from coordinator.transfer.lanes import TransferFailed
 from coordinator.transfer.swift import SwiftLane, login_of, swift_lanes
@@ -220,15 +220,4 @@ def test_a_killed_coordinator_leaves_no_connection(far, tmp_path):
     assert done.returncode == -signal.SIGKILL
     pids = [int(word) for word in done.stdout.split()]
     assert len(pids) == 2
-    end = time.monotonic() + 10
-    while any(_runs(pid) for pid in pids) and time.monotonic() < end:
-        time.sleep(0.05)
-    assert not any(_runs(pid) for pid in pids)
-
-
-def _runs(pid: int) -> bool:
-    """Not gone and not a zombie that nobody has collected."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    wait_until(lambda: all(started_at(pid) is None for pid in pids), 10, "end of the connections")
