@@ -190,6 +190,10 @@ def main(argv: list[str] | None = None) -> int:
     if tracker.reason:
         progress.say(tracker.reason)
     ends: list[float] = []
+
+    def rate_now() -> float:
+        return learning_rate(a.round * training.steps + int(sync.progress), settings.rounds * training.steps, training)
+
     trace = Trace(training.trace, directory, a.round, ranks)
     while sync.wants_more():
         wanted = stop.wanted(done)
@@ -201,14 +205,13 @@ def main(argv: list[str] | None = None) -> int:
         with clock("data"):
             batches = feed.step(position)
         overall = a.round * training.steps + int(sync.progress)
-        rate = learning_rate(overall, settings.rounds * training.steps, training)
-        result = engine.step(batches, rate, None if engine.together else sync)
+        result = engine.step(batches, rate_now, None if engine.together else sync)
         sync.after_step(result.predictions)
         losses.append(-1.0 if result.skipped else result.loss)
         done, position, optimizer_steps = done + 1, position + batch, optimizer_steps + (not result.skipped)
-        progress.step(done, result, rate)
+        progress.step(done, result)
         ends.append(time.perf_counter())
-        tracker.log(overall, loss=result.loss, gradient_norm=result.gradient_norm, learning_rate=rate)
+        tracker.log(overall, loss=result.loss, gradient_norm=result.gradient_norm, learning_rate=result.rate)
         trace.step()
         if training.limits.save_every and done % training.limits.save_every == 0 and engine.together:
             save_pause()

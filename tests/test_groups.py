@@ -19,6 +19,7 @@ RULES = st.builds(
     bound=st.sampled_from([0, 1, 2, 3, 5, 10]),
     minimum=st.integers(1, 3),
     maximum=st.sampled_from([0, 3, 4]),
+    patience=st.sampled_from([0.0, 0.1, 0.5]),
     window_seconds=st.sampled_from([0.0, 0.001, 0.005]),
     debias=st.booleans(),
 )
@@ -259,3 +260,44 @@ def test_the_state_survives_being_written_down():
 def test_rules_that_make_no_sense_are_refused(wrong):
     with pytest.raises(ConfigurationError, match=next(iter(wrong))):
         GroupRules(**wrong)
+
+
+def alone(scheduler: GroupScheduler, arrivals: list[tuple[str, float]]) -> None:
+    for member, at in arrivals:
+        (group,) = scheduler.ready(member, at)
+        assert group.members == (member,)
+
+
+def test_a_first_arrival_waits_for_those_who_usually_come_soon_and_for_nobody_else():
+    scheduler = GroupScheduler("abc", GroupRules(bound=0, minimum=1, patience=0.1, window_seconds=0.0))
+    # No record yet, no window: everybody alone. Then a is due at 3, b at 3.05 and c at 3.5.
+    alone(scheduler, [("a", 1.0), ("b", 1.05), ("c", 1.5), ("a", 2.0), ("b", 2.05), ("c", 2.5)])
+    assert not scheduler.ready("a", 3.0)
+    assert scheduler.wake == pytest.approx(3.08)  # a little after b is due
+    (group,) = scheduler.ready("b", 3.06)
+    assert group.members == ("a", "b") and group.waits == (pytest.approx(0.06), 0)
+
+
+def test_somebody_late_is_given_up_when_it_should_have_come():
+    scheduler = GroupScheduler("ab", GroupRules(bound=0, minimum=1, patience=0.1, window_seconds=0.0))
+    alone(scheduler, [("a", 1.0), ("b", 1.05), ("a", 2.0), ("b", 2.05)])
+    assert not scheduler.ready("a", 3.0)
+    (group,) = scheduler.tick(scheduler.wake)
+    assert group.members == ("a",) and group.waits == (pytest.approx(0.08),)
+    alone(scheduler, [("b", 3.5)])  # a is due at 4.08, beyond a tenth of b's step
+
+
+def test_members_that_stay_together_are_counted():
+    scheduler = GroupScheduler("abc", GroupRules(bound=0, minimum=3))
+    counts, now = [], 0.0
+    for _ in range(3):
+        now += 1
+        groups = [group for member in "abc" for group in scheduler.ready(member, now)]
+        counts.append(groups[0].together)
+    assert counts == [1, 2, 3]
+    scheduler.failed(now)
+    groups = [group for member in "abc" for group in scheduler.ready(member, now + 1)]
+    assert groups[0].together == 1
+    scheduler.ended = lambda number: False  # not everybody has told of its end: not sure
+    groups = [group for member in "abc" for group in scheduler.ready(member, now + 2)]
+    assert groups[0].together == 1

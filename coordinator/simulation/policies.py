@@ -47,15 +47,26 @@ class ExchangeCosts:
     """Building the process group of members that have none in the cache."""
     hidden_seconds: float = 0.0
     """What of a lockstep exchange travels during the backward pass."""
+    moments: int = 2
+    """The optimizer's state over the parameters (AdamW: 2), where groups average it."""
 
-    def ring(self, members: int) -> float:
-        """All-reduce in a ring: 2(n - 1) steps of 1/n of the bytes."""
+    def ring(self, members: int, *, volumes: int = 1) -> float:
+        """All-reduce of so many times the parameters in a ring: 2(n - 1) steps of 1/n of the bytes."""
         if members < 2:
             return 0.0
         steps = 2 * (members - 1)
         return self.fixed_seconds + steps * (
-            self.latency_seconds + self.parameter_bytes / members / self.bytes_per_second
+            self.latency_seconds + volumes * self.parameter_bytes / members / self.bytes_per_second
         )
+
+    def volumes(self, settings: SyncSettings, group: Group) -> int:
+        """What a group exchanges over the parameters, as `facility.sync` does."""
+        average = settings.state_policy == "average"
+        if not settings.common_step:
+            return 1 + average * self.moments
+        if average and group.together > 2:
+            return 1
+        return 2 + (self.moments if average and group.together == 2 else 0)
 
     def message(self) -> float:
         """All parameters, one way."""
@@ -227,7 +238,7 @@ class _Driver:
         self.cache.move_to_end(key)
         while len(self.cache) > self.settings.group_cache:
             self.cache.popitem(last=False)
-        return now + build + self.costs.ring(len(members))
+        return now + build + self.costs.ring(len(members), volumes=self.costs.volumes(self.settings, group))
 
 
 def simulate_policy(

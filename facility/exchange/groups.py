@@ -14,6 +14,9 @@ Machine Learning Training via Partial Reduce", SIGMOD 2021. Different here, on p
 - a connecting group needs one member of each component, not everybody;
 - once half of the bound is gone, a member in a small component does not go alone: otherwise somebody slow that happens
   to come alone makes all others wait for its next time (one worker 5x slower: 3.5 becomes 4.4 times all-reduce);
+- a first arrival waits for those who are expected soon, by how long their steps usually take, and for nobody else:
+  it costs little, and replicas that a stall has set apart come together again (a fixed window either misses those who
+  come a moment later, or is waited in vain by everybody who is alone);
 - members leave and come back; one that comes back first receives (weight 0) and then contributes;
 - contributions are debiased: weight = mean rounds / own rounds, within a limit.
 """
@@ -21,9 +24,10 @@ Machine Learning Training via Partial Reduce", SIGMOD 2021. Different here, on p
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, TypeAlias
 
+from .arrivals import Arrivals
 from .errors import ConfigurationError
 
 Member: TypeAlias = int | str
@@ -40,6 +44,9 @@ class GroupRules:
     """Members a group has at least (fewer only when nobody else can come); 1: who comes alone goes on alone."""
     maximum: int = 0
     """Members a group has at most, except to keep the bound; 0: no limit."""
+    patience: float = 0.0
+    """Part of its usual step that a member waits for others whose own steps say that they will have come by then;
+    0: the windows below are used. Members without a record wait by the windows in any case."""
     window_seconds: float = 0.001
     """How long a first arrival waits for company, at first; then it adapts, member by member."""
     window_minimum_seconds: float = 0.00001
@@ -54,7 +61,7 @@ class GroupRules:
     """Updates of all members together after which `stop` is told; 0: no limit."""
 
     def __post_init__(self) -> None:
-        for name in ("bound", "maximum", "window_seconds", "window_minimum_seconds", "budget"):
+        for name in ("bound", "maximum", "patience", "window_seconds", "window_minimum_seconds", "budget"):
             if not getattr(self, name) >= 0:
                 raise ConfigurationError(f"{name} is {getattr(self, name)}, expected 0 or more")
         for name in ("minimum", "target", "debias_limit"):
@@ -93,6 +100,8 @@ class Group:
     reason: str
     returning: tuple[Member, ...] = ()
     """Members that came back and only receive this time."""
+    together: int = 1
+    """How many groups in a row these members have been in together, with nobody else, this one included."""
     partner: Member | None = None
     """Gossip: the peer whose parameters the single member asks for; it does not wait."""
 
@@ -109,6 +118,11 @@ class _Standing:
     rounds: int = 0
     finished: bool = False
     returning: bool = False
+    last: int | None = None
+    """Number of its last group; None when that failed, or after a pause."""
+    together: int = 0
+    """How many groups in a row that group's members had been together."""
+    arrivals: Arrivals = field(default_factory=Arrivals)
 
 
 class GroupScheduler:
@@ -128,6 +142,8 @@ class GroupScheduler:
         is made. Schedulers of the stages of never-flushing pipelines share one permission: two that held back members
         of one another's pipelines would wait for ever. Without permission a group closes all the same, and the bound
         is made up for as soon as there is permission."""
+        self.ended: Callable[[int], bool] = lambda number: True
+        """Asked whether all members of that group have told of its good end (`failed` tells of a bad one)."""
         self.wake: float | None = None
         """Time at which `tick` is wanted; None: only an event changes anything."""
         for member in members:
@@ -191,6 +207,7 @@ class GroupScheduler:
         if not again:
             standing.rounds += 1
             self._updates += 1
+            standing.arrivals.came(now)
         self._pending[member] = now
         return self._form(now)
 
@@ -209,8 +226,9 @@ class GroupScheduler:
 
         Its members announce themselves again: `ready(again=True)`, or `finish` after a final group.
         """
-        if len(self.active) > 1:
-            for standing in self._members.values():
+        for standing in self._members.values():
+            standing.last = None
+            if len(self.active) > 1:
                 self._components += 1
                 standing.component = self._components
         return self._form(now)
@@ -238,10 +256,10 @@ class GroupScheduler:
         if not pending:
             return None
         everybody = len(pending) == len(active)
-        opened = self._pending[pending[0]] + self._members[pending[0]].window
         full = 0 < self.rules.maximum <= len(pending)
-        if not (everybody or full or now >= opened):
-            self.wake = opened
+        until = self._worth_waiting(pending, active, now)
+        if not (everybody or full or now >= until):
+            self.wake = until
             return None
         if len(pending) < self.rules.minimum and not everybody:
             return None
@@ -259,6 +277,15 @@ class GroupScheduler:
         if self.may_hold(True):
             return None
         return self._close(chosen, now, "another stage is being connected")
+
+    def _worth_waiting(self, pending: list[Member], active: tuple[Member, ...], now: float) -> float:
+        """Until when those that are here wait for company."""
+        first = self._members[pending[0]]
+        if not self.rules.patience or any(self._members[m].arrivals.usual is None for m in pending):
+            return self._pending[pending[0]] + first.window
+        limit = min(self._pending[m] + self.rules.patience * (self._members[m].arrivals.usual or 0.0) for m in pending)
+        expected = [self._members[m].arrivals.expected() for m in active if m not in self._pending]
+        return max((min(last, limit) for soon, last in expected if soon <= limit and last > now), default=now)
 
     def _parts(self, members: Iterable[Member]) -> set[int]:
         return {self._members[m].component for m in members}
@@ -308,6 +335,7 @@ class GroupScheduler:
             standing.window = min(max(grown, self.rules.window_minimum_seconds), self.rules.window_maximum_seconds)
             if len(chosen) > 1:
                 standing.returning = False
+            standing.arrivals.left(now)
         return group
 
     def _note_connection(self) -> bool:
@@ -339,6 +367,9 @@ class GroupScheduler:
         members = tuple(sorted(chosen, key=lambda m: (isinstance(m, str), m)))
         rounds = tuple(self._members[m].rounds for m in members)
         self._number += 1
+        together = self._together(members)
+        for member in members:
+            self._members[member].last, self._members[member].together = self._number, together
         group = Group(
             number=self._number,
             members=members,
@@ -350,11 +381,18 @@ class GroupScheduler:
             final=final,
             reason=reason,
             returning=tuple(m for m in members if self._members[m].returning),
+            together=together,
             partner=partner,
         )
         for member in members:
             self._pending.pop(member, None)
         return group
+
+    def _together(self, members: tuple[Member, ...]) -> int:
+        first, *others = (self._members[m] for m in members)
+        if first.last is None or any(s.last != first.last for s in others) or not self.ended(first.last):
+            return 1
+        return first.together + 1
 
     def _weights(self, members: tuple[Member, ...], *, final: bool) -> tuple[float, ...]:
         standings = [self._members[m] for m in members]
@@ -392,7 +430,9 @@ class GroupScheduler:
             if state["format"] != FORMAT:
                 raise ConfigurationError(f"format {state['format']} of the scheduler's state, expected {FORMAT}")
             scheduler = cls(rules=GroupRules(**state["rules"]))
-            scheduler._members = {m: _Standing(**s) for m, s in state["members"]}
+            scheduler._members = {
+                m: _Standing(**(s | {"arrivals": Arrivals(**s.get("arrivals", {}))})) for m, s in state["members"]
+            }
             scheduler._pending = {m: float(at) for m, at in state["pending"]}
             scheduler._number, scheduler._served = int(state["number"]), int(state["served"])
             scheduler._updates, scheduler._components = int(state["updates"]), int(state["components"])

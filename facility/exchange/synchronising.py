@@ -65,8 +65,11 @@ class SyncSettings:
     """partial_reduce: replicas in a group at least, when more can come."""
     maximum: int = 0
     """partial_reduce: replicas in a group at most (except to keep the bound); 0: no limit."""
+    patience: float = 0.1
+    """partial_reduce: part of its usual step that a replica waits for others that are expected by then; 0: a window."""
     window_seconds: float = 0.001
-    """partial_reduce: how long a first arrival waits for company, at first; it adapts."""
+    """partial_reduce: how long a first arrival waits for company where nothing is known of the others' steps yet, or
+    always with patience 0; it adapts."""
     window_maximum_seconds: float = 0.005
     debias: bool = True
     """Weigh replicas by mean rounds / own rounds."""
@@ -80,8 +83,14 @@ class SyncSettings:
     """diloco: momentum of the outer Nesterov step."""
     weights: Literal["samples", "equal"] = "samples"
     """local, diloco and gradients: weigh replicas by the samples they trained on, or all alike."""
-    optimizer_state: Literal["keep", "average", "reset"] = "keep"
-    """When parameters are averaged: moments stay each replica's own, are averaged too, or start from zero."""
+    optimizer_state: Literal["auto", "keep", "average", "reset"] = "auto"
+    """When parameters are averaged: moments stay each replica's own, are averaged too, or start from zero. auto: average
+    under partial_reduce with common steps, else keep."""
+    step: Literal["common", "own"] = "common"
+    """partial_reduce: a group averages parameters and gradients and makes one common step, or each member makes its own
+    and parameters alone are averaged (as SDPipe; half the traffic). With a common step and averaged moments, moments
+    travel when the same members meet for the second time in a row, and from the third time on gradients only, as
+    under all-reduce."""
     progress: Literal["accumulated", "each"] = "accumulated"
     """accumulated: replicas together make steps x replicas updates, fast ones more; each: everyone makes `steps`.
     Policies in lockstep, local and diloco always count each."""
@@ -123,11 +132,24 @@ class SyncSettings:
             bound=self.bound,
             minimum=self.minimum,
             maximum=self.maximum,
+            patience=self.patience,
             window_seconds=self.window_seconds,
             window_maximum_seconds=self.window_maximum_seconds,
             debias=self.debias,
             budget=budget,
         )
+
+    @property
+    def state_policy(self) -> Literal["keep", "average", "reset"]:
+        """What `optimizer_state` means for this policy."""
+        if self.optimizer_state == "auto":
+            return "average" if self.common_step else "keep"
+        return self.optimizer_state
+
+    @property
+    def common_step(self) -> bool:
+        """Do groups meet before the optimizer's step?"""
+        return self.policy == "partial_reduce" and self.step == "common"
 
     @property
     def lockstep(self) -> bool:

@@ -71,7 +71,12 @@ def begin_state(optimizer: torch.optim.Optimizer | None) -> None:
         parameter.data.copy_(value)
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
-    for tensor in moments(optimizer):
+    zero(moments(optimizer))
+
+
+def zero(tensors: Iterable[torch.Tensor]) -> None:
+    """Begin anew."""
+    for tensor in tensors:
         tensor.zero_()
 
 

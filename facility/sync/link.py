@@ -29,6 +29,8 @@ class Decision:
     rounds: tuple[int, ...]
     returning: tuple[int, ...]
     partner: int | None
+    together: int
+    """How many groups in a row these members have been together, this one included."""
     final: bool
     updates: int
     """Updates of all replicas so far."""
@@ -212,6 +214,7 @@ class Link:
                     rounds=tuple(message["rounds"]),
                     returning=tuple(message["returning"]),
                     partner=message["partner"],
+                    together=message["together"],
                     final=message["final"],
                     updates=message["updates"],
                     stop=message["stop"],

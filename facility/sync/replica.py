@@ -14,7 +14,7 @@ import torch.distributed as dist
 from facility.exchange.groups import GroupRules, GroupScheduler
 from facility.exchange.synchronising import SyncSettings
 
-from .flat import Flat, begin_state, moments
+from .flat import Flat, begin_state, moments, zero
 from .journal import Journal
 from .link import Decision, Link
 from .policy import Place
@@ -239,9 +239,9 @@ class Replica:
 
     def mean(self, channel: Channel, weight: float, flat: Flat) -> torch.Tensor:
         """Weighted mean of `flat` over the group, in a buffer that the next call overwrites."""
-        if self._buffer is None or self._buffer.numel() != flat.size:
+        if self._buffer is None or self._buffer.numel() < flat.size:
             self._buffer = torch.empty(flat.size, dtype=torch.float32, device=self.context.device)
-        buffer = flat.pack(self._buffer)
+        buffer = flat.pack(self._buffer[: flat.size])
         buffer.mul_(weight)
         channel.all_reduce(buffer)
         return buffer
@@ -254,8 +254,18 @@ class Replica:
         if decision.returning:
             begin_state(self.context.optimizer)
         state = moments(self.context.optimizer)
-        both = [*self.flat.tensors, *state] if self.settings.optimizer_state == "average" else self.flat.tensors
-        flat = Flat(both, self.context.device)
+        both = [*self.flat.tensors, *state] if self.settings.state_policy == "average" else self.flat.tensors
+        if not self.averaged_tensors(decision, both, vote=vote, amount=amount):
+            return False
+        if len(decision.members) > 1 and self.settings.state_policy == "reset":
+            zero(state)
+        return True
+
+    def averaged_tensors(
+        self, decision: Decision, tensors: list[torch.Tensor], *, vote: bool, amount: float | None = None
+    ) -> bool:
+        """Average these tensors over the group, all of them or (False) none; otherwise as `averaged`."""
+        flat = Flat(tensors, self.context.device)
         box: list[torch.Tensor] = []
 
         def action(channel: Channel) -> int:
@@ -267,9 +277,6 @@ class Replica:
             return False
         if box:
             flat.unpack(box[0])
-            if self.settings.optimizer_state == "reset":
-                for tensor in state:
-                    tensor.zero_()
         return True
 
     def _exact_mean(self, channel: Channel, decision: Decision, result: torch.Tensor) -> int:

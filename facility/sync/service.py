@@ -69,6 +69,7 @@ class SchedulerService:
         self._rounds: dict[int, int] = {}
         self._pausing = False
         self._open: dict[int, _Open] = {}
+        scheduler.ended = lambda number: number not in self._open
         self._channels: OrderedDict[tuple[int, ...], int] = OrderedDict()
         self._channel_number = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -335,6 +336,7 @@ class SchedulerService:
                         "rounds": group.rounds,
                         "returning": group.returning,
                         "partner": group.partner,
+                        "together": group.together,
                         "final": group.final,
                         "updates": self.scheduler.updates,
                         "stop": self.scheduler.stop,

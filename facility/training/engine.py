@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +29,8 @@ class StepResult:
     gradient_norm: float
     """Before clipping."""
     predictions: int
+    rate: float
+    """Learning rate."""
     skipped: bool
     """Loss or gradient was not finite: the weights are as before."""
 
@@ -69,8 +71,10 @@ class Engine:
         """Does any rank of this replica want to stop? The same answer on each."""
         return self._sum(float(wanted))[0] > 0
 
-    def step(self, batches: Sequence[Batch], rate: float, sync: object | None = None) -> StepResult:
+    def step(self, batches: Sequence[Batch], rate: Callable[[], float], sync: object | None = None) -> StepResult:
         """Train on this reader's micro-batches; all readers together have the batch.
+
+        `rate` is asked for the learning rate after gradients are exchanged: replicas that exchange agree on progress.
 
         Token-weighted: the gradient is that of the mean over every prediction of the batch, however the batch is cut.
         """
@@ -104,17 +108,19 @@ class Engine:
             )
             norm_value = math.sqrt(squares) if squares >= 0 else math.nan
             finite = math.isfinite(loss_total) and math.isfinite(norm_value)
+            chosen = rate()
             if finite:
                 clip(present, norm_value, self.settings.clip_norm)
                 for group in self.optimizer.param_groups:
-                    group["lr"] = rate
+                    group["lr"] = chosen
                 self.optimizer.step()
             for part in self.parts:
                 part.tensor.grad = part.parameter.grad = None
         self.clock.settle()
         self._count(finite, norm_value, loss_total)
         loss = loss_total / predictions if predictions else 0.0
-        return StepResult(loss=loss, gradient_norm=norm_value, predictions=int(predictions), skipped=not finite)
+        return StepResult(loss=loss, gradient_norm=norm_value, predictions=int(predictions), rate=chosen,
+                          skipped=not finite)  # fmt: skip
 
     def _tie(self) -> None:
         """A tied head away from its embedding: both ranks take the sum of both gradients."""

@@ -23,11 +23,11 @@ class Progress:
         if self.speaks:
             print(f"{self.prefix} {text}", file=sys.stderr, flush=True)
 
-    def step(self, step: int, result: StepResult, rate: float) -> None:
+    def step(self, step: int, result: StepResult) -> None:
         now = time.monotonic()
         if self.always or step == self.total or now - self._last >= 1.0:
             self._last = now
             self.say(
                 f"step {step}/{self.total}  loss {result.loss:.4f}  "
-                f"gradient norm {result.gradient_norm:.3f}  learning rate {rate:.2e}"
+                f"gradient norm {result.gradient_norm:.3f}  learning rate {result.rate:.2e}"
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -49,13 +50,14 @@ class TrainedStage:
         stage: int,
         replica: int,
         rows: Any,
-        rate: float,
+        rate: Callable[[], float],
         emulation: Emulation,
         seconds: tuple[float, float],
     ) -> None:
         self.half, self.stage, self.replica, self.rows = half, stage, replica, rows
         self.emulation, self.seconds = emulation, seconds
-        self.optimizer = torch.optim.AdamW(half.parameters(), lr=rate)
+        self.rate = rate
+        self.optimizer = torch.optim.AdamW(half.parameters(), lr=0.0)
         self.stash = WeightStash(list(half.parameters()))
         self.saved: dict[int, tuple[Any, torch.Tensor]] = {}
 
@@ -83,6 +85,7 @@ class TrainedStage:
         return None if self.stage == 0 else value.grad
 
     def update(self, micro_batch: int) -> None:
+        self.optimizer.param_groups[0]["lr"] = self.rate()
         nn.utils.clip_grad_norm_(self.half.parameters(), 1.0)
         with self.stash.updating():
             self.optimizer.step()
@@ -103,14 +106,20 @@ class Until:
 
 def train_stages(
     rank: int, store: Any, job: dict[str, Any], model: Any, data: Any, tag: str, *, pipelines: int, batch: int,
-    emulation: Emulation, passes: tuple[float, float],
+    emulation: Emulation, passes: tuple[float, float], rate: Callable[[float], float],
 ) -> dict[str, Any]:  # fmt: skip
     """Train `model` (in place: the first rank ends with the whole averaged one); seconds and report."""
     replica, stage = divmod(rank, STAGES)
     half = Half(model, stage)
     order = ReplicaOrder(policy="strided", sequences=len(data), replica=replica, replicas=pipelines, seed=0)
     work = TrainedStage(
-        half, stage, replica, lambda m: data[order.take(m * batch, batch)], job["rate"], emulation, passes
+        half,
+        stage,
+        replica,
+        lambda m: data[order.take(m * batch, batch)],
+        lambda: rate(sync.progress),
+        emulation,
+        passes,
     )
     pipe = dist.ProcessGroupGloo(
         dist.PrefixStore(f"{tag}/pipe/{replica}", store.clone()), stage, STAGES, timedelta(seconds=60)

@@ -1,23 +1,26 @@
 """Loss under partial reduce (and others) against all-reduce: after equal wall time and after equal updates.
 
-Four real processes train a small Llama on real text (bytes of `../shared/data/<language>`), each on every fourth
-block. A forward and a backward pass also sleep 30 and 60 ms, stalled and slowed by the shared law in the proportions
+Four real processes go on training a small Llama, pretrained here on German and French, on other real text (bytes of
+`../shared/data/<language>`), each on every fourth block; the learning rate warms up and decays (`--constant`: it does
+not; `--pretrain 0`: from random weights). A forward and a backward pass also sleep 30 and 60 ms, stalled and slowed by the shared law in the proportions
 of `sync_speed.py` (stalls of 0.1 and 0.2 s there are 0.043 and 0.086 s here). For each row: all-reduce makes N steps
-and takes T seconds; each policy then runs for T seconds, and once more for as many updates as all-reduce made. What
-is compared is the validation loss of the averaged model that `finish` leaves on every process. The row of pipelines is
+and takes T seconds; each policy then makes as many updates as all-reduce made, and once more runs for T seconds (its
+learning rate decays over the updates that its speed promises). What is compared is the validation loss of the averaged model that `finish` leaves on every process. The row of pipelines is
 scaled down to four pipelines of two stages (eight processes), never flushed, weights stashed.
 
-    python tests/bench/sync_quality.py --steps 80 --out sync_quality.json
+    python tests/bench/sync_quality.py --steps 120 --out sync_quality.json
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing
 import os
 import socket
 import sys
+import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -73,6 +76,39 @@ def build_model(tied: bool) -> Any:
     )  # fmt: skip
 
 
+def pretrain(steps: int, file: Path) -> float:
+    """Train on German and French; returns the last loss."""
+    import torch
+    from safetensors.torch import save_file
+
+    model, generator = build_model(tied=True), torch.Generator().manual_seed(0)
+    text = torch.cat([blocks(language, "train", 20_000) for language in ("de", "fr")])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    loss = torch.zeros(())
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = 3e-3 * shape(step / steps)
+        rows = text[torch.randint(len(text), (32,), generator=generator)]
+        optimizer.zero_grad()
+        loss = model(input_ids=rows, labels=rows).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    save_file({name: value for name, value in model.state_dict().items() if name != "lm_head.weight"}, file)
+    return loss.item()
+
+
+def load_start(model: Any, file: Path) -> None:
+    from safetensors.torch import load_file
+
+    weights = load_file(file)
+    model.load_state_dict(weights | {"lm_head.weight": weights["model.embed_tokens.weight"]})
+
+
+def shape(done: float) -> float:
+    """Share of the peak learning rate when `done` (0 to 1) of the training is over: warm-up, then a cosine."""
+    return min(1.0, done / 0.1) if done < 0.1 else (1 + math.cos(math.pi * min(1.0, (done - 0.1) / 0.9))) / 2
+
+
 def train(rank: int, store: Any, job: dict[str, Any], data: Any, validation: Any, tag: str) -> dict[str, Any]:
     import torch
 
@@ -82,10 +118,16 @@ def train(rank: int, store: Any, job: dict[str, Any], data: Any, validation: Any
 
     emulation = ROWS[job["row"]]
     model = build_model(tied=job["row"] != PIPELINED)
+    if job["start"]:
+        load_start(model, Path(job["start"]))
     model.train()
+
+    def rate(progress: float) -> float:
+        return float(job["rate"] * (1.0 if job["constant"] else shape((progress + 0.5) / job["horizon"])))
+
     if job["row"] == PIPELINED:
         result = train_stages(rank, store, job, model, data, tag, pipelines=WORKERS, batch=BATCH, emulation=emulation,
-                              passes=(FORWARD, BACKWARD))  # fmt: skip
+                              passes=(FORWARD, BACKWARD), rate=rate)  # fmt: skip
         return result | {"loss": validated(model, validation) if rank == 0 else 0.0}
     optimizer = torch.optim.AdamW(model.parameters(), lr=job["rate"])
     settings = SyncSettings(policy=job["policy"], missing_seconds=60.0, **job["options"])
@@ -101,6 +143,7 @@ def train(rank: int, store: Any, job: dict[str, Any], data: Any, validation: Any
         model(input_ids=rows, labels=rows).loss.backward()
         sync.reduce_gradients(BATCH)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.param_groups[0]["lr"] = rate(sync.progress)
         optimizer.step()
         sync.after_step(BATCH)
         step += 1
@@ -132,15 +175,16 @@ def worker(rank: int, world: int, port: int, language: str, jobs: list[dict[str,
     validation = validation[: len(validation) // 64 * 64]
     for number, job in enumerate(jobs):
         job = dict(job)
-        if job["policy"] != "allreduce" and job["equal"] == "time":
-            job["seconds"], job["steps"] = float(store.get(f"seconds/{job['row']}")), 1_000_000
+        if job["equal"] == "time":
+            whole, own = (float(store.get(f"seconds/{job['row']}/{name}")) for name in ("allreduce", job["policy"]))
+            job["seconds"], job["horizon"], job["steps"] = whole, job["steps"] * whole / own, 1_000_000
         if rank >= WORKERS and job["row"] != PIPELINED:
             store.get(f"over/{number}")
             continue
         result = train(rank, store, job, data, validation, f"job{number}")
         if rank == 0:
-            if job["policy"] == "allreduce":
-                store.set(f"seconds/{job['row']}", str(result["seconds"]))
+            if job["equal"] != "time":
+                store.set(f"seconds/{job['row']}/{job['policy']}", str(result["seconds"]))
             queue.put((number, result))
             store.set(f"over/{number}", "yes")
     queue.close()
@@ -154,26 +198,33 @@ def worker(rank: int, world: int, port: int, language: str, jobs: list[dict[str,
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=80, help="all-reduce's steps (default 80)")
-    parser.add_argument("--rate", type=float, default=3e-3, help="AdamW's learning rate, constant (default 0.003)")
+    parser.add_argument("--rate", type=float, default=3e-3, help="AdamW's (peak) learning rate (default 0.003)")
+    parser.add_argument("--constant", action="store_true", help="the learning rate neither warms up nor decays")
+    parser.add_argument("--pretrain", type=int, default=1500, help="steps on German and French before (default 1500)")
     parser.add_argument("--rows", nargs="*", default=list(ROWS), choices=list(ROWS), metavar="ROW")
     parser.add_argument("--policies", nargs="*", default=["partial_reduce"], metavar="NAME")
     parser.add_argument("--bound", type=int, default=10, help="partial_reduce: P, rounds (default 10)")
     parser.add_argument(
         "--minimum", type=int, default=1, help="partial_reduce: members of a group at least (default 1)"
     )
+    parser.add_argument("--patience", type=float, default=0.1, help="partial_reduce: part of a step (default 0.1)")
+    parser.add_argument("--step", default="common", choices=["common", "own"], help="partial_reduce (default common)")
     parser.add_argument("--language", default="it", help="folder of the text (default it)")
     parser.add_argument("--out", type=Path, help="write the JSON here too")
     a = parser.parse_args()
     if not DATA.is_dir():
         print(f"error: {DATA} is absent: it holds the text", file=sys.stderr)
         return 2
-    options = {"partial_reduce": {"bound": a.bound, "minimum": a.minimum}}
+    options = {"partial_reduce": {"bound": a.bound, "minimum": a.minimum, "patience": a.patience, "step": a.step}}
+    start = Path(tempfile.mkdtemp()) / "start.safetensors"
+    began = pretrain(a.pretrain, start) if a.pretrain else 0.0
     jobs = []
     for row in a.rows:
-        common = {"row": row, "steps": a.steps, "rate": a.rate, "seconds": 0.0}
+        common = {"row": row, "steps": a.steps, "horizon": a.steps, "rate": a.rate, "constant": a.constant,
+                  "seconds": 0.0, "start": str(start) if a.pretrain else ""}  # fmt: skip
         jobs.append(common | {"policy": "allreduce", "options": {}, "equal": ""})
         for policy in a.policies:
-            for equal in ("time", "updates"):
+            for equal in ("updates", "time"):
                 jobs.append(common | {"policy": policy, "options": options.get(policy, {}), "equal": equal})
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -188,6 +239,8 @@ def main() -> int:
     found = dict(queue.get(timeout=900) for _ in jobs)
     for process in processes:
         process.join()
+    start.unlink(missing_ok=True)
+    start.parent.rmdir()
     rows: dict[str, dict[str, Any]] = {}
     for number, job in enumerate(jobs):
         result = found[number]
@@ -206,6 +259,7 @@ def main() -> int:
     result = {
         "what": "validation loss (nats per byte) of the averaged model",
         "settings": {"workers": WORKERS, "block": BLOCK, "batch": BATCH, "steps": a.steps, "rate": a.rate,
+                     "constant": a.constant, "pretrained steps": a.pretrain, "loss there": round(began, 4),
                      "language": a.language, **options["partial_reduce"]},
         "machine": f"{os.cpu_count()} cores", "rows": rows,
     }  # fmt: skip

@@ -56,6 +56,8 @@ ROWS: dict[str, tuple[Emulation, int, int]] = {
 WIRE = {"4x4 stall 0.1, 110 MB over 10 Gbit/s": (110_000_000, 1.25e9)}
 """Bytes of a stage's parameters and bytes a second of its link; an exchange then lasts as long as a ring of its members,
 by sleeping: a quarter of BERT-base (110 M parameters in float32) a stage."""
+OWN_STEPS = set(WIRE)
+"""Rows in which partial_reduce exchanges parameters alone, after each member's own step (as SDPipe does)."""
 EXCHANGE_FIRST = {"4x4 stall 0.1", *WIRE}
 """Rows in which a stage sends its gradient on only after its exchange, as SDPipe's artefact does for every policy."""
 
@@ -114,7 +116,8 @@ def emulated_link(row: str) -> Iterator[None]:
     def slow_start(self: Any, tensor: Any) -> Any:
         work = start(self, tensor)
         if tensor.numel() >= ELEMENTS:
-            ends[id(work)] = time.monotonic() + ring_seconds(row, self.backend.size())
+            volumes = tensor.numel() / ELEMENTS
+            ends[id(work)] = time.monotonic() + volumes * ring_seconds(row, self.backend.size())
         return work
 
     def slow_wait(self: Any, work: Any) -> None:
@@ -258,18 +261,23 @@ def main() -> int:
     parser.add_argument("--policies", nargs="*", default=["partial_reduce"], metavar="NAME", help="beside allreduce")
     parser.add_argument("--bound", type=int, default=10, help="P, rounds (default 10)")
     parser.add_argument("--minimum", type=int, default=1, help="members of a group at least (default 1)")
+    parser.add_argument("--patience", type=float, default=0.1, help="partial_reduce: part of a step (default 0.1)")
     parser.add_argument("--out", type=Path, help="write the JSON here too")
     arguments = parser.parse_args()
-    options = {"bound": arguments.bound, "minimum": arguments.minimum}
+    options = {"bound": arguments.bound, "minimum": arguments.minimum, "patience": arguments.patience}
+
+    def options_of(policy: str, row: str) -> dict[str, Any]:
+        if policy != "partial_reduce":
+            return {}
+        return options | ({"step": "own"} if row in OWN_STEPS else {})
+
     chosen_rows = arguments.rows
     calibration = [("lockstep 8", "allreduce")] if any(ROWS[r][2] == 1 for r in chosen_rows) else []
     calibration += [("lockstep 4x4", "allreduce")] if any(ROWS[r][2] > 1 for r in chosen_rows) else []
     calibration += [("pair", "partial_reduce")]
-    jobs: list[tuple] = [
-        (row, policy, options if policy == "partial_reduce" else {}, 40) for row, policy in calibration
-    ]
+    jobs: list[tuple] = [(row, policy, options_of(policy, row), 40) for row, policy in calibration]
     jobs += [
-        (row, policy, options if policy == "partial_reduce" else {}, arguments.steps)
+        (row, policy, options_of(policy, row), arguments.steps)
         for row in arguments.rows
         for policy in ["allreduce", *arguments.policies]
     ]

@@ -50,12 +50,42 @@ def test_gradient_policies_equal_one_process_with_the_whole_batch(policy: str, a
     assert report["aborted"] == 0 and report["samples"] == {"0": 12.0, "1": 36.0, "2": 24.0}
 
 
-def test_partial_reduce_with_a_bound_of_one_is_all_reduce():
-    """Averaging after a gradient step from equal parameters is the step of the averaged gradient."""
-    settings = settings_of(policy="partial_reduce", bound=1, debias=False)
+@pytest.mark.parametrize("step", ["common", "own"])
+def test_partial_reduce_with_a_bound_of_one_is_all_reduce(step: str):
+    """For SGD, averaging after a step from equal parameters is the step of the averaged gradient."""
+    settings = settings_of(policy="partial_reduce", bound=1, debias=False, step=step)
     for result in run_fleet(solve, 3, settings, STEPS):
         torch.testing.assert_close(torch.tensor(result["vector"]), by_hand([1, 1, 1]), rtol=1e-5, atol=1e-5)
         assert result["steps"] == STEPS
+
+
+@pytest.mark.parametrize("state", ["auto", "keep"])
+def test_common_steps_of_everybody_are_all_reduce_with_adamw_too(state: str):
+    """And from the third meeting on they send what all-reduce sends, where moments are averaged."""
+    work = partial(solve, optimizer_name="adamw")
+    expected = run_fleet(work, 3, settings_of(policy="allreduce"), STEPS)[0]["vector"]
+    settings = settings_of(policy="partial_reduce", bound=1, debias=False, optimizer_state=state)
+    results = run_fleet(work, 3, settings, STEPS)
+    for result in results:
+        torch.testing.assert_close(torch.tensor(result["vector"]), torch.tensor(expected), rtol=1e-5, atol=1e-6)
+    if state == "auto":
+        own = [torch.tensor(r["local"]) for r in results]  # before the final average
+        assert torch.equal(own[0], own[1]) and torch.equal(own[0], own[2])
+        steps, elements = STEPS, sum(p.numel() for p in make_parameters())
+        counters = 2 * len(make_parameters())  # AdamW's `step`, a number per parameter: counted with the moments
+        sent = results[0]["report"]["bytes_here"]
+        volumes = 2 + 4 + (steps - 2) + 2  # first, second, then gradients; the final average is in float64
+        assert sent == pytest.approx(2 * 2 / 3 * 4 * elements * volumes, rel=0.02 + counters / elements)
+
+
+def test_common_steps_differ_from_own_steps_under_adamw():
+    """The mean of normalised steps is not the normalised step of the mean: why gradients are averaged."""
+    work = partial(solve, optimizer_name="adamw")
+    own, common = (
+        run_fleet(work, 3, settings_of(policy="partial_reduce", bound=1, debias=False, step=step), STEPS)[0]["vector"]
+        for step in ("own", "common")
+    )
+    assert (torch.tensor(own) - torch.tensor(common)).abs().max() > 1e-3
 
 
 def test_local_averaging_is_weighted_by_samples_and_exact_for_uneven_replicas():
