@@ -25,88 +25,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 from .arrivals import Arrivals
 from .errors import ConfigurationError
+from .group import Group, GroupRules, Member
 
-Member: TypeAlias = int | str
 FORMAT = 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class GroupRules:
-    """How groups form."""
-
-    bound: int = 5
-    """P: the union of groups is connected at least every P x N updates; 1: every group is everybody; 0: no bound."""
-    minimum: int = 2
-    """Members a group has at least (fewer only when nobody else can come); 1: who comes alone goes on alone."""
-    maximum: int = 0
-    """Members a group has at most, except to keep the bound; 0: no limit."""
-    patience: float = 0.0
-    """Part of its usual step that a member waits for others whose own steps say that they will have come by then;
-    0: the windows below are used. Members without a record wait by the windows in any case."""
-    window_seconds: float = 0.001
-    """How long a first arrival waits for company, at first; then it adapts, member by member."""
-    window_minimum_seconds: float = 0.00001
-    window_maximum_seconds: float = 0.01
-    target: int = 2
-    """A member whose group was smaller doubles its window, otherwise the window shrinks by a tenth."""
-    debias: bool = True
-    """Weigh a member by mean rounds / own rounds, so that fast members do not dominate; else all equal."""
-    debias_limit: float = 4.0
-    """No weight is above this or below its inverse."""
-    budget: int = 0
-    """Updates of all members together after which `stop` is told; 0: no limit."""
-
-    def __post_init__(self) -> None:
-        for name in ("bound", "maximum", "patience", "window_seconds", "window_minimum_seconds", "budget"):
-            if not getattr(self, name) >= 0:
-                raise ConfigurationError(f"{name} is {getattr(self, name)}, expected 0 or more")
-        for name in ("minimum", "target", "debias_limit"):
-            if not getattr(self, name) >= 1:
-                raise ConfigurationError(f"{name} is {getattr(self, name)}, expected 1 or more")
-        if 0 < self.maximum < self.minimum:
-            raise ConfigurationError(
-                f"maximum is {self.maximum}, expected 0 (no limit) or at least minimum, {self.minimum}"
-            )
-        if self.window_maximum_seconds < max(self.window_minimum_seconds, self.window_seconds):
-            raise ConfigurationError(
-                f"window_maximum_seconds is {self.window_maximum_seconds}, expected at least window_seconds "
-                f"({self.window_seconds}) and window_minimum_seconds ({self.window_minimum_seconds})"
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Group:
-    """A decision: these members average now."""
-
-    number: int
-    """Rises by one with every group; the order in which a member takes part in groups."""
-    members: tuple[Member, ...]
-    weights: tuple[float, ...]
-    """Contribution of each member; they sum to 1. A member that came back has 0."""
-    rounds: tuple[int, ...]
-    """Updates each member has made so far."""
-    staleness: tuple[int, ...]
-    """Rounds that each member is behind the foremost of the group."""
-    waits: tuple[float, ...]
-    """Seconds since each member announced itself."""
-    connected: bool
-    """Did this group make the union of groups connected?"""
-    final: bool
-    """The exact average over all that ends a phase."""
-    reason: str
-    returning: tuple[Member, ...] = ()
-    """Members that came back and only receive this time."""
-    together: int = 1
-    """How many groups in a row these members have been in together, with nobody else, this one included."""
-    partner: Member | None = None
-    """Gossip: the peer whose parameters the single member asks for; it does not wait."""
-
-    def __len__(self) -> int:
-        return len(self.members)
+__all__ = ["Group", "GroupRules", "GroupScheduler", "Member"]
 
 
 @dataclass(kw_only=True)
