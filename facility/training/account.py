@@ -93,7 +93,13 @@ def details(
     held: Assembly, layout: Layout, config: Any, seconds: float, tokens: int, per_rank: list[dict[str, Any]],
     peak: float = 0.0,
 ) -> dict[str, Any]:  # fmt: skip
-    """Figures for `report.json`: model operations a second, MFU where the peak is known or given, time split, bubble."""
+    """Figures for `report.json`: model operations a second, MFU where the peak is known or given, time split, bubble.
+
+    The time split, `seconds` of every rank: `data`, `forward`, `backward`, `optimizer`, `communication`, of a pipeline
+    `pipeline` and the `busy` part of it. Torch's own collectives are parts of these and not beside them: `all_gather`
+    (FSDP2) of forward and backward, `reduce_scatter` (FSDP2) and `all_reduce` (gradients between replicas that step
+    together, by DDP or FSDP2) of backward, in a pipeline all three of `pipeline`.
+    """
     embedding = getattr(config, "vocab_size", 0) * getattr(config, "hidden_size", 0)
     operations = flops_per_token(
         held.parameters, embedding, getattr(config, "num_hidden_layers", 0), getattr(config, "hidden_size", 0),

@@ -23,7 +23,7 @@ from .arrange import Layout
 from .clock import Clock
 from .compute import Compute, Pipeline, Precision, Whole
 from .head import ChunkedHead
-from .layout.collectives import time_collectives
+from .layout.collectives import time_all_reduce, time_collectives
 from .layout.grid import Grid
 from .layout.shard import find_blocks, shard
 from .layout.split import Anatomy, Stage
@@ -100,7 +100,7 @@ def assemble(
             chosen = mesh["replica", "shard"] if in_mesh else mesh["shard"]
             shard(module, blocks, chosen, compute_dtype=dtype, reshard=layout.reshard and not layout.units,
                   offload=settings.layout.offload, root_output=output)  # fmt: skip
-            time_collectives(module, clock)
+            time_collectives(module, clock, replicas=in_mesh)
         materialise(module, ranks.device)
 
     def parts(model: nn.Module, keep: bool = True) -> list[Part]:
@@ -113,10 +113,12 @@ def assemble(
         replicated = None
         if copies:
             assert mesh is not None
+            among = mesh["replica"].get_group()
             replicated = DistributedDataParallel(
-                skeleton, process_group=mesh["replica"].get_group(), broadcast_buffers=False, init_sync=False,
+                skeleton, process_group=among, broadcast_buffers=False, init_sync=False,
                 gradient_as_bucket_view=True, find_unused_parameters=True,
             )  # fmt: skip
+            time_all_reduce(replicated, among, clock)
         return Assembly(
             compute=Whole(skeleton, task, precision, clock, replicated=replicated, chunked=chunked), parts=parts(skeleton), shapes=trained, names=set(names.values()), repeats=repeats, tied=[],
             tied_group=None, model_group=model_group(grid, ranks), mesh=mesh, anatomy=anatomy, parameters=parameters,
