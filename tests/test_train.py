@@ -37,7 +37,8 @@ def test_the_command_learns_and_tells(tmp_path: Path, pico_llama: Path, dataset:
     assert report.loss_returned < report.loss_received
     assert (report.steps, report.samples, report.position, report.tokens) == (3, 12, 12, 12 * 16)
     assert weights(tmp_path / "out").keys() == weights(pico_llama).keys()
-    assert {"data", "forward", "backward", "optimizer"} <= set(report.details["per_rank"][0]["seconds"])
+    split = report.details["per_rank"][0]["seconds"]
+    assert {"data", "forward", "backward", "optimizer"} <= set(split) and "all_reduce" not in split
 
 
 def test_the_update_loads_and_its_loss_is_the_one_reported(tmp_path: Path, dataset: Path):
@@ -229,7 +230,10 @@ def test_the_report_tells_mfu_of_a_given_peak_and_the_time_in_collectives(
     for rank in known["per_rank"]:
         split = rank["seconds"]
         assert 0 < split["all_gather"] + split["reduce_scatter"] < split["forward"] + split["backward"]
-    assert "all_gather" not in copies["per_rank"][0]["seconds"]
+        assert "all_reduce" not in split
+    for rank in copies["per_rank"]:
+        split = rank["seconds"]
+        assert "all_gather" not in split and 0 < split["all_reduce"] < split["backward"]
 
 
 def test_a_tracker_and_a_trace_are_written_or_said_to_be_off(tmp_path: Path, pico_llama: Path, dataset: Path):
