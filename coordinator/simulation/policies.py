@@ -41,6 +41,8 @@ class ExchangeCosts:
     """One message from replica to replica."""
     fixed_seconds: float = 0.0
     """Any exchange, besides: packing, launching."""
+    member_seconds: float = 0.0
+    """Each member of a group beyond the second adds."""
     decision_seconds: float = 0.0
     """From announcing oneself to hearing of one's group, when it is formed at once."""
     new_group_seconds: float = 0.0
@@ -55,9 +57,8 @@ class ExchangeCosts:
         if members < 2:
             return 0.0
         steps = 2 * (members - 1)
-        return self.fixed_seconds + steps * (
-            self.latency_seconds + volumes * self.parameter_bytes / members / self.bytes_per_second
-        )
+        fixed = self.fixed_seconds + (members - 2) * self.member_seconds
+        return fixed + steps * (self.latency_seconds + volumes * self.parameter_bytes / members / self.bytes_per_second)
 
     def volumes(self, settings: SyncSettings, group: Group) -> int:
         """What a group exchanges over the parameters, as `facility.sync` does."""

@@ -65,7 +65,7 @@ class SyncSettings:
     """partial_reduce: replicas in a group at least, when more can come."""
     maximum: int = 0
     """partial_reduce: replicas in a group at most (except to keep the bound); 0: no limit."""
-    patience: float = 0.1
+    patience: float = 0.05
     """partial_reduce: part of its usual step that a replica waits for others that are expected by then; 0: a window."""
     window_seconds: float = 0.001
     """partial_reduce: how long a first arrival waits for company where nothing is known of the others' steps yet, or

@@ -31,6 +31,9 @@ class PartialReduce(Replica):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._stepping = False
+        if context.settings.common_step:
+            # Now: later, in a pipeline that never flushes, autograd holds forward passes on these parameters.
+            begin_state(context.optimizer)
 
     def scheduler(self, budget: int) -> GroupScheduler:
         return GroupScheduler(rules=self.settings.rules(budget=budget))
@@ -47,7 +50,6 @@ class PartialReduce(Replica):
         self._stepping = True
         self.count(samples)
         decision = self.ask("ready")
-        begin_state(self.context.optimizer)
         kept, state = self.settings.state_policy, moments(self.context.optimizer)
         tensors = gradients(self.context.parameters)
         if kept != "average" or decision.together < 3:

@@ -207,7 +207,7 @@ def main() -> int:
     parser.add_argument(
         "--minimum", type=int, default=1, help="partial_reduce: members of a group at least (default 1)"
     )
-    parser.add_argument("--patience", type=float, default=0.1, help="partial_reduce: part of a step (default 0.1)")
+    parser.add_argument("--patience", type=float, default=0.05, help="partial_reduce: part of a step (default 0.05)")
     parser.add_argument("--step", default="common", choices=["common", "own"], help="partial_reduce (default common)")
     parser.add_argument("--language", default="it", help="folder of the text (default it)")
     parser.add_argument("--out", type=Path, help="write the JSON here too")

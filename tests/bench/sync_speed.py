@@ -250,7 +250,11 @@ def predict(row: str, policy: str, options: dict[str, Any], steps: int, costs: d
     def step(replica: int, number: int, now: float) -> float:
         return compute(emulation, replica, 0, 2 * number) + compute(emulation, replica, 0, 2 * number + 1)
 
-    exchange = ExchangeCosts(fixed_seconds=costs["lockstep 8" if settings.lockstep else "pair"])
+    # From a pair's cost here to that of all eight, in proportion.
+    member = max(0.0, (costs["lockstep 8"] - costs["pair"]) / (8 - 2))
+    exchange = ExchangeCosts(fixed_seconds=costs["pair"], member_seconds=member)
+    if settings.lockstep:
+        exchange = ExchangeCosts(fixed_seconds=costs["lockstep 8"])
     return simulate_policy(settings, replicas, step, steps=steps, costs=exchange).updates_per_second
 
 
@@ -261,7 +265,7 @@ def main() -> int:
     parser.add_argument("--policies", nargs="*", default=["partial_reduce"], metavar="NAME", help="beside allreduce")
     parser.add_argument("--bound", type=int, default=10, help="P, rounds (default 10)")
     parser.add_argument("--minimum", type=int, default=1, help="members of a group at least (default 1)")
-    parser.add_argument("--patience", type=float, default=0.1, help="partial_reduce: part of a step (default 0.1)")
+    parser.add_argument("--patience", type=float, default=0.05, help="partial_reduce: part of a step (default 0.05)")
     parser.add_argument("--out", type=Path, help="write the JSON here too")
     arguments = parser.parse_args()
     options = {"bound": arguments.bound, "minimum": arguments.minimum, "patience": arguments.patience}
