@@ -98,7 +98,8 @@ class SyncSettings:
     """Which sequences a replica sees: its share of every batch of one common order (as one process would cut it), a
     contiguous share of the data, every n-th sequence, or everything in an order of its own. Each at its own pace."""
     bucket_bytes: int = 25_000_000
-    """allreduce: gradients exchanged at once, while the backward pass goes on."""
+    """allreduce: gradients exchanged at once, while the backward pass goes on. partial_reduce with common steps: what
+    is exchanged at once."""
     group_cache: int = 16
     """Process groups kept open at a time."""
     timeout_seconds: float = 60.0

@@ -24,7 +24,11 @@ from .replica import Context, Replica
 
 
 class PartialReduce(Replica):
-    """One group per update. A group that fails leaves its survivors with what they hold; they go on."""
+    """One group per update. A group that fails leaves its survivors with what they hold; they go on.
+
+    What a failed exchange has averaged before it failed stays averaged: parameters, moments and gradients of each are
+    sound, and members that were in a failed group send everything again when they meet.
+    """
 
     accumulated = True
 
@@ -56,7 +60,7 @@ class PartialReduce(Replica):
             tensors += self.flat.tensors
         if kept == "average" and decision.together == 2:
             tensors += state
-        if self.averaged_tensors(decision, tensors, vote=False) and kept == "reset" and len(decision.members) > 1:
+        if self.averaged_in_buckets(decision, tensors) and kept == "reset" and len(decision.members) > 1:
             zero(state)
 
     def after_step(self, samples: float) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -255,17 +255,7 @@ class Replica:
             begin_state(self.context.optimizer)
         state = moments(self.context.optimizer)
         both = [*self.flat.tensors, *state] if self.settings.state_policy == "average" else self.flat.tensors
-        if not self.averaged_tensors(decision, both, vote=vote, amount=amount):
-            return False
-        if len(decision.members) > 1 and self.settings.state_policy == "reset":
-            zero(state)
-        return True
-
-    def averaged_tensors(
-        self, decision: Decision, tensors: list[torch.Tensor], *, vote: bool, amount: float | None = None
-    ) -> bool:
-        """Average these tensors over the group, all of them or (False) none; otherwise as `averaged`."""
-        flat = Flat(tensors, self.context.device)
+        flat = Flat(both, self.context.device)
         box: list[torch.Tensor] = []
 
         def action(channel: Channel) -> int:
@@ -277,7 +267,25 @@ class Replica:
             return False
         if box:
             flat.unpack(box[0])
+            if self.settings.state_policy == "reset":
+                zero(state)
         return True
+
+    def averaged_in_buckets(self, decision: Decision, tensors: list[torch.Tensor]) -> bool:
+        """Average these tensors over the group by the scheduler's weights, with the memory of one bucket.
+
+        False: the exchange failed, and some are averaged while others are as they were.
+        """
+
+        def action(channel: Channel) -> int:
+            sent = 0
+            for bucket in buckets(tensors, self.settings.bucket_bytes):
+                flat = Flat(bucket, self.context.device)
+                flat.unpack(self.mean(channel, self.weight(decision), flat))
+                sent += ring_bytes(flat.bytes, len(decision.members))
+            return sent
+
+        return self.exchange(decision, action, vote=False)
 
     def _exact_mean(self, channel: Channel, decision: Decision, result: torch.Tensor) -> int:
         """Mean over all up to date, summed in float64 and rounded once: the same bits everywhere."""
@@ -289,6 +297,20 @@ class Replica:
             channel.all_reduce(wide)
             out.copy_(wide.div_(counts))
         return ring_bytes(2 * self.flat.bytes, len(decision.members))
+
+
+def buckets(tensors: list[torch.Tensor], limit: int) -> Iterator[list[torch.Tensor]]:
+    """Runs of tensors of at most `limit` bytes in float32 together; a larger one is a run of its own."""
+    run: list[torch.Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if run and size + 4 * tensor.numel() > limit:
+            yield run
+            run, size = [], 0
+        run.append(tensor)
+        size += 4 * tensor.numel()
+    if run:
+        yield run
 
 
 def ring_bytes(size: int, members: int) -> int:

@@ -64,7 +64,7 @@ def test_common_steps_of_everybody_are_all_reduce_with_adamw_too(state: str):
     """And from the third meeting on they send what all-reduce sends, where moments are averaged."""
     work = partial(solve, optimizer_name="adamw")
     expected = run_fleet(work, 3, settings_of(policy="allreduce"), STEPS)[0]["vector"]
-    settings = settings_of(policy="partial_reduce", bound=1, debias=False, optimizer_state=state)
+    settings = settings_of(policy="partial_reduce", bound=1, debias=False, optimizer_state=state, bucket_bytes=64)
     results = run_fleet(work, 3, settings, STEPS)
     for result in results:
         torch.testing.assert_close(torch.tensor(result["vector"]), torch.tensor(expected), rtol=1e-5, atol=1e-6)
