@@ -148,8 +148,11 @@ def timed_and_not(
 
 @pytest.mark.parametrize(
     ("ranks", "layouts"),
-    [(2, {"copies": {"sharding": "NO_SHARD"}}), (4, {"hybrid": {"replicas": 2}, "pipelines": {"stages": 2, "replicas": 2}})],
-)  # fmt: skip
+    [
+        (2, {"copies": {"sharding": "NO_SHARD"}}),
+        pytest.param(4, {"hybrid": {"replicas": 2}, "pipelines": {"stages": 2, "replicas": 2}}, marks=pytest.mark.slow),
+    ],
+)
 def test_a_report_tells_it_and_the_update_is_the_same_to_the_bit(
     tmp_path: Path, ranks: int, layouts: dict[str, dict[str, Any]]
 ):
