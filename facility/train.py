@@ -191,8 +191,11 @@ def main(argv: list[str] | None = None) -> int:
         progress.say(tracker.reason)
     ends: list[float] = []
 
+    def overall_now() -> int:
+        return a.round * training.steps + int(sync.progress)
+
     def rate_now() -> float:
-        return learning_rate(a.round * training.steps + int(sync.progress), settings.rounds * training.steps, training)
+        return learning_rate(overall_now(), settings.rounds * training.steps, training)
 
     trace = Trace(training.trace, directory, a.round, ranks)
     while sync.wants_more():
@@ -204,7 +207,7 @@ def main(argv: list[str] | None = None) -> int:
         torch.manual_seed(derive(settings.seed, "step", a.round, settings.facility, done, ranks.rank))
         with clock("data"):
             batches = feed.step(position)
-        overall = a.round * training.steps + int(sync.progress)
+        overall = overall_now()
         result = engine.step(batches, rate_now, None if engine.together else sync)
         sync.after_step(result.predictions)
         losses.append(-1.0 if result.skipped else result.loss)

@@ -2,11 +2,11 @@
 
 Four real processes go on training a small Llama, pretrained here on German and French, on other real text (bytes of
 `../shared/data/<language>`), each on every fourth block; the learning rate warms up and decays (`--constant`: it does
-not; `--pretrain 0`: from random weights). A forward and a backward pass also sleep 30 and 60 ms, stalled and slowed by the shared law in the proportions
-of `sync_speed.py` (stalls of 0.1 and 0.2 s there are 0.043 and 0.086 s here). For each row: all-reduce makes N steps
+not; `--pretrain 0`: from random weights). A forward and a backward pass also sleep 30 and 60 ms, stalled and slowed by
+the shared law in the proportions of `sync_speed.py` (stalls of 0.1 and 0.2 s there are 0.043 and 0.086 s here). For each row: all-reduce makes N steps
 and takes T seconds; each policy then makes as many updates as all-reduce made, and once more runs for T seconds (its
-learning rate decays over the updates that its speed promises). What is compared is the validation loss of the averaged model that `finish` leaves on every process. The row of pipelines is
-scaled down to four pipelines of two stages (eight processes), never flushed, weights stashed.
+learning rate decays over the updates that its speed promises). What is compared is the validation loss of the averaged
+model that `finish` leaves on every process. The row of pipelines is scaled down to four pipelines of two stages (eight processes), never flushed, weights stashed.
 
     python tests/bench/sync_quality.py --steps 120 --out sync_quality.json
 """
@@ -106,7 +106,7 @@ def load_start(model: Any, file: Path) -> None:
 
 def shape(done: float) -> float:
     """Share of the peak learning rate when `done` (0 to 1) of the training is over: warm-up, then a cosine."""
-    return min(1.0, done / 0.1) if done < 0.1 else (1 + math.cos(math.pi * min(1.0, (done - 0.1) / 0.9))) / 2
+    return done / 0.1 if done < 0.1 else (1 + math.cos(math.pi * min(1.0, (done - 0.1) / 0.9))) / 2
 
 
 def train(rank: int, store: Any, job: dict[str, Any], data: Any, validation: Any, tag: str) -> dict[str, Any]:
@@ -216,7 +216,8 @@ def main() -> int:
         print(f"error: {DATA} is absent: it holds the text", file=sys.stderr)
         return 2
     options = {"partial_reduce": {"bound": a.bound, "minimum": a.minimum, "patience": a.patience, "step": a.step}}
-    start = Path(tempfile.mkdtemp()) / "start.safetensors"
+    folder = tempfile.TemporaryDirectory()
+    start = Path(folder.name) / "start.safetensors"
     began = pretrain(a.pretrain, start) if a.pretrain else 0.0
     jobs = []
     for row in a.rows:
@@ -239,8 +240,7 @@ def main() -> int:
     found = dict(queue.get(timeout=900) for _ in jobs)
     for process in processes:
         process.join()
-    start.unlink(missing_ok=True)
-    start.parent.rmdir()
+    folder.cleanup()
     rows: dict[str, dict[str, Any]] = {}
     for number, job in enumerate(jobs):
         result = found[number]
