@@ -195,7 +195,7 @@ def main(argv: list[str] | None = None) -> int:
         return a.round * training.steps + int(sync.progress)
 
     def rate_now() -> float:
-        return learning_rate(overall_now(), settings.rounds * training.steps, training)
+        return sync.influence * learning_rate(overall_now(), settings.rounds * training.steps, training)
 
     trace = Trace(training.trace, directory, a.round, ranks)
     while sync.wants_more():

@@ -175,6 +175,23 @@ def test_debiasing_gives_each_member_the_same_influence():
     (group,) = scheduler.ready("b", now)
     assert group.members == ("a", "b") and group.rounds == (6, 2) and group.staleness == (0, 4)
     assert group.weights == pytest.approx((0.25, 0.75))
+    assert group.influence == pytest.approx((4 / 6 + 4 / 2) / 2)
+
+
+@pytest.mark.parametrize("patience", [0.0, 0.1])
+def test_in_common_steps_all_members_move_the_mean_of_replicas_alike(patience: float):
+    """However many updates each makes: gradients by weight, steps by influence, parameters averaged alike."""
+
+    def moved(debias: bool) -> list[float]:
+        rules = GroupRules(bound=10, minimum=1, patience=patience, debias=debias)
+        total = [0.0] * 4
+        for group in drive(4, rules, updates=2000, seed=6, slow=3.0).groups:
+            for member, weight in zip(group.members, group.weights, strict=True):
+                total[member] += 0.0 if group.final else group.influence * weight * len(group) / 4
+        return [value / sum(total) * 4 for value in total]
+
+    assert max(abs(share - 1) for share in moved(True)) < 0.03
+    assert moved(False)[0] < 0.5
 
 
 def test_a_member_that_comes_back_receives_before_it_contributes():

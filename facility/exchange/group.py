@@ -78,6 +78,10 @@ class Group:
     """Members that came back and only receive this time."""
     together: int = 1
     """How many groups in a row these members have been in together, with nobody else, this one included."""
+    influence: float = 1.0
+    """Mean rounds / own rounds (within the limit), on average over those that contribute; 1 without debiasing. A common
+    step of a group that averages parameters alike and gradients by `weights` is to be so many times as long: then
+    all members' updates together move the mean of all replicas as much as anybody else's."""
     partner: Member | None = None
     """Gossip: the peer whose parameters the single member asks for; it does not wait."""
 

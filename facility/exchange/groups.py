@@ -294,12 +294,13 @@ class GroupScheduler:
         rounds = tuple(self._members[m].rounds for m in members)
         self._number += 1
         together = self._together(members)
+        weights, influence = self._weights(members, final=final)
         for member in members:
             self._members[member].last, self._members[member].together = self._number, together
         group = Group(
             number=self._number,
             members=members,
-            weights=self._weights(members, final=final),
+            weights=weights,
             rounds=rounds,
             staleness=tuple(max(rounds) - r for r in rounds),
             waits=tuple(now - self._pending.get(m, now) for m in members),
@@ -308,6 +309,7 @@ class GroupScheduler:
             reason=reason,
             returning=tuple(m for m in members if self._members[m].returning),
             together=together,
+            influence=influence,
             partner=partner,
         )
         for member in members:
@@ -320,7 +322,8 @@ class GroupScheduler:
             return 1
         return first.together + 1
 
-    def _weights(self, members: tuple[Member, ...], *, final: bool) -> tuple[float, ...]:
+    def _weights(self, members: tuple[Member, ...], *, final: bool) -> tuple[tuple[float, ...], float]:
+        """Each member's weight, and the group's influence."""
         standings = [self._members[m] for m in members]
         raw = [1.0] * len(members)
         if self.rules.debias and not final:
@@ -328,10 +331,11 @@ class GroupScheduler:
             mean = sum(everyone) / len(everyone) if everyone else 1.0
             limit = self.rules.debias_limit
             raw = [min(limit, max(1 / limit, mean / max(1, s.rounds))) for s in standings]
-        if not all(s.returning for s in standings):
+        contributing = sum(not s.returning for s in standings) or len(standings)
+        if contributing < len(standings):
             raw = [0.0 if s.returning else w for w, s in zip(raw, standings, strict=True)]
         total = sum(raw)
-        return tuple(w / total for w in raw)
+        return tuple(w / total for w in raw), total / contributing
 
     # -- between invocations ----------------------------------------------------------------------------------------
     def snapshot(self) -> dict[str, Any]:

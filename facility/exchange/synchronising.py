@@ -72,7 +72,8 @@ class SyncSettings:
     always with patience 0; it adapts."""
     window_maximum_seconds: float = 0.005
     debias: bool = True
-    """Weigh replicas by mean rounds / own rounds."""
+    """partial_reduce: weigh replicas by mean rounds / own rounds, in gradients and length of common steps, or (`step:
+    own`) in parameters."""
     every: int = 10
     """local, diloco, wave: optimizer steps between two exchanges (a wave's length)."""
     staleness: int = 1

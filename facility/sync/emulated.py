@@ -37,6 +37,10 @@ class Emulated:
         return self.inner.progress
 
     @property
+    def influence(self) -> float:
+        return self.inner.influence
+
+    @property
     def done(self) -> int:
         return self.inner.done
 

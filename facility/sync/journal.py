@@ -124,6 +124,7 @@ class Journal:
             "group": group.number,
             "members": list(group.members),
             "weights": [round(w, 6) for w in group.weights],
+            "influence": round(group.influence, 6),
             "staleness": list(group.staleness),
             "waits": [round(w, 6) for w in group.waits],
             "bytes": entry.bytes,

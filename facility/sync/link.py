@@ -31,6 +31,8 @@ class Decision:
     partner: int | None
     together: int
     """How many groups in a row these members have been together, this one included."""
+    influence: float
+    """How many times as long as usual the group's common step is to be."""
     final: bool
     updates: int
     """Updates of all replicas so far."""
@@ -38,6 +40,11 @@ class Decision:
     """The budget of updates is spent."""
     pause: bool
     """Somebody asked for a pause: no further step after this exchange."""
+
+    def share(self, member: int) -> float:
+        """A member's share where all that are up to date weigh alike."""
+        upright = [m for m in self.members if m not in self.returning] or self.members
+        return (member in upright) / len(upright)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,6 +222,7 @@ class Link:
                     returning=tuple(message["returning"]),
                     partner=message["partner"],
                     together=message["together"],
+                    influence=message["influence"],
                     final=message["final"],
                     updates=message["updates"],
                     stop=message["stop"],

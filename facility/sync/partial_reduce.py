@@ -11,10 +11,17 @@ second time in a row, with nobody else, average their moments too; from the thir
 and moments and exchange gradients only: as long as everybody comes, this is all-reduce, in cost and in result.
 `step: own` is what the papers do.
 
+Debiasing: with a common step parameters are averaged alike, so that the mean over all replicas does not move by
+averaging; a member that makes few updates weighs more in the gradient, and the step is as long as its members'
+influence. (Weighing its parameters too would draw the others back to where it was some steps ago.) With `step: own`
+the weights are those of the parameters, for want of anything else.
+
 `AdPsgdBlocking` is the papers' exchange between pairs that wait for each other (SDPipe's baseline).
 """
 
 from __future__ import annotations
+
+import torch
 
 from facility.exchange.gossip import PairScheduler
 from facility.exchange.groups import GroupRules, GroupScheduler
@@ -35,6 +42,7 @@ class PartialReduce(Replica):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._stepping = False
+        self._influence = 1.0
         if context.settings.common_step:
             # Now: later, in a pipeline that never flushes, autograd holds forward passes on these parameters.
             begin_state(context.optimizer)
@@ -48,19 +56,25 @@ class PartialReduce(Replica):
         # group's members step at the same learning rate.
         return max(0.0, super().progress - float(self._stepping))
 
+    @property
+    def influence(self) -> float:
+        return self._influence
+
     def reduce_gradients(self, samples: float) -> None:
         if not self.settings.common_step:
             return
         self._stepping = True
         self.count(samples)
         decision = self.ask("ready")
+        self._influence = decision.influence
         kept, state = self.settings.state_policy, moments(self.context.optimizer)
-        tensors = gradients(self.context.parameters)
+        alike: list[torch.Tensor] = []
         if kept != "average" or decision.together < 3:
-            tensors += self.flat.tensors
+            alike += self.flat.tensors
         if kept == "average" and decision.together == 2:
-            tensors += state
-        if self.averaged_in_buckets(decision, tensors) and kept == "reset" and len(decision.members) > 1:
+            alike += state
+        shares = ((self.weight(decision), gradients(self.context.parameters)), (decision.share(self.me), alike))
+        if self.averaged_in_buckets(decision, shares) and kept == "reset" and len(decision.members) > 1:
             zero(state)
 
     def after_step(self, samples: float) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,6 +114,10 @@ class Replica:
     @property
     def progress(self) -> float:
         return self.updates / self.place.replicas if self.accumulated else float(self.done)
+
+    @property
+    def influence(self) -> float:
+        return 1.0
 
     @property
     def pausing(self) -> bool:
@@ -271,17 +275,17 @@ class Replica:
                 zero(state)
         return True
 
-    def averaged_in_buckets(self, decision: Decision, tensors: list[torch.Tensor]) -> bool:
-        """Average these tensors over the group by the scheduler's weights, with the memory of one bucket.
+    def averaged_in_buckets(self, decision: Decision, shares: Iterable[tuple[float, list[torch.Tensor]]]) -> bool:
+        """Average tensors over the group, each list by this member's share in it, with the memory of one bucket.
 
         False: the exchange failed, and some are averaged while others are as they were.
         """
 
         def action(channel: Channel) -> int:
             sent = 0
-            for bucket in buckets(tensors, self.settings.bucket_bytes):
+            for share, bucket in ((s, b) for s, t in shares for b in buckets(t, self.settings.bucket_bytes)):
                 flat = Flat(bucket, self.context.device)
-                flat.unpack(self.mean(channel, self.weight(decision), flat))
+                flat.unpack(self.mean(channel, share, flat))
                 sent += ring_bytes(flat.bytes, len(decision.members))
             return sent
 

@@ -337,6 +337,7 @@ class SchedulerService:
                         "returning": group.returning,
                         "partner": group.partner,
                         "together": group.together,
+                        "influence": group.influence,
                         "final": group.final,
                         "updates": self.scheduler.updates,
                         "stop": self.scheduler.stop,

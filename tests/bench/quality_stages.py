@@ -117,7 +117,7 @@ def train_stages(
         stage,
         replica,
         lambda m: data[order.take(m * batch, batch)],
-        lambda: rate(sync.progress),
+        lambda: rate(sync.progress) * sync.influence,
         emulation,
         passes,
     )

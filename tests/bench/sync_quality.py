@@ -143,7 +143,7 @@ def train(rank: int, store: Any, job: dict[str, Any], data: Any, validation: Any
         model(input_ids=rows, labels=rows).loss.backward()
         sync.reduce_gradients(BATCH)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.param_groups[0]["lr"] = rate(sync.progress)
+        optimizer.param_groups[0]["lr"] = rate(sync.progress) * sync.influence
         optimizer.step()
         sync.after_step(BATCH)
         step += 1

@@ -49,9 +49,8 @@ def solve(
         time.sleep(10)
     replica, position = divmod(rank, positions)
     parameters = make_parameters(seed=replica if seed_by_rank else position)
-    optimizer = (
-        torch.optim.SGD(parameters, lr=0.1) if optimizer_name == "sgd" else torch.optim.AdamW(parameters, lr=0.05)
-    )
+    rate = {"sgd": 0.1, "adamw": 0.05}[optimizer_name]
+    optimizer = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[optimizer_name](parameters, lr=rate)
     place = Place(replica=replica, replicas=world // positions, position=position, positions=positions)
     sync = connect(settings, place=place, parameters=parameters, steps=steps, store=store, optimizer=optimizer,
                    log=log, namespace=namespace)  # fmt: skip
@@ -68,6 +67,7 @@ def solve(
         optimizer.zero_grad()
         loss_of(parameters, replica).backward()
         sync.reduce_gradients(weight)
+        optimizer.param_groups[0]["lr"] = rate * sync.influence
         optimizer.step()
         sync.after_step(weight)
         step += 1

@@ -78,6 +78,27 @@ def test_common_steps_of_everybody_are_all_reduce_with_adamw_too(state: str):
         assert sent == pytest.approx(2 * 2 / 3 * 4 * elements * volumes, rel=0.02 + counters / elements)
 
 
+def test_common_steps_are_what_the_log_says(tmp_path):
+    """Replayed group by group: parameters alike, gradients by weight, the step as long as the group's influence."""
+    import json
+
+    settings = settings_of(policy="partial_reduce", bound=4)
+    results = run_fleet(partial(solve, log=tmp_path, pause=(0.04, 0.005, 0.007)), 3, settings, 20)
+    lines = [json.loads(line) for line in (tmp_path / "groups.jsonl").read_text().splitlines()]
+    held = [torch.cat([p.detach().reshape(-1) for p in make_parameters()])] * 3
+    for line in sorted(lines, key=lambda line: line["group"]):
+        members = line["members"]
+        mean = torch.stack([held[m] for m in members]).mean(0)
+        if line["kind"] == "group":
+            steps = [w * (held[m] - target(m)) for m, w in zip(members, line["weights"], strict=True)]
+            mean = mean - 0.1 * line["influence"] * torch.stack(steps).sum(0)
+        for m in members:
+            held[m] = mean
+    torch.testing.assert_close(torch.tensor(results[0]["vector"]), held[0], rtol=1e-4, atol=1e-4)
+    lengths = {line["influence"] for line in lines if line["kind"] == "group"}
+    assert len(lengths) > 1 and results[0]["steps"] < results[1]["steps"], "one replica made fewer updates"
+
+
 def test_common_steps_differ_from_own_steps_under_adamw():
     """The mean of normalised steps is not the normalised step of the mean: why gradients are averaged."""
     work = partial(solve, optimizer_name="adamw")
