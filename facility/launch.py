@@ -89,6 +89,9 @@ def _environment(where: Place, index: int, changes: Mapping[str, str]) -> dict[s
     )
     environment.setdefault("OMP_NUM_THREADS", str(max(1, cores)))
     environment.setdefault("PYTHONUNBUFFERED", "1")
+    # torch asks the name server who every peer of its store is, for a log line; on a compute node that reaches no name
+    # server each connection would take ten seconds and more.
+    environment.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
     return environment | (where.environment(index) if where.tasks.scheduler != TORCHRUN.name else {})
 
 

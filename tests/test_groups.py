@@ -304,6 +304,41 @@ def test_somebody_late_is_given_up_when_it_should_have_come():
     alone(scheduler, [("b", 3.5)])  # a is due at 4.08, beyond a tenth of b's step
 
 
+def apart(steps: list[float]) -> GroupScheduler:
+    """Two that never meet: each makes these steps, a from second 0, b from 0.3."""
+    scheduler = GroupScheduler("ab", GroupRules(bound=0, minimum=1, patience=0.05, window_seconds=0.0))
+    arrivals, now = [], 0.0
+    for step in [1.0, *steps]:
+        now += step
+        arrivals += [("a", now), ("b", now + 0.3)]
+    for member, at in arrivals:
+        if member in scheduler.waiting or not (groups := scheduler.ready(member, at)):
+            return scheduler
+        assert groups[0].members == (member,)
+    return scheduler
+
+
+def test_the_steadier_they_are_the_longer_they_wait_for_one_another():
+    """By hand: after n and n - 1 steady steps 0.05 / (1/(n + 2) + 1/(n + 1)) is 0.29 s for n = 10, 0.31 for n = 11."""
+    assert not apart([1.0] * 10).waiting
+    scheduler = apart([1.0] * 11)
+    assert scheduler.waiting == ("a",) and scheduler.ready("b", 12.3)[0].members == ("a", "b")
+    assert not apart([1.0, 1.0, 2.0] * 10).waiting, "a third of the steps late: the chance is 1/3, so 0.075 s at most"
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_long_exchange_makes_nobody_late_when_its_end_is_told(told: bool):
+    scheduler = GroupScheduler("ab", GroupRules(bound=0, minimum=1, patience=0.05, window_seconds=0.0))
+    alone(scheduler, [(m, float(at) + (m == "b") / 1000) for at in range(1, 3) for m in "ab"])
+    scheduler.ready("a", 3.0)
+    (group,) = scheduler.ready("b", 3.001)
+    for member in group.members:
+        if told:
+            scheduler.exchanged(member, 3.5)
+    groups = scheduler.ready("a", 4.5)
+    assert [g.members for g in groups] == ([] if told else [("a",)])
+
+
 def test_members_that_stay_together_are_counted():
     scheduler = GroupScheduler("abc", GroupRules(bound=0, minimum=3))
     counts, now = [], 0.0

@@ -138,6 +138,8 @@ class _Run:
                 if stage == 0 and self.schedulers[0].stop:
                     self._stopped.add(member)
                 self.join(self._asking.pop((member, stage)), stage, group)
+                seconds = self.exchange_seconds if len(group.members) > 1 else 0.0
+                self.schedulers[stage].exchanged(member, self.now + seconds)
 
     def join(self, program: Program, stage: int, group: Group) -> None:
         if len(group.members) == 1:

@@ -217,6 +217,7 @@ class _Driver:
             mine = self.replicas[replica]
             mine.waited += now - mine.announced
             mine.exchanged += end - now
+            self.scheduler.exchanged(replica, end)
             if self.scheduler.stop if self.accumulated else mine.done >= self.steps:
                 self.push(end, replica, FINISH)
             else:

@@ -1,12 +1,13 @@
-"""When a replica is likely to come again: the record of its steps, from one group to its next announcement."""
+"""When a replica is likely to come again: the record of its steps, from an exchange to its next announcement."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from statistics import median
 
-REMEMBERED = 9
-"""Steps of which the record is kept: enough for a median that stalls do not move, few enough to follow a change."""
+REMEMBERED = 31
+"""Steps of which the record is kept: enough for a median that stalls do not move and to tell who stalls often, few
+enough to follow a change."""
 SPREAD = 0.03
 """Part of its usual step by which a member may come later than usual and still be waited for, at least."""
 
@@ -16,11 +17,11 @@ class Arrivals:
     """Seconds that one member's last steps took."""
 
     since: float | None = None
-    """When its last group was formed; None before the first."""
+    """When its last exchange was over, or while it lasts, when its group was formed; None before the first."""
     steps: list[float] = field(default_factory=list)
 
     def left(self, now: float) -> None:
-        """Its group was formed: the next step begins (its exchange counts with the step)."""
+        """The next step begins: its group was formed, or (told later) its exchange is over."""
         self.since = now
 
     def came(self, now: float) -> None:
@@ -41,4 +42,14 @@ class Arrivals:
         usual = self.usual
         if usual is None or self.since is None:
             return float("inf"), float("-inf")
-        return self.since + usual, self.since + usual + max(SPREAD * usual, 2 * (usual - min(self.steps)))
+        return self.since + usual, self.since + usual + self._allowance(usual)
+
+    @property
+    def disturbance(self) -> float:
+        """The chance that a step is late, by the record (Laplace's rule of succession: never 0, 1/2 without one)."""
+        usual = self.usual
+        late = 0 if usual is None else sum(s > usual + self._allowance(usual) for s in self.steps)
+        return (late + 1) / (len(self.steps) + 2)
+
+    def _allowance(self, usual: float) -> float:
+        return max(SPREAD * usual, 2 * (usual - min(self.steps)))

@@ -21,8 +21,9 @@ class GroupRules:
     maximum: int = 0
     """Members a group has at most, except to keep the bound; 0: no limit."""
     patience: float = 0.0
-    """Part of its usual step that a member waits for others whose own steps say that they will have come by then;
-    0: the windows below are used. Members without a record wait by the windows in any case."""
+    """A member waits for others whose own steps say that they will come soon: so long a part of its usual step for each
+    step that both are likely to make before one of them is late again. 0: the windows below are used. Members without
+    a record wait by the windows in any case."""
     window_seconds: float = 0.001
     """How long a first arrival waits for company, at first; then it adapts, member by member."""
     window_minimum_seconds: float = 0.00001

@@ -15,10 +15,12 @@ Machine Learning Training via Partial Reduce", SIGMOD 2021. Different here, on p
 - once half of the bound is gone, a member in a small component does not go alone: otherwise somebody slow that happens
   to come alone makes all others wait for its next time (one worker 5x slower: 3.5 becomes 4.4 times all-reduce);
 - a first arrival waits for those who are expected soon, by how long their steps usually take, and for nobody else:
-  it costs little, and replicas that a stall has set apart come together again (a fixed window either misses those who
-  come a moment later, or is waited in vain by everybody who is alone);
+  the longer, the more rarely both are late, for it is by lateness that they part again. Where all are steady this ends
+  in groups of all, where stalls are frequent hardly anybody waits (a fixed window either misses those who come a moment
+  later, or is waited in vain by everybody who is alone);
 - members leave and come back; one that comes back first receives (weight 0) and then contributes;
-- contributions are debiased: weight = mean rounds / own rounds, within a limit.
+- contributions are debiased: weight = mean rounds / own rounds, within a limit; a group also says by how much its
+  common step is to be longer (`influence`), so that parameters themselves need no weights.
 """
 
 from __future__ import annotations
@@ -137,6 +139,14 @@ class GroupScheduler:
         self._pending[member] = now
         return self._form(now)
 
+    def exchanged(self, member: Member, now: float) -> None:
+        """`member` has done with its group's exchange and begins its next step; forms no group.
+
+        Without this event the exchange counts with the step, and who comes late by it is not waited for.
+        """
+        if member in self._members and member not in self._pending:
+            self._members[member].arrivals.left(now)
+
     def finish(self, member: Member, now: float) -> list[Group]:
         """`member` makes no more updates and waits for the final average over all."""
         self._members[member].finished = True
@@ -209,9 +219,20 @@ class GroupScheduler:
         first = self._members[pending[0]]
         if not self.rules.patience or any(self._members[m].arrivals.usual is None for m in pending):
             return self._pending[pending[0]] + first.window
-        limit = min(self._pending[m] + self.rules.patience * (self._members[m].arrivals.usual or 0.0) for m in pending)
-        expected = [self._members[m].arrivals.expected() for m in active if m not in self._pending]
-        return max((min(last, limit) for soon, last in expected if soon <= limit and last > now), default=now)
+        until = now
+        for other in active:
+            if other in self._pending:
+                continue
+            soon, last = self._members[other].arrivals.expected()
+            limit = min(self._pending[m] + self._worth(m, other) for m in pending)
+            if soon <= limit and last > now:
+                until = max(until, min(last, limit))
+        return until
+
+    def _worth(self, member: Member, other: Member) -> float:
+        """Seconds that `member` may wait for `other`: the steadier both, the longer they then come together."""
+        mine, theirs = self._members[member].arrivals, self._members[other].arrivals
+        return self.rules.patience * (mine.usual or 0.0) / (mine.disturbance + theirs.disturbance)
 
     def _parts(self, members: Iterable[Member]) -> set[int]:
         return {self._members[m].component for m in members}

@@ -65,8 +65,9 @@ class SyncSettings:
     """partial_reduce: replicas in a group at least, when more can come."""
     maximum: int = 0
     """partial_reduce: replicas in a group at most (except to keep the bound); 0: no limit."""
-    patience: float = 0.05
-    """partial_reduce: part of its usual step that a replica waits for others that are expected by then; 0: a window."""
+    patience: float = 0.01
+    """partial_reduce: a replica waits for others that are expected soon, so long a part of its usual step for each step
+    that both are likely to make together until one of them is late again, by their records; 0: a window."""
     window_seconds: float = 0.001
     """partial_reduce: how long a first arrival waits for company where nothing is known of the others' steps yet, or
     always with patience 0; it adapts."""

@@ -100,6 +100,12 @@ class Channels:
         self.built = 0
         self._open: dict[int, Channel] = {}
         self._dead: list[Channel] = []
+        self._idle: list[dist.Store] = [] if device.type == "cuda" else [self._connected()]
+        """Connections to the store that nobody uses. A new one asks the name server who the peer is (torch's log
+        line), which takes milliseconds or, where no server answers, many seconds."""
+
+    def _connected(self) -> dist.Store:
+        return self.store.clone()  # type: ignore[attr-defined,no-any-return]
 
     def get(self, number: int, members: Sequence[int], me: int, called_off: Callable[[], bool]) -> Channel:
         """The open channel, or a new one that meets the members. Raises `ExchangeFailed`."""
@@ -131,7 +137,8 @@ class Channels:
 
     def _build(self, number: int, members: Sequence[int], me: int, called_off: Callable[[], bool]) -> Channel:
         # A connection of its own: a builder stuck on an absent member must not hold up the next channel.
-        store = dist.PrefixStore(f"channel/{number}/{self.position}", self.store.clone())  # type: ignore[attr-defined]
+        connection = self._idle.pop() if self._idle else self._connected()
+        store = dist.PrefixStore(f"channel/{number}/{self.position}", connection)
         rank, size, limit = list(members).index(me), len(members), timedelta(seconds=self.timeout_seconds)
         made: list[Any] = []
         problem: list[str] = []
@@ -156,5 +163,7 @@ class Channels:
                 raise ExchangeFailed("called off while meeting the members")
         if problem:
             raise ExchangeFailed(f"meeting {list(members)}: {problem[0]}")
+        if self.device.type != "cuda":  # NCCL goes on asking the store when it is first used
+            self._idle.append(connection)
         self.built += 1
         return Channel(made[0], self.timeout_seconds, called_off, self.device)

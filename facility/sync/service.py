@@ -280,6 +280,8 @@ class SchedulerService:
             self._abort(number)
             self._carry_out(self.scheduler.failed(self.now))
             return
+        if key[1] == 0:
+            self.scheduler.exchanged(key[0], self.now)
         turn = int(message.get("round", 0))
         # A pipeline that never flushes has its stages at different steps: each position votes for itself.
         # The final average is voted on by all, so that nobody leaves while others are still under way.

@@ -61,11 +61,13 @@ class TrainedStage:
         self.stash = WeightStash(list(half.parameters()))
         self.saved: dict[int, tuple[Any, torch.Tensor]] = {}
 
-    def sleep(self, draw: int) -> None:
-        time.sleep(self.emulation.duration(self.replica, self.seconds[draw % 2], draw, stage=self.stage))
+    def sleep(self, draw: int, since: float) -> None:
+        """What the emulated pass takes beyond the real one."""
+        seconds = self.emulation.duration(self.replica, self.seconds[draw % 2], draw, stage=self.stage)
+        time.sleep(max(0.0, since + seconds - time.monotonic()))
 
     def forward(self, micro_batch: int, received: Any) -> Any:
-        self.sleep(2 * micro_batch)
+        begin = time.monotonic()
         tokens = self.rows(micro_batch)
         value = tokens if received is None else received.requires_grad_()
         self.stash.remember(micro_batch)
@@ -74,14 +76,16 @@ class TrainedStage:
         if last:
             out = nn.functional.cross_entropy(out[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
         self.saved[micro_batch] = (value, out)
+        self.sleep(2 * micro_batch, begin)
         return None if last else out
 
     def backward(self, micro_batch: int, received: Any) -> Any:
-        self.sleep(2 * micro_batch + 1)
+        begin = time.monotonic()
         value, out = self.saved.pop(micro_batch)
         self.optimizer.zero_grad()
         with self.stash.as_seen_by(micro_batch):
             out.backward(received)
+        self.sleep(2 * micro_batch + 1, begin)
         return None if self.stage == 0 else value.grad
 
     def update(self, micro_batch: int) -> None:

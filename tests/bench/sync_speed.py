@@ -57,7 +57,8 @@ WIRE = {"4x4 stall 0.1, 110 MB over 10 Gbit/s": (110_000_000, 1.25e9)}
 """Bytes of a stage's parameters and bytes a second of its link; an exchange then lasts as long as a ring of its members,
 by sleeping: a quarter of BERT-base (110 M parameters in float32) a stage."""
 OWN_STEPS = set(WIRE)
-"""Rows in which partial_reduce exchanges parameters alone, after each member's own step (as SDPipe does)."""
+"""Rows in which partial_reduce exchanges parameters alone, after each member's own step, and waits by a window (as
+SDPipe does): where an exchange costs half a step, waiting for more of them does not pay."""
 EXCHANGE_FIRST = {"4x4 stall 0.1", *WIRE}
 """Rows in which a stage sends its gradient on only after its exchange, as SDPipe's artefact does for every policy."""
 
@@ -265,7 +266,7 @@ def main() -> int:
     parser.add_argument("--policies", nargs="*", default=["partial_reduce"], metavar="NAME", help="beside allreduce")
     parser.add_argument("--bound", type=int, default=10, help="P, rounds (default 10)")
     parser.add_argument("--minimum", type=int, default=1, help="members of a group at least (default 1)")
-    parser.add_argument("--patience", type=float, default=0.05, help="partial_reduce: part of a step (default 0.05)")
+    parser.add_argument("--patience", type=float, default=0.01, help="partial_reduce: see its settings (default 0.01)")
     parser.add_argument("--out", type=Path, help="write the JSON here too")
     arguments = parser.parse_args()
     options = {"bound": arguments.bound, "minimum": arguments.minimum, "patience": arguments.patience}
@@ -273,7 +274,7 @@ def main() -> int:
     def options_of(policy: str, row: str) -> dict[str, Any]:
         if policy != "partial_reduce":
             return {}
-        return options | ({"step": "own"} if row in OWN_STEPS else {})
+        return options | ({"step": "own", "patience": 0.0} if row in OWN_STEPS else {})
 
     chosen_rows = arguments.rows
     calibration = [("lockstep 8", "allreduce")] if any(ROWS[r][2] == 1 for r in chosen_rows) else []
@@ -289,6 +290,7 @@ def main() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")  # see CONTRIBUTING.md: torch's store asks for names
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "facility.sync.registry"])
     queue = context.Queue()
