@@ -250,6 +250,7 @@ def test_other_architectures_are_measured_too(tmp_path: Path, family: str, task:
     ]
 
 
+@pytest.mark.slow
 def test_four_ranks_see_their_links_and_a_shared_way_out(tmp_path: Path):
     model = save_pico(tmp_path / "model", num_hidden_layers=1)
     slow = {

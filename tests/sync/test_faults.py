@@ -71,7 +71,10 @@ def test_a_stopped_replica_leaves_comes_back_and_is_brought_up_to_date(policy: s
     assert results[0]["vector"] == results[1]["vector"] == results[2]["vector"]
 
 
-@pytest.mark.parametrize("policy", ["central_ps", "partial_reduce", "adpsgd", "local", "diloco"])
+@pytest.mark.parametrize(
+    "policy",
+    ["partial_reduce", "adpsgd", *(pytest.param(p, marks=pytest.mark.slow) for p in ("central_ps", "local", "diloco"))],
+)
 def test_a_killed_replica_comes_back_in_a_new_process(policy: str, tmp_path: Path):
     """Its weights and its optimizer's state are gone; it is brought up to date and ends with all others."""
     settings = settings_of(policy=policy, every=2, optimizer_state="average" if policy == "partial_reduce" else "keep")

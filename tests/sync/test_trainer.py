@@ -43,6 +43,7 @@ def rounds(world: int, cases: list[tuple[str, list[str]]], timeout: float = 240)
             assert code == 0, f"{name}:\n{said}"
 
 
+@pytest.mark.slow
 def test_every_policy_trains_every_layout(tmp_path: Path):
     dataset, model = write_dataset(tmp_path / "data", train=200), save_pico(tmp_path / "model")
     cases = []

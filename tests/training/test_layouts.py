@@ -71,6 +71,7 @@ def test_every_layout_of_two_ranks_is_one_process(tmp_path: Path):
     same_as_one_process(tmp_path, 2, TWO, ["llama", "llama-tied", "gpt2-tied"])
 
 
+@pytest.mark.slow
 def test_every_layout_of_four_ranks_is_one_process(tmp_path: Path):
     same_as_one_process(tmp_path, 4, FOUR, ["llama-tied", "qwen"])
 

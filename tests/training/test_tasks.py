@@ -123,6 +123,7 @@ def test_classes_and_masked_words_train_alike_in_a_pipeline(tmp_path: Path):
         assert largest_difference(pairs[name][0], tmp_path / name / "one/out") > 1e-3
 
 
+@pytest.mark.slow
 def test_a_bert_of_160_blocks_splits_and_trains(tmp_path: Path):
     dataset, model = write_classes(tmp_path / "classes"), save_classifier(tmp_path / "model", 160)
     layout = {"stages": 2, "units": [[0, 100], [100, 162]]}

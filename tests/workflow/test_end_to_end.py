@@ -60,6 +60,7 @@ def test_perplexity_falls_and_the_model_loads(undisturbed: Path):
     assert len(rows) == 4
 
 
+@pytest.mark.slow
 def test_cwltool_makes_the_same_weights_bit_for_bit(undisturbed: Path, tmp_path: Path):
     path = make(tmp_path)
     result = cwltool(path, tmp_path / "engine")

@@ -125,6 +125,7 @@ def test_a_model_with_other_tensors_is_sent_whole_and_says_so(archive: Archive, 
 
 
 @pytest.mark.skipif(not shutil.which("ssh-keygen"), reason="ssh-keygen is absent")
+@pytest.mark.slow
 def test_signed_rounds_encoded_both_ways_and_a_facility_that_lost_its_models(tmp_path: Path):
     signers = []
     for name in "ab":
