@@ -305,14 +305,15 @@ def test_somebody_late_is_given_up_when_it_should_have_come():
 
 
 def apart(steps: list[float]) -> GroupScheduler:
-    """Two that never meet: each makes these steps, a from second 0, b from 0.3."""
+    """Two make these steps, a from second 0, b from 0.3, until one waits for the other."""
     scheduler = GroupScheduler("ab", GroupRules(bound=0, minimum=1, patience=0.05, window_seconds=0.0))
     arrivals, now = [], 0.0
     for step in [1.0, *steps]:
         now += step
         arrivals += [("a", now), ("b", now + 0.3)]
     for member, at in arrivals:
-        if member in scheduler.waiting or not (groups := scheduler.ready(member, at)):
+        groups = scheduler.ready(member, at)
+        if not groups:
             return scheduler
         assert groups[0].members == (member,)
     return scheduler

@@ -82,7 +82,7 @@ class Group:
     influence: float = 1.0
     """Mean rounds / own rounds (within the limit), on average over those that contribute; 1 without debiasing. A common
     step of a group that averages parameters alike and gradients by `weights` is to be so many times as long: then
-    all members' updates together move the mean of all replicas as much as anybody else's."""
+    what each member makes of updates moves the mean of all replicas as much in total as any other's."""
     partner: Member | None = None
     """Gossip: the peer whose parameters the single member asks for; it does not wait."""
 

@@ -21,6 +21,10 @@ from facility.sync.stash import WeightStash
 STAGES = 2
 
 
+def sleep_until(moment: float) -> None:
+    time.sleep(max(0.0, moment - time.monotonic()))
+
+
 class Half(nn.Module):
     """The first or the second half of a Llama, moved out of the whole one."""
 
@@ -64,7 +68,7 @@ class TrainedStage:
     def sleep(self, draw: int, since: float) -> None:
         """What the emulated pass takes beyond the real one."""
         seconds = self.emulation.duration(self.replica, self.seconds[draw % 2], draw, stage=self.stage)
-        time.sleep(max(0.0, since + seconds - time.monotonic()))
+        sleep_until(since + seconds)
 
     def forward(self, micro_batch: int, received: Any) -> Any:
         begin = time.monotonic()

@@ -115,7 +115,7 @@ def train(rank: int, store: Any, job: dict[str, Any], data: Any, validation: Any
 
     from facility.sync.policy import Place, connect
     from facility.sync.sampling import ReplicaOrder
-    from tests.bench.quality_stages import train_stages
+    from tests.bench.quality_stages import sleep_until, train_stages
 
     emulation = ROWS[job["row"]]
     model = build_model(tied=job["row"] != PIPELINED)
@@ -159,10 +159,6 @@ def train(rank: int, store: Any, job: dict[str, Any], data: Any, validation: Any
     sync.close()
     loss = validated(model, validation) if rank == 0 else 0.0
     return {"loss": loss, "seconds": trained, "report": report}
-
-
-def sleep_until(moment: float) -> None:
-    time.sleep(max(0.0, moment - time.monotonic()))
 
 
 def validated(model: Any, validation: Any) -> float:
@@ -213,13 +209,14 @@ def main() -> int:
     parser.add_argument("--pretrain", type=int, default=1500, help="steps on German and French before (default 1500)")
     parser.add_argument("--rows", nargs="*", default=list(ROWS), choices=list(ROWS), metavar="ROW")
     parser.add_argument("--policies", nargs="*", default=["partial_reduce"], metavar="NAME")
-    parser.add_argument("--equal", nargs="*", default=["updates", "time"], choices=["updates", "time"], metavar="WHAT",
-                        help="updates, time or both (default); time needs updates before it")  # fmt: skip
+    parser.add_argument("--no-time", action="store_true", help="leave out the runs of equal time")
     parser.add_argument("--bound", type=int, default=10, help="partial_reduce: P, rounds (default 10)")
     parser.add_argument(
         "--minimum", type=int, default=1, help="partial_reduce: members of a group at least (default 1)"
     )
-    parser.add_argument("--patience", type=float, default=0.01, help="partial_reduce: see its settings (default 0.01)")
+    parser.add_argument(
+        "--patience", type=float, default=SyncSettings.patience, help="partial_reduce (default %(default)s)"
+    )
     parser.add_argument("--step", default="common", choices=["common", "own"], help="partial_reduce (default common)")
     parser.add_argument("--language", default="it", help="folder of the text (default it)")
     parser.add_argument("--out", type=Path, help="write the JSON here too")
@@ -237,7 +234,7 @@ def main() -> int:
                   "seconds": 0.0, "start": str(start) if a.pretrain else ""}  # fmt: skip
         jobs.append(common | {"policy": "allreduce", "options": {}, "equal": ""})
         for policy in a.policies:
-            for equal in a.equal:
+            for equal in ("updates",) if a.no_time else ("updates", "time"):
                 jobs.append(common | {"policy": policy, "options": options.get(policy, {}), "equal": equal})
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

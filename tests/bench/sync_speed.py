@@ -266,7 +266,9 @@ def main() -> int:
     parser.add_argument("--policies", nargs="*", default=["partial_reduce"], metavar="NAME", help="beside allreduce")
     parser.add_argument("--bound", type=int, default=10, help="P, rounds (default 10)")
     parser.add_argument("--minimum", type=int, default=1, help="members of a group at least (default 1)")
-    parser.add_argument("--patience", type=float, default=0.01, help="partial_reduce: see its settings (default 0.01)")
+    parser.add_argument(
+        "--patience", type=float, default=SyncSettings.patience, help="partial_reduce (default %(default)s)"
+    )
     parser.add_argument("--out", type=Path, help="write the JSON here too")
     arguments = parser.parse_args()
     options = {"bound": arguments.bound, "minimum": arguments.minimum, "patience": arguments.patience}
