@@ -35,10 +35,11 @@ class SendingSettings:
     """How a round's model travels to the facilities; how their updates come back is `training.encoding`."""
 
     encoding: Encoding = "full"
-    """Whole, or as the difference to the model of the round before (51, 27 or about 10 % of bfloat16); whole to a facility
+    """Whole, or as the difference to the model of the round before (51, 27 or 25 % of bfloat16); whole to a facility
     that does not hold that one."""
-    sparse_density: float = 0.05
-    """Share of the values that `sparse` sends each round; the rest is sent rounds later, which harms training measurably."""
+    sparse_density: float = 0.75
+    """Share of the values that `sparse` sends each round, in 1 + 4 x this many bits a value; the rest is sent rounds later. The
+    default harms nothing measurable in 10 rounds, 0.35 nothing in 30."""
 
     def __post_init__(self) -> None:
         if not 0 < self.sparse_density <= 1:

@@ -35,7 +35,7 @@ from facility.rounds.finished import Finished, key_of
 from facility.rounds.kept import default_directory
 from facility.rounds.models import Models, digest_of, tell
 from facility.rounds.personal import Personal
-from facility.rounds.smaller import make_smaller
+from facility.rounds.smaller import make_smaller, unsent
 from facility.rounds.sweep import sweep
 
 GO, DONE, FAILED = "train", "done", "failed"
@@ -130,6 +130,8 @@ def train(job: Job) -> Ending:
     a, training = job.arguments, job.settings.training
     command = ["-m", a.module, "--model", str(job.model), "--dataset", str(job.dataset), "--settings", str(a.settings),
                "--round", str(a.round), "--out", str(a.out), "--state", str(job.state), "--progress"]  # fmt: skip
+    if (ahead := unsent(job.state, a.round, training)) is not None and a.round < job.settings.rounds:
+        command += ["--unsent", str(ahead)]
     return launch(command, tasks=job.tasks, ranks=training.ranks, use_devices=training.device != "cpu",
                   limits=limits_from(a, job.tasks), notes=job.notes)  # fmt: skip
 

@@ -34,7 +34,7 @@ from facility.training.feed import Feed
 from facility.training.head import choose_head
 from facility.training.inputs import check_inputs, check_vocabulary, read_model
 from facility.training.layout.split import examine
-from facility.training.load import load_parts
+from facility.training.load import add_parts, load_parts
 from facility.training.model import choose_attention, count_blocks, read_config
 from facility.training.progress import Progress
 from facility.training.ranks import end, from_environment, start, together
@@ -57,6 +57,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--out", type=Path, required=True, metavar="DIR", help="the update; must not exist, appears whole")
     p.add_argument("--state", type=Path, metavar="DIR", help="what is kept between rounds; default: "
                    "$CROSSFED_STATE/<federation>/<facility>, or .crossfed/<federation>/<facility> beside the dataset")  # fmt: skip
+    p.add_argument("--unsent", type=Path, metavar="DIR", help="what earlier updates of this facility left out: added to the "
+                   "received weights before the first step")  # fmt: skip
     p.add_argument("--plan", type=Path, metavar="FILE", help="a plan.json that lays the model over the ranks; default: "
                    "training.layout.plan of the settings, if any")  # fmt: skip
     p.add_argument("--progress", action="store_true", help="a line for every step on stderr, not one a second at most")
@@ -145,6 +147,9 @@ def main(argv: list[str] | None = None) -> int:
 
     if pause is None:
         loss_received = engine.evaluate(feed.evaluation())
+        if a.unsent is not None:
+            with together(ranks):
+                add_parts(engine.parts, open_checkpoint(a.unsent))
         done, losses, interruptions, trained_before, samples = 0, [], 0, 0.0, 0.0
     else:
         with together(ranks):

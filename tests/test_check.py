@@ -418,7 +418,7 @@ def test_room_and_bytes_by_hand():
     assert facility_bytes(model, training, "delta-int8") == 7 * 2048
     assert facility_bytes(model, TrainingSettings(export_dtype="float32")) == 5 * 4096 + 2 * 8 * 1024
     travelling = [model.travelling(2048, encoding, 0.25) for encoding in ("full", "delta-int8", "delta-int4", "sparse")]
-    assert travelling == [2048, 1024 + 4 * 4, 512 + 16 * 2, 256 * 4]
+    assert travelling == [2048, 1024 + 4 * 4, 512 + 16 * 2, 128 + 256 // 2]
 
 
 def test_memory_by_hand():

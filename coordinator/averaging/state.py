@@ -14,10 +14,15 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from facility.exchange.checkpoint import Checkpoint, TensorEntry, open_checkpoint
-from facility.exchange.durable import write_json
+from facility.exchange.delta_parts import as_bytes, parts
+from facility.exchange.durable import new_directory, write_json
 from facility.exchange.errors import CheckpointError, InputError
+from facility.exchange.floats import STORAGE, widen
 from facility.exchange.manifest import NAME, Manifest, read_manifest, verify_manifest, write_manifest
+from facility.exchange.writer import TensorWriter, layout_like
 
 MASTER = "master"
 KIND = "state"
@@ -83,6 +88,30 @@ def belong_to(directory: Path, model: Manifest) -> None:
     manifest = read_manifest(directory)
     extra = manifest.extra | {"model_sha256": model.content_sha256}
     write_json(directory / NAME, dataclasses.asdict(dataclasses.replace(manifest, extra=extra)))
+
+
+def draw_near(directory: Path, model: Checkpoint, share: float) -> None:
+    """Move a sealed state's float32 master by `share` of the way to `model`, in place of what it was, and seal it again."""
+    master, manifest = open_checkpoint(directory / MASTER), read_manifest(directory)
+    aside = directory.with_name(f".{directory.name}.{MASTER}")
+    shutil.rmtree(aside, ignore_errors=True)
+    with new_directory(aside) as temporary:
+        with TensorWriter(
+            temporary,
+            layout_like(master, {name: entry.dtype for name, entry in master.tensors.items()}),
+            master.metadata,
+        ) as writer:
+            for name, entry in master.tensors.items():
+                for start, (old, towards) in parts([entry, model.tensors[name]]):
+                    wanted = np.empty(len(old), STORAGE[entry.dtype])
+                    widen(towards, model.tensors[name].dtype, wanted)
+                    wanted -= old
+                    wanted *= share
+                    wanted += old
+                    writer.write(name, start * wanted.itemsize, as_bytes(wanted))
+    shutil.rmtree(directory / MASTER)
+    aside.rename(directory / MASTER)
+    write_manifest(directory, dataclasses.replace(manifest, files={}))
 
 
 def make_way(state: Path | None, model: Path) -> None:

@@ -16,7 +16,7 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MODELS_AT_A_FACILITY = 5
 """Received model and update of this round and of the one before, and one being written."""
 VALUE_BYTES = {"delta-int8": 1 + 4 / int8.BLOCK, "delta-int4": 0.5 + 2 / int4.BLOCK}
-"""Of a difference, a value: the number and its share of the block's scale; `sparse` has four for each one kept."""
+"""Of a difference, a value: the number and its share of the block's scale; `sparse` has a bit, and half a byte if it is kept."""
 MOMENTS_BYTES = 8
 """AdamW's two float32 moments, a parameter; kept at the facility for two rounds."""
 
@@ -43,7 +43,7 @@ class ModelFigures:
 
     def travelling(self, full: int, encoding: str, density: float) -> int:
         """Bytes on the link of a checkpoint that takes `full` bytes whole."""
-        return full if encoding == "full" else round(self.parameters * VALUE_BYTES.get(encoding, 4 * density))
+        return full if encoding == "full" else round(self.parameters * VALUE_BYTES.get(encoding, 1 / 8 + density / 2))
 
 
 def model_figures(directory: Path) -> ModelFigures:

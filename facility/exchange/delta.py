@@ -42,7 +42,7 @@ from .patterns import Patterns
 from .writer import Planned, TensorWriter, layout_like
 
 STRIDE = 16
-"""`sparse` takes the threshold of a large tensor from the first values of each part, one in so many."""
+"""`sparse` takes its threshold, of a large tensor, from the first values of each part, one in so many."""
 ENCODINGS = ("delta-int8", "delta-int4", "sparse")
 
 
@@ -69,7 +69,7 @@ def encode(
     values: Path | None = None,
     residual_in: Path | None = None,
     residual_out: Path | None = None,
-    density: float = 0.05,
+    density: float = 0.75,
     patterns: Patterns | None = None,
 ) -> Encoded:
     """Write the message `out` for the directory `full`; `out` and `residual_out` must not exist.
@@ -89,17 +89,16 @@ def encode(
     squared = lost = 0.0
     with ExitStack() as stack:
         directory = stack.enter_context(new_directory(out))
-        planned, limits = _plan(codec, old, new, kept, density)
-        changed = {name for name in old.tensors if any(t.name.rpartition("::")[0] == name for t in planned)}
+        sending = _plan(codec, old, new, kept, density)
         writers = stack.enter_context(ExitStack())
-        writer = writers.enter_context(TensorWriter(directory, {FILE: planned}, {"format": "pt"}))
+        writer = writers.enter_context(TensorWriter(directory, {FILE: sending.planned}, {"format": "pt"}))
         rest = None
         if residual_out is not None:
             rest_directory = stack.enter_context(new_directory(residual_out))
-            kinds = {name: "F32" for name in changed if old.tensors[name].dtype in FLOATS}
+            kinds = {name: "F32" for name in sending.moved if old.tensors[name].dtype in FLOATS}
             if kinds:
                 rest = writers.enter_context(TensorWriter(rest_directory, layout_like(old, kinds)))
-        for name in sorted(changed):
+        for name in sending.moved:
             entry = old.tensors[name]
             if entry.dtype not in FLOATS:
                 for offset, content in raw(new[name]):
@@ -108,12 +107,15 @@ def encode(
             places = {suffix: 0 for suffix, _, _ in codec.fields(0, 0)}
             for start, step, length in _differences(entry, new[name], kept.get(name)):
                 squared += length
-                sent = codec.encode(step, limits[name]) if codec is sparse else codec.encode(step)
-                for suffix, array in sent.items():
-                    writer.write(f"{name}::{suffix}", places[suffix], as_bytes(array))
-                    places[suffix] += array.nbytes
-                missed = codec.decode(sent, len(step))
-                np.subtract(step, missed, out=missed)
+                if name in sending.sent:
+                    sent = codec.encode(step, sending.limit) if codec is sparse else codec.encode(step)
+                    for suffix, array in sent.items():
+                        writer.write(f"{name}::{suffix}", places[suffix], as_bytes(array))
+                        places[suffix] += array.nbytes
+                    missed = codec.decode(sent, len(step))
+                    np.subtract(step, missed, out=missed)
+                else:
+                    missed = step
                 lost += float(np.vdot(missed, missed))
                 if rest is not None:
                     rest.write(name, start * 4, as_bytes(missed))
@@ -132,7 +134,7 @@ def encode(
     return Encoded(
         message_bytes=size,
         parameters=sum(entry.elements for entry in old.tensors.values() if entry.dtype in FLOATS),
-        unchanged=len(old.tensors) - len(changed),
+        unchanged=len(old.tensors) - len(sending.sent),
         relative_error=math.sqrt(lost / squared) if squared else 0.0,
     )
 
@@ -145,7 +147,7 @@ def encode_model(
     decoded: Path,
     encoding: str,
     master: Path | None = None,
-    density: float = 0.05,
+    density: float = 0.75,
 ) -> Encoded:
     """The coordinator's direction: the message `out`, and `decoded`, the model as every receiver will hold it.
 
@@ -214,12 +216,26 @@ def _open_residual(directory: Path | None, reference: Checkpoint) -> dict[str, T
     return entries
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Sending:
+    """What a message will hold."""
+
+    planned: list[Planned]
+    moved: list[str]
+    """Tensors that differ."""
+    sent: set[str]
+    """Those of them of which the message holds something."""
+    limit: float
+    """`sparse` keeps magnitudes from here on."""
+
+
 def _plan(
     codec: Any, old: Checkpoint, new: dict[str, TensorEntry], kept: dict[str, TensorEntry], density: float
-) -> tuple[list[Planned], dict[str, float]]:
-    """What is stored for each tensor that differs, and the thresholds of `sparse`."""
+) -> _Sending:
+    """Which tensors differ, and what is stored of each."""
+    limit = _limit(old, new, kept, density) if codec is sparse else 0.0
     planned: list[Planned] = []
-    limits: dict[str, float] = {}
+    moved: list[str] = []
     for name, entry in sorted(old.tensors.items()):
         if entry.dtype not in FLOATS:
             if new[name].dtype != entry.dtype:
@@ -228,22 +244,34 @@ def _plan(
                 )
             if any(a != b for (_, a), (_, b) in zip(raw(entry), raw(new[name]), strict=True)):
                 planned.append(Planned(name=f"{name}::raw", dtype=entry.dtype, shape=entry.shape))
+                moved.append(name)
             continue
-        count = 0
-        if codec is sparse:
-            counts, width = np.zeros(sparse.BINS, np.int64), PART if entry.elements <= PART else PART // STRIDE
+        differs, codes = False, 0
+        for _, step, length in _differences(entry, new[name], kept.get(name)):
+            differs = differs or length > 0 or bool(step.any())  # squares of the tiniest values vanish
+            if codec is sparse:
+                codes += sparse.code_bytes(sparse.reaching(step, limit))
+            elif differs:
+                break
+        if differs:
+            moved.append(name)
+        if codes if codec is sparse else differs:
+            for suffix, dtype, length in codec.fields(entry.elements, codes):
+                planned.append(Planned(name=f"{name}::{suffix}", dtype=dtype, shape=(length,)))
+    sent = {tensor.name.rpartition("::")[0] for tensor in planned}
+    return _Sending(planned=planned, moved=moved, sent=sent, limit=limit)
+
+
+def _limit(old: Checkpoint, new: dict[str, TensorEntry], kept: dict[str, TensorEntry], density: float) -> float:
+    """The magnitude that a share `density` of all tensors' values reaches."""
+    counts = np.zeros(sparse.BINS)
+    for name, entry in old.tensors.items():
+        if entry.dtype in FLOATS:
+            width, seen = PART if entry.elements <= PART else PART // STRIDE, np.zeros(sparse.BINS, np.int64)
             for _, step, _ in _differences(entry, new[name], kept.get(name), width):
-                counts += sparse.histogram(step)
-            limits[name] = sparse.threshold(counts, density)
-            for _, step, _ in _differences(entry, new[name], kept.get(name)):
-                count += sparse.reaching(step, limits[name])
-            if not count:
-                continue
-        elif not any(step.any() for _, step, _ in _differences(entry, new[name], kept.get(name))):
-            continue
-        for suffix, dtype, length in codec.fields(entry.elements, count):
-            planned.append(Planned(name=f"{name}::{suffix}", dtype=dtype, shape=(length,)))
-    return planned, limits
+                seen += sparse.histogram(step)
+            counts += seen * (entry.elements / max(1, seen.sum()))
+    return sparse.threshold(counts, density)
 
 
 def _differences(

@@ -95,7 +95,7 @@ def _check_layout(stored: dict[str, TensorEntry], codec: Any, old: Checkpoint, m
         if entry.dtype not in FLOATS:
             expected = {"raw": (entry.dtype, entry.shape)}
         else:
-            kept = stored[f"{name}::position"].elements if f"{name}::position" in stored else 0
+            kept = stored[f"{name}::code"].elements if f"{name}::code" in stored else 0
             expected = {suffix: (dtype, (length,)) for suffix, dtype, length in codec.fields(entry.elements, kept)}
         present = [suffix for suffix in expected if f"{name}::{suffix}" in stored]
         if present and len(present) < len(expected):
@@ -135,14 +135,10 @@ def _decoded(
             widen(old, entry.dtype, values)
             if next(iter(fields.values())) is not None:
                 count = len(old)
-                if codec is sparse:
-                    kept = int(take("count", 1)[0])
-                    if not 0 <= kept <= count:
-                        raise CheckpointError(f"{message}: tensor {name!r} keeps {kept} values of {count}")
-                    arrays = {"position": take("position", kept), "value": take("value", kept)}
-                else:
-                    arrays = {suffix: take(suffix, length) for suffix, _, length in codec.fields(count, 0)}
+                arrays = {suffix: take(suffix, length) for suffix, _, length in codec.fields(count, 0)}
                 try:
+                    if codec is sparse:
+                        arrays["code"] = take("code", sparse.code_bytes(sparse.count_of(arrays["kept"], count)))
                     np.add(values, codec.decode(arrays, count), out=values)
                 except ValueError as error:
                     raise CheckpointError(f"{message}: tensor {name!r} is malformed: {error}") from None

@@ -10,7 +10,7 @@
 #include <string.h>
 
 enum { BF16 = 0, F16 = 1, F32 = 2 };
-enum { RUN = 512, LANES = 8 };
+enum { RUN = 512, LANES = 8, PART = 65536 };
 
 /* Unaligned vectors; a compiler without such registers splits them. */
 typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
@@ -297,15 +297,80 @@ void crossfed_int4_decode(int64_t n, int64_t block, float levels, const uint8_t 
     }
 }
 
-/* Positions and bfloat16 values of the magnitudes that reach `limit`; returns their number. n is at most 65,536. */
-int64_t crossfed_sparse_encode(int64_t n, float limit, const float *restrict values, uint16_t *restrict positions,
-                               float *restrict kept)
+/* The magnitudes that reach `limit` (above 0): a bit each in `kept`, and in `codes` a sign and one of eight levels, about
+   even on a logarithmic scale up to the largest, two a byte. `levels`: the mean of each level's magnitudes. Returns how
+   many reach it. n is at most PART. */
+int64_t crossfed_sparse_encode(int64_t n, float limit, const float *restrict values, uint8_t *restrict kept,
+                               uint8_t *restrict codes, float *restrict levels)
 {
-    int64_t count = 0;
+    float reached[PART + 1];
+    uint8_t places[PART];
+    const uint32_t low = to_bits(limit);
+    uint32_t top = low;
     for (int64_t i = 0; i < n; i++) {
-        positions[count] = (uint16_t)i; /* written over unless it counts: no branch to predict */
-        kept[count] = values[i];
-        count += fabsf(values[i]) >= limit;
+        uint32_t magnitude = to_bits(values[i]) & 0x7FFFFFFF;
+        top = magnitude > top ? magnitude : top;
     }
+    int64_t count = 0;
+    for (int64_t start = 0; start < n; start += 8) {
+        int64_t end = start + 8 < n ? start + 8 : n;
+        unsigned mask = 0;
+        for (int64_t i = start; i < end; i++) {
+            unsigned reaches = (to_bits(values[i]) & 0x7FFFFFFF) >= low;
+            reached[count] = values[i]; /* written over unless it reaches: no branch to predict */
+            mask |= reaches << (i - start);
+            count += reaches;
+        }
+        *kept++ = (uint8_t)mask;
+    }
+    const float per_level = 8.0f / (float)(top - low + 1);
+    for (int64_t i = 0; i < count; i++) {
+        uint32_t bits = to_bits(reached[i]);
+        int place = (int)((float)((bits & 0x7FFFFFFF) - low) * per_level);
+        places[i] = (uint8_t)((place < 7 ? place : 7) | (bits >> 31) << 3);
+    }
+    double sums[4][16] = {{0}}; /* four of each: one addition need not wait for the last to the same level */
+    int32_t counts[4][16] = {{0}};
+    for (int64_t i = 0; i < count; i++) {
+        sums[i & 3][places[i]] += reached[i];
+        counts[i & 3][places[i]]++;
+    }
+    for (int level = 0; level < 8; level++) {
+        double sum = 0;
+        int32_t number = 0;
+        for (int lane = 0; lane < 4; lane++) {
+            sum += sums[lane][level] - sums[lane][level + 8];
+            number += counts[lane][level] + counts[lane][level + 8];
+        }
+        levels[level] = number ? (float)(sum / number) : 0;
+    }
+    for (int64_t i = 0; i + 1 < count; i += 2)
+        *codes++ = (uint8_t)(places[i] | places[i + 1] << 4);
+    if (count & 1)
+        *codes = places[count - 1];
     return count;
+}
+
+/* `codes` holds `bytes` bytes, half a byte for each bit of `kept`. n is at most PART. */
+void crossfed_sparse_decode(int64_t n, int64_t bytes, const uint8_t *restrict kept, const uint8_t *restrict codes,
+                            const float *restrict levels, float *restrict out)
+{
+    float pairs[256][2], reached[PART + 2], *next = reached;
+    for (int code = 0; code < 256; code++) {
+        pairs[code][0] = code & 8 ? -levels[code & 7] : levels[code & 7];
+        pairs[code][1] = code & 128 ? -levels[code >> 4 & 7] : levels[code >> 4 & 7];
+    }
+    for (int64_t i = 0; i < bytes; i++)
+        memcpy(reached + 2 * i, pairs[codes[i]], sizeof pairs[0]);
+    reached[2 * bytes] = 0;
+    for (int64_t start = 0; start < n; start += 8) {
+        int64_t end = start + 8 < n ? start + 8 : n;
+        unsigned mask = *kept++;
+        for (int64_t i = start; i < end; i++) {
+            unsigned bit = mask & 1;
+            out[i] = from_bits(to_bits(*next) & -bit);
+            next += bit;
+            mask >>= 1;
+        }
+    }
 }

@@ -98,7 +98,8 @@ def _load(path: Path) -> ctypes.CDLL:
         ("int8_decode", None, (size, size, pointer, pointer, pointer)),
         ("int4_encode", None, (size, size, real, real, pointer, pointer, pointer)),
         ("int4_decode", None, (size, size, real, pointer, pointer, pointer)),
-        ("sparse_encode", size, (size, real, pointer, pointer, pointer)),
+        ("sparse_encode", size, (size, real, pointer, pointer, pointer, pointer)),
+        ("sparse_decode", None, (size, size, pointer, pointer, pointer, pointer)),
     ):  # fmt: skip
         function = getattr(found, f"crossfed_{name}")
         function.restype, function.argtypes = result, arguments

@@ -65,11 +65,12 @@ class TrainingSettings:
     evaluation_sequences: int = 0
     """At most so many validation blocks per evaluation; 0: all."""
     encoding: Encoding = "full"
-    """How the update travels: whole, or as the difference to the received model (51, 27 or about 10 % of bfloat16)."""
+    """How the update travels: whole, or as the difference to the received model (51, 27 or 25 % of bfloat16)."""
     signing_key: str = ""
     """Private ssh key at the facility that signs its updates' manifests; empty: they are not signed."""
-    sparse_density: float = 0.05
-    """Share of the values that the encoding `sparse` sends each round; the rest is kept and sent later."""
+    sparse_density: float = 0.75
+    """Share of the values that `sparse` sends each round, in 1 + 4 x this many bits a value; the rest is kept, trained on and
+    sent later. The default harms nothing measurable in 10 rounds, 0.35 nothing in 30."""
     keep_optimizer: bool = True
     """Keep AdamW's moments at the facility between rounds: 12 to 19 % lower perplexity than beginning them anew, at ten
     steps a round (tests/bench/README.md)."""

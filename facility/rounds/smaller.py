@@ -1,6 +1,8 @@
 """An update written as the difference to the model it started from, before it travels.
 
-What the encoding loses stays under the facility's state directory and is added to the next round's difference.
+What the encoding loses stays under the facility's state directory, and training goes on from it in the next round: its
+weights begin as the received model plus what of this facility's steps has not been sent. Adding it to the next
+difference only (error feedback as usual) makes many local steps take the same way again, and then it is sent twice.
 """
 
 from __future__ import annotations
@@ -18,15 +20,14 @@ PREFIX = "round-"
 def make_smaller(
     update: Path, *, model: Path, state: Path, round: int, settings: TrainingSettings, patterns: Patterns
 ) -> Encoded | None:
-    """Replace the directory `update` by its message in `settings.encoding`; None where that is `full`."""
+    """Replace the directory `update` by its message in `settings.encoding`; None where that is `full`.
+
+    `update` was trained from `unsent`, so its difference to `model` holds what was not sent before.
+    """
     if settings.encoding == "full":
         return None
-    home = Path(state) / "residual"
-    kept = {
-        int(p.name.removeprefix(PREFIX)): p for p in home.glob(f"{PREFIX}*") if p.name.removeprefix(PREFIX).isdigit()
-    }
-    before = max((number for number in kept if number < round), default=None)
-    after, message = home / f"{PREFIX}{round}", update.with_name(f".{update.name}.message")
+    message = update.with_name(f".{update.name}.message")
+    after = _home(state) / f"{PREFIX}{round}"
     for leftover in (after, message):  # of an earlier attempt at the same round
         shutil.rmtree(leftover, ignore_errors=True)
     done = encode(
@@ -34,14 +35,31 @@ def make_smaller(
         reference=model,
         out=message,
         encoding=settings.encoding,
-        residual_in=None if before is None else kept[before],
         residual_out=after,
         density=settings.sparse_density,
         patterns=patterns,
     )
     shutil.rmtree(update)
     message.rename(update)
-    for number, path in kept.items():
-        if before is not None and number < before:
-            shutil.rmtree(path, ignore_errors=True)
+    kept = _kept(state)
+    for number in sorted(number for number in kept if number < round)[
+        :-1
+    ]:  # the last is needed if this round is repeated
+        shutil.rmtree(kept[number], ignore_errors=True)
     return done
+
+
+def unsent(state: Path, round: int, settings: TrainingSettings) -> Path | None:
+    """What messages before `round` left out, a float32 checkpoint of the tensors concerned; None where there is nothing."""
+    kept = {number: path for number, path in _kept(state).items() if number < round}
+    found = kept[max(kept)] if kept and settings.encoding != "full" else None
+    return found if found is not None and any(found.glob("*.safetensors")) else None
+
+
+def _home(state: Path) -> Path:
+    return Path(state) / "residual"
+
+
+def _kept(state: Path) -> dict[int, Path]:
+    paths = {p.name.removeprefix(PREFIX): p for p in _home(state).glob(f"{PREFIX}*")}
+    return {int(number): path for number, path in paths.items() if number.isdigit()}

@@ -15,6 +15,7 @@ from facility.exchange.settings import TrainingSettings
 from .arrange import Layout
 from .assemble import Assembly
 from .clock import Clock
+from .layout.shard import drop_gathered
 from .optimizer import adamw, clip, squared_norm
 from .ranks import Ranks
 from .tasks import Batch
@@ -157,6 +158,7 @@ class Engine:
             for batch in batches:
                 loss_sum += self.compute.loss(batch).double()
                 predictions += batch.predictions
+        drop_gathered(self.compute.modules)
         total, count = self._sum(
             loss_sum if self.compute.tells_loss else torch.zeros_like(loss_sum),
             predictions if self.counts else 0,

@@ -112,3 +112,18 @@ def load_parts(parts: Iterable[Part], checkpoint: Checkpoint) -> None:
                 f"its config.json asks for {list(part.shape)}"
             )
         read_rows(entry, part.first, part.tensor)
+
+
+def add_parts(parts: Iterable[Part], checkpoint: Checkpoint) -> None:
+    """Add the checkpoint's tensors of these names to what the parts hold. Raises `CheckpointError` for another shape."""
+    for part in parts:
+        if (entry := checkpoint.tensors.get(part.name)) is not None:
+            if entry.shape != part.shape:
+                raise CheckpointError(
+                    f"{checkpoint.directory}: tensor {part.name!r} has shape {list(entry.shape)}, "
+                    f"the model's is {list(part.shape)}: remove the directory"
+                )
+            rows = torch.empty_like(part.tensor)
+            read_rows(entry, part.first, rows)
+            with torch.no_grad():
+                part.tensor.add_(rows)

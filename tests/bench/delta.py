@@ -43,7 +43,7 @@ def codec_alone(encoding: str, base: Path, update: Path, megabytes: float) -> di
             started = time.perf_counter()
             difference(stored, old[name].dtype, new[name].dtype, values, scratch)
             if encoding == "sparse" and limit is None:  # the command takes it from a share of each part, once a tensor
-                limit = codec.threshold(codec.histogram(values), 0.05)
+                limit = codec.threshold(codec.histogram(values), 0.75)
             message = codec.encode(values, limit) if encoding == "sparse" else codec.encode(values)
             np.subtract(values, codec.decode(message, PART), out=missed)
             middle = time.perf_counter()

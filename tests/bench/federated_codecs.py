@@ -1,4 +1,4 @@
-"""The delta codecs of `facility.exchange.codecs` between tensors in memory, with error feedback at the sender."""
+"""The delta codecs of `facility.exchange.codecs` between tensors in memory; what a sender loses, it keeps."""
 
 from __future__ import annotations
 
@@ -8,39 +8,48 @@ import numpy
 import torch
 from torch import Tensor
 
+from coordinator.send import FORGOTTEN
 from facility.exchange.codecs import PART, int4, int8, sparse
 
 
 class DeltaCodec:
-    """What a receiver reconstructs of `values` when only the coded difference to `reference` travels."""
+    """What a receiver reconstructs of `values` when only the coded difference to `reference` travels.
 
-    def __init__(self, encoding: str, *, density: float = 0.05, model: bool = False) -> None:
+    `model`: the coordinator's direction, where what was lost is part of the next difference of itself.
+    """
+
+    def __init__(self, encoding: str, *, density: float = 0.75, model: bool = False) -> None:
         self.encoding, self.density, self.model = encoding, density, model
-        self.residuals: dict[int, list[numpy.ndarray]] = {}
+        self.residuals: dict[int, list[Tensor]] = {}
 
     def __call__(self, sender: int, reference: list[Tensor], values: list[Tensor]) -> list[Tensor]:
-        if sender not in self.residuals:
-            self.residuals[sender] = [numpy.zeros(v.numel(), numpy.float32) for v in values]
-        received = []
-        for position, (old, new) in enumerate(zip(reference, values, strict=True)):
-            difference = (new - old).reshape(-1).numpy() + self.residuals[sender][position]
-            decoded = self._travel(difference)
-            result = old + torch.from_numpy(decoded).reshape(old.shape)
-            if self.model:  # decoded to the dtype that is trained from; the next difference to it holds what was lost
-                result = result.to(torch.bfloat16).float()
-            else:
-                self.residuals[sender][position] = difference - decoded
-            received.append(result)
+        differences = [(new - old).reshape(-1).numpy() for old, new in zip(reference, values, strict=True)]
+        travel = self._travel(differences)
+        decoded = [
+            torch.from_numpy(travel(d)).reshape(old.shape) for d, old in zip(differences, reference, strict=True)
+        ]
+        received = [old + step for old, step in zip(reference, decoded, strict=True)]
+        if self.model:  # decoded to the dtype that is trained from
+            return [value.to(torch.bfloat16).float() for value in received]
+        self.residuals[sender] = [new - got for new, got in zip(values, received, strict=True)]
         return received
 
-    def _travel(self, values: numpy.ndarray) -> numpy.ndarray:
-        encode, decode = self._functions(values)
-        parts = [values[start : start + PART] for start in range(0, len(values), PART)]
-        return numpy.concatenate([decode(encode(part), len(part)) for part in parts]).astype(numpy.float32)
+    def start(self, sender: int, received: list[Tensor]) -> list[Tensor]:
+        """Where a facility's training begins: the received model and what of its steps was not sent."""
+        rest = self.residuals.get(sender)
+        return received if rest is None else [value + kept for value, kept in zip(received, rest, strict=True)]
 
-    def _functions(self, values: numpy.ndarray) -> tuple[Callable, Callable]:
-        if self.encoding == "sparse":
-            limit = sparse.threshold(sparse.histogram(numpy.ascontiguousarray(values)), self.density)
-            return (lambda part: sparse.encode(part, limit)), sparse.decode
-        codec = {"delta-int8": int8, "delta-int4": int4}[self.encoding]
-        return codec.encode, codec.decode
+    def master(self, master: Tensor, sent: Tensor) -> Tensor:
+        """What the coordinator goes on from."""
+        return master + FORGOTTEN * (sent - master) if self.encoding == "sparse" else master
+
+    def _travel(self, differences: list[numpy.ndarray]) -> Callable[[numpy.ndarray], numpy.ndarray]:
+        codec = {"delta-int8": int8, "delta-int4": int4, "sparse": sparse}[self.encoding]
+        counts = sum((sparse.histogram(d) for d in differences), numpy.zeros(sparse.BINS))
+        more = (sparse.threshold(counts, self.density),) if codec is sparse else ()
+
+        def travel(values: numpy.ndarray) -> numpy.ndarray:
+            parts = [values[start : start + PART] for start in range(0, len(values), PART)]
+            return numpy.concatenate([codec.decode(codec.encode(part, *more), len(part)) for part in parts])
+
+        return travel

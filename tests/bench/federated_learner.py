@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from coordinator.averaging.settings import AggregationSettings
 from coordinator.averaging.tensors import Server
+from tests.bench.federated_codecs import DeltaCodec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,10 +128,6 @@ def rounded(values: list[Tensor]) -> list[Tensor]:
     return [value.detach().to(torch.bfloat16).float() for value in values]
 
 
-Codec = Callable[[int, list[Tensor], list[Tensor]], list[Tensor]]
-"""(facility, reference, values) -> the values that the receiver reconstructs from what travelled."""
-
-
 @dataclass(kw_only=True)
 class Curve:
     """Perplexity of the global model, per domain, after rounds."""
@@ -149,8 +146,8 @@ def federate(
     aggregation: AggregationSettings,
     seed: int,
     evaluate_rounds: set[int],
-    codec: Codec | None = None,
-    downlink: Codec | None = None,
+    codec: DeltaCodec | None = None,
+    downlink: DeltaCodec | None = None,
     evaluation_blocks: int = 0,
 ) -> Curve:
     """Rounds of local training and outer steps, equal weights (every facility takes the same number of tokens)."""
@@ -166,7 +163,7 @@ def federate(
     for number in range(1, rounds + 1):
         updates = {}
         for index, (who, learner) in enumerate(learners.items()):
-            learner.load(sent)
+            learner.load(sent if codec is None else codec.start(index, sent))
             learner.train(steps)
             update = [p.detach().clone() for p in learner.parameters]
             update = codec(index, sent, update) if codec is not None else rounded(update)
@@ -179,6 +176,8 @@ def federate(
         else:
             master = [torch.from_numpy(server.master[n]).reshape(v.shape) for n, v in zip(names, sent, strict=True)]
             sent = downlink(-1, sent, master)
+            for name, before, after in zip(names, master, sent, strict=True):
+                server.master[name] = downlink.master(before, after).reshape(-1).numpy()
         if number in evaluate_rounds or number == rounds:
             with torch.no_grad():
                 for parameter, value in zip(scratch.parameters(), sent, strict=True):

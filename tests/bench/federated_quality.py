@@ -23,6 +23,7 @@ import torch
 from coordinator.averaging.settings import AggregationSettings
 from facility.dataset import open_dataset
 from facility.preparing.build import Request, prepare
+from tests.bench.federated_codecs import DeltaCodec
 from tests.bench.federated_learner import Curve, Learner, Local, Text, batches, federate, pool
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
@@ -41,6 +42,8 @@ class Arm:
     """Fields of Local that differ."""
     codec: str | None = None
     """What travels both ways instead of bfloat16: delta-int8, delta-int4 or sparse."""
+    density: float = 0.75
+    """Of `sparse`."""
 
 
 RATE = {"learning_rate": 2e-3}
@@ -123,7 +126,7 @@ def run(out: Path, experiment: str, schedule: str, name: str, arm: Arm, seed: in
     """One training, or its kept result."""
     rounds, steps = map(int, schedule.split("x"))
     key = {"experiment": experiment, "schedule": schedule if arm.aggregation else f"{rounds * steps} steps",
-           "seed": seed, "width": width, "arm": {n: v for n, v in dataclasses.asdict(arm).items() if n != "codec" or v}}  # fmt: skip
+           "seed": seed, "width": width, "arm": {n: v for n, v in dataclasses.asdict(arm).items() if n in ("aggregation", "local") or (arm.codec and n in ("codec", "density"))}}  # fmt: skip
     kept = out / "results.jsonl"
     for line in kept.read_text().splitlines() if kept.exists() else []:
         row = json.loads(line)
@@ -137,9 +140,7 @@ def run(out: Path, experiment: str, schedule: str, name: str, arm: Arm, seed: in
     curve: Curve
     coders: list[Any] = [None, None]
     if arm.codec:
-        from tests.bench.federated_codecs import DeltaCodec
-
-        coders = [DeltaCodec(arm.codec), DeltaCodec(arm.codec, model=True)]
+        coders = [DeltaCodec(arm.codec, density=arm.density, model=way) for way in (False, True)]
     if arm.aggregation is None:
         curve = pool(model, chosen, steps=rounds * steps, local=local, seed=seed)
     else:

@@ -8,8 +8,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
 from coordinator.archive import Archive
+from coordinator.averaging.settings import AggregationSettings
 from coordinator.close_round import close_round, sort_out
 from coordinator.federation import read_federation
 from coordinator.render import write
@@ -21,6 +23,7 @@ from facility.exchange.manifest import read_manifest, verify_manifest
 from facility.exchange.report import Failure
 from facility.exchange.report import write as write_report
 from facility.rounds.models import Models, digest_of, tell
+from tests.averaging.make import read_all
 from tests.federations import write_federation
 from tests.pico import save_pico
 from tests.updates import write_update
@@ -113,6 +116,24 @@ def test_a_lost_or_damaged_reference_is_an_error_that_names_it(archive: Archive,
         kept.whole(message)
     assert not list(kept.directory.iterdir())
     assert verify_manifest(archive.model_for(0))
+
+
+def test_a_sparse_message_leaves_the_master_halfway(archive: Archive):
+    """Between the mean and what the facilities hold, sealed anew, and good to go on from."""
+    settings = dataclasses.replace(SETTINGS, sending=SendingSettings(encoding="sparse", sparse_density=0.3))
+    arrived = sort_out([update(archive, "a", 0)])
+    wanted = read_all(next(iter(arrived.updates.values())))  # of one update under the mean rule
+    settings = dataclasses.replace(settings, aggregation=AggregationSettings(rule="mean"))
+    close_round(archive, settings, model=archive.model_for(0), number=0, arrived=arrived)
+    held, master = read_all(archive.model_for(1)), read_all(archive.round_directory(0) / "state" / "master")
+    verify_manifest(archive.round_directory(0) / "state")
+    missed = 0.0
+    for name, tensor in master.items():
+        torch.testing.assert_close(tensor, (wanted[name].float() + held[name].float()) / 2, rtol=1e-6, atol=1e-8)
+        missed += float((wanted[name].float() - held[name].float()).norm())
+    assert missed > 0
+    arrived = sort_out([update(archive, "a", 1)])
+    assert close_round(archive, settings, model=archive.model_for(1), number=1, arrived=arrived)[1] == 2
 
 
 def test_a_model_with_other_tensors_is_sent_whole_and_says_so(archive: Archive, monkeypatch: pytest.MonkeyPatch):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from facility.exchange.errors import InputError
 
@@ -51,3 +51,11 @@ def shard(
     for block in blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard, **policy)
     fully_shard(root, mesh=mesh, reshard_after_forward=False, **at_root)
+
+
+def drop_gathered(modules: Iterable[nn.Module]) -> None:
+    """Free what FSDP2 keeps gathered after a forward pass without backward, a copy that no longer follows the shards."""
+    for root in modules:
+        for module in root.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
