@@ -1,6 +1,6 @@
 """Send the difference to a model that the receiver already holds, instead of the whole model.
 
-    encode(full=update, reference=model, out=message, encoding="delta-int8", residual_in=old, residual_out=new)
+    encode(full=update, reference=model, out=message, encoding="delta-int8", residual_out=lost)
     decode(message, reference=model, out=update)
 
 A message is a directory like the full one, with `delta.safetensors` in place of the tensors and a manifest that names
@@ -9,8 +9,9 @@ its codec says (`facility.exchange.codecs`); a tensor equal to the reference's i
 point and differs is `NAME::raw`. Both sides must hold the same reference: another digest is an error that says to send
 in full, never a silent fallback.
 
-What the codec loses is kept at the sender (`residual_out`) and added to the next difference: error feedback, F. Seide
-et al., Interspeech 2014, and S. P. Karimireddy et al., ICML 2019, arXiv 1901.09847.
+What the codec loses is kept at the sender (`residual_out`): error feedback, F. Seide et al., Interspeech 2014, and
+S. P. Karimireddy et al., ICML 2019, arXiv 1901.09847. Here it is no addition to the next difference: a
+facility's next training begins from it (`facility.rounds.smaller`).
 
 An update is decoded to float32, so that half precision does not take away what the codec carried. A model is decoded
 to the reference's dtypes, and its message states the digest of the result, which the receiver checks.
@@ -67,7 +68,6 @@ def encode(
     out: Path,
     encoding: str,
     values: Path | None = None,
-    residual_in: Path | None = None,
     residual_out: Path | None = None,
     density: float = 0.75,
     patterns: Patterns | None = None,
@@ -85,11 +85,10 @@ def encode(
     manifest, base = read_manifest(full), read_manifest(reference)
     old = open_checkpoint(reference)
     new = _same_names(open_checkpoint(values or full), open_checkpoint(full), old, patterns or Patterns())
-    kept = _open_residual(residual_in, old)
     squared = lost = 0.0
     with ExitStack() as stack:
         directory = stack.enter_context(new_directory(out))
-        sending = _plan(codec, old, new, kept, density)
+        sending = _plan(codec, old, new, density)
         writers = stack.enter_context(ExitStack())
         writer = writers.enter_context(TensorWriter(directory, {FILE: sending.planned}, {"format": "pt"}))
         rest = None
@@ -105,7 +104,7 @@ def encode(
                     writer.write(f"{name}::raw", offset, content)
                 continue
             places = {suffix: 0 for suffix, _, _ in codec.fields(0, 0)}
-            for start, step, length in _differences(entry, new[name], kept.get(name)):
+            for start, step, length in _differences(entry, new[name]):
                 squared += length
                 if name in sending.sent:
                     sent = codec.encode(step, sending.limit) if codec is sparse else codec.encode(step)
@@ -206,16 +205,6 @@ def _same_names(
     return found
 
 
-def _open_residual(directory: Path | None, reference: Checkpoint) -> dict[str, TensorEntry]:
-    if directory is None or not any(Path(directory).glob("*.safetensors")):
-        return {}
-    entries = open_checkpoint(directory).tensors
-    for name, entry in entries.items():
-        if name not in reference.tensors or reference.tensors[name].shape != entry.shape or entry.dtype != "F32":
-            raise CheckpointError(f"{directory}: residual {name!r} does not fit the model; remove the directory")
-    return entries
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Sending:
     """What a message will hold."""
@@ -229,11 +218,9 @@ class _Sending:
     """`sparse` keeps magnitudes from here on."""
 
 
-def _plan(
-    codec: Any, old: Checkpoint, new: dict[str, TensorEntry], kept: dict[str, TensorEntry], density: float
-) -> _Sending:
+def _plan(codec: Any, old: Checkpoint, new: dict[str, TensorEntry], density: float) -> _Sending:
     """Which tensors differ, and what is stored of each."""
-    limit = _limit(old, new, kept, density) if codec is sparse else 0.0
+    limit = _limit(old, new, density) if codec is sparse else 0.0
     planned: list[Planned] = []
     moved: list[str] = []
     for name, entry in sorted(old.tensors.items()):
@@ -247,7 +234,7 @@ def _plan(
                 moved.append(name)
             continue
         differs, codes = False, 0
-        for _, step, length in _differences(entry, new[name], kept.get(name)):
+        for _, step, length in _differences(entry, new[name]):
             differs = differs or length > 0 or bool(step.any())  # squares of the tiniest values vanish
             if codec is sparse:
                 codes += sparse.code_bytes(sparse.reaching(step, limit))
@@ -262,30 +249,27 @@ def _plan(
     return _Sending(planned=planned, moved=moved, sent=sent, limit=limit)
 
 
-def _limit(old: Checkpoint, new: dict[str, TensorEntry], kept: dict[str, TensorEntry], density: float) -> float:
+def _limit(old: Checkpoint, new: dict[str, TensorEntry], density: float) -> float:
     """The magnitude that a share `density` of all tensors' values reaches."""
     counts = np.zeros(sparse.BINS)
     for name, entry in old.tensors.items():
         if entry.dtype in FLOATS:
             width, seen = PART if entry.elements <= PART else PART // STRIDE, np.zeros(sparse.BINS, np.int64)
-            for _, step, _ in _differences(entry, new[name], kept.get(name), width):
+            for _, step, _ in _differences(entry, new[name], width):
                 seen += sparse.histogram(step)
             counts += seen * (entry.elements / max(1, seen.sum()))
     return sparse.threshold(counts, density)
 
 
-def _differences(
-    old: TensorEntry, new: TensorEntry, residual: TensorEntry | None, width: int = PART
-) -> Iterator[tuple[int, Array, float]]:
-    """(first element, new - old + residual in float32, its sum of squares) for the first `width` values of each part.
+def _differences(old: TensorEntry, new: TensorEntry, width: int = PART) -> Iterator[tuple[int, Array, float]]:
+    """(first element, new - old in float32, its sum of squares) for the first `width` values of each part.
 
     The array is used again for the next part.
     """
-    sources = [old, new] + ([residual] if residual else [])
     block, widened = np.empty(PART, np.float32), np.empty(PART, np.float32)
-    for start, arrays in parts(sources, width):
-        values = block[: len(arrays[0])]
-        squared = difference(arrays, old.dtype, new.dtype, values, widened[: len(values)])
+    for start, (base, update) in parts([old, new], width):
+        values = block[: len(base)]
+        squared = difference(base, old.dtype, update, new.dtype, values, widened[: len(values)])
         if not math.isfinite(squared):
             raise CheckpointError(f"{new.file}: tensor {new.name!r} holds NaN, infinity or absurdly large values")
         yield start, values, squared

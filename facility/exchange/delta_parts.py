@@ -35,21 +35,19 @@ def parts(entries: list[TensorEntry], width: int = PART) -> Iterator[tuple[int, 
                 yield begin + start, [buffer[start : min(start + PART, count)] for buffer in buffers]
 
 
-def difference(stored: list[Array], base: str, update: str, out: Array, scratch: Array) -> float:
-    """`stored`: base, update and perhaps a float32 residual. Writes update - base + residual; returns its sum of squares."""
+def difference(base: Array, base_dtype: str, update: Array, update_dtype: str, out: Array, scratch: Array) -> float:
+    """Writes update - base, of values as stored, in float32; returns its sum of squares."""
     found = native.library()
-    if found is not None and base in native.KINDS and update in native.KINDS:
+    if found is not None and base_dtype in native.KINDS and update_dtype in native.KINDS:
         return float(
             found.crossfed_difference(
-                len(out), native.address(stored[1]), native.KINDS[update], native.address(stored[0]), native.KINDS[base],
-                native.address(stored[2]) if len(stored) > 2 else None, native.address(out),
+                len(out), native.address(update), native.KINDS[update_dtype], native.address(base), native.KINDS[base_dtype],
+                native.address(out),
             )
         )  # fmt: skip
-    widen(stored[1], update, out)
-    widen(stored[0], base, scratch)
+    widen(update, update_dtype, out)
+    widen(base, base_dtype, scratch)
     np.subtract(out, scratch, out=out)
-    if len(stored) > 2:
-        np.add(out, stored[2], out=out)
     return float(np.vdot(out, out))
 
 

@@ -182,9 +182,9 @@ void crossfed_nesterov(int64_t n, float rate, float momentum, const float *restr
     }
 }
 
-/* update - base (+ residual, or NULL) in float32. Returns the sum of squares. */
+/* update - base in float32. Returns the sum of squares. */
 double crossfed_difference(int64_t n, const void *update, int update_kind, const void *base, int base_kind,
-                           const float *residual, float *out)
+                           float *out)
 {
     float widened[RUN];
     double squared = 0, found;
@@ -195,9 +195,6 @@ double crossfed_difference(int64_t n, const void *update, int update_kind, const
         widen(base, base_kind, start, count, widened);
         for (int64_t i = 0; i < count; i++)
             difference[i] -= widened[i];
-        if (residual)
-            for (int64_t i = 0; i < count; i++)
-                difference[i] += residual[start + i];
         dots(difference, difference, 0, 1, count, &found);
         squared += found;
     }

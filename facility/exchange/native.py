@@ -93,7 +93,7 @@ def _load(path: Path) -> ctypes.CDLL:
         ("products", None, (size, size, pointer, size, pointer)),
         ("steps", None, (size, size, pointer, number, pointer, pointer, pointer, pointer, size, pointer, pointer, pointer, number, pointer)),
         ("nesterov", None, (size, real, real, pointer, pointer, pointer, pointer, pointer)),
-        ("difference", ctypes.c_double, (size, pointer, number, pointer, number, pointer, pointer)),
+        ("difference", ctypes.c_double, (size, pointer, number, pointer, number, pointer)),
         ("int8_encode", None, (size, size, real, real, pointer, pointer, pointer)),
         ("int8_decode", None, (size, size, pointer, pointer, pointer)),
         ("int4_encode", None, (size, size, real, real, pointer, pointer, pointer)),

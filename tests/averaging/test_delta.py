@@ -83,20 +83,20 @@ def test_a_block_of_zeros_and_of_tiny_values(codec):
 
 
 @pytest.mark.parametrize("encoding", ["delta-int4", "sparse"])
-def test_error_feedback_loses_nothing_over_rounds(tmp_path: Path, encoding: str):
+def test_nothing_is_lost_over_rounds_that_go_on_from_what_was_not_sent(tmp_path: Path, encoding: str):
     base = make.model(tmp_path / "base", {"w": torch.zeros(5000)})
     step = make.random_tensors(3, {"w": (5000,)}, torch.float32, 1e-3)["w"]
-    total, residual, rounds = torch.zeros(5000), None, 12
+    total, rest, rounds = torch.zeros(5000), torch.zeros(5000), 12
     for number in range(rounds):
-        update = make.update(tmp_path / f"u{number}", {"w": step}, base=base, facility="alpha")
+        update = make.update(tmp_path / f"u{number}", {"w": step + rest}, base=base, facility="alpha")
         after = tmp_path / f"residual{number}"
         delta.encode(full=update, reference=base, out=tmp_path / f"m{number}", encoding=encoding, density=0.2,
-                     residual_in=residual, residual_out=after)  # fmt: skip
+                     residual_out=after)  # fmt: skip
         delta.decode(tmp_path / f"m{number}", reference=base, out=tmp_path / f"d{number}")
         total += make.read_all(tmp_path / f"d{number}")["w"]
-        residual = after
-    # What is not yet sent is exactly what the residual holds.
-    torch.testing.assert_close(total + make.read_all(residual)["w"], rounds * step, rtol=1e-4, atol=1e-6)
+        rest = make.read_all(after)["w"]
+    # What is not yet sent is exactly what the sender kept.
+    torch.testing.assert_close(total + rest, rounds * step, rtol=1e-4, atol=1e-6)
     assert float((total - rounds * step).norm() / (rounds * step).norm()) < 0.25
 
 

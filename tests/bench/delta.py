@@ -41,7 +41,7 @@ def codec_alone(encoding: str, base: Path, update: Path, megabytes: float) -> di
         limit = None
         for _, stored in parts([old[name], new[name]]):
             started = time.perf_counter()
-            difference(stored, old[name].dtype, new[name].dtype, values, scratch)
+            difference(stored[0], old[name].dtype, stored[1], new[name].dtype, values, scratch)
             if encoding == "sparse" and limit is None:  # the command takes it from a share of each part, once a tensor
                 limit = codec.threshold(codec.histogram(values), 0.75)
             message = codec.encode(values, limit) if encoding == "sparse" else codec.encode(values)
