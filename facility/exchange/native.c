@@ -294,6 +294,16 @@ void crossfed_int4_decode(int64_t n, int64_t block, float levels, const uint8_t 
     }
 }
 
+/* Copies those of eight values whose bit is set; returns where the next goes. No branch to predict. */
+static inline float *take_eight(const float *restrict values, unsigned mask, float *restrict to)
+{
+    for (int i = 0; i < 8; i++) {
+        *to = values[i]; /* written over unless its bit is set */
+        to += mask >> i & 1;
+    }
+    return to;
+}
+
 /* The magnitudes that reach `limit` (above 0): a bit each in `kept`, and in `codes` a sign and one of eight levels, about
    even on a logarithmic scale up to the largest, two a byte. `levels`: the mean of each level's magnitudes. Returns how
    many reach it. n is at most PART. */
@@ -301,25 +311,30 @@ int64_t crossfed_sparse_encode(int64_t n, float limit, const float *restrict val
                                uint8_t *restrict codes, float *restrict levels)
 {
     float reached[PART + 1];
-    uint8_t places[PART];
+    uint8_t places[PART + 8];
     const uint32_t low = to_bits(limit);
     uint32_t top = low;
     for (int64_t i = 0; i < n; i++) {
         uint32_t magnitude = to_bits(values[i]) & 0x7FFFFFFF;
         top = magnitude > top ? magnitude : top;
     }
-    int64_t count = 0;
+    for (int64_t i = 0; i < n; i++)
+        places[i] = (to_bits(values[i]) & 0x7FFFFFFF) >= low;
+    memset(places + n, 0, 8);
+    float *next = reached;
     for (int64_t start = 0; start < n; start += 8) {
-        int64_t end = start + 8 < n ? start + 8 : n;
-        unsigned mask = 0;
-        for (int64_t i = start; i < end; i++) {
-            unsigned reaches = (to_bits(values[i]) & 0x7FFFFFFF) >= low;
-            reached[count] = values[i]; /* written over unless it reaches: no branch to predict */
-            mask |= reaches << (i - start);
-            count += reaches;
-        }
+        uint64_t bytes;
+        memcpy(&bytes, places + start, 8);
+        unsigned mask = (unsigned)(bytes * 0x0102040810204080 >> 56); /* the eight lowest bits, side by side */
+        if (n - start >= 8)
+            next = take_eight(values + start, mask, next);
+        else
+            for (int64_t i = start; i < n; i++)
+                if (mask >> (i - start) & 1)
+                    *next++ = values[i];
         *kept++ = (uint8_t)mask;
     }
+    const int64_t count = next - reached;
     const float per_level = 8.0f / (float)(top - low + 1);
     for (int64_t i = 0; i < count; i++) {
         uint32_t bits = to_bits(reached[i]);
@@ -360,14 +375,14 @@ void crossfed_sparse_decode(int64_t n, int64_t bytes, const uint8_t *restrict ke
     for (int64_t i = 0; i < bytes; i++)
         memcpy(reached + 2 * i, pairs[codes[i]], sizeof pairs[0]);
     reached[2 * bytes] = 0;
-    for (int64_t start = 0; start < n; start += 8) {
-        int64_t end = start + 8 < n ? start + 8 : n;
-        unsigned mask = *kept++;
-        for (int64_t i = start; i < end; i++) {
-            unsigned bit = mask & 1;
-            out[i] = from_bits(to_bits(*next) & -bit);
-            next += bit;
-            mask >>= 1;
-        }
-    }
+    for (int64_t start = 0; start < n; start += 8, kept++)
+        if (n - start >= 8)
+            for (int i = 0; i < 8; i++) {
+                unsigned bit = *kept >> i & 1;
+                out[start + i] = from_bits(to_bits(*next) & -bit);
+                next += bit;
+            }
+        else
+            for (int64_t i = start; i < n; i++)
+                out[i] = *kept >> (i - start) & 1 ? *next++ : 0;
 }
