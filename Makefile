@@ -7,7 +7,7 @@ BIN := $(abspath $(VENV))/bin
 DEMO := .crossfed/demo
 export PATH := $(BIN):$(PATH)
 
-.PHONY: help env demo test test-all testbed lint format render clean
+.PHONY: help env demo test readme test-all testbed lint format render clean
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
 
@@ -24,7 +24,10 @@ demo: env ## Two facilities on this machine fine-tune one small model for five r
 	crossfed run --federation workflow/federation.yml
 
 test: env ## The test suite (under 15 minutes on 2 cores).
-	python -m pytest -m 'not testbed and not slow'
+	python -m pytest -m 'not testbed and not slow and not readme'
+
+readme: env ## Runs the README's commands in a clean clone, the demo with them.
+	python -m pytest -m readme
 
 test-all: env ## The test suite with its slow part, and the testbed of two Slurm clusters where this is root.
 	python -m pytest -m 'not testbed'

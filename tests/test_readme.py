@@ -38,6 +38,7 @@ def test_every_command_named_in_the_text_exists():
         assert subprocess.run([sys.executable, "-m", module, "--help"], capture_output=True).returncode == 0, module
 
 
+@pytest.mark.readme
 @pytest.mark.timeout(900)
 def test_the_commands_of_the_readme_run_as_written(tmp_path: Path):
     """In a clean clone, in the environment that `make` made; `make test` is this suite and is not started again."""

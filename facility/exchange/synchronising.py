@@ -59,7 +59,7 @@ class SyncSettings:
     become ready. adpsgd: gossip with a random peer, without waiting; adpsgd_blocking: the same in lockstep pairs (a
     baseline). wave: push and pull every `every` steps within `staleness` waves. local: average every `every` steps.
     diloco: the same with an outer Nesterov step."""
-    bound: int = 5
+    bound: int = 10
     """partial_reduce: groups are connected at least every `bound` rounds; 1: everybody always; 0: no bound."""
     minimum: int = 1
     """partial_reduce: replicas in a group at least, when more can come."""

@@ -119,7 +119,7 @@ def train_stages(
     """Train `model` (in place: the first rank ends with the whole averaged one); seconds and report."""
     replica, stage = divmod(rank, STAGES)
     half = Half(model, stage)
-    order = ReplicaOrder(policy="strided", sequences=len(data), replica=replica, replicas=pipelines, seed=0)
+    order = ReplicaOrder(policy="strided", sequences=len(data), replica=replica, replicas=pipelines, seed=job["seed"])
     work = TrainedStage(
         half,
         stage,

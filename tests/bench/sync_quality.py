@@ -14,6 +14,7 @@ model that `finish` leaves on every process. The row of pipelines is scaled down
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 import multiprocessing
@@ -117,7 +118,7 @@ def train(rank: int, store: Any, job: dict[str, Any], data: Any, validation: Any
     from facility.sync.sampling import ReplicaOrder
     from tests.bench.quality_stages import sleep_until, train_stages
 
-    emulation = ROWS[job["row"]]
+    emulation = dataclasses.replace(ROWS[job["row"]], seed=ROWS[job["row"]].seed + 100 * job["seed"])
     model = build_model(tied=job["row"] != PIPELINED)
     if job["start"]:
         load_start(model, Path(job["start"]))
@@ -132,7 +133,7 @@ def train(rank: int, store: Any, job: dict[str, Any], data: Any, validation: Any
         return result | {"loss": validated(model, validation) if rank == 0 else 0.0}
     optimizer = torch.optim.AdamW(model.parameters(), lr=job["rate"])
     settings = SyncSettings(policy=job["policy"], missing_seconds=60.0, **job["options"])
-    order = ReplicaOrder(policy="strided", sequences=len(data), replica=rank, replicas=WORKERS, seed=0)
+    order = ReplicaOrder(policy="strided", sequences=len(data), replica=rank, replicas=WORKERS, seed=job["seed"])
     sync = connect(settings, place=Place(replica=rank, replicas=WORKERS), parameters=list(model.parameters()),
                    steps=job["steps"], store=store, optimizer=optimizer, namespace=tag)  # fmt: skip
     begin, step = time.monotonic(), 0
@@ -218,6 +219,7 @@ def main() -> int:
         "--patience", type=float, default=SyncSettings.patience, help="partial_reduce (default %(default)s)"
     )
     parser.add_argument("--step", default="common", choices=["common", "own"], help="partial_reduce (default common)")
+    parser.add_argument("--seed", type=int, default=0, help="of the order of the text and the stalls (default 0)")
     parser.add_argument("--language", default="it", help="folder of the text (default it)")
     parser.add_argument("--out", type=Path, help="write the JSON here too")
     a = parser.parse_args()
@@ -230,7 +232,7 @@ def main() -> int:
     began = pretrain(a.pretrain, start) if a.pretrain else 0.0
     jobs = []
     for row in a.rows:
-        common = {"row": row, "steps": a.steps, "horizon": a.steps, "rate": a.rate, "constant": a.constant,
+        common = {"row": row, "steps": a.steps, "horizon": a.steps, "rate": a.rate, "constant": a.constant, "seed": a.seed,
                   "seconds": 0.0, "start": str(start) if a.pretrain else ""}  # fmt: skip
         jobs.append(common | {"policy": "allreduce", "options": {}, "equal": ""})
         for policy in a.policies:
@@ -270,7 +272,7 @@ def main() -> int:
         "what": "validation loss (nats per byte) of the averaged model",
         "settings": {"workers": WORKERS, "block": BLOCK, "batch": BATCH, "steps": a.steps, "rate": a.rate,
                      "constant": a.constant, "pretrained steps": a.pretrain, "loss there": round(began, 4),
-                     "language": a.language, **options["partial_reduce"]},
+                     "language": a.language, "seed": a.seed, **options["partial_reduce"]},
         "machine": f"{os.cpu_count()} cores", "rows": rows,
     }  # fmt: skip
     print(json.dumps(result, indent=2))

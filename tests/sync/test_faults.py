@@ -48,7 +48,9 @@ def test_a_death_changes_nothing_for_the_others_but_the_mean():
         torch.testing.assert_close(torch.tensor(results[rank]["vector"]), x, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("policy", ["allreduce", "partial_reduce", "local"])
+@pytest.mark.parametrize(
+    "policy", ["partial_reduce", *(pytest.param(p, marks=pytest.mark.slow) for p in ("allreduce", "local"))]
+)
 def test_a_stopped_replica_leaves_comes_back_and_is_brought_up_to_date(policy: str):
     settings = settings_of(policy=policy, every=2, missing_seconds=0.8)
     work = partial(solve, pause=0.05, started=partial(signal_self, victim=1, kind=signal.SIGSTOP))
@@ -73,7 +75,7 @@ def test_a_stopped_replica_leaves_comes_back_and_is_brought_up_to_date(policy: s
 
 @pytest.mark.parametrize(
     "policy",
-    ["partial_reduce", "adpsgd", *(pytest.param(p, marks=pytest.mark.slow) for p in ("central_ps", "local", "diloco"))],
+    ["partial_reduce", *(pytest.param(p, marks=pytest.mark.slow) for p in ("adpsgd", "central_ps", "local", "diloco"))],
 )
 def test_a_killed_replica_comes_back_in_a_new_process(policy: str, tmp_path: Path):
     """Its weights and its optimizer's state are gone; it is brought up to date and ends with all others."""
@@ -89,7 +91,7 @@ def test_a_killed_replica_comes_back_in_a_new_process(policy: str, tmp_path: Pat
     assert 0 < results[2]["steps"] < 100
 
 
-@pytest.mark.parametrize("policy", ["allreduce", "partial_reduce"])
+@pytest.mark.parametrize("policy", [pytest.param("allreduce", marks=pytest.mark.slow), "partial_reduce"])
 def test_losing_one_rank_of_a_replica_drops_the_replica(policy: str):
     """Three replicas of two ranks (stages or shards): the others go on, and the rank left behind ends by itself."""
     settings = settings_of(policy=policy, every=2, timeout_seconds=8.0)
