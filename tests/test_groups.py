@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import json
+import math
 import random
 from dataclasses import dataclass
 
@@ -290,7 +291,7 @@ def test_a_first_arrival_waits_for_those_who_usually_come_soon_and_for_nobody_el
     # No record yet, no window: everybody alone. Then a is due at 3, b at 3.05 and c at 3.5.
     alone(scheduler, [("a", 1.0), ("b", 1.05), ("c", 1.5), ("a", 2.0), ("b", 2.05), ("c", 2.5)])
     assert not scheduler.ready("a", 3.0)
-    assert scheduler.wake == pytest.approx(3.08)  # a little after b is due
+    assert scheduler.wake == pytest.approx(3 + 0.1 / (1 / 4 + 1 / 3))  # by then b, due at 3.05, would be late indeed
     (group,) = scheduler.ready("b", 3.06)
     assert group.members == ("a", "b") and group.waits == (pytest.approx(0.06), 0)
 
@@ -300,8 +301,8 @@ def test_somebody_late_is_given_up_when_it_should_have_come():
     alone(scheduler, [("a", 1.0), ("b", 1.05), ("a", 2.0), ("b", 2.05)])
     assert not scheduler.ready("a", 3.0)
     (group,) = scheduler.tick(scheduler.wake)
-    assert group.members == ("a",) and group.waits == (pytest.approx(0.08),)
-    alone(scheduler, [("b", 3.5)])  # a is due at 4.08, beyond a tenth of b's step
+    assert group.members == ("a",) and group.waits == (pytest.approx(0.1 / (1 / 4 + 1 / 3)),)
+    alone(scheduler, [("b", 3.5)])  # a is due at 4.17, longer than b would wait
 
 
 def apart(steps: list[float]) -> GroupScheduler:
@@ -325,6 +326,32 @@ def test_the_steadier_they_are_the_longer_they_wait_for_one_another():
     scheduler = apart([1.0] * 11)
     assert scheduler.waiting == ("a",) and scheduler.ready("b", 12.3)[0].members == ("a", "b")
     assert not apart([1.0, 1.0, 2.0] * 10).waiting, "a third of the steps late: the chance is 1/3, so 0.075 s at most"
+
+
+@pytest.mark.parametrize(("late", "longest"), [(0.05, 0.05), (0.3, 0.125)])
+def test_small_lateness_parts_nobody_who_would_wait_longer(late: float, longest: float):
+    """Every fifth step is late. 0.05 s is less than two steady members wait for each other (0.05 / (1/33 + 1/33) = 0.8 s);
+    0.3 s is more than two wait of whom each is late as often (0.05 / (1/5 + 1/5) = 0.125 s), so they part."""
+    scheduler = GroupScheduler("ab", GroupRules(bound=0, minimum=1, patience=0.05, window_seconds=0.0))
+    steps = {m: [1.0 + late * (n % 5 == start) for n in range(40)] for start, m in enumerate("ab")}
+    formed: list[Group] = []
+    left = {m: iter(own) for m, own in steps.items()}
+    coming = {m: next(own) for m, own in left.items()}
+    while coming:
+        member = min(coming, key=lambda m: coming[m])
+        at = coming.pop(member)
+        groups = scheduler.ready(member, at)
+        if not groups and scheduler.wake < min(coming.values(), default=math.inf):
+            at = scheduler.wake
+            groups = scheduler.tick(at)
+        for group in groups:
+            formed.append(group)
+            for m in group.members:
+                if (step := next(left[m], None)) is not None:
+                    coming[m] = at + step
+    settled = formed[len(formed) // 2 : -1]
+    assert all(len(group.members) == 2 for group in settled) == (late == longest)
+    assert max(wait for group in settled for wait in group.waits) <= longest + 1e-9
 
 
 @pytest.mark.parametrize("told", [True, False])

@@ -10,6 +10,8 @@ REMEMBERED = 31
 enough to follow a change."""
 SPREAD = 0.03
 """Part of its usual step by which a member may come later than usual and still be waited for, at least."""
+STRETCHED = (1.0, 1.5, 2.2, 3.3, 5.0)
+"""Times that: how late may still be as good as here. What a machine's noise adds to a step is not what a stall does."""
 
 
 @dataclass(kw_only=True)
@@ -21,11 +23,11 @@ class Arrivals:
     steps: list[float] = field(default_factory=list)
     usual: float | None = None
     """Seconds that a step usually takes; None without a record. The median: rare stalls do not count."""
-    allowance: float = 0.0
-    """Seconds over the usual from which a step is late: told from how much shorter than usual steps sometimes are, for
-    stalls only ever make a step longer."""
-    disturbance: float = 0.5
-    """The chance that a step is late, by the record (Laplace's rule of succession: never 0, 1/2 without one)."""
+    lateness: list[float] = field(default_factory=lambda: [0.0] * len(STRETCHED))
+    """Seconds over the usual, ascending: from each on a step might be called late. The first is told from how much
+    shorter than usual steps sometimes are, for stalls only ever make a step longer."""
+    chances: list[float] = field(default_factory=lambda: [0.5] * len(STRETCHED))
+    """That a step is later than each, by the record (Laplace's rule of succession: never 0, 1/2 without one)."""
 
     def left(self, now: float) -> None:
         """The next step begins: its group was formed, or (told later) its exchange is over."""
@@ -37,12 +39,27 @@ class Arrivals:
             return
         self.steps = [*self.steps, now - self.since][-REMEMBERED:]
         self.usual = usual = median(self.steps)
-        self.allowance = max(SPREAD * usual, 2 * (usual - min(self.steps)))
-        late = sum(seconds > usual + self.allowance for seconds in self.steps)
-        self.disturbance = (late + 1) / (len(self.steps) + 2)
+        least = max(SPREAD * usual, 2 * (usual - min(self.steps)))
+        self.lateness = tuple(least * times for times in STRETCHED)
+        self.chances = tuple(
+            (sum(seconds > usual + late for seconds in self.steps) + 1) / (len(self.steps) + 2)
+            for late in self.lateness
+        )
 
-    def expected(self) -> tuple[float, float]:
-        """When it usually comes next, and when it is late; both infinite and past without a record."""
-        if self.usual is None or self.since is None:
-            return float("inf"), float("-inf")
-        return self.since + self.usual, self.since + self.usual + self.allowance
+    def expected(self) -> float:
+        """When it usually comes next; infinite without a record."""
+        return float("inf") if self.usual is None or self.since is None else self.since + self.usual
+
+
+def patient(mine: Arrivals, theirs: Arrivals, patience: float) -> tuple[float, float]:
+    """Seconds that one may wait for the other, and how much later than usual the other may be for that.
+
+    A wait pays for the steps that both then make together, until one is late again: `patience` of a usual step each. Late is
+    who comes later than one would wait, so the two hold each other: of the consistent pairs the longest wait.
+    """
+    found = (0.0, 0.0)
+    for place, (own, other) in enumerate(zip(mine.lateness, theirs.lateness, strict=True)):
+        worth = patience * (mine.usual or 0.0) / (mine.chances[place] + theirs.chances[place])
+        if place == 0 or worth >= max(own, other):
+            found = worth, other
+    return found

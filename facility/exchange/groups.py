@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from .arrivals import Arrivals
+from .arrivals import Arrivals, patient
 from .errors import ConfigurationError
 from .group import Group, GroupRules, Member
 
@@ -223,16 +223,13 @@ class GroupScheduler:
         for other in active:
             if other in self._pending:
                 continue
-            soon, last = self._members[other].arrivals.expected()
-            limit = min(self._pending[m] + self._worth(m, other) for m in pending)
+            theirs = self._members[other].arrivals
+            pairs = [(m, *patient(self._members[m].arrivals, theirs, self.rules.patience)) for m in pending]
+            limit = min(self._pending[m] + waits for m, waits, _ in pairs)
+            soon, last = theirs.expected(), theirs.expected() + min(late for _, _, late in pairs)
             if soon <= limit and last > now:
                 until = max(until, min(last, limit))
         return until
-
-    def _worth(self, member: Member, other: Member) -> float:
-        """Seconds that `member` may wait for `other`: the steadier both, the longer they then come together."""
-        mine, theirs = self._members[member].arrivals, self._members[other].arrivals
-        return self.rules.patience * (mine.usual or 0.0) / (mine.disturbance + theirs.disturbance)
 
     def _parts(self, members: Iterable[Member]) -> set[int]:
         return {self._members[m].component for m in members}
