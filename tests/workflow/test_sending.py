@@ -147,15 +147,16 @@ def test_a_model_with_other_tensors_is_sent_whole_and_says_so(archive: Archive, 
 
 @pytest.mark.skipif(not shutil.which("ssh-keygen"), reason="ssh-keygen is absent")
 @pytest.mark.slow
-def test_signed_rounds_encoded_both_ways_and_a_facility_that_lost_its_models(tmp_path: Path):
+@pytest.mark.parametrize("encoding", ["delta-int8", "sparse"])
+def test_signed_rounds_encoded_both_ways_and_a_facility_that_lost_its_models(tmp_path: Path, encoding: str):
     signers = []
     for name in "ab":
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / name)], check=True)
         signers.append(f"{name} {(tmp_path / f'{name}.pub').read_text()}")
     (tmp_path / "allowed").write_text("".join(signers))
-    training = {"encoding": "delta-int8", "export_dtype": "float32"}
+    training = {"encoding": encoding, "export_dtype": "float32"}
     path = write_federation(
-        tmp_path, ["a", "b"], rounds=3, training=training, sending={"encoding": "delta-int8"}, final_evaluation=False,
+        tmp_path, ["a", "b"], rounds=3, training=training, sending={"encoding": encoding}, final_evaluation=False,
         aggregation={"allowed_signers": str(tmp_path / "allowed")},
     )  # fmt: skip
     text = path.read_text()
@@ -175,8 +176,8 @@ def test_signed_rounds_encoded_both_ways_and_a_facility_that_lost_its_models(tmp
     assert process.returncode == 0, "".join(seen)
     archive = Archive(read_federation(path).archive_path)
     rounds = [{row.facility: row for row in entry.facilities} for entry in archive.history()]
-    assert [rounds[n]["a"].sent.split(":")[0] for n in range(3)] == ["full", "delta-int8", "delta-int8"]
-    assert rounds[1]["b"].sent == "delta-int8"
+    assert [rounds[n]["a"].sent.split(":")[0] for n in range(3)] == ["full", encoding, encoding]
+    assert rounds[1]["b"].sent == encoding
     assert rounds[2]["b"].sent == "full: it has not told that it keeps the model of round 1"
     assert [rounds[n]["b"].status for n in range(3)] == ["ok", "failed", "ok"]
     assert "it has to be sent in full" in rounds[1]["b"].reason and "keeps none" in rounds[1]["b"].reason
