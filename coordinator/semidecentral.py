@@ -10,7 +10,7 @@ every member. Nothing stays alive between calls: the state is a directory, writt
 call that was killed is simply made again. `finish` of every member gives the final mean over all.
 
 A facility's update here is a whole checkpoint (not a difference), since members of a group started from different
-models.
+models. `coordinator.groups` makes a federation's workflow of it.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
 from coordinator.aggregate import aggregate
 from coordinator.averaging.settings import AggregationSettings
+from facility.exchange.checkpoint import open_checkpoint
 from facility.exchange.durable import write_json
 from facility.exchange.errors import ConfigurationError, InputError, UpdateRefused, exit_on_error
 from facility.exchange.groups import Group, GroupRules, GroupScheduler
@@ -36,7 +38,7 @@ from facility.exchange.manifest import NAME, Manifest, read_manifest, verify_man
 from facility.exchange.report import REPORT, read_report
 
 STATE = "state.json"
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,22 +48,52 @@ class Reduced:
     group: Group
     model: Path
     """The mean: next model of every member."""
+    weights: dict[str, float]
+    """What each member's update counted; they sum to 1."""
+
+    def __str__(self) -> str:
+        members = ", ".join(f"{member} {weight:.3f}" for member, weight in self.weights.items())
+        return f"group {self.group.number} ({self.group.reason}): {members} -> {self.model}"
 
 
 class SemiDecentralised:
     """The scheduler driven by arriving files."""
 
-    def __init__(self, state: Path) -> None:
+    def __init__(
+        self, state: Path, *, aggregation: AggregationSettings | None = None, base: Path | None = None
+    ) -> None:
+        """`aggregation`: which tensors take part and in which dtype they are written; its rule and weights do not count.
+
+        `base`: the model whose other tensors and files every mean takes over; None: those of the group's first update.
+        Raises `InputError` when there is no state, `ConfigurationError` when it is none of this command.
+        """
         self.state = Path(state)
+        self.aggregation, self.base = aggregation or AggregationSettings(rule="mean"), base
         try:
             raw = json.loads((self.state / STATE).read_text())
             if raw["format"] != FORMAT:
-                raise ConfigurationError(f"format {raw['format']}, expected {FORMAT}", file=self.state / STATE)
+                raise ConfigurationError(
+                    f"format {raw['format']}, expected {FORMAT}: begin again in another directory",
+                    file=self.state / STATE,
+                )
             self.scheduler = GroupScheduler.restore(raw["scheduler"])
+            self.now = float(raw["scheduler"]["now"])
+            """Time of the last event, Unix seconds: none may come before it."""
             self.weights: Literal["tokens", "equal"] = raw["weights"]
             self.updates: dict[str, str] = raw["updates"]
             self.models: dict[str, str] = raw["models"]
+            """By facility, the model that it goes on from."""
             self.gone: dict[str, int] = raw["gone"]
+            """Rounds of those that left, for when they come back."""
+            self.rounds: dict[str, int] = raw["rounds"]
+            """By facility, its updates that a group has averaged: the number of its next round."""
+            self.final: str = raw["final"]
+            """The mean over all, once everybody has finished; else empty."""
+            self.failures: list[dict[str, Any]] = raw["failures"]
+            self.groups: list[dict[str, Any]] = raw["groups"]
+            """Every group carried out: members, what counted how much, why it was formed."""
+            self.runs: int = raw["runs"]
+            """How often the workflow was started on this state."""
         except FileNotFoundError:
             raise InputError(f"{self.state / STATE} is missing: begin with `start --member NAME ...`") from None
         except (KeyError, ValueError, TypeError) as error:
@@ -71,9 +103,18 @@ class SemiDecentralised:
 
     @classmethod
     def start(
-        cls, state: Path, members: Sequence[str], rules: GroupRules, *, weights: str = "tokens"
+        cls,
+        state: Path,
+        members: Sequence[str],
+        rules: GroupRules,
+        *,
+        weights: str = "tokens",
+        model: Path | None = None,
     ) -> SemiDecentralised:
-        """A new state. Raises `InputError` where one is already, or for fewer than two members."""
+        """A new state; `model`: what every member begins with.
+
+        Raises `InputError` where one is already, or for fewer than two members.
+        """
         state = Path(state)
         if (state / STATE).exists():
             raise InputError(f"{state / STATE} exists already: choose another directory, or go on with `ready`")
@@ -82,12 +123,23 @@ class SemiDecentralised:
         if bad := [m for m in members if not m or "/" in m or m.startswith(".")]:
             raise InputError(f"member {bad[0]!r} cannot name a directory")
         state.mkdir(parents=True, exist_ok=True)
-        scheduler = GroupScheduler(members, rules)
+        models = {} if model is None else {member: str(Path(model).resolve()) for member in members}
         write_json(
             state / STATE,
-            {"format": FORMAT, "scheduler": scheduler.snapshot(), "weights": weights, "updates": {}, "models": {}, "gone": {}},
+            {"format": FORMAT, "scheduler": GroupScheduler(members, rules).snapshot(), "weights": weights, "updates": {},
+             "models": models, "gone": {}, "rounds": dict.fromkeys(members, 0), "final": "", "failures": [],
+             "groups": [], "runs": 0},
         )  # fmt: skip
         return cls(state)
+
+    def save(self) -> None:
+        """Write the state, whole: after the models that it names."""
+        write_json(
+            self.state / STATE,
+            {"format": FORMAT, "scheduler": self.scheduler.snapshot(), "weights": self.weights, "updates": self.updates,
+             "models": self.models, "gone": self.gone, "rounds": self.rounds, "final": self.final,
+             "failures": self.failures, "groups": self.groups, "runs": self.runs},
+        )  # fmt: skip
 
     def ready(self, facility: str, update: Path, now: float) -> list[Reduced]:
         """An update has arrived and been verified."""
@@ -117,11 +169,16 @@ class SemiDecentralised:
             self.gone[facility] = self.scheduler.rounds(facility)
         return self._carry_out(self.scheduler.leave(facility, now))
 
-    def join(self, facility: str, now: float) -> list[Reduced]:
-        """A facility comes back, or a new one comes: it first receives, then contributes."""
+    def join(self, facility: str, now: float, *, returning: bool = True) -> list[Reduced]:
+        """A facility comes back, or a new one comes: it first receives, then contributes.
+
+        `returning` is False for one that has received already: its next update counts.
+        """
         if facility in self.scheduler.members:
             raise InputError(f"facility {facility!r} is a member already")
-        return self._carry_out(self.scheduler.join(facility, now, rounds=self.gone.pop(facility, 0)))
+        rounds = self.gone.pop(facility, 0)
+        self.rounds.setdefault(facility, rounds)
+        return self._carry_out(self.scheduler.join(facility, now, returning=returning, rounds=rounds))
 
     # -- behind -----------------------------------------------------------------------------------------------------
     def _check(self, facility: str, update: Path) -> None:
@@ -140,19 +197,39 @@ class SemiDecentralised:
     def _carry_out(self, groups: list[Group]) -> list[Reduced]:
         reduced = []
         for group in groups:
-            model = self._reduce(group)
-            for member in group.members:
+            model, counted = self._reduce(group)
+            for member, number in zip(group.members, group.rounds, strict=True):
                 self.models[str(member)] = str(model)
-            reduced.append(Reduced(group=group, model=model))
-        write_json(
-            self.state / STATE,
-            {"format": FORMAT, "scheduler": self.scheduler.snapshot(), "weights": self.weights,
-             "updates": self.updates, "models": self.models, "gone": self.gone},
-        )  # fmt: skip
+                self.rounds[str(member)] = number
+            if group.final:
+                self.final = str(model)
+            self.groups.append(self._told(group, model, counted))
+            reduced.append(Reduced(group=group, model=model, weights=counted))
+        self.save()
         return reduced
 
-    def _reduce(self, group: Group) -> Path:
-        """Weighted mean of the members' updates, as a model of its own."""
+    def _told(self, group: Group, model: Path, counted: dict[str, float]) -> dict[str, Any]:
+        """What the state keeps of a group."""
+        reports = {}
+        for member in map(str, group.members):
+            if (Path(self.updates[member]) / REPORT).exists():
+                reports[member] = read_report(Path(self.updates[member]))
+        return {
+            "number": group.number,
+            "reason": group.reason,
+            "final": group.final,
+            "connected": group.connected,
+            "members": [str(member) for member in group.members],
+            "weights": counted,
+            "rounds": {str(m): number for m, number in zip(group.members, group.rounds, strict=True)},
+            "wait_seconds": {str(m): round(w, 3) for m, w in zip(group.members, group.waits, strict=True)},
+            "perplexity_returned": {member: report.perplexity_returned for member, report in reports.items()},
+            "model": str(model),
+            "finished": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
+
+    def _reduce(self, group: Group) -> tuple[Path, dict[str, float]]:
+        """Weighted mean of the members' updates, as a model of its own, and what each counted (summing to 1)."""
         out = self.state / f"group-{group.number:06d}"
         weights: dict[str, float] = {}
         for member, weight in zip(group.members, group.weights, strict=True):
@@ -163,31 +240,34 @@ class SemiDecentralised:
         shutil.rmtree(out, ignore_errors=True)  # of a call that was killed before it wrote the state
         Path(f"{out}.round.json").unlink(missing_ok=True)
         first = directories[sorted(directories)[0]]
-        with tempfile.TemporaryDirectory(dir=self.state) as scratch:
+        with tempfile.TemporaryDirectory(dir=self.state, prefix=".base.", suffix=".tmp") as scratch:
             base = Path(scratch) / "base"
             base.mkdir()
-            for path in first.iterdir():
+            for path in (self.base or first).iterdir():
                 if path.name not in (NAME, REPORT):
                     (base / path.name).symlink_to(path.resolve())
             aggregate(
                 base=base,
                 updates=list(directories.values()),
                 out=out,
-                settings=AggregationSettings(rule="mean", weights={m: weights[m] for m in directories}),
+                settings=dataclasses.replace(
+                    self.aggregation, rule="mean", weights={m: weights[m] for m in directories}
+                ),
             )
-        sent = read_manifest(first)
+        made = open_checkpoint(out)
         write_manifest(
             out,
             Manifest(
                 kind="model",
-                federation=sent.federation,
+                federation=read_manifest(first).federation,
                 round=max(group.rounds),
-                dtypes=sent.dtypes,
-                parameters=sent.parameters,
+                dtypes=made.dtypes(),
+                parameters=made.parameters,
                 extra={"group": group.number, "members": list(group.members), "final": group.final},
             ),
         )
-        return out
+        total = sum(weights.values())
+        return out, {member: weight / total for member, weight in weights.items()}
 
 
 def describe(reduced: Sequence[Reduced], scheduler: GroupScheduler) -> dict[str, Any]:
@@ -244,8 +324,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json.dumps(describe(reduced, driver.scheduler), indent=2))
     else:
         for item in reduced:
-            members = ", ".join(f"{m} {w:.3f}" for m, w in zip(item.group.members, item.group.weights, strict=True))
-            print(f"group {item.group.number} ({item.group.reason}): {members} -> {item.model}")
+            print(item)
         print(f"waiting: {', '.join(map(str, driver.scheduler.waiting)) or 'nobody'}")
     return 0
 

@@ -68,6 +68,9 @@ def test_nobody_waits_for_the_slowest_until_the_bound_asks_and_the_end_is_the_me
         assert driver.finish(name, 9500.0) == []
     (final,) = driver.finish("slow", 9600.0)
     assert final.group.final
+    driver = SemiDecentralised(tmp_path / "s")
+    assert driver.final == str(final.model) and driver.groups[-1]["members"] == ["a", "b", "slow"]
+    assert driver.rounds == {"a": 4, "b": 4, "slow": 1}
     mean, parts = weights_of(final.model), [weights_of(u) for u in updates.values()]
     for name in mean:
         torch.testing.assert_close(mean[name], sum(p[name] for p in parts) / 3, rtol=1e-6, atol=1e-7)
