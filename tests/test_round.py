@@ -294,10 +294,11 @@ def test_the_sweep_removes_only_our_old_models_and_updates(tmp_path: Path):
         return directory
 
     old = [put("model", round=0), put("update", kind="update", facility="north", round=3), put("a b'c", round=3)]
+    old.append(put("model", facility="north", round=0))
     kept = [
         put("model", round=4), put("model", round=5), put("update", kind="update", facility="north", round=4),
         put("update", kind="update", facility="south", round=0), put("model", federation="other", round=0), put("model"),
-        put("model", parent="my-own-models", round=0), put("deep/model", round=0),
+        put("model", parent="my-own-models", round=0), put("deep/model", round=0), put("model", facility="south", round=0),
     ]  # fmt: skip
     broken = put("model", round=0)
     (broken / "manifest.json").write_text("{}")

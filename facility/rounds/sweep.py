@@ -49,7 +49,8 @@ def _old(directory: Path, settings: FacilitySettings, round: int) -> bool:
         manifest = read_manifest(directory)
     except ManifestError:
         return False
-    mine = manifest.kind == "model" or (manifest.kind == "update" and manifest.facility == settings.facility)
+    everybody = manifest.kind == "model" and manifest.facility is None
+    mine = everybody or manifest.facility == settings.facility
     return mine and manifest.federation == settings.federation and manifest.round < round - 1
 
 
