@@ -53,7 +53,7 @@ def render(
     ] = False,
     paths: Annotated[bool, typer.Option(help="Refuse when the model or a local dataset is not there yet.")] = True,
 ) -> None:
-    """Turn federation.yml into streamflow.yml, settings.yml, coordinator.json, facilities/*.json and ../cwl/round.cwl."""
+    """Turn federation.yml into streamflow.yml, settings.yml, coordinator.json, facilities/*.json and ../cwl/round.cwl (with groups: groups.cwl)."""
     from coordinator.federation import check_paths, read_federation
     from coordinator.render import stale, write
 
@@ -129,10 +129,13 @@ def status(
     """Print rounds, facilities and perplexities from the archive, at any time; with --queues also why jobs wait and what to do."""
     from coordinator.archive import Archive
     from coordinator.federation import read_federation
+    from coordinator.groups import account
     from coordinator.tables import summary, table
 
     described = read_federation(federation)
-    data = summary(Archive(described.archive_path)) | {"federation": described.name, "rounds_wanted": described.rounds}
+    groups = described.groups is not None
+    found = (account.summary if groups else summary)(Archive(described.archive_path))
+    data = found | {"federation": described.name, "rounds_wanted": described.rounds}
     if queues:
         from coordinator.queues import read_queues
         from coordinator.waiting import present
@@ -142,11 +145,18 @@ def status(
         print(json.dumps(data, indent=2, ensure_ascii=False))
         return
     console = Console(width=None if sys.stdout.isatty() else 140)
-    console.print(
-        f"federation {described.name}: {len(data['rounds'])} of {described.rounds} rounds are complete in {data['archive']}"
-    )
-    if data["rounds"]:
-        console.print(table(data))
+    if groups:
+        told = ", ".join(f"{name} {one['rounds']}" for name, one in data["facilities"].items()) or "none"
+        console.print(
+            f"federation {described.name}: rounds of {described.rounds} by facility: {told}; in {data['archive']}"
+        )
+        console.print(account.table(data))
+    else:
+        console.print(
+            f"federation {described.name}: {len(data['rounds'])} of {described.rounds} rounds are complete in {data['archive']}"
+        )
+        if data["rounds"]:
+            console.print(table(data))
     if data["stopped"]:
         console.print(f"[red]stopped: {data['stopped']}[/red]")
     for job in data.get("jobs", []):
@@ -161,10 +171,14 @@ def report(
     """Write one HTML page of the federation so far: perplexities, time, tokens, who took part. Needs no network to open."""
     from coordinator.archive import Archive
     from coordinator.federation import read_federation
+    from coordinator.groups.account import NO_PAGE
     from coordinator.page import write_page
     from coordinator.tables import summary
+    from facility.exchange.errors import InputError
 
     described = read_federation(federation)
+    if described.groups is not None:
+        raise InputError(NO_PAGE)
     archive = Archive(described.archive_path)
     print(write_page(summary(archive) | {"federation": described.name}, out or archive.path / "report.html"))
 

@@ -9,6 +9,8 @@ from typing import Any
 
 from coordinator.averaging.settings import AggregationSettings
 from coordinator.deployments import Deployment, read_deployment
+from coordinator.groups.fits import check_groups
+from coordinator.groups.settings import GroupSettings
 from coordinator.lines import Lined
 from coordinator.settings import ClaimSettings, SendingSettings, StopSettings
 from facility.exchange.errors import ConfigurationError
@@ -58,6 +60,8 @@ class Federation:
     sending: SendingSettings = field(default_factory=SendingSettings)
     claims: ClaimSettings = field(default_factory=ClaimSettings)
     stop: StopSettings = field(default_factory=StopSettings)
+    groups: GroupSettings | None = None
+    """Groups of facilities that average as updates arrive, in place of rounds; absent: rounds."""
 
     @property
     def archive_path(self) -> Path:
@@ -154,6 +158,8 @@ def _check(lined: Lined, federation: Federation) -> None:
     for key in ("retries", "come_backs", "keep_rounds", "seed"):
         if getattr(federation, key) < 0:
             raise lined.error(f"{key} is {getattr(federation, key)}, expected 0 or more", key)
+    if federation.groups is not None:
+        check_groups(lined.data, federation)
 
 
 def check_paths(federation: Federation) -> None:

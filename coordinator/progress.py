@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from coordinator.queues import facility_of
+
 EXECUTING = re.compile(r"EXECUTING step (/\S+) \(job \S+\)")
 SCHEDULED = re.compile(r"Scheduled job (/\S+)/[\d.]+ with job id (\S+)")
 STARTING = re.compile(r"round (\d+): starting from")
@@ -51,7 +53,7 @@ class Progress:
         if match := EXECUTING.search(line):
             return self._executing(match[1])
         if match := SCHEDULED.search(line):
-            name = match[1].rpartition("/train_")[2]
+            name = facility_of(match[1])
             if name in self.states:
                 self._set(name, f"queued as job {match[2]}")
                 return f"{self.title}: {name} queued as job {match[2]}"
@@ -73,6 +75,11 @@ class Progress:
             self.problems.append(line)
             return line
         return None
+
+    @property
+    def heading(self) -> str:
+        """How far all of it is."""
+        return f"{self.title} of {self.rounds}"
 
     @property
     def title(self) -> str:

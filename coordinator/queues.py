@@ -22,6 +22,8 @@ from facility.exchange.errors import TryAgain
 
 ANSWER_SECONDS = 60
 """How long one login and one question may take."""
+TRAINS = re.compile(r"/rounds/train_([^/]+)|/facility_([^/]+)/train")
+"""A facility's training step: of a round, or of its own chain where the federation runs by groups."""
 JOB_ID = re.compile(r"\d[\w.\[\]@-]*|[fƒ]\w+")
 """What a line of a listing begins with; banners and complaints do not."""
 
@@ -169,7 +171,7 @@ def read_queues(streamflow: Path, patience: dict[str, float] | None = None) -> l
         target = deployments.get(binding["deployment"], {})
         if target.get("type") not in SCHEDULERS:
             continue
-        facility = binding["step"].rpartition("/train_")[2]
+        facility = facility_of(binding["step"])
         if target["type"] == "ssh":
             inner, name = target, job_name(federation, facility) if binding.get("service") else ""
         else:
@@ -191,13 +193,19 @@ def read_queues(streamflow: Path, patience: dict[str, float] | None = None) -> l
     return found
 
 
+def facility_of(step: str) -> str:
+    """Whose training step this is, or ''."""
+    match = TRAINS.fullmatch(step)
+    return (match[1] or match[2]) if match else ""
+
+
 def _bindings(data: dict[str, Any]) -> list[dict[str, Any]]:
     """Step and target of every binding of a training step."""
     return [
         {"step": binding["step"], **target}
         for workflow in data.get("workflows", {}).values()
         for binding in workflow.get("bindings", [])
-        if "/train_" in binding.get("step", "")
+        if facility_of(binding.get("step", ""))
         for target in (binding["target"] if isinstance(binding["target"], list) else [binding["target"]])
     ]
 

@@ -1,4 +1,4 @@
-"""federation.yml -> streamflow.yml, settings.yml, coordinator.json, facilities/*.json and round.cwl.
+"""federation.yml -> streamflow.yml, settings.yml, coordinator.json, facilities/*.json and round.cwl (with groups: groups.cwl).
 
 Pure and deterministic: the same federation gives the same bytes on any machine, so the rendered files can be shipped,
 compared and kept under version control. `write` puts them in place whole or not at all.
@@ -17,6 +17,8 @@ import yaml
 
 from coordinator.deployments import job_name, job_template, streamflow_deployments
 from coordinator.federation import Facility, Federation
+from coordinator.groups.workflow import HAND_WRITTEN as OF_GROUPS
+from coordinator.groups.workflow import chain_step, groups_workflow
 from coordinator.lines import Lined
 from coordinator.settings import CoordinatorSettings
 from facility.exchange.durable import write_text
@@ -43,8 +45,11 @@ def render(federation: Federation) -> dict[str, str]:
         f"{here}/streamflow.yml": _yaml(streamflow(federation)),
         f"{here}/settings.yml": _yaml(workflow_inputs(federation)),
         f"{here}/coordinator.json": _json(coordinator_settings(federation)),
-        "cwl/round.cwl": _yaml(round_workflow(federation)),
     }
+    if federation.groups is None:
+        files["cwl/round.cwl"] = _yaml(round_workflow(federation))
+    else:
+        files["cwl/groups.cwl"] = _yaml(groups_workflow([facility.name for facility in federation.facilities]))
     for facility in federation.facilities:
         if (template := _template(federation, facility)) is not None:
             files[f"{here}/jobs/{facility.name}.sh"] = template
@@ -69,7 +74,7 @@ def write(federation: Federation) -> list[Path]:
     """
     root = federation.file.parent.parent
     changed = []
-    for name in HAND_WRITTEN:
+    for name in OF_GROUPS if federation.groups else HAND_WRITTEN:
         target = root / "cwl" / name
         if not target.exists():
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -112,7 +117,7 @@ def _template(federation: Federation, facility: Facility) -> str | None:
 
 
 def coordinator_settings(federation: Federation) -> dict[str, Any]:
-    return dataclasses.asdict(
+    settings = dataclasses.asdict(
         CoordinatorSettings(
             federation=federation.name,
             rounds=federation.rounds,
@@ -127,8 +132,10 @@ def coordinator_settings(federation: Federation) -> dict[str, Any]:
             claims=federation.claims,
             sequences={facility.name: _sequences(facility) for facility in federation.facilities},
             stop=federation.stop,
+            groups=federation.groups,
         )
     )
+    return {name: value for name, value in settings.items() if name != "groups" or value is not None}
 
 
 def _sequences(facility: Facility) -> int:
@@ -138,22 +145,25 @@ def _sequences(facility: Facility) -> int:
 
 
 def workflow_inputs(federation: Federation) -> dict[str, Any]:
-    """The CWL input object: what main.cwl is given."""
-    return {
+    """The CWL input object: what main.cwl (with groups: groups.cwl) is given."""
+    inputs = {
         "model": {"class": "Directory", "path": _relative(federation, federation.model)},
         "federation": {"class": "File", "path": "coordinator.json"},
         "archive": _for_a_step(federation.archive_path),
-        "facilities": [
-            {
-                "name": facility.name,
-                "dataset": _for_a_step(federation.path(facility.dataset))
-                if facility.deployment["type"] == "local"
-                else facility.dataset,
-                "settings": {"class": "File", "path": f"facilities/{facility.name}.json"},
-            }
-            for facility in federation.facilities
-        ],
     }
+    records = [
+        {
+            "name": facility.name,
+            "dataset": _for_a_step(federation.path(facility.dataset))
+            if facility.deployment["type"] == "local"
+            else facility.dataset,
+            "settings": {"class": "File", "path": f"facilities/{facility.name}.json"},
+        }
+        for facility in federation.facilities
+    ]
+    if federation.groups is None:
+        return inputs | {"facilities": records}
+    return inputs | {f"{key}_{record['name']}": value for record in records for key, value in record.items()}
 
 
 def streamflow(federation: Federation) -> dict[str, Any]:
@@ -170,13 +180,17 @@ def streamflow(federation: Federation) -> dict[str, Any]:
             workdir=f"{workdir}/{facility.name}",
         )
         deployments |= entries
-        bindings.append({"step": f"/rounds/train_{facility.name}", "target": target})
+        step = f"/rounds/train_{facility.name}" if federation.groups is None else f"/{chain_step(facility.name)}/train"
+        bindings.append({"step": step, "target": target})
     return {
         "version": "v1.0",
         "workflows": {
             federation.name: {
                 "type": "cwl",
-                "config": {"file": "../cwl/main.cwl", "settings": "settings.yml"},
+                "config": {
+                    "file": f"../cwl/{'groups' if federation.groups else 'main'}.cwl",
+                    "settings": "settings.yml",
+                },
                 "bindings": bindings,
             }
         },

@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from coordinator.archive import Archive
+from coordinator.groups import account
 from coordinator.page import write_page
 from coordinator.settings import read_coordinator_settings
 from coordinator.tables import summary, table
@@ -29,10 +30,14 @@ def main() -> int:
     arguments = parser.parse_args()
     settings = read_coordinator_settings(arguments.federation)
     archive = Archive(resolve(arguments.archive))
-    data = summary(archive) | {"federation": settings.federation}
+    groups = settings.groups is not None
+    data = (account.summary(archive) if groups else summary(archive)) | {"federation": settings.federation}
+    if groups and not data["model"] and not data["stopped"]:
+        data["stopped"] = "the chains of all facilities have ended without a final mean; run the same command again"
     write_json(arguments.out, data)
-    write_page(data, archive.path / "report.html")
-    Console(width=140).print(table(data))
+    if not groups:
+        write_page(data, archive.path / "report.html")
+    Console(width=140).print(account.table(data) if groups else table(data))
     if data["stopped"]:
         print(f"error: federation {settings.federation} stopped: {data['stopped']}", file=sys.stderr)
         return 1

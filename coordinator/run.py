@@ -18,6 +18,8 @@ from rich.table import Table
 
 from coordinator.archive import Archive
 from coordinator.federation import Federation, check_paths, read_federation
+from coordinator.groups import account
+from coordinator.groups.progress import GroupProgress
 from coordinator.progress import Progress
 from coordinator.queues import read_queues
 from coordinator.render import write
@@ -36,22 +38,33 @@ def run_federation(file: Path, *, live: bool, log: Path | None = None) -> int:
     console = Console(width=None if sys.stdout.isatty() else 140)
     archive = Archive(federation.archive_path)
     with only_one(federation) as lock, open(log, "a", encoding="utf-8") as sink:
-        done = len(archive.rounds())
+        done, groups = complete(federation, archive), federation.groups is not None
+        going_on = f", going on after {f'{done} groups' if groups else f'round {done - 1}'}" if done else ""
         console.print(f"federation [bold]{federation.name}[/bold]: {len(federation.facilities)} facilities, {federation.rounds} rounds"
-                      + (f", going on after round {done - 1}" if done else "") + f"; StreamFlow's log is {log}")  # fmt: skip
-        progress = Progress([facility.name for facility in federation.facilities], federation.rounds)
+                      + (" each, by groups" if groups else "") + going_on + f"; StreamFlow's log is {log}")  # fmt: skip
+        names = [facility.name for facility in federation.facilities]
+        progress = (GroupProgress if groups else Progress)(names, federation.rounds)
         code, ended = _follow(federation, progress, archive, sink, console, live, lock)
-    data = summary(archive)
-    console.print(table(data))
+    data = account.summary(archive) if groups else summary(archive)
+    console.print(account.table(data) if groups else table(data))
     if code == 0:
         console.print(f"the model is [bold]{data['model']}[/bold] (AutoModelForCausalLM.from_pretrained)")
-        console.print(f"the report is {archive.path / 'report.html'}")
+        if not groups:
+            console.print(f"the report is {archive.path / 'report.html'}")
         return 0
-    reason = data["stopped"] or ended
+    reason, holds = (
+        data["stopped"] or ended,
+        f"{len(data['groups'])} groups" if groups else f"{len(data['rounds'])} complete rounds",
+    )
     console.print(
-        f"[red]the run ended with code {code}: {reason}[/red]\nThe archive holds {len(data['rounds'])} complete rounds; the same command goes on from there."
+        f"[red]the run ended with code {code}: {reason}[/red]\nThe archive holds {holds}; the same command goes on from there."
     )
     return code
+
+
+def complete(federation: Federation, archive: Archive) -> int:
+    """Rounds in the archive, or groups where the federation runs by them: what a new start does not lose."""
+    return len(archive.rounds()) if federation.groups is None else account.groups_done(archive)
 
 
 @contextmanager
@@ -126,7 +139,7 @@ def _follow(
         queues=read_queues(federation.file.parent / "streamflow.yml", patience(federation)),
         on_line=on_line,
         say=say,
-        rounds_done=lambda: len(archive.rounds()),
+        rounds_done=lambda: complete(federation, archive),
         stopped=lambda: str(archive.read_note("stopped").get("reason", "")) or progress.fatal,
         pass_fds=(lock,),
     )
@@ -147,7 +160,7 @@ def _display(progress: Progress, archive: Archive, console: Console) -> Live:
 
 
 def _picture(progress: Progress, archive: Archive) -> Table:
-    result = Table(title=f"{progress.title} of {progress.rounds}: {progress.step}", title_justify="left")
+    result = Table(title=f"{progress.heading}: {progress.step}", title_justify="left")
     for name in ("facility", "state", "seconds"):
         result.add_column(name)
     for name, state in progress.states.items():

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from coordinator.averaging.settings import AggregationSettings
+from coordinator.groups.settings import GroupSettings
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.settings import Encoding, read_settings
 
@@ -84,6 +85,8 @@ class CoordinatorSettings:
     sequences: dict[str, int] = field(default_factory=dict)
     """By facility, the sequences that it trains on in a round: steps x batch."""
     stop: StopSettings = field(default_factory=StopSettings)
+    groups: GroupSettings | None = None
+    """None: rounds; the rendered file then has no such key."""
     format: int = FORMAT
 
 

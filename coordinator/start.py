@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 
 from coordinator.archive import Archive
+from coordinator.groups.meeting import FOLDER, meeting_of
 from coordinator.settings import CoordinatorSettings, read_coordinator_settings
 from coordinator.step import write_outputs
-from facility.exchange.errors import exit_on_error
+from facility.exchange.errors import InputError, exit_on_error
 from facility.exchange.manifest import verify_manifest
 from facility.exchange.paths import resolve
 
@@ -17,8 +18,15 @@ from facility.exchange.paths import resolve
 def start(archive: Archive, model: Path, settings: CoordinatorSettings) -> tuple[Path, int, bool]:
     """Directory of the model to train next, number of the next round, and whether there is one.
 
+    With groups, which count in place of rounds, every facility's chain is told its own model and round by `groups.meet`.
+
     Raises `InputError` when the archive does not fit the federation, `ManifestError` when its last model is damaged.
     """
+    if settings.groups is not None:
+        driver = meeting_of(archive, settings).begin(model)
+        return Path(driver.final or archive.model_for(0)), len(driver.groups), not driver.final
+    if (archive.path / FOLDER).exists():
+        raise InputError(f"archive {archive.path} holds groups, rounds cannot go on from them: choose another archive")
     archive.begin(model, settings.federation)
     archive.clean()
     archive.drop_note("stopped")
@@ -45,7 +53,10 @@ def main() -> int:
     arguments = parser.parse_args()
     settings = read_coordinator_settings(arguments.federation)
     model, number, proceed = start(Archive(resolve(arguments.archive)), arguments.model.resolve(), settings)
-    print(f"round {number}: starting from {model}" if proceed else f"nothing left to do: {number} rounds are complete")
+    what = "group" if settings.groups else "round"
+    print(
+        f"{what} {number}: starting from {model}" if proceed else f"nothing left to do: {number} {what}s are complete"
+    )
     write_outputs(model=model, round=number, proceed=proceed)
     return 0
 

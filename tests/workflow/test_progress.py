@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from coordinator.groups.progress import GroupProgress
 from coordinator.progress import Progress
 
 STAMP = "2026-01-01 00:00:00.000 INFO     "
@@ -37,3 +38,21 @@ def test_an_error_of_another_step_is_not():
     progress = Progress(["a"], rounds=2)
     progress.feed("error: something a facility printed")
     assert progress.fatal == ""
+
+
+def test_groups_as_they_happen():
+    progress = GroupProgress(["a", "b_2"], rounds=2, clock=lambda: 0.0)
+    job = STAMP + "EXECUTING step /facility_b_2/{0} (job /facility_b_2/{0}/0.0) locally into directory /w:"
+    assert progress.feed(job.format("train")) == "b_2 training"
+    assert progress.feed(STAMP + "Scheduled job /facility_a/train/0.0 with job id 17") == "0 groups: a queued as job 17"
+    assert progress.states == {"a": "queued as job 17", "b_2": "training"}
+    assert progress.feed(job.format("meet")) == "b_2 waiting for its group"
+    told = "group 1 (all are here): a 0.500, b_2 0.500"
+    assert progress.feed(f"{told} -> /archive/groups/group-000001") == told
+    assert (
+        progress.feed("facility a goes on: round 1 from group-000001")
+        == "facility a goes on: round 1 from group-000001"
+    )
+    progress.feed("facility b_2 ends: all 2 rounds are done")
+    assert progress.states["b_2"] == "all 2 rounds are done"
+    assert progress.heading == "1 groups, 2 rounds each"
