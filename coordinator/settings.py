@@ -70,13 +70,15 @@ class CoordinatorSettings:
     facilities: list[str]
     """Names, in the order of federation.yml."""
     minimum_facilities: int = 1
-    """Fewer verified updates than this end the run with an error; the archive stays as it was."""
+    """Fewer verified updates than this end the run with an error; the archive stays as it was. With groups: fewer
+    facilities that have not failed for good."""
     retries: int = 0
-    """Times a round is asked for again because a facility failed; facilities that are done answer at once."""
+    """Times a round is asked for again because a facility failed; facilities that are done answer at once. With groups:
+    times one facility's round is; then the others go on without it."""
     come_backs: int = 50
     """Times a round is asked for again because a facility ran out of time and saved its state mid-round."""
     keep_rounds: int = 3
-    """Complete rounds whose weights stay in the archive (reports stay for ever); 0 keeps all."""
+    """Complete rounds (groups) whose weights stay in the archive (reports stay for ever); 0 keeps all."""
     final_evaluation: bool = True
     """After the last round, send the final model once more, for evaluation only."""
     aggregation: AggregationSettings = field(default_factory=AggregationSettings)

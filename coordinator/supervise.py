@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Literal
 
 from coordinator.queues import Queue, at_all
+from coordinator.step import WAITS
 from coordinator.waiting import Watch
 
 HOST_KEY = re.compile(r"Error HostKeyNotVerifiable opening SSH session to (\S+)|HOST KEY of (\S+) is not")
@@ -242,7 +243,8 @@ class Supervisor:
 
 
 def children(pid: int) -> list[int]:
-    """Living processes below `pid` that do something: StreamFlow's jobs on this machine, not the shells it keeps open."""
+    """Living processes below `pid` that do something: StreamFlow's jobs on this machine, not the shells it keeps open, nor
+    steps that wait for other facilities."""
     parents: dict[int, list[tuple[int, str]]] = {}
     for task in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -256,7 +258,7 @@ def children(pid: int) -> list[int]:
     while reached:
         for child, name in parents.get(reached.pop(), []):
             reached.append(child)
-            if name not in ("sh", "bash", "dash"):
+            if name not in ("sh", "bash", "dash", WAITS):
                 found.append(child)
     return found
 

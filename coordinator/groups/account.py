@@ -37,7 +37,7 @@ def summary(archive: Archive) -> dict[str, Any]:
     for name, rounds in sorted(driver.rounds.items()):
         failures = [failure for failure in driver.failures if failure["facility"] == name]
         if name not in members:
-            status = "left"
+            status = "out"
         elif name not in active:
             status = "done"
         else:
@@ -45,7 +45,7 @@ def summary(archive: Archive) -> dict[str, Any]:
         facilities[name] = {
             "rounds": rounds,
             "status": status,
-            "reason": failures[-1]["reason"] if failures and status == "left" else "",
+            "reason": failures[-1]["reason"] if failures and status == "out" else "",
             "failures": failures,
         }
     return empty | {"groups": driver.groups, "facilities": facilities, "model": driver.final or None}
@@ -78,9 +78,9 @@ def table(data: dict[str, Any]) -> Table:
                 end_section=number == len(group["members"]) - 1,
             )
     for name, facility in data["facilities"].items():
-        if facility["status"] == "left":
+        if facility["status"] == "out":
             result.add_row(
-                "", name, str(facility["rounds"]), "", "", "", f"[red]left: {_plain(facility['reason'])}[/red]"
+                "", name, str(facility["rounds"]), "", "", "", f"[red]out: {_plain(facility['reason'])}[/red]"
             )
     return result
 

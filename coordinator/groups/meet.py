@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +16,7 @@ from pathlib import Path
 from coordinator.archive import Archive
 from coordinator.groups.meeting import Meeting, Next, meeting_of
 from coordinator.settings import read_coordinator_settings
-from coordinator.step import write_outputs
+from coordinator.step import wait, write_outputs
 from facility.exchange.errors import CrossFedError, TryAgain, exit_on_error
 from facility.exchange.paths import resolve
 
@@ -52,7 +51,7 @@ def meet(
         for reduced in done:
             say(str(reduced))
         if not done:
-            time.sleep(poll_seconds)
+            wait(poll_seconds)
 
 
 def main() -> int:

@@ -156,9 +156,8 @@ class Meeting:
         if len(left) < self.settings.minimum_facilities:
             driver.save()
             told = "; ".join(f"{other}: {reason}" for other, reason in sorted(lost.items()))
-            self.stop(
-                f"{len(left)} facilities are left, minimum_facilities is {self.settings.minimum_facilities}: {told}"
-            )
+            count = f"{len(left)} of {len(driver.rounds)} facilities are left"
+            self.stop(f"{count}, minimum_facilities is {self.settings.minimum_facilities}: {told}")
             return []
         reduced = []
         if name in driver.scheduler.members:

@@ -67,7 +67,10 @@ def test_too_few_facilities_end_the_run_with_the_reason(tmp_path: Path):
     path = pretending(tmp_path, plans, groups={"bound": 1}, minimum_facilities=2)
     result = streamflow(path, tmp_path / "engine")
     assert result.returncode == 1
-    assert "1 facilities are left, minimum_facilities is 2: b: round 0, attempt 1: the node burnt down" in result.stdout
+    assert (
+        "1 of 2 facilities are left, minimum_facilities is 2: b: round 0, attempt 1: the node burnt down"
+        in result.stdout
+    )
     assert told(path)["model"] is None
 
 
