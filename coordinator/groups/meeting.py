@@ -236,15 +236,15 @@ class Meeting:
 
     def _prune(self, driver: SemiDecentralised) -> None:
         """Remove the means that nobody goes on from, except the last `keep_rounds`, and updates that others replaced."""
-        needed = {Path(path) for path in [*driver.models.values(), driver.final] if path}
+        needed = {Path(path).name for path in [*driver.models.values(), driver.final] if path}
         if keep := self.settings.keep_rounds:
-            needed |= {Path(group["model"]) for group in driver.groups[-keep:]}
+            needed |= {Path(group["model"]).name for group in driver.groups[-keep:]}
             for path in self.place.glob("group-*"):
-                if path.is_dir() and path not in needed:
+                if path.is_dir() and path.name not in needed:
                     shutil.rmtree(path, ignore_errors=True)
-        updates = {Path(path).parent for path in driver.updates.values()}
+        updates = {Path(path).parent.name for path in driver.updates.values()}
         for path in (self.place / "updates").glob("*-*"):
-            if path not in updates:
+            if path.name not in updates:
                 shutil.rmtree(path, ignore_errors=True)
 
 

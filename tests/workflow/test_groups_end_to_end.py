@@ -78,7 +78,7 @@ def test_too_few_facilities_end_the_run_with_the_reason(tmp_path: Path):
 def test_real_facilities_of_unlike_speed_killed_half_way_make_one_good_model(tmp_path: Path):
     from transformers import AutoModelForCausalLM
 
-    path = write_federation(tmp_path, ["site-a.1", "b_2", "slow"], groups={"minimum": 1, "window_seconds": 2}, rounds=3)
+    path = write_federation(tmp_path, ["site-a.1", "b_2", "slow"], groups={"minimum": 1, "window_seconds": 2})
     path.write_text(path.read_text().replace("- name: slow\n", "- name: slow\n  training: {steps: 200}\n"))
     write(read_federation(path))
     process = crossfed("run", "--quiet", "-f", path, folder=tmp_path / "engine")
@@ -86,9 +86,9 @@ def test_real_facilities_of_unlike_speed_killed_half_way_make_one_good_model(tmp
     seen = []
     for line in process.stdout:
         seen.append(line)
-        if "group 2 (" in line:
+        if "group 1 (" in line:
             break
-    assert "group 2 (" in seen[-1], "".join(seen)
+    assert "group 1 (" in seen[-1], "".join(seen)
     os.killpg(process.pid, signal.SIGKILL)  # the command; StreamFlow dies with it
     process.wait()
     before = told(path)
@@ -101,7 +101,7 @@ def test_real_facilities_of_unlike_speed_killed_half_way_make_one_good_model(tmp
     assert final["final"] and len(final["members"]) == 3
     for name in ("site-a.1", "b_2", "slow"):
         counts = [group["rounds"][name] for group in made if name in group["members"]]
-        assert counts == [1, 2, 3], "no update counts twice"
+        assert counts == [1, 2], "no update counts twice"
     assert any("slow" not in group["members"] for group in made)
     first = min(group["perplexity_returned"]["site-a.1"] for group in made[:2] if "site-a.1" in group["members"])
     assert final["perplexity_returned"]["site-a.1"] < first

@@ -44,6 +44,8 @@ def begun(root: Path, names: str = "ab", *, rounds: int = 2, **changes: object) 
         federation="f", rounds=rounds, facilities=list(names), groups=GroupSettings(**keys),  # type: ignore[arg-type]
         aggregation=AggregationSettings(weights="equal"), **changes,  # type: ignore[arg-type]
     )  # fmt: skip
+    (root / "disk").mkdir()
+    (root / "archive").symlink_to(root / "disk")  # as archives on a larger file system are
     meeting = Meeting(Archive(root / "archive"), settings)
     meeting.begin(save_pico(root / "model", seed=0))
     return meeting
