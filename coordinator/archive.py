@@ -11,6 +11,7 @@
         stopped.json              why a run ended early for a reason that needs a person; removed by the next start
         attempts.json             how often the round under way was asked for
         history.jsonl             one row a facility and round; derived from the round files
+        groups/                   in place of rounds, where the federation runs by groups (coordinator.groups.meeting)
 
 Weights of old rounds may be pruned (`keep_rounds`); round.json stays.
 """
