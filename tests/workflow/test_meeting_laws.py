@@ -65,7 +65,7 @@ class World:
     def received(self, name: str, round: int) -> Path:
         directory = self.root / "received"
         shutil.rmtree(directory, ignore_errors=True)
-        if self.random.random() < 0.15:
+        if self.random.random() < 0.25:
             directory.mkdir()
             again = self.random.random() < 0.3
             reports.write(directory, reports.Failure(facility=name, round=round, reason="burnt down", again=again))
