@@ -63,6 +63,7 @@ def test_chains_go_at_speeds_of_their_own_and_one_that_fails_comes_back(tmp_path
     assert json.loads(out.read_text())["groups"] == data["groups"]
 
 
+@pytest.mark.slow  # the quicker law is in test_meeting.py
 def test_too_few_facilities_end_the_run_with_the_reason(tmp_path: Path):
     plans = {"a": {"seconds": 0}, "b": {"seconds": 0, "fail_rounds": [0]}}
     path = pretending(tmp_path, plans, groups={"bound": 1}, minimum_facilities=2)
