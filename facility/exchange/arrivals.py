@@ -40,11 +40,11 @@ class Arrivals:
         self.steps = [*self.steps, now - self.since][-REMEMBERED:]
         self.usual = usual = median(self.steps)
         least = max(SPREAD * usual, 2 * (usual - min(self.steps)))
-        self.lateness = tuple(least * times for times in STRETCHED)
-        self.chances = tuple(
+        self.lateness = [least * times for times in STRETCHED]
+        self.chances = [
             (sum(seconds > usual + late for seconds in self.steps) + 1) / (len(self.steps) + 2)
             for late in self.lateness
-        )
+        ]
 
     def expected(self) -> float:
         """When it usually comes next; infinite without a record."""
