@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from coordinator.checks.cost import check_hours, check_link, check_memory
@@ -76,12 +77,7 @@ def show(
     colours = {"ok": "green", "warning": "yellow", "fail": "red", "skipped": "dim"}
     for row in rows:
         found = row.found + (f"\n-> {row.fix}" if row.fix else "")
-        table.add_row(row.subject, row.check, f"[{colours[row.verdict]}]{row.verdict}[/]", _plain(found))
+        table.add_row(row.subject, row.check, f"[{colours[row.verdict]}]{row.verdict}[/]", escape(found))
     console.print(table)
     console.print(f"{failing} to mend before a job is submitted" if failing else "nothing stands in the way")
     return int(failing > 0)
-
-
-def _plain(text: str) -> str:
-    """Brackets in messages are not markup."""
-    return text.replace("[", "\\[")

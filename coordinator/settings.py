@@ -9,7 +9,7 @@ from typing import Literal
 from coordinator.averaging.settings import AggregationSettings
 from coordinator.groups.settings import GroupSettings
 from facility.exchange.errors import ConfigurationError
-from facility.exchange.settings import Encoding, read_settings
+from facility.exchange.settings import SPARSE_DENSITY, Encoding, read_settings
 
 FORMAT = 1
 
@@ -38,7 +38,7 @@ class SendingSettings:
     encoding: Encoding = "full"
     """Whole, or as the difference to the model of the round before (51, 27 or 25 % of bfloat16); whole to a facility
     that does not hold that one."""
-    sparse_density: float = 0.75
+    sparse_density: float = SPARSE_DENSITY
     """Share of the values that `sparse` sends each round, in 1 + 4 x this many bits a value; the rest is sent rounds later. The
     default harms nothing measurable in 10 rounds, 0.35 nothing in 30."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
 from coordinator.archive import Archive
@@ -80,11 +81,6 @@ def table(data: dict[str, Any]) -> Table:
     for name, facility in data["facilities"].items():
         if facility["status"] == "out":
             result.add_row(
-                "", name, str(facility["rounds"]), "", "", "", f"[red]out: {_plain(facility['reason'])}[/red]"
+                "", name, str(facility["rounds"]), "", "", "", f"[red]out: {escape(facility['reason'])}[/red]"
             )
     return result
-
-
-def _plain(text: str) -> str:
-    """Brackets in reasons are not markup."""
-    return text.replace("[", "\\[")

@@ -40,6 +40,7 @@ from .errors import CheckpointError, ConfigurationError
 from .floats import Array
 from .manifest import NAME, read_manifest, write_manifest
 from .patterns import Patterns
+from .settings import SPARSE_DENSITY
 from .writer import Planned, TensorWriter, layout_like
 
 STRIDE = 16
@@ -69,7 +70,7 @@ def encode(
     encoding: str,
     values: Path | None = None,
     residual_out: Path | None = None,
-    density: float = 0.75,
+    density: float = SPARSE_DENSITY,
     patterns: Patterns | None = None,
 ) -> Encoded:
     """Write the message `out` for the directory `full`; `out` and `residual_out` must not exist.
@@ -146,7 +147,7 @@ def encode_model(
     decoded: Path,
     encoding: str,
     master: Path | None = None,
-    density: float = 0.75,
+    density: float = SPARSE_DENSITY,
 ) -> Encoded:
     """The coordinator's direction: the message `out`, and `decoded`, the model as every receiver will hold it.
 

@@ -18,6 +18,8 @@ from .synchronising import SyncSettings
 FORMAT = 1
 T = TypeVar("T")
 Encoding = Literal["full", "delta-int8", "delta-int4", "sparse"]
+SPARSE_DENSITY = 0.75
+"""Share of the values that `sparse` sends, unless told."""
 """A whole checkpoint, or the difference to one that the receiver holds (`facility.exchange.delta`)."""
 
 
@@ -68,7 +70,7 @@ class TrainingSettings:
     """How the update travels: whole, or as the difference to the received model (51, 27 or 25 % of bfloat16)."""
     signing_key: str = ""
     """Private ssh key at the facility that signs its updates' manifests; empty: they are not signed."""
-    sparse_density: float = 0.75
+    sparse_density: float = SPARSE_DENSITY
     """Share of the values that `sparse` sends each round, in 1 + 4 x this many bits a value; the rest is kept, trained on and
     sent later. The default harms nothing measurable in 10 rounds, 0.35 nothing in 30."""
     keep_optimizer: bool = True

@@ -18,6 +18,7 @@ from facility.exchange.durable import write_json
 from facility.exchange.errors import ManifestError
 from facility.exchange.links import link_tree
 from facility.exchange.manifest import sha256_of, verify_manifest
+from facility.rounds.kept import by_round
 
 PREFIX = "update-"
 KEY = "key.json"
@@ -48,9 +49,8 @@ class Finished:
         place.mkdir(parents=True)
         link_tree(update, place / "update")
         write_json(place / KEY, {"key": key, "round": round})
-        for other in self.directory.glob(f"{PREFIX}*"):
-            number = other.name.removeprefix(PREFIX)
-            if number.isdigit() and int(number) < round and (other / KEY).is_file():
+        for number, other in by_round(self.directory, PREFIX).items():
+            if number < round and (other / KEY).is_file():
                 shutil.rmtree(other, ignore_errors=True)
 
     @contextmanager

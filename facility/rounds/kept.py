@@ -1,4 +1,4 @@
-"""Where a facility keeps what outlives a round: optimizer state, finished updates, personal tensors."""
+"""Where a facility keeps what outlives a round: optimizer state, finished updates, personal tensors, what was not sent."""
 
 from __future__ import annotations
 
@@ -13,3 +13,15 @@ def default_directory(settings: FacilitySettings, dataset: Path) -> Path:
     root = os.environ.get("CROSSFED_STATE")
     base = Path(root) if root else Path(dataset).absolute().parent / ".crossfed"
     return base / settings.federation / settings.facility
+
+
+def by_round(directory: Path, prefix: str = "round-") -> dict[int, Path]:
+    """What lies in `directory` under the prefix and a round's number."""
+    found = {path.name.removeprefix(prefix): path for path in directory.glob(f"{prefix}*")}
+    return {int(number): path for number, path in found.items() if number.isdigit()}
+
+
+def latest_before(directory: Path, round: int) -> Path | None:
+    """What was kept after the last round before `round`."""
+    earlier = {number: path for number, path in by_round(directory).items() if number < round}
+    return earlier[max(earlier)] if earlier else None

@@ -19,11 +19,10 @@ from facility.exchange.delta_parts import copy_companions
 from facility.exchange.durable import new_directory
 from facility.exchange.manifest import read_manifest, write_manifest
 from facility.exchange.patterns import Patterns
+from facility.rounds.kept import by_round, latest_before
 
 if TYPE_CHECKING:
     import torch
-
-PREFIX = "round-"
 
 
 class Personal:
@@ -43,9 +42,7 @@ class Personal:
 
     def latest(self, round: int) -> Path | None:
         """What the facility kept after the last round before `round`."""
-        kept = [p for p in self.directory.glob(f"{PREFIX}*") if p.name.removeprefix(PREFIX).isdigit()]
-        before = [p for p in kept if int(p.name.removeprefix(PREFIX)) < round]
-        return max(before, key=lambda p: int(p.name.removeprefix(PREFIX)), default=None)
+        return latest_before(self.directory, round)
 
     def put_in(self, received: Path, round: int) -> Path:
         """The received model with this facility's own tensors; `received` itself where there are none yet."""
@@ -66,8 +63,8 @@ class Personal:
             return
         trained, manifest = open_checkpoint(update), read_manifest(update)
         names = [name for name in trained.tensors if not self.patterns.federated(name)]
-        shutil.rmtree(self.directory / f"{PREFIX}{round}", ignore_errors=True)
-        with new_directory(self.directory / f"{PREFIX}{round}") as temporary:
+        shutil.rmtree(self.directory / f"round-{round}", ignore_errors=True)
+        with new_directory(self.directory / f"round-{round}") as temporary:
             save_tensors(temporary, ((name, trained.read(name)) for name in names))
         slim = update.with_name(f".{update.name}.federated")
         shutil.rmtree(slim, ignore_errors=True)
@@ -80,9 +77,8 @@ class Personal:
             ))  # fmt: skip
         shutil.rmtree(update)
         slim.rename(update)
-        for old in self.directory.glob(f"{PREFIX}*"):
-            number = old.name.removeprefix(PREFIX)
-            if number.isdigit() and int(number) < round - 1:
+        for number, old in by_round(self.directory).items():
+            if number < round - 1:
                 shutil.rmtree(old, ignore_errors=True)
 
 

@@ -13,8 +13,7 @@ from pathlib import Path
 from facility.exchange.delta import Encoded, encode
 from facility.exchange.patterns import Patterns
 from facility.exchange.settings import TrainingSettings
-
-PREFIX = "round-"
+from facility.rounds.kept import by_round, latest_before
 
 
 def make_smaller(
@@ -27,7 +26,7 @@ def make_smaller(
     if settings.encoding == "full":
         return None
     message = update.with_name(f".{update.name}.message")
-    after = _home(state) / f"{PREFIX}{round}"
+    after = _home(state) / f"round-{round}"
     for leftover in (after, message):  # of an earlier attempt at the same round
         shutil.rmtree(leftover, ignore_errors=True)
     done = encode(
@@ -41,7 +40,7 @@ def make_smaller(
     )
     shutil.rmtree(update)
     message.rename(update)
-    kept = _kept(state)
+    kept = by_round(_home(state))
     for number in sorted(number for number in kept if number < round)[
         :-1
     ]:  # the last is needed if this round is repeated
@@ -51,15 +50,9 @@ def make_smaller(
 
 def unsent(state: Path, round: int, settings: TrainingSettings) -> Path | None:
     """What messages before `round` left out, a float32 checkpoint of the tensors concerned; None where there is nothing."""
-    kept = {number: path for number, path in _kept(state).items() if number < round}
-    found = kept[max(kept)] if kept and settings.encoding != "full" else None
+    found = None if settings.encoding == "full" else latest_before(_home(state), round)
     return found if found is not None and any(found.glob("*.safetensors")) else None
 
 
 def _home(state: Path) -> Path:
     return Path(state) / "residual"
-
-
-def _kept(state: Path) -> dict[int, Path]:
-    paths = {p.name.removeprefix(PREFIX): p for p in _home(state).glob(f"{PREFIX}*")}
-    return {int(number): path for number, path in paths.items() if number.isdigit()}

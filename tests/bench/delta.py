@@ -29,6 +29,7 @@ from facility.exchange.codecs import PART  # noqa: E402
 from facility.exchange.delta_parts import CODECS, difference, parts  # noqa: E402
 from facility.exchange.floats import narrow, widen  # noqa: E402
 from facility.exchange.manifest import Manifest, read_manifest, write_manifest  # noqa: E402
+from facility.exchange.settings import SPARSE_DENSITY  # noqa: E402
 from facility.exchange.writer import Planned, TensorWriter  # noqa: E402
 
 
@@ -43,7 +44,7 @@ def codec_alone(encoding: str, base: Path, update: Path, megabytes: float) -> di
             started = time.perf_counter()
             difference(stored[0], old[name].dtype, stored[1], new[name].dtype, values, scratch)
             if encoding == "sparse" and limit is None:  # the command takes it from a share of each part, once a tensor
-                limit = codec.threshold(codec.histogram(values), 0.75)
+                limit = codec.threshold(codec.histogram(values), SPARSE_DENSITY)
             message = codec.encode(values, limit) if encoding == "sparse" else codec.encode(values)
             np.subtract(values, codec.decode(message, PART), out=missed)
             middle = time.perf_counter()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from coordinator.send import FORGOTTEN
 from facility.exchange.codecs import PART, int4, int8, sparse
+from facility.exchange.settings import SPARSE_DENSITY
 
 
 class DeltaCodec:
@@ -18,7 +19,7 @@ class DeltaCodec:
     `model`: the coordinator's direction, where what was lost is part of the next difference of itself.
     """
 
-    def __init__(self, encoding: str, *, density: float = 0.75, model: bool = False) -> None:
+    def __init__(self, encoding: str, *, density: float = SPARSE_DENSITY, model: bool = False) -> None:
         self.encoding, self.density, self.model = encoding, density, model
         self.residuals: dict[int, list[Tensor]] = {}
 
@@ -45,8 +46,10 @@ class DeltaCodec:
 
     def _travel(self, differences: list[numpy.ndarray]) -> Callable[[numpy.ndarray], numpy.ndarray]:
         codec = {"delta-int8": int8, "delta-int4": int4, "sparse": sparse}[self.encoding]
-        counts = sum((sparse.histogram(d) for d in differences), numpy.zeros(sparse.BINS))
-        more = (sparse.threshold(counts, self.density),) if codec is sparse else ()
+        more: tuple[float, ...] = ()
+        if codec is sparse:
+            counts = sum((sparse.histogram(d) for d in differences), numpy.zeros(sparse.BINS))
+            more = (sparse.threshold(counts, self.density),)
 
         def travel(values: numpy.ndarray) -> numpy.ndarray:
             parts = [values[start : start + PART] for start in range(0, len(values), PART)]

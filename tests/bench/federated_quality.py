@@ -22,6 +22,7 @@ import torch
 
 from coordinator.averaging.settings import AggregationSettings
 from facility.dataset import open_dataset
+from facility.exchange.settings import SPARSE_DENSITY
 from facility.preparing.build import Request, prepare
 from tests.bench.federated_codecs import DeltaCodec
 from tests.bench.federated_learner import Curve, Learner, Local, Text, batches, federate, pool
@@ -42,7 +43,7 @@ class Arm:
     """Fields of Local that differ."""
     codec: str | None = None
     """What travels both ways instead of bfloat16: delta-int8, delta-int4 or sparse."""
-    density: float = 0.75
+    density: float = SPARSE_DENSITY
     """Of `sparse`."""
 
 

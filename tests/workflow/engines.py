@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -55,6 +56,20 @@ def crossfed(*arguments: str | Path, folder: Path) -> subprocess.Popen[str]:
         [sys.executable, "-m", "coordinator.cli", *map(str, arguments)],
         env=bare_environment(folder), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
     )  # fmt: skip
+
+
+def killed_at(moment: str, federation: Path, folder: Path) -> None:
+    """`crossfed run`, and SIGKILL once it says `moment`: to the command, with which StreamFlow dies."""
+    process = crossfed("run", "--quiet", "-f", federation, folder=folder)
+    assert process.stdout is not None
+    seen = []
+    for line in process.stdout:
+        seen.append(line)
+        if moment in line:
+            break
+    assert moment in seen[-1], "".join(seen)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def weights(federation: Path) -> list[str]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
-import signal
 import sqlite3
 import subprocess
 from pathlib import Path
@@ -17,7 +15,7 @@ from coordinator.federation import read_federation
 from coordinator.render import write
 from coordinator.tables import summary
 from tests.federations import write_federation
-from tests.workflow.engines import crossfed, cwltool, streamflow, weights
+from tests.workflow.engines import crossfed, cwltool, killed_at, streamflow, weights
 
 
 @pytest.fixture(scope="module")
@@ -97,16 +95,7 @@ def test_no_dataset_file_leaves_its_facility(undisturbed: Path):
 def test_killed_anywhere_the_same_command_ends_with_the_same_weights(undisturbed: Path, tmp_path: Path):
     path = make(tmp_path)
     for moment in ("round 0: b_2 training", "receiving", "averaging"):
-        process = crossfed("run", "--quiet", "-f", path, folder=tmp_path / "engine")
-        assert process.stdout is not None
-        seen = []
-        for line in process.stdout:
-            seen.append(line)
-            if moment in line:
-                break
-        assert moment in seen[-1], "".join(seen)
-        os.killpg(process.pid, signal.SIGKILL)  # the command; StreamFlow dies with it
-        process.wait()
+        killed_at(moment, path, tmp_path / "engine")
     process = crossfed("run", "--quiet", "-f", path, folder=tmp_path / "engine")
     text, _ = process.communicate(timeout=240)
     assert process.returncode == 0, text

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,7 @@ from coordinator.render import write
 from facility.exchange.manifest import verify_manifest
 from tests.conftest import ROOT
 from tests.federations import write_dataset, write_federation
-from tests.workflow.engines import crossfed, streamflow
+from tests.workflow.engines import crossfed, killed_at, streamflow
 
 STAND_IN = ROOT / "tests" / "workflow" / "stand_in_facility.py"
 
@@ -84,16 +82,7 @@ def test_real_facilities_of_unlike_speed_killed_half_way_make_one_good_model(tmp
     shutil.rmtree(tmp_path / "sites" / "slow" / "dataset")
     write_dataset(tmp_path / "sites" / "slow" / "dataset", seed=2, blocks=6_000)  # evaluated twice a round
     write(read_federation(path))
-    process = crossfed("run", "--quiet", "-f", path, folder=tmp_path / "engine")
-    assert process.stdout is not None
-    seen = []
-    for line in process.stdout:
-        seen.append(line)
-        if "group 1 (" in line:
-            break
-    assert "group 1 (" in seen[-1], "".join(seen)
-    os.killpg(process.pid, signal.SIGKILL)  # the command; StreamFlow dies with it
-    process.wait()
+    killed_at("group 1 (", path, tmp_path / "engine")
     before = told(path)
     process = crossfed("run", "--quiet", "-f", path, folder=tmp_path / "engine")
     text, _ = process.communicate(timeout=280)
