@@ -41,6 +41,8 @@ class ExchangeCosts:
     """One message from replica to replica."""
     fixed_seconds: float = 0.0
     """Any exchange, besides: packing, launching."""
+    relay_seconds: float = 0.0
+    """Asking another replica for what its group left, besides."""
     member_seconds: float = 0.0
     """Each member of a group beyond the second adds."""
     decision_seconds: float = 0.0
@@ -68,6 +70,11 @@ class ExchangeCosts:
         if average and group.together > 2:
             return 1
         return 2 + (self.moments if average and group.together == 2 else 0)
+
+    def relay(self, *, swap: bool) -> float:
+        """Fetching a gradient from a replica that computes meanwhile, or (`swap`) leaving and fetching parameters too."""
+        volumes = 3 if swap else 1
+        return self.relay_seconds + 2 * self.latency_seconds + volumes * self.parameter_bytes / self.bytes_per_second
 
     def message(self) -> float:
         """All parameters, one way."""
@@ -109,14 +116,15 @@ class PolicyResult:
     """Every group, when asked for."""
 
 
-def scheduler_of(settings: SyncSettings, replicas: int, steps: int) -> GroupScheduler:
-    """The scheduler that the facility would run for `steps` steps of each of `replicas` replicas."""
+def scheduler_of(settings: SyncSettings, replicas: int, steps: int, *, endless: bool = False) -> GroupScheduler:
+    """The scheduler that the facility would run for `steps` steps of each of `replicas` replicas; `endless`: of a stage
+    of pipelines that never flush."""
     accumulated = settings.progress == "accumulated"
     budget = steps * replicas if accumulated else 0
     members = range(replicas)
     seed = settings.emulation.seed
     if settings.policy == "partial_reduce":
-        return GroupScheduler(members, settings.rules(budget=budget))
+        return GroupScheduler(members, settings.rules(budget=budget, relay=not endless))
     if settings.policy == "adpsgd":
         return GossipScheduler(members, GroupRules(debias=False, budget=budget), seed=seed)
     if settings.policy == "adpsgd_blocking":
@@ -229,6 +237,8 @@ class _Driver:
             return self.serve(now)
         if policy == "adpsgd":
             return now + self.costs.fixed_seconds + 2 * self.costs.message() if len(self.replicas) > 1 else now
+        if group.partner is not None:
+            now += self.costs.relay(swap=len(members) == 1)
         if len(members) < 2:
             return now
         if policy in ("allreduce", "central_ps", "sharded_ps"):

@@ -34,6 +34,9 @@ class GroupRules:
     """Weigh a member by mean rounds / own rounds, so that fast members do not dominate; else all equal."""
     debias_limit: float = 4.0
     """No weight is above this or below its inverse."""
+    relay: bool = False
+    """Name a `partner` to a group of whose members none was in a group before it: one of that group's members, which
+    hands on what they left."""
     budget: int = 0
     """Updates of all members together after which `stop` is told; 0: no limit."""
 
@@ -84,7 +87,15 @@ class Group:
     step of a group that averages parameters alike and gradients by `weights` is to be so many times as long: then
     what each member makes of updates moves the mean of all replicas as much in total as any other's."""
     partner: Member | None = None
-    """Gossip: the peer whose parameters the single member asks for; it does not wait."""
+    """Gossip: the peer whose parameters the single member asks for. Relay: who hands on what an earlier group left, to
+    the first of `members`. Neither waits."""
+    after: int = 0
+    """Relay: number of the group that `partner` hands on."""
+
+    @property
+    def keeper(self) -> Member:
+        """Who keeps what the group leaves: the first member that is up to date."""
+        return next((m for m in self.members if m not in self.returning), self.members[0])
 
     def __len__(self) -> int:
         return len(self.members)

@@ -25,6 +25,7 @@ Machine Learning Training via Partial Reduce", SIGMOD 2021. Different here, on p
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -34,6 +35,8 @@ from .errors import ConfigurationError
 from .group import Group, GroupRules, Member
 
 FORMAT = 1
+RECENT = 8
+"""Groups that are remembered, for one of them to be handed on."""
 __all__ = ["Group", "GroupRules", "GroupScheduler", "Member"]
 
 
@@ -65,6 +68,7 @@ class GroupScheduler:
         self._updates = 0
         self._components = 0
         self._now = 0.0
+        self._recent: deque[Group] = deque(maxlen=RECENT)
         self.may_hold: Callable[[bool], bool] = lambda wanted: wanted
         """Asked with True before somebody is held back until the bound's connection can be made, told False once it
         is made. Schedulers of the stages of never-flushing pipelines share one permission: two that held back members
@@ -273,7 +277,9 @@ class GroupScheduler:
                 standing.component = joined
         self._served += len(chosen)
         connected = self._note_connection()
-        group = self._group(chosen, now, reason, connected=connected)
+        partner, after = self._relaying(chosen)
+        group = self._group(chosen, now, reason, connected=connected, partner=partner, after=after)
+        self._recent.append(group)
         for standing in standings:
             grown = standing.window * (2.0 if len(chosen) < self.rules.target else 0.9)
             standing.window = min(max(grown, self.rules.window_minimum_seconds), self.rules.window_maximum_seconds)
@@ -281,6 +287,25 @@ class GroupScheduler:
                 standing.returning = False
             standing.arrivals.left(now)
         return group
+
+    def _relaying(self, chosen: list[Member]) -> tuple[Member | None, int]:
+        """Who hands on to these what an earlier group left, and which: the last that is over, since any of them was in one.
+
+        Nothing is handed on after its keeper's next group; parameters, once.
+        """
+        if not self.rules.relay or any(self._members[m].returning for m in chosen):
+            return None, 0
+        for group in reversed(self._recent):
+            if set(group.members) & set(chosen):
+                break
+            keeper = group.keeper
+            standing = self._members.get(keeper)
+            if standing is None or standing.last != group.number or not self.ended(group.number):
+                continue
+            if len(chosen) == 1:
+                standing.last = None  # its parameters move, so it is no longer where the others of its group are
+            return keeper, group.number
+        return None, 0
 
     def _note_connection(self) -> bool:
         """Begin a new period when the union of the present, active members is connected."""
@@ -307,6 +332,7 @@ class GroupScheduler:
         connected: bool,
         final: bool = False,
         partner: Member | None = None,
+        after: int = 0,
     ) -> Group:
         members = tuple(sorted(chosen, key=lambda m: (isinstance(m, str), m)))
         rounds = tuple(self._members[m].rounds for m in members)
@@ -329,6 +355,7 @@ class GroupScheduler:
             together=together,
             influence=influence,
             partner=partner,
+            after=after,
         )
         for member in members:
             self._pending.pop(member, None)

@@ -93,6 +93,10 @@ class SyncSettings:
     and parameters alone are averaged (as SDPipe; half the traffic). With a common step and averaged moments, moments
     travel when the same members meet for the second time in a row, and from the third time on gradients only, as
     under all-reduce."""
+    relay: bool = True
+    """partial_reduce with common steps, where pipelines flush: a group of whose members none was in the group before takes
+    that group's gradient along, as one member's more, and who would go on alone averages parameters with one of its
+    members, which answers while it computes. Costs two copies of this rank's parameters."""
     progress: Literal["accumulated", "each"] = "accumulated"
     """accumulated: replicas together make steps x replicas updates, fast ones more; each: everyone makes `steps`.
     Policies in lockstep, local and diloco always count each."""
@@ -129,8 +133,8 @@ class SyncSettings:
             )
         self.rules()
 
-    def rules(self, *, budget: int = 0) -> GroupRules:
-        """Rules of the group scheduler under `partial_reduce`."""
+    def rules(self, *, budget: int = 0, relay: bool = False) -> GroupRules:
+        """Rules of the group scheduler under `partial_reduce`; `relay`: the replicas can, if the settings want it."""
         return GroupRules(
             bound=self.bound,
             minimum=self.minimum,
@@ -139,6 +143,7 @@ class SyncSettings:
             window_seconds=self.window_seconds,
             window_maximum_seconds=self.window_maximum_seconds,
             debias=self.debias,
+            relay=relay and self.relay and self.common_step,
             budget=budget,
         )
 

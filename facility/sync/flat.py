@@ -34,6 +34,11 @@ class Flat:
             piece.copy_(tensor)
         return out
 
+    def scale(self, vector: torch.Tensor, factors: Sequence[float]) -> None:
+        """Multiply each tensor's piece of a packed vector by its factor."""
+        for piece, factor in zip(self._pieces(vector), factors, strict=True):
+            piece.mul_(factor)
+
     def unpack(self, vector: torch.Tensor) -> None:
         """Write the vector into the tensors."""
         for tensor, piece in zip(self.tensors, self._pieces(vector), strict=True):

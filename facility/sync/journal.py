@@ -127,6 +127,8 @@ class Journal:
             "influence": round(group.influence, 6),
             "staleness": list(group.staleness),
             "waits": [round(w, 6) for w in group.waits],
+            "partner": group.partner,
+            "after": group.after,
             "bytes": entry.bytes,
             "seconds": round(entry.seconds, 6),
             "exchanges": entry.exchanges,

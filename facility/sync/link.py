@@ -29,6 +29,8 @@ class Decision:
     rounds: tuple[int, ...]
     returning: tuple[int, ...]
     partner: int | None
+    after: int
+    """Number of the group that `partner` hands on; 0: of none."""
     together: int
     """How many groups in a row these members have been together, this one included."""
     influence: float
@@ -40,6 +42,11 @@ class Decision:
     """The budget of updates is spent."""
     pause: bool
     """Somebody asked for a pause: no further step after this exchange."""
+
+    @property
+    def keeper(self) -> int:
+        """The member that keeps what the group leaves: the first that is up to date."""
+        return next((m for m in self.members if m not in self.returning), self.members[0])
 
     def share(self, member: int) -> float:
         """A member's share where all that are up to date weigh alike."""
@@ -221,6 +228,7 @@ class Link:
                     rounds=tuple(message["rounds"]),
                     returning=tuple(message["returning"]),
                     partner=message["partner"],
+                    after=message["after"],
                     together=message["together"],
                     influence=message["influence"],
                     final=message["final"],

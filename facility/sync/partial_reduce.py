@@ -16,18 +16,31 @@ averaging; a member that makes few updates weighs more in the gradient, and the 
 influence. (Weighing its parameters too would draw the others back to where it was some steps ago.) With `step: own`
 the weights are those of the parameters, for want of anything else.
 
+`relay`: a step along one replica's gradient is noisy, and waiting for more is what nobody wants. So a group of whose
+members none was in the group before takes that one's gradient along, as if one member more had come, and who would go
+on alone also averages parameters with a member of it, as in AD-PSGD (`relay.Shelf`). Nobody waits: the other computes
+meanwhile and takes its half of the difference at its next group.
+
 `AdPsgdBlocking` is the papers' exchange between pairs that wait for each other (SDPipe's baseline).
 """
 
 from __future__ import annotations
+
+import logging
+import time
 
 import torch
 
 from facility.exchange.gossip import PairScheduler
 from facility.exchange.groups import GroupRules, GroupScheduler
 
-from .flat import begin_state, gradients, moments, zero
+from .flat import Flat, begin_state, gradients, moments, zero
+from .link import Decision
+from .process_groups import ExchangeFailed
+from .relay import Shelf
 from .replica import Context, Replica
+
+log = logging.getLogger("facility.sync")
 
 
 class PartialReduce(Replica):
@@ -48,7 +61,14 @@ class PartialReduce(Replica):
             begin_state(context.optimizer)
 
     def scheduler(self, budget: int) -> GroupScheduler:
-        return GroupScheduler(rules=self.settings.rules(budget=budget))
+        return GroupScheduler(rules=self._rules(budget))
+
+    def _rules(self, budget: int = 0) -> GroupRules:
+        # Stages that never flush have an exchange on the way of every gradient; and their weights are stashed.
+        return self.settings.rules(budget=budget, relay=not self.context.endless)
+
+    def prepare(self) -> None:
+        self._shelf = Shelf(self.context, self.flat) if self._rules().relay else None
 
     @property
     def progress(self) -> float:
@@ -66,16 +86,44 @@ class PartialReduce(Replica):
         self._stepping = True
         self.count(samples)
         decision = self.ask("ready")
+        begun, sent = time.monotonic(), 0
         self._influence = decision.influence
+        if self._shelf is not None:
+            self._shelf.take_back(self.flat)
         kept, state = self.settings.state_policy, moments(self.context.optimizer)
         alike: list[torch.Tensor] = []
         if kept != "average" or decision.together < 3:
             alike += self.flat.tensors
         if kept == "average" and decision.together == 2:
             alike += state
-        shares = ((self.weight(decision), gradients(self.context.parameters)), (decision.share(self.me), alike))
-        if self.averaged_in_buckets(decision, shares) and kept == "reset" and len(decision.members) > 1:
+        mine, share = gradients(self.context.parameters), self.weight(decision)
+        if decision.partner is not None:
+            share, sent = self._relayed(decision, mine)
+        shares = ((share, mine), (decision.share(self.me), alike))
+        averaged = self.averaged_in_buckets(decision, shares, begun=begun, sent=sent)
+        if self._shelf is not None and averaged and self.me == decision.keeper:
+            self._shelf.put(decision.uid, self.flat, mine)
+        if averaged and kept == "reset" and len(decision.members) > 1:
             zero(state)
+
+    def _relayed(self, decision: Decision, mine: list[torch.Tensor]) -> tuple[float, int]:
+        """Take an earlier group's gradient along: this member's share in the gradient, bytes sent.
+
+        The first member fetches it and lets it travel with its own gradient `mine`; where it is gone, its own stands in.
+        """
+        assert self._shelf is not None and decision.partner is not None
+        members, weight, sent = len(decision.members), self.weight(decision), 0
+        if self.me != decision.members[0]:
+            return weight * members / (members + 1), 0
+        try:
+            left, sent = self._shelf.fetch(decision.partner, decision.after, self.flat, swap=members == 1)
+        except ExchangeFailed as error:
+            log.info("group %d goes without what %d keeps: %s", decision.uid, decision.partner, error)
+            left = None
+        if left is not None:
+            flat = Flat(mine, self.context.device)
+            flat.unpack(flat.pack().mul_(weight * members).add_(left).div_(weight * members + 1))
+        return (weight * members + 1) / (members + 1), sent
 
     def after_step(self, samples: float) -> None:
         if self.settings.common_step:
@@ -83,6 +131,15 @@ class PartialReduce(Replica):
             return
         self.count(samples)
         self.averaged(self.ask("ready"), vote=False)
+
+    def before_final(self) -> None:
+        if self._shelf is not None:
+            self._shelf.take_back(self.flat)
+
+    def close(self) -> None:
+        super().close()
+        if self._shelf is not None:
+            self._shelf.close()
 
 
 class AdPsgdBlocking(PartialReduce):

@@ -21,8 +21,8 @@ from .policy import Place
 from .process_groups import ExchangeFailed
 
 log = logging.getLogger("facility.sync")
-HEADER = struct.Struct("<BQ")
-"""Kind of the request, number of float32 elements."""
+HEADER = struct.Struct("<QQ")
+"""What is asked for (the policy says what it means), number of float32 elements."""
 TOKEN_BYTES = 32
 
 Answer = Callable[[int, torch.Tensor], torch.Tensor]

@@ -207,15 +207,24 @@ class Replica:
         """The group's process group. Raises `ExchangeFailed`."""
         return self.channels.get(decision.channel, decision.members, self.me, lambda: self.link.called_off(decision))
 
-    def exchange(self, decision: Decision, action: Callable[[Channel], int], *, vote: bool) -> bool:
+    def exchange(
+        self,
+        decision: Decision,
+        action: Callable[[Channel], int],
+        *,
+        vote: bool,
+        begun: float | None = None,
+        sent: int = 0,
+    ) -> bool:
         """Carry out a group's exchange; True when it took place (with `vote`: on every rank of the group).
 
-        `action` gets the process group and returns the bytes this rank sent; a group of one has nothing to do.
+        `action` gets the process group and returns the bytes this rank sent; a group of one has nothing to do. `begun`
+        (monotonic seconds) and `sent` (bytes) are of what belongs to the exchange and came before.
         """
-        begin, sent, why = time.monotonic(), 0, ""
+        begin, why = time.monotonic() if begun is None else begun, ""
         try:
             if len(decision.members) > 1:
-                sent = action(self.channel(decision))
+                sent += action(self.channel(decision))
         except ExchangeFailed as error:
             why = str(error)
             self.spoiled(decision)
@@ -241,12 +250,16 @@ class Replica:
         channel.all_reduce(total)
         return amount / total.item()
 
-    def mean(self, channel: Channel, weight: float, flat: Flat) -> torch.Tensor:
-        """Weighted mean of `flat` over the group, in a buffer that the next call overwrites."""
+    def mean(self, channel: Channel, shares: float | list[float], flat: Flat) -> torch.Tensor:
+        """Mean of `flat` over the group, by this member's share (or one for each tensor), in a buffer that the next call
+        overwrites."""
         if self._buffer is None or self._buffer.numel() < flat.size:
             self._buffer = torch.empty(flat.size, dtype=torch.float32, device=self.context.device)
         buffer = flat.pack(self._buffer[: flat.size])
-        buffer.mul_(weight)
+        if isinstance(shares, list):
+            flat.scale(buffer, shares)
+        else:
+            buffer.mul_(shares)
         channel.all_reduce(buffer)
         return buffer
 
@@ -275,21 +288,30 @@ class Replica:
                 zero(state)
         return True
 
-    def averaged_in_buckets(self, decision: Decision, shares: Iterable[tuple[float, list[torch.Tensor]]]) -> bool:
+    def averaged_in_buckets(
+        self,
+        decision: Decision,
+        shares: Iterable[tuple[float, list[torch.Tensor]]],
+        *,
+        begun: float | None = None,
+        sent: int = 0,
+    ) -> bool:
         """Average tensors over the group, each list by this member's share in it, with the memory of one bucket.
 
-        False: the exchange failed, and some are averaged while others are as they were.
+        False: the exchange failed, and some are averaged while others are as they were. `begun`, `sent`: see `exchange`.
         """
+        shared = [(share, tensor) for share, tensors in shares for tensor in tensors]
+        factors = iter([share for share, _ in shared])
 
         def action(channel: Channel) -> int:
             sent = 0
-            for share, bucket in ((s, b) for s, t in shares for b in buckets(t, self.settings.bucket_bytes)):
-                flat = Flat(bucket, self.context.device)
-                flat.unpack(self.mean(channel, share, flat))
+            for run in buckets([tensor for _, tensor in shared], self.settings.bucket_bytes):
+                flat = Flat(run, self.context.device)
+                flat.unpack(self.mean(channel, [next(factors) for _ in run], flat))
                 sent += ring_bytes(flat.bytes, len(decision.members))
             return sent
 
-        return self.exchange(decision, action, vote=False)
+        return self.exchange(decision, action, vote=False, begun=begun, sent=sent)
 
     def _exact_mean(self, channel: Channel, decision: Decision, result: torch.Tensor) -> int:
         """Mean over all up to date, summed in float64 and rounded once: the same bits everywhere."""

@@ -338,6 +338,7 @@ class SchedulerService:
                         "rounds": group.rounds,
                         "returning": group.returning,
                         "partner": group.partner,
+                        "after": group.after,
                         "together": group.together,
                         "influence": group.influence,
                         "final": group.final,

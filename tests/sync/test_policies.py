@@ -78,22 +78,40 @@ def test_common_steps_of_everybody_are_all_reduce_with_adamw_too(state: str):
         assert sent == pytest.approx(2 * 2 / 3 * 4 * elements * volumes, rel=0.02 + counters / elements)
 
 
-def test_common_steps_are_what_the_log_says(tmp_path):
-    """Replayed group by group: parameters alike, gradients by weight, the step as long as the group's influence."""
+@pytest.mark.parametrize("relay", [True, False])
+def test_common_steps_are_what_the_log_says(tmp_path, relay: bool):
+    """Replayed group by group: parameters alike, gradients by weight, the step as long as the group's influence; what an
+    earlier group left counts as one member more, and a pair's mean of parameters moves both."""
     import json
 
-    settings = settings_of(policy="partial_reduce", bound=4)
+    settings = settings_of(policy="partial_reduce", bound=4, relay=relay)
     results = run_fleet(partial(solve, log=tmp_path, pause=(0.04, 0.005, 0.007)), 3, settings, 20)
     lines = [json.loads(line) for line in (tmp_path / "groups.jsonl").read_text().splitlines()]
     held = [torch.cat([p.detach().reshape(-1) for p in make_parameters()])] * 3
+    owed = [torch.zeros_like(h) for h in held]
+    left: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    kinds = set()
     for line in sorted(lines, key=lambda line: line["group"]):
-        members = line["members"]
+        members, partner = line["members"], line["partner"]
+        volumes = line["bytes"] // (4 * held[0].numel())  # a pair's exchange is an even number of them
+        gradient = sum(w * (held[m] - target(m)) for m, w in zip(members, line["weights"], strict=True))
+        first = held[members[0]] - target(members[0])
+        for m in members:
+            held[m], owed[m] = held[m] + owed[m], torch.zeros_like(held[m])
         mean = torch.stack([held[m] for m in members]).mean(0)
+        handed_on = partner is not None and (volumes == 3 if len(members) == 1 else volumes % 2 == 1)
+        if partner is not None:
+            kept, before = left[line["after"]]
+            gradient = (len(members) * gradient + (before if handed_on else first)) / (len(members) + 1)
+            if handed_on and len(members) == 1:
+                mean, owed[partner] = (mean + kept) / 2, owed[partner] + (mean - kept) / 2
+        kinds |= {(len(members), handed_on)}
+        left[line["group"]] = mean, gradient
         if line["kind"] == "group":
-            steps = [w * (held[m] - target(m)) for m, w in zip(members, line["weights"], strict=True)]
-            mean = mean - 0.1 * line["influence"] * torch.stack(steps).sum(0)
+            mean = mean - 0.1 * line["influence"] * gradient
         for m in members:
             held[m] = mean
+    assert ((1, True) in kinds) == relay and (1, False) in kinds
     torch.testing.assert_close(torch.tensor(results[0]["vector"]), held[0], rtol=1e-4, atol=1e-4)
     lengths = {line["influence"] for line in lines if line["kind"] == "group"}
     assert len(lengths) > 1 and results[0]["steps"] < results[1]["steps"], "one replica made fewer updates"
