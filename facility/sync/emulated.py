@@ -56,7 +56,7 @@ class Emulated:
         self.inner.ask_to_pause()
 
     def before_step(self, samples: float) -> None:
-        self.inner.before_step(samples)
+        """Nothing begins during the real passes: what is emulated comes after them."""
 
     def reduce_gradients(self, samples: float) -> None:
         now = time.monotonic()

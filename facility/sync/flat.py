@@ -30,21 +30,22 @@ class Flat:
     def pack(self, out: torch.Tensor | None = None) -> torch.Tensor:
         """The tensors' values in a new vector, or in `out`."""
         out = torch.empty(self.size, dtype=torch.float32, device=self.device) if out is None else out
-        for tensor, piece in zip(self.tensors, self._pieces(out), strict=True):
+        for tensor, piece in zip(self.tensors, self.pieces(out), strict=True):
             piece.copy_(tensor)
         return out
 
     def scale(self, vector: torch.Tensor, factors: Sequence[float]) -> None:
         """Multiply each tensor's piece of a packed vector by its factor."""
-        for piece, factor in zip(self._pieces(vector), factors, strict=True):
+        for piece, factor in zip(self.pieces(vector), factors, strict=True):
             piece.mul_(factor)
 
     def unpack(self, vector: torch.Tensor) -> None:
         """Write the vector into the tensors."""
-        for tensor, piece in zip(self.tensors, self._pieces(vector), strict=True):
+        for tensor, piece in zip(self.tensors, self.pieces(vector), strict=True):
             tensor.copy_(piece)
 
-    def _pieces(self, vector: torch.Tensor) -> list[torch.Tensor]:
+    def pieces(self, vector: torch.Tensor) -> list[torch.Tensor]:
+        """Each tensor's part of the vector, in its shape, sharing memory with it."""
         return [
             piece.view(tensor.shape)
             for piece, tensor in zip(vector.split([t.numel() for t in self.tensors]), self.tensors, strict=True)

@@ -16,6 +16,9 @@ averaging; a member that makes few updates weighs more in the gradient, and the 
 influence. (Weighing its parameters too would draw the others back to where it was some steps ago.) With `step: own`
 the weights are those of the parameters, for want of anything else.
 
+The announcement is made when the first gradients are final, and they travel while the backward pass makes the others (as
+SDPipe asks for a group at the first exchange of the backward pass). Parameters wait for its end.
+
 `relay`: a step along one replica's gradient is noisy, and waiting for more is what nobody wants. So a group of whose
 members none was in the group before takes that one's gradient along, as if one member more had come, and who would go
 on alone also averages parameters with a member of it, as in AD-PSGD (`relay.Shelf`). Nobody waits: the other computes
@@ -28,15 +31,17 @@ from __future__ import annotations
 
 import logging
 import time
+from typing import Any
 
 import torch
 
 from facility.exchange.gossip import PairScheduler
 from facility.exchange.groups import GroupRules, GroupScheduler
 
-from .flat import Flat, begin_state, gradients, moments, zero
+from .filling import Beside, Filling
+from .flat import begin_state, gradients, moments, zero
 from .link import Decision
-from .process_groups import ExchangeFailed
+from .process_groups import Channel, ExchangeFailed
 from .relay import Shelf
 from .replica import Context, Replica
 
@@ -56,7 +61,12 @@ class PartialReduce(Replica):
         super().__init__(context)
         self._stepping = False
         self._influence = 1.0
+        self._filling: Filling | None = None
+        self._meeting: Beside | None = None
+        self.overlapped = 0
+        """Buckets that were under way before the backward pass ended."""
         if context.settings.common_step:
+            self._filling = Filling(context.parameters, self.settings.bucket_bytes, context.backwards_per_step)
             # Now: later, in a pipeline that never flushes, autograd holds forward passes on these parameters.
             begin_state(context.optimizer)
 
@@ -80,50 +90,104 @@ class PartialReduce(Replica):
     def influence(self) -> float:
         return self._influence
 
+    def before_step(self, samples: float) -> None:
+        if self._filling is not None and not self.context.endless:
+            self._filling.begin(lambda: self._begin(samples))
+
     def reduce_gradients(self, samples: float) -> None:
-        if not self.settings.common_step:
+        if self._filling is None:
             return
+        self._filling.over()
+        meeting, self._meeting = self._meeting, None
+        if meeting is None:
+            self._meet(samples, self._filling)
+        else:
+            meeting.result()
+
+    def _begin(self, samples: float) -> None:
+        """Announce this replica while its backward pass goes on."""
+        assert self._filling is not None
+        self._meeting = Beside(self._meet, samples, self._filling)
+
+    def _meet(self, samples: float, filling: Filling) -> None:
+        """Announce this replica and average with its group, each bucket of gradients as soon as it is final."""
+        if self.context.device.type == "cuda":
+            torch.cuda.set_device(self.context.device)  # of this thread
         self._stepping = True
         self.count(samples)
         decision = self.ask("ready")
-        begun, sent = time.monotonic(), 0
+        begun, together = time.monotonic(), len(decision.members) > 1
         self._influence = decision.influence
         if self._shelf is not None:
-            self._shelf.take_back(self.flat)
+            self._shelf.withdraw()
+        left, sent = None, 0
+        if not together:
+            filling.all()
+            self._settle()
+        if decision.partner is not None and self.me == decision.members[0]:
+            left, sent = self._handed_on(decision)
+        if not together:
+            self._shared(decision, self.context.parameters, left)
         kept, state = self.settings.state_policy, moments(self.context.optimizer)
         alike: list[torch.Tensor] = []
         if kept != "average" or decision.together < 3:
             alike += self.flat.tensors
         if kept == "average" and decision.together == 2:
             alike += state
-        mine, share = gradients(self.context.parameters), self.weight(decision)
-        if decision.partner is not None:
-            share, sent = self._relayed(decision, mine)
-        shares = ((share, mine), (decision.share(self.me), alike))
-        averaged = self.averaged_in_buckets(decision, shares, begun=begun, sent=sent)
-        if self._shelf is not None and averaged and self.me == decision.keeper:
-            self._shelf.put(decision.uid, self.flat, mine)
-        if averaged and kept == "reset" and len(decision.members) > 1:
+
+        def action(channel: Channel) -> int:
+            sent, last = 0, len(filling.buckets) - 1
+            for number in range(last):
+                self.overlapped += filling.running
+                sent += self.average(channel, decision, [self._shared(decision, filling.wait(number), left)])
+            gradient = self._shared(decision, filling.wait(last), left)
+            self.overlapped += filling.running
+            self._settle()
+            return sent + self.average(channel, decision, [gradient, (decision.share(self.me), alike)])
+
+        averaged = self.exchange(decision, action, vote=False, begun=begun, sent=sent)
+        filling.all()
+        self._settle()  # where the exchange failed
+        if averaged and kept == "reset" and together:
             zero(state)
+        if self._shelf is not None and averaged and self.me == decision.keeper:
+            self._shelf.put(decision.uid, self.flat, gradients(self.context.parameters))
 
-    def _relayed(self, decision: Decision, mine: list[torch.Tensor]) -> tuple[float, int]:
-        """Take an earlier group's gradient along: this member's share in the gradient, bytes sent.
+    def report(self) -> dict[str, Any]:
+        return super().report() | {"overlapped_here": self.overlapped}
 
-        The first member fetches it and lets it travel with its own gradient `mine`; where it is gone, its own stands in.
-        """
+    def _settle(self) -> None:
+        if self._shelf is not None:
+            self._shelf.settle(self.flat)
+
+    def _handed_on(self, decision: Decision) -> tuple[torch.Tensor | None, int]:
+        """The gradient that an earlier group left (None: it is gone), and bytes sent."""
         assert self._shelf is not None and decision.partner is not None
-        members, weight, sent = len(decision.members), self.weight(decision), 0
-        if self.me != decision.members[0]:
-            return weight * members / (members + 1), 0
         try:
-            left, sent = self._shelf.fetch(decision.partner, decision.after, self.flat, swap=members == 1)
+            return self._shelf.fetch(decision.partner, decision.after, self.flat, swap=len(decision.members) == 1)
         except ExchangeFailed as error:
             log.info("group %d goes without what %d keeps: %s", decision.uid, decision.partner, error)
-            left = None
+            return None, 0
+
+    def _shared(
+        self, decision: Decision, parameters: list[torch.Tensor], left: torch.Tensor | None
+    ) -> tuple[float, list[torch.Tensor]]:
+        """This member's share in the gradient of these parameters, and what it brings.
+
+        What an earlier group left counts as one member more. It travels with the first member's own gradient, which
+        stands in for it where it is gone.
+        """
+        mine, share, members = gradients(parameters), self.weight(decision), len(decision.members)
+        if decision.partner is None:
+            return share, mine
+        if self.me != decision.members[0]:
+            return share * members / (members + 1), mine
         if left is not None:
-            flat = Flat(mine, self.context.device)
-            flat.unpack(flat.pack().mul_(weight * members).add_(left).div_(weight * members + 1))
-        return (weight * members + 1) / (members + 1), sent
+            pieces = self.flat.pieces(left)
+            places = {id(p): place for place, p in enumerate(self.context.parameters)}
+            for parameter, gradient in zip(parameters, mine, strict=True):
+                gradient.mul_(share * members).add_(pieces[places[id(parameter)]]).div_(share * members + 1)
+        return (share * members + 1) / (members + 1), mine
 
     def after_step(self, samples: float) -> None:
         if self.settings.common_step:
@@ -134,10 +198,13 @@ class PartialReduce(Replica):
 
     def before_final(self) -> None:
         if self._shelf is not None:
-            self._shelf.take_back(self.flat)
+            self._shelf.withdraw()
+        self._settle()
 
     def close(self) -> None:
         super().close()
+        if self._filling is not None:
+            self._filling.close()
         if self._shelf is not None:
             self._shelf.close()
 

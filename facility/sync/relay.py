@@ -39,10 +39,15 @@ class Shelf:
             Flat(gradients, self._gradient.device).pack(self._gradient)
             self._group = group
 
-    def take_back(self, flat: Flat) -> None:
-        """Keep nothing any longer, and move the parameters by what is owed."""
+    def withdraw(self) -> None:
+        """Hand nothing on any longer."""
         with self._lock:
-            self._group, owed, self._owed = 0, self._owed, None
+            self._group = 0
+
+    def settle(self, flat: Flat) -> None:
+        """Move the parameters by what is owed; not while a backward pass reads them."""
+        with self._lock:
+            owed, self._owed = self._owed, None
         if owed is not None:
             flat.unpack(flat.pack().add_(owed.to(self._gradient.device)))
 

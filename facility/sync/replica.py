@@ -288,30 +288,19 @@ class Replica:
                 zero(state)
         return True
 
-    def averaged_in_buckets(
-        self,
-        decision: Decision,
-        shares: Iterable[tuple[float, list[torch.Tensor]]],
-        *,
-        begun: float | None = None,
-        sent: int = 0,
-    ) -> bool:
+    def average(self, channel: Channel, decision: Decision, shares: Iterable[tuple[float, list[torch.Tensor]]]) -> int:
         """Average tensors over the group, each list by this member's share in it, with the memory of one bucket.
 
-        False: the exchange failed, and some are averaged while others are as they were. `begun`, `sent`: see `exchange`.
+        Returns bytes sent. When it fails, some are averaged while others are as they were.
         """
         shared = [(share, tensor) for share, tensors in shares for tensor in tensors]
         factors = iter([share for share, _ in shared])
-
-        def action(channel: Channel) -> int:
-            sent = 0
-            for run in buckets([tensor for _, tensor in shared], self.settings.bucket_bytes):
-                flat = Flat(run, self.context.device)
-                flat.unpack(self.mean(channel, [next(factors) for _ in run], flat))
-                sent += ring_bytes(flat.bytes, len(decision.members))
-            return sent
-
-        return self.exchange(decision, action, vote=False, begun=begun, sent=sent)
+        sent = 0
+        for run in buckets([tensor for _, tensor in shared], self.settings.bucket_bytes):
+            flat = Flat(run, self.context.device)
+            flat.unpack(self.mean(channel, [next(factors) for _ in run], flat))
+            sent += ring_bytes(flat.bytes, len(decision.members))
+        return sent
 
     def _exact_mean(self, channel: Channel, decision: Decision, result: torch.Tensor) -> int:
         """Mean over all up to date, summed in float64 and rounded once: the same bits everywhere."""
