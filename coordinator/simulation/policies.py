@@ -226,6 +226,9 @@ class _Driver:
             mine.waited += now - mine.announced
             mine.exchanged += end - now
             self.scheduler.exchanged(replica, end)
+            if group.after and len(group.members) == 1 and group.partner is not None:
+                for freed in self.scheduler.relayed(replica, group.partner, now):
+                    self.carry_out(freed, now)
             if self.scheduler.stop if self.accumulated else mine.done >= self.steps:
                 self.push(end, replica, FINISH)
             else:

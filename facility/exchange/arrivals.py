@@ -12,12 +12,18 @@ SPREAD = 0.03
 """Part of its usual step by which a member may come later than usual and still be waited for, at least."""
 STRETCHED = (1.0, 1.5, 2.2, 3.3, 5.0)
 """Times that: how late may still be as good as here. What a machine's noise adds to a step is not what a stall does."""
+BEFORE = 1.0, 10.0
+"""Late steps and steps that count as made before the record: most steps are not late."""
+FIRST = 0.2
+"""Part of the time that a member's first step took for which it waits for others that are at theirs."""
 
 
 @dataclass(kw_only=True)
 class Arrivals:
     """Seconds that one member's last steps took, and what follows from them (worked out once a step)."""
 
+    began: float = 0.0
+    """When it came to the others."""
     since: float | None = None
     """When its last exchange was over, or while it lasts, when its group was formed; None before the first."""
     steps: list[float] = field(default_factory=list)
@@ -26,8 +32,8 @@ class Arrivals:
     lateness: list[float] = field(default_factory=lambda: [0.0] * len(STRETCHED))
     """Seconds over the usual, ascending: from each on a step might be called late. The first is told from how much
     shorter than usual steps sometimes are, for stalls only ever make a step longer."""
-    chances: list[float] = field(default_factory=lambda: [0.5] * len(STRETCHED))
-    """That a step is later than each, by the record (Laplace's rule of succession: never 0, 1/2 without one)."""
+    chances: list[float] = field(default_factory=lambda: [BEFORE[0] / BEFORE[1]] * len(STRETCHED))
+    """That a step is later than each, by the record and `BEFORE`: never 0."""
 
     def left(self, now: float) -> None:
         """The next step begins: its group was formed, or (told later) its exchange is over."""
@@ -42,7 +48,7 @@ class Arrivals:
         least = max(SPREAD * usual, 2 * (usual - min(self.steps)))
         self.lateness = [least * times for times in STRETCHED]
         self.chances = [
-            (sum(seconds > usual + late for seconds in self.steps) + 1) / (len(self.steps) + 2)
+            (sum(seconds > usual + late for seconds in self.steps) + BEFORE[0]) / (len(self.steps) + BEFORE[1])
             for late in self.lateness
         ]
 

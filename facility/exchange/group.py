@@ -34,14 +34,14 @@ class GroupRules:
     """Weigh a member by mean rounds / own rounds, so that fast members do not dominate; else all equal."""
     debias_limit: float = 4.0
     """No weight is above this or below its inverse."""
-    relay: bool = False
+    relay: float = 0.0
     """Name a `partner` to a group of whose members none was in a group before it: one of that group's members, which
-    hands on what they left."""
+    hands on what they left; as long as that takes no more than this part of a member's usual step. 0: never."""
     budget: int = 0
     """Updates of all members together after which `stop` is told; 0: no limit."""
 
     def __post_init__(self) -> None:
-        for name in ("bound", "maximum", "patience", "window_seconds", "window_minimum_seconds", "budget"):
+        for name in ("bound", "maximum", "patience", "relay", "window_seconds", "window_minimum_seconds", "budget"):
             if not getattr(self, name) >= 0:
                 raise ConfigurationError(f"{name} is {getattr(self, name)}, expected 0 or more")
         for name in ("minimum", "target", "debias_limit"):

@@ -25,18 +25,22 @@ Machine Learning Training via Partial Reduce", SIGMOD 2021. Different here, on p
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
+from statistics import median
 from typing import Any
 
-from .arrivals import Arrivals, patient
+from .arrivals import FIRST, Arrivals, patient
 from .errors import ConfigurationError
 from .group import Group, GroupRules, Member
 
 FORMAT = 1
 RECENT = 8
 """Groups that are remembered, for one of them to be handed on."""
+TIMED, ASKED_AGAIN = 9, 100
+"""How often handing on is timed before it is judged by the median; for how many groups that holds when it takes too long."""
 __all__ = ["Group", "GroupRules", "GroupScheduler", "Member"]
 
 
@@ -53,6 +57,10 @@ class _Standing:
     """Number of its last group; None when that failed, or after a pause."""
     together: int = 0
     """How many groups in a row that group's members had been together."""
+    kept: int | None = None
+    """Number of the group whose leavings it may hand on."""
+    taker: int = 0
+    """Number of the group of the last one that averages with it while it computes."""
     arrivals: Arrivals = field(default_factory=Arrivals)
 
 
@@ -69,6 +77,9 @@ class GroupScheduler:
         self._components = 0
         self._now = 0.0
         self._recent: deque[Group] = deque(maxlen=RECENT)
+        self._relays: deque[float] = deque(maxlen=TIMED)
+        """Seconds, in parts of a usual step, that the last ones took who averaged with a partner."""
+        self._refused = 0
         self.may_hold: Callable[[bool], bool] = lambda wanted: wanted
         """Asked with True before somebody is held back until the bound's connection can be made, told False once it
         is made. Schedulers of the stages of never-flushing pipelines share one permission: two that held back members
@@ -123,6 +134,7 @@ class GroupScheduler:
         assert member not in self._members, f"{member!r} is present already"
         self._updates += 0 if returning else rounds
         self._add(member, returning=returning and bool(self._members), rounds=rounds)
+        self._members[member].arrivals.began = now
         return self._form(now)
 
     def leave(self, member: Member, now: float) -> list[Group]:
@@ -149,7 +161,21 @@ class GroupScheduler:
         Without this event the exchange counts with the step, and who comes late by it is not waited for.
         """
         if member in self._members and member not in self._pending:
-            self._members[member].arrivals.left(now)
+            arrivals = self._members[member].arrivals
+            if any(g.after and g.number == self._members[member].last and len(g) == 1 for g in self._recent):
+                assert arrivals.since is not None
+                self._relays.append((now - arrivals.since) / (arrivals.usual or math.inf))
+            arrivals.left(now)
+
+    def relayed(self, member: Member, keeper: Member, now: float) -> list[Group]:
+        """`member`, alone in its group, has averaged parameters with `keeper`: they are connected as by a group of both."""
+        if member in self._members and keeper in self._members:
+            joined, other = self._members[member].component, self._members[keeper].component
+            for standing in self._members.values():
+                if standing.component == other:
+                    standing.component = joined
+            self._note_connection()
+        return self._form(now)
 
     def finish(self, member: Member, now: float) -> list[Group]:
         """`member` makes no more updates and waits for the final average over all."""
@@ -167,7 +193,7 @@ class GroupScheduler:
         Its members announce themselves again: `ready(again=True)`, or `finish` after a final group.
         """
         for standing in self._members.values():
-            standing.last = None
+            standing.last = standing.kept = None
             if len(self.active) > 1:
                 self._components += 1
                 standing.component = self._components
@@ -221,8 +247,12 @@ class GroupScheduler:
     def _worth_waiting(self, pending: list[Member], active: tuple[Member, ...], now: float) -> float:
         """Until when those that are here wait for company."""
         first = self._members[pending[0]]
+        came = self._pending[pending[0]]
+        if self.rules.patience and first.rounds == 1:
+            others = any(self._members[m].rounds == 0 for m in active)
+            return came + max(first.window, FIRST * (came - first.arrivals.began)) if others else came
         if not self.rules.patience or any(self._members[m].arrivals.usual is None for m in pending):
-            return self._pending[pending[0]] + first.window
+            return came + first.window
         until = now
         for other in active:
             if other in self._pending:
@@ -291,21 +321,34 @@ class GroupScheduler:
     def _relaying(self, chosen: list[Member]) -> tuple[Member | None, int]:
         """Who hands on to these what an earlier group left, and which: the last that is over, since any of them was in one.
 
-        Nothing is handed on after its keeper's next group; parameters, once.
+        Nothing is handed on after its keeper's next group; one at a time averages parameters with it.
         """
-        if not self.rules.relay or any(self._members[m].returning for m in chosen):
+        if not self.rules.relay or any(self._members[m].returning for m in chosen) or self._too_long():
             return None, 0
         for group in reversed(self._recent):
             if set(group.members) & set(chosen):
                 break
             keeper = group.keeper
             standing = self._members.get(keeper)
-            if standing is None or standing.last != group.number or not self.ended(group.number):
+            if standing is None or standing.kept != group.number or not self.ended(group.number):
                 continue
             if len(chosen) == 1:
+                if not self.ended(standing.taker):
+                    continue
+                standing.taker = self._number + 1
                 standing.last = None  # its parameters move, so it is no longer where the others of its group are
             return keeper, group.number
         return None, 0
+
+    def _too_long(self) -> bool:
+        """Does handing on take more of a step than the rules allow? Asked again after a while."""
+        if len(self._relays) < TIMED or median(self._relays) <= self.rules.relay:
+            return False
+        self._refused += 1
+        if self._refused == ASKED_AGAIN:
+            self._refused = 0
+            self._relays.clear()
+        return True
 
     def _note_connection(self) -> bool:
         """Begin a new period when the union of the present, active members is connected."""
@@ -340,7 +383,9 @@ class GroupScheduler:
         together = self._together(members)
         weights, influence = self._weights(members, final=final)
         for member in members:
-            self._members[member].last, self._members[member].together = self._number, together
+            standing = self._members[member]
+            standing.last = standing.kept = self._number
+            standing.together = together
         group = Group(
             number=self._number,
             members=members,

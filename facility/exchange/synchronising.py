@@ -93,10 +93,11 @@ class SyncSettings:
     and parameters alone are averaged (as SDPipe; half the traffic). With a common step and averaged moments, moments
     travel when the same members meet for the second time in a row, and from the third time on gradients only, as
     under all-reduce."""
-    relay: bool = True
+    relay: float = 0.05
     """partial_reduce with common steps, where pipelines flush: a group of whose members none was in the group before takes
     that group's gradient along, as one member's more, and who would go on alone averages parameters with one of its
-    members, which answers while it computes. Costs two copies of this rank's parameters."""
+    members, which answers while it computes; as long as that takes no more than this part of a usual step. Costs two
+    copies of this rank's parameters; 0: off."""
     progress: Literal["accumulated", "each"] = "accumulated"
     """accumulated: replicas together make steps x replicas updates, fast ones more; each: everyone makes `steps`.
     Policies in lockstep, local and diloco always count each."""
@@ -143,7 +144,7 @@ class SyncSettings:
             window_seconds=self.window_seconds,
             window_maximum_seconds=self.window_maximum_seconds,
             debias=self.debias,
-            relay=relay and self.relay and self.common_step,
+            relay=self.relay if relay and self.common_step else 0.0,
             budget=budget,
         )
 

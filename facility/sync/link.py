@@ -128,9 +128,11 @@ class Link:
     def ask_to_pause(self) -> None:
         self._send({"t": "pause"})
 
-    def tell(self, decision: Decision, *, ok: bool, seconds: float, sent: int, why: str = "") -> None:
-        """Tell of the end of a group; nobody waits."""
-        self._send({"t": "told", "uid": decision.uid, "ok": ok, "seconds": round(seconds, 6), "bytes": sent,
+    def tell(
+        self, decision: Decision, *, ok: bool, seconds: float, sent: int, why: str = "", relayed: bool = False
+    ) -> None:
+        """Tell of the end of a group; nobody waits. `relayed`: who is alone in it has averaged with its partner."""
+        self._send({"t": "told", "uid": decision.uid, "ok": ok, "relayed": relayed, "seconds": round(seconds, 6), "bytes": sent,
                     "why": why[:200], "u": self.updates, "s": self.samples})  # fmt: skip
 
     def vote(

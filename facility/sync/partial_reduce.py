@@ -145,7 +145,7 @@ class PartialReduce(Replica):
             self._settle()
             return sent + self.average(channel, decision, [gradient, (decision.share(self.me), alike)])
 
-        averaged = self.exchange(decision, action, vote=False, begun=begun, sent=sent)
+        averaged = self.exchange(decision, action, vote=False, begun=begun, sent=sent, relayed=left is not None)
         filling.all()
         self._settle()  # where the exchange failed
         if averaged and kept == "reset" and together:

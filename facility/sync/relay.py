@@ -52,9 +52,9 @@ class Shelf:
             flat.unpack(flat.pack().add_(owed.to(self._gradient.device)))
 
     def fetch(self, keeper: int, group: int, flat: Flat, *, swap: bool) -> tuple[torch.Tensor | None, int]:
-        """The gradient that this group of the keeper's left, and bytes sent both ways; `swap`: parameters meet too.
+        """The gradient that this group of the keeper's left, and bytes sent both ways; `swap`: parameters are averaged.
 
-        None: the keeper is at its next group already. Raises `ExchangeFailed`.
+        None (and nothing averaged): the keeper is at its next group already. Raises `ExchangeFailed`.
         """
         own = flat.pack().cpu() if swap else torch.empty(0)
         answer = self._peers.call(keeper, 2 * group + swap, own)
@@ -82,5 +82,6 @@ class Shelf:
                 raise ValueError(f"a vector of {theirs.numel()} elements, expected {kept.numel()}")
             answer = torch.cat([self._gradient.cpu(), kept])
             moved = theirs.sub_(kept).div_(2)
+            self._parameters += moved.to(self._parameters.device)
             self._owed = moved if self._owed is None else self._owed.add_(moved)
             return answer

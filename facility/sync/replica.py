@@ -215,11 +215,13 @@ class Replica:
         vote: bool,
         begun: float | None = None,
         sent: int = 0,
+        relayed: bool = False,
     ) -> bool:
         """Carry out a group's exchange; True when it took place (with `vote`: on every rank of the group).
 
         `action` gets the process group and returns the bytes this rank sent; a group of one has nothing to do. `begun`
-        (monotonic seconds) and `sent` (bytes) are of what belongs to the exchange and came before.
+        (monotonic seconds) and `sent` (bytes) are of what belongs to the exchange and came before; `relayed` as for
+        `Link.tell`.
         """
         begin, why = time.monotonic() if begun is None else begun, ""
         try:
@@ -232,7 +234,7 @@ class Replica:
         self.exchange_seconds += seconds
         self.bytes += sent
         if not vote:
-            self.link.tell(decision, ok=not why, seconds=seconds, sent=sent, why=why)
+            self.link.tell(decision, ok=not why, seconds=seconds, sent=sent, why=why, relayed=relayed)
             return not why
         took_place, _ = self.link.vote(decision, ok=not why, seconds=seconds, sent=sent, why=why)
         if not took_place:

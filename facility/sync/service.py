@@ -38,6 +38,8 @@ class _Open:
     standing: bool
     votes: dict[tuple[int, int | None], set[tuple[int, int]]] = field(default_factory=dict)
     """(round of the group, position that votes for itself or None) -> ranks that succeeded in it."""
+    apart: bool = False
+    """Has a rank told that it did not average with the group's partner?"""
     closed: set[int] = field(default_factory=set)
     """Positions that have voted for themselves, of a group that is not standing."""
 
@@ -289,6 +291,7 @@ class SchedulerService:
         votes = opened.votes.setdefault((turn, scope), set())
         votes.add(key)
         self.journal.told(number, good=True, seconds=float(message["seconds"]), sent=int(message["bytes"]), at=self.now)
+        opened.apart = opened.apart or not message.get("relayed")
         if len(votes) < len(opened.group) * (self.positions if scope is None else 1):
             return
         del opened.votes[turn, scope]
@@ -301,6 +304,9 @@ class SchedulerService:
         if not opened.standing or renew:
             del self._open[number]
             self.journal.ended(number, self.now)
+        if opened.group.after and len(opened.group) == 1 and not opened.apart:
+            assert opened.group.partner is not None
+            self._carry_out(self.scheduler.relayed(opened.group.members[0], opened.group.partner, self.now))
         if message.get("vote"):
             self._commit(opened, turn, scope, renew=renew)
         if renew and scope is not None:
