@@ -6,7 +6,7 @@ import heapq
 import json
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given, settings
@@ -288,10 +288,18 @@ def under_way(members: str, rules: GroupRules) -> GroupScheduler:
     return scheduler
 
 
+def group_of(scheduler: GroupScheduler, member: str, at: float) -> Group:
+    """The group that it goes in when nobody else comes."""
+    (group,) = scheduler.ready(member, at) or scheduler.tick(scheduler.wake)
+    return group
+
+
 def alone(scheduler: GroupScheduler, arrivals: list[tuple[str, float]]) -> None:
+    """They come, and nobody waits."""
+    rules, scheduler.rules = scheduler.rules, replace(scheduler.rules, patience=0.0)
     for member, at in arrivals:
-        (group,) = scheduler.ready(member, at)
-        assert group.members == (member,)
+        assert group_of(scheduler, member, at).members == (member,)
+    scheduler.rules = rules
 
 
 def test_a_first_arrival_waits_for_those_who_usually_come_soon_and_for_nobody_else():
@@ -314,12 +322,6 @@ def test_all_who_make_their_first_step_wait_for_one_another_a_part_of_its_length
 
 
 RELAY = GroupRules(bound=0, minimum=1, window_seconds=0.0, relay=0.05)
-
-
-def group_of(scheduler: GroupScheduler, member: str, at: float) -> Group:
-    """The group that it goes in when nobody else comes."""
-    (group,) = scheduler.ready(member, at) or scheduler.tick(scheduler.wake)
-    return group
 
 
 def test_who_comes_alone_is_handed_what_the_last_group_left():
@@ -381,6 +383,13 @@ def test_handing_on_that_takes_too_much_of_a_step_is_left_for_a_while():
             named.append(group.partner is not None)
             scheduler.exchanged(member, at + (0.1 if group.partner is not None else 0.0))  # a tenth of a step
     assert all(named[1:10]) and not any(named[12:100]) and any(named[100:])
+
+
+def test_of_whom_nothing_is_known_one_expects_what_is_usual_for_oneself():
+    scheduler = under_way("ab", GroupRules(bound=0, minimum=1, patience=0.02, window_seconds=0.0))
+    alone(scheduler, [("a", 1.0), ("b", 1.05)])
+    assert not scheduler.ready("a", 2.0)
+    assert scheduler.ready("b", 2.06)[0].members == ("a", "b")
 
 
 def test_somebody_late_is_given_up_when_it_should_have_come():

@@ -52,9 +52,13 @@ class Arrivals:
             for late in self.lateness
         ]
 
-    def expected(self) -> float:
-        """When it usually comes next; infinite without a record."""
-        return float("inf") if self.usual is None or self.since is None else self.since + self.usual
+    def expected(self, others: float | None = None) -> float:
+        """When it usually comes next; without a record, when one comes whose steps take as long as `others`' usually do.
+
+        Infinite where neither is known.
+        """
+        usual = others if self.usual is None else self.usual
+        return float("inf") if usual is None or self.since is None else self.since + usual
 
 
 def patient(mine: Arrivals, theirs: Arrivals, patience: float) -> tuple[float, float]:
@@ -64,7 +68,8 @@ def patient(mine: Arrivals, theirs: Arrivals, patience: float) -> tuple[float, f
     who comes later than one would wait, so the two hold each other: of the consistent pairs the longest wait.
     """
     found = (0.0, 0.0)
-    for place, (own, other) in enumerate(zip(mine.lateness, theirs.lateness, strict=True)):
+    lateness = mine.lateness if theirs.usual is None else theirs.lateness
+    for place, (own, other) in enumerate(zip(mine.lateness, lateness, strict=True)):
         worth = patience * (mine.usual or 0.0) / (mine.chances[place] + theirs.chances[place])
         if place == 0 or worth >= max(own, other):
             found = worth, other

@@ -260,7 +260,8 @@ class GroupScheduler:
             theirs = self._members[other].arrivals
             pairs = [(m, *patient(self._members[m].arrivals, theirs, self.rules.patience)) for m in pending]
             limit = min(self._pending[m] + waits for m, waits, _ in pairs)
-            soon, last = theirs.expected(), theirs.expected() + min(late for _, _, late in pairs)
+            soon = theirs.expected(first.arrivals.usual)
+            last = soon + min(late for _, _, late in pairs)
             if soon <= limit and last > now:
                 until = max(until, min(last, limit))
         return until
