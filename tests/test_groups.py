@@ -303,11 +303,13 @@ def alone(scheduler: GroupScheduler, arrivals: list[tuple[str, float]]) -> None:
 
 
 def test_a_first_arrival_waits_for_those_who_usually_come_soon_and_for_nobody_else():
-    scheduler = under_way("abc", GroupRules(bound=0, minimum=1, patience=0.02, window_seconds=0.0))
+    scheduler = under_way("abc", GroupRules(bound=0, minimum=1, patience=0.003, window_seconds=0.0))
     # No record yet, no window: everybody alone. Then a is due at 3, b at 3.05 and c at 3.5.
     alone(scheduler, [("a", 1.0), ("b", 1.05), ("c", 1.5), ("a", 2.0), ("b", 2.05), ("c", 2.5)])
     assert not scheduler.ready("a", 3.0)
-    assert scheduler.wake == pytest.approx(3 + 0.02 / (1 / 12 + 1 / 11))  # by then b, due at 3.05, would be late indeed
+    assert scheduler.wake == pytest.approx(
+        3 + 0.003 / (0.1 / 7 + 0.1 / 6)
+    )  # by then b, due at 3.05, would be late indeed
     (group,) = scheduler.ready("b", 3.06)
     assert group.members == ("a", "b") and group.waits == (pytest.approx(0.06), 0)
 
@@ -386,28 +388,28 @@ def test_handing_on_that_takes_too_much_of_a_step_is_left_for_a_while():
 
 
 def test_of_whom_nothing_is_known_one_expects_what_is_usual_for_oneself():
-    scheduler = under_way("ab", GroupRules(bound=0, minimum=1, patience=0.02, window_seconds=0.0))
+    scheduler = under_way("ab", GroupRules(bound=0, minimum=1, patience=0.003, window_seconds=0.0))
     alone(scheduler, [("a", 1.0), ("b", 1.05)])
     assert not scheduler.ready("a", 2.0)
     assert scheduler.ready("b", 2.06)[0].members == ("a", "b")
 
 
 def test_somebody_late_is_given_up_when_it_should_have_come():
-    scheduler = under_way("ab", GroupRules(bound=0, minimum=1, patience=0.02, window_seconds=0.0))
+    scheduler = under_way("ab", GroupRules(bound=0, minimum=1, patience=0.003, window_seconds=0.0))
     alone(scheduler, [("a", 1.0), ("b", 1.05), ("a", 2.0), ("b", 2.05)])
     assert not scheduler.ready("a", 3.0)
     (group,) = scheduler.tick(scheduler.wake)
-    assert group.members == ("a",) and group.waits == (pytest.approx(0.02 / (1 / 12 + 1 / 11)),)
-    alone(scheduler, [("b", 3.5)])  # a is due at 4.11, longer than b would wait
+    assert group.members == ("a",) and group.waits == (pytest.approx(0.003 / (0.1 / 7 + 0.1 / 6), abs=1e-4),)
+    alone(scheduler, [("b", 3.5)])  # a is due at 4.1, longer than b would wait
 
 
 def apart(steps: list[float]) -> GroupScheduler:
-    """Two make these steps, a from second 0, b from 0.3, until one waits for the other."""
-    scheduler = under_way("ab", GroupRules(bound=0, minimum=1, patience=0.05, window_seconds=0.0))
+    """Two make these steps, a from second 0, b from 0.2, until one waits for the other."""
+    scheduler = under_way("ab", GroupRules(bound=0, minimum=1, patience=0.005, window_seconds=0.0))
     arrivals, now = [], 0.0
     for step in [1.0, *steps]:
         now += step
-        arrivals += [("a", now), ("b", now + 0.3)]
+        arrivals += [("a", now), ("b", now + 0.2)]
     for member, at in arrivals:
         groups = scheduler.ready(member, at)
         if not groups:
@@ -417,17 +419,18 @@ def apart(steps: list[float]) -> GroupScheduler:
 
 
 def test_the_steadier_they_are_the_longer_they_wait_for_one_another():
-    """By hand: after n and n - 1 steady steps 0.05 / (1/(n + 10) + 1/(n + 9)) is 0.29 s for n = 2, 0.31 for n = 3."""
-    assert not apart([1.0] * 2).waiting
-    scheduler = apart([1.0] * 3)
-    assert scheduler.waiting == ("a",) and scheduler.ready("b", 4.3)[0].members == ("a", "b")
-    assert not apart([1.0, 1.0, 2.0] * 10).waiting, "a third of the steps late: the chance is 1/3, so 0.075 s at most"
+    """By hand: after n and n - 1 steady steps 0.005 / (0.1/(n + 5) + 0.1/(n + 4)) is 0.19 s for n = 3, 0.21 for n = 4."""
+    assert not apart([1.0] * 3).waiting
+    scheduler = apart([1.0] * 4)
+    assert scheduler.waiting == ("a",) and scheduler.ready("b", 5.2)[0].members == ("a", "b")
+    assert not apart([1.0, 1.0, 2.0] * 10).waiting, "a third of the steps late: the chance is 1/3, so 0.01 s at most"
 
 
-@pytest.mark.parametrize(("late", "longest"), [(0.05, 0.05), (0.3, 0.15)])
+@pytest.mark.parametrize(("late", "longest"), [(0.05, 0.05), (0.3, 0.153)])
 def test_small_lateness_parts_nobody_who_would_wait_longer(late: float, longest: float):
-    """Every fifth step is late. 0.05 s is less than two steady members wait for each other (0.05 / (1/41 + 1/41) = 1 s);
-    0.3 s is more than two wait of whom each is late as often (after 20 steps 0.05 / (5/30 + 5/30) = 0.15 s), so they part."""
+    """Every fifth step is late. 0.05 s is less than two steady members wait for each other (a quarter of a step);
+    0.3 s is more than two wait of whom each is late as often (after 20 steps 0.05 / (4.1/25 + 4.1/25) = 0.152 s), so they
+    part."""
     scheduler = under_way("ab", GroupRules(bound=0, minimum=1, patience=0.05, window_seconds=0.0))
     steps = {m: [1.0 + late * (n % 5 == start) for n in range(40)] for start, m in enumerate("ab")}
     formed: list[Group] = []

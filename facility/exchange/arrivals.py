@@ -12,8 +12,11 @@ SPREAD = 0.03
 """Part of its usual step by which a member may come later than usual and still be waited for, at least."""
 STRETCHED = (1.0, 1.5, 2.2, 3.3, 5.0)
 """Times that: how late may still be as good as here. What a machine's noise adds to a step is not what a stall does."""
-BEFORE = 1.0, 10.0
-"""Late steps and steps that count as made before the record: most steps are not late."""
+BEFORE = 0.1, 5.0
+"""Late steps and steps that count as made before the record: most steps are not late, and who begins together is not to
+part before anything is known."""
+MOST = 0.25
+"""Part of its usual step that one waits for another, at most."""
 FIRST = 0.2
 """Part of the time that a member's first step took for which it waits for others that are at theirs."""
 
@@ -64,13 +67,14 @@ class Arrivals:
 def patient(mine: Arrivals, theirs: Arrivals, patience: float) -> tuple[float, float]:
     """Seconds that one may wait for the other, and how much later than usual the other may be for that.
 
-    A wait pays for the steps that both then make together, until one is late again: `patience` of a usual step each. Late is
+    A wait pays for the steps that both then make together, until one is late again: `patience` of a usual step each, `MOST` of
+    one in all. Late is
     who comes later than one would wait, so the two hold each other: of the consistent pairs the longest wait.
     """
     found = (0.0, 0.0)
     lateness = mine.lateness if theirs.usual is None else theirs.lateness
     for place, (own, other) in enumerate(zip(mine.lateness, lateness, strict=True)):
-        worth = patience * (mine.usual or 0.0) / (mine.chances[place] + theirs.chances[place])
+        worth = (mine.usual or 0.0) * min(MOST, patience / (mine.chances[place] + theirs.chances[place]))
         if place == 0 or worth >= max(own, other):
             found = worth, other
     return found
