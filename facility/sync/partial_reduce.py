@@ -128,12 +128,12 @@ class PartialReduce(Replica):
             left, sent = self._handed_on(decision)
         if not together:
             self._shared(decision, self.context.parameters, left)
-        kept, state = self.settings.state_policy, moments(self.context.optimizer)
+        kept = self.settings.state_policy
         alike: list[torch.Tensor] = []
         if kept != "average" or decision.together < 3:
             alike += self.flat.tensors
         if kept == "average" and decision.together == 2:
-            alike += state
+            alike += moments(self.context.optimizer)
 
         def action(channel: Channel) -> int:
             sent, last = 0, len(filling.buckets) - 1
@@ -149,8 +149,9 @@ class PartialReduce(Replica):
         filling.all()
         self._settle()  # where the exchange failed
         if averaged and kept == "reset" and together:
-            zero(state)
-        if self._shelf is not None and averaged and self.me == decision.keeper:
+            zero(moments(self.context.optimizer))
+        others = len(decision.members) < self.place.replicas  # who might take it along
+        if self._shelf is not None and averaged and others and self.me == decision.keeper:
             self._shelf.put(decision.uid, self.flat, gradients(self.context.parameters))
 
     def report(self) -> dict[str, Any]:

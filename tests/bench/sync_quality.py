@@ -35,7 +35,7 @@ from facility.exchange.synchronising import SyncSettings
 DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data"
 WORKERS, BLOCK, BATCH = 4, 64, 8
 FORWARD, BACKWARD = 0.07, 0.14
-OVERLAPPED = 0.03
+OVERLAPPED = 0.06
 """Seconds at the end of an emulated backward pass in which the real one runs, and gradients may be exchanged."""
 ROWS = {
     "none": Emulation(),
