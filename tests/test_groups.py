@@ -6,7 +6,8 @@ import heapq
 import json
 import math
 import random
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given, settings
@@ -23,6 +24,7 @@ RULES = st.builds(
     patience=st.sampled_from([0.0, 0.1, 0.5]),
     window_seconds=st.sampled_from([0.0, 0.001, 0.005]),
     debias=st.booleans(),
+    relay=st.sampled_from([0.0, 0.1]),
 )
 
 
@@ -33,6 +35,8 @@ class Run:
     groups: list[Group]
     ready_at_close: list[set[int]]
     scheduler: GroupScheduler
+    relays: dict[int, list[set[int]]] = field(default_factory=lambda: defaultdict(list))
+    """Pairs that averaged while one of them computed, by the number of groups that were closed before."""
 
 
 def drive(workers: int, rules: GroupRules, *, updates: int, seed: int, slow: float = 1.0, deaths: int = 0) -> Run:
@@ -82,13 +86,22 @@ def drive(workers: int, rules: GroupRules, *, updates: int, seed: int, slow: flo
         else:
             announced.add(worker)
             closed = scheduler.ready(worker, now)
-        for group in closed:
-            run.groups.append(group)
-            run.ready_at_close.append(set(announced))
-            announced -= set(group.members)
-            if not group.final:
-                for member in group.members:
-                    compute(member, now)
+        alone: list[Group] = []
+        while closed or alone:
+            for group in closed:
+                run.groups.append(group)
+                run.ready_at_close.append(set(announced))
+                announced -= set(group.members)
+                if not group.final:
+                    for member in group.members:
+                        compute(member, now)
+                if group.after and len(group) == 1 and draws.random() < 0.8:
+                    alone.append(group)
+            closed = []
+            if alone:
+                group = alone.pop(0)
+                run.relays[len(run.groups)].append({*group.members, group.partner})
+                closed = scheduler.relayed(group.members[0], group.partner, now)
         if scheduler.wake is not None:
             push(max(now, scheduler.wake), "tick", -1)
     return run
@@ -126,16 +139,18 @@ def test_the_union_of_groups_is_connected_at_least_every_P_rounds(workers, rules
     run = drive(workers, rules, updates=workers * 30, seed=seed, slow=slow)
     everybody, period, spent = set(range(workers)), [], 0
     finishing = False
-    for group in run.groups:
+    served = 0
+    for number, group in enumerate(run.groups, 1):
         finishing |= group.final
         period.append(set(group.members))
         spent += len(group)
-        if group.connected:
-            # Towards the end members stop coming, and the union spans only those that still do.
-            if not finishing and spent <= workers * 28:
-                assert connected(period, everybody)
-            period = []
-        served = sum(map(len, period))
+        served += len(group)
+        if finishing or spent > workers * 28:
+            break  # towards the end members stop coming, and the union spans only those that still do
+        assert group.connected == connected(period, everybody)
+        period += run.relays.get(number, [])
+        if connected(period, everybody):
+            period, served = [], 0
         assert served <= rules.bound * workers
 
 

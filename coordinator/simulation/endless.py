@@ -28,10 +28,10 @@ class _Run:
     def __init__(
         self, settings: SyncSettings, pipelines: int, stages: int, compute: Compute, steps: int, exchange_seconds: float
     ) -> None:
-        settings = replace(settings, minimum=1)  # as `facility.sync.policy.connect` does for such stages
+        settings = replace(settings, minimum=1, relay=0.0)  # as `facility.sync.policy.connect` does for such stages
         self.pipelines, self.stages, self.compute, self.steps = pipelines, stages, compute, steps
         self.exchange_seconds, self.lockstep = exchange_seconds, settings.lockstep
-        self.schedulers = [scheduler_of(settings, pipelines, steps, endless=True) for _ in range(stages)]
+        self.schedulers = [scheduler_of(settings, pipelines, steps) for _ in range(stages)]
         self._holder: int | None = None
         for stage, scheduler in enumerate(self.schedulers):
             if settings.bound != 1:

@@ -116,15 +116,14 @@ class PolicyResult:
     """Every group, when asked for."""
 
 
-def scheduler_of(settings: SyncSettings, replicas: int, steps: int, *, endless: bool = False) -> GroupScheduler:
-    """The scheduler that the facility would run for `steps` steps of each of `replicas` replicas; `endless`: of a stage
-    of pipelines that never flush."""
+def scheduler_of(settings: SyncSettings, replicas: int, steps: int) -> GroupScheduler:
+    """The scheduler that the facility would run for `steps` steps of each of `replicas` replicas."""
     accumulated = settings.progress == "accumulated"
     budget = steps * replicas if accumulated else 0
     members = range(replicas)
     seed = settings.emulation.seed
     if settings.policy == "partial_reduce":
-        return GroupScheduler(members, settings.rules(budget=budget, relay=not endless))
+        return GroupScheduler(members, settings.rules(budget=budget))
     if settings.policy == "adpsgd":
         return GossipScheduler(members, GroupRules(debias=False, budget=budget), seed=seed)
     if settings.policy == "adpsgd_blocking":

@@ -134,8 +134,8 @@ class SyncSettings:
             )
         self.rules()
 
-    def rules(self, *, budget: int = 0, relay: bool = False) -> GroupRules:
-        """Rules of the group scheduler under `partial_reduce`; `relay`: the replicas can, if the settings want it."""
+    def rules(self, *, budget: int = 0) -> GroupRules:
+        """Rules of the group scheduler under `partial_reduce`."""
         return GroupRules(
             bound=self.bound,
             minimum=self.minimum,
@@ -144,7 +144,7 @@ class SyncSettings:
             window_seconds=self.window_seconds,
             window_maximum_seconds=self.window_maximum_seconds,
             debias=self.debias,
-            relay=self.relay if relay and self.common_step else 0.0,
+            relay=self.relay if self.common_step else 0.0,
             budget=budget,
         )
 

@@ -71,14 +71,10 @@ class PartialReduce(Replica):
             begin_state(context.optimizer)
 
     def scheduler(self, budget: int) -> GroupScheduler:
-        return GroupScheduler(rules=self._rules(budget))
-
-    def _rules(self, budget: int = 0) -> GroupRules:
-        # Stages that never flush have an exchange on the way of every gradient; and their weights are stashed.
-        return self.settings.rules(budget=budget, relay=not self.context.endless)
+        return GroupScheduler(rules=self.settings.rules(budget=budget))
 
     def prepare(self) -> None:
-        self._shelf = Shelf(self.context, self.flat) if self._rules().relay else None
+        self._shelf = Shelf(self.context, self.flat) if self.settings.rules().relay else None
 
     @property
     def progress(self) -> float:
@@ -91,7 +87,7 @@ class PartialReduce(Replica):
         return self._influence
 
     def before_step(self, samples: float) -> None:
-        if self._filling is not None and not self.context.endless:
+        if self._filling is not None:
             self._filling.begin(lambda: self._begin(samples))
 
     def reduce_gradients(self, samples: float) -> None:

@@ -170,7 +170,8 @@ def connect(
         if settings.bound != 1:  # with 1, all wait for all in one order, as under all-reduce
             may_hold = Permission(store, str(place.position))
         store = dist.PrefixStore(f"stage-{place.position}", store)
-        settings = dataclasses.replace(settings, minimum=1)
+        # An exchange is on the way of every gradient here, and weights are stashed: no relay.
+        settings = dataclasses.replace(settings, minimum=1, relay=0.0)
         place, endless = Place(replica=place.replica, replicas=place.replicas), False
     synchroniser = build(
         settings,

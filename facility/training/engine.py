@@ -82,7 +82,8 @@ class Engine:
         for module in self.compute.modules:
             module.train()
         (predictions,) = self._sum(sum(batch.predictions for batch in batches) if self.counts else 0)
-        if sync is not None:
+        if sync is not None and self.scale == 1.0 and not self.assembly.tied:
+            # What the backward pass leaves is what is exchanged, so that may begin while it goes on.
             sync.before_step(predictions)  # type: ignore[attr-defined]
         averaged = self.layout.grid.readers if self.together else self.layout.grid.shards
         loss_sum = self.compute.train(batches, averaged / max(1.0, predictions) * self.scale)

@@ -253,7 +253,7 @@ def predict(row: str, policy: str, options: dict[str, Any], steps: int, costs: d
 
     # From a pair's cost here to that of all eight, in proportion.
     member = max(0.0, (costs["lockstep 8"] - costs["pair"]) / (8 - 2))
-    exchange = ExchangeCosts(fixed_seconds=costs["pair"], member_seconds=member)
+    exchange = ExchangeCosts(fixed_seconds=costs["pair"], member_seconds=member, relay_seconds=costs["pair"])
     if settings.lockstep:
         exchange = ExchangeCosts(fixed_seconds=costs["lockstep 8"])
     return simulate_policy(settings, replicas, step, steps=steps, costs=exchange).updates_per_second
