@@ -46,11 +46,6 @@ class Filling:
         for event in self._final:
             event.set()
 
-    @property
-    def running(self) -> bool:
-        """Was a step begun whose backward pass has not been said to be over?"""
-        return self._begun is not None
-
     def wait(self, number: int) -> list[torch.Tensor]:
         """The parameters of that bucket, when their gradients are final."""
         self._final[number].wait()

@@ -63,8 +63,8 @@ class PartialReduce(Replica):
         self._influence = 1.0
         self._filling: Filling | None = None
         self._meeting: Beside | None = None
-        self.overlapped = 0
-        """Buckets that were under way before the backward pass ended."""
+        self.early = 0
+        """Steps announced while the backward pass went on."""
         if context.settings.common_step:
             self._filling = Filling(context.parameters, self.settings.bucket_bytes, context.backwards_per_step)
             # Now: later, in a pipeline that never flushes, autograd holds forward passes on these parameters.
@@ -103,6 +103,7 @@ class PartialReduce(Replica):
     def _begin(self, samples: float) -> None:
         """Announce this replica while its backward pass goes on."""
         assert self._filling is not None
+        self.early += 1
         self._meeting = Beside(self._meet, samples, self._filling)
 
     def _meet(self, samples: float, filling: Filling) -> None:
@@ -134,10 +135,8 @@ class PartialReduce(Replica):
         def action(channel: Channel) -> int:
             sent, last = 0, len(filling.buckets) - 1
             for number in range(last):
-                self.overlapped += filling.running
                 sent += self.average(channel, decision, [self._shared(decision, filling.wait(number), left)])
             gradient = self._shared(decision, filling.wait(last), left)
-            self.overlapped += filling.running
             self._settle()
             return sent + self.average(channel, decision, [gradient, (decision.share(self.me), alike)])
 
@@ -151,7 +150,7 @@ class PartialReduce(Replica):
             self._shelf.put(decision.uid, self.flat, gradients(self.context.parameters))
 
     def report(self) -> dict[str, Any]:
-        return super().report() | {"overlapped_here": self.overlapped}
+        return super().report() | {"announced_early_here": self.early}
 
     def _settle(self) -> None:
         if self._shelf is not None:
