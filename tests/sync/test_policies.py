@@ -59,7 +59,7 @@ def test_partial_reduce_with_a_bound_of_one_is_all_reduce(step: str):
         assert result["steps"] == STEPS
 
 
-@pytest.mark.parametrize("state", ["auto", "keep"])
+@pytest.mark.parametrize("state", ["auto", pytest.param("keep", marks=pytest.mark.slow)])
 def test_common_steps_of_everybody_are_all_reduce_with_adamw_too(state: str):
     """And from the third meeting on they send what all-reduce sends, where moments are averaged."""
     work = partial(solve, optimizer_name="adamw")
@@ -79,7 +79,7 @@ def test_common_steps_of_everybody_are_all_reduce_with_adamw_too(state: str):
         assert sent == pytest.approx(2 * 2 / 3 * 4 * elements * volumes, rel=0.02 + counters / elements)
 
 
-@pytest.mark.parametrize("relay", [1000.0, 0.0])
+@pytest.mark.parametrize("relay", [1000.0, pytest.param(0.0, marks=pytest.mark.slow)])
 def test_common_steps_are_what_the_log_says(tmp_path, relay: float):
     """Replayed group by group: parameters alike, gradients by weight, the step as long as the group's influence; what an
     earlier group left counts as one member more, and a pair's mean of parameters moves both."""

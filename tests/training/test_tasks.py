@@ -110,6 +110,7 @@ def test_frozen_parameters_stay_as_received(tmp_path: Path):
     assert largest_difference(tmp_path / "one/out", tmp_path / "pipeline/out") < 1e-5
 
 
+@pytest.mark.slow
 def test_classes_and_masked_words_train_alike_in_a_pipeline(tmp_path: Path):
     classes, words = write_classes(tmp_path / "classes"), write_masked_words(tmp_path / "words")
     classifier, masked = save_classifier(tmp_path / "classifier", 4), save_pico(tmp_path / "masked", "bert")
