@@ -95,7 +95,7 @@ def drive(workers: int, rules: GroupRules, *, updates: int, seed: int, slow: flo
                 if not group.final:
                     for member in group.members:
                         compute(member, now)
-                if group.after and len(group) == 1 and draws.random() < 0.8:
+                if group.pairs and draws.random() < 0.8:
                     alone.append(group)
             closed = []
             if alone:
@@ -322,9 +322,8 @@ def test_a_first_arrival_waits_for_those_who_usually_come_soon_and_for_nobody_el
     # No record yet, no window: everybody alone. Then a is due at 3, b at 3.05 and c at 3.5.
     alone(scheduler, [("a", 1.0), ("b", 1.05), ("c", 1.5), ("a", 2.0), ("b", 2.05), ("c", 2.5)])
     assert not scheduler.ready("a", 3.0)
-    assert scheduler.wake == pytest.approx(
-        3 + 0.003 / (0.1 / 7 + 0.1 / 6)
-    )  # by then b, due at 3.05, would be late indeed
+    # By then b, due at 3.05, would be late indeed.
+    assert scheduler.wake == pytest.approx(3 + 0.003 / (0.1 / 7 + 0.1 / 6))
     (group,) = scheduler.ready("b", 3.06)
     assert group.members == ("a", "b") and group.waits == (pytest.approx(0.06), 0)
 

@@ -225,7 +225,7 @@ class _Driver:
             mine.waited += now - mine.announced
             mine.exchanged += end - now
             self.scheduler.exchanged(replica, end)
-            if group.after and len(group.members) == 1 and group.partner is not None:
+            if group.pairs and group.partner is not None:
                 for freed in self.scheduler.relayed(replica, group.partner, now):
                     self.carry_out(freed, now)
             if self.scheduler.stop if self.accumulated else mine.done >= self.steps:
@@ -240,7 +240,7 @@ class _Driver:
         if policy == "adpsgd":
             return now + self.costs.fixed_seconds + 2 * self.costs.message() if len(self.replicas) > 1 else now
         if group.partner is not None:
-            now += self.costs.relay(swap=len(members) == 1)
+            now += self.costs.relay(swap=group.pairs)
         if len(members) < 2:
             return now
         if policy in ("allreduce", "central_ps", "sharded_ps"):

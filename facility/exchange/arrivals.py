@@ -67,9 +67,9 @@ class Arrivals:
 def patient(mine: Arrivals, theirs: Arrivals, patience: float) -> tuple[float, float]:
     """Seconds that one may wait for the other, and how much later than usual the other may be for that.
 
-    A wait pays for the steps that both then make together, until one is late again: `patience` of a usual step each, `MOST` of
-    one in all. Late is
-    who comes later than one would wait, so the two hold each other: of the consistent pairs the longest wait.
+    A wait pays for the steps that both then make together, until one is late again: `patience` of a usual step each,
+    `MOST` of one in all. Late is who comes later than one would wait, so the two hold each other: of the consistent pairs
+    the longest wait.
     """
     found = (0.0, 0.0)
     lateness = mine.lateness if theirs.usual is None else theirs.lateness

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from .errors import ConfigurationError
 
 Member: TypeAlias = int | str
+AnyMember = TypeVar("AnyMember", bound=Member)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +60,11 @@ class GroupRules:
             )
 
 
+def keeper_of(members: Sequence[AnyMember], returning: Sequence[AnyMember]) -> AnyMember:
+    """The member that keeps what its group leaves: the first that is up to date."""
+    return next((m for m in members if m not in returning), members[0])
+
+
 @dataclass(frozen=True, kw_only=True)
 class Group:
     """A decision: these members average now."""
@@ -93,9 +100,14 @@ class Group:
     """Relay: number of the group that `partner` hands on."""
 
     @property
+    def pairs(self) -> bool:
+        """Does its only member average parameters with `partner`?"""
+        return self.after > 0 and len(self.members) == 1
+
+    @property
     def keeper(self) -> Member:
-        """Who keeps what the group leaves: the first member that is up to date."""
-        return next((m for m in self.members if m not in self.returning), self.members[0])
+        """Who keeps what the group leaves."""
+        return keeper_of(self.members, self.returning)
 
     def __len__(self) -> int:
         return len(self.members)

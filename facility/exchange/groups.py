@@ -162,7 +162,7 @@ class GroupScheduler:
         """
         if member in self._members and member not in self._pending:
             arrivals = self._members[member].arrivals
-            if any(g.after and g.number == self._members[member].last and len(g) == 1 for g in self._recent):
+            if any(g.pairs and g.number == self._members[member].last for g in self._recent):
                 assert arrivals.since is not None
                 self._relays.append((now - arrivals.since) / (arrivals.usual or math.inf))
             arrivals.left(now)

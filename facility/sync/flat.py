@@ -36,6 +36,9 @@ class Flat:
 
     def scale(self, vector: torch.Tensor, factors: Sequence[float]) -> None:
         """Multiply each tensor's piece of a packed vector by its factor."""
+        if len(set(factors)) == 1:
+            vector.mul_(factors[0])
+            return
         for piece, factor in zip(self.pieces(vector), factors, strict=True):
             piece.mul_(factor)
 

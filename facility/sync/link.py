@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from facility.exchange.errors import TryAgain
+from facility.exchange.group import keeper_of
 from facility.exchange.synchronising import SyncSettings
 
 from . import wire
@@ -45,8 +46,8 @@ class Decision:
 
     @property
     def keeper(self) -> int:
-        """The member that keeps what the group leaves: the first that is up to date."""
-        return next((m for m in self.members if m not in self.returning), self.members[0])
+        """The member that keeps what the group leaves."""
+        return keeper_of(self.members, self.returning)
 
     def share(self, member: int) -> float:
         """A member's share where all that are up to date weigh alike."""

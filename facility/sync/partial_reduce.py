@@ -156,17 +156,21 @@ class PartialReduce(Replica):
         if self._shelf is not None:
             self._shelf.settle(self.flat)
 
-    def _handed_on(self, decision: Decision) -> tuple[torch.Tensor | None, int]:
-        """The gradient that an earlier group left (None: it is gone), and bytes sent."""
+    def _handed_on(self, decision: Decision) -> tuple[dict[int, torch.Tensor] | None, int]:
+        """The gradient that an earlier group left, by the parameter's id (None: it is gone), and bytes sent."""
         assert self._shelf is not None and decision.partner is not None
         try:
-            return self._shelf.fetch(decision.partner, decision.after, self.flat, swap=len(decision.members) == 1)
+            swap = len(decision.members) == 1
+            left, sent = self._shelf.fetch(decision.partner, decision.after, self.flat, swap=swap)
         except ExchangeFailed as error:
             log.info("group %d goes without what %d keeps: %s", decision.uid, decision.partner, error)
             return None, 0
+        if left is None:
+            return None, sent
+        return dict(zip(map(id, self.context.parameters), self.flat.pieces(left), strict=True)), sent
 
     def _shared(
-        self, decision: Decision, parameters: list[torch.Tensor], left: torch.Tensor | None
+        self, decision: Decision, parameters: list[torch.Tensor], left: dict[int, torch.Tensor] | None
     ) -> tuple[float, list[torch.Tensor]]:
         """This member's share in the gradient of these parameters, and what it brings.
 
@@ -179,10 +183,8 @@ class PartialReduce(Replica):
         if self.me != decision.members[0]:
             return share * members / (members + 1), mine
         if left is not None:
-            pieces = self.flat.pieces(left)
-            places = {id(p): place for place, p in enumerate(self.context.parameters)}
             for parameter, gradient in zip(parameters, mine, strict=True):
-                gradient.mul_(share * members).add_(pieces[places[id(parameter)]]).div_(share * members + 1)
+                gradient.mul_(share * members).add_(left[id(parameter)]).div_(share * members + 1)
         return (share * members + 1) / (members + 1), mine
 
     def after_step(self, samples: float) -> None:

@@ -258,10 +258,10 @@ class Replica:
         if self._buffer is None or self._buffer.numel() < flat.size:
             self._buffer = torch.empty(flat.size, dtype=torch.float32, device=self.context.device)
         buffer = flat.pack(self._buffer[: flat.size])
-        if isinstance(shares, list) and len(set(shares)) > 1:
+        if isinstance(shares, list):
             flat.scale(buffer, shares)
         else:
-            buffer.mul_(shares[0] if isinstance(shares, list) else shares)
+            buffer.mul_(shares)
         channel.all_reduce(buffer)
         return buffer
 

@@ -304,7 +304,7 @@ class SchedulerService:
         if not opened.standing or renew:
             del self._open[number]
             self.journal.ended(number, self.now)
-        if opened.group.after and len(opened.group) == 1 and not opened.apart:
+        if opened.group.pairs and not opened.apart:
             assert opened.group.partner is not None
             self._carry_out(self.scheduler.relayed(opened.group.members[0], opened.group.partner, self.now))
         if message.get("vote"):
