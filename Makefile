@@ -20,7 +20,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@touch $@
 
 demo: env ## Two facilities on this machine fine-tune one small model for five rounds.
-	python -m coordinator.demo_material --out $(DEMO)
+	python -m coordinator.demo --out $(DEMO)
 	crossfed run --federation workflow/federation.yml
 
 test: env ## The test suite (under 15 minutes on 2 cores).

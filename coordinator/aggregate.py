@@ -26,22 +26,24 @@ from typing import Any
 import numpy as np
 import yaml
 
-from coordinator.averaging import kernel, screen, ties
-from coordinator.averaging.adapters import adapter_base, are_adapters, errors, layout_with, write_products
-from coordinator.averaging.describe import describe
-from coordinator.averaging.outers import SLOT_NAMES, outer_of
-from coordinator.averaging.plan import make_plan, needs_measuring
-from coordinator.averaging.record import ROUND, RoundRecord, write_record
-from coordinator.averaging.settings import AggregationSettings
-from coordinator.averaging.state import MASTER, fitting, make_way, open_state, seal
-from coordinator.averaging.updates import Update, open_updates, weights_of
-from facility.exchange.checkpoint import FLOATS, Checkpoint, TensorEntry, open_checkpoint
-from facility.exchange.durable import new_directory
+from coordinator.aggregation import kernel
+from coordinator.aggregation import outliers as screen
+from coordinator.aggregation.adapters import adapter_base, are_adapters, errors, layout_with, write_products
+from coordinator.aggregation.describe import describe
+from coordinator.aggregation.plan import make_plan, needs_measuring
+from coordinator.aggregation.record import ROUND, RoundRecord, write_record
+from coordinator.aggregation.rules import ties
+from coordinator.aggregation.server_optimizers.registry import SLOT_NAMES, outer_of
+from coordinator.aggregation.state import MASTER, fitting, make_way, open_state, seal
+from coordinator.aggregation.updates import Update, open_updates, weights_of
+from coordinator.config.aggregation import AggregationSettings
+from facility.exchange.checkpoints.checkpoint import FLOATS, Checkpoint, TensorEntry, open_checkpoint
+from facility.exchange.checkpoints.patterns import Patterns
+from facility.exchange.checkpoints.writer import TensorWriter, layout_like
 from facility.exchange.errors import ConfigurationError, TryAgain, UpdateRefused, exit_on_error
-from facility.exchange.manifest import NAME, Manifest, read_manifest, write_manifest
-from facility.exchange.patterns import Patterns
-from facility.exchange.settings import from_mapping
-from facility.exchange.writer import TensorWriter, layout_like
+from facility.exchange.files.durable import new_directory
+from facility.exchange.messages.manifest import NAME, Manifest, read_manifest, write_manifest
+from facility.exchange.messages.settings import from_mapping
 
 ADAPTERS = "adapter_config.json"
 OUTPUT = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}

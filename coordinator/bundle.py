@@ -15,9 +15,9 @@ import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
-from facility.exchange.durable import write_json
 from facility.exchange.errors import InputError, TryAgain
-from facility.exchange.paths import CHECKOUT
+from facility.exchange.files.durable import write_json
+from facility.exchange.files.paths import CHECKOUT
 
 INDEX = {"cuda": "", "cpu": "https://download.pytorch.org/whl/cpu", "rocm": "https://download.pytorch.org/whl/rocm7.0"}
 """Extra package index that has each flavour of torch; the default index has CUDA's."""
@@ -70,8 +70,22 @@ def download(wheelhouse: Path, *, python: str, platform: str, index: str) -> lis
         machine = found.group(3)
         platforms += [f"manylinux_2_{minor}_{machine}" for minor in range(int(found.group(2)) - 1, 16, -1)]
         platforms.append(f"manylinux2014_{machine}")
-    command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--dest", str(wheelhouse), "--only-binary=:all:",
-               "--implementation", "cp", "--python-version", python, "-c", str(CHECKOUT / "constraints.txt")]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--disable-pip-version-check",
+        "--dest",
+        str(wheelhouse),
+        "--only-binary=:all:",
+        "--implementation",
+        "cp",
+        "--python-version",
+        python,
+        "-c",
+        str(CHECKOUT / "constraints.txt"),
+    ]
     for name in platforms:
         command += ["--platform", name]
     return command + (["--extra-index-url", index] if index else []) + ["pip", "setuptools", "wheel", *dependencies]

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from facility import __version__
 from facility.exchange.errors import exit_on_error
-from facility.exchange.paths import CHECKOUT
+from facility.exchange.files.paths import CHECKOUT
 
 app = typer.Typer(
     name="crossfed",
@@ -54,8 +54,8 @@ def render(
     paths: Annotated[bool, typer.Option(help="Refuse when the model or a local dataset is not there yet.")] = True,
 ) -> None:
     """Turn federation.yml into streamflow.yml, settings.yml, coordinator.json, facilities/*.json and ../cwl/round.cwl (with groups: groups.cwl)."""
-    from coordinator.federation import check_paths, read_federation
-    from coordinator.render import stale, write
+    from coordinator.config.federation import check_paths, read_federation
+    from coordinator.engine.render import stale, write
 
     described = read_federation(federation)
     if check:
@@ -80,7 +80,7 @@ def init(
     name: Annotated[str, typer.Option(help="Name of the federation.")] = "federation",
 ) -> None:
     """Write a first federation.yml to fill in, from the sites' templates."""
-    from coordinator.first import init as begin
+    from coordinator.config.scaffold import init as begin
 
     print(f"{begin(folder, name, facility)}: fill in what stands in <angle brackets>, then crossfed check")
 
@@ -92,8 +92,8 @@ def check(
     link: Annotated[bool, typer.Option(help="Measure each link by sending 16 MB.")] = True,
 ) -> None:
     """Look at everything that can be known before a job is submitted; a fix for each failing row. Exit 1 when one fails."""
-    from coordinator.check import check as look
-    from coordinator.check import show
+    from coordinator.preflight.check import check as look
+    from coordinator.preflight.check import show
 
     console = Console(width=None if sys.stdout.isatty() else 160)
     raise typer.Exit(show(look(federation, link=link), as_json=as_json, console=console))
@@ -127,18 +127,18 @@ def status(
     ] = False,
 ) -> None:
     """Print rounds, facilities and perplexities from the archive, at any time; with --queues also why jobs wait and what to do."""
-    from coordinator.archive import Archive
-    from coordinator.federation import read_federation
-    from coordinator.groups import account
-    from coordinator.tables import summary, table
+    from coordinator.archive.rounds import Archive
+    from coordinator.archive.summary import summary, table
+    from coordinator.asynchronous import summary as account
+    from coordinator.config.federation import read_federation
 
     described = read_federation(federation)
     groups = described.groups is not None
     found = (account.summary if groups else summary)(Archive(described.archive_path))
     data = found | {"federation": described.name, "rounds_wanted": described.rounds}
     if queues:
-        from coordinator.queues import read_queues
-        from coordinator.waiting import present
+        from coordinator.engine.queues import read_queues
+        from coordinator.engine.stuck_jobs import present
 
         data["jobs"] = present(read_queues(described.file.parent / "streamflow.yml"))
     if as_json:
@@ -169,11 +169,11 @@ def report(
     out: Annotated[Path | None, typer.Option(help="File to write; default report.html in the archive.")] = None,
 ) -> None:
     """Write one HTML page of the federation so far: perplexities, time, tokens, who took part. Needs no network to open."""
-    from coordinator.archive import Archive
-    from coordinator.federation import read_federation
-    from coordinator.groups.account import NO_PAGE
-    from coordinator.page import write_page
-    from coordinator.tables import summary
+    from coordinator.archive.html_report import write_page
+    from coordinator.archive.rounds import Archive
+    from coordinator.archive.summary import summary
+    from coordinator.asynchronous.summary import NO_PAGE
+    from coordinator.config.federation import read_federation
     from facility.exchange.errors import InputError
 
     described = read_federation(federation)
@@ -190,7 +190,7 @@ def run(
     log: Annotated[Path | None, typer.Option(help="StreamFlow's whole log; default <workdir>/streamflow.log.")] = None,
 ) -> None:
     """Render, then `streamflow run`, showing rounds, facilities and steps; the same command resumes after any stop."""
-    from coordinator.run import run_federation
+    from coordinator.engine.run import run_federation
 
     raise typer.Exit(run_federation(federation, live=not quiet and sys.stdout.isatty(), log=log))
 
@@ -222,13 +222,13 @@ def plan(
     Of a federation.yml: how many steps each facility should make so that all end together, from its rounds so far.
     """
     from coordinator.plan import budget_of
-    from coordinator.planning.problem import Problem
-    from coordinator.planning.read import read_problem
     from coordinator.planning.show import show_plan
     from coordinator.planning.solve import solve
     from coordinator.planning.stop import Stop, on_interrupt
-    from facility.exchange.durable import write_json
-    from facility.exchange.plan import read_plan, write_plan
+    from coordinator.problem.problem import Problem
+    from coordinator.problem.read import read_problem
+    from facility.exchange.files.durable import write_json
+    from facility.exchange.messages.plan import read_plan, write_plan
 
     if (budget := budget_of(problem, queues=queue or [], samples=batch_samples, gain=gain)) is not None:
         write_json(out, budget.to_json())

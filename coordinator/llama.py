@@ -72,10 +72,13 @@ def convert_llama(folder: Path, out: Path) -> Path:
         tensors[f"{place}.weight"] = whole.contiguous()
     rows = tensors["model.layers.0.mlp.gate_proj.weight"].shape[0]
     config = LlamaConfig(
-        **_config(params), intermediate_size=rows, vocab_size=tensors["model.embed_tokens.weight"].shape[0],
-        tie_word_embeddings="lm_head.weight" not in tensors, architectures=["LlamaForCausalLM"],
+        **_config(params),
+        intermediate_size=rows,
+        vocab_size=tensors["model.embed_tokens.weight"].shape[0],
+        tie_word_embeddings="lm_head.weight" not in tensors,
+        architectures=["LlamaForCausalLM"],
         dtype=str(tensors["model.norm.weight"].dtype).removeprefix("torch."),
-    )  # fmt: skip
+    )
     out.mkdir(parents=True)
     config.save_pretrained(out)
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
@@ -119,8 +122,13 @@ def _config(params: dict[str, Any]) -> dict[str, Any]:
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
     if scaled:
         factor = 8.0 if int(params["dim"]) >= 4096 else 32.0  # 3.1 and later: 8, but the small models of 3.2: 32
-        rope |= {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                 "original_max_position_embeddings": 8192}  # fmt: skip
+        rope |= {
+            "rope_type": "llama3",
+            "factor": factor,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        }
     return {
         "hidden_size": int(params["dim"]),
         "num_hidden_layers": int(params["n_layers"]),

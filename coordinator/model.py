@@ -15,9 +15,9 @@ import tempfile
 from pathlib import Path
 
 from coordinator.llama import convert_llama
-from facility.exchange.checkpoint import open_checkpoint
-from facility.exchange.durable import new_directory
+from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.errors import CheckpointError, InputError, TryAgain, exit_on_error
+from facility.exchange.files.durable import new_directory
 
 STAMP = "source.json"
 

@@ -1,6 +1,6 @@
 """Plan a facility, or the work of a round over facilities: `python -m coordinator.plan --problem FILE --out FILE`.
 
-The problem is a JSON file: devices, links and units (see coordinator/planning/problem.py; `facility.measure` writes it), a
+The problem is a JSON file: devices, links and units (see coordinator/problem/problem.py; `facility.measure` writes it), a
 published placement or chain case, or {"facilities": [...], "round_samples": N} for the work per round; or a federation.yml,
 whose archive tells how long its rounds took.
 """
@@ -14,12 +14,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from coordinator.planning.budget import Budget, budget_from_json
-from coordinator.planning.read import read_problem
 from coordinator.planning.solve import DEFAULT_SECONDS, METHODS, solve
 from coordinator.planning.stop import Stop, on_interrupt
-from facility.exchange.durable import write_json
+from coordinator.problem.read import read_problem
 from facility.exchange.errors import ConfigurationError, exit_on_error
-from facility.exchange.plan import read_plan, write_plan
+from facility.exchange.files.durable import write_json
+from facility.exchange.messages.plan import read_plan, write_plan
 
 
 def parser() -> argparse.ArgumentParser:
@@ -114,8 +114,8 @@ def main(arguments: list[str] | None = None) -> int:
 def budget_of(path: Path, *, queues: list[str], samples: float | None, gain: float) -> Budget | None:
     """The work of a round, if the file asks for that: a federation.yml, or JSON with `facilities`; else None."""
     if path.suffix in (".yml", ".yaml"):
-        from coordinator.federation import read_federation
-        from coordinator.work import plan_work
+        from coordinator.config.federation import read_federation
+        from coordinator.planning.work import plan_work
 
         return plan_work(read_federation(path), queues=_queues(queues), samples=samples, gain=gain)
     try:

@@ -9,16 +9,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from coordinator.planning.problem import Problem
-from coordinator.planning.read import read_problem
-from coordinator.simulation.federation import read_federation, simulate_federation
-from coordinator.simulation.pictures import write_html, write_trace
-from coordinator.simulation.plans import simulate
-from coordinator.simulation.result import SimulationResult
-from facility.exchange.durable import write_json
-from facility.exchange.emulation import Emulation, read_trace
+from coordinator.problem.problem import Problem
+from coordinator.problem.read import read_problem
+from coordinator.simulation.facilities import read_federation, simulate_federation
+from coordinator.simulation.pipelines.pictures import write_html, write_trace
+from coordinator.simulation.pipelines.plans import simulate
+from coordinator.simulation.pipelines.result import SimulationResult
 from facility.exchange.errors import ConfigurationError, exit_on_error
-from facility.exchange.plan import read_plan
+from facility.exchange.files.durable import write_json
+from facility.exchange.messages.emulation import Emulation, read_trace
+from facility.exchange.messages.plan import read_plan
 
 
 def parser() -> argparse.ArgumentParser:
@@ -33,10 +33,14 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--rounds", type=int, help="rounds of a federation (default: what its file says)")
     top.add_argument("--iterations", type=int, default=1, help="iterations of a plan (default 1)")
     top.add_argument("--seed", type=int, default=0, help="seed of the random stalls (default 0)")
-    top.add_argument("--stall-probability", type=float, default=0.0, help="of a stall before each forward and backward (default 0)")  # fmt: skip
+    top.add_argument(
+        "--stall-probability", type=float, default=0.0, help="of a stall before each forward and backward (default 0)"
+    )
     top.add_argument("--stall-seconds", type=float, default=0.0, help="length of a stall, seconds (default 0)")
     top.add_argument("--factors", default="", help="extra slowness by device, such as 1,1,2.5 (default: none)")
-    top.add_argument("--speeds", type=Path, help="trace file of speeds over time (only its first moment counts in an iteration)")  # fmt: skip
+    top.add_argument(
+        "--speeds", type=Path, help="trace file of speeds over time (only its first moment counts in an iteration)"
+    )
     top.add_argument(
         "--transport",
         choices=("streaming", "blocking"),

@@ -18,9 +18,9 @@ from typing import Any, Literal
 
 import numpy
 
-from .exchange.errors import ConfigurationError, InputError
-from .exchange.manifest import sha256_of
-from .exchange.settings import from_mapping
+from facility.exchange.errors import ConfigurationError, InputError
+from facility.exchange.messages.manifest import sha256_of
+from facility.exchange.messages.settings import from_mapping
 
 FORMAT = 1
 NAME = "dataset.json"
@@ -79,7 +79,7 @@ class DatasetManifest:
     vocabulary_size: int
     """Ids lie in [0, vocabulary_size)."""
     tokenizer_sha256: str
-    """Which tokenizer: `facility.exchange.tokenizer.tokenizer_digest`; of any other form: unknown."""
+    """Which tokenizer: `facility.exchange.checkpoints.tokenizer.tokenizer_digest`; of any other form: unknown."""
     template: str
     """What surrounds each text, for instance "Scrivi un documento: {text}{eos}"."""
     settings: dict[str, Any] = field(default_factory=dict)

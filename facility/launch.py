@@ -36,9 +36,15 @@ def tasks_here(environ: Mapping[str, str] = os.environ) -> Tasks:
 
 
 def launch(
-    arguments: Sequence[str], *, tasks: Tasks, ranks: int = 0, use_devices: bool = True, limits: Limits, notes: Notes,
+    arguments: Sequence[str],
+    *,
+    tasks: Tasks,
+    ranks: int = 0,
+    use_devices: bool = True,
+    limits: Limits,
+    notes: Notes,
     meeting_seconds: float = 600.0,
-) -> Ending:  # fmt: skip
+) -> Ending:
     """Start this task's ranks of `python ARGUMENTS` and wait for their end.
 
     `ranks`: processes on this node where no scheduler says otherwise; 0: one for each GPU, or one. With `use_devices`,
@@ -63,7 +69,9 @@ def launch(
         others = [note for note in notes.failures() if note.get("task") != tasks.task]
         return f"another node failed first: {others[0].get('reason')}" if others else ""
 
-    ending = supervise([sys.executable, *arguments], environments, limits=limits, elsewhere=elsewhere if several else None)  # fmt: skip
+    ending = supervise(
+        [sys.executable, *arguments], environments, limits=limits, elsewhere=elsewhere if several else None
+    )
     if ending.code and several:
         notes.write(f"failed-{tasks.task}", asdict(ending) | {"task": tasks.task, "node": tasks.node})
     return ending
@@ -127,8 +135,12 @@ def _say(where: Place, why: str) -> None:
     numbers = f"{where.first_rank}" + (
         f"-{where.first_rank + len(where.local_ranks) - 1}" if len(where.local_ranks) > 1 else ""
     )
-    print(f"launch: {tasks.scheduler}, node {tasks.node} of {tasks.nodes}, ranks {numbers} of {where.world}, meeting at "
-          f"{where.master_address}:{where.master_port} ({why})", file=sys.stderr, flush=True)  # fmt: skip
+    print(
+        f"launch: {tasks.scheduler}, node {tasks.node} of {tasks.nodes}, ranks {numbers} of {where.world}, meeting at "
+        f"{where.master_address}:{where.master_port} ({why})",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def show_failure(ending: Ending, tasks: Tasks) -> None:
@@ -148,29 +160,69 @@ def limits_from(arguments: argparse.Namespace, tasks: Tasks) -> Limits:
 def add_limits(parser: argparse.ArgumentParser, *, silence: float) -> None:
     """Options shared with `facility.round`."""
     add = parser.add_argument
-    add("--grace", type=float, default=10.0, metavar="SECONDS", help="from the first failure to SIGKILL of the other ranks (default 10)")  # fmt: skip
-    add("--save", type=float, default=120.0, metavar="SECONDS", help="from a SIGTERM passed on to SIGKILL (default 120)")  # fmt: skip
-    add("--time-limit", type=float, default=0.0, metavar="SECONDS", help="end the ranks after so long (default: what the scheduler tells of its own limit, else none)")  # fmt: skip
-    add("--silence", type=float, default=silence, metavar="SECONDS", help=f"end the ranks as hung after so long without output, 0: never (default {silence:.0f})")  # fmt: skip
+    add(
+        "--grace",
+        type=float,
+        default=10.0,
+        metavar="SECONDS",
+        help="from the first failure to SIGKILL of the other ranks (default 10)",
+    )
+    add(
+        "--save", type=float, default=120.0, metavar="SECONDS", help="from a SIGTERM passed on to SIGKILL (default 120)"
+    )
+    add(
+        "--time-limit",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="end the ranks after so long (default: what the scheduler tells of its own limit, else none)",
+    )
+    add(
+        "--silence",
+        type=float,
+        default=silence,
+        metavar="SECONDS",
+        help=f"end the ranks as hung after so long without output, 0: never (default {silence:.0f})",
+    )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m facility.launch", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="python -m facility.launch",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="python -m facility.launch [options] -- -m MODULE [argument ...]",
-    )  # fmt: skip
-    parser.add_argument("--ranks", type=int, default=0, metavar="N", help="ranks on this node where no scheduler says (default: one for each GPU, or one)")  # fmt: skip
+    )
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        default=0,
+        metavar="N",
+        help="ranks on this node where no scheduler says (default: one for each GPU, or one)",
+    )
     parser.add_argument(
         "--cpu", action="store_true", help="do not count GPUs: --ranks processes also where there are some"
     )
-    parser.add_argument("--shared", type=Path, default=Path("."), metavar="DIR", help="directory that all nodes of the job see (default: the working directory)")  # fmt: skip
+    parser.add_argument(
+        "--shared",
+        type=Path,
+        default=Path("."),
+        metavar="DIR",
+        help="directory that all nodes of the job see (default: the working directory)",
+    )
     add_limits(parser, silence=0.0)
     parser.add_argument("arguments", nargs="+", metavar="argument", help="arguments for Python, after --")
     arguments = parser.parse_args()
     tasks = tasks_here()
     notes = Notes(arguments.shared, tasks.job, attempt_of(os.environ))
-    ending = launch(arguments.arguments, tasks=tasks, ranks=arguments.ranks, use_devices=not arguments.cpu,
-                    limits=limits_from(arguments, tasks), notes=notes)  # fmt: skip
+    ending = launch(
+        arguments.arguments,
+        tasks=tasks,
+        ranks=arguments.ranks,
+        use_devices=not arguments.cpu,
+        limits=limits_from(arguments, tasks),
+        notes=notes,
+    )
     show_failure(ending, tasks)
     return ending.code
 

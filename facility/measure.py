@@ -24,18 +24,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from facility.exchange.durable import write_text
 from facility.exchange.errors import ConfigurationError
-from facility.exchange.profile import MeasuredDevice, Profile, UnitTimes, write_profile
+from facility.exchange.files.durable import write_text
 from facility.measuring.devices import device_id, device_name, free_bytes
 from facility.measuring.layers import TASKS, LayerSettings, measure_units
 from facility.measuring.links import LinkSettings, MeasuredLinks, measure_links
 from facility.measuring.pretend import DISTRIBUTIONS, Pretended, read_pretended
+from facility.measuring.profile import MeasuredDevice, Profile, UnitTimes, write_profile
 from facility.measuring.running import measure_running
 from facility.measuring.tournament import groups_of
 from facility.measuring.traffic_control import Way, script
 from facility.measuring.wire import Wire
-from facility.training.ranks import Ranks, end, from_environment, start, together
+from facility.training.parallel.ranks import Ranks, end, from_environment, start, together
 
 
 def parser() -> argparse.ArgumentParser:
@@ -45,24 +45,44 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--model", type=Path, required=True, help="Hugging Face checkpoint; only its config.json is read")
     top.add_argument("--out", type=Path, required=True, help="profile.json to write")
-    top.add_argument("--task", choices=TASKS, default="causal-lm", help="what the model is trained for (default causal-lm)")  # fmt: skip
-    top.add_argument("--tokens", type=int, default=0, help="length of a sequence, tokens (default: 1024, or the model's most)")  # fmt: skip
+    top.add_argument(
+        "--task", choices=TASKS, default="causal-lm", help="what the model is trained for (default causal-lm)"
+    )
+    top.add_argument(
+        "--tokens", type=int, default=0, help="length of a sequence, tokens (default: 1024, or the model's most)"
+    )
     top.add_argument("--samples", default="1,2", help="micro-batch sizes to time, sequences (default 1,2)")
-    top.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of forward and backward (default float32)")  # fmt: skip
+    top.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        default="float32",
+        help="of forward and backward (default float32)",
+    )
     top.add_argument("--repeats", type=int, default=5, help="timed runs, of which the median counts (default 5)")
     top.add_argument("--warmup", type=int, default=2, help="runs before those (default 2)")
-    top.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: count CPU time, for rehearsals whose ranks share cores (default wall)")  # fmt: skip
+    top.add_argument(
+        "--clock",
+        choices=("wall", "cpu"),
+        default="wall",
+        help="cpu: count CPU time, for rehearsals whose ranks share cores (default wall)",
+    )
     top.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default auto)")
-    top.add_argument("--threads", type=int, default=0, help="CPU threads a rank; 0: cores / ranks of the node (default 0)")  # fmt: skip
+    top.add_argument(
+        "--threads", type=int, default=0, help="CPU threads a rank; 0: cores / ranks of the node (default 0)"
+    )
     top.add_argument("--site", default="", help="name of this site (default: the host's name)")
     top.add_argument("--groups", default="", help="rehearsal: the group (host or site) of every rank, such as a,a,b,b")
-    top.add_argument("--most-megabytes", type=float, default=64.0, help="largest message between two ranks, MB (default 64)")  # fmt: skip
+    top.add_argument(
+        "--most-megabytes", type=float, default=64.0, help="largest message between two ranks, MB (default 64)"
+    )
     top.add_argument("--timeout", type=float, default=600.0, help="a hung peer is noticed after, seconds (default 600)")
     top.add_argument("--pretend", type=Path, help="file of factors, stalls, memory and links to pretend (JSON)")
     top.add_argument("--pretend-devices", choices=DISTRIBUTIONS, help="draw unequal devices from a distribution")
     top.add_argument("--seed", type=int, default=0, help="of what is drawn (default 0)")
     top.add_argument("--tc-interface", default="eth0", help="for the tc scripts (default eth0)")
-    top.add_argument("--tc-out", type=Path, help="directory for one `tc` script a rank that makes the pretended links real (root)")  # fmt: skip
+    top.add_argument(
+        "--tc-out", type=Path, help="directory for one `tc` script a rank that makes the pretended links real (root)"
+    )
     top.add_argument("--json", action="store_true", help="print the profile as JSON")
     return top
 

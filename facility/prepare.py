@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from .dataset import PreparedDataset
-from .exchange.errors import exit_on_error
+from facility.dataset import PreparedDataset
+from facility.exchange.errors import exit_on_error
 
 
 def parser() -> argparse.ArgumentParser:
@@ -29,13 +29,24 @@ def parser() -> argparse.ArgumentParser:
         "DIR/tokenizer/ and DIR/dataset.json.",
     )
     add = arguments.add_argument
-    add("--input", nargs="+", required=True, metavar="PATH", dest="inputs",
+    add(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="PATH",
+        dest="inputs",
         help="training text: JSONL, text or Parquet files (also .gz of the first two), folders of them, a save_to_disk "
-        "dataset, or a dataset of the hub (hub:NAME, hub:NAME:CONFIGURATION or ORG/NAME)")  # fmt: skip
+        "dataset, or a dataset of the hub (hub:NAME, hub:NAME:CONFIGURATION or ORG/NAME)",
+    )
     held_out = arguments.add_mutually_exclusive_group()
     held_out.add_argument("--validation", nargs="+", default=[], metavar="PATH", help="validation text, as --input")
-    held_out.add_argument("--validation-share", type=float, default=0.05, metavar="X",
-                          help="without --validation: hold out this share of the documents, evenly spread (default 0.05)")  # fmt: skip
+    held_out.add_argument(
+        "--validation-share",
+        type=float,
+        default=0.05,
+        metavar="X",
+        help="without --validation: hold out this share of the documents, evenly spread (default 0.05)",
+    )
     add("--tokenizer", type=Path, required=True, metavar="DIR", help="directory of the tokenizer")
     add(
         "--model",
@@ -52,13 +63,20 @@ def parser() -> argparse.ArgumentParser:
         help="tokens per block (classification: longest document)",
     )
     add("--task", choices=("causal-lm", "masked-lm", "classification"), default="causal-lm", help="default causal-lm")
-    add("--template", help='what surrounds each text, e.g. "Scrivi un documento: {text}{eos}"; names are {text}, {bos}, '
-        "{eos} (default {text}{eos}; {text} for masked-lm, where the tokenizer adds its own)")  # fmt: skip
+    add(
+        "--template",
+        help='what surrounds each text, e.g. "Scrivi un documento: {text}{eos}"; names are {text}, {bos}, '
+        "{eos} (default {text}{eos}; {text} for masked-lm, where the tokenizer adds its own)",
+    )
     add("--text-field", default="text", metavar="NAME", help="field that holds the text (default text)")
     add("--pair-field", metavar="NAME", help="classification: field of the second text")
     add("--label-field", metavar="NAME", help="classification: field of the label (default label)")
-    add("--text-unit", choices=("line", "paragraph", "file"), default="line",
-        help="what a document is in a plain-text file (default line; paragraphs are parted by empty lines)")  # fmt: skip
+    add(
+        "--text-unit",
+        choices=("line", "paragraph", "file"),
+        default="line",
+        help="what a document is in a plain-text file (default line; paragraphs are parted by empty lines)",
+    )
     add("--split", default="train", metavar="NAME", help="split of a saved or hub dataset for training (default train)")
     add(
         "--validation-split",
@@ -73,8 +91,12 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--processes", type=int, default=1, metavar="N", help="tokenising processes (default 1); the output is the same"
     )
-    add("--offline", action="store_true", help="never ask the hub: only what its cache on this machine holds "
-        "(HF_HUB_OFFLINE=1 and HF_DATASETS_OFFLINE=1 do the same)")  # fmt: skip
+    add(
+        "--offline",
+        action="store_true",
+        help="never ask the hub: only what its cache on this machine holds "
+        "(HF_HUB_OFFLINE=1 and HF_DATASETS_OFFLINE=1 do the same)",
+    )
     add(
         "--streaming",
         action="store_true",
@@ -127,8 +149,8 @@ def main(argv: list[str] | None = None) -> int:
     if options.offline:  # read when the libraries are imported, below
         os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-    from .preparing.build import Request, prepare
-    from .preparing.sources import Fields
+    from facility.preparing.build import Request, prepare
+    from facility.preparing.sources import Fields
 
     label = options.label_field or ("label" if options.task == "classification" else None)
     request = Request(

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import facility
-from facility.exchange import manifest, report, settings
 from facility.exchange.errors import CrossFedError
-from facility.exchange.paths import resolve
+from facility.exchange.files.paths import resolve
+from facility.exchange.messages import manifest, report, settings
 from facility.quota import quotas
 
 PACKAGES = ("torch", "transformers", "safetensors", "tokenizers", "datasets", "numpy")

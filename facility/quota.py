@@ -82,7 +82,10 @@ def read_mmlsquota(text: str) -> list[Quota]:
             continue
         row = dict(zip(names, fields, strict=False))
         try:
-            number = {key: int(row[key]) for key in ("blockUsage", "blockQuota", "blockLimit", "filesUsage", "filesQuota", "filesLimit")}  # fmt: skip
+            number = {
+                key: int(row[key])
+                for key in ("blockUsage", "blockQuota", "blockLimit", "filesUsage", "filesQuota", "filesLimit")
+            }
         except (KeyError, ValueError):
             continue
         found.append(

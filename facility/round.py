@@ -17,16 +17,16 @@ import traceback
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from facility.exchange import report
-from facility.exchange.durable import new_directory
+from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.errors import CrossFedError, InputError, ManifestError, exit_on_error
-from facility.exchange.links import link_tree
-from facility.exchange.manifest import NAME, read_manifest, verify_manifest
-from facility.exchange.outcome import Outcome
-from facility.exchange.paths import resolve
-from facility.exchange.patterns import Patterns
-from facility.exchange.settings import FacilitySettings, read_facility_settings
-from facility.exchange.signatures import sign
+from facility.exchange.files.durable import new_directory
+from facility.exchange.files.links import link_tree
+from facility.exchange.files.paths import resolve
+from facility.exchange.messages import report
+from facility.exchange.messages.manifest import NAME, read_manifest, verify_manifest
+from facility.exchange.messages.outcome import Outcome
+from facility.exchange.messages.settings import FacilitySettings, read_facility_settings
+from facility.exchange.messages.signatures import sign
 from facility.launch import add_limits, attempt_of, launch, limits_from, show_failure, tasks_here
 from facility.launching.notes import Notes
 from facility.launching.place import Tasks
@@ -115,8 +115,14 @@ def run(job: Job) -> Ending:
             check_update(job)
             if job.round < job.settings.rounds:
                 job.personal.take_out(job.out, job.received, job.round)
-                make_smaller(job.out, model=job.received, state=job.state, round=job.round,
-                             settings=job.settings.training, patterns=job.personal.patterns)  # fmt: skip
+                make_smaller(
+                    job.out,
+                    model=job.received,
+                    state=job.state,
+                    round=job.round,
+                    settings=job.settings.training,
+                    patterns=job.personal.patterns,
+                )
             if job.keeps_models:
                 tell(job.out, base)
             if job.settings.training.signing_key:
@@ -128,12 +134,33 @@ def run(job: Job) -> Ending:
 def train(job: Job) -> Ending:
     """Start `facility.train` on this task's ranks."""
     a, training = job.arguments, job.settings.training
-    command = ["-m", a.module, "--model", str(job.model), "--dataset", str(job.dataset), "--settings", str(a.settings),
-               "--round", str(a.round), "--out", str(a.out), "--state", str(job.state), "--progress"]  # fmt: skip
+    command = [
+        "-m",
+        a.module,
+        "--model",
+        str(job.model),
+        "--dataset",
+        str(job.dataset),
+        "--settings",
+        str(a.settings),
+        "--round",
+        str(a.round),
+        "--out",
+        str(a.out),
+        "--state",
+        str(job.state),
+        "--progress",
+    ]
     if (ahead := unsent(job.state, a.round, training)) is not None and a.round < job.settings.rounds:
         command += ["--unsent", str(ahead)]
-    return launch(command, tasks=job.tasks, ranks=training.ranks, use_devices=training.device != "cpu",
-                  limits=limits_from(a, job.tasks), notes=job.notes)  # fmt: skip
+    return launch(
+        command,
+        tasks=job.tasks,
+        ranks=training.ranks,
+        use_devices=training.device != "cpu",
+        limits=limits_from(a, job.tasks),
+        notes=job.notes,
+    )
 
 
 def check_update(job: Job) -> None:
@@ -170,7 +197,12 @@ def first(job: Job) -> int:
     show_failure(ending, job.tasks)
     again = ending.code == Outcome.COME_BACK
     reason = "ran out of time; its state is saved, and the same round goes on from there" if again else ending.reason
-    fail(job.out, report.Failure(facility=job.settings.facility, round=job.round, reason=reason, log_tail=ending.tail[-8000:], again=again))  # fmt: skip
+    fail(
+        job.out,
+        report.Failure(
+            facility=job.settings.facility, round=job.round, reason=reason, log_tail=ending.tail[-8000:], again=again
+        ),
+    )
     return Outcome.SITS_OUT
 
 
@@ -202,17 +234,35 @@ def _clear(out: Path) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="python -m facility.round", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    p = argparse.ArgumentParser(
+        prog="python -m facility.round", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = p.add_argument
     add("--model", type=Path, required=True, metavar="DIR", help="the received global model")
-    add("--dataset", required=True, metavar="PATH", help="the prepared dataset at this facility; relative paths count from $CROSSFED_HOME")  # fmt: skip
+    add(
+        "--dataset",
+        required=True,
+        metavar="PATH",
+        help="the prepared dataset at this facility; relative paths count from $CROSSFED_HOME",
+    )
     add("--settings", type=Path, required=True, metavar="FILE", help="the facility's settings (JSON)")
     add("--round", type=int, required=True, metavar="N", help="number of the round, from 0")
     add("--out", type=Path, required=True, metavar="DIR", help="the update, or failure.json alone")
-    add("--state", type=Path, metavar="DIR", help="what is kept between rounds (default: $CROSSFED_STATE/<federation>/<facility>, "
-        "or .crossfed/<federation>/<facility> beside the dataset)")  # fmt: skip
+    add(
+        "--state",
+        type=Path,
+        metavar="DIR",
+        help="what is kept between rounds (default: $CROSSFED_STATE/<federation>/<facility>, "
+        "or .crossfed/<federation>/<facility> beside the dataset)",
+    )
     add("--module", default="facility.train", metavar="NAME", help="Python module that trains (default facility.train)")
-    add("--meeting", type=float, default=600.0, metavar="SECONDS", help="how long the tasks of a job wait for each other (default 600)")  # fmt: skip
+    add(
+        "--meeting",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="how long the tasks of a job wait for each other (default 600)",
+    )
     add_limits(p, silence=7200.0)
     return p
 
@@ -230,9 +280,14 @@ def main(argv: list[str] | None = None) -> int:
         settings = read_facility_settings(arguments.settings)
         facility = settings.facility
         dataset = resolve(arguments.dataset)
-        job = Job(arguments=arguments, settings=settings, tasks=tasks, dataset=dataset,
-                  notes=Notes(Path.cwd(), tasks.job, attempt_of(os.environ)),
-                  state=arguments.state or default_directory(settings, dataset))  # fmt: skip
+        job = Job(
+            arguments=arguments,
+            settings=settings,
+            tasks=tasks,
+            dataset=dataset,
+            notes=Notes(Path.cwd(), tasks.job, attempt_of(os.environ)),
+            state=arguments.state or default_directory(settings, dataset),
+        )
         return first(job) if tasks.first else follow(job)
     except CrossFedError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -18,11 +18,11 @@ import uuid
 from pathlib import Path
 
 from facility.dataset import NAME, DatasetManifest, SplitEntry
-from facility.exchange import report
 from facility.exchange.errors import CrossFedError, InputError, exit_on_error
-from facility.exchange.job_template import Environment, fill_template
-from facility.exchange.manifest import Manifest, verify_manifest, write_manifest
-from facility.exchange.settings import FacilitySettings, TrainingSettings
+from facility.exchange.messages import report
+from facility.exchange.messages.job_template import Environment, fill_template
+from facility.exchange.messages.manifest import Manifest, verify_manifest, write_manifest
+from facility.exchange.messages.settings import FacilitySettings, TrainingSettings
 
 SUBMIT = {
     "#SBATCH": ["sbatch", "--wait", "--time=00:10:00", "--job-name=crossfed-selfcheck"],
@@ -38,8 +38,15 @@ def material(folder: Path, ranks: int) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
-    config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-                         num_key_value_heads=2, max_position_embeddings=32)  # fmt: skip
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+    )
     disable_progress_bar()
     LlamaForCausalLM(config).save_pretrained(folder / "model")
     write_manifest(folder / "model", Manifest(kind="model", federation="selfcheck", round=0))
@@ -47,8 +54,18 @@ def material(folder: Path, ranks: int) -> None:
     data.mkdir()
     for split, blocks in (("train", 64), ("validation", 16)):
         np.save(data / f"{split}.npy", (np.arange(blocks * 16, dtype=np.int32).reshape(blocks, 16) * 3) % 64)
-        splits[split] = SplitEntry(blocks=blocks, documents=blocks, empty_documents=0, tokens=blocks * 16, tail_tokens=0, sha256="0" * 64)  # fmt: skip
-    manifest = DatasetManifest(task="causal-lm", block_tokens=16, vocabulary_size=64, tokenizer_sha256="0" * 64, template="{text}", splits=splits, sources=[])  # fmt: skip
+        splits[split] = SplitEntry(
+            blocks=blocks, documents=blocks, empty_documents=0, tokens=blocks * 16, tail_tokens=0, sha256="0" * 64
+        )
+    manifest = DatasetManifest(
+        task="causal-lm",
+        block_tokens=16,
+        vocabulary_size=64,
+        tokenizer_sha256="0" * 64,
+        template="{text}",
+        splits=splits,
+        sources=[],
+    )
     (data / NAME).write_text(json.dumps(dataclasses.asdict(manifest)))
     training = TrainingSettings(steps=3, batch_sequences=16, learning_rate=1e-2, ranks=ranks)
     settings = FacilitySettings(federation="selfcheck", facility="here", rounds=1, seed=1, training=training)
@@ -57,8 +74,23 @@ def material(folder: Path, ranks: int) -> None:
 
 def command(folder: Path) -> str:
     """The shell command of the job, as the workflow engine would write it."""
-    words = [sys.executable, "-m", "facility.round", "--model", "../model", "--dataset", str(folder / "data"), "--settings",
-             "../settings.json", "--round", "0", "--out", "update", "--state", str(folder / "state")]  # fmt: skip
+    words = [
+        sys.executable,
+        "-m",
+        "facility.round",
+        "--model",
+        "../model",
+        "--dataset",
+        str(folder / "data"),
+        "--settings",
+        "../settings.json",
+        "--round",
+        "0",
+        "--out",
+        "update",
+        "--state",
+        str(folder / "state"),
+    ]
     quoted = " ".join("'" + word.replace("'", "'\\''") + "'" for word in words)
     job = str(folder / "job").replace("'", "'\\''")
     return f"cd '{job}' && {quoted} 2>&1"
@@ -69,7 +101,13 @@ def run(folder: Path, template: Path | None, fill: dict[str, str], home: Path, l
     if template is None:
         words, text = ["bash", "-s"], command(folder)
     else:
-        text = fill_template(template.read_text(), fill=fill, environment=Environment(home=str(home)), workdir=str(folder), name=template.name)  # fmt: skip
+        text = fill_template(
+            template.read_text(),
+            fill=fill,
+            environment=Environment(home=str(home)),
+            workdir=str(folder),
+            name=template.name,
+        )
         text = re.sub(r"\{#.*?-#\}\s*", "", text, flags=re.DOTALL).replace("{{ streamflow_command }}", command(folder))
         words = next((SUBMIT[mark] for mark in SUBMIT if re.search(f"^{mark}", text, re.MULTILINE)), ["bash", "-s"])
         if words[0] == "flux":
@@ -84,7 +122,9 @@ def run(folder: Path, template: Path | None, fill: dict[str, str], home: Path, l
             words, input=text, text=True, capture_output=True, cwd=folder / "job", timeout=limit_seconds
         )
     except subprocess.TimeoutExpired:
-        raise InputError(f"the job did not end within {limit_seconds:.0f} s (it may still wait in the queue); its directory is {folder}") from None  # fmt: skip
+        raise InputError(
+            f"the job did not end within {limit_seconds:.0f} s (it may still wait in the queue); its directory is {folder}"
+        ) from None
     sys.stderr.write(result.stdout + result.stderr)
     if not (folder / "job" / "update").is_dir():
         said = (result.stderr or result.stdout).strip().splitlines()[-3:]
@@ -105,7 +145,9 @@ def verdict(folder: Path, seconds: float) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m facility.selfcheck", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = argparse.ArgumentParser(
+        prog="python -m facility.selfcheck", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
         "--home",
         type=Path,

@@ -76,7 +76,7 @@ command -v "$python" >/dev/null || fail "$python does not exist; name another by
 if [ -n "$template" ]; then  # before minutes go into packages
     PYTHONPATH=$here "$python" - "$template" ${fills[@]+"${fills[@]}"} <<'PYTHON' || exit 2
 import sys
-from facility.exchange.job_template import unfilled
+from facility.exchange.messages.job_template import unfilled
 given = [word.partition("=")[0] for word in sys.argv[2:] if word != "--fill"]
 if left := unfilled(open(sys.argv[1]).read(), dict.fromkeys(given, "")):
     sys.exit(f"error: {sys.argv[1]} has placeholders that nothing fills: {', '.join(left)}; add " + " ".join(f"--fill {name}=VALUE" for name in left))

@@ -19,33 +19,42 @@ from pathlib import Path
 import torch
 
 from facility.dataset import open_dataset
-from facility.exchange import report as reports
-from facility.exchange.checkpoint import open_checkpoint
+from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.errors import ConfigurationError
-from facility.exchange.outcome import Outcome
-from facility.exchange.plan import read_plan
-from facility.exchange.settings import read_facility_settings
+from facility.exchange.messages import report as reports
+from facility.exchange.messages.outcome import Outcome
+from facility.exchange.messages.plan import read_plan
+from facility.exchange.messages.settings import read_facility_settings
 from facility.rounds.kept import default_directory
-from facility.training import account, arrange, lora, memory, state
-from facility.training.assemble import assemble, draw
-from facility.training.clock import Clock
+from facility.training import lora, memory
+from facility.training.data.feed import Feed
+from facility.training.data.inputs import check_inputs, check_vocabulary, read_model
+from facility.training.data.tasks import task_for
 from facility.training.engine import Engine
-from facility.training.feed import Feed
 from facility.training.head import choose_head
-from facility.training.inputs import check_inputs, check_vocabulary, read_model
-from facility.training.layout.split import examine
-from facility.training.load import add_parts, load_parts
 from facility.training.model import choose_attention, count_blocks, read_config
-from facility.training.progress import Progress
-from facility.training.ranks import end, from_environment, start, together
-from facility.training.replicas import order_of, paces, synchroniser
+from facility.training.monitor import account
+from facility.training.monitor.clock import Clock
+from facility.training.monitor.progress import Progress
+from facility.training.monitor.trace import Trace
+from facility.training.monitor.tracker import Tracker
+from facility.training.parallel import arrange
+from facility.training.parallel.assemble import assemble, draw
+from facility.training.parallel.ranks import end, from_environment, start, together
+from facility.training.parallel.replicas import order_of, paces, synchroniser
+from facility.training.parallel.split import examine
 from facility.training.schedule import learning_rate
 from facility.training.seeds import derive
+from facility.training.state import state
+from facility.training.state.load import add_parts, load_parts
+from facility.training.state.update import (
+    outgoing_parts,
+    outgoing_tensors,
+    round_in_place,
+    write_evaluation,
+    write_update,
+)
 from facility.training.stop import Stop
-from facility.training.tasks import task_for
-from facility.training.trace import Trace
-from facility.training.tracker import Tracker
-from facility.training.update import outgoing_parts, outgoing_tensors, round_in_place, write_evaluation, write_update
 
 
 def parser() -> argparse.ArgumentParser:
@@ -55,12 +64,25 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--settings", type=Path, required=True, metavar="FILE", help="the facility's settings (JSON)")
     p.add_argument("--round", type=int, required=True, metavar="N", help="number of the round, from 0")
     p.add_argument("--out", type=Path, required=True, metavar="DIR", help="the update; must not exist, appears whole")
-    p.add_argument("--state", type=Path, metavar="DIR", help="what is kept between rounds; default: "
-                   "$CROSSFED_STATE/<federation>/<facility>, or .crossfed/<federation>/<facility> beside the dataset")  # fmt: skip
-    p.add_argument("--unsent", type=Path, metavar="DIR", help="what earlier updates of this facility left out: added to the "
-                   "received weights before the first step")  # fmt: skip
-    p.add_argument("--plan", type=Path, metavar="FILE", help="a plan.json that lays the model over the ranks; default: "
-                   "training.layout.plan of the settings, if any")  # fmt: skip
+    p.add_argument(
+        "--state",
+        type=Path,
+        metavar="DIR",
+        help="what is kept between rounds; default: "
+        "$CROSSFED_STATE/<federation>/<facility>, or .crossfed/<federation>/<facility> beside the dataset",
+    )
+    p.add_argument(
+        "--unsent",
+        type=Path,
+        metavar="DIR",
+        help="what earlier updates of this facility left out: added to the received weights before the first step",
+    )
+    p.add_argument(
+        "--plan",
+        type=Path,
+        metavar="FILE",
+        help="a plan.json that lays the model over the ranks; default: training.layout.plan of the settings, if any",
+    )
     p.add_argument("--progress", action="store_true", help="a line for every step on stderr, not one a second at most")
     return p
 
@@ -107,18 +129,34 @@ def main(argv: list[str] | None = None) -> int:
             layout = arrange.from_plan(plan, ranks, training, blocks=blocks, block_tokens=tokens)
         else:
             layout = arrange.from_settings(ranks, training, blocks=blocks, block_tokens=tokens)
-        head = choose_head(training, config, task.factory, attention.name,
-                           sequences=layout.shape.micro_batch_sequences, tokens=tokens, device=ranks.device.type)  # fmt: skip
+        head = choose_head(
+            training,
+            config,
+            task.factory,
+            attention.name,
+            sequences=layout.shape.micro_batch_sequences,
+            tokens=tokens,
+            device=ranks.device.type,
+        )
         anatomy = examine(config, task.factory, attention.name, tokens) if layout.units else None
         reader = layout.grid.reader(ranks.rank)
-        feed = Feed(dataset, task, layout.shape, seed=settings.seed, facility=settings.facility, reader=reader,
-                    readers=layout.grid.readers, evaluation_sequences=training.evaluation_sequences,
-                    apart=order_of(layout, ranks, sequences=len(dataset.split("train")), seed=settings.seed))  # fmt: skip
+        feed = Feed(
+            dataset,
+            task,
+            layout.shape,
+            seed=settings.seed,
+            facility=settings.facility,
+            reader=reader,
+            readers=layout.grid.readers,
+            evaluation_sequences=training.evaluation_sequences,
+            apart=order_of(layout, ranks, sequences=len(dataset.split("train")), seed=settings.seed),
+        )
         directory = a.state or default_directory(settings, a.dataset)
         previous, reason = state.read_state(directory, settings, a.round)
         pause = state.read_pause(directory, settings, a.round, base.content_sha256 if base else "")
-    progress.say(f"{ranks.world} rank(s) on {account.device_name(ranks.device)}; "
-                 f"attention {attention.name}: {attention.reason}")  # fmt: skip
+    progress.say(
+        f"{ranks.world} rank(s) on {account.device_name(ranks.device)}; attention {attention.name}: {attention.reason}"
+    )
     for line in (*layout.reasons, head.reason, reason):
         progress.say(line)
 
@@ -165,8 +203,16 @@ def main(argv: list[str] | None = None) -> int:
         write_evaluation(a.out, settings, base, ranks, loss_received, loaded - began, evaluated - loaded)
         return Outcome.DONE
 
-    sync = synchroniser(layout, ranks, engine, steps=training.steps, done=done, samples=samples, round=a.round,
-                        log=directory / (f"sync-{a.round}.{interruptions}" if interruptions else f"sync-{a.round}"))  # fmt: skip
+    sync = synchroniser(
+        layout,
+        ranks,
+        engine,
+        steps=training.steps,
+        done=done,
+        samples=samples,
+        round=a.round,
+        log=directory / (f"sync-{a.round}.{interruptions}" if interruptions else f"sync-{a.round}"),
+    )
     vectors = sync.state_dict()
     with together(ranks):
         if pause is not None:
@@ -179,17 +225,37 @@ def main(argv: list[str] | None = None) -> int:
 
     def save_pause() -> None:
         mine = state.Standing(
-            steps=done, position=position, optimizer_steps=optimizer_steps, losses=losses, scale=engine.scale,
-            skipped=engine.skipped, samples=sync.samples,
-        )  # fmt: skip
+            steps=done,
+            position=position,
+            optimizer_steps=optimizer_steps,
+            losses=losses,
+            scale=engine.scale,
+            skipped=engine.skipped,
+            samples=sync.samples,
+        )
         every = {place: found for place, found in account.gather(ranks, (pace, mine))[::-1]}
-        state.save_pause(directory, state.Pause(
-            federation=settings.federation, facility=settings.facility, seed=settings.seed, round=a.round,
-            base_sha256=base.content_sha256 if base else "", loss_received=loss_received,
-            seconds=trained_before + time.perf_counter() - evaluated, interruptions=interruptions,
-            replicas=[every[number] for number in range(replicas)], sync=sorted(sync.state_dict()),
-        ), ranks, held.shapes, engine.optimizer, engine.parts, vectors=sync.state_dict(), replica=pace,
-            writes=writes or not engine.together)  # fmt: skip
+        state.save_pause(
+            directory,
+            state.Pause(
+                federation=settings.federation,
+                facility=settings.facility,
+                seed=settings.seed,
+                round=a.round,
+                base_sha256=base.content_sha256 if base else "",
+                loss_received=loss_received,
+                seconds=trained_before + time.perf_counter() - evaluated,
+                interruptions=interruptions,
+                replicas=[every[number] for number in range(replicas)],
+                sync=sorted(sync.state_dict()),
+            ),
+            ranks,
+            held.shapes,
+            engine.optimizer,
+            engine.parts,
+            vectors=sync.state_dict(),
+            replica=pace,
+            writes=writes or not engine.together,
+        )
 
     tracker = Tracker(training.tracker, directory, f"{settings.federation}-{settings.facility}-{a.round}", ranks)
     if tracker.reason:
@@ -226,8 +292,10 @@ def main(argv: list[str] | None = None) -> int:
     if not sync.finish():
         save_pause()
         sync.close()
-        progress.say(f"stopped after step {done} of {training.steps} ({stop.reason or 'asked by another rank'}); "
-                     "the same command goes on from here")  # fmt: skip
+        progress.say(
+            f"stopped after step {done} of {training.steps} ({stop.reason or 'asked by another rank'}); "
+            "the same command goes on from here"
+        )
         return Outcome.COME_BACK
     if not engine.together:  # replicas went at speeds of their own: the next round begins where all are past
         position += (training.steps - done) * batch
@@ -243,11 +311,24 @@ def main(argv: list[str] | None = None) -> int:
     evaluated_again = time.perf_counter()
 
     kept = engine.optimizer if training.keep_optimizer else None
-    state.save_state(directory, state.RoundState(
-        federation=settings.federation, facility=settings.facility, seed=settings.seed, round=a.round,
-        position=position, optimizer_steps=optimizer_steps if training.keep_optimizer else 0,
-        sync=sorted(kept_vectors) if training.keep_optimizer else [],
-    ), ranks, held.shapes, kept, engine.parts, vectors=kept_vectors, writes=writes)  # fmt: skip
+    state.save_state(
+        directory,
+        state.RoundState(
+            federation=settings.federation,
+            facility=settings.facility,
+            seed=settings.seed,
+            round=a.round,
+            position=position,
+            optimizer_steps=optimizer_steps if training.keep_optimizer else 0,
+            sync=sorted(kept_vectors) if training.keep_optimizer else [],
+        ),
+        ranks,
+        held.shapes,
+        kept,
+        engine.parts,
+        vectors=kept_vectors,
+        writes=writes,
+    )
 
     good = [loss for loss in losses if loss >= 0]
     if not good:
@@ -255,31 +336,69 @@ def main(argv: list[str] | None = None) -> int:
     seconds = trained_before + trained - evaluated
     mine = layout.shape.bounds[reader + 1] - layout.shape.bounds[reader] if engine.counts else 0
     sequences = sum(account.gather(ranks, done * mine))
-    per_rank = account.gather(ranks, {"rank": ranks.rank, "device": account.device_name(ranks.device),
-                                      "peak_memory_bytes": account.peak_memory_bytes(ranks),
-                                      "seconds": {k: round(v, 4) for k, v in clock.seconds.items()}})  # fmt: skip
+    per_rank = account.gather(
+        ranks,
+        {
+            "rank": ranks.rank,
+            "device": account.device_name(ranks.device),
+            "peak_memory_bytes": account.peak_memory_bytes(ranks),
+            "seconds": {k: round(v, 4) for k, v in clock.seconds.items()},
+        },
+    )
     details = account.details(held, layout, config, seconds, sequences * tokens, per_rank, training.peak_flops) | {
-        "tokens_per_second_steady": account.steady(ends, batch * tokens), "sync": sync_report, "steps_skipped": engine.skipped, "interruptions": interruptions,
-        "attention": {"name": attention.name, "reason": attention.reason}, "loss": head.reason,
-    }  # fmt: skip
+        "tokens_per_second_steady": account.steady(ends, batch * tokens),
+        "sync": sync_report,
+        "steps_skipped": engine.skipped,
+        "interruptions": interruptions,
+        "attention": {"name": attention.name, "reason": attention.reason},
+        "loss": head.reason,
+    }
 
     def report() -> reports.Report:
         return reports.Report(
-            federation=settings.federation, facility=settings.facility, round=a.round, samples=sequences,
-            tokens=sequences * tokens, steps=done, loss_received=loss_received, loss_returned=loss_returned,
-            perplexity_received=account.perplexity(loss_received), perplexity_returned=account.perplexity(loss_returned),
-            training_loss=sum(good) / len(good), tokens_per_second=sequences * tokens / seconds,
-            seconds=reports.Seconds(load=loaded - began, train=seconds, save=time.perf_counter() - evaluated_again,
-                                    evaluate=evaluated - loaded + evaluated_again - trained),
-            peak_memory_bytes=max(r["peak_memory_bytes"] for r in per_rank), seed=settings.seed, position=position,
-            ranks=ranks.world, devices=sorted({r["device"] for r in per_rank}), versions=account.versions(),
+            federation=settings.federation,
+            facility=settings.facility,
+            round=a.round,
+            samples=sequences,
+            tokens=sequences * tokens,
+            steps=done,
+            loss_received=loss_received,
+            loss_returned=loss_returned,
+            perplexity_received=account.perplexity(loss_received),
+            perplexity_returned=account.perplexity(loss_returned),
+            training_loss=sum(good) / len(good),
+            tokens_per_second=sequences * tokens / seconds,
+            seconds=reports.Seconds(
+                load=loaded - began,
+                train=seconds,
+                save=time.perf_counter() - evaluated_again,
+                evaluate=evaluated - loaded + evaluated_again - trained,
+            ),
+            peak_memory_bytes=max(r["peak_memory_bytes"] for r in per_rank),
+            seed=settings.seed,
+            position=position,
+            ranks=ranks.world,
+            devices=sorted({r["device"] for r in per_rank}),
+            versions=account.versions(),
             details=details,
-        )  # fmt: skip
+        )
 
     outgoing = outgoing_parts(held.parts, held.repeats)
     tensors = outgoing_tensors(checkpoint, held.shapes if training.lora.rank else None, training.export_dtype)
-    write_update(a.out, a.model, checkpoint, tensors, held.names | set(held.repeats), base, outgoing, ranks, writes, settings,
-                 a.round, report)  # fmt: skip
+    write_update(
+        a.out,
+        a.model,
+        checkpoint,
+        tensors,
+        held.names | set(held.repeats),
+        base,
+        outgoing,
+        ranks,
+        writes,
+        settings,
+        a.round,
+        report,
+    )
     progress.say(f"update written to {a.out}")
     return Outcome.DONE
 

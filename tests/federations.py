@@ -10,8 +10,8 @@ import numpy
 import yaml
 
 from facility.dataset import DatasetManifest, SplitEntry
-from facility.exchange.durable import write_json
-from facility.exchange.manifest import sha256_of
+from facility.exchange.files.durable import write_json
+from facility.exchange.messages.manifest import sha256_of
 from tests.pico import save_pico
 
 

@@ -11,15 +11,51 @@ def pico_config(family: str = "llama", **changes: Any) -> Any:
     from transformers import BertConfig, GPT2Config, LlamaConfig, Qwen2Config
 
     if family == "gpt2":
-        return GPT2Config(**{"vocab_size": 128, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64, "resid_pdrop": 0.0,
-                             "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0} | changes)  # fmt: skip
+        return GPT2Config(
+            **{
+                "vocab_size": 128,
+                "n_embd": 32,
+                "n_layer": 4,
+                "n_head": 4,
+                "n_positions": 64,
+                "resid_pdrop": 0.0,
+                "embd_pdrop": 0.0,
+                "attn_pdrop": 0.0,
+                "bos_token_id": 0,
+                "eos_token_id": 0,
+            }
+            | changes
+        )
     if family == "bert":
-        return BertConfig(**{"vocab_size": 128, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 64,
-                             "max_position_embeddings": 64, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0} | changes)  # fmt: skip
+        return BertConfig(
+            **{
+                "vocab_size": 128,
+                "hidden_size": 32,
+                "num_hidden_layers": 4,
+                "num_attention_heads": 4,
+                "intermediate_size": 64,
+                "max_position_embeddings": 64,
+                "hidden_dropout_prob": 0.0,
+                "attention_probs_dropout_prob": 0.0,
+            }
+            | changes
+        )
     kind = {"llama": LlamaConfig, "qwen2": Qwen2Config}[family]
-    return kind(**{"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
-                   "num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": False, "bos_token_id": 0,
-                   "eos_token_id": 0} | changes)  # fmt: skip
+    return kind(
+        **{
+            "vocab_size": 128,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 64,
+            "tie_word_embeddings": False,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+        }
+        | changes
+    )
 
 
 def save_pico(directory: Path, family: str = "llama", *, seed: int = 0, dtype: str = "float32", **changes: Any) -> Path:

@@ -13,10 +13,10 @@ import sys
 import time
 from pathlib import Path
 
-from facility.exchange import report
-from facility.exchange.durable import new_directory
-from facility.exchange.manifest import Manifest, read_manifest, verify_manifest, write_manifest
-from facility.exchange.settings import read_facility_settings
+from facility.exchange.files.durable import new_directory
+from facility.exchange.messages import report
+from facility.exchange.messages.manifest import Manifest, read_manifest, verify_manifest, write_manifest
+from facility.exchange.messages.settings import read_facility_settings
 
 
 def main() -> int:
@@ -50,11 +50,25 @@ def main() -> int:
         figures = dict(
             loss_received=2.0, loss_returned=1.0, perplexity_received=7.4, perplexity_returned=2.7, training_loss=1.5
         )
-        report.write(out, report.Report(federation=settings.federation, facility=settings.facility, round=a.round, samples=1, tokens=1, steps=1, **figures))  # fmt: skip
+        report.write(
+            out,
+            report.Report(
+                federation=settings.federation,
+                facility=settings.facility,
+                round=a.round,
+                samples=1,
+                tokens=1,
+                steps=1,
+                **figures,
+            ),
+        )
         manifest = Manifest(
-            kind="update", federation=settings.federation, facility=settings.facility,
-            round=a.round + (mode == "wrong-round"), base_sha256=read_manifest(a.model).content_sha256,
-        )  # fmt: skip
+            kind="update",
+            federation=settings.federation,
+            facility=settings.facility,
+            round=a.round + (mode == "wrong-round"),
+            base_sha256=read_manifest(a.model).content_sha256,
+        )
         write_manifest(out, manifest)
     return 0
 

@@ -16,8 +16,16 @@ from facility.exchange.errors import InputError
 
 def small(theta: float) -> LlamaForCausalLM:
     torch.manual_seed(3)
-    config = LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-                         vocab_size=40, rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": theta})  # fmt: skip
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=40,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": theta},
+    )
     return LlamaForCausalLM(config)
 
 
@@ -45,8 +53,15 @@ def as_meta(model: LlamaForCausalLM, folder: Path, shards: int, *, vocabulary: b
     folder.mkdir()
     for number, file in enumerate(files):
         torch.save(file | {"rope.freqs": torch.ones(4)}, folder / f"consolidated.{number:02}.pth")
-    params = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "norm_eps": 1e-5, "vocab_size": -1,
-              "rope_theta": config.rope_parameters["rope_theta"]}  # fmt: skip
+    params = {
+        "dim": 32,
+        "n_layers": 2,
+        "n_heads": 4,
+        "n_kv_heads": 2,
+        "norm_eps": 1e-5,
+        "vocab_size": -1,
+        "rope_theta": config.rope_parameters["rope_theta"],
+    }
     (folder / "params.json").write_text(json.dumps(params))
     return folder
 

@@ -14,11 +14,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from coordinator.planning.chain import Infeasible
 from facility.exchange.errors import ConfigurationError
-from facility.exchange.plan import read_plan
-from facility.exchange.settings import from_mapping
-
-from .chain import Infeasible
+from facility.exchange.messages.plan import read_plan
+from facility.exchange.messages.settings import from_mapping
 
 
 @dataclass(frozen=True, kw_only=True)

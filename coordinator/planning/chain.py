@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from coordinator.problem.problem import ChainProblem
 from facility.exchange.errors import InputError
-
-from .problem import ChainProblem
 
 TOLERANCE = 1e-12
 """Relative slack of comparisons between sums of the same floats added in another order."""

@@ -8,9 +8,9 @@ empty but is never skipped.
 
 from __future__ import annotations
 
-from .chain import Assignment, Chain, Infeasible
-from .even import even_spans
-from .problem import ChainProblem
+from coordinator.planning.chain import Assignment, Chain, Infeasible
+from coordinator.planning.even import even_spans
+from coordinator.problem.problem import ChainProblem
 
 
 def plan_dynamic(problem: ChainProblem, *, sweeps: int = 1000) -> Assignment:

@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from coordinator.simulation.plans import layout_of, simulate
-from facility.exchange.plan import CompressedLink, DeviceLoad, Plan, Schedule, Sync, SyncName
-
-from .chain import Assignment, Chain, Infeasible
-from .place import Placement
-from .problem import ChainProblem, PlacementProblem, Problem
+from coordinator.planning.chain import Assignment, Chain, Infeasible
+from coordinator.planning.placement.place import Placement
+from coordinator.problem.problem import ChainProblem, PlacementProblem, Problem
+from coordinator.simulation.pipelines.plans import layout_of, simulate
+from facility.exchange.messages.plan import CompressedLink, DeviceLoad, Plan, Schedule, Sync, SyncName
 
 
 def gap(value: float, bound: float) -> float | None:

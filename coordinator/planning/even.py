@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .chain import Assignment, Chain, Infeasible
-from .problem import ChainProblem
+from coordinator.planning.chain import Assignment, Chain, Infeasible
+from coordinator.problem.problem import ChainProblem
 
 
 def even_spans(units: int, devices: int) -> list[tuple[int, int, int]]:

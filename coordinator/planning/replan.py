@@ -7,12 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from facility.exchange.plan import Plan
-
-from .emit import gap, predicted, simulated_seconds
-from .joint import plan_joint
-from .problem import Problem
-from .stop import Stop
+from coordinator.planning.emit import gap, predicted, simulated_seconds
+from coordinator.planning.joint.plan import plan_joint
+from coordinator.planning.stop import Stop
+from coordinator.problem.problem import Problem
+from facility.exchange.messages.plan import Plan
 
 
 def replan(problem: Problem, stop: Stop, previous: Plan, *, seed: int = 0, least_gain: float = 0.05) -> Plan:

@@ -9,12 +9,11 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from facility.exchange.plan import Plan
-
-from .emit import simulated_seconds
-from .joint import plan_joint
-from .problem import Device, Links, Problem
-from .stop import Stop
+from coordinator.planning.emit import simulated_seconds
+from coordinator.planning.joint.plan import plan_joint
+from coordinator.planning.stop import Stop
+from coordinator.problem.problem import Device, Links, Problem
+from facility.exchange.messages.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,22 +8,21 @@ from typing import Any, cast
 
 import numpy as np
 
+from coordinator.planning.chain import Assignment
+from coordinator.planning.dynamic import plan_dynamic
+from coordinator.planning.emit import fastest, gap, plan_of_chain, plan_of_placement, plan_on
+from coordinator.planning.even import plan_even
+from coordinator.planning.exact.contiguous import plan_exact_in_order
+from coordinator.planning.exact.free_order import plan_exact
+from coordinator.planning.joint.bound import joint_bound
+from coordinator.planning.joint.plan import plan_joint
+from coordinator.planning.placement.place import plan_place
+from coordinator.planning.replan import replan
+from coordinator.planning.stop import Stop
+from coordinator.problem.problem import ChainProblem, PlacementProblem, Problem, chain_of, placement_of
+from coordinator.problem.read import AnyProblem
 from facility.exchange.errors import ConfigurationError
-from facility.exchange.plan import Plan, Schedule, SyncName
-
-from .chain import Assignment
-from .dynamic import plan_dynamic
-from .emit import fastest, gap, plan_of_chain, plan_of_placement, plan_on
-from .even import plan_even
-from .exact import plan_exact_in_order
-from .exact_free import plan_exact
-from .joint import plan_joint
-from .joint_bound import joint_bound
-from .place import plan_place
-from .problem import ChainProblem, PlacementProblem, Problem, chain_of, placement_of
-from .read import AnyProblem
-from .replan import replan
-from .stop import Stop
+from facility.exchange.messages.plan import Plan, Schedule, SyncName
 
 METHODS = ("joint", "place", "exact", "dynamic", "even")
 DEFAULT_SECONDS = 3.0
@@ -152,8 +151,8 @@ def _degrees(problem: Problem) -> tuple[int, int]:
 
 def placed(problem: Problem, stages: int, replicas: int, stop: Stop, *, seed: int = 0, split: str = "even") -> Plan:
     """DT-FM's way on a whole problem: place equal stages by its cost; `split` "best" then chooses the layers for that grid."""
-    from .joint_cost import Cost
-    from .joint_starts import best_cuts, even_cuts, even_share
+    from coordinator.planning.joint.cost import Cost
+    from coordinator.planning.joint.starts import best_cuts, even_cuts, even_share
 
     network = placement_of(problem, stages, replicas)
     found = plan_place(network, stop, seed=seed)

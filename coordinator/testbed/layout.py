@@ -8,8 +8,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from facility.exchange.durable import write_text
 from facility.exchange.errors import InputError
+from facility.exchange.files.durable import write_text
 
 DEFAULT_ROOT = Path("/var/tmp/crossfed-testbed")
 MARK = "testbed.json"

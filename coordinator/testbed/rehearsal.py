@@ -10,11 +10,11 @@ from pathlib import Path
 
 import yaml
 
-from coordinator.demo_material import Sizes, make
+from coordinator.demo import Sizes, make
 from coordinator.testbed.layout import Site, Testbed
-from facility.exchange.durable import write_text
 from facility.exchange.errors import TryAgain
-from facility.exchange.paths import CHECKOUT
+from facility.exchange.files.durable import write_text
+from facility.exchange.files.paths import CHECKOUT
 
 SIZES = Sizes(characters=80_000, vocabulary=400, block_tokens=32, hidden=32, layers=2, intermediate=64)
 TEXTS = ("stdlib", "manual")
@@ -92,9 +92,19 @@ CROSSFED
 
 
 def write_federation(
-    testbed: Testbed, folder: Path, model: Path, datasets: dict[str, str], *, name: str, rounds: int, tasks: dict[str, int],
-    prelude: str = "", workdir: str = "work", polling_seconds: int = 1, **more: object,
-) -> Path:  # fmt: skip
+    testbed: Testbed,
+    folder: Path,
+    model: Path,
+    datasets: dict[str, str],
+    *,
+    name: str,
+    rounds: int,
+    tasks: dict[str, int],
+    prelude: str = "",
+    workdir: str = "work",
+    polling_seconds: int = 1,
+    **more: object,
+) -> Path:
     """Write `folder/workflow/federation.yml` for the testbed's facilities, with their job templates; returns it.
 
     `tasks`: ranks by facility, 1 where it says nothing. `more`: further keys of federation.yml.
@@ -106,27 +116,37 @@ def write_federation(
         count = tasks.get(site.name, 1)
         template = place / f"{site.name}.sh"
         template.write_text(job_template(count, prelude))
-        facilities.append({
-            "name": site.name,
-            "dataset": datasets[site.name],
-            "deployment": {
-                "type": "slurm",
-                "host": site.address,
-                "user": site.user,
-                "key": str(testbed.key),
-                "known_hosts": str(testbed.known_hosts),
-                "workdir": f"{site.home}/{workdir}",
-                "template": template.name,
-                "fill": {"partition": "main"},
-                "environment": {"home": str(site.code)},
-                "polling_seconds": polling_seconds,
-                "retries": 200,
-                "retry_seconds": 2,
-            },
-        })  # fmt: skip
+        facilities.append(
+            {
+                "name": site.name,
+                "dataset": datasets[site.name],
+                "deployment": {
+                    "type": "slurm",
+                    "host": site.address,
+                    "user": site.user,
+                    "key": str(testbed.key),
+                    "known_hosts": str(testbed.known_hosts),
+                    "workdir": f"{site.home}/{workdir}",
+                    "template": template.name,
+                    "fill": {"partition": "main"},
+                    "environment": {"home": str(site.code)},
+                    "polling_seconds": polling_seconds,
+                    "retries": 200,
+                    "retry_seconds": 2,
+                },
+            }
+        )
     training = {"steps": 5, "batch_sequences": 4, "learning_rate": 1e-3, "device": "cpu"}
-    content = {"name": name, "model": str(model), "rounds": rounds, "seed": 1, "archive": str(folder / "archive"),
-               "workdir": str(folder / "work"), "training": training, "facilities": facilities} | more  # fmt: skip
+    content = {
+        "name": name,
+        "model": str(model),
+        "rounds": rounds,
+        "seed": 1,
+        "archive": str(folder / "archive"),
+        "workdir": str(folder / "work"),
+        "training": training,
+        "facilities": facilities,
+    } | more
     file = place / "federation.yml"
     write_text(file, "# A rehearsal over the testbed.\n" + yaml.safe_dump(content, sort_keys=False))
     return file

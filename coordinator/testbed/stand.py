@@ -17,7 +17,7 @@ from coordinator.testbed.command import call, end, recall, wait_until
 from coordinator.testbed.layout import MARK, Site, Testbed, load, plan, save
 from coordinator.testbed.packages import require
 from facility.exchange.errors import CrossFedError, InputError
-from facility.exchange.paths import CHECKOUT
+from facility.exchange.files.paths import CHECKOUT
 
 FIRST_NETWORK, LAST_NETWORK = 77, 99
 
@@ -178,7 +178,7 @@ def _write_configuration(testbed: Testbed, site: Site) -> None:
 
 def _check_python(testbed: Testbed, site: Site) -> None:
     """The user must be able to run the interpreter and import what a facility runs."""
-    code = "import facility.exchange.manifest, facility"
+    code = "import facility.exchange.messages.manifest, facility"
     command = namespaces.enter(site, "env", f"PYTHONPATH={site.code}", testbed.python, "-c", code, user=True)
     result = call(*command, check=False)
     if result.returncode:

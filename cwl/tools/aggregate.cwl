@@ -1,7 +1,7 @@
 cwlVersion: v1.2
 class: CommandLineTool
 doc: Average the round's updates into the next global model, append the round to the archive, decide whether to go on.
-baseCommand: [python3, -m, coordinator.close_round]
+baseCommand: [python3, -m, coordinator.steps.aggregate]
 inputs:
   federation: {type: File, inputBinding: {prefix: --federation}}
   archive: {type: string, inputBinding: {prefix: --archive}}

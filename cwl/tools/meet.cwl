@@ -1,7 +1,7 @@
 cwlVersion: v1.2
 class: CommandLineTool
 doc: Announce a facility's update, wait until its group has been averaged, and tell where the facility goes on.
-baseCommand: [python3, -m, coordinator.groups.meet]
+baseCommand: [python3, -m, coordinator.asynchronous.submit]
 requirements:
   # It waits: with the cores that an engine keeps for a step, those who wait would keep out the one they wait for.
   ResourceRequirement: {coresMin: 0, ramMin: 0, tmpdirMin: 0, outdirMin: 0}

@@ -1,7 +1,7 @@
 cwlVersion: v1.2
 class: CommandLineTool
 doc: Summarise the archive; fails when the federation stopped for a reason that needs a person.
-baseCommand: [python3, -m, coordinator.report, --out, summary.json]
+baseCommand: [python3, -m, coordinator.steps.report, --out, summary.json]
 inputs:
   federation: {type: File, inputBinding: {prefix: --federation}}
   archive: {type: string, inputBinding: {prefix: --archive}}

@@ -1,7 +1,7 @@
 cwlVersion: v1.2
 class: CommandLineTool
 doc: Look at the archive; begin with the initial model, or go on after the last complete round.
-baseCommand: [python3, -m, coordinator.start]
+baseCommand: [python3, -m, coordinator.steps.start]
 inputs:
   federation: {type: File, inputBinding: {prefix: --federation}}
   archive: {type: string, inputBinding: {prefix: --archive}}

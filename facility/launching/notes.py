@@ -14,8 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from facility.exchange.durable import write_text
 from facility.exchange.errors import TryAgain
+from facility.exchange.files.durable import write_text
 
 LOOK_SECONDS = 0.5
 

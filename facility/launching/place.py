@@ -14,9 +14,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from facility.exchange.errors import ConfigurationError
-
-from .hostlist import expand_counts, expand_hosts
-from .tables import ALLOCATIONS, HOSTS, PBSDSH, RANKS_PER_NODE, TASKS, TORCHRUN, AllocationTable, TaskTable
+from facility.launching.hostlist import expand_counts, expand_hosts
+from facility.launching.tables import (
+    ALLOCATIONS,
+    HOSTS,
+    PBSDSH,
+    RANKS_PER_NODE,
+    TASKS,
+    TORCHRUN,
+    AllocationTable,
+    TaskTable,
+)
 
 PORTS = (20_000, 12_000)
 """First master port and how many: below Linux's ephemeral ports (32768 and up)."""
@@ -109,7 +117,18 @@ def read_tasks(environ: Mapping[str, str], host_file: str | None = None) -> Task
                 "one of them only: start it on each (srun, flux run, mpiexec, pbsdsh), as the files in templates/ do"
             )
         name = allocation.name if allocation else "none"
-        return Tasks(scheduler=name, task=0, tasks=1, node=0, nodes=1, local_task=0, local_tasks=1, per_rank=False, host="", **common)  # fmt: skip
+        return Tasks(
+            scheduler=name,
+            task=0,
+            tasks=1,
+            node=0,
+            nodes=1,
+            local_task=0,
+            local_tasks=1,
+            per_rank=False,
+            host="",
+            **common,
+        )
     return _of_table(environ, table, hosts, common)
 
 
@@ -141,10 +160,17 @@ def _of_table(environ: Mapping[str, str], table: TaskTable, hosts: list[str], co
         told = _number(environ, table.local_task, table)
         local_task = told if told is not None else 0 if tasks == nodes else task % local_tasks
     return Tasks(
-        scheduler=table.name, task=task, tasks=tasks, node=node, nodes=nodes, local_task=local_task,
-        local_tasks=local_tasks, per_rank=table is TORCHRUN or tasks > nodes,
-        host=_master_host(environ, table, nodes, names), **common,
-    )  # fmt: skip
+        scheduler=table.name,
+        task=task,
+        tasks=tasks,
+        node=node,
+        nodes=nodes,
+        local_task=local_task,
+        local_tasks=local_tasks,
+        per_rank=table is TORCHRUN or tasks > nodes,
+        host=_master_host(environ, table, nodes, names),
+        **common,
+    )
 
 
 def place(tasks: Tasks, environ: Mapping[str, str], *, ranks: int, counts: Sequence[int] = (), port: int = 0) -> Place:
@@ -158,8 +184,15 @@ def place(tasks: Tasks, environ: Mapping[str, str], *, ranks: int, counts: Seque
     port = port or master_port(tasks.job)
     address = environ.get("MASTER_ADDR") or (tasks.host if tasks.nodes > 1 else "127.0.0.1")
     if tasks.per_rank:
-        return Place(tasks=tasks, first_rank=tasks.task, local_ranks=(tasks.local_task,), local_world=tasks.local_tasks,
-                     world=tasks.tasks, master_address=address, master_port=port)  # fmt: skip
+        return Place(
+            tasks=tasks,
+            first_rank=tasks.task,
+            local_ranks=(tasks.local_task,),
+            local_world=tasks.local_tasks,
+            world=tasks.tasks,
+            master_address=address,
+            master_port=port,
+        )
     if environ.get(RANKS_PER_NODE):
         counts = expand_counts(environ[RANKS_PER_NODE])
         if len(counts) < tasks.nodes:
@@ -171,8 +204,15 @@ def place(tasks: Tasks, environ: Mapping[str, str], *, ranks: int, counts: Seque
         )
     counts = counts[: tasks.nodes]
     here = counts[tasks.node]
-    return Place(tasks=tasks, first_rank=sum(counts[: tasks.node]), local_ranks=tuple(range(here)), local_world=here,
-                 world=sum(counts), master_address=address, master_port=port)  # fmt: skip
+    return Place(
+        tasks=tasks,
+        first_rank=sum(counts[: tasks.node]),
+        local_ranks=tuple(range(here)),
+        local_world=here,
+        world=sum(counts),
+        master_address=address,
+        master_port=port,
+    )
 
 
 def master_port(job: str) -> int:

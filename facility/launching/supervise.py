@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import BinaryIO
 
-from facility.exchange.outcome import Outcome
+from facility.exchange.messages.outcome import Outcome
 
 TAIL_LINES = 60
 AGREED = (Outcome.SITS_OUT, Outcome.COME_BACK, 2, 75)
@@ -103,9 +103,14 @@ class _Run:
     def start(self, command: Sequence[str], environments: Sequence[Mapping[str, str]]) -> None:
         for environment in environments:
             process = subprocess.Popen(
-                command, env=dict(environment), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=_die_with_parent,
-            )  # fmt: skip
+                command,
+                env=dict(environment),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=_die_with_parent,
+            )
             rank = _Rank(number=int(environment.get("RANK", len(self.ranks))), process=process)
             self.ranks.append(rank)
             assert process.stdout is not None
@@ -235,7 +240,14 @@ def _sentence(rank: _Rank, ranks: int) -> str:
     if code == -signal.SIGKILL:
         return f"{who} was killed (SIGKILL): out of memory, or ended by the scheduler"
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    told = next((line for line in reversed(rank.tail) if re.match(r"(error: |[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit)\b)", line)), "")  # fmt: skip
+    told = next(
+        (
+            line
+            for line in reversed(rank.tail)
+            if re.match(r"(error: |[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit)\b)", line)
+        ),
+        "",
+    )
     return f"{who} {how}" + (f": {told.removeprefix('error: ')}" if told else "")
 
 

@@ -53,47 +53,82 @@ class AllocationTable:
 
 # https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
 TORCHRUN = TaskTable(
-    name="torchrun", marks=("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"),
-    task=("RANK",), tasks=("WORLD_SIZE",), local_task=("LOCAL_RANK",), local_tasks=("LOCAL_WORLD_SIZE",), node=("GROUP_RANK",),
-)  # fmt: skip
+    name="torchrun",
+    marks=("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"),
+    task=("RANK",),
+    tasks=("WORLD_SIZE",),
+    local_task=("LOCAL_RANK",),
+    local_tasks=("LOCAL_WORLD_SIZE",),
+    node=("GROUP_RANK",),
+)
 # https://docs.open-mpi.org/en/v5.0.x/tuning-apps/environment-var.html
 OPEN_MPI = TaskTable(
-    name="Open MPI", marks=("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), task=("OMPI_COMM_WORLD_RANK",), tasks=("OMPI_COMM_WORLD_SIZE",),
-    local_task=("OMPI_COMM_WORLD_LOCAL_RANK",), local_tasks=("OMPI_COMM_WORLD_LOCAL_SIZE",),
-)  # fmt: skip
+    name="Open MPI",
+    marks=("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    task=("OMPI_COMM_WORLD_RANK",),
+    tasks=("OMPI_COMM_WORLD_SIZE",),
+    local_task=("OMPI_COMM_WORLD_LOCAL_RANK",),
+    local_tasks=("OMPI_COMM_WORLD_LOCAL_SIZE",),
+)
 # https://flux-framework.readthedocs.io/projects/flux-core/en/latest/man7/flux-environment.html
 FLUX = TaskTable(
-    name="Flux", marks=("FLUX_TASK_RANK", "FLUX_JOB_SIZE"), task=("FLUX_TASK_RANK",), tasks=("FLUX_JOB_SIZE",),
-    local_task=("FLUX_TASK_LOCAL_ID",), nodes=("FLUX_JOB_NNODES",),
-)  # fmt: skip
+    name="Flux",
+    marks=("FLUX_TASK_RANK", "FLUX_JOB_SIZE"),
+    task=("FLUX_TASK_RANK",),
+    tasks=("FLUX_JOB_SIZE",),
+    local_task=("FLUX_TASK_LOCAL_ID",),
+    nodes=("FLUX_JOB_NNODES",),
+)
 # https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES; sbatch sets SLURM_PROCID too, but no SLURM_STEP_ID
 SRUN = TaskTable(
-    name="Slurm", marks=("SLURM_STEP_ID", "SLURM_PROCID"), task=("SLURM_PROCID",), tasks=("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
-    local_task=("SLURM_LOCALID",), node=("SLURM_NODEID",), nodes=("SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_NNODES"),
+    name="Slurm",
+    marks=("SLURM_STEP_ID", "SLURM_PROCID"),
+    task=("SLURM_PROCID",),
+    tasks=("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+    local_task=("SLURM_LOCALID",),
+    node=("SLURM_NODEID",),
+    nodes=("SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_NNODES"),
     counts=("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"),
-)  # fmt: skip
+)
 # https://cpe.ext.hpe.com/docs/latest/getting_started/HPE-Cray-Programming-Environment-User-Guide-HPCM.html (PALS: mpiexec under PBS)
 PALS = TaskTable(
-    name="PALS", marks=("PALS_RANKID", "PMI_SIZE"), task=("PALS_RANKID",), tasks=("PMI_SIZE",), local_task=("PALS_LOCAL_RANKID", "PMI_LOCAL_RANK"),
-    local_tasks=("PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE"), node=("PALS_NODEID",),
-)  # fmt: skip
+    name="PALS",
+    marks=("PALS_RANKID", "PMI_SIZE"),
+    task=("PALS_RANKID",),
+    tasks=("PMI_SIZE",),
+    local_task=("PALS_LOCAL_RANKID", "PMI_LOCAL_RANK"),
+    local_tasks=("PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE"),
+    node=("PALS_NODEID",),
+)
 # https://github.com/pmodels/mpich/blob/main/doc/wiki/how_to/Using_the_Hydra_Process_Manager.md (MPICH, Intel MPI, MVAPICH)
 PMI = TaskTable(
-    name="PMI", marks=("PMI_RANK", "PMI_SIZE"), task=("PMI_RANK",), tasks=("PMI_SIZE",), local_task=("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
+    name="PMI",
+    marks=("PMI_RANK", "PMI_SIZE"),
+    task=("PMI_RANK",),
+    tasks=("PMI_SIZE",),
+    local_task=("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
     local_tasks=("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
-)  # fmt: skip
+)
 # https://2022.help.altair.com/2022.1.0/PBS%20Professional/PBSUserGuide2022.1.pdf, "pbsdsh": one task for each line of the node file
 PBSDSH = TaskTable(
-    name="pbsdsh", marks=("PBS_JOBID", "PBS_VNODENUM"), task=("PBS_VNODENUM",), tasks=(), local_task=(),
-)  # fmt: skip
+    name="pbsdsh",
+    marks=("PBS_JOBID", "PBS_VNODENUM"),
+    task=("PBS_VNODENUM",),
+    tasks=(),
+    local_task=(),
+)
 TASKS = (TORCHRUN, OPEN_MPI, FLUX, SRUN, PALS, PMI, PBSDSH)
 """The innermost launcher wins: mpirun and flux start their daemons by srun, whose variables their tasks inherit."""
 
 # https://slurm.schedmd.com/sbatch.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES
 SLURM_JOB = AllocationTable(
-    name="Slurm", job=("SLURM_JOB_ID", "SLURM_JOBID"), hosts=("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"),
-    devices=("SLURM_GPUS_ON_NODE",), devices_per_node=("SLURM_GPUS_PER_NODE",), end=("SLURM_JOB_END_TIME",),
-)  # fmt: skip
+    name="Slurm",
+    job=("SLURM_JOB_ID", "SLURM_JOBID"),
+    hosts=("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"),
+    devices=("SLURM_GPUS_ON_NODE",),
+    devices_per_node=("SLURM_GPUS_PER_NODE",),
+    end=("SLURM_JOB_END_TIME",),
+)
 # https://2022.help.altair.com/2022.1.0/PBS%20Professional/PBSUserGuide2022.1.pdf, "Environment Variables Provided by PBS"
 PBS_JOB = AllocationTable(name="PBS", job=("PBS_JOBID",), host_file=("PBS_NODEFILE",))
 # https://flux-framework.readthedocs.io/projects/flux-core/en/latest/man7/flux-environment.html; no host list there: the template asks `flux hostlist`

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from facility.exchange.emulation import Emulation
 from facility.exchange.errors import InputError
-from facility.exchange.profile import UnitSizes, UnitTimes
-from facility.training.layout.split import Anatomy, Stage, examine
+from facility.exchange.messages.emulation import Emulation
+from facility.measuring.profile import UnitSizes, UnitTimes
+from facility.training.data.tasks import CausalLM, Classification, MaskedLM, Task
 from facility.training.model import build, choose_attention, read_config
-from facility.training.tasks import CausalLM, Classification, MaskedLM, Task
+from facility.training.parallel.split import Anatomy, Stage, examine
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from facility.exchange.profile import SharedUplink
-
-from .tournament import crowds, groups_of, steps
-from .wire import Wire
+from facility.measuring.profile import SharedUplink
+from facility.measuring.tournament import crowds, groups_of, steps
+from facility.measuring.wire import Wire
 
 SMALL = 8
 """Bytes of a ping."""

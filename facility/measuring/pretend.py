@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from facility.exchange.emulation import Emulation
 from facility.exchange.errors import ConfigurationError
-
-from .wire import PretendedLinks, PretendedUplink
+from facility.exchange.messages.emulation import Emulation
+from facility.measuring.wire import PretendedLinks, PretendedUplink
 
 DISTRIBUTIONS = ("sky", "stimulator", "speeds")
 RATES = {

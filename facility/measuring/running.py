@@ -19,13 +19,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 
-from facility.exchange.profile import RunningCosts
-from facility.training.compute import SCHEDULES
-from facility.training.layout.shard import shard
-from facility.training.ranks import Ranks
-
-from .layers import LayerSettings, Unit, a_block
-from .links import MeasuredLinks
+from facility.measuring.layers import LayerSettings, Unit, a_block
+from facility.measuring.links import MeasuredLinks
+from facility.measuring.profile import RunningCosts
+from facility.training.parallel.compute import SCHEDULES
+from facility.training.parallel.ranks import Ranks
+from facility.training.parallel.shard import shard
 
 MICRO_BATCHES = 4
 """Of the empty pipeline, for every stage."""

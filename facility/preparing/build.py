@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..dataset import (
+from facility.dataset import (
     NAME,
     SPLITS,
     TOKENIZER,
@@ -25,14 +25,14 @@ from ..dataset import (
     Task,
     open_dataset,
 )
-from ..exchange.durable import new_directory, write_json
-from ..exchange.manifest import sha256_of
-from .encoding import Batch, Encoding, encode_all, encoding_of
-from .packing import Packer
-from .rows import LabelledRows, class_names, pad_token_id
-from .sources import Document, Fields, Source, find_sources, read
-from .template import Template, parse_template
-from .tokenizer import copy_tokenizer, length_limit, load_tokenizer, tokenizer_sha256, vocabulary_size
+from facility.exchange.files.durable import new_directory, write_json
+from facility.exchange.messages.manifest import sha256_of
+from facility.preparing.encoding import Batch, Encoding, encode_all, encoding_of
+from facility.preparing.packing import Packer
+from facility.preparing.rows import LabelledRows, class_names, pad_token_id
+from facility.preparing.sources import Document, Fields, Source, find_sources, read
+from facility.preparing.template import Template, parse_template
+from facility.preparing.tokenizer import copy_tokenizer, length_limit, load_tokenizer, tokenizer_sha256, vocabulary_size
 
 BATCH_DOCUMENTS, BATCH_CHARACTERS = 512, 2_000_000
 DEFAULT_TEMPLATE: dict[Task, str] = {"causal-lm": "{text}{eos}", "masked-lm": "{text}", "classification": "{text}"}

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy
 
-from ..exchange.errors import TryAgain
-from .sources import Document
-from .template import Special, Template
+from facility.exchange.errors import TryAgain
+from facility.preparing.sources import Document
+from facility.preparing.template import Special, Template
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +125,7 @@ def _fast_rows(encoding: Encoding, backend: str) -> _Rows:
 
 
 def _slow_rows(encoding: Encoding) -> _Rows:
-    from .tokenizer import load_tokenizer
+    from facility.preparing.tokenizer import load_tokenizer
 
     slow = load_tokenizer(encoding.directory)
 
@@ -135,8 +135,14 @@ def _slow_rows(encoding: Encoding) -> _Rows:
     def paired(texts: list[tuple[str, str]]) -> list[_Pair]:
         found = []
         for first, second in texts:
-            result = slow(first, second or None, truncation=True, max_length=encoding.max_tokens,
-                          return_token_type_ids=True, split_special_tokens=True)  # fmt: skip
+            result = slow(
+                first,
+                second or None,
+                truncation=True,
+                max_length=encoding.max_tokens,
+                return_token_type_ids=True,
+                split_special_tokens=True,
+            )
             uncut = slow(first, second or None, split_special_tokens=True)["input_ids"]
             ids = result["input_ids"]
             found.append(_Pair(ids, _first(result["token_type_ids"]), len(uncut) > len(ids)))

@@ -7,8 +7,8 @@ from typing import BinaryIO
 
 import numpy
 
-from .encoding import EncodedBatch
-from .sources import Document
+from facility.preparing.encoding import EncodedBatch
+from facility.preparing.sources import Document
 
 HEADER = numpy.lib.format.write_array_header_1_0
 

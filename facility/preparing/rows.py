@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy
 
-from ..dataset import DatasetError
-from .encoding import EncodedBatch
-from .packing import RowWriter
-from .sources import Document
+from facility.dataset import DatasetError
+from facility.preparing.encoding import EncodedBatch
+from facility.preparing.packing import RowWriter
+from facility.preparing.sources import Document
 
 
 def pad_token_id(tokenizer: Any, directory: Path) -> int:

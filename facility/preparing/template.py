@@ -9,7 +9,7 @@ from __future__ import annotations
 import string
 from dataclasses import dataclass
 
-from ..dataset import DatasetError
+from facility.dataset import DatasetError
 
 NAMES = ("text", "bos", "eos")
 

@@ -7,13 +7,21 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from ..dataset import DatasetError
-from ..exchange.tokenizer import tokenizer_digest
+from facility.dataset import DatasetError
+from facility.exchange.checkpoints.tokenizer import tokenizer_digest
 
 FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",
-    "merges.txt", "chat_template.jinja", "tekken.json", "preprocessor_config.json",
-)  # fmt: skip
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+    "tekken.json",
+    "preprocessor_config.json",
+)
 MODELS = (".model", ".spm", ".tiktoken")
 UNLIMITED = 10**15
 """transformers writes 1e30 where a tokenizer knows no limit."""

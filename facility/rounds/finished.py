@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from facility.exchange.durable import write_json
 from facility.exchange.errors import ManifestError
-from facility.exchange.links import link_tree
-from facility.exchange.manifest import sha256_of, verify_manifest
+from facility.exchange.files.durable import write_json
+from facility.exchange.files.links import link_tree
+from facility.exchange.messages.manifest import sha256_of, verify_manifest
 from facility.rounds.kept import by_round
 
 PREFIX = "update-"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from facility.exchange.settings import FacilitySettings
+from facility.exchange.messages.settings import FacilitySettings
 
 
 def default_directory(settings: FacilitySettings, dataset: Path) -> Path:

@@ -1,6 +1,6 @@
 """The models of the last two rounds, kept at a facility as references for models that arrive as differences.
 
-A message (`facility.exchange.delta`) names the digest of its reference and of the model it decodes to. What the facility
+A message (`facility.exchange.checkpoints.delta`) names the digest of its reference and of the model it decodes to. What the facility
 keeps is found by digest; without the reference nothing is guessed: the round fails with the reason, and the coordinator
 sends the whole model in the next.
 """
@@ -12,11 +12,11 @@ import os
 import shutil
 from pathlib import Path
 
-from facility.exchange.delta import decode
-from facility.exchange.durable import write_json
+from facility.exchange.checkpoints.delta import decode
 from facility.exchange.errors import CheckpointError, InputError
-from facility.exchange.links import link_tree
-from facility.exchange.manifest import KEEPS, NAME, Manifest, read_manifest
+from facility.exchange.files.durable import write_json
+from facility.exchange.files.links import link_tree
+from facility.exchange.messages.manifest import KEEPS, NAME, Manifest, read_manifest
 
 
 def digest_of(received: Manifest) -> str:

@@ -14,11 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from facility.exchange.checkpoint import Checkpoint, open_checkpoint, save_tensors
-from facility.exchange.delta_parts import copy_companions
-from facility.exchange.durable import new_directory
-from facility.exchange.manifest import read_manifest, write_manifest
-from facility.exchange.patterns import Patterns
+from facility.exchange.checkpoints.checkpoint import Checkpoint, open_checkpoint, save_tensors
+from facility.exchange.checkpoints.delta_parts import copy_companions
+from facility.exchange.checkpoints.patterns import Patterns
+from facility.exchange.files.durable import new_directory
+from facility.exchange.messages.manifest import read_manifest, write_manifest
 from facility.rounds.kept import by_round, latest_before
 
 if TYPE_CHECKING:
@@ -72,9 +72,15 @@ class Personal:
             copy_companions(update, temporary)
             save_tensors(temporary, ((name, trained.read(name)) for name in trained.tensors if name not in names))
             remaining = open_checkpoint(temporary)
-            write_manifest(temporary, dataclasses.replace(
-                manifest, base_sha256=read_manifest(received).content_sha256, dtypes=remaining.dtypes(), parameters=remaining.parameters,
-            ))  # fmt: skip
+            write_manifest(
+                temporary,
+                dataclasses.replace(
+                    manifest,
+                    base_sha256=read_manifest(received).content_sha256,
+                    dtypes=remaining.dtypes(),
+                    parameters=remaining.parameters,
+                ),
+            )
         shutil.rmtree(update)
         slim.rename(update)
         for number, old in by_round(self.directory).items():

@@ -10,9 +10,9 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from facility.exchange.delta import Encoded, encode
-from facility.exchange.patterns import Patterns
-from facility.exchange.settings import TrainingSettings
+from facility.exchange.checkpoints.delta import Encoded, encode
+from facility.exchange.checkpoints.patterns import Patterns
+from facility.exchange.messages.settings import TrainingSettings
 from facility.rounds.kept import by_round, latest_before
 
 

@@ -14,8 +14,8 @@ import uuid
 from pathlib import Path
 
 from facility.exchange.errors import ManifestError
-from facility.exchange.manifest import NAME, read_manifest
-from facility.exchange.settings import FacilitySettings
+from facility.exchange.messages.manifest import NAME, read_manifest
+from facility.exchange.messages.settings import FacilitySettings
 
 
 def sweep(job_directory: Path, settings: FacilitySettings, round: int) -> list[Path]:

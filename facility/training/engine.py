@@ -10,15 +10,14 @@ import torch
 import torch.distributed as dist
 
 from facility.exchange.errors import InputError
-from facility.exchange.settings import TrainingSettings
-
-from .arrange import Layout
-from .assemble import Assembly
-from .clock import Clock
-from .layout.shard import drop_gathered
-from .optimizer import adamw, clip, squared_norm
-from .ranks import Ranks
-from .tasks import Batch
+from facility.exchange.messages.settings import TrainingSettings
+from facility.training.data.tasks import Batch
+from facility.training.monitor.clock import Clock
+from facility.training.optimizer import adamw, clip, squared_norm
+from facility.training.parallel.arrange import Layout
+from facility.training.parallel.assemble import Assembly
+from facility.training.parallel.ranks import Ranks
+from facility.training.parallel.shard import drop_gathered
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,8 +120,9 @@ class Engine:
         self.clock.settle()
         self._count(finite, norm_value, loss_total)
         loss = loss_total / predictions if predictions else 0.0
-        return StepResult(loss=loss, gradient_norm=norm_value, predictions=int(predictions), rate=chosen,
-                          skipped=not finite)  # fmt: skip
+        return StepResult(
+            loss=loss, gradient_norm=norm_value, predictions=int(predictions), rate=chosen, skipped=not finite
+        )
 
     def _tie(self) -> None:
         """A tied head away from its embedding: both ranks take the sum of both gradients."""

@@ -18,9 +18,8 @@ import torch
 from torch import nn
 
 from facility.exchange.errors import ConfigurationError
-from facility.exchange.settings import TrainingSettings
-
-from .tasks import IGNORED
+from facility.exchange.messages.settings import TrainingSettings
+from facility.training.data.tasks import IGNORED
 
 LARGE_BYTES = {"cpu": 8 * 2**20, "cuda": 256 * 2**20}
 """Logits of one forward pass in float32 from which on they are computed in chunks: what caches hold; what memory does
@@ -131,9 +130,13 @@ class ChunkedHead:
 
 @torch.no_grad()
 def walk(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, rows: int,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    rows: int,
     wanted: tuple[bool, bool, bool],
-) -> tuple[torch.Tensor, list[torch.Tensor | None]]:  # fmt: skip
+) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
     """The summed loss, and its gradients by hidden, weight and bias where `wanted`; one chunk's logits at a time.
 
     loss = sum over positions of log(sum(exp(x))) - x[target], x = hidden weight^T + bias, in float32; its gradient by x
@@ -179,9 +182,14 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, rows: int,
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        rows: int,
         later: bool,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         ctx.rows, ctx.later = rows, later
         loss, gradients = walk(hidden, weight, bias, targets, rows, (False,) * 3 if later else ctx.needs_input_grad[:3])
         ctx.save_for_backward(*((hidden, weight, bias, targets) if later else gradients))

@@ -16,13 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from facility.exchange.checkpoint import Checkpoint
+from facility.exchange.checkpoints.checkpoint import Checkpoint
 from facility.exchange.errors import ConfigurationError
-from facility.exchange.layout import LoraSettings
-
-from .layout.shard import find_blocks
-from .load import Part, load_parts
-from .seeds import derive
+from facility.exchange.messages.layout import LoraSettings
+from facility.training.parallel.shard import find_blocks
+from facility.training.seeds import derive
+from facility.training.state.load import Part, load_parts
 
 PREFIX = "base_model.model."
 
@@ -104,7 +103,13 @@ def write_adapter_config(directory: Path, settings: LoraSettings, adapters: Sequ
     """`adapter_config.json` as peft reads it, without paths of this facility."""
     targets = sorted({name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in adapters})
     configuration: dict[str, Any] = {
-        "peft_type": "LORA", "r": settings.rank, "lora_alpha": settings.alpha, "lora_dropout": settings.dropout,
-        "target_modules": targets, "bias": "none", "inference_mode": True, "base_model_name_or_path": base,
-    }  # fmt: skip
+        "peft_type": "LORA",
+        "r": settings.rank,
+        "lora_alpha": settings.alpha,
+        "lora_dropout": settings.dropout,
+        "target_modules": targets,
+        "bias": "none",
+        "inference_mode": True,
+        "base_model_name_or_path": base,
+    }
     (directory / "adapter_config.json").write_text(json.dumps(configuration, indent=2) + "\n")

@@ -9,11 +9,10 @@ import torch
 from torch import nn
 
 from facility.exchange.errors import InputError
-from facility.exchange.settings import TrainingSettings
-
-from .arrange import Layout
-from .layout.split import Anatomy
-from .ranks import Ranks
+from facility.exchange.messages.settings import TrainingSettings
+from facility.training.parallel.arrange import Layout
+from facility.training.parallel.ranks import Ranks
+from facility.training.parallel.split import Anatomy
 
 
 def available_bytes(ranks: Ranks, settings: TrainingSettings) -> int:
@@ -35,9 +34,14 @@ def available_bytes(ranks: Ranks, settings: TrainingSettings) -> int:
 
 
 def predicted_bytes(
-    model: nn.Module, anatomy: Anatomy | None, layout: Layout, ranks: Ranks, settings: TrainingSettings, config: Any,
+    model: nn.Module,
+    anatomy: Anatomy | None,
+    layout: Layout,
+    ranks: Ranks,
+    settings: TrainingSettings,
+    config: Any,
     chunk_rows: int = 0,
-) -> dict[str, int]:  # fmt: skip
+) -> dict[str, int]:
     """By part: weights (4 bytes), gradients (4) and moments (8) of the rows held; activations of the micro-batches in
     flight (34 bytes a token, hidden unit and block in half precision; Korthikanti et al. 2022, arXiv 2205.05198, eq. 2
     without the attention matrix); logits and their gradient in float32, of `chunk_rows` positions where they are

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from facility.exchange.checkpoint import Checkpoint
+from facility.exchange.checkpoints.checkpoint import Checkpoint
 from facility.exchange.errors import CheckpointError, InputError
-
-from . import lora
-from .layout.shard import find_blocks
+from facility.training import lora
+from facility.training.parallel.shard import find_blocks
 
 
 @dataclass(frozen=True, kw_only=True)

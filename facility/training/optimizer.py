@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from facility.exchange.settings import TrainingSettings
-
-from .load import Part
+from facility.exchange.messages.settings import TrainingSettings
+from facility.training.state.load import Part
 
 
 def adamw(parts: Sequence[Part], settings: TrainingSettings) -> torch.optim.AdamW:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from facility.exchange.settings import TrainingSettings
+from facility.exchange.messages.settings import TrainingSettings
 
 
 def learning_rate(step: int, total_steps: int, settings: TrainingSettings) -> float:

@@ -6,7 +6,7 @@ import signal
 import time
 from types import FrameType
 
-from facility.exchange.layout import LimitSettings
+from facility.exchange.messages.layout import LimitSettings
 
 
 class Stop:

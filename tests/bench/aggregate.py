@@ -76,8 +76,8 @@ def make(directory: Path, layers: int, updates: int) -> list[Path]:
     """The base and the updates; made of repeated random tiles, since only their bytes matter."""
     from transformers import LlamaConfig
 
-    from facility.exchange.floats import narrow
-    from facility.exchange.writer import Planned, TensorWriter, layout_of_shards
+    from facility.exchange.checkpoints.floats import narrow
+    from facility.exchange.checkpoints.writer import Planned, TensorWriter, layout_of_shards
 
     shapes = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN), "lm_head.weight": (VOCABULARY, HIDDEN)}
     shapes["model.norm.weight"] = (HIDDEN,)
@@ -95,9 +95,15 @@ def make(directory: Path, layers: int, updates: int) -> list[Path]:
     planned = [Planned(name=name, dtype="BF16", shape=shape) for name, shape in shapes.items()]
     total = sum(tensor.size for tensor in planned)
     config = LlamaConfig(
-        hidden_size=HIDDEN, intermediate_size=INTERMEDIATE, vocab_size=VOCABULARY, num_hidden_layers=layers,
-        num_attention_heads=16, num_key_value_heads=16, dtype="bfloat16", architectures=["LlamaForCausalLM"],
-    )  # fmt: skip
+        hidden_size=HIDDEN,
+        intermediate_size=INTERMEDIATE,
+        vocab_size=VOCABULARY,
+        num_hidden_layers=layers,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        dtype="bfloat16",
+        architectures=["LlamaForCausalLM"],
+    )
     size = 1 << 22
     tile = np.random.default_rng(0).standard_normal(size, np.float32) * np.float32(0.02)
     paths = []
@@ -148,7 +154,19 @@ def growth(work: Path) -> dict[str, object]:
     result: dict[str, object] = {}
     for layers, count in ((16, 2), (16, 8), (66, 2)):
         (base,) = make(work / f"{layers}x", layers, 0)
-        command = [sys.executable, "-m", "coordinator.aggregate", "--base", str(base), "--out", str(work / "out"), "--weights", "equal", "--rule", "mean"]  # fmt: skip
+        command = [
+            sys.executable,
+            "-m",
+            "coordinator.aggregate",
+            "--base",
+            str(base),
+            "--out",
+            str(work / "out"),
+            "--weights",
+            "equal",
+            "--rule",
+            "mean",
+        ]
         for number in range(count):
             copy = work / f"linked{number}"
             shutil.rmtree(copy, ignore_errors=True)
@@ -163,8 +181,8 @@ def growth(work: Path) -> dict[str, object]:
 
 def off_share(base: Path, updates: list[Path], out: Path) -> float:
     """Share of values that are not the correctly rounded weighted mean, computed in float64, over one shard."""
-    from facility.exchange.checkpoint import open_checkpoint
-    from facility.exchange.floats import narrow
+    from facility.exchange.checkpoints.checkpoint import open_checkpoint
+    from facility.exchange.checkpoints.floats import narrow
 
     weights = np.array(WEIGHTS[: len(updates)], np.float64)
     opened, result = [open_checkpoint(u) for u in updates], open_checkpoint(out)
@@ -214,11 +232,15 @@ def main() -> None:
     recipe.write_text(
         json.dumps(
             {
-                "merge_method": "linear", "dtype": "bfloat16",
-                "models": [{"model": str(u), "parameters": {"weight": w}} for u, w in zip(updates, map(float, weights), strict=True)],
+                "merge_method": "linear",
+                "dtype": "bfloat16",
+                "models": [
+                    {"model": str(u), "parameters": {"weight": w}}
+                    for u, w in zip(updates, map(float, weights), strict=True)
+                ],
             }
         )
-    )  # fmt: skip
+    )
     contenders: dict[str, list[str]] = {
         "io": [sys.executable, "-c", INPUT_OUTPUT, str(out), str(base), *map(str, updates)],
         "crossfed": [*ours, "--settings", str(settings)],
@@ -232,11 +254,19 @@ def main() -> None:
     Path(str(settings) + ".nesterov").write_text(json.dumps(mean | {"rule": "nesterov"}))
     if a.mergekit:
         contenders["mergekit"] = [
-            a.mergekit, "-m", "mergekit.scripts.run_yaml", str(recipe), str(out), "--no-copy-tokenizer", "--lazy-unpickle",
-        ]  # fmt: skip
+            a.mergekit,
+            "-m",
+            "mergekit.scripts.run_yaml",
+            str(recipe),
+            str(out),
+            "--no-copy-tokenizer",
+            "--lazy-unpickle",
+        ]
     result: dict[str, object] = {
-        "cores": os.cpu_count(), "updates": a.updates, "model_bytes": sum(f.stat().st_size for f in base.glob("*.safetensors")),
-    }  # fmt: skip
+        "cores": os.cpu_count(),
+        "updates": a.updates,
+        "model_bytes": sum(f.stat().st_size for f in base.glob("*.safetensors")),
+    }
     for name, command in contenders.items():
         if a.only and name not in a.only:
             continue

@@ -23,14 +23,14 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from facility.exchange import delta  # noqa: E402
-from facility.exchange.checkpoint import open_checkpoint  # noqa: E402
-from facility.exchange.codecs import PART  # noqa: E402
-from facility.exchange.delta_parts import CODECS, difference, parts  # noqa: E402
-from facility.exchange.floats import narrow, widen  # noqa: E402
-from facility.exchange.manifest import Manifest, read_manifest, write_manifest  # noqa: E402
-from facility.exchange.settings import SPARSE_DENSITY  # noqa: E402
-from facility.exchange.writer import Planned, TensorWriter  # noqa: E402
+from facility.exchange.checkpoints import delta  # noqa: E402
+from facility.exchange.checkpoints.checkpoint import open_checkpoint  # noqa: E402
+from facility.exchange.checkpoints.codecs import PART  # noqa: E402
+from facility.exchange.checkpoints.delta_parts import CODECS, difference, parts  # noqa: E402
+from facility.exchange.checkpoints.floats import narrow, widen  # noqa: E402
+from facility.exchange.checkpoints.writer import Planned, TensorWriter  # noqa: E402
+from facility.exchange.messages.manifest import Manifest, read_manifest, write_manifest  # noqa: E402
+from facility.exchange.messages.settings import SPARSE_DENSITY  # noqa: E402
 
 
 def codec_alone(encoding: str, base: Path, update: Path, megabytes: float) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""The delta codecs of `facility.exchange.codecs` between tensors in memory; what a sender loses, it keeps."""
+"""The delta codecs of `facility.exchange.checkpoints.codecs` between tensors in memory; what a sender loses, it keeps."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import numpy
 import torch
 from torch import Tensor
 
-from coordinator.send import FORGOTTEN
-from facility.exchange.codecs import PART, int4, int8, sparse
-from facility.exchange.settings import SPARSE_DENSITY
+from coordinator.steps.send import FORGOTTEN
+from facility.exchange.checkpoints.codecs import PART, int4, int8, sparse
+from facility.exchange.messages.settings import SPARSE_DENSITY
 
 
 class DeltaCodec:

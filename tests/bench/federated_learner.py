@@ -1,7 +1,7 @@
 """Federated and pooled training in one process, for experiments: the trainer's and coordinator's arithmetic, no workflow.
 
 What travels is rounded to bfloat16 as in the real rounds; the coordinator keeps a float32 master and applies the rules of
-`coordinator.averaging`; a facility's AdamW moments stay with it; its learning-rate schedule spans the federation.
+`coordinator.aggregation`; a facility's AdamW moments stay with it; its learning-rate schedule spans the federation.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from coordinator.averaging.settings import AggregationSettings
-from coordinator.averaging.tensors import Server
+from coordinator.config.aggregation import AggregationSettings
 from tests.bench.federated_codecs import DeltaCodec
+from tests.reproductions.server_in_memory import Server
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,10 +17,10 @@ import sys
 import time
 from pathlib import Path
 
-from coordinator.demo_material import Sizes, make_model, train_tokenizer
-from facility.exchange.checkpoint import open_checkpoint
-from facility.exchange.report import read_report
-from facility.exchange.settings import FacilitySettings, TrainingSettings
+from coordinator.demo import Sizes, make_model, train_tokenizer
+from facility.exchange.checkpoints.checkpoint import open_checkpoint
+from facility.exchange.messages.report import read_report
+from facility.exchange.messages.settings import FacilitySettings, TrainingSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT.parent / "shared" / "data"
@@ -43,8 +43,21 @@ def train(
     update = out / f"update-{name}-{number}"
     if update.is_dir():
         return update
-    command("facility.train", "--model", model, "--dataset", dataset, "--settings", file, "--round", number,
-            "--out", update, "--state", out / f"state-{name}")  # fmt: skip
+    command(
+        "facility.train",
+        "--model",
+        model,
+        "--dataset",
+        dataset,
+        "--settings",
+        file,
+        "--round",
+        number,
+        "--out",
+        update,
+        "--state",
+        out / f"state-{name}",
+    )
     return update
 
 
@@ -55,8 +68,19 @@ def aggregate(out: Path, label: str, base: Path, updates: list[Path], number: in
     if model.is_dir():
         return model
     arguments = [a for update in updates for a in ("--update", update)]
-    command("coordinator.aggregate", "--base", base, *arguments, "--out", model, "--settings", settings,
-            "--state-out", out / f"server-{label}-{number + 1}", *(["--state-in", before] if number else []))  # fmt: skip
+    command(
+        "coordinator.aggregate",
+        "--base",
+        base,
+        *arguments,
+        "--out",
+        model,
+        "--settings",
+        settings,
+        "--state-out",
+        out / f"server-{label}-{number + 1}",
+        *(["--state-in", before] if number else []),
+    )
     return model
 
 
@@ -82,14 +106,33 @@ def main() -> int:
     parameters = open_checkpoint(out / "model").parameters
     for name, template in [*TEMPLATES.items(), ("pooled", "{text}{eos}")]:
         languages = list(TEMPLATES) if name == "pooled" else [name]
-        command("facility.prepare", "--input", *(DATA / n / "train.jsonl" for n in languages), "--validation",
-                *(DATA / n / "validation.jsonl" for n in languages), "--tokenizer", out / "tokenizer", "--out",
-                out / "data" / name, "--block-tokens", SIZES.block_tokens, "--template", template, "--model",
-                out / "model", "--offline")  # fmt: skip
+        command(
+            "facility.prepare",
+            "--input",
+            *(DATA / n / "train.jsonl" for n in languages),
+            "--validation",
+            *(DATA / n / "validation.jsonl" for n in languages),
+            "--tokenizer",
+            out / "tokenizer",
+            "--out",
+            out / "data" / name,
+            "--block-tokens",
+            SIZES.block_tokens,
+            "--template",
+            template,
+            "--model",
+            out / "model",
+            "--offline",
+        )
     settings = out / "aggregation.json"
     settings.write_text(options.aggregation)
-    training = TrainingSettings(steps=options.steps, batch_sequences=16, learning_rate=options.learning_rate,
-                                warmup_steps=options.warmup_steps, threads=1)  # fmt: skip
+    training = TrainingSettings(
+        steps=options.steps,
+        batch_sequences=16,
+        learning_rate=options.learning_rate,
+        warmup_steps=options.warmup_steps,
+        threads=1,
+    )
     started = time.perf_counter()
     model, curve = out / "model", []
     for number in range(options.rounds + 1):
@@ -115,9 +158,20 @@ def main() -> int:
         print(f"| {number} | {row['it']:.1f} | {row['cs']:.1f} |")
     print(f"| pooled, the same {tokens:,} tokens | {pooled['it']:.1f} | {pooled['cs']:.1f} |")
     falls = all(after[n] < before[n] for before, after in zip(curve, curve[1:], strict=False) for n in TEMPLATES)
-    print(json.dumps({"parameters": parameters, "rounds": options.rounds, "steps": options.steps, "tokens": tokens,
-                      "federated": curve, "pooled": pooled, "falls_every_round": falls,
-                      "seconds": round(time.perf_counter() - started, 1)}))  # fmt: skip
+    print(
+        json.dumps(
+            {
+                "parameters": parameters,
+                "rounds": options.rounds,
+                "steps": options.steps,
+                "tokens": tokens,
+                "federated": curve,
+                "pooled": pooled,
+                "falls_every_round": falls,
+                "seconds": round(time.perf_counter() - started, 1),
+            }
+        )
+    )
     return 0 if falls else 1
 
 

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from coordinator.averaging.settings import AggregationSettings
+from coordinator.config.aggregation import AggregationSettings
 from facility.dataset import open_dataset
-from facility.exchange.settings import SPARSE_DENSITY
+from facility.exchange.messages.settings import SPARSE_DENSITY
 from facility.preparing.build import Request, prepare
 from tests.bench.federated_codecs import DeltaCodec
 from tests.bench.federated_learner import Curve, Learner, Local, Text, batches, federate, pool
@@ -76,8 +76,12 @@ def texts_of(out: Path) -> dict[str, Text]:
         trained = Tokenizer(models.BPE())
         trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         trained.decoder = decoders.ByteLevel()
-        trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=["<|end|>"], show_progress=False,
-                                      initial_alphabet=pre_tokenizers.ByteLevel.alphabet())  # fmt: skip
+        trainer = trainers.BpeTrainer(
+            vocab_size=VOCABULARY,
+            special_tokens=["<|end|>"],
+            show_progress=False,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        )
         files = [DATA / language / "train.jsonl" for language in LANGUAGES]
         trained.train_from_iterator((json.loads(line)["text"] for f in files for line in open(f)), trainer)
         fast = PreTrainedTokenizerFast(tokenizer_object=trained, eos_token="<|end|>", pad_token="<|end|>")
@@ -102,9 +106,17 @@ def new_model(seed: int, width: int) -> torch.nn.Module:
 
     torch.manual_seed(seed)
     return LlamaForCausalLM(
-        LlamaConfig(vocab_size=VOCABULARY, hidden_size=width, intermediate_size=round(width * 8 / 3 / 8) * 8, num_hidden_layers=2,
-                    num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=256, tie_word_embeddings=True)
-    )  # fmt: skip
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=width,
+            intermediate_size=round(width * 8 / 3 / 8) * 8,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            max_position_embeddings=256,
+            tie_word_embeddings=True,
+        )
+    )
 
 
 def base_model(out: Path, texts: dict[str, Text], seed: int, width: int) -> torch.nn.Module:
@@ -126,8 +138,17 @@ def base_model(out: Path, texts: dict[str, Text], seed: int, width: int) -> torc
 def run(out: Path, experiment: str, schedule: str, name: str, arm: Arm, seed: int, width: int) -> dict[str, Any]:
     """One training, or its kept result."""
     rounds, steps = map(int, schedule.split("x"))
-    key = {"experiment": experiment, "schedule": schedule if arm.aggregation else f"{rounds * steps} steps",
-           "seed": seed, "width": width, "arm": {n: v for n, v in dataclasses.asdict(arm).items() if n in ("aggregation", "local") or (arm.codec and n in ("codec", "density"))}}  # fmt: skip
+    key = {
+        "experiment": experiment,
+        "schedule": schedule if arm.aggregation else f"{rounds * steps} steps",
+        "seed": seed,
+        "width": width,
+        "arm": {
+            n: v
+            for n, v in dataclasses.asdict(arm).items()
+            if n in ("aggregation", "local") or (arm.codec and n in ("codec", "density"))
+        },
+    }
     kept = out / "results.jsonl"
     for line in kept.read_text().splitlines() if kept.exists() else []:
         row = json.loads(line)
@@ -147,13 +168,27 @@ def run(out: Path, experiment: str, schedule: str, name: str, arm: Arm, seed: in
     else:
         every = max(1, rounds // 5)
         curve = federate(
-            model, chosen, rounds=rounds, steps=steps, local=local, aggregation=AggregationSettings(**arm.aggregation),
-            seed=seed, codec=coders[0],
-            downlink=coders[1], evaluate_rounds=set(range(every, rounds + 1, every)), evaluation_blocks=96,
-        )  # fmt: skip
+            model,
+            chosen,
+            rounds=rounds,
+            steps=steps,
+            local=local,
+            aggregation=AggregationSettings(**arm.aggregation),
+            seed=seed,
+            codec=coders[0],
+            downlink=coders[1],
+            evaluate_rounds=set(range(every, rounds + 1, every)),
+            evaluation_blocks=96,
+        )
     final = curve.perplexities[-1]
-    row = {"key": key, "name": name, "seconds": round(time.perf_counter() - started, 1), "perplexity": final,
-           "geometric_mean": geometric(list(final.values())), "curve": dataclasses.asdict(curve)}  # fmt: skip
+    row = {
+        "key": key,
+        "name": name,
+        "seconds": round(time.perf_counter() - started, 1),
+        "perplexity": final,
+        "geometric_mean": geometric(list(final.values())),
+        "curve": dataclasses.asdict(curve),
+    }
     with open(kept, "a") as file:
         file.write(json.dumps(row) + "\n")
     return row
@@ -168,8 +203,13 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="directory outside the repository for what is made")
     parser.add_argument("--experiment", choices=EXPERIMENTS, default="it-cs")
     parser.add_argument("--schedule", default="30x10", help="rounds x local steps (default 30x10)")
-    parser.add_argument("--arms", nargs="+", default=list(ARMS), metavar="NAME",
-                        help=f"of {', '.join(ARMS)}, or NAME={{JSON of an arm}}")  # fmt: skip
+    parser.add_argument(
+        "--arms",
+        nargs="+",
+        default=list(ARMS),
+        metavar="NAME",
+        help=f"of {', '.join(ARMS)}, or NAME={{JSON of an arm}}",
+    )
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--width", type=int, default=64, help="of the Llama (default 64; 128 has 0.53 M parameters)")
     parser.add_argument("--threads", type=int, default=1)
@@ -182,8 +222,19 @@ def main() -> int:
             arm = Arm(**json.loads(text)) if text else ARMS[name]
             row = run(options.out, options.experiment, options.schedule, name, arm, seed, options.width)
             shown = {language: round(value, 2) for language, value in row["perplexity"].items()}
-            print(json.dumps({"arm": name, "seed": seed, "schedule": options.schedule, "seconds": row["seconds"],
-                              "perplexity": shown, "geometric_mean": round(row["geometric_mean"], 3)}), flush=True)  # fmt: skip
+            print(
+                json.dumps(
+                    {
+                        "arm": name,
+                        "seed": seed,
+                        "schedule": options.schedule,
+                        "seconds": row["seconds"],
+                        "perplexity": shown,
+                        "geometric_mean": round(row["geometric_mean"], 3),
+                    }
+                ),
+                flush=True,
+            )
     return 0
 
 

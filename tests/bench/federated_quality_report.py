@@ -56,14 +56,27 @@ def table(rows: Rows, baseline: str) -> str:
         if (experiment, width, schedule) != heading:
             heading = (experiment, width, schedule)
             languages = " / ".join(values[0][1])
-            lines += ["", f"{experiment}, width {width}, {schedule} (rounds x local steps)", "",
-                      f"| training | seeds | perplexity {languages} | over pooled | range |", "|---|---|---|---|---|"]  # fmt: skip
-            same = [r["perplexity"] for r in rows if r["name"] == baseline and r["key"]["experiment"] == experiment
-                    and r["key"]["width"] == width and r["key"]["schedule"] == total_steps(schedule)]  # fmt: skip
+            lines += [
+                "",
+                f"{experiment}, width {width}, {schedule} (rounds x local steps)",
+                "",
+                f"| training | seeds | perplexity {languages} | over pooled | range |",
+                "|---|---|---|---|---|",
+            ]
+            same = [
+                r["perplexity"]
+                for r in rows
+                if r["name"] == baseline
+                and r["key"]["experiment"] == experiment
+                and r["key"]["width"] == width
+                and r["key"]["schedule"] == total_steps(schedule)
+            ]
             lines.append(f"| {baseline} | {len(same)} | {averages(same)} | 1.000 | |")
         over = [value for value, _ in values]
-        lines.append(f"| {name} | {len(values)} | {averages([p for _, p in values])} | {statistics.mean(over):.3f} | "
-                     f"{min(over):.3f} to {max(over):.3f} |")  # fmt: skip
+        lines.append(
+            f"| {name} | {len(values)} | {averages([p for _, p in values])} | {statistics.mean(over):.3f} | "
+            f"{min(over):.3f} to {max(over):.3f} |"
+        )
     return "\n".join(lines)
 
 
@@ -75,8 +88,13 @@ def plot(rows: Rows, baseline: str, file: Path) -> None:
     """Geometric mean of the perplexities by steps taken, one panel per experiment and schedule, all seeds."""
     from plotly.subplots import make_subplots
 
-    panels = sorted({(r["key"]["experiment"], r["key"]["width"], r["key"]["schedule"]) for r in rows if r["name"] != baseline
-                     and "x" in r["key"]["schedule"]})  # fmt: skip
+    panels = sorted(
+        {
+            (r["key"]["experiment"], r["key"]["width"], r["key"]["schedule"])
+            for r in rows
+            if r["name"] != baseline and "x" in r["key"]["schedule"]
+        }
+    )
     figure = make_subplots(1, len(panels), subplot_titles=[f"{e}, width {w}, {s}" for e, w, s in panels])
     names = sorted({r["name"] for r in rows})
     colours = ["#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#ff8ab7", "#a463f2", "#97bbf5"]
@@ -92,11 +110,15 @@ def plot(rows: Rows, baseline: str, file: Path) -> None:
             flat = row["name"] == baseline
             figure.add_scatter(
                 x=[0, rounds * steps] if flat else [number * steps for number in row["curve"]["rounds"]],
-                y=geometric * 2 if flat else geometric, name=row["name"], legendgroup=row["name"],
-                showlegend=row["name"] not in shown, opacity=0.8,
+                y=geometric * 2 if flat else geometric,
+                name=row["name"],
+                legendgroup=row["name"],
+                showlegend=row["name"] not in shown,
+                opacity=0.8,
                 line={"color": colours[names.index(row["name"]) % len(colours)], "dash": "dash" if flat else "solid"},
-                row=1, col=column,
-            )  # fmt: skip
+                row=1,
+                col=column,
+            )
             shown.add(row["name"])
     figure.update_yaxes(type="log", title_text="perplexity (geometric mean)")
     figure.update_xaxes(title_text="local steps")

@@ -2,7 +2,7 @@
 
     python -m tests.bench.pipeline_agreement [--ranks 4] [--iterations 4]
 
-Each rank runs the schedule classes that the trainer uses (`facility.training.compute.SCHEDULES`) over stages whose forward and
+Each rank runs the schedule classes that the trainer uses (`facility.training.parallel.compute.SCHEDULES`) over stages whose forward and
 backward sleep, so that two cores can play any number of devices. Cases: equal stages, unequal stages, random stalls (the
 seeded ones, so that the simulator meets the same). A busy machine wakes sleepers late, so the simulator is told three things:
 `error`: what every single pass lost (late or stalled); `error_by_means`: the mean seconds of a pass on each rank, as measuring
@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from coordinator.simulation.iteration import simulate_layout
-from coordinator.simulation.layout import Layout
-from facility.exchange.emulation import Emulation
+from coordinator.simulation.pipelines.iteration import simulate_layout
+from coordinator.simulation.pipelines.layout import Layout
+from facility.exchange.messages.emulation import Emulation
 from tests.distributed import run_distributed
 
 FORWARD, BACKWARD = 0.05, 0.10
@@ -35,7 +35,9 @@ CASES: list[dict[str, Any]] = [
 SCHEDULES = [("gpipe", 1, 8), ("1f1b", 1, 8), ("interleaved_1f1b", 2, 8), ("interleaved_zero_bubble", 2, 8)]
 
 
-def pipeline_rank(rank: int, world: int, cases: list[dict[str, Any]], schedules: list[tuple[str, int, int]], iterations: int) -> dict[str, Any]:  # fmt: skip
+def pipeline_rank(
+    rank: int, world: int, cases: list[dict[str, Any]], schedules: list[tuple[str, int, int]], iterations: int
+) -> dict[str, Any]:
     """Run every schedule in every case; seconds of each iteration on this rank, and the latency of a message."""
     import torch
     import torch.distributed as dist
@@ -43,7 +45,7 @@ def pipeline_rank(rank: int, world: int, cases: list[dict[str, Any]], schedules:
     from torch.distributed.pipelining import PipelineStage
     from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
-    from facility.training.compute import SCHEDULES as TRAINERS
+    from facility.training.parallel.compute import SCHEDULES as TRAINERS
 
     class Times:
         """What a rank sleeps, and how many forwards and backwards it has run."""
@@ -124,9 +126,16 @@ def pipeline_rank(rank: int, world: int, cases: list[dict[str, Any]], schedules:
             chunks = world * virtual
             shape = torch.empty(1, 8, device="meta", requires_grad=True)
             stages = [
-                PipelineStage(Sleeper(times, virtual, first=rank + k == 0), rank + k * world, chunks, torch.device("cpu"), input_args=(shape,), output_args=(shape,))
+                PipelineStage(
+                    Sleeper(times, virtual, first=rank + k == 0),
+                    rank + k * world,
+                    chunks,
+                    torch.device("cpu"),
+                    input_args=(shape,),
+                    output_args=(shape,),
+                )
                 for k in range(virtual)
-            ]  # fmt: skip
+            ]
             kind = TRAINERS[schedule]
             several = issubclass(kind, PipelineScheduleMulti)
             runner = kind(stages if several else stages[0], micro_batches, loss_fn=lambda y, t: (y - t).sum())

@@ -24,17 +24,17 @@ from coordinator.planning import stop as stopping
 from coordinator.planning.chain import Chain, Infeasible
 from coordinator.planning.dynamic import plan_dynamic
 from coordinator.planning.even import plan_even
-from coordinator.planning.evolutionary import evolve
-from coordinator.planning.exact import plan_exact_in_order
-from coordinator.planning.exact_free import plan_exact
-from coordinator.planning.joint import plan_joint
-from coordinator.planning.place import plan_place
-from coordinator.planning.place_cost import costs_of, grid_cost
-from coordinator.planning.problem import ChainProblem, PlacementProblem
-from coordinator.planning.read import problem_from_json, read_problem
+from coordinator.planning.exact.contiguous import plan_exact_in_order
+from coordinator.planning.exact.free_order import plan_exact
+from coordinator.planning.joint.plan import plan_joint
+from coordinator.planning.placement.cost import costs_of, grid_cost
+from coordinator.planning.placement.place import plan_place
 from coordinator.planning.solve import placed
 from coordinator.planning.stop import Stop
+from coordinator.problem.problem import ChainProblem, PlacementProblem
+from coordinator.problem.read import problem_from_json, read_problem
 from tests.planning.cases import BEST_KNOWN, heterogeneous, published
+from tests.reproductions.evolutionary import evolve
 
 
 def chain_suite() -> list[dict[str, Any]]:
@@ -112,9 +112,14 @@ def place_suite(seconds: float, seeds: int, baseline: float, only: str, draws: i
             found = plan_place(problem, Stop(seconds), seed=seed)
             assert abs(grid_cost(costs, np.array(found.grid)) - found.cost) < 1e-9 * found.cost
             row.setdefault("ours", []).append(
-                {"seed": seed, "cost": found.cost, "bound": found.lower_bound, "start": found.start,
-                 "curve": [(s, c) for s, _, c in found.curve]}
-            )  # fmt: skip
+                {
+                    "seed": seed,
+                    "cost": found.cost,
+                    "bound": found.lower_bound,
+                    "start": found.start,
+                    "curve": [(s, c) for s, _, c in found.curve],
+                }
+            )
         if baseline > 0:
             _, cost, curve = evolve(costs, Stop(baseline * seconds), seed=0)
             row["published_search"] = {

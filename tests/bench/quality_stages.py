@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from facility.exchange.emulation import Emulation
-from facility.exchange.synchronising import SyncSettings
-from facility.sync.pipedream import run
-from facility.sync.policy import Place, connect
-from facility.sync.sampling import ReplicaOrder
-from facility.sync.stash import WeightStash
+from facility.exchange.messages.emulation import Emulation
+from facility.exchange.messages.sync import SyncSettings
+from facility.sync.protocol import Place, connect
+from facility.sync.runtime.sampling import ReplicaOrder
+from tests.reproductions.pipedream import run
+from tests.reproductions.stash import WeightStash
 
 STAGES = 2
 
@@ -46,7 +46,7 @@ class Half(nn.Module):
 
 
 class TrainedStage:
-    """What `facility.sync.pipedream.run` drives."""
+    """What `tests.reproductions.pipedream.run` drives."""
 
     def __init__(
         self,
@@ -113,9 +113,19 @@ class Until:
 
 
 def train_stages(
-    rank: int, store: Any, job: dict[str, Any], model: Any, data: Any, tag: str, *, pipelines: int, batch: int,
-    emulation: Emulation, passes: tuple[float, float], rate: Callable[[float], float],
-) -> dict[str, Any]:  # fmt: skip
+    rank: int,
+    store: Any,
+    job: dict[str, Any],
+    model: Any,
+    data: Any,
+    tag: str,
+    *,
+    pipelines: int,
+    batch: int,
+    emulation: Emulation,
+    passes: tuple[float, float],
+    rate: Callable[[float], float],
+) -> dict[str, Any]:
     """Train `model` (in place: the first rank ends with the whole averaged one); seconds and report."""
     replica, stage = divmod(rank, STAGES)
     half = Half(model, stage)
@@ -135,9 +145,13 @@ def train_stages(
     sync = connect(
         SyncSettings(policy=job["policy"], missing_seconds=60.0, **job["options"]),
         place=Place(replica=replica, replicas=pipelines, position=stage, positions=STAGES),
-        parameters=list(half.parameters()), steps=job["steps"], store=store, optimizer=work.optimizer, namespace=tag,
+        parameters=list(half.parameters()),
+        steps=job["steps"],
+        store=store,
+        optimizer=work.optimizer,
+        namespace=tag,
         endless=True,
-    )  # fmt: skip
+    )
     begin = time.monotonic()
     run(work, Until(sync, job["seconds"]), pipe, activation=torch.zeros(batch, data.shape[1], model.config.hidden_size))
     trained = time.monotonic() - begin

@@ -25,12 +25,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from coordinator.planning.problem import Problem
-from coordinator.planning.read import problem_from_json
 from coordinator.planning.solve import placed, solve
 from coordinator.planning.stop import Stop
-from coordinator.simulation.plans import simulate
-from facility.exchange.plan import Plan, write_plan
+from coordinator.problem.problem import Problem
+from coordinator.problem.read import problem_from_json
+from coordinator.simulation.pipelines.plans import simulate
+from facility.exchange.messages.plan import Plan, write_plan
 from tests.distributed import free_port
 from tests.pico import save_pico
 from tests.training.federation import write_dataset, write_settings
@@ -52,10 +52,25 @@ def together(module: list[str], environments: list[dict[str, str]]) -> list[str]
     for rank, extra in enumerate(environments):
         world = len(environments)
         environment = {
-            **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", **extra,
-        }  # fmt: skip
-        processes.append(subprocess.Popen([sys.executable, "-m", *module], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))  # fmt: skip
+            **os.environ,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world),
+            "LOCAL_WORLD_SIZE": str(world),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+            **extra,
+        }
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, "-m", *module],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
     said = []
     try:
         for process in processes:
@@ -75,10 +90,25 @@ def measured(folder: Path) -> dict[str, Any]:
     """The profile of four ranks on this machine, for the model in `folder`."""
     out = folder / "profile.json"
     together(
-        ["facility.measure", "--model", str(folder / "model"), "--out", str(out), "--tokens", str(TOKENS), "--samples", "1",
-         "--clock", "cpu", "--most-megabytes", "8", "--threads", "1"],
+        [
+            "facility.measure",
+            "--model",
+            str(folder / "model"),
+            "--out",
+            str(out),
+            "--tokens",
+            str(TOKENS),
+            "--samples",
+            "1",
+            "--clock",
+            "cpu",
+            "--most-megabytes",
+            "8",
+            "--threads",
+            "1",
+        ],
         [{}] * RANKS,
-    )  # fmt: skip
+    )
     raw: dict[str, Any] = json.loads(out.read_text())
     return raw
 
@@ -102,8 +132,15 @@ def problem(profile: dict[str, Any], factors: list[float], setting: dict[str, An
         for device, factor, kinds in zip(profile["devices"], factors, by_kind, strict=True)
     ]
     found = problem_from_json(
-        raw | {"devices": devices, "units": units, "batch_samples": setting["sequences"], "micro_batch_samples": [1], "syncs": ["allreduce"]}
-    )  # fmt: skip
+        raw
+        | {
+            "devices": devices,
+            "units": units,
+            "batch_samples": setting["sequences"],
+            "micro_batch_samples": [1],
+            "syncs": ["allreduce"],
+        }
+    )
     assert isinstance(found, Problem)
     return found
 
@@ -122,7 +159,9 @@ def real_seconds(
     plans: dict[str, Plan], folder: Path, factors: list[float], setting: dict[str, Any], steps: int, repeats: int
 ) -> dict[str, list[float]]:
     """Seconds a step of the trainer under every plan, one of each repetition."""
-    settings = write_settings(folder / "settings.json", rounds=1, steps=steps, batch_sequences=setting["sequences"], evaluation_sequences=4)  # fmt: skip
+    settings = write_settings(
+        folder / "settings.json", rounds=1, steps=steps, batch_sequences=setting["sequences"], evaluation_sequences=4
+    )
     sleeps = [
         [s * setting["forward_ms"] / 1e3, s * setting["backward_ms"] / 1e3] for _, n, s in SHARES for _ in range(n)
     ]
@@ -133,11 +172,27 @@ def real_seconds(
             place.mkdir()
             write_plan(place / "plan.json", plan)
             outs.append((title, place / "out"))
-            runs.append({
-                "port": free_port(),
-                "arguments": ["--model", str(folder / "model"), "--dataset", str(folder / "data"), "--settings", str(settings), "--round", "0",
-                              "--out", str(place / "out"), "--plan", str(place / "plan.json"), "--state", str(place / "state")],
-            })  # fmt: skip
+            runs.append(
+                {
+                    "port": free_port(),
+                    "arguments": [
+                        "--model",
+                        str(folder / "model"),
+                        "--dataset",
+                        str(folder / "data"),
+                        "--settings",
+                        str(settings),
+                        "--round",
+                        "0",
+                        "--out",
+                        str(place / "out"),
+                        "--plan",
+                        str(place / "plan.json"),
+                        "--state",
+                        str(place / "state"),
+                    ],
+                }
+            )
     (folder / "runs.json").write_text(json.dumps(runs))
     slow = {"SLOW_FACTORS": ",".join(map(str, factors)), "SLOW_UNITS": json.dumps(sleeps)}
     together(["tests.bench.slow_rank", str(folder / "runs.json")], [slow] * RANKS)
@@ -174,7 +229,7 @@ def compared(whole: Problem, plans: dict[str, Plan], real: dict[str, list[float]
 def main() -> int:
     top = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     top.add_argument("--settings", nargs="+", choices=tuple(SETTINGS), default=tuple(SETTINGS))
-    top.add_argument("--factors", nargs="+", default=["1,2,4,1", "1,1,3,3"], help="slowness of the four ranks")  # fmt: skip
+    top.add_argument("--factors", nargs="+", default=["1,2,4,1", "1,1,3,3"], help="slowness of the four ranks")
     top.add_argument("--steps", type=int, default=4, help="optimizer steps a run (default 4)")
     top.add_argument("--repeats", type=int, default=2, help="runs of every plan, in turns (default 2)")
     top.add_argument("--seconds", type=float, default=3.0, help="of planning (default 3)")

@@ -18,12 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from coordinator.simulation.federation import Federation, Queue, Site, simulate_federation
-from coordinator.simulation.iteration import simulate_layout
-from coordinator.simulation.layout import Layout
-from coordinator.simulation.policies import ExchangeCosts, plain_steps, simulate_policy
-from facility.exchange.emulation import Emulation
-from facility.exchange.synchronising import SyncSettings
+from coordinator.simulation.facilities import Federation, Queue, Site, simulate_federation
+from coordinator.simulation.pipelines.iteration import simulate_layout
+from coordinator.simulation.pipelines.layout import Layout
+from coordinator.simulation.replicas import ExchangeCosts, plain_steps, simulate_policy
+from facility.exchange.messages.emulation import Emulation
+from facility.exchange.messages.sync import SyncSettings
 from tests.simulation.layouts import uniform
 
 CASES = Path(__file__).resolve().parents[3] / "shared" / "facts" / "planning"
@@ -58,7 +58,15 @@ def schedules() -> list[Row]:
         for schedule in ("gpipe", "1f1b")
     }
     ratio = held["gpipe"] / held["1f1b"]
-    rows.append(row("PipeDream-Flush, arXiv 2104.04473", "activations in flight, GPipe over 1F1B", "M / S = 4", ratio, ratio == 4))  # fmt: skip
+    rows.append(
+        row(
+            "PipeDream-Flush, arXiv 2104.04473",
+            "activations in flight, GPipe over 1F1B",
+            "M / S = 4",
+            ratio,
+            ratio == 4,
+        )
+    )
     return rows
 
 
@@ -77,10 +85,18 @@ def policies() -> list[Row]:
     rows = []
     cases = (
         ("no heterogeneity", Emulation(), {"partial_reduce": 1.08, "adpsgd_blocking": 1.08}),
-        ("stall 0.1 s, p = 0.1", Emulation(probability=0.1, seconds=0.1), {"partial_reduce": 1.35, "adpsgd_blocking": 1.17}),
-        ("stall 0.2 s, p = 0.1", Emulation(probability=0.1, seconds=0.2), {"partial_reduce": 1.57, "adpsgd_blocking": 1.23}),
+        (
+            "stall 0.1 s, p = 0.1",
+            Emulation(probability=0.1, seconds=0.1),
+            {"partial_reduce": 1.35, "adpsgd_blocking": 1.17},
+        ),
+        (
+            "stall 0.2 s, p = 0.1",
+            Emulation(probability=0.1, seconds=0.2),
+            {"partial_reduce": 1.57, "adpsgd_blocking": 1.23},
+        ),
         ("one worker 5x slower", Emulation(factors=(5.0,)), {"partial_reduce": 3.79, "adpsgd_blocking": 1.01}),
-    )  # fmt: skip
+    )
     for name, emulation, expected in cases:
         step = plain_steps(emulation, 0.07, 0.14)
         base = simulate_policy(SyncSettings(), 8, step, steps=400, costs=costs).updates_per_second
@@ -88,12 +104,24 @@ def policies() -> list[Row]:
             settings = SyncSettings(policy=policy, bound=10, step="own", patience=0.0)  # type: ignore[arg-type]
             found = simulate_policy(settings, 8, step, steps=400, costs=costs).updates_per_second / base
             agrees = abs(found / elsewhere - 1) < 0.1
-            rows.append(row("SDPipe, PVLDB 16(9)", f"{policy} over all-reduce, {name}", f"{elsewhere} (elsewhere)", found, agrees))  # fmt: skip
+            rows.append(
+                row(
+                    "SDPipe, PVLDB 16(9)",
+                    f"{policy} over all-reduce, {name}",
+                    f"{elsewhere} (elsewhere)",
+                    found,
+                    agrees,
+                )
+            )
     step = plain_steps(Emulation(probability=0.1, seconds=0.2), 0.07, 0.14)
     base = simulate_policy(SyncSettings(), 8, step, steps=400, costs=costs).updates_per_second
     published = SyncSettings(policy="partial_reduce", step="own", patience=0.0)
     best = simulate_policy(published, 8, step, steps=400, costs=costs).updates_per_second
-    rows.append(row("Partial Reduce, SIGMOD 2021", "over all-reduce, stalls", "1.21 to 2", best / base, 1.21 <= best / base <= 2))  # fmt: skip
+    rows.append(
+        row(
+            "Partial Reduce, SIGMOD 2021", "over all-reduce, stalls", "1.21 to 2", best / base, 1.21 <= best / base <= 2
+        )
+    )
     return rows
 
 
@@ -126,7 +154,9 @@ def placement(cases: Path) -> list[Row]:
 
     regions = np.arange(64).reshape(8, 8)  # eight devices of a region follow one another
     random = np.random.default_rng(0)
-    by_chance = float(np.median([simulate_layout(layout(random.permutation(64).reshape(8, 8))).iteration_seconds for _ in range(20)]))  # fmt: skip
+    by_chance = float(
+        np.median([simulate_layout(layout(random.permutation(64).reshape(8, 8))).iteration_seconds for _ in range(20)])
+    )
     # Regions by number: Oregon, Virginia, Ohio, Tokyo, Seoul, London, Frankfurt, Ireland.
     path = [4, 3, 2, 7, 6, 5, 1, 0]
     one_region_a_stage = simulate_layout(layout(regions[path])).iteration_seconds
@@ -137,10 +167,28 @@ def placement(cases: Path) -> list[Row]:
     )
     near = simulate_layout(data_centre).iteration_seconds
     return [
-        row(work, "random ranks over the best layout (seconds of an iteration)", "much slower; 2.8 (elsewhere)", by_chance / one_region_a_stage, by_chance > 1.5 * one_region_a_stage),
-        row(work, "one region a stage over one device of every region a stage", "0.62 (elsewhere; their cost prefers the latter kind)", one_region_a_stage / one_device_a_region, one_region_a_stage < one_device_a_region),
-        row(work, "the same over a data centre's network", "1.7 to 2.3 slower over 100x slower links, with four times the computing", one_region_a_stage / near, None),
-    ]  # fmt: skip
+        row(
+            work,
+            "random ranks over the best layout (seconds of an iteration)",
+            "much slower; 2.8 (elsewhere)",
+            by_chance / one_region_a_stage,
+            by_chance > 1.5 * one_region_a_stage,
+        ),
+        row(
+            work,
+            "one region a stage over one device of every region a stage",
+            "0.62 (elsewhere; their cost prefers the latter kind)",
+            one_region_a_stage / one_device_a_region,
+            one_region_a_stage < one_device_a_region,
+        ),
+        row(
+            work,
+            "the same over a data centre's network",
+            "1.7 to 2.3 slower over 100x slower links, with four times the computing",
+            one_region_a_stage / near,
+            None,
+        ),
+    ]
 
 
 def federations() -> list[Row]:
@@ -148,13 +196,26 @@ def federations() -> list[Row]:
     rows = []
     queue = Queue(kind="chance", seconds=3600, probability=0.15, draws=2)
     base = 0.0
-    for policy, quorum, elsewhere in (("synchronous", 0, 1.0), ("quorum", 3, 1.28), ("quorum", 2, 1.44), ("asynchronous", 0, 1.69)):  # fmt: skip
+    for policy, quorum, elsewhere in (
+        ("synchronous", 0, 1.0),
+        ("quorum", 3, 1.28),
+        ("quorum", 2, 1.44),
+        ("asynchronous", 0, 1.69),
+    ):
         site = Site(count=4, train_seconds=1800, train_spread=0.1, queue=queue)
         run = Federation(rounds=4000, facilities=[site], policy=policy, quorum=quorum)  # type: ignore[arg-type]
         found = simulate_federation(run).updates_per_hour
         base = base or found
         what = f"{policy} {quorum or ''} over waiting for all: updates an hour".replace("  ", " ")
-        rows.append(row("four sites with queues", what, f"{elsewhere} (elsewhere)", found / base, abs(found / base / elsewhere - 1) < 0.05))  # fmt: skip
+        rows.append(
+            row(
+                "four sites with queues",
+                what,
+                f"{elsewhere} (elsewhere)",
+                found / base,
+                abs(found / base / elsewhere - 1) < 0.05,
+            )
+        )
     return rows
 
 
@@ -169,7 +230,16 @@ def main() -> int:
             verdict = {True: "agrees", False: "differs", None: ""}[item["agrees"]]
             print(f"| {item['work']} | {item['what']} | {item['published']} | {item['simulated']:.3f} | {verdict} |")
     else:
-        print(json.dumps({"rows": rows, "agree": sum(r["agrees"] is True for r in rows), "of": sum(r["agrees"] is not None for r in rows)}, indent=2))  # fmt: skip
+        print(
+            json.dumps(
+                {
+                    "rows": rows,
+                    "agree": sum(r["agrees"] is True for r in rows),
+                    "of": sum(r["agrees"] is not None for r in rows),
+                },
+                indent=2,
+            )
+        )
     return 0
 
 

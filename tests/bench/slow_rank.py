@@ -44,8 +44,8 @@ def seconds(first: int, end: int, sequences: int) -> tuple[float, float]:
 
 def slowed() -> None:
     """Wrap the trainer's stages, and its model where it is whole."""
-    from facility.training.compute import Whole
-    from facility.training.layout.split import Stage
+    from facility.training.parallel.compute import Whole
+    from facility.training.parallel.split import Stage
 
     run, whole = Stage.forward, Whole._forward
 
@@ -83,7 +83,7 @@ def runs() -> int:
 
 
 if __name__ == "__main__":
-    from facility.training.ranks import end
+    from facility.training.parallel.ranks import end
 
     slowed()
     end(runs)

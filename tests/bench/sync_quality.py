@@ -29,8 +29,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from facility.exchange.emulation import Emulation
-from facility.exchange.synchronising import SyncSettings
+from facility.exchange.messages.emulation import Emulation
+from facility.exchange.messages.sync import SyncSettings
 
 DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data"
 WORKERS, BLOCK, BATCH = 4, 64, 8
@@ -71,11 +71,19 @@ def build_model(tied: bool) -> Any:
     torch.manual_seed(0)
     return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=256, hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=4, max_position_embeddings=BLOCK, tie_word_embeddings=tied, bos_token_id=0,
-            eos_token_id=0, use_cache=False,
+            vocab_size=256,
+            hidden_size=64,
+            intermediate_size=160,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            max_position_embeddings=BLOCK,
+            tie_word_embeddings=tied,
+            bos_token_id=0,
+            eos_token_id=0,
+            use_cache=False,
         )
-    )  # fmt: skip
+    )
 
 
 def pretrain(steps: int, file: Path) -> float:
@@ -114,8 +122,8 @@ def shape(done: float) -> float:
 def train(rank: int, store: Any, job: dict[str, Any], data: Any, validation: Any, tag: str) -> dict[str, Any]:
     import torch
 
-    from facility.sync.policy import Place, connect
-    from facility.sync.sampling import ReplicaOrder
+    from facility.sync.protocol import Place, connect
+    from facility.sync.runtime.sampling import ReplicaOrder
     from tests.bench.quality_stages import sleep_until, train_stages
 
     emulation = dataclasses.replace(ROWS[job["row"]], seed=ROWS[job["row"]].seed + 100 * job["seed"])
@@ -128,14 +136,32 @@ def train(rank: int, store: Any, job: dict[str, Any], data: Any, validation: Any
         return float(job["rate"] * (1.0 if job["constant"] else shape((progress + 0.5) / job["horizon"])))
 
     if job["row"] == PIPELINED:
-        result = train_stages(rank, store, job, model, data, tag, pipelines=WORKERS, batch=BATCH, emulation=emulation,
-                              passes=(FORWARD, BACKWARD), rate=rate)  # fmt: skip
+        result = train_stages(
+            rank,
+            store,
+            job,
+            model,
+            data,
+            tag,
+            pipelines=WORKERS,
+            batch=BATCH,
+            emulation=emulation,
+            passes=(FORWARD, BACKWARD),
+            rate=rate,
+        )
         return result | {"loss": validated(model, validation) if rank == 0 else 0.0}
     optimizer = torch.optim.AdamW(model.parameters(), lr=job["rate"])
     settings = SyncSettings(policy=job["policy"], missing_seconds=60.0, **job["options"])
     order = ReplicaOrder(policy="strided", sequences=len(data), replica=rank, replicas=WORKERS, seed=job["seed"])
-    sync = connect(settings, place=Place(replica=rank, replicas=WORKERS), parameters=list(model.parameters()),
-                   steps=job["steps"], store=store, optimizer=optimizer, namespace=tag)  # fmt: skip
+    sync = connect(
+        settings,
+        place=Place(replica=rank, replicas=WORKERS),
+        parameters=list(model.parameters()),
+        steps=job["steps"],
+        store=store,
+        optimizer=optimizer,
+        namespace=tag,
+    )
     begin, step = time.monotonic(), 0
     since = begin  # the last exchange: the optimizer's step counts with the passes that follow
     while sync.wants_more() and (not job["seconds"] or time.monotonic() - begin < job["seconds"]):
@@ -232,8 +258,16 @@ def main() -> int:
     began = pretrain(a.pretrain, start) if a.pretrain else 0.0
     jobs = []
     for row in a.rows:
-        common = {"row": row, "steps": a.steps, "horizon": a.steps, "rate": a.rate, "constant": a.constant, "seed": a.seed,
-                  "seconds": 0.0, "start": str(start) if a.pretrain else ""}  # fmt: skip
+        common = {
+            "row": row,
+            "steps": a.steps,
+            "horizon": a.steps,
+            "rate": a.rate,
+            "constant": a.constant,
+            "seed": a.seed,
+            "seconds": 0.0,
+            "start": str(start) if a.pretrain else "",
+        }
         jobs.append(common | {"policy": "allreduce", "options": {}, "equal": ""})
         for policy in a.policies:
             for equal in ("updates",) if a.no_time else ("updates", "time"):
@@ -243,7 +277,9 @@ def main() -> int:
         port = probe.getsockname()[1]
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")  # see CONTRIBUTING.md: torch's store asks for names
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "transformers.models.llama.modeling_llama", "facility.sync.registry"])
+    context.set_forkserver_preload(
+        ["torch", "transformers.models.llama.modeling_llama", "facility.sync.policies.registry"]
+    )
     queue = context.Queue()
     world = WORKERS * (2 if PIPELINED in a.rows else 1)
     processes = [context.Process(target=worker, args=(r, world, port, a.language, jobs, queue)) for r in range(world)]
@@ -258,10 +294,12 @@ def main() -> int:
         result = found[number]
         report = result["report"]
         entry = {
-            "loss": round(result["loss"], 5), "seconds": round(result["seconds"], 2),
-            "updates": sum(report["updates"].values()), "by_member": report["updates"],
+            "loss": round(result["loss"], 5),
+            "seconds": round(result["seconds"], 2),
+            "updates": sum(report["updates"].values()),
+            "by_member": report["updates"],
             "mean_group": report["mean_group"],
-        }  # fmt: skip
+        }
         row = rows.setdefault(job["row"], {})
         if job["policy"] == "allreduce":
             row["allreduce"] = entry
@@ -270,11 +308,22 @@ def main() -> int:
             row[f"{job['policy']}, equal {job['equal']}"] = entry
     result = {
         "what": "validation loss (nats per byte) of the averaged model",
-        "settings": {"workers": WORKERS, "block": BLOCK, "batch": BATCH, "steps": a.steps, "rate": a.rate,
-                     "constant": a.constant, "pretrained steps": a.pretrain, "loss there": round(began, 4),
-                     "language": a.language, "seed": a.seed, **options["partial_reduce"]},
-        "machine": f"{os.cpu_count()} cores", "rows": rows,
-    }  # fmt: skip
+        "settings": {
+            "workers": WORKERS,
+            "block": BLOCK,
+            "batch": BATCH,
+            "steps": a.steps,
+            "rate": a.rate,
+            "constant": a.constant,
+            "pretrained steps": a.pretrain,
+            "loss there": round(began, 4),
+            "language": a.language,
+            "seed": a.seed,
+            **options["partial_reduce"],
+        },
+        "machine": f"{os.cpu_count()} cores",
+        "rows": rows,
+    }
     print(json.dumps(result, indent=2))
     if a.out:
         a.out.write_text(json.dumps(result, indent=2) + "\n")

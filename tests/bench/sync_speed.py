@@ -2,8 +2,8 @@
 
 Eight workers (or four pipelines of four stages, never flushed) are real processes that exchange real tensors over
 gloo; a forward and a backward pass are sleeps of 70 and 140 ms with 2 % jitter, stalled and slowed by the shared law
-(`facility.exchange.emulation`). All rows and policies of a call run in the same processes one after the other. Beside
-each figure stands what the simulator predicts for the same stalls (`coordinator.simulation.policies`).
+(`facility.exchange.messages.emulation`). All rows and policies of a call run in the same processes one after the other. Beside
+each figure stands what the simulator predicts for the same stalls (`coordinator.simulation.replicas`).
 
     python tests/bench/sync_speed.py --steps 40 --out sync_speed.json
 """
@@ -26,8 +26,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from facility.exchange.emulation import Emulation, uniform
-from facility.exchange.synchronising import SyncSettings
+from facility.exchange.messages.emulation import Emulation, uniform
+from facility.exchange.messages.sync import SyncSettings
 
 FORWARD, BACKWARD, JITTER = 0.070, 0.140, 0.02
 ELEMENTS = 250_000
@@ -101,7 +101,7 @@ class SleepingStage:
 
 def ring_seconds(row: str, members: int) -> float:
     """Of an exchange over the row's emulated link; 0 where it has none."""
-    from facility.sync.replica import ring_bytes
+    from facility.sync.runtime.replica import ring_bytes
 
     size, speed = WIRE.get(row, (0, 1.0))
     return ring_bytes(size, members) / speed
@@ -110,7 +110,7 @@ def ring_seconds(row: str, members: int) -> float:
 @contextlib.contextmanager
 def emulated_link(row: str) -> Iterator[None]:
     """Exchanges of parameters take at least as long as over the row's link."""
-    from facility.sync.process_groups import Channel
+    from facility.sync.runtime.process_groups import Channel
 
     start, wait, ends = Channel.start_all_reduce, Channel.wait, {}
 
@@ -138,8 +138,8 @@ def run_row(rank: int, store: Any, row: str, policy: str, options: dict[str, Any
     import torch
     import torch.distributed as dist
 
-    from facility.sync.pipedream import run
-    from facility.sync.policy import Place, connect
+    from facility.sync.protocol import Place, connect
+    from tests.reproductions.pipedream import run
 
     emulation, replicas, stages = (Emulation(), *CALIBRATION[row]) if row in CALIBRATION else ROWS[row]
     if rank >= replicas * stages:
@@ -223,15 +223,15 @@ def worker(rank: int, world: int, port: int, jobs: list[tuple], queue: Any) -> N
 
 def solo(stages: int, steps: int) -> float:
     """Updates per second of an undisturbed worker of so many stages that exchanges with nobody."""
-    from coordinator.simulation.endless import simulate_endless
+    from tests.reproductions.endless import simulate_endless
 
     return simulate_endless(SyncSettings(), 1, stages, lambda r, s, draw: compute(Emulation(), r, s, draw), steps=steps)
 
 
 def predict(row: str, policy: str, options: dict[str, Any], steps: int, costs: dict[str, float]) -> float:
     """The simulator's updates per second for the same stalls and the measured costs of an exchange."""
-    from coordinator.simulation.endless import simulate_endless
-    from coordinator.simulation.policies import ExchangeCosts, simulate_policy
+    from coordinator.simulation.replicas import ExchangeCosts, simulate_policy
+    from tests.reproductions.endless import simulate_endless
 
     emulation, replicas, stages = ROWS[row]
     settings = settings_of(policy, options)
@@ -294,7 +294,7 @@ def main() -> int:
         port = probe.getsockname()[1]
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")  # see CONTRIBUTING.md: torch's store asks for names
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "facility.sync.registry"])
+    context.set_forkserver_preload(["torch", "facility.sync.policies.registry"])
     queue = context.Queue()
     processes = [context.Process(target=worker, args=(r, world, port, jobs, queue)) for r in range(world)]
     for process in processes:
@@ -326,12 +326,18 @@ def main() -> int:
         table.setdefault(row, {})[policy] = entry
     result = {
         "what": "updates per second, compute emulated by sleeping; ratios within one call",
-        "settings": {"forward_seconds": FORWARD, "backward_seconds": BACKWARD, "elements": ELEMENTS, "steps": arguments.steps, **options},
+        "settings": {
+            "forward_seconds": FORWARD,
+            "backward_seconds": BACKWARD,
+            "elements": ELEMENTS,
+            "steps": arguments.steps,
+            **options,
+        },
         "machine": f"{os.cpu_count()} cores",
         "measured_exchange_seconds": {name: round(seconds, 5) for name, seconds in costs.items()},
         "rows": table,
         "emulation": {row: dataclasses.asdict(ROWS[row][0]) for row in arguments.rows},
-    }  # fmt: skip
+    }
     text = json.dumps(result, indent=2)
     print(text)
     if arguments.out:

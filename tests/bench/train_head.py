@@ -27,29 +27,62 @@ sys.path.insert(0, str(ROOT))
 def imported_bytes() -> int:
     """Resident memory of a process that has imported what the trainer imports."""
     code = "import resource, facility.train, transformers.models.llama.modeling_llama, peft; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
-    output = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True,
-                            text=True, check=True).stdout  # fmt: skip
+    output = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
     return int(output) * 1024
 
 
 def turn(folder: Path, way: str, a: argparse.Namespace) -> dict[str, float]:
     """One round; its peak memory in bytes and its tokens a second."""
-    from facility.exchange.report import read_report
+    from facility.exchange.messages.report import read_report
 
-    settings = {"federation": "bench", "facility": "here", "rounds": 1, "seed": 0, "training": {
-        "steps": a.steps, "batch_sequences": a.sequences, "device": "cpu", "threads": a.threads, "evaluation_sequences": 1,
-        "keep_optimizer": False, "chunked_loss": way,
-    }}  # fmt: skip
+    settings = {
+        "federation": "bench",
+        "facility": "here",
+        "rounds": 1,
+        "seed": 0,
+        "training": {
+            "steps": a.steps,
+            "batch_sequences": a.sequences,
+            "device": "cpu",
+            "threads": a.threads,
+            "evaluation_sequences": 1,
+            "keep_optimizer": False,
+            "chunked_loss": way,
+        },
+    }
     (folder / "settings.json").write_text(json.dumps(settings))
     out = folder / "out"
     shutil.rmtree(out, ignore_errors=True)
-    command = [sys.executable, "-m", "facility.train", "--model", str(folder / "model"), "--dataset", str(folder / "data"),
-               "--settings", str(folder / "settings.json"), "--round", "0", "--out", str(out), "--state",
-               str(folder / "state")]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "facility.train",
+        "--model",
+        str(folder / "model"),
+        "--dataset",
+        str(folder / "data"),
+        "--settings",
+        str(folder / "settings.json"),
+        "--round",
+        "0",
+        "--out",
+        str(out),
+        "--state",
+        str(folder / "state"),
+    ]
     subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True, capture_output=True)
     report = read_report(out)
-    return {"peak_memory_bytes": report.peak_memory_bytes, "training_loss": report.training_loss,
-            "tokens_per_second": report.details["tokens_per_second_steady"]}  # fmt: skip
+    return {
+        "peak_memory_bytes": report.peak_memory_bytes,
+        "training_loss": report.training_loss,
+        "tokens_per_second": report.details["tokens_per_second_steady"],
+    }
 
 
 def main() -> None:
@@ -69,10 +102,17 @@ def main() -> None:
 
     folder = Path(tempfile.mkdtemp(prefix="train-head-"))
     try:
-        model = AutoModelForCausalLM.from_config(LlamaConfig(
-            hidden_size=a.hidden, intermediate_size=4 * a.hidden, num_hidden_layers=a.layers, num_attention_heads=4,
-            vocab_size=a.vocabulary, max_position_embeddings=a.tokens, tie_word_embeddings=True,
-        ))  # fmt: skip
+        model = AutoModelForCausalLM.from_config(
+            LlamaConfig(
+                hidden_size=a.hidden,
+                intermediate_size=4 * a.hidden,
+                num_hidden_layers=a.layers,
+                num_attention_heads=4,
+                vocab_size=a.vocabulary,
+                max_position_embeddings=a.tokens,
+                tie_word_embeddings=True,
+            )
+        )
         model.save_pretrained(folder / "model")
         parameters = sum(p.numel() for p in model.parameters())
         del model
@@ -83,14 +123,25 @@ def main() -> None:
             for way, results in turns.items():
                 results.append(turn(folder, way, a))
         result: dict[str, Any] = {
-            way: {"peak_megabytes": max(r["peak_memory_bytes"] for r in results) / 1e6,
-                  "above_megabytes": (max(r["peak_memory_bytes"] for r in results) - floor) / 1e6,
-                  "tokens_per_second": statistics.median(r["tokens_per_second"] for r in results),
-                  "training_loss": results[0]["training_loss"]}
+            way: {
+                "peak_megabytes": max(r["peak_memory_bytes"] for r in results) / 1e6,
+                "above_megabytes": (max(r["peak_memory_bytes"] for r in results) - floor) / 1e6,
+                "tokens_per_second": statistics.median(r["tokens_per_second"] for r in results),
+                "training_loss": results[0]["training_loss"],
+            }
             for way, results in turns.items()
-        }  # fmt: skip
-        print(json.dumps({"parameters": parameters, "settings": vars(a), "logits_megabytes": 4 * a.sequences * a.tokens * a.vocabulary / 1e6,
-                          "result": result}, indent=2))  # fmt: skip
+        }
+        print(
+            json.dumps(
+                {
+                    "parameters": parameters,
+                    "settings": vars(a),
+                    "logits_megabytes": 4 * a.sequences * a.tokens * a.vocabulary / 1e6,
+                    "result": result,
+                },
+                indent=2,
+            )
+        )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -52,16 +52,16 @@ class Watch:
 def measure(rank: int, world: int, model: str, out: str) -> dict[str, Any]:
     import torch
 
-    from facility.exchange.checkpoint import open_checkpoint
-    from facility.exchange.settings import TrainingSettings
-    from facility.training.arrange import from_settings
-    from facility.training.assemble import assemble, draw
-    from facility.training.clock import Clock
-    from facility.training.load import load_parts
+    from facility.exchange.checkpoints.checkpoint import open_checkpoint
+    from facility.exchange.messages.settings import TrainingSettings
+    from facility.training.data.tasks import CausalLM
     from facility.training.model import choose_attention, read_config
-    from facility.training.ranks import barrier, from_environment
-    from facility.training.save import create_files, plan_files, write_parts
-    from facility.training.tasks import CausalLM
+    from facility.training.monitor.clock import Clock
+    from facility.training.parallel.arrange import from_settings
+    from facility.training.parallel.assemble import assemble, draw
+    from facility.training.parallel.ranks import barrier, from_environment
+    from facility.training.state.load import load_parts
+    from facility.training.state.save import create_files, plan_files, write_parts
 
     settings, ranks, task = TrainingSettings(device="cpu"), from_environment("cpu"), CausalLM()
     config, checkpoint = read_config(Path(model)), open_checkpoint(Path(model))
@@ -89,11 +89,14 @@ def measure(rank: int, world: int, model: str, out: str) -> dict[str, Any]:
     save_peak, saved = watch.stop(), time.perf_counter()
     barrier(ranks)
     return {
-        "rank": rank, "shard_bytes": sum(p.tensor.numel() * 4 for p in held.parts),
-        "load_peak_bytes": load_peak - before, "save_peak_bytes": save_peak - settled,
-        "load_seconds": round(loaded - began, 3), "save_seconds": round(saved - began_save, 3),
+        "rank": rank,
+        "shard_bytes": sum(p.tensor.numel() * 4 for p in held.parts),
+        "load_peak_bytes": load_peak - before,
+        "save_peak_bytes": save_peak - settled,
+        "load_seconds": round(loaded - began, 3),
+        "save_seconds": round(saved - began_save, 3),
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-    }  # fmt: skip
+    }
 
 
 def main() -> None:
@@ -111,10 +114,16 @@ def main() -> None:
         import torch
         from transformers import AutoModelForCausalLM, LlamaConfig
 
-        model = AutoModelForCausalLM.from_config(LlamaConfig(
-            hidden_size=arguments.hidden, intermediate_size=4 * arguments.hidden, num_hidden_layers=arguments.layers,
-            num_attention_heads=16, vocab_size=arguments.vocabulary,
-        ), dtype=torch.bfloat16)  # fmt: skip
+        model = AutoModelForCausalLM.from_config(
+            LlamaConfig(
+                hidden_size=arguments.hidden,
+                intermediate_size=4 * arguments.hidden,
+                num_hidden_layers=arguments.layers,
+                num_attention_heads=16,
+                vocab_size=arguments.vocabulary,
+            ),
+            dtype=torch.bfloat16,
+        )
         model.save_pretrained(folder / "model", max_shard_size="200MB")
         parameters = sum(p.numel() for p in model.parameters())
         del model
@@ -123,10 +132,18 @@ def main() -> None:
             results[str(world)] = run_distributed(
                 measure, world, str(folder / "model"), str(folder / f"out-{world}"), timeout=900
             )
-        print(json.dumps({
-            "parameters": parameters, "model_bytes_float32": 4 * parameters, "model_bytes_bfloat16": 2 * parameters,
-            "by_ranks": results, "cores": os.cpu_count(),
-        }, indent=2))  # fmt: skip
+        print(
+            json.dumps(
+                {
+                    "parameters": parameters,
+                    "model_bytes_float32": 4 * parameters,
+                    "model_bytes_bfloat16": 2 * parameters,
+                    "by_ranks": results,
+                    "cores": os.cpu_count(),
+                },
+                indent=2,
+            )
+        )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

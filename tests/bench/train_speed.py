@@ -36,8 +36,14 @@ def spawn(command: list[str], ranks: int) -> list[str]:
     for rank in range(ranks):
         variables = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         if ranks > 1:
-            variables |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1",
-                          "LOCAL_WORLD_SIZE": str(ranks), "MASTER_PORT": str(port)}  # fmt: skip
+            variables |= {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(ranks),
+                "LOCAL_RANK": str(rank),
+                "MASTER_ADDR": "127.0.0.1",
+                "LOCAL_WORLD_SIZE": str(ranks),
+                "MASTER_PORT": str(port),
+            }
         processes.append(
             subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         )
@@ -54,30 +60,82 @@ def spawn(command: list[str], ranks: int) -> list[str]:
 
 def ours(folder: Path, a: argparse.Namespace, kind: str) -> float:
     """Tokens a second of `facility.train`, first steps left out as for Trainer."""
-    from facility.exchange.report import read_report
+    from facility.exchange.messages.report import read_report
 
     layout = {"fsdp2": {}, "ddp": {"sharding": "NO_SHARD"}, "single": {}}[kind] | {"compile": a.compile}
-    settings = {"federation": "bench", "facility": "here", "rounds": 1, "seed": 0, "training": {
-        "steps": a.steps, "batch_sequences": a.batch, "micro_batch_sequences": a.micro, "learning_rate": 1e-4,
-        "compute_dtype": a.dtype, "device": a.device, "threads": a.threads, "evaluation_sequences": 1,
-        "keep_optimizer": False, "layout": layout,
-    }}  # fmt: skip
+    settings = {
+        "federation": "bench",
+        "facility": "here",
+        "rounds": 1,
+        "seed": 0,
+        "training": {
+            "steps": a.steps,
+            "batch_sequences": a.batch,
+            "micro_batch_sequences": a.micro,
+            "learning_rate": 1e-4,
+            "compute_dtype": a.dtype,
+            "device": a.device,
+            "threads": a.threads,
+            "evaluation_sequences": 1,
+            "keep_optimizer": False,
+            "layout": layout,
+        },
+    }
     (folder / "settings.json").write_text(json.dumps(settings))
     out = folder / "out"
     shutil.rmtree(out, ignore_errors=True)
-    spawn([sys.executable, "-m", "facility.train", "--model", str(folder / "model"), "--dataset", str(folder / "data"),
-           "--settings", str(folder / "settings.json"), "--round", "0", "--out", str(out), "--state",
-           str(folder / "state")], 1 if kind == "single" else a.ranks)  # fmt: skip
+    spawn(
+        [
+            sys.executable,
+            "-m",
+            "facility.train",
+            "--model",
+            str(folder / "model"),
+            "--dataset",
+            str(folder / "data"),
+            "--settings",
+            str(folder / "settings.json"),
+            "--round",
+            "0",
+            "--out",
+            str(out),
+            "--state",
+            str(folder / "state"),
+        ],
+        1 if kind == "single" else a.ranks,
+    )
     report = read_report(out)
     return float(report.details["tokens_per_second_steady"])
 
 
 def theirs(folder: Path, a: argparse.Namespace, kind: str) -> float:
     """Tokens a second of `Trainer`, from the end of its second step on."""
-    outputs = spawn([sys.executable, __file__, "--trainer", kind, "--folder", str(folder), "--steps", str(a.steps),
-                     "--batch", str(a.batch), "--micro", str(a.micro), "--dtype", a.dtype, "--device", a.device,
-                     "--ranks", str(a.ranks), "--threads", str(a.threads), *(["--compile"] if a.compile else [])],
-                    1 if kind == "single" else a.ranks)  # fmt: skip
+    outputs = spawn(
+        [
+            sys.executable,
+            __file__,
+            "--trainer",
+            kind,
+            "--folder",
+            str(folder),
+            "--steps",
+            str(a.steps),
+            "--batch",
+            str(a.batch),
+            "--micro",
+            str(a.micro),
+            "--dtype",
+            a.dtype,
+            "--device",
+            a.device,
+            "--ranks",
+            str(a.ranks),
+            "--threads",
+            str(a.threads),
+            *(["--compile"] if a.compile else []),
+        ],
+        1 if kind == "single" else a.ranks,
+    )
     return float(json.loads(outputs[0].strip().splitlines()[-1])["tokens_per_second"])
 
 
@@ -115,12 +173,28 @@ def run_trainer(a: argparse.Namespace) -> None:
             row = torch.from_numpy(ids[index].astype(np.int64))
             return {"input_ids": row, "labels": row}
 
-    trainer = Trainer(model=model, train_dataset=Blocks(), callbacks=[Clock()], args=TrainingArguments(
-        output_dir=str(Path(a.folder) / "trainer"), max_steps=a.steps, per_device_train_batch_size=micro,
-        gradient_accumulation_steps=per_rank // micro, learning_rate=1e-4, max_grad_norm=1.0, adam_beta2=0.95,
-        save_strategy="no", report_to=[], logging_steps=1_000_000, disable_tqdm=True, use_cpu=a.device == "cpu",
-        bf16=a.dtype == "bfloat16", torch_compile=a.compile, dataloader_pin_memory=a.device == "cuda",
-    ))  # fmt: skip
+    trainer = Trainer(
+        model=model,
+        train_dataset=Blocks(),
+        callbacks=[Clock()],
+        args=TrainingArguments(
+            output_dir=str(Path(a.folder) / "trainer"),
+            max_steps=a.steps,
+            per_device_train_batch_size=micro,
+            gradient_accumulation_steps=per_rank // micro,
+            learning_rate=1e-4,
+            max_grad_norm=1.0,
+            adam_beta2=0.95,
+            save_strategy="no",
+            report_to=[],
+            logging_steps=1_000_000,
+            disable_tqdm=True,
+            use_cpu=a.device == "cpu",
+            bf16=a.dtype == "bfloat16",
+            torch_compile=a.compile,
+            dataloader_pin_memory=a.device == "cuda",
+        ),
+    )
     trainer.train()
     if int(os.environ.get("RANK", "0")) == 0:
         tokens = (a.steps - 2) * a.batch * ids.shape[1]
@@ -156,10 +230,16 @@ def main() -> None:
 
     folder = Path(tempfile.mkdtemp(prefix="train-speed-"))
     try:
-        model = AutoModelForCausalLM.from_config(LlamaConfig(
-            hidden_size=a.hidden, intermediate_size=4 * a.hidden, num_hidden_layers=a.layers, num_attention_heads=8,
-            vocab_size=a.vocabulary, max_position_embeddings=a.tokens,
-        ))  # fmt: skip
+        model = AutoModelForCausalLM.from_config(
+            LlamaConfig(
+                hidden_size=a.hidden,
+                intermediate_size=4 * a.hidden,
+                num_hidden_layers=a.layers,
+                num_attention_heads=8,
+                vocab_size=a.vocabulary,
+                max_position_embeddings=a.tokens,
+            )
+        )
         model.save_pretrained(folder / "model")
         parameters = sum(p.numel() for p in model.parameters())
         write_dataset(folder / "data", train=a.batch * a.steps, block_tokens=a.tokens, vocabulary=a.vocabulary)

@@ -30,9 +30,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from streamflow.core.deployment import ExecutionLocation
 from streamflow.deployment.connector.ssh import SSHConnector
 
+from coordinator.streamflow_plugin import ssh as ours
 from coordinator.testbed import link, stand
 from coordinator.testbed.layout import Site, Testbed
-from coordinator.transfer import ssh as ours
 
 
 @contextlib.contextmanager
@@ -149,14 +149,23 @@ def speed(megabytes: int, repeats: int, streams: list[int]) -> dict:
     with testbed(["site-a"]) as (bed, here):
         site = bed.sites[0]
         model = checkpoint(here, megabytes)
-        ways = {"tar | ssh": by_tar(bed, site), "rsync -W": by_rsync(bed, site), "StreamFlow": by_connector(SSHConnector, bed, site),
-                "CrossFed": by_connector(ours.ParallelSSHConnector, bed, site)}  # fmt: skip
+        ways = {
+            "tar | ssh": by_tar(bed, site),
+            "rsync -W": by_rsync(bed, site),
+            "StreamFlow": by_connector(SSHConnector, bed, site),
+            "CrossFed": by_connector(ours.ParallelSSHConnector, bed, site),
+        }
         for count in streams:
             ways[f"CrossFed, {count} connections"] = by_connector(ours.ParallelSSHConnector, bed, site, count)
         found = compare(bed, site, here, model, ways, repeats)
     base = found["tar | ssh"]
-    return {"megabytes": megabytes, "MB/s": found, "ratio to tar | ssh": {
-        name: {way: round(value / base[way], 2) for way, value in row.items()} for name, row in found.items()}}  # fmt: skip
+    return {
+        "megabytes": megabytes,
+        "MB/s": found,
+        "ratio to tar | ssh": {
+            name: {way: round(value / base[way], 2) for way, value in row.items()} for name, row in found.items()
+        },
+    }
 
 
 def wan(megabytes: int, round_trip: float, streams: list[int]) -> dict:
@@ -172,8 +181,15 @@ def wan(megabytes: int, round_trip: float, streams: list[int]) -> dict:
         found = compare(bed, site, here, model, ways, 1)
     megabits = {name: {way: round(value * 8, 1) for way, value in row.items()} for name, row in found.items()}
     one = megabits["StreamFlow"]
-    return {"megabytes": megabytes, "round_trip_seconds": round(measured, 4), "link": how, "Mbit/s": megabits, "ratio to StreamFlow's one stream": {
-        name: {way: round(value / one[way], 2) for way, value in row.items()} for name, row in megabits.items()}}  # fmt: skip
+    return {
+        "megabytes": megabytes,
+        "round_trip_seconds": round(measured, 4),
+        "link": how,
+        "Mbit/s": megabits,
+        "ratio to StreamFlow's one stream": {
+            name: {way: round(value / one[way], 2) for way, value in row.items()} for name, row in megabits.items()
+        },
+    }
 
 
 def rounds(count: int, polling: int) -> dict:
@@ -182,8 +198,15 @@ def rounds(count: int, polling: int) -> dict:
     from tests.testbed.federation import federate
 
     with testbed(["site-a", "site-b"]) as (bed, here):
-        run = federate(bed, here / "federation", *prepare_sites(bed), name="bench", rounds=count, polling=polling,
-                       prelude="date +%s.%N >> ~/began; trap 'date +%s.%N >> ~/ended' EXIT")  # fmt: skip
+        run = federate(
+            bed,
+            here / "federation",
+            *prepare_sites(bed),
+            name="bench",
+            rounds=count,
+            polling=polling,
+            prelude="date +%s.%N >> ~/began; trap 'date +%s.%N >> ~/ended' EXIT",
+        )
         code = run.run()
         assert code == 0, run.text()
         began, ended = (
@@ -197,9 +220,16 @@ def rounds(count: int, polling: int) -> dict:
         )
     gaps = [min(after) - max(before) for before, after in zip(ended, began[1:], strict=False)]
     parts = [steps(run.log, number, max(ended[number])) for number in range(count - 1)]
-    return {"rounds": count, "polling_seconds": polling, "seconds_between_rounds": [round(gap, 2) for gap in gaps], "of_these": parts,
-            "beyond_polling_and_our_own_steps": [round(gap - part["noticing"] - part["receive"] - part["aggregate"], 2)
-                                                 for gap, part in zip(gaps, parts, strict=True)]}  # fmt: skip
+    return {
+        "rounds": count,
+        "polling_seconds": polling,
+        "seconds_between_rounds": [round(gap, 2) for gap in gaps],
+        "of_these": parts,
+        "beyond_polling_and_our_own_steps": [
+            round(gap - part["noticing"] - part["receive"] - part["aggregate"], 2)
+            for gap, part in zip(gaps, parts, strict=True)
+        ],
+    }
 
 
 def steps(log: list[str], number: int, last_end: float) -> dict[str, float]:

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coordinator.planning.problem import Problem
-from coordinator.planning.read import problem_from_json
+from coordinator.problem.problem import Problem
+from coordinator.problem.read import problem_from_json
 
 PUBLISHED = Path(__file__).resolve().parent.parent.parent.parent / "shared" / "facts" / "planning"
 """Cases published with arXiv 2206.01288 (github.com/DS3Lab/DT-FM) and arXiv 2202.11836 (hpcaitech/SkyComputing)."""

@@ -14,7 +14,7 @@ from coordinator import plan as command
 from coordinator.planning.budget import FacilityPace, budget_from_json, plan_budget
 from coordinator.planning.chain import Infeasible
 from facility.exchange.errors import ConfigurationError
-from facility.exchange.plan import Plan, write_plan
+from facility.exchange.messages.plan import Plan, write_plan
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -97,9 +97,14 @@ def test_bad_budgets(tmp_path):
 
 def test_a_plan_gives_the_pace(tmp_path):
     plan = Plan(
-        stages=1, replicas=2, grid=((0, 1),), stage_units=((0, 3),), micro_batches=(3, 5), micro_batch_samples=2,
+        stages=1,
+        replicas=2,
+        grid=((0, 1),),
+        stage_units=((0, 3),),
+        micro_batches=(3, 5),
+        micro_batch_samples=2,
         predicted_seconds=4.0,
-    )  # fmt: skip
+    )
     write_plan(tmp_path / "plan.json", plan)
     file = tmp_path / "round.json"
     file.write_text(json.dumps({"facilities": [{"name": "a", "plan": "plan.json"}], "round_samples": 160}))
@@ -109,8 +114,8 @@ def test_a_plan_gives_the_pace(tmp_path):
 
 def ran_federation(folder, steps=(20, 20)):
     """A federation.yml with an archive of three rounds: `a` is four times as fast as `b`; the first round was slow at both."""
-    from coordinator.archive import FacilityRow, RoundFile
-    from facility.exchange.durable import write_json
+    from coordinator.archive.rounds import FacilityRow, RoundFile
+    from facility.exchange.files.durable import write_json
 
     file = folder / "federation.yml"
     rows = "".join(
@@ -120,11 +125,17 @@ def ran_federation(folder, steps=(20, 20)):
     for number in range(3):
         found = [
             FacilityRow(
-                round=number, facility=name, status="ok", tokens=20 * 8 * 16, samples=160, steps=20,
-                seconds=10 + 20 * pace * (3 if number == 0 else 1), tokens_per_second=20 * 8 * 16 / (20 * pace * (3 if number == 0 else 1)),
+                round=number,
+                facility=name,
+                status="ok",
+                tokens=20 * 8 * 16,
+                samples=160,
+                steps=20,
+                seconds=10 + 20 * pace * (3 if number == 0 else 1),
+                tokens_per_second=20 * 8 * 16 / (20 * pace * (3 if number == 0 else 1)),
             )
             for name, pace in (("a", 1.0), ("b", 4.0))
-        ]  # fmt: skip
+        ]
         place = folder / "archive" / f"round-{number:04d}"
         place.mkdir(parents=True)
         write_json(
@@ -134,8 +145,8 @@ def ran_federation(folder, steps=(20, 20)):
 
 
 def test_the_work_of_a_federation_from_its_own_rounds(tmp_path):
-    from coordinator.federation import read_federation
-    from coordinator.work import plan_work
+    from coordinator.config.federation import read_federation
+    from coordinator.planning.work import plan_work
 
     federation = read_federation(ran_federation(tmp_path))
     found = plan_work(federation)
@@ -148,8 +159,8 @@ def test_the_work_of_a_federation_from_its_own_rounds(tmp_path):
 
 
 def test_steps_in_use_stay_unless_the_round_gets_shorter_by_the_stated_share(tmp_path):
-    from coordinator.federation import read_federation
-    from coordinator.work import plan_work
+    from coordinator.config.federation import read_federation
+    from coordinator.planning.work import plan_work
 
     federation = read_federation(ran_federation(tmp_path, steps=(33, 8)))
     kept = plan_work(federation, gain=0.05)

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from coordinator.planning.chain import Chain, Infeasible
 from coordinator.planning.dynamic import plan_dynamic
 from coordinator.planning.even import even_spans, plan_even
-from coordinator.planning.exact import plan_exact_in_order
-from coordinator.planning.exact_free import _decide_by_counts, granular_bound, plan_exact
-from coordinator.planning.exact_periodic import decide_periodic, find_period
-from coordinator.planning.problem import ChainProblem
-from coordinator.planning.read import read_problem
+from coordinator.planning.exact.contiguous import plan_exact_in_order
+from coordinator.planning.exact.free_order import _decide_by_counts, granular_bound, plan_exact
+from coordinator.planning.exact.periodic import decide_periodic, find_period
+from coordinator.problem.problem import ChainProblem
+from coordinator.problem.read import read_problem
 from tests.planning.cases import published
 
 

@@ -9,16 +9,16 @@ import pytest
 
 from coordinator.planning.chain import Infeasible
 from coordinator.planning.emit import plan_on, simulated_seconds
-from coordinator.planning.joint import one_pipeline, plan_joint
-from coordinator.planning.joint_bound import joint_bound
-from coordinator.planning.joint_cost import Cost, Layouts
-from coordinator.planning.joint_starts import best_cuts, even_cuts, even_share
-from coordinator.planning.problem import Problem
-from coordinator.planning.read import problem_from_json
+from coordinator.planning.joint.bound import joint_bound
+from coordinator.planning.joint.cost import Cost, Layouts
+from coordinator.planning.joint.plan import one_pipeline, plan_joint
+from coordinator.planning.joint.starts import best_cuts, even_cuts, even_share
 from coordinator.planning.replan import replan
 from coordinator.planning.solve import placed, solve
 from coordinator.planning.stop import Stop
-from coordinator.simulation.plans import simulate
+from coordinator.problem.problem import Problem
+from coordinator.problem.read import problem_from_json
+from coordinator.simulation.pipelines.plans import simulate
 from facility.exchange.errors import ConfigurationError
 from tests.planning.cases import heterogeneous, problem, whole
 
@@ -52,9 +52,14 @@ def test_the_bound_holds_for_any_layout():
         grid = rng.permutation(6).reshape(3, 2)
         cuts = even_cuts(len(one.units), 3)
         plan = plan_on(
-            one, grid.tolist(), list(zip(cuts[:-1], cuts[1:], strict=True)), micro_batches=[8, 8],
-            micro_batch_samples=1, schedule="gpipe", sync="allreduce",
-        )  # fmt: skip
+            one,
+            grid.tolist(),
+            list(zip(cuts[:-1], cuts[1:], strict=True)),
+            micro_batches=[8, 8],
+            micro_batch_samples=1,
+            schedule="gpipe",
+            sync="allreduce",
+        )
         assert simulate(one, plan).iteration_seconds >= bound
 
 
@@ -71,9 +76,14 @@ def test_surrogate_agrees_with_the_simulator(schedule, tolerance, sync):
         share = rng.multinomial(28, [0.5, 0.5]) + 2
         mine = float(cost.seconds(Layouts(line[None], cuts[None], share[None]))[0])
         plan = plan_on(
-            one, line.reshape(3, 2).tolist(), list(zip(cuts[:-1], cuts[1:], strict=True)), micro_batches=share.tolist(),
-            micro_batch_samples=1, schedule=schedule, sync=sync,
-        )  # fmt: skip
+            one,
+            line.reshape(3, 2).tolist(),
+            list(zip(cuts[:-1], cuts[1:], strict=True)),
+            micro_batches=share.tolist(),
+            micro_batch_samples=1,
+            schedule=schedule,
+            sync=sync,
+        )
         result = simulate(one, plan)
         if schedule == "gpipe":
             bare = replace(one, units=tuple(replace(u, parameter_bytes=0) for u in one.units))

@@ -11,24 +11,29 @@ from hypothesis import strategies as st
 
 from coordinator.planning.chain import Infeasible
 from coordinator.planning.emit import plan_on, simulated_seconds
-from coordinator.planning.joint import plan_joint
-from coordinator.planning.joint_bound import joint_bound
-from coordinator.planning.joint_cost import Cost, Layouts
-from coordinator.planning.problem import Problem
-from coordinator.planning.read import problem_from_json
-from coordinator.planning.runtime import Runtime
+from coordinator.planning.joint.bound import joint_bound
+from coordinator.planning.joint.cost import Cost, Layouts
+from coordinator.planning.joint.plan import plan_joint
 from coordinator.planning.solve import solve
 from coordinator.planning.stop import Stop
-from coordinator.simulation.plans import layout_of, simulate
+from coordinator.problem.problem import Problem
+from coordinator.problem.read import problem_from_json
+from coordinator.problem.runtime import Runtime
+from coordinator.simulation.pipelines.plans import layout_of, simulate
 from facility.exchange.errors import ConfigurationError
-from facility.exchange.plan import Plan
+from facility.exchange.messages.plan import Plan
 from tests.planning.cases import problem, whole
 
 SEEDS = st.integers(0, 100_000)
 DEAR = Runtime(
-    transport="blocking", overlap=False, pass_seconds=0.004, replica_forward_seconds=0.003, replica_backward_seconds=0.002,
-    agreement_seconds=0.05, step_seconds=0.01,
-)  # fmt: skip
+    transport="blocking",
+    overlap=False,
+    pass_seconds=0.004,
+    replica_forward_seconds=0.003,
+    replica_backward_seconds=0.002,
+    agreement_seconds=0.05,
+    step_seconds=0.01,
+)
 
 
 def random_problem(seed: int) -> Problem:
@@ -56,9 +61,14 @@ def random_plan(one: Problem, seed: int) -> Plan:
     share = rng.multinomial(one.batch_samples - replicas, np.full(replicas, 1 / replicas)) + 1
     schedule = [s for s in one.schedules if not s.startswith("interleaved")][0]
     return plan_on(
-        one, grid.tolist(), list(zip(cuts, cuts[1:], strict=False)), micro_batches=share.tolist(), micro_batch_samples=1,
-        schedule=schedule, sync=one.syncs[int(rng.integers(len(one.syncs)))],
-    )  # fmt: skip
+        one,
+        grid.tolist(),
+        list(zip(cuts, cuts[1:], strict=False)),
+        micro_batches=share.tolist(),
+        micro_batch_samples=1,
+        schedule=schedule,
+        sync=one.syncs[int(rng.integers(len(one.syncs)))],
+    )
 
 
 @given(seed=SEEDS)
@@ -119,7 +129,7 @@ def test_the_cost_does_not_know_the_numbers_of_devices(seed):
 @given(seed=SEEDS)
 @settings(max_examples=40, deadline=None)
 def test_running_costs_only_add_and_both_engines_agree_on_them(seed):
-    from coordinator.simulation.iteration import simulate_layout
+    from coordinator.simulation.pipelines.iteration import simulate_layout
 
     one = replace(random_problem(seed), runtime=Runtime(), local_steps=1)
     plan = random_plan(one, seed)

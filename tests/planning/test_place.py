@@ -10,9 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.planning.evolutionary import evolve
-from coordinator.planning.place import plan_place
-from coordinator.planning.place_cost import (
+from coordinator.planning.placement.cost import (
     Matchings,
     best_order,
     bottleneck_matching,
@@ -20,10 +18,12 @@ from coordinator.planning.place_cost import (
     grid_cost,
     placement_bound,
 )
-from coordinator.planning.problem import PlacementProblem
-from coordinator.planning.read import problem_from_json
+from coordinator.planning.placement.place import plan_place
 from coordinator.planning.stop import Stop
+from coordinator.problem.problem import PlacementProblem
+from coordinator.problem.read import problem_from_json
 from tests.planning.cases import BEST_KNOWN, published
+from tests.reproductions.evolutionary import evolve
 
 
 def case(name: str, *, renumber: int | None = None, noise: int | None = None, tile: int = 1) -> PlacementProblem:

@@ -8,8 +8,8 @@ import json
 import numpy as np
 import pytest
 
-from coordinator.planning.problem import ChainProblem, PlacementProblem, chain_of, placement_of
-from coordinator.planning.read import problem_from_json, read_problem
+from coordinator.problem.problem import ChainProblem, PlacementProblem, chain_of, placement_of
+from coordinator.problem.read import problem_from_json, read_problem
 from facility.exchange.errors import ConfigurationError
 from tests.planning.cases import BEST_KNOWN, problem, published, whole
 

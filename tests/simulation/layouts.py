@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from coordinator.simulation.layout import Layout
+from coordinator.simulation.pipelines.layout import Layout
 
 
 def uniform(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.simulation.iteration import simulate_layout
-from coordinator.simulation.layout import Layout, Uplink
+from coordinator.simulation.pipelines.iteration import simulate_layout
+from coordinator.simulation.pipelines.layout import Layout, Uplink
 from tests.simulation.layouts import uniform
 
 ENGINES = ("longest path", "events")
@@ -108,8 +108,16 @@ def test_flows_share_an_uplink_fairly():
 
 def test_a_flow_takes_what_a_slower_one_leaves():
     # Max-min: pair 0 -> 2 is limited to 1 by itself, so pair 1 -> 3 gets 3 of the uplink's 4.
-    layout = uniform(2, 1, replicas=2, forward=0.0, backward=0.0, cut_bytes=6.0, bandwidth=10.0,
-                     uplinks=(Uplink(name="wan", bytes_per_second=4.0, pairs=frozenset({(0, 2), (1, 3)})),))  # fmt: skip
+    layout = uniform(
+        2,
+        1,
+        replicas=2,
+        forward=0.0,
+        backward=0.0,
+        cut_bytes=6.0,
+        bandwidth=10.0,
+        uplinks=(Uplink(name="wan", bytes_per_second=4.0, pairs=frozenset({(0, 2), (1, 3)})),),
+    )
     layout.bandwidth[0, 2] = 1.0
     timeline = simulate_layout(layout, timeline=True).timeline
     ends = {span.lane: span.end for span in timeline if span.name == "act 0"}

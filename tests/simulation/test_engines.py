@@ -7,8 +7,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from coordinator.simulation.iteration import simulate_layout
-from coordinator.simulation.orders import Kind, order
+from coordinator.simulation.pipelines.iteration import simulate_layout
+from coordinator.simulation.pipelines.orders import Kind, order
 from facility.exchange.errors import ConfigurationError, InputError
 from tests.simulation.layouts import random_layout, uniform
 
@@ -75,7 +75,15 @@ def test_device_numbers_do_not_matter():
     assert simulate_layout(other).iteration_seconds == pytest.approx(simulate_layout(layout).iteration_seconds)
 
 
-@pytest.mark.parametrize(("schedule", "virtual", "micro_batches"), [("interleaved_1f1b", 2, 8), ("interleaved_zero_bubble", 2, 8), ("interleaved_1f1b", 3, 10), ("interleaved_zero_bubble", 1, 6)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("schedule", "virtual", "micro_batches"),
+    [
+        ("interleaved_1f1b", 2, 8),
+        ("interleaved_zero_bubble", 2, 8),
+        ("interleaved_1f1b", 3, 10),
+        ("interleaved_zero_bubble", 1, 6),
+    ],
+)
 def test_orders_are_those_that_torch_executes(schedule, virtual, micro_batches):
     schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
     name = {"interleaved_1f1b": "ScheduleInterleaved1F1B", "interleaved_zero_bubble": "ScheduleInterleavedZeroBubble"}

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from coordinator.simulate import main
-from coordinator.simulation.federation import Federation, Queue, Site, read_federation, simulate_federation
-from coordinator.simulation.transfers import finish_times, level
+from coordinator.simulation.facilities import Federation, Queue, Site, read_federation, simulate_federation
+from coordinator.simulation.pipelines.transfers import finish_times, level
 from facility.exchange.errors import ConfigurationError
 
 DELAYED = Queue(kind="chance", seconds=3600, probability=0.15, draws=2)

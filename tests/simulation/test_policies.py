@@ -6,15 +6,9 @@ import dataclasses
 
 import pytest
 
-from coordinator.simulation.policies import (
-    ExchangeCosts,
-    over_allreduce,
-    pipeline_steps,
-    plain_steps,
-    simulate_policy,
-)
-from facility.exchange.emulation import Emulation
-from facility.exchange.synchronising import SyncSettings
+from coordinator.simulation.replicas import ExchangeCosts, over_allreduce, pipeline_steps, plain_steps, simulate_policy
+from facility.exchange.messages.emulation import Emulation
+from facility.exchange.messages.sync import SyncSettings
 from tests.simulation.layouts import uniform
 
 COSTS = ExchangeCosts(parameter_bytes=100e6, bytes_per_second=5e9)

@@ -10,7 +10,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-from facility.exchange.synchronising import SyncSettings
+from facility.exchange.messages.sync import SyncSettings
 from tests.distributed import free_port
 
 QUICK = {"heartbeat_seconds": 0.1, "missing_seconds": 1.5, "timeout_seconds": 60.0}
@@ -47,7 +47,7 @@ class Fleet:
     def __init__(self, function: Callable[..., Any], world: int, *arguments: Any) -> None:
         # A server that has torch imported once and forks before any thread starts: 30 ms a process, not seconds.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.sync.quadratic", "facility.sync.registry"])
+        context.set_forkserver_preload(["tests.sync.quadratic", "facility.sync.policies.registry"])
         self.queue = context.Queue()
         port = free_port()
         self._start = partial(context.Process, target=_entry)

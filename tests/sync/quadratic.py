@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from facility.sync.policy import Place, connect
+from facility.sync.protocol import Place, connect
 
 SHAPES = [(7, 3), (5,), (11, 2)]
 
@@ -52,8 +52,16 @@ def solve(
     rate = {"sgd": 0.1, "adamw": 0.05}[optimizer_name]
     optimizer = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[optimizer_name](parameters, lr=rate)
     place = Place(replica=replica, replicas=world // positions, position=position, positions=positions)
-    sync = connect(settings, place=place, parameters=parameters, steps=steps, store=store, optimizer=optimizer,
-                   log=log, namespace=namespace)  # fmt: skip
+    sync = connect(
+        settings,
+        place=place,
+        parameters=parameters,
+        steps=steps,
+        store=store,
+        optimizer=optimizer,
+        log=log,
+        namespace=namespace,
+    )
     weight = 1.0 if samples is None else samples[replica]
     step = 0
     while sync.wants_more():

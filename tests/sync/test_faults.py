@@ -124,10 +124,10 @@ def test_a_replica_that_never_starts_is_named():
 def test_a_stranger_is_refused():
     import socket
 
-    from facility.exchange.groups import GroupScheduler
-    from facility.sync import wire
-    from facility.sync.journal import Journal
-    from facility.sync.service import SchedulerService
+    from facility.exchange.scheduling.groups import GroupScheduler
+    from facility.sync.runtime import wire
+    from facility.sync.runtime.journal import Journal
+    from facility.sync.runtime.service import SchedulerService
 
     service = SchedulerService(GroupScheduler(), settings_of(), replicas=2, positions=1, journal=Journal())
     service.start("127.0.0.1")
@@ -148,7 +148,7 @@ def test_a_stranger_is_refused():
 
 
 def test_membership_by_hand():
-    from facility.sync.membership import Membership
+    from facility.sync.runtime.membership import Membership
 
     members = Membership(positions=2, missing_seconds=1.0)
     assert not members.heard(0, 0, 0.0) and members.heard(0, 1, 0.1), "a replica is here when all its ranks are"

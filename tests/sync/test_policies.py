@@ -7,8 +7,8 @@ from functools import partial
 import pytest
 import torch
 
-from facility.sync.policy import Place, connect
-from facility.sync.registry import POLICIES
+from facility.sync.policies.registry import POLICIES
+from facility.sync.protocol import Place, connect
 from tests.sync.fleet import run_fleet, settings_of
 from tests.sync.quadratic import SHAPES, make_parameters, solve, target
 
@@ -205,8 +205,13 @@ def test_optimizer_state_follows_the_stated_policy(state: str):
 
 def test_a_single_replica_is_no_sync():
     parameters = make_parameters()
-    sync = connect(settings_of(policy="partial_reduce"), place=Place(replica=0, replicas=1), parameters=parameters,
-                   steps=3, store=None)  # type: ignore[arg-type]  # fmt: skip
+    sync = connect(
+        settings_of(policy="partial_reduce"),
+        place=Place(replica=0, replicas=1),
+        parameters=parameters,
+        steps=3,
+        store=None,
+    )  # type: ignore[arg-type]
     before = [p.detach().clone() for p in parameters]
     steps = 0
     while sync.wants_more():

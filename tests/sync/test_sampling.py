@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from facility.exchange.errors import ConfigurationError
-from facility.sync.sampling import ReplicaOrder
+from facility.sync.runtime.sampling import ReplicaOrder
 
 
 @pytest.mark.parametrize("policy", ["contiguous", "strided"])

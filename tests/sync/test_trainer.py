@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from facility.exchange.checkpoint import open_checkpoint
-from facility.exchange.manifest import sha256_of
-from facility.exchange.outcome import Outcome
-from facility.exchange.report import read_report
-from facility.sync.registry import POLICIES
+from facility.exchange.checkpoints.checkpoint import open_checkpoint
+from facility.exchange.messages.manifest import sha256_of
+from facility.exchange.messages.outcome import Outcome
+from facility.exchange.messages.report import read_report
+from facility.sync.policies.registry import POLICIES
 from tests.distributed import run_distributed
 from tests.pico import save_pico
 from tests.training.federation import largest_difference, write_dataset, write_masked_words
@@ -69,11 +69,13 @@ def test_parameter_servers_give_the_weights_of_one_process(tmp_path: Path):
     dataset, model = write_dataset(tmp_path / "data"), save_pico(tmp_path / "model")
     assert run_rounds(0, 1, [("one", arguments(tmp_path / "one", model, dataset, batch_sequences=5))])[0][1] == 0
     cases = [
-        (f"{policy} {name}", arguments(tmp_path / policy / name, model, dataset, batch_sequences=5, layout=layout,
-                                       sync=sync_of(policy)))
+        (
+            f"{policy} {name}",
+            arguments(tmp_path / policy / name, model, dataset, batch_sequences=5, layout=layout, sync=sync_of(policy)),
+        )
         for policy in ("central_ps", "sharded_ps")
         for name, layout in LAYOUTS.items()
-    ]  # fmt: skip
+    ]
     rounds(4, cases)
     for name, _ in cases:
         policy, layout = name.split()
@@ -86,10 +88,19 @@ def test_each_way_of_sampling_trains_and_is_its_own(tmp_path: Path):
     dataset, model = write_dataset(tmp_path / "data", train=200), save_pico(tmp_path / "model")
     ways = ("dealt", "contiguous", "strided", "reshuffled")
     cases = [
-        (way, arguments(tmp_path / way, model, dataset, layout=LAYOUTS["sharded"], sync=sync_of("local", samples=way),
-                        **TRAINING))
+        (
+            way,
+            arguments(
+                tmp_path / way,
+                model,
+                dataset,
+                layout=LAYOUTS["sharded"],
+                sync=sync_of("local", samples=way),
+                **TRAINING,
+            ),
+        )
         for way in ways
-    ]  # fmt: skip
+    ]
     rounds(4, cases)
     for number, way in enumerate(ways):
         report = read_report(tmp_path / way / "out")
@@ -110,8 +121,15 @@ def test_a_paused_round_goes_on_under_every_policy(tmp_path: Path):
 
     def case(policy: str, name: str, stop: int) -> list[str]:
         outer = {"outer_momentum": 0.5} if policy == "diloco" else {}
-        return arguments(tmp_path / policy / name, model, dataset, sync=sync_of(policy, **outer), round=0,
-                         limits={"stop_after": stop}, **training)  # fmt: skip
+        return arguments(
+            tmp_path / policy / name,
+            model,
+            dataset,
+            sync=sync_of(policy, **outer),
+            round=0,
+            limits={"stop_after": stop},
+            **training,
+        )
 
     def attempts() -> Iterator[tuple[str, str, int]]:
         for policy in IN_STEP:
@@ -145,8 +163,15 @@ def test_a_paused_round_goes_on_under_every_policy(tmp_path: Path):
 def test_a_pause_of_replicas_goes_on_in_another_layout(tmp_path: Path):
     dataset, model = write_dataset(tmp_path / "data", train=200), save_pico(tmp_path / "model")
     place = tmp_path / "round"
-    first = arguments(place, model, dataset, layout=LAYOUTS["plain"], sync=sync_of("partial_reduce", bound=0),
-                      limits={"stop_after": 3}, **TRAINING)  # fmt: skip
+    first = arguments(
+        place,
+        model,
+        dataset,
+        layout=LAYOUTS["plain"],
+        sync=sync_of("partial_reduce", bound=0),
+        limits={"stop_after": 3},
+        **TRAINING,
+    )
     for results in run_distributed(run_rounds, 2, [("first", first)], timeout=120):
         assert results[0][1] == Outcome.COME_BACK, results[0][2]
     assert run_rounds(0, 1, [("alone", arguments(place, model, dataset, **TRAINING))])[0][1] == 0
@@ -161,8 +186,9 @@ def test_outer_momentum_is_kept_between_rounds_where_the_optimizer_is(tmp_path: 
     for name, keep in (("kept", True), ("fresh", False)):
         for number in range(2):
             place = tmp_path / name
-            case = arguments(place, model, dataset, round=number, layout=LAYOUTS["plain"], sync=sync,
-                             keep_optimizer=keep, **TRAINING)  # fmt: skip
+            case = arguments(
+                place, model, dataset, round=number, layout=LAYOUTS["plain"], sync=sync, keep_optimizer=keep, **TRAINING
+            )
             case[case.index("--out") + 1] = str(place / f"out-{number}")
             cases.append((f"{name} {number}", case))
     rounds(2, cases)
@@ -190,9 +216,19 @@ def bert_under(tmp_path: Path, policies: list[str], *, world: int, layout: dict[
     dataset = write_masked_words(tmp_path / "data", train=200)
     model = save_pico(tmp_path / "model", "bert")
     cases = [
-        (policy, arguments(tmp_path / policy, model, dataset, layout=layout, sync=sync_of(policy), **TRAINING | {"steps": 20, "learning_rate": 2e-3}))
+        (
+            policy,
+            arguments(
+                tmp_path / policy,
+                model,
+                dataset,
+                layout=layout,
+                sync=sync_of(policy),
+                **TRAINING | {"steps": 20, "learning_rate": 2e-3},
+            ),
+        )
         for policy in policies
-    ]  # fmt: skip
+    ]
     rounds(world, cases, timeout=280)
     for policy in policies:
         report = read_report(tmp_path / policy / "out")

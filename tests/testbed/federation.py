@@ -9,12 +9,12 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from coordinator.archive import Archive
-from coordinator.federation import read_federation
-from coordinator.queues import read_queues
-from coordinator.render import write
-from coordinator.run import engine_command
-from coordinator.supervise import Limits, Supervisor
+from coordinator.archive.rounds import Archive
+from coordinator.config.federation import read_federation
+from coordinator.engine.queues import read_queues
+from coordinator.engine.render import write
+from coordinator.engine.run import engine_command
+from coordinator.engine.supervise import Limits, Supervisor
 from coordinator.testbed.layout import Site, Testbed, load
 from coordinator.testbed.rehearsal import records, write_federation
 
@@ -26,7 +26,7 @@ def metadata(folder: Path) -> Path:
     place = folder / "crossfed-0.dist-info"
     place.mkdir(parents=True, exist_ok=True)
     (place / "METADATA").write_text("Metadata-Version: 2.1\nName: crossfed\nVersion: 0\n")
-    entry = "[unito.streamflow.plugin]\ncrossfed = coordinator.transfer.plugin:CrossFedPlugin\n"
+    entry = "[unito.streamflow.plugin]\ncrossfed = coordinator.streamflow_plugin.plugin:CrossFedPlugin\n"
     (place / "entry_points.txt").write_text(entry)
     return folder
 
@@ -100,16 +100,36 @@ class Run:
 
 
 def federate(
-    testbed: Testbed, folder: Path, model: Path, datasets: dict[str, str], *, name: str, rounds: int = 2,
-    tasks: dict[str, int] | None = None, delay: int = 0, minimum: int = 1, workdir: str = "work",
-    polling: int = 1, prelude: str = "",
-) -> Run:  # fmt: skip
+    testbed: Testbed,
+    folder: Path,
+    model: Path,
+    datasets: dict[str, str],
+    *,
+    name: str,
+    rounds: int = 2,
+    tasks: dict[str, int] | None = None,
+    delay: int = 0,
+    minimum: int = 1,
+    workdir: str = "work",
+    polling: int = 1,
+    prelude: str = "",
+) -> Run:
     """Write and render a federation over the testbed. Jobs wait `delay` seconds, and five minutes where `~/slow` exists."""
     prelude = prelude or f"if [ -e ~/slow ]; then sleep 300; fi; sleep {delay}"
     file = write_federation(
-        testbed, folder, model, datasets, name=name, rounds=rounds, tasks=tasks or {}, prelude=prelude, workdir=workdir,
-        minimum_facilities=minimum, final_evaluation=False, polling_seconds=polling,
-    )  # fmt: skip
+        testbed,
+        folder,
+        model,
+        datasets,
+        name=name,
+        rounds=rounds,
+        tasks=tasks or {},
+        prelude=prelude,
+        workdir=workdir,
+        minimum_facilities=minimum,
+        final_evaluation=False,
+        polling_seconds=polling,
+    )
     write(read_federation(file))
     return Run(testbed=testbed, file=file)
 

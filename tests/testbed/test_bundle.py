@@ -47,8 +47,20 @@ def test_a_bundle_installs_where_no_index_can_be_reached(made: Path, testbed):
     assert subprocess.run(reach, capture_output=True, timeout=60).returncode != 0, "the facility must have no internet"
 
     def setup() -> subprocess.CompletedProcess[str]:
-        words = ["bash", place / "crossfed/facility/setup.sh", "--home", home, "--python", testbed.python, "--wheelhouse", place / "wheelhouse",
-                 "--template", place / "job.sh", "--fill", "partition=main"]  # fmt: skip
+        words = [
+            "bash",
+            place / "crossfed/facility/setup.sh",
+            "--home",
+            home,
+            "--python",
+            testbed.python,
+            "--wheelhouse",
+            place / "wheelhouse",
+            "--template",
+            place / "job.sh",
+            "--fill",
+            "partition=main",
+        ]
         line = namespaces.enter(site, "PIP_INDEX_URL=http://127.0.0.1:9/", *words, user=True)
         return subprocess.run(line, capture_output=True, text=True, timeout=1500, env=environment)
 

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 from streamflow.core.deployment import ExecutionLocation
 
+from coordinator.streamflow_plugin.ssh import ParallelSSHConnector
 from coordinator.testbed import daemons, link, namespaces
 from coordinator.testbed.command import started_at
 from coordinator.testbed.stand import wait_for_quiet
-from coordinator.transfer.ssh import ParallelSSHConnector
-from facility.exchange.manifest import read_manifest
+from facility.exchange.messages.manifest import read_manifest
 from tests.testbed.conftest import ssh
 from tests.testbed.federation import ROOT, federate, jobs
 
@@ -61,8 +61,11 @@ def test_a_cancelled_job_and_one_out_of_time_cost_their_facility_the_round_and_n
     without = [re.search(r"round (\d) goes on without (\S+):", line) for line in run.log]
     assert [(m[1], m[2]) for m in without if m] == [("0", "site-a"), ("1", "site-b")]
     assert len(run.archive.rounds()) == 3
-    kept = {read_manifest(path.parent).round for path in (b.home / "work").glob("*/*/manifest.json")
-            if read_manifest(path.parent).federation == "killed"}  # fmt: skip
+    kept = {
+        read_manifest(path.parent).round
+        for path in (b.home / "work").glob("*/*/manifest.json")
+        if read_manifest(path.parent).federation == "killed"
+    }
     assert kept <= {1, 2}  # the present and the previous round's; older ones are swept away
     assert [record["JobState"] for record in jobs(run, a)] == ["CANCELLED", "COMPLETED", "COMPLETED"]
     assert [record["JobState"] for record in jobs(run, b)] == ["COMPLETED", "TIMEOUT", "COMPLETED"]

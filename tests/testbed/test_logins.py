@@ -16,17 +16,17 @@ import pytest
 import yaml
 from streamflow.core.deployment import ExecutionLocation
 
-from coordinator.checks.remote import run as run_there
-from coordinator.deployments import read_deployment
-from coordinator.federation import read_federation
-from coordinator.queues import read_queues
-from coordinator.render import write
+from coordinator.config.deployments import read_deployment
+from coordinator.config.federation import read_federation
+from coordinator.engine.queues import read_queues
+from coordinator.engine.render import write
+from coordinator.engine.stuck_jobs import what_to_do
+from coordinator.preflight.remote import run as run_there
+from coordinator.streamflow_plugin.lanes import FEWEST
+from coordinator.streamflow_plugin.ssh import ParallelSSHConnector
 from coordinator.testbed import daemons, namespaces
 from coordinator.testbed.command import call, end, wait_until
 from coordinator.testbed.layout import Site
-from coordinator.transfer.lanes import FEWEST
-from coordinator.transfer.ssh import ParallelSSHConnector
-from coordinator.waiting import what_to_do
 from tests.testbed.conftest import ssh
 from tests.testbed.federation import federate
 
@@ -57,7 +57,10 @@ def second(testbed, tmp_path_factory) -> Iterator[Second]:
     shutil.copy(authority.with_suffix(".pub"), site.etc / "authority.pub")
     text = (site.etc / "sshd_config").read_text()
     text = text.replace("Port 22\n", f"Port {PORT}\n").replace("sshd.pid", "second.pid")
-    text = text.replace(f"AuthorizedKeysFile {site.etc}/authorized_keys", f"AuthorizedKeysFile none\nTrustedUserCAKeys {site.etc}/authority.pub")  # fmt: skip
+    text = text.replace(
+        f"AuthorizedKeysFile {site.etc}/authorized_keys",
+        f"AuthorizedKeysFile none\nTrustedUserCAKeys {site.etc}/authority.pub",
+    )
     (site.etc / "second_config").write_text(text)
     log = site.log / "second.log"
     call(*namespaces.enter(site, "/usr/sbin/sshd", "-f", site.etc / "second_config", "-E", log))
@@ -96,8 +99,9 @@ def connected(second: Second, command: str, *, move: Path | None = None, **setti
 
 def test_a_certificate_lets_in_and_the_bare_key_does_not(second):
     assert connected(second, "id -un", nodes=[second.address], sshKey=str(second.key)) == second.site.user
-    deployment = read_deployment({"type": "ssh", "host": second.address, "user": second.site.user, "key": str(second.key),
-                                  "workdir": "/w"}, "d")  # fmt: skip
+    deployment = read_deployment(
+        {"type": "ssh", "host": second.address, "user": second.site.user, "key": str(second.key), "workdir": "/w"}, "d"
+    )
     assert run_there(deployment, "id -un\n").out.strip() == second.site.user
     bare = second.key.with_name("bare")
     shutil.copy(second.key, bare)
@@ -111,8 +115,14 @@ def test_a_jump_host_is_gone_through(second, testbed):
     direct = connected(second, "echo $SSH_CONNECTION", nodes=[second.address], sshKey=str(second.key))
     through = connected(second, "echo $SSH_CONNECTION", nodes=[second.address], sshKey=str(second.key), tunnel=jump)
     assert direct.split()[0] == second.site.coordinator_address and through.split()[0] == second.site.address
-    described = {"type": "ssh", "host": second.address, "user": second.site.user, "key": str(second.key), "workdir": "/w",
-                 "tunnel": {"host": second.site.address, "user": second.site.user, "key": str(testbed.key)}}  # fmt: skip
+    described = {
+        "type": "ssh",
+        "host": second.address,
+        "user": second.site.user,
+        "key": str(second.key),
+        "workdir": "/w",
+        "tunnel": {"host": second.site.address, "user": second.site.user, "key": str(testbed.key)},
+    }
     answer = run_there(read_deployment(described, "d"), "echo $SSH_CONNECTION\n")
     assert answer.out.split()[0] == second.site.address, answer.error
 
@@ -139,8 +149,14 @@ def test_models_go_over_the_data_transfer_host_and_commands_to_the_login_node(se
     file.write_bytes(b"x" * 9_000_000)
     before = second.log.read_text().count("Accepted publickey")
     transfer = {"hostname": second.address, "username": second.site.user, "sshKey": str(second.key)}
-    said = connected(second, "echo $SSH_CONNECTION", move=file, nodes=[second.site.address], sshKey=str(testbed.key),
-                     dataTransferConnection=transfer)  # fmt: skip
+    said = connected(
+        second,
+        "echo $SSH_CONNECTION",
+        move=file,
+        nodes=[second.site.address],
+        sshKey=str(testbed.key),
+        dataTransferConnection=transfer,
+    )
     assert said.split()[3] == "22"
     assert second.log.read_text().count("Accepted publickey") > before
     assert Path(str(file) + ".back").read_bytes() == file.read_bytes()

@@ -12,7 +12,7 @@ import pytest
 from coordinator.testbed import namespaces
 from coordinator.testbed.layout import Site
 from coordinator.testbed.stand import wait_for_quiet
-from facility.exchange.manifest import read_manifest, verify_manifest
+from facility.exchange.messages.manifest import read_manifest, verify_manifest
 from tests.testbed.federation import Run, federate, jobs
 
 pytestmark = pytest.mark.testbed
@@ -104,10 +104,25 @@ def test_the_data_stayed_at_its_facility(finished, testbed):
 def test_each_model_travelled_once(finished, testbed):
     run, _ = finished
     for site in testbed.sites:
-        sent = [line for line in run.log if "COPYING" in line and line.endswith(f"{site.address}/slurmctld") and "/model" in line
-                or "COPYING" in line and "on local file-system to" in line and f"facility-{site.name}" in line and "/model " in line]  # fmt: skip
-        fetched = [line for line in run.log if "COPYING" in line and f"on location facility-{site.name}" in line and "/update " in line
-                   and "on local file-system" in line]  # fmt: skip
+        sent = [
+            line
+            for line in run.log
+            if "COPYING" in line
+            and line.endswith(f"{site.address}/slurmctld")
+            and "/model" in line
+            or "COPYING" in line
+            and "on local file-system to" in line
+            and f"facility-{site.name}" in line
+            and "/model " in line
+        ]
+        fetched = [
+            line
+            for line in run.log
+            if "COPYING" in line
+            and f"on location facility-{site.name}" in line
+            and "/update " in line
+            and "on local file-system" in line
+        ]
         assert len(sent) == 2 and len(fetched) == 2, (sent, fetched)
 
 

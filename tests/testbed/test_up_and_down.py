@@ -105,8 +105,11 @@ def test_a_facility_cannot_reach_the_files_of_another_or_of_the_coordinator(test
         assert from_b.returncode != 0 and "secret" not in from_b.stdout
     # Not only hidden by the namespace: outside it, permissions alone refuse.
     for user, path in ((b.user, secret), (a.user, b.home), (a.user, testbed.key), (b.user, a.etc / "munge.key")):
-        outside = subprocess.run(["setpriv", f"--reuid={user}", f"--regid={user}", "--init-groups", "cat", str(path)],
-                                 capture_output=True, text=True)  # fmt: skip
+        outside = subprocess.run(
+            ["setpriv", f"--reuid={user}", f"--regid={user}", "--init-groups", "cat", str(path)],
+            capture_output=True,
+            text=True,
+        )
         assert outside.returncode != 0 and "Permission denied" in outside.stderr, (user, path, outside)
 
 

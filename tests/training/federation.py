@@ -37,9 +37,14 @@ def write_dataset(
             blocks=blocks, documents=blocks, empty_documents=0, tokens=ids.size, tail_tokens=0, sha256="0" * 64
         )
     manifest = DatasetManifest(
-        task="causal-lm", block_tokens=block_tokens, vocabulary_size=vocabulary, tokenizer_sha256="0" * 64,
-        template="{text}", splits=splits, sources=[],
-    )  # fmt: skip
+        task="causal-lm",
+        block_tokens=block_tokens,
+        vocabulary_size=vocabulary,
+        tokenizer_sha256="0" * 64,
+        template="{text}",
+        splits=splits,
+        sources=[],
+    )
     (directory / "dataset.json").write_text(json.dumps(dataclasses.asdict(manifest)))
     return directory
 
@@ -76,12 +81,35 @@ def write_settings(path: Path, *, rounds: int = 3, seed: int = 7, facility: str 
 
 
 def train(
-    out: Path, model: Path, dataset: Path, settings: Path, *, ranks: int = 1, round: int = 0, timeout: float = 120, expect: int | None = 0,
-    options: tuple[str, ...] = (), environment: dict[str, str] | None = None,
-) -> list[subprocess.CompletedProcess]:  # fmt: skip
+    out: Path,
+    model: Path,
+    dataset: Path,
+    settings: Path,
+    *,
+    ranks: int = 1,
+    round: int = 0,
+    timeout: float = 120,
+    expect: int | None = 0,
+    options: tuple[str, ...] = (),
+    environment: dict[str, str] | None = None,
+) -> list[subprocess.CompletedProcess]:
     """`python -m facility.train` on so many processes; state beside `out`. Every rank must end with `expect`."""
-    command = [sys.executable, "-m", "facility.train", "--model", str(model), "--dataset", str(dataset), "--settings",
-               str(settings), "--round", str(round), "--out", str(out), *options]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "facility.train",
+        "--model",
+        str(model),
+        "--dataset",
+        str(dataset),
+        "--settings",
+        str(settings),
+        "--round",
+        str(round),
+        "--out",
+        str(out),
+        *options,
+    ]
     if "--state" not in options:
         command += ["--state", str(out.parent / "state")]
     port = free_port()
@@ -89,8 +117,14 @@ def train(
     for rank in range(ranks):
         variables = dict(os.environ, OMP_NUM_THREADS="1", **(environment or {}))
         if ranks > 1:
-            variables |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks),
-                          "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # fmt: skip
+            variables |= {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(ranks),
+                "LOCAL_RANK": str(rank),
+                "LOCAL_WORLD_SIZE": str(ranks),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            }
         processes.append(
             subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         )
@@ -110,7 +144,7 @@ def train(
 
 
 def weights(directory: Path) -> dict[str, Any]:
-    from facility.exchange.checkpoint import open_checkpoint
+    from facility.exchange.checkpoints.checkpoint import open_checkpoint
 
     checkpoint = open_checkpoint(directory)
     return {name: checkpoint.read(name) for name in checkpoint.tensors}

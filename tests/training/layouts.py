@@ -48,5 +48,17 @@ def arguments(directory: Path, model: Path, dataset: Path, round: int = 0, **tra
     """Arguments of one round whose settings, state and update lie in `directory`."""
     directory.mkdir(parents=True, exist_ok=True)
     settings = write_settings(directory / "settings.json", **training)
-    return ["--model", str(model), "--dataset", str(dataset), "--settings", str(settings), "--round", str(round),
-            "--out", str(directory / "out"), "--state", str(directory / "state")]  # fmt: skip
+    return [
+        "--model",
+        str(model),
+        "--dataset",
+        str(dataset),
+        "--settings",
+        str(settings),
+        "--round",
+        str(round),
+        "--out",
+        str(directory / "out"),
+        "--state",
+        str(directory / "state"),
+    ]

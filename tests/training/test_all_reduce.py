@@ -15,10 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from facility.exchange.manifest import sha256_of
-from facility.exchange.report import read_report
-from facility.training.clock import Clock, covered
-from facility.training.layout.collectives import time_all_reduce, time_collectives
+from facility.exchange.messages.manifest import sha256_of
+from facility.exchange.messages.report import read_report
+from facility.training.monitor.clock import Clock, covered
+from facility.training.parallel.collectives import time_all_reduce, time_collectives
 from tests.distributed import run_distributed
 from tests.pico import save_pico
 from tests.training.federation import write_dataset
@@ -55,9 +55,13 @@ def ddp_gradients(rank: int, world: int, clock: Clock | None, late: float = 0.0)
     """
     torch.manual_seed(0)
     model = DistributedDataParallel(
-        Branches(), broadcast_buffers=False, init_sync=False, gradient_as_bucket_view=True,
-        find_unused_parameters=True, bucket_cap_mb=0.01,
-    )  # fmt: skip
+        Branches(),
+        broadcast_buffers=False,
+        init_sync=False,
+        gradient_as_bucket_view=True,
+        find_unused_parameters=True,
+        bucket_cap_mb=0.01,
+    )
     if clock is not None:
         assert dist.group.WORLD is not None
         time_all_reduce(model, dist.group.WORLD, clock)
@@ -138,7 +142,7 @@ def split_of(out: Path) -> list[dict[str, float]]:
 def timed_and_not(
     rank: int, world: int, timed: list[tuple[str, list[str]]], plain: list[tuple[str, list[str]]]
 ) -> None:
-    from facility.training import assemble
+    from facility.training.parallel import assemble
 
     said = run_rounds(rank, world, timed)
     assemble.time_all_reduce = assemble.time_collectives = lambda *_, **__: None  # type: ignore[assignment]
@@ -158,10 +162,17 @@ def test_a_report_tells_it_and_the_update_is_the_same_to_the_bit(
 ):
     dataset, model = write_dataset(tmp_path / "data"), save_pico(tmp_path / "model")
     timed, plain = (
-        [(name, arguments(tmp_path / kind / name, model, dataset, layout=layout, batch_sequences=8,
-                          micro_batch_sequences=2)) for name, layout in layouts.items()]
+        [
+            (
+                name,
+                arguments(
+                    tmp_path / kind / name, model, dataset, layout=layout, batch_sequences=8, micro_batch_sequences=2
+                ),
+            )
+            for name, layout in layouts.items()
+        ]
         for kind in ("timed", "plain")
-    )  # fmt: skip
+    )
     run_distributed(timed_and_not, ranks, timed, plain, timeout=240)
     for name in layouts:
         first, second = tmp_path / "timed" / name / "out", tmp_path / "plain" / name / "out"

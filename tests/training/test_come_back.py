@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from facility.exchange.manifest import sha256_of
-from facility.exchange.outcome import Outcome
-from facility.exchange.report import read_report
+from facility.exchange.messages.manifest import sha256_of
+from facility.exchange.messages.outcome import Outcome
+from facility.exchange.messages.report import read_report
 from tests.training.federation import largest_difference, write_dataset
 from tests.training.layouts import arguments, rounds_in
 
@@ -89,8 +89,14 @@ def test_a_rank_that_dies_or_hangs_takes_the_others_down(
     port = free_port()
     ranks = []
     for rank in range(2):
-        variables = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1",
-                     "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}  # fmt: skip
+        variables = {
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": str(rank),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+        }
         ranks.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | variables))
     assert ranks[0].stderr is not None
     for line in ranks[0].stderr:

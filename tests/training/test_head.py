@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from facility.exchange.report import read_report
+from facility.exchange.messages.report import read_report
+from facility.training.data.tasks import IGNORED, cross_entropy_sum
 from facility.training.head import CHUNK_BYTES, CHUNK_ROWS, ChunkedHead, rows_of
-from facility.training.tasks import IGNORED, cross_entropy_sum
 from tests.pico import save_pico
 from tests.training.federation import largest_difference, write_dataset, write_masked_words
 from tests.training.layouts import arguments, rounds_in
@@ -91,9 +91,12 @@ def test_every_layout_gives_the_plain_round(tmp_path: Path):
     """FSDP2, replicas, pipelines of every schedule; tied or not; adapters; masked words under a bias."""
     dataset, words = write_dataset(tmp_path / "data"), write_masked_words(tmp_path / "words")
     tied = save_pico(tmp_path / "tied", "llama", tie_word_embeddings=True)
-    pairs = {"tied": (tied, dataset, {}), "gpt2": (save_pico(tmp_path / "gpt2", "gpt2"), dataset, {}),
-             "adapters": (tied, dataset, {"lora": {"rank": 4}}),
-             "words": (save_pico(tmp_path / "masked", "bert"), words, {})}  # fmt: skip
+    pairs = {
+        "tied": (tied, dataset, {}),
+        "gpt2": (save_pico(tmp_path / "gpt2", "gpt2"), dataset, {}),
+        "adapters": (tied, dataset, {"lora": {"rank": 4}}),
+        "words": (save_pico(tmp_path / "masked", "bert"), words, {}),
+    }
     plain, alone, two = [], [], []
     for name, (model, data, training) in pairs.items():
         plain.append((name, arguments(tmp_path / name / "plain", model, data, **training)))
@@ -129,12 +132,25 @@ def test_a_model_that_caps_its_logits_is_left_alone_or_refused(tmp_path: Path):
 
     dataset, classes = write_dataset(tmp_path / "data"), write_classes(tmp_path / "classes")
     torch.manual_seed(0)
-    config = Gemma2Config(vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-                          num_key_value_heads=2, head_dim=8, max_position_embeddings=64)  # fmt: skip
+    config = Gemma2Config(
+        vocab_size=128,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=64,
+    )
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
     model, classifier = tmp_path / "model", save_classifier(tmp_path / "classifier", 2)
-    said = rounds_in([("capped", arguments(tmp_path / "a", model, dataset, chunked_loss="always")),
-                      ("classes", arguments(tmp_path / "b", classifier, classes, chunked_loss="always"))], expect=2)  # fmt: skip
+    said = rounds_in(
+        [
+            ("capped", arguments(tmp_path / "a", model, dataset, chunked_loss="always")),
+            ("classes", arguments(tmp_path / "b", classifier, classes, chunked_loss="always")),
+        ],
+        expect=2,
+    )
     assert "changes its logits after the output layer" in said["capped"][0]
     assert "no linear output layer" in said["classes"][0]
     said = rounds_in([("auto", arguments(tmp_path / "c", model, dataset))])

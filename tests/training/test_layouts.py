@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from facility.exchange.report import read_report
+from facility.exchange.messages.report import read_report
 from tests.distributed import run_distributed
 from tests.pico import save_pico
 from tests.training.federation import largest_difference, write_dataset, write_masked_words
@@ -27,11 +27,23 @@ TWO: dict[str, dict[str, Any]] = {
     "replicas": {"layout": {"sharding": "NO_SHARD"}},
     "gpipe": {"layout": {"stages": 2, "schedule": "gpipe", "units": [[0, 2], [2, 6]]}},
     "1f1b": {"layout": {"stages": 2, "schedule": "1f1b", "units": [[0, 4], [4, 6]]}},
-    "interleaved": {"layout": {"stages": 2, "virtual_stages": 2, "schedule": "interleaved_1f1b",
-                               "units": [[0, 1], [1, 4], [4, 5], [5, 6]]}},
-    "zero-bubble": {"layout": {"stages": 2, "virtual_stages": 2, "schedule": "interleaved_zero_bubble",
-                               "units": [[0, 2], [2, 3], [3, 5], [5, 6]]}},
-}  # fmt: skip
+    "interleaved": {
+        "layout": {
+            "stages": 2,
+            "virtual_stages": 2,
+            "schedule": "interleaved_1f1b",
+            "units": [[0, 1], [1, 4], [4, 5], [5, 6]],
+        }
+    },
+    "zero-bubble": {
+        "layout": {
+            "stages": 2,
+            "virtual_stages": 2,
+            "schedule": "interleaved_zero_bubble",
+            "units": [[0, 2], [2, 3], [3, 5], [5, 6]],
+        }
+    },
+}
 FOUR: dict[str, dict[str, Any]] = {
     "hybrid": {"layout": {"replicas": 2}},
     "pipeline-x-fsdp": {"layout": {"stages": 2, "units": [[0, 3], [3, 6]]}},
@@ -97,8 +109,11 @@ def test_adapters_and_bert_in_every_layout_of_four_are_one_process(tmp_path: Pat
     }
     rounds_in([(m, arguments(tmp_path / m / "one", model, data, **t)) for m, (model, data, t) in models.items()])
     for world, layouts in ((2, TWO), (4, FOUR)):
-        cases = [(f"{m} {name}", arguments(tmp_path / m / name, model, data, **t, **layout))
-                 for m, (model, data, t) in models.items() for name, layout in layouts.items()]  # fmt: skip
+        cases = [
+            (f"{m} {name}", arguments(tmp_path / m / name, model, data, **t, **layout))
+            for m, (model, data, t) in models.items()
+            for name, layout in layouts.items()
+        ]
         rounds_in(cases, ranks=world)
         for m, name in (case.split() for case, _ in cases):
             assert largest_difference(tmp_path / m / "one/out", tmp_path / m / name / "out") < 1e-5, (m, name)
@@ -108,10 +123,19 @@ def test_replicas_under_a_policy_come_out_as_one_model(tmp_path: Path):
     """Two replicas that average now and then: one update, in which both have a part."""
     dataset, model = write_dataset(tmp_path / "data"), save_pico(tmp_path / "model")
     cases = [
-        (policy, arguments(tmp_path / policy, model, dataset, layout={"sharding": "NO_SHARD"}, steps=4,
-                           sync={"policy": policy, "every": 2, "optimizer_state": "keep"}))
+        (
+            policy,
+            arguments(
+                tmp_path / policy,
+                model,
+                dataset,
+                layout={"sharding": "NO_SHARD"},
+                steps=4,
+                sync={"policy": policy, "every": 2, "optimizer_state": "keep"},
+            ),
+        )
         for policy in ("local", "partial_reduce", "allreduce")
-    ]  # fmt: skip
+    ]
     rounds_in(cases, ranks=2)
     for policy, _ in cases:
         report = read_report(tmp_path / policy / "out")

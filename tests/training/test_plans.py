@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from facility.exchange.plan import CompressedLink, Plan, write_plan
-from facility.exchange.report import read_report
+from facility.exchange.messages.plan import CompressedLink, Plan, write_plan
+from facility.exchange.messages.report import read_report
 from tests.distributed import run_distributed
 from tests.pico import save_pico
 from tests.training.federation import largest_difference, write_dataset

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from facility.exchange.report import read_report
+from facility.exchange.messages.report import read_report
 from tests.distributed import free_port
 from tests.training.federation import largest_difference, train, write_dataset, write_settings
 from tests.training.layouts import arguments, rounds_in
@@ -34,10 +34,27 @@ def torchrun(
     """`torchrun` as on so many hosts, all of them this machine; every host must end with 0."""
     port, hosts = free_port(), []
     for node in range(nodes):
-        command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}", f"--nproc-per-node={ranks}",
-                   f"--node-rank={node}", "--master-addr=127.0.0.1", f"--master-port={port}", "-m", *module]  # fmt: skip
-        hosts.append(subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, text=True,
-                                      stdout=subprocess.PIPE, stderr=subprocess.STDOUT))  # fmt: skip
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            f"--nnodes={nodes}",
+            f"--nproc-per-node={ranks}",
+            f"--node-rank={node}",
+            "--master-addr=127.0.0.1",
+            f"--master-port={port}",
+            "-m",
+            *module,
+        ]
+        hosts.append(
+            subprocess.Popen(
+                command,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+            )
+        )
     results = []
     try:
         for host in hosts:

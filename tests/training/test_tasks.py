@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from facility.dataset import DatasetManifest, SplitEntry
-from facility.exchange.manifest import read_manifest
-from facility.exchange.report import read_report
+from facility.exchange.messages.manifest import read_manifest
+from facility.exchange.messages.report import read_report
 from tests.pico import pico_config, save_pico
 from tests.training.federation import largest_difference, weights, write_dataset, write_masked_words
 from tests.training.layouts import arguments, rounds_in
@@ -36,9 +36,16 @@ def write_classes(directory: Path, *, blocks: int = 40, seed: int = 0) -> Path:
             blocks=count, documents=count, empty_documents=0, tokens=ids.size, tail_tokens=0, sha256="0" * 64
         )
     manifest = DatasetManifest(
-        task="classification", block_tokens=TOKENS, vocabulary_size=128, tokenizer_sha256="0" * 64, template="{text}",
-        classes=["a", "b", "c"], pad_token_id=0, splits=splits, sources=[],
-    )  # fmt: skip
+        task="classification",
+        block_tokens=TOKENS,
+        vocabulary_size=128,
+        tokenizer_sha256="0" * 64,
+        template="{text}",
+        classes=["a", "b", "c"],
+        pad_token_id=0,
+        splits=splits,
+        sources=[],
+    )
     (directory / "dataset.json").write_text(json.dumps(dataclasses.asdict(manifest)))
     return directory
 
@@ -60,8 +67,13 @@ def test_adapters_travel_alone_and_train_alike_in_every_layout(tmp_path: Path):
     model = save_pico(tmp_path / "model", "llama", tie_word_embeddings=True)
     lora = {"lora": {"rank": 4, "targets": ["q_proj", "v_proj", "down_proj"]}, "learning_rate": 1e-2}
     rounds_in([("one", arguments(tmp_path / "one", model, dataset, **lora))])
-    rounds_in([(name, arguments(tmp_path / name, model, dataset, **lora, **layout))
-               for name, layout in (("fsdp", {}), ("pipeline", PIPELINE))], ranks=2)  # fmt: skip
+    rounds_in(
+        [
+            (name, arguments(tmp_path / name, model, dataset, **lora, **layout))
+            for name, layout in (("fsdp", {}), ("pipeline", PIPELINE))
+        ],
+        ranks=2,
+    )
     update = weights(tmp_path / "one/out")
     assert all(".lora_A." in name or ".lora_B." in name for name in update) and len(update) == 4 * 3 * 2
     assert read_manifest(tmp_path / "one/out").encoding == "lora"
@@ -116,8 +128,14 @@ def test_classes_and_masked_words_train_alike_in_a_pipeline(tmp_path: Path):
     classifier, masked = save_classifier(tmp_path / "classifier", 4), save_pico(tmp_path / "masked", "bert")
     pairs = {"classes": (classifier, classes), "words": (masked, words)}
     rounds_in([(name, arguments(tmp_path / name / "one", *pair)) for name, pair in pairs.items()])
-    rounds_in([(f"{name} {kind}", arguments(tmp_path / name / kind, *pair, **layout)) for name, pair in pairs.items()
-               for kind, layout in (("fsdp", {}), ("pipeline", PIPELINE))], ranks=2)  # fmt: skip
+    rounds_in(
+        [
+            (f"{name} {kind}", arguments(tmp_path / name / kind, *pair, **layout))
+            for name, pair in pairs.items()
+            for kind, layout in (("fsdp", {}), ("pipeline", PIPELINE))
+        ],
+        ranks=2,
+    )
     for name in pairs:
         for kind in ("fsdp", "pipeline"):
             assert largest_difference(tmp_path / name / "one/out", tmp_path / name / kind / "out") < 1e-5, (name, kind)

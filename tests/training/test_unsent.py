@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from facility.exchange.checkpoint import open_checkpoint, save_tensors
-from facility.exchange.report import read_report
+from facility.exchange.checkpoints.checkpoint import open_checkpoint, save_tensors
+from facility.exchange.messages.report import read_report
 from tests.pico import save_pico
 from tests.training.federation import largest_difference, write_dataset
 from tests.training.layouts import arguments, rounds_in
@@ -34,14 +34,21 @@ def test_a_round_from_received_and_unsent_is_one_from_their_sum(tmp_path: Path):
     (ahead / "model.safetensors").unlink()
     save_tensors(ahead, ((name, held.read(name) + rest.get(name, 0)) for name in held.tensors))
     more = ["--unsent", str(tmp_path / "rest")]
-    rounds_in([
-        ("sum", arguments(tmp_path / "sum", ahead, dataset)), ("received", arguments(tmp_path / "plain", received, dataset)),
-        ("one", arguments(tmp_path / "one", received, dataset) + more),
-    ])  # fmt: skip
+    rounds_in(
+        [
+            ("sum", arguments(tmp_path / "sum", ahead, dataset)),
+            ("received", arguments(tmp_path / "plain", received, dataset)),
+            ("one", arguments(tmp_path / "one", received, dataset) + more),
+        ]
+    )
     layouts = {name: TWO[name] for name in ("fsdp", "1f1b", "interleaved")}
-    rounds_in([
-        (name, arguments(tmp_path / name, received, dataset, **training) + more) for name, training in layouts.items()
-    ], ranks=2)  # fmt: skip
+    rounds_in(
+        [
+            (name, arguments(tmp_path / name, received, dataset, **training) + more)
+            for name, training in layouts.items()
+        ],
+        ranks=2,
+    )
     assert largest_difference(tmp_path / "sum" / "out", tmp_path / "plain" / "out") > 1e-3
     for name in ("one", *layouts):
         assert largest_difference(tmp_path / "sum" / "out", tmp_path / name / "out") < 1e-5, name

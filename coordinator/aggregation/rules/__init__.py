@@ -1,0 +1,1 @@
+"""Aggregation rules: how the updates of a round become one step. One file each."""

@@ -1,0 +1,1 @@
+"""Server optimizers: how the aggregated step moves the global model. One file each."""

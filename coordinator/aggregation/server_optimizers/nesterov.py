@@ -1,0 +1,38 @@
+"""DiLoCo's outer step: SGD with Nesterov momentum on the round's step.
+
+A. Douillard et al., "DiLoCo: distributed low-communication training of language models", 2023, arXiv 2311.08105,
+algorithm 1, with the form of Nesterov momentum of I. Sutskever et al. 2013 that PyTorch's SGD uses:
+v = mu v + step,  w = w + eta (step + mu v).
+
+The momentum grows with the rounds, t / (t + 3) in round t = 0, 1, ..., up to mu: Y. Nesterov's own sequence, as written in
+W. Su, S. Boyd, E. Candes, "A differential equation for modeling Nesterov's accelerated gradient method", JMLR 17 (2016),
+arXiv 1503.01243, eq. 1. The steps of the first rounds say little of those to come, most of all from random weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from facility.exchange.checkpoints import native
+
+A = Any
+"""A numpy array or a torch tensor."""
+
+
+def starts() -> tuple[float]:
+    """The velocity starts at zero."""
+    return (0.0,)
+
+
+def momentum_of(round: int, momentum: float) -> float:
+    """Momentum in round `round`, counted from 0."""
+    return min(momentum, round / (round + 3))
+
+
+def apply(master: A, step: A, slots: Sequence[A], *, learning_rate: float, momentum: float) -> tuple[A, list[A]]:
+    """Next master and velocity."""
+    if (compiled := native.nesterov(learning_rate, momentum, master, step, slots[0])) is not None:
+        return compiled[0], [compiled[1]]
+    velocity = momentum * slots[0] + step
+    return master + learning_rate * (step + momentum * velocity), [velocity]

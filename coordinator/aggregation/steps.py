@@ -1,0 +1,88 @@
+"""What the kernel does with every piece of every update: steps from the base, their inner products, their weighted sum."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from coordinator.aggregation.rules import mean
+from facility.exchange.checkpoints import native
+from facility.exchange.checkpoints.floats import Array, widen
+
+BLOCK = 8192
+"""Values of one dot product."""
+
+
+class Steps:
+    """One thread's memory for pieces of at most `piece` values of one base and `updates` updates."""
+
+    def __init__(self, updates: int, piece: int, dtype: str) -> None:
+        self.base, self.total = np.empty(piece, dtype), np.empty(piece, dtype)
+        self._rows: Array | None = None
+        self._shape, self._dtype = (updates, piece), dtype
+        self._scratch = np.empty(max(piece, updates * native.RUN), dtype)
+        self._native = native.library() if dtype == "float32" else None
+
+    def take(
+        self,
+        sources: Sequence[Array],
+        dtypes: Sequence[str],
+        *,
+        gram: Array | None,
+        coefficients: Sequence[float] | None,
+        rows: bool,
+        add: bool = False,
+    ) -> tuple[Array, Array | None, Array]:
+        """(base, steps or None, weighted sum) of one piece; `sources`: the base and the updates as stored in `dtypes`.
+
+        `gram`: the steps' inner products are added to it. `coefficients`: of the sum, else undefined. `rows`: whether
+        the steps themselves are wanted. `add`: the sum is added to the base in its place.
+        """
+        n = len(sources[0])
+        base, total = self.base[:n], self.total[:n]
+        if self._native is not None and all(dtype in native.KINDS for dtype in dtypes):
+            steps = self._block(n) if rows else None
+            weights = None if coefficients is None else np.array(coefficients, np.float32)
+            kinds = [native.KINDS[dtype] for dtype in dtypes]
+            native.steps(self._native, sources, kinds, base, steps, gram, weights, total, add, self._scratch)
+            return base, steps, total
+        steps = self._block(n)
+        widen(sources[0], dtypes[0], base)
+        for row, stored, dtype in zip(steps, sources[1:], dtypes[1:], strict=True):
+            widen(stored, dtype, row)
+            np.subtract(row, base, out=row)
+        if gram is not None:
+            add_products(gram, steps)
+        if coefficients is not None:
+            mean.combine(steps, coefficients, total, self._scratch[:n])
+        if add:
+            np.add(base, total, out=base)
+        return base, steps, total
+
+    def _block(self, n: int) -> Array:
+        if self._rows is None:
+            self._rows = np.empty(self._shape, self._dtype)
+        return self._rows[:, :n]
+
+
+def add_products(gram: Array, steps: Array) -> None:
+    """Add the inner products of the rows, each row contiguous: the same bits whatever the number of threads.
+
+    numpy: dot products of at most BLOCK values, which BLAS never shares among threads.
+    """
+    count, n = steps.shape
+    found = native.library()
+    if found is not None and steps.dtype == np.float32 and steps.strides[1] == 4:
+        found.crossfed_products(n, count, native.address(steps), steps.strides[0] // 4, native.address(gram))
+        return
+    whole = n // BLOCK * BLOCK
+    parts = [steps[:, :whole].reshape(count, -1, BLOCK)] if whole else []
+    if whole < n:
+        parts.append(steps[:, None, whole:])
+    for part in parts:
+        for i in range(count):
+            products = np.matmul(part[: i + 1, :, None, :], part[i][None, :, :, None])
+            sums = products.reshape(i + 1, -1).sum(axis=1, dtype=np.float64)
+            gram[i, : i + 1] += sums
+            gram[:i, i] += sums[:i]

@@ -1,0 +1,88 @@
+"""Reading the same span of one tensor from many checkpoints, into buffers that are used again and again.
+
+Nothing is memory-mapped: mapped pages would count against the process and grow with the model.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from facility.exchange.checkpoints.checkpoint import ITEM_BYTES, TensorEntry, read_exactly
+from facility.exchange.checkpoints.floats import STORAGE, Array
+
+PIECE = 1 << 16
+"""Elements worked on at once: small enough to stay in a core's cache. Sums of statistics are per piece."""
+SPAN = 64 * PIECE
+"""Elements of one unit of work. Both are constants, so that results depend on neither threads nor read size."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """A part of one tensor: elements `start` to `start + count`."""
+
+    name: str
+    start: int
+    count: int
+
+
+def spans_of(entries: dict[str, TensorEntry]) -> list[Span]:
+    """All tensors cut into spans, in the order of their bytes on disk."""
+    ordered = sorted(entries.items(), key=lambda item: (item[1].file.name, item[1].start))
+    return [
+        Span(name, start, min(SPAN, entry.elements - start))
+        for name, entry in ordered
+        for start in range(0, entry.elements, SPAN)
+    ]
+
+
+class Files:
+    """Open files by path, shared by threads: every read names its offset."""
+
+    def __init__(self) -> None:
+        self._descriptors: dict[Path, int] = {}
+
+    def open(self, entries: Sequence[TensorEntry]) -> None:
+        for entry in entries:
+            if entry.file not in self._descriptors:
+                self._descriptors[entry.file] = os.open(entry.file, os.O_RDONLY)
+
+    def read(self, entry: TensorEntry, start: int, count: int, buffer: memoryview) -> Array:
+        """Elements of a tensor into `buffer`, as an array of the storage dtype that lives in it."""
+        item = ITEM_BYTES[entry.dtype]
+        view = buffer[: count * item]
+        read_exactly(self._descriptors[entry.file], view, entry.start + start * item, entry.file)
+        return np.frombuffer(view, STORAGE[entry.dtype])
+
+    def read_bytes(self, entry: TensorEntry, start: int, size: int, buffer: memoryview) -> memoryview:
+        view = buffer[:size]
+        read_exactly(self._descriptors[entry.file], view, entry.start + start, entry.file)
+        return view
+
+    def will_need(self, entry: TensorEntry, start: int, count: int) -> None:
+        """Tell the kernel to read ahead, so that the disk works while the arithmetic does."""
+        item = ITEM_BYTES[entry.dtype]
+        os.posix_fadvise(
+            self._descriptors[entry.file], entry.start + start * item, count * item, os.POSIX_FADV_WILLNEED
+        )
+
+    def close(self) -> None:
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors = {}
+
+    def __enter__(self) -> Files:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def pieces(count: int) -> Iterator[slice]:
+    """`count` elements cut into pieces."""
+    for start in range(0, count, PIECE):
+        yield slice(start, min(start + PIECE, count))

@@ -1,0 +1,157 @@
+"""Whether an update may take part in a round: whole, unaltered, of this round and model, and finite."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+
+from coordinator.aggregation.adapter_fit import check_adapters
+from coordinator.aggregation.matching import match_tensors
+from facility.exchange.checkpoints.checkpoint import FLOATS, Checkpoint, TensorEntry, open_checkpoint, read_exactly
+from facility.exchange.checkpoints.floats import STORAGE
+from facility.exchange.checkpoints.patterns import Patterns
+from facility.exchange.errors import CheckpointError, UpdateRefused
+from facility.exchange.messages.manifest import Manifest, sha256_of, verify_manifest
+from facility.exchange.messages.report import read_failure, read_report
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
+EXECUTABLE = (
+    ".bin",
+    ".pt",
+    ".pth",
+    ".pkl",
+    ".pickle",
+    ".ckpt",
+    ".joblib",
+    ".npy",
+    ".npz",
+    ".h5",
+    ".msgpack",
+    ".py",
+    ".so",
+)
+"""Suffixes of files whose usual readers execute or unpickle what they hold."""
+CHUNK = 4 << 20
+
+
+def check_update(
+    directory: Path,
+    base: Checkpoint,
+    base_manifest: Manifest | None,
+    facility: str,
+    round: int,
+    *,
+    maximum_staleness: int = 0,
+    patterns: Patterns | None = None,
+) -> None:
+    """Raise `UpdateRefused` naming `facility` unless `directory` is its usable update of `round` to `base`.
+
+    Reads every byte once for the manifest and once for finiteness.
+    """
+    directory = Path(directory)
+    if failure := (read_failure(directory) if directory.is_dir() else None):
+        raise UpdateRefused(facility, f"it reports a failure: {failure.reason}")
+    try:
+        check_files(directory, facility)
+        manifest = verify_manifest(directory)
+        check_identity(manifest, base_manifest, facility, round, maximum_staleness=maximum_staleness)
+        report = read_report(directory)
+        if (report.facility, report.round) != (facility, manifest.round):
+            raise UpdateRefused(
+                facility,
+                f"report.json is of {report.facility!r} and round {report.round}, the manifest of round {manifest.round}",
+            )
+        update = open_checkpoint(directory)
+        patterns = patterns or Patterns()
+        if manifest.encoding == "lora":
+            check_adapters(base, update, facility)
+            matched = dict(update.tensors)
+        else:
+            matched = match_tensors(base, update, facility, federated=patterns.federated)
+    except UpdateRefused:
+        raise
+    except CheckpointError as error:
+        raise UpdateRefused(facility, str(error)) from None
+    check_tokenizer(base.directory, directory, facility)
+    check_finite(matched, facility)
+
+
+def check_files(directory: Path, facility: str) -> None:
+    """Refuse files that run code when loaded, links that leave the directory, and what is no file at all."""
+    if not directory.is_dir():
+        raise UpdateRefused(facility, f"{directory} is no directory: the update never arrived")
+    home = directory.resolve()
+    for folder, folders, names in os.walk(directory):
+        for name in sorted(folders + names):
+            path = Path(folder) / name
+            shown = path.relative_to(directory).as_posix()
+            if path.is_symlink() and not path.resolve().is_relative_to(home):
+                raise UpdateRefused(facility, f"{shown!r} is a symbolic link out of the directory, to {path.resolve()}")
+            if not path.is_file() and not path.is_dir():
+                raise UpdateRefused(facility, f"{shown!r} is neither a file nor a directory")
+            if path.suffix.lower() in EXECUTABLE:
+                raise UpdateRefused(
+                    facility, f"{shown!r} may run code when it is loaded; updates hold safetensors only"
+                )
+
+
+def check_identity(
+    manifest: Manifest, base_manifest: Manifest | None, facility: str, round: int, *, maximum_staleness: int = 0
+) -> None:
+    """Refuse a manifest of another kind, facility, federation, round or base model."""
+    if manifest.kind != "update":
+        raise UpdateRefused(facility, f"the manifest is of a {manifest.kind!r}, expected an 'update'")
+    if manifest.facility != facility:
+        raise UpdateRefused(facility, f"the manifest is of facility {manifest.facility!r}")
+    late = round - manifest.round
+    if not 0 <= late <= maximum_staleness:
+        limit = f" or up to {maximum_staleness} earlier" if maximum_staleness else ""
+        raise UpdateRefused(facility, f"it is of round {manifest.round}, expected round {round}{limit}")
+    if base_manifest is None:
+        return
+    if manifest.federation != base_manifest.federation:
+        raise UpdateRefused(
+            facility, f"it is of federation {manifest.federation!r}, expected {base_manifest.federation!r}"
+        )
+    if not late and manifest.base_sha256 is not None and manifest.base_sha256 != base_manifest.content_sha256:
+        raise UpdateRefused(
+            facility,
+            f"it started from another model (sha256 {manifest.base_sha256[:12]}) than this round's "
+            f"({base_manifest.content_sha256[:12]})",
+        )
+
+
+def check_tokenizer(base: Path, update: Path, facility: str) -> None:
+    """Refuse an update that carries another tokenizer than the base: its rows of the embedding mean other tokens."""
+    for name in TOKENIZER_FILES:
+        one, two = Path(base) / name, Path(update) / name
+        if one.is_file() and two.is_file() and sha256_of(one) != sha256_of(two):
+            raise UpdateRefused(facility, f"its {name} is not the base model's: the tokenizers differ")
+
+
+def check_finite(entries: dict[str, TensorEntry], facility: str) -> None:
+    """Refuse NaN and infinity in any floating-point tensor, streaming."""
+    buffer = bytearray(CHUNK)
+    descriptors: dict[Path, int] = {}
+    try:
+        for name, entry in sorted(entries.items()):
+            if entry.dtype not in FLOATS:
+                continue
+            if entry.file not in descriptors:
+                descriptors[entry.file] = os.open(entry.file, os.O_RDONLY)
+            for offset in range(0, entry.size, CHUNK):
+                view = memoryview(buffer)[: min(CHUNK, entry.size - offset)]
+                read_exactly(descriptors[entry.file], view, entry.start + offset, entry.file)
+                if not _finite(np.frombuffer(view, STORAGE[entry.dtype]), entry.dtype):
+                    raise UpdateRefused(facility, f"tensor {name!r} holds NaN or infinity")
+    finally:
+        for descriptor in descriptors.values():
+            os.close(descriptor)
+
+
+def _finite(raw: np.ndarray, dtype: str) -> bool:
+    if dtype == "BF16":  # an exponent of all ones is NaN or infinity
+        return not bool(((raw & 0x7F80) == 0x7F80).any())
+    return bool(np.isfinite(raw).all())

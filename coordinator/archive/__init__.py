@@ -1,0 +1,1 @@
+"""What outlives a run: the archive of complete rounds, its summary and its HTML report."""

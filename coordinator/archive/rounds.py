@@ -1,0 +1,212 @@
+"""The archive: a directory on the coordinator that outlives runs and holds every complete round.
+
+    ARCHIVE/
+        initial/model/            the model of round 0, with manifest
+        round-0003/               appears whole, by rename
+            model/                global model made by round 3 = input of round 4
+            state/                float32 master and optimizer moments (coordinator.aggregate)
+            message/              the model as a difference to the one before, where `sending` asks for it (coordinator.steps.send)
+            round.json            RoundFile: outcomes by facility, decision, the aggregation's own record
+        evaluation.json           the final model's perplexity by facility
+        stopped.json              why a run ended early for a reason that needs a person; removed by the next start
+        attempts.json             how often the round under way was asked for
+        history.jsonl             one row a facility and round; derived from the round files
+        groups/                   in place of rounds, where the federation runs by groups (coordinator.asynchronous.buffer)
+
+Weights of old rounds may be pruned (`keep_rounds`); round.json stays.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from facility.exchange.errors import InputError
+from facility.exchange.files.durable import new_directory, write_json, write_text
+from facility.exchange.messages.manifest import Manifest, read_manifest, verify_manifest, write_manifest
+from facility.exchange.messages.settings import from_mapping
+
+FORMAT = 1
+ROUND = re.compile(r"round-(\d{4,})")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FacilityRow:
+    """One row of `history.jsonl`: what one facility did in one round."""
+
+    round: int
+    facility: str
+    status: str
+    """`ok`, `failed` (told so itself), `absent` (left nothing) or `refused` (verification)."""
+    reason: str = ""
+    weight: float = 0.0
+    """Normalised weight in the mean."""
+    tokens: int = 0
+    samples: int = 0
+    steps: int = 0
+    seconds: float = 0.0
+    """Load + train + evaluate + save at the facility."""
+    tokens_per_second: float = 0.0
+    perplexity_received: float | None = None
+    perplexity_returned: float | None = None
+    sent: str = "full"
+    """How the model travelled to it, and why it was whole where messages are asked for."""
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    """Of its update as it travelled."""
+    holds: str = ""
+    """Digest of the model that it said to keep; empty: none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundFile:
+    """`round.json`."""
+
+    round: int
+    facilities: list[FacilityRow]
+    global_loss: float | None
+    """Mean over facilities of the validation loss of the model that this round *received*; nats per token."""
+    decision: str
+    """`go on`, or why this was the last round."""
+    ended: bool = False
+    """True when the federation stopped here before its last round."""
+    broken: bool = False
+    """True when it stopped for a reason that needs a person: the loss diverged."""
+    attempts: int = 1
+    finished: str = ""
+    """UTC, ISO 8601."""
+    aggregation: dict[str, Any] = field(default_factory=dict)
+    message: dict[str, Any] = field(default_factory=dict)
+    """The difference between the new model and the one before: encoding, bytes, error; or why there is none."""
+    format: int = FORMAT
+
+
+@dataclass(frozen=True)
+class Archive:
+    """Access to one archive directory; holds no state of its own."""
+
+    path: Path
+
+    def rounds(self) -> list[int]:
+        """Numbers of the complete rounds, ascending. Raises `InputError` when one is missing in between."""
+        if not self.path.is_dir():
+            return []
+        found = sorted(int(m[1]) for entry in self.path.iterdir() if (m := ROUND.fullmatch(entry.name)))
+        if found != list(range(len(found))):
+            raise InputError(
+                f"archive {self.path} holds rounds {found}, expected 0 to {len(found) - 1} without gaps; restore what is missing"
+            )
+        return found
+
+    def round_directory(self, number: int) -> Path:
+        return self.path / f"round-{number:04d}"
+
+    def model_for(self, number: int) -> Path:
+        """Directory of the global model that is the input of round `number`."""
+        return self.path / "initial" / "model" if number == 0 else self.round_directory(number - 1) / "model"
+
+    def message_for(self, number: int) -> Path | None:
+        """Where the model of round `number` lies as a difference to that of the round before, if one was made."""
+        return None if number == 0 else self.round_directory(number - 1) / "message"
+
+    def state_for(self, number: int) -> Path | None:
+        """Aggregation state that round `number` starts from; None for round 0."""
+        return None if number == 0 else self.round_directory(number - 1) / "state"
+
+    def read_round(self, number: int) -> RoundFile:
+        path = self.round_directory(number) / "round.json"
+        try:
+            return from_mapping(RoundFile, json.loads(path.read_text()), file=path)
+        except (OSError, ValueError) as error:
+            raise InputError(f"{path} cannot be read: {error}") from None
+
+    def history(self) -> list[RoundFile]:
+        return [self.read_round(number) for number in self.rounds()]
+
+    def clean(self) -> None:
+        """Remove what a killed run left under temporary names."""
+        for entry in self.path.glob(".*.tmp"):
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+
+    def begin(self, model: Path, federation: str) -> None:
+        """Keep the initial model, or check that it is still the one the archive began with.
+
+        Raises `InputError` when the archive belongs to another federation or began with other weights.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        initial = self.path / "initial"
+        given = _manifest_of(model)
+        if not initial.exists():
+            with new_directory(initial) as temporary:
+                shutil.copytree(model, temporary / "model", ignore=shutil.ignore_patterns("manifest.json"))
+                _describe(temporary / "model", federation)
+        kept = verify_manifest(initial / "model")
+        if kept.federation != federation:
+            raise InputError(
+                f"archive {self.path} belongs to federation {kept.federation!r}, not {federation!r}; choose another archive"
+            )
+        if given is not None and not self.rounds() and given.content_sha256 != kept.content_sha256:
+            raise InputError(
+                f"archive {self.path} began with another initial model than {model}; remove {initial} to begin with this one"
+            )
+
+    @contextmanager
+    def append(self, number: int) -> Iterator[Path]:
+        """Yield a directory to fill with model/, state/ and round.json; it appears as round `number`, whole or not at all."""
+        with new_directory(self.round_directory(number)) as temporary:
+            yield temporary
+        self.write_history()
+
+    def write_history(self) -> None:
+        rows = [
+            json.dumps(dataclasses.asdict(row), ensure_ascii=False)
+            for entry in self.history()
+            for row in entry.facilities
+        ]
+        write_text(self.path / "history.jsonl", "".join(row + "\n" for row in rows))
+
+    def prune(self, keep: int) -> None:
+        """Remove the weights (never round.json) of all but the last `keep` rounds; 0 keeps all."""
+        if keep:
+            for number in self.rounds()[:-keep]:
+                for name in ("model", "state", "message"):
+                    shutil.rmtree(self.round_directory(number) / name, ignore_errors=True)
+
+    def read_note(self, name: str) -> dict[str, Any]:
+        """A small JSON file of the archive (`stopped`, `attempts`, `evaluation`); empty when absent."""
+        path = self.path / f"{name}.json"
+        try:
+            return json.loads(path.read_text())
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError) as error:
+            raise InputError(f"{path} cannot be read: {error}") from None
+
+    def write_note(self, name: str, value: dict[str, Any]) -> None:
+        write_json(self.path / f"{name}.json", value)
+
+    def drop_note(self, name: str) -> None:
+        (self.path / f"{name}.json").unlink(missing_ok=True)
+
+
+def _manifest_of(model: Path) -> Manifest | None:
+    return read_manifest(model) if (model / "manifest.json").exists() else None
+
+
+def _describe(model: Path, federation: str) -> None:
+    from facility.exchange.checkpoints.checkpoint import open_checkpoint
+
+    checkpoint = open_checkpoint(model)
+    write_manifest(
+        model,
+        Manifest(
+            kind="model", federation=federation, round=0, dtypes=checkpoint.dtypes(), parameters=checkpoint.parameters
+        ),
+    )

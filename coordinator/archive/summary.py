@@ -1,0 +1,87 @@
+"""The archive as a person reads it: a table of rounds and facilities, and the same as plain data."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from rich.table import Table
+
+from coordinator.archive.rounds import Archive, RoundFile
+
+
+def perplexity(loss: float | None) -> float | None:
+    return None if loss is None or not math.isfinite(loss) or loss > 700 else math.exp(loss)
+
+
+def summary(archive: Archive) -> dict[str, Any]:
+    """Rounds, final evaluation and the reason of an early stop, as JSON data.
+
+    `global_perplexity` of a round is that of the model it *made*: told by the next round's facilities, which receive it.
+    """
+    history = archive.history()
+    evaluation = archive.read_note("evaluation")
+    after = evaluation.get("global_loss") if evaluation.get("after_round") == len(history) - 1 else None
+    losses = [entry.global_loss for entry in history] + [after]
+    rounds = []
+    for entry, made in zip(history, losses[1:], strict=True):
+        row = {"round": entry.round, "decision": entry.decision, "finished": entry.finished, "attempts": entry.attempts}
+        row["global_perplexity"] = perplexity(made)
+        row["facilities"] = [dataclasses.asdict(facility) for facility in entry.facilities]
+        rounds.append(row)
+    return {
+        "archive": str(archive.path),
+        "rounds": rounds,
+        "initial_perplexity": perplexity(losses[0]) if history else None,
+        "final_evaluation": evaluation.get("facilities", []) if after is not None else [],
+        "model": str(archive.model_for(len(history))) if archive.path.is_dir() else None,
+        "stopped": archive.read_note("stopped").get("reason") or _broken(history),
+    }
+
+
+def _broken(history: list[RoundFile]) -> str | None:
+    return history[-1].decision if history and history[-1].broken else None
+
+
+def table(data: dict[str, Any]) -> Table:
+    """A rich table of `summary`'s data."""
+    result = Table(title="rounds and facilities", title_justify="left")
+    for name, right in (("round", 1), ("facility", 0), ("status", 0), ("tokens", 1), ("seconds", 1), ("weight", 1)):
+        result.add_column(name, justify="right" if right else "left")
+    result.add_column("perplexity received", justify="right")
+    result.add_column("perplexity returned", justify="right")
+    result.add_column("global model", justify="right")
+    for entry in data["rounds"]:
+        for number, row in enumerate(entry["facilities"]):
+            last = number == len(entry["facilities"]) - 1
+            result.add_row(
+                str(entry["round"]) if number == 0 else "",
+                row["facility"],
+                "ok" if row["status"] == "ok" else f"[red]{row['status']}: {row['reason']}[/red]",
+                f"{row['tokens']:,}",
+                f"{row['seconds']:.1f}",
+                f"{row['weight']:.3f}",
+                _number(row["perplexity_received"]),
+                _number(row["perplexity_returned"]),
+                _number(entry["global_perplexity"]) if last else "",
+                end_section=last,
+            )
+    for row in data["final_evaluation"]:
+        status = "ok" if row["status"] == "ok" else f"[red]{row['status']}: {row['reason']}[/red]"
+        result.add_row(
+            "final",
+            row["facility"],
+            status,
+            "",
+            f"{row['seconds']:.1f}",
+            "",
+            _number(row["perplexity_received"]),
+            "",
+            "",
+        )
+    return result
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"

@@ -1,0 +1,95 @@
+"""`python -m coordinator.asynchronous.submit`: one facility's update meets others; ends when its group has been carried out.
+
+Without `--update` it tells where the facility's chain goes on, which is how every chain begins. It always ends with 0,
+for a step that fails inside a loop hangs the engine: what went wrong stands in the archive, and the report step fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from coordinator.archive.rounds import Archive
+from coordinator.asynchronous.buffer import Meeting, Next, meeting_of
+from coordinator.config.settings import read_coordinator_settings
+from coordinator.steps.outputs import wait, write_outputs
+from facility.exchange.errors import CrossFedError, TryAgain, exit_on_error
+from facility.exchange.files.paths import resolve
+
+POLL_SECONDS = 0.5
+
+
+def meet(
+    meeting: Meeting,
+    facility: str,
+    *,
+    round: int | None = None,
+    received: Path | None = None,
+    poll_seconds: float = POLL_SECONDS,
+    say: Callable[[str], None] = print,
+) -> Next:
+    """Announce what was received of `round` and wait until the facility's chain goes on or ends.
+
+    Raises `TryAgain` when the engine that started this step is gone, or another run has begun meanwhile.
+    """
+    run, parent = meeting.driver().runs, os.getppid()
+    if received is not None:
+        assert round is not None, "an update is of a round"
+        for reduced in meeting.arrive(facility, round, received):
+            say(str(reduced))
+    while True:
+        driver = meeting.driver()
+        if driver.runs != run or os.getppid() != parent:
+            raise TryAgain(f"the run that {facility} waited in is over; the next one goes on from {meeting.place}")
+        if (answer := meeting.next(driver, facility)) is not None:
+            return answer
+        done = meeting.look(facility)
+        for reduced in done:
+            say(str(reduced))
+        if not done:
+            wait(poll_seconds)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m coordinator.asynchronous.submit", description=__doc__)
+    add = parser.add_argument
+    add("--federation", type=Path, required=True, help="coordinator.json, rendered by `crossfed render`")
+    add("--archive", required=True, help="archive directory; relative paths count from $CROSSFED_HOME or the checkout")
+    add("--facility", required=True, help="name of the facility")
+    add("--model", type=Path, help="the model that its round started from; leave out to be told where it stands")
+    add("--round", type=int, help="number of its round, from 0")
+    add("--update", type=Path, help="what its receive step left: a sound update, or failure.json alone")
+    arguments = parser.parse_args()
+    settings = read_coordinator_settings(arguments.federation)
+    archive = Archive(resolve(arguments.archive))
+    meeting = meeting_of(archive, settings)
+    name = arguments.facility
+    fallback = Next(model=arguments.model or archive.model_for(0), round=arguments.round or 0, proceed=False, why="")
+    try:
+        answer = meet(meeting, name, round=arguments.round, received=arguments.update)
+    except TryAgain as error:
+        print(f"facility {name} stops waiting: {error}")
+        answer = fallback
+    except Exception as error:  # a fault of ours must not hang the engine either
+        if not isinstance(error, CrossFedError | OSError):
+            traceback.print_exc()
+        meeting.stop(f"{name}: {error}" if isinstance(error, CrossFedError | OSError) else f"{name}: {error!r}")
+        print(f"facility {name} cannot meet others: {error}")
+        answer = fallback
+    else:
+        print(f"facility {name} goes on: {answer.why}" if answer.proceed else f"facility {name} ends: {answer.why}")
+    write_outputs(
+        model=answer.model,
+        round=answer.round,
+        proceed=answer.proceed,
+        facility=name if answer.proceed else None,
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(exit_on_error(main))

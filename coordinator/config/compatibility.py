@@ -1,0 +1,67 @@
+"""What a federation by groups cannot be combined with, as one error at its line of federation.yml."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from facility.exchange.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from coordinator.config.federation import Federation
+
+AGGREGATION = ("rule", "weights", "accumulate", "output_dtype", "include", "exclude", "allowed_signers", "statistics")
+"""Keys of `aggregation:` that mean something for a mean of whole models."""
+
+
+def check_groups(data: Mapping[str, Any], federation: Federation) -> None:
+    """Raise `ConfigurationError`, with the key, for what makes no sense beside `groups:`. `data`: the file as written."""
+    assert federation.groups is not None
+    groups, count = federation.groups, len(federation.facilities)
+    if count < 2:
+        raise _error("groups", f"groups needs two facilities or more, found {count}: leave it out or add a facility")
+    if groups.minimum > count:
+        raise _error("groups.minimum", f"groups.minimum is {groups.minimum}, expected 1 to {count} (the facilities)")
+    if (encoding := federation.sending.encoding) != "full":
+        raise _error(
+            "sending.encoding",
+            f"sending.encoding is {encoding!r}, but facilities of different groups hold different models: with groups it is 'full'",
+        )
+    aggregation = federation.aggregation
+    for key in data.get("aggregation") or {}:
+        if key not in AGGREGATION:
+            known = ", ".join(AGGREGATION)
+            raise _error(
+                f"aggregation.{key}",
+                f"aggregation.{key} has no meaning with groups, which average by the mean: remove it ({known} may stay)",
+            )
+        if key == "rule" and (aggregation.combiner, aggregation.outer) != ("mean", "plain"):
+            raise _error(
+                "aggregation.rule", f"aggregation.rule is {aggregation.rule!r}, expected 'mean' with groups, or none"
+            )
+    if aggregation.weights not in ("tokens", "equal"):
+        raise _error(
+            "aggregation.weights",
+            f"aggregation.weights is {aggregation.weights!r}, expected tokens or equal with groups",
+        )
+    if federation.claims.action == "cap":
+        raise _error("claims.action", "claims.action is 'cap', expected 'refuse' or 'off' with groups")
+    for key in data.get("stop") or {}:
+        raise _error(
+            f"stop.{key}", f"stop.{key} looks at rounds of all facilities, which groups do not have: remove it"
+        )
+    if data.get("final_evaluation"):
+        raise _error(
+            "final_evaluation", "final_evaluation is true, but groups do not evaluate their final mean: remove it"
+        )
+    for number, facility in enumerate(federation.facilities):
+        if facility.training.lora.rank:
+            own = "lora" in (data["facilities"][number].get("training") or {})
+            raise _error(
+                f"facilities[{number}].training.lora" if own else "training.lora",
+                f"facility {facility.name!r} trains adapters (lora.rank {facility.training.lora.rank}): groups average whole models",
+            )
+
+
+def _error(key: str, message: str) -> ConfigurationError:
+    return ConfigurationError(message, key=key)

@@ -1,0 +1,257 @@
+"""How a facility is reached: `facilities[].deployment` in federation.yml, and what it becomes in streamflow.yml.
+
+    deployment:
+      type: slurm                         # local, ssh, slurm, pbs or flux
+      host: login.example.org             # its login node
+      user: alice
+      workdir: /scratch/alice/crossfed
+      template: ../templates/slurm.sh
+      fill: {account: proj42, partition: gpu}
+
+StreamFlow's own connectors, stacked with `wraps`. Host keys are always checked, and only paths of keys are written.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import json
+import re
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from facility.exchange.errors import ConfigurationError
+from facility.exchange.messages.job_template import Environment, fill_template
+from facility.exchange.messages.settings import from_mapping
+
+HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(:\d{1,5})?|\[[0-9A-Fa-f:.]+\](:\d{1,5})?")
+USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@+-]*")
+WORKDIR = re.compile(r"/[A-Za-z0-9_./@%+=:,-]*")
+QUEUES = ("slurm", "pbs", "flux")
+SERVICE = "train"
+MARK = "CROSSFED_JOB"
+"""Environment variable that names our processes where there is no queue."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Connection:
+    """One ssh host."""
+
+    host: str = ""
+    """Name or address, with `:port` where it is not 22."""
+    user: str = ""
+    key: str = ""
+    """Private key on this machine; empty: ssh-agent, or what ~/.ssh/config says. A certificate lies beside it as `<key>-cert.pub`."""
+    passphrase_file: str = ""
+    """File on this machine that holds the key's passphrase; better: ssh-agent."""
+
+    def __post_init__(self) -> None:
+        if self.host and not HOST.fullmatch(self.host):
+            raise ConfigurationError(
+                f"host is {self.host!r}, expected a name or address, with :port if need be", key="host"
+            )
+        if self.user and not USER.fullmatch(self.user):
+            raise ConfigurationError(f"user is {self.user!r}, expected a login name", key="user")
+        if "PRIVATE KEY" in self.key or "\n" in self.key:
+            raise ConfigurationError("key holds a key, expected the path of its file", key="key")
+
+    def streamflow(self) -> dict[str, Any]:
+        """As StreamFlow's `tunnel` and `dataTransferConnection` are written."""
+        values = {
+            "hostname": self.host,
+            "username": self.user,
+            "sshKey": _home(self.key),
+            "sshKeyPassphraseFile": _home(self.passphrase_file),
+        }
+        return {key: value for key, value in values.items() if value} | {"checkHostKey": True}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deployment(Connection):
+    """`facilities[].deployment`."""
+
+    type: Literal["local", "ssh", "slurm", "pbs", "flux"] = "local"
+    tunnel: Connection = field(default_factory=Connection)
+    """Jump host to go through."""
+    transfer: Connection = field(default_factory=Connection)
+    """Host for data transfers, where the site has a separate one that sees the same file system."""
+    workdir: str = ""
+    """Absolute path at the facility for models and updates: fast, shared by its nodes, with room for three models."""
+    template: str = ""
+    """Job template, relative to federation.yml; one of `templates/`, or your own."""
+    fill: dict[str, Any] = field(default_factory=dict)
+    """Values of the template's placeholders: account, partition, ..."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """The scheduler's limits by StreamFlow's names (`time: "04:00:00"`, `nodes: "4"`, ...); they win over the template's."""
+    environment: Environment = field(default_factory=Environment)
+    max_jobs: int = 2
+    """Jobs of ours in the queue at once."""
+    polling_seconds: int = 10
+    """How often the queue is asked."""
+    give_up_minutes: int = 120
+    """How long a job may wait for a reason that does not clear by itself (held, partition down, no such nodes, budget spent)
+    before it is cancelled and the round goes on without the facility; 0: for ever."""
+    connections: int = 1
+    """ssh connections at once."""
+    sessions: int = 10
+    """Sessions in each ssh connection; sshd's MaxSessions is 10 unless the site changed it."""
+    retries: int = 240
+    """Times a lost ssh connection is tried again."""
+    retry_seconds: int = 30
+    """Pause between two tries: with the default number, the login node may be away for two hours."""
+    connect_seconds: int = 30
+    """Time for one try."""
+    gpu_memory_gb: float = 0.0
+    """Memory of one GPU in GB, for the check's estimate; 0: unknown."""
+    known_hosts: str = ""
+    """File with the hosts' keys, for `crossfed check`; StreamFlow reads ~/.ssh/known_hosts, or what UserKnownHostsFile in
+    ~/.ssh/config says for the host."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if "home" in self.fill:  # the same place under its other name
+            object.__setattr__(self, "environment", replace(self.environment, home=str(self.fill["home"])))
+            object.__setattr__(self, "fill", {key: value for key, value in self.fill.items() if key != "home"})
+        if self.type == "local":
+            for name in ("host", "user", "key", "template", "fill", "options"):
+                if getattr(self, name):
+                    raise ConfigurationError(
+                        f"{name} is set, but a local facility needs none; is `type` missing?", key=name
+                    )
+            return
+        if self.type == "ssh" and not self.host:
+            raise ConfigurationError("host is missing, expected the facility's login node", key="type")
+        if (self.host or self.workdir) and not WORKDIR.fullmatch(self.workdir):
+            raise ConfigurationError(
+                f"workdir is {self.workdir!r}, expected an absolute path at the facility, without blanks or quotes (StreamFlow does not quote it)",
+                key="workdir",
+            )
+        if self.type in QUEUES and not self.template:
+            raise ConfigurationError(
+                f"template is missing, expected for instance ../templates/{self.type}.sh", key="type"
+            )
+        for name in (
+            "max_jobs",
+            "polling_seconds",
+            "connections",
+            "sessions",
+            "retries",
+            "retry_seconds",
+            "connect_seconds",
+        ):
+            if getattr(self, name) < 1:
+                raise ConfigurationError(f"{name} is {getattr(self, name)}, expected 1 or more", key=name)
+        if self.give_up_minutes < 0:
+            raise ConfigurationError(
+                f"give_up_minutes is {self.give_up_minutes}, expected minutes, or 0 for ever", key="give_up_minutes"
+            )
+        if self.type in QUEUES:
+            _check_options(self.type, self.options)
+        elif self.options:
+            raise ConfigurationError("options is set, but plain ssh has no queue", key="options")
+
+    @property
+    def jumps(self) -> bool:
+        return bool(self.tunnel.host)
+
+    def filled(self) -> dict[str, str]:
+        return {name: str(value) for name, value in self.fill.items()}
+
+
+def read_deployment(raw: dict[str, Any], where: str) -> Deployment:
+    """Raises `ConfigurationError` with the key below `where`."""
+    return from_mapping(Deployment, raw, where=where)
+
+
+def job_template(deployment: Deployment, folder: Path, name: str = "") -> str | None:
+    """Text of the facility's job template, or None where it has none. `folder`: of federation.yml; `name`: of its jobs."""
+    if deployment.type == "ssh" and name:
+        rest = job_template(deployment, folder) or "#!/bin/bash\n{{ streamflow_command }}\n"
+        return re.sub(r"^#!.*\n", lambda first: f"{first[0]}export {MARK}={name}\n", rest, count=1, flags=re.MULTILINE)
+    if not deployment.template:
+        return None
+    path = (folder / Path(deployment.template).expanduser()).resolve()
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"template {deployment.template!r} cannot be read: {error}", key="template") from None
+    return fill_template(
+        text, fill=deployment.filled(), environment=deployment.environment, workdir=deployment.workdir, name=path.name
+    )
+
+
+def streamflow_deployments(
+    deployment: Deployment, *, federation: str, facility: str, template: str, workdir: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The entries of streamflow.yml for one facility, and the target that its training step is bound to.
+
+    `template`: path of the rendered job template as seen from streamflow.yml. `workdir`: of a local facility.
+    """
+    name = f"facility-{facility}"
+    if deployment.type == "local":
+        return {name: {"type": "local", "config": {}, "workdir": deployment.workdir or workdir}}, {"deployment": name}
+    place = {"workdir": deployment.workdir or workdir}
+    result: dict[str, Any] = {}
+    if deployment.host:
+        services = {SERVICE: template} if deployment.type == "ssh" else {}
+        ssh_name = name if deployment.type == "ssh" else f"{name}-ssh"
+        result[ssh_name] = {
+            "type": "ssh",
+            "config": _ssh(deployment) | ({"services": services} if services else {}),
+        } | place
+        if deployment.type == "ssh":
+            return result, {"deployment": name, "service": SERVICE}
+    queue = {
+        "maxConcurrentJobs": deployment.max_jobs,
+        "pollingInterval": deployment.polling_seconds,
+        "services": {SERVICE: {"file": template, "jobName": job_name(federation, facility)} | deployment.options},
+    }
+    wraps = {"wraps": f"{name}-ssh"} if deployment.host else {}
+    result[name] = {"type": deployment.type, "config": queue} | wraps | place
+    return result, {"deployment": name, "service": SERVICE}
+
+
+def job_name(federation: str, facility: str) -> str:
+    """What our jobs are called in the facility's queue: how they are found again, and how only ours are cancelled."""
+    return f"crossfed-{federation}-{facility}"
+
+
+def _ssh(deployment: Deployment) -> dict[str, Any]:
+    one = deployment.streamflow()
+    config: dict[str, Any] = {"nodes": [one.pop("hostname")]} | one
+    config |= {
+        "connectTimeout": deployment.connect_seconds,
+        "retries": deployment.retries,
+        "retryDelay": deployment.retry_seconds,
+        "maxConnections": deployment.connections,
+        "maxConcurrentSessions": deployment.sessions,
+    }
+    if deployment.tunnel.host:
+        config["tunnel"] = deployment.tunnel.streamflow()
+    if deployment.transfer.host:
+        config["dataTransferConnection"] = deployment.transfer.streamflow()
+    return config
+
+
+def _home(path: str) -> str:
+    """A path on this machine; `~` is expanded, since StreamFlow may run with another HOME."""
+    return str(Path(path).expanduser()) if path else ""
+
+
+def _check_options(kind: str, options: dict[str, Any]) -> None:
+    """Refuse options that StreamFlow's connector does not know, by its own schema."""
+    found = importlib.util.find_spec("streamflow")
+    if found is None or not found.submodule_search_locations:
+        return  # checked where StreamFlow is installed
+    folder = Path(next(iter(found.submodule_search_locations))) / "deployment" / "connector" / "schemas"
+    known = json.loads((folder / f"{kind}.json").read_text())["$defs"]["service"]["properties"]
+    for name in options:
+        if name in ("file", "jobName"):
+            raise ConfigurationError(f"options.{name} is set by CrossFed itself; remove it", key=f"options.{name}")
+        if name not in known:
+            close = difflib.get_close_matches(str(name), known, 1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise ConfigurationError(
+                f"options.{name} is no option of StreamFlow's {kind} connector{hint}", key=f"options.{name}"
+            )

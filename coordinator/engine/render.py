@@ -1,0 +1,296 @@
+"""federation.yml -> streamflow.yml, settings.yml, coordinator.json, facilities/*.json and round.cwl (with groups: groups.cwl).
+
+Pure and deterministic: the same federation gives the same bytes on any machine, so the rendered files can be shipped,
+compared and kept under version control. `write` puts them in place whole or not at all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from coordinator.asynchronous.workflow import HAND_WRITTEN as OF_GROUPS
+from coordinator.asynchronous.workflow import chain_step, groups_workflow
+from coordinator.config.deployments import job_name, job_template, streamflow_deployments
+from coordinator.config.federation import Facility, Federation
+from coordinator.config.settings import CoordinatorSettings
+from coordinator.config.yaml_lines import Lined
+from facility.exchange.errors import ConfigurationError
+from facility.exchange.files.durable import write_text
+from facility.exchange.files.paths import CHECKOUT
+from facility.exchange.messages.settings import FacilitySettings
+
+HEAD = "# Rendered by `crossfed render` from federation.yml: edit that file and render again.\n"
+HAND_WRITTEN = (
+    "main.cwl",
+    "tools/start.cwl",
+    "tools/send.cwl",
+    "tools/train.cwl",
+    "tools/receive.cwl",
+    "tools/aggregate.cwl",
+    "tools/report.cwl",
+)
+
+
+def render(federation: Federation) -> dict[str, str]:
+    """Text of every rendered file, by path relative to the folder above federation.yml's own."""
+    here = federation.file.parent.name
+    files = {
+        f"{here}/streamflow.yml": _yaml(streamflow(federation)),
+        f"{here}/settings.yml": _yaml(workflow_inputs(federation)),
+        f"{here}/coordinator.json": _json(coordinator_settings(federation)),
+    }
+    if federation.groups is None:
+        files["cwl/round.cwl"] = _yaml(round_workflow(federation))
+    else:
+        files["cwl/groups.cwl"] = _yaml(groups_workflow([facility.name for facility in federation.facilities]))
+    for facility in federation.facilities:
+        if (template := _template(federation, facility)) is not None:
+            files[f"{here}/jobs/{facility.name}.sh"] = template
+        settings = FacilitySettings(
+            federation=federation.name,
+            facility=facility.name,
+            rounds=federation.rounds,
+            seed=federation.seed,
+            training=facility.training,
+            include=federation.aggregation.include,
+            exclude=federation.aggregation.exclude,
+            model_encoding=federation.sending.encoding,
+        )
+        files[f"{here}/facilities/{facility.name}.json"] = _json(dataclasses.asdict(settings))
+    return files
+
+
+def write(federation: Federation) -> list[Path]:
+    """Write the rendered files beside federation.yml and in `../cwl`; returns those that changed.
+
+    Hand-written CWL that is absent there is copied from the checkout; settings of facilities that are gone are removed.
+    """
+    root = federation.file.parent.parent
+    changed = []
+    for name in OF_GROUPS if federation.groups else HAND_WRITTEN:
+        target = root / "cwl" / name
+        if not target.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(CHECKOUT / "cwl" / name, target)
+            changed.append(target)
+    for name, text in render(federation).items():
+        target = root / name
+        if not target.exists() or target.read_text() != text:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            write_text(target, text)
+            changed.append(target)
+    names = {f"{facility.name}{suffix}" for facility in federation.facilities for suffix in (".json", ".sh")}
+    for folder, pattern in (("facilities", "*.json"), ("jobs", "*.sh")):
+        for path in (federation.file.parent / folder).glob(pattern):
+            if path.name not in names:
+                path.unlink()
+                changed.append(path)
+    return changed
+
+
+def stale(federation: Federation) -> list[str]:
+    """Rendered files that are missing or differ from a fresh rendering."""
+    root = federation.file.parent.parent
+    return [
+        name
+        for name, text in render(federation).items()
+        if not (root / name).exists() or (root / name).read_text() != text
+    ]
+
+
+def _template(federation: Federation, facility: Facility) -> str | None:
+    """A facility's job template. Raises `ConfigurationError` at the facility's line."""
+    where = f"facilities[{federation.facilities.index(facility)}].deployment"
+    try:
+        name = job_name(federation.name, facility.name)
+        return job_template(federation.deployment(facility), federation.file.parent, name)
+    except ConfigurationError as error:
+        key = f"{where}.{error.key}" if error.key else where
+        raise Lined(federation.file).error(f"{where}: {error.message}", key) from None
+
+
+def coordinator_settings(federation: Federation) -> dict[str, Any]:
+    settings = dataclasses.asdict(
+        CoordinatorSettings(
+            federation=federation.name,
+            rounds=federation.rounds,
+            facilities=[facility.name for facility in federation.facilities],
+            minimum_facilities=federation.minimum_facilities,
+            retries=federation.retries,
+            come_backs=federation.come_backs,
+            keep_rounds=federation.keep_rounds,
+            final_evaluation=federation.final_evaluation,
+            aggregation=federation.aggregation,
+            sending=federation.sending,
+            claims=federation.claims,
+            sequences={facility.name: _sequences(facility) for facility in federation.facilities},
+            stop=federation.stop,
+            groups=federation.groups,
+        )
+    )
+    return {name: value for name, value in settings.items() if name != "groups" or value is not None}
+
+
+def _sequences(facility: Facility) -> int:
+    """At most, in a round; replicas that go at speeds of their own divide the round's updates unevenly."""
+    training = facility.training
+    return training.steps * training.batch_sequences * (1 if training.sync.policy == "allreduce" else 2)
+
+
+def workflow_inputs(federation: Federation) -> dict[str, Any]:
+    """The CWL input object: what main.cwl (with groups: groups.cwl) is given."""
+    inputs = {
+        "model": {"class": "Directory", "path": _relative(federation, federation.model)},
+        "federation": {"class": "File", "path": "coordinator.json"},
+        "archive": _for_a_step(federation.archive_path),
+    }
+    records = [
+        {
+            "name": facility.name,
+            "dataset": _for_a_step(federation.path(facility.dataset))
+            if facility.deployment["type"] == "local"
+            else facility.dataset,
+            "settings": {"class": "File", "path": f"facilities/{facility.name}.json"},
+        }
+        for facility in federation.facilities
+    ]
+    if federation.groups is None:
+        return inputs | {"facilities": records}
+    return inputs | {f"{key}_{record['name']}": value for record in records for key, value in record.items()}
+
+
+def streamflow(federation: Federation) -> dict[str, Any]:
+    """streamflow.yml: every step on the coordinator, except a facility's training."""
+    workdir = _relative(federation, federation.workdir or f"../.crossfed/{federation.name}/work")
+    deployments: dict[str, Any] = {"coordinator": {"type": "local", "config": {}, "workdir": f"{workdir}/coordinator"}}
+    bindings: list[dict[str, Any]] = [{"step": "/", "target": {"deployment": "coordinator"}}]
+    for facility in federation.facilities:
+        entries, target = streamflow_deployments(
+            federation.deployment(facility),
+            federation=federation.name,
+            facility=facility.name,
+            template=f"jobs/{facility.name}.sh",
+            workdir=f"{workdir}/{facility.name}",
+        )
+        deployments |= entries
+        step = f"/rounds/train_{facility.name}" if federation.groups is None else f"/{chain_step(facility.name)}/train"
+        bindings.append({"step": step, "target": target})
+    return {
+        "version": "v1.0",
+        "workflows": {
+            federation.name: {
+                "type": "cwl",
+                "config": {
+                    "file": f"../cwl/{'groups' if federation.groups else 'main'}.cwl",
+                    "settings": "settings.yml",
+                },
+                "bindings": bindings,
+            }
+        },
+        "deployments": deployments,
+    }
+
+
+def round_workflow(federation: Federation) -> dict[str, Any]:
+    """round.cwl: a train and a receive step for each facility, then aggregate; a send step where models travel encoded.
+
+    Not one scattered step: that sends the model to one facility after the other, and hangs when an element fails.
+    """
+    record = {
+        "type": "record",
+        "name": "facility",
+        "fields": {"name": "string", "dataset": "string", "settings": "File"},
+    }
+    steps: dict[str, Any] = {}
+    for number, facility in enumerate(federation.facilities):
+        own = {
+            key: {"source": "facilities", "valueFrom": f"$(self[{number}].{key})"}
+            for key in ("name", "dataset", "settings")
+        }
+        model = "model"
+        if federation.sending.encoding != "full":
+            model = f"send_{facility.name}/sent"
+            steps[f"send_{facility.name}"] = {
+                "run": "tools/send.cwl",
+                "in": {name: name for name in ("federation", "archive", "model", "round")} | {"facility": own["name"]},
+                "out": ["sent"],
+            }
+        steps[f"train_{facility.name}"] = {
+            "run": "tools/train.cwl",
+            "in": {"model": model, "round": "round", "dataset": own["dataset"], "settings": own["settings"]},
+            "out": ["update"],
+        }
+        steps[f"receive_{facility.name}"] = {
+            "run": "tools/receive.cwl",
+            "in": {
+                "federation": "federation",
+                "model": "model",
+                "round": "round",
+                "facility": own["name"],
+                "update": f"train_{facility.name}/update",
+            },
+            "out": ["update"],
+        }
+    steps["aggregate"] = {
+        "run": "tools/aggregate.cwl",
+        "in": {
+            "federation": "federation",
+            "archive": "archive",
+            "model": "model",
+            "round": "round",
+            "updates": {
+                "source": [f"receive_{facility.name}/update" for facility in federation.facilities],
+                "linkMerge": "merge_flattened",
+            },
+        },
+        "out": ["model", "round", "proceed"],
+    }
+    return {
+        "cwlVersion": "v1.2",
+        "class": "Workflow",
+        "doc": "One round: each facility trains and its update is received as soon as it is ready; then the updates are averaged.",
+        "requirements": {"MultipleInputFeatureRequirement": {}, "StepInputExpressionRequirement": {}},
+        "inputs": {
+            "federation": "File",
+            "archive": "string",
+            "model": "Directory",
+            "round": "int",
+            "proceed": "boolean",
+            "facilities": {"type": {"type": "array", "items": record}},
+        },
+        "outputs": {
+            name: {"type": kind, "outputSource": f"aggregate/{name}"}
+            for name, kind in (("model", "Directory"), ("round", "int"), ("proceed", "boolean"))
+        },
+        "steps": steps,
+    }
+
+
+def _relative(federation: Federation, text: str) -> str:
+    """A path in federation.yml as seen from its folder: relative stays relative."""
+    return text if not os.path.isabs(text) and not text.startswith("~") else str(federation.path(text))
+
+
+def _for_a_step(absolute: Path) -> str:
+    """A path on this machine as `facility.exchange.files.paths.resolve` reads it in a job: relative inside the checkout."""
+    return str(absolute.relative_to(CHECKOUT)) if absolute.is_relative_to(CHECKOUT) else str(absolute)
+
+
+class _Dumper(yaml.SafeDumper):
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _yaml(value: Any) -> str:
+    return HEAD + yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"

@@ -1,0 +1,176 @@
+"""`crossfed run`: render, check, `streamflow run`, and show what happens; the same command resumes after any stop."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import TextIO
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from coordinator.archive.rounds import Archive
+from coordinator.archive.summary import perplexity, summary, table
+from coordinator.asynchronous import summary as account
+from coordinator.asynchronous.progress import GroupProgress
+from coordinator.config.federation import Federation, check_paths, read_federation
+from coordinator.engine.progress import Progress
+from coordinator.engine.queues import read_queues
+from coordinator.engine.render import write
+from coordinator.engine.supervise import Supervisor
+from facility.exchange.errors import InputError, TryAgain
+
+
+def run_federation(file: Path, *, live: bool, log: Path | None = None) -> int:
+    """Run or resume the federation; returns the exit code for the shell. Raises `InputError`, `TryAgain`."""
+    federation = read_federation(file)
+    check_paths(federation)
+    write(federation)
+    log = log or federation.workdir_path / "streamflow.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    archive = Archive(federation.archive_path)
+    with only_one(federation) as lock, open(log, "a", encoding="utf-8") as sink:
+        done, groups = complete(federation, archive), federation.groups is not None
+        going_on = f", going on after {f'{done} groups' if groups else f'round {done - 1}'}" if done else ""
+        console.print(
+            f"federation [bold]{federation.name}[/bold]: {len(federation.facilities)} facilities, {federation.rounds} rounds"
+            + (" each, by groups" if groups else "")
+            + going_on
+            + f"; StreamFlow's log is {log}"
+        )
+        names = [facility.name for facility in federation.facilities]
+        progress = (GroupProgress if groups else Progress)(names, federation.rounds)
+        code, ended = _follow(federation, progress, archive, sink, console, live, lock)
+    data = account.summary(archive) if groups else summary(archive)
+    console.print(account.table(data) if groups else table(data))
+    if code == 0:
+        console.print(f"the model is [bold]{data['model']}[/bold] (AutoModelForCausalLM.from_pretrained)")
+        if not groups:
+            console.print(f"the report is {archive.path / 'report.html'}")
+        return 0
+    reason, holds = (
+        data["stopped"] or ended,
+        f"{len(data['groups'])} groups" if groups else f"{len(data['rounds'])} complete rounds",
+    )
+    console.print(
+        f"[red]the run ended with code {code}: {reason}[/red]\nThe archive holds {holds}; the same command goes on from there."
+    )
+    return code
+
+
+def complete(federation: Federation, archive: Archive) -> int:
+    """Rounds in the archive, or groups where the federation runs by them: what a new start does not lose."""
+    return len(archive.rounds()) if federation.groups is None else account.groups_done(archive)
+
+
+@contextmanager
+def only_one(federation: Federation) -> Iterator[int]:
+    """Hold the federation's lock; yields its file descriptor, so that StreamFlow holds it too while it lives.
+
+    Raises `TryAgain` while another run of the federation is alive on this machine.
+    """
+    path = federation.archive_path.parent / f"{federation.archive_path.name}.lock"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise TryAgain(
+                f"another `crossfed run` of federation {federation.name!r} holds {path}; wait for it or stop it"
+            ) from None
+        yield handle.fileno()
+
+
+def engine_command(federation: Federation) -> list[str]:
+    """`streamflow run` from this environment. Raises `InputError` when StreamFlow is not installed beside Python."""
+    program = Path(sys.executable).parent / "streamflow"
+    if not program.exists():
+        raise InputError(
+            f"{program} does not exist: install the coordinator's part (`pip install 'crossfed[coordinator]'`, or `make demo`)"
+        )
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    outputs = federation.workdir_path / "outputs"
+    return [
+        str(program),
+        "run",
+        "--name",
+        f"{federation.name}-{stamp}-{os.getpid()}",
+        "--outdir",
+        str(outputs),
+        "streamflow.yml",
+    ]
+
+
+def engine_environment() -> dict[str, str]:
+    """Environment in which jobs of local steps find this Python first."""
+    return os.environ | {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def patience(federation: Federation) -> dict[str, float]:
+    """Seconds after which a stuck job of each facility is given up."""
+    return {one.name: federation.deployment(one).give_up_minutes * 60.0 for one in federation.facilities}
+
+
+def _follow(
+    federation: Federation, progress: Progress, archive: Archive, sink: TextIO, console: Console, live: bool, lock: int
+) -> tuple[int, str]:
+    """Exit code and reason of the supervised run; every line goes to `sink`, what matters to the console."""
+
+    def say(sentence: str) -> None:
+        console.print(f"{time.strftime('%H:%M:%S')} {sentence}", markup=False, highlight=False)
+
+    def on_line(line: str) -> None:
+        sink.write(line + "\n")
+        sink.flush()
+        if (sentence := progress.feed(line)) is not None:
+            say(sentence)
+
+    supervisor = Supervisor(
+        command=lambda: engine_command(federation),
+        directory=federation.file.parent,
+        environment=engine_environment(),
+        queues=read_queues(federation.file.parent / "streamflow.yml", patience(federation)),
+        on_line=on_line,
+        say=say,
+        rounds_done=lambda: complete(federation, archive),
+        stopped=lambda: str(archive.read_note("stopped").get("reason", "")) or progress.fatal,
+        pass_fds=(lock,),
+    )
+    wanted = (signal.SIGINT, signal.SIGTERM)
+    handlers = {number: signal.signal(number, lambda number, _: supervisor.stop(number)) for number in wanted}
+    try:
+        with _display(progress, archive, console) if live else nullcontext():
+            return supervisor.run()
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _display(progress: Progress, archive: Archive, console: Console) -> Live:
+    return Live(
+        get_renderable=lambda: _picture(progress, archive), console=console, refresh_per_second=2, transient=True
+    )
+
+
+def _picture(progress: Progress, archive: Archive) -> Table:
+    result = Table(title=f"{progress.heading}: {progress.step}", title_justify="left")
+    for name in ("facility", "state", "seconds"):
+        result.add_column(name)
+    for name, state in progress.states.items():
+        result.add_row(name, state, f"{progress.clock() - progress.since[name]:.0f}")
+    history = archive.history()
+    if history:
+        told = ", ".join(f"{value:.3f}" for entry in history if (value := perplexity(entry.global_loss)) is not None)
+        result.caption = f"global perplexity as received, round by round: {told}"
+    return result

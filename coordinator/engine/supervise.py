@@ -1,0 +1,276 @@
+"""Keep `streamflow run` going to its end: notice when it hangs, start it again, and leave no job behind.
+
+StreamFlow leaves its jobs in the queues when it stops, and some failures make it hang. The archive makes starting again
+cheap: the workflow goes on after the last complete round, and facilities that are done answer at once. A job that still
+runs is waited for by the Slurm connector of `coordinator.streamflow_plugin`; one that waits in a queue is cancelled first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import queue
+import re
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from coordinator.engine.queues import Queue, at_all
+from coordinator.engine.stuck_jobs import Watch
+from coordinator.steps.outputs import WAITS
+
+HOST_KEY = re.compile(r"Error HostKeyNotVerifiable opening SSH session to (\S+)|HOST KEY of (\S+) is not")
+LOGIN = re.compile(r"Error PermissionDenied opening SSH session to (\S+)|LOGIN REFUSED by (\S+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """When to step in."""
+
+    silence_seconds: float = 900.0
+    """No line in StreamFlow's log for so long, and no job of ours at work anywhere: it hangs."""
+    restarts: int = 5
+    """Starts again without a new complete round in between; then a person is needed."""
+    pause_seconds: float = 10.0
+    """Before the first start again; doubles each time up to five minutes."""
+    stop_seconds: float = 30.0
+    """How long StreamFlow may take to stop before it is killed."""
+    look_seconds: float = 60.0
+    """How often the queues are looked at for jobs that will not begin by themselves."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """How one run of StreamFlow ended."""
+
+    code: int
+    new_rounds: int
+    """Rounds completed during this attempt."""
+    hung: bool = False
+    fatal: str = ""
+    """What trying again cannot mend."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What happens next, and why."""
+
+    next: Literal["done", "again", "give up"]
+    reason: str
+    pause_seconds: float = 0.0
+
+
+def decide(attempts: Sequence[Attempt], limits: Limits) -> Decision:
+    """What to do after the last of `attempts`."""
+    last = attempts[-1]
+    if last.fatal:
+        return Decision(next="give up", reason=last.fatal)
+    if last.code == 0 and not last.hung:
+        return Decision(next="done", reason="StreamFlow ended well")
+    fruitless = 0
+    for attempt in reversed(attempts):
+        if attempt.new_rounds:
+            break
+        fruitless += 1
+    what = "StreamFlow hung" if last.hung else f"StreamFlow ended with code {last.code}"
+    if fruitless > limits.restarts:
+        return Decision(next="give up", reason=f"{what}; {fruitless} starts brought no new complete round")
+    pause = min(300.0, limits.pause_seconds * 2 ** max(0, fruitless - 1))
+    return Decision(next="again", reason=what, pause_seconds=pause)
+
+
+def fatal_reason(line: str) -> str:
+    """A sentence when a log line tells of something that only a person can mend, else ''."""
+    if match := HOST_KEY.search(line):
+        host = match[1] or match[2]
+        return (
+            f"the host key of {host} is not the one in known_hosts. If the facility announced a new key, remove the old one "
+            f"(`ssh-keygen -R {host}`) and log in once by hand; otherwise ask its staff: someone may be listening in between"
+        )
+    if match := LOGIN.search(line):
+        host = match[1] or match[2]
+        return f"{host} refuses the login: load the key into the agent or name it in federation.yml, and try `ssh {host}` by hand"
+    return ""
+
+
+@dataclass(kw_only=True)
+class Supervisor:
+    """Runs one command to its end, through hangs and failures. `run` blocks; `stop` may be called from a signal handler."""
+
+    command: Callable[[], list[str]]
+    """Makes the command line anew for every start (each run of StreamFlow wants a name of its own)."""
+    directory: Path
+    environment: dict[str, str]
+    queues: list[Queue]
+    on_line: Callable[[str], None]
+    """Gets every log line, without its end."""
+    say: Callable[[str], None]
+    """Gets sentences for a person."""
+    rounds_done: Callable[[], int]
+    """Complete rounds in the archive."""
+    stopped: Callable[[], str] = str
+    """Why the coordinator itself ended the federation and a person is needed, or ''."""
+    limits: Limits = field(default_factory=Limits)
+    pass_fds: tuple[int, ...] = ()
+    attempts: list[Attempt] = field(default_factory=list)
+    _process: subprocess.Popen[str] | None = None
+    _stopped: int = 0
+
+    def run(self) -> tuple[int, str]:
+        """Exit code and reason: 0, StreamFlow's own last code, or 128 + the signal that `stop` was given."""
+        with Watch(queues=self.queues, say=self.say, every_seconds=self.limits.look_seconds).going_on():
+            return self._run()
+
+    def _run(self) -> tuple[int, str]:
+        while True:
+            self._clear_waiting()
+            if self._stopped:
+                return self._end(128 + self._stopped, "stopped")
+            self.attempts.append(self._attempt())
+            if self._stopped:
+                return self._end(128 + self._stopped, "stopped")
+            decision = decide(self.attempts, self.limits)
+            if decision.next == "done":
+                return 0, decision.reason
+            if decision.next == "give up":
+                return self._end(self.attempts[-1].code or 1, decision.reason)
+            self.say(f"{decision.reason}; starting again in {decision.pause_seconds:g} s")
+            deadline = time.monotonic() + decision.pause_seconds
+            while time.monotonic() < deadline and not self._stopped:
+                time.sleep(0.2)
+
+    def stop(self, number: int = signal.SIGTERM) -> None:
+        """Stop StreamFlow and do not start it again; `run` then cancels our jobs and returns."""
+        self._stopped = int(number)
+        self._signal(number)
+
+    def _attempt(self) -> Attempt:
+        before = self.rounds_done()
+        process = self._process = subprocess.Popen(
+            self.command(),
+            cwd=self.directory,
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+            pass_fds=self.pass_fds,
+            preexec_fn=_die_with_parent,
+        )
+        if self._stopped:  # the signal came while the process was being made
+            self._signal(self._stopped)
+        lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        threading.Thread(target=_read, args=(process, lines), daemon=True).start()
+        fatal, hung = "", False
+        heard = time.monotonic()
+        killed_at: float | None = None
+        try:
+            while True:
+                try:
+                    line = lines.get(timeout=1.0)
+                except queue.Empty:
+                    line = ""
+                if line is None:
+                    break
+                if line:
+                    heard = time.monotonic()
+                    self.on_line(line.rstrip("\n"))
+                    if not fatal and (fatal := fatal_reason(line)):
+                        self.say(fatal)
+                        self._signal(signal.SIGTERM)
+                        killed_at = time.monotonic()
+                now = time.monotonic()
+                if self._stopped and killed_at is None:
+                    killed_at = now
+                if killed_at is not None and now - killed_at > self.limits.stop_seconds:
+                    self._signal(signal.SIGKILL)
+                if killed_at is None and now - heard > self.limits.silence_seconds:
+                    if self._at_work(process):
+                        heard = now
+                    else:
+                        hung, killed_at = True, now
+                        self.say(
+                            f"no progress for {self.limits.silence_seconds:g} s and no job at work: StreamFlow hangs"
+                        )
+                        self._signal(signal.SIGTERM)
+            code = process.wait()
+        finally:
+            if process.poll() is None:
+                self._signal(signal.SIGKILL)
+                process.wait()
+            self._process = None
+        if code and not fatal:
+            fatal = self.stopped()
+        return Attempt(code=code, new_rounds=self.rounds_done() - before, hung=hung, fatal=fatal)
+
+    def _at_work(self, process: subprocess.Popen[str]) -> bool:
+        """True when a job of ours is in a queue or running, here or there; a facility that does not answer may be at work."""
+        if children(process.pid):
+            return True
+        found = at_all(self.queues, lambda one: one.jobs(), self.say)
+        return found is None or any(found.values())
+
+    def _clear_waiting(self) -> None:
+        """Before a start: cancel jobs of an earlier run that still wait; tell of those that run."""
+        at_all(self.queues, lambda one: one.cancel(waiting_only=True), self.say)
+
+    def _end(self, code: int, reason: str) -> tuple[int, str]:
+        """Cancel whatever of ours is in the queues, and tell."""
+
+        def cancel(one: Queue) -> list:
+            gone = one.cancel()
+            for job in gone:
+                self.say(f"cancelled job {job.id} ({job.state}) at {one.facility}")
+            return gone
+
+        at_all(self.queues, cancel, self.say)
+        return code, reason
+
+    def _signal(self, number: int) -> None:
+        """Send a signal to StreamFlow and to every local job it started."""
+        process = self._process
+        if process is not None and process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+
+
+def children(pid: int) -> list[int]:
+    """Living processes below `pid` that do something: StreamFlow's jobs on this machine, not the shells it keeps open, nor
+    steps that wait for other facilities."""
+    parents: dict[int, list[tuple[int, str]]] = {}
+    for task in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            name, _, rest = task.read_text().partition("(")[2].rpartition(")")
+        except OSError:
+            continue
+        fields = rest.split()
+        if fields[0] not in "ZX":
+            parents.setdefault(int(fields[1]), []).append((int(task.parent.name), name))
+    found, reached = [], [pid]
+    while reached:
+        for child, name in parents.get(reached.pop(), []):
+            reached.append(child)
+            if name not in ("sh", "bash", "dash", WAITS):
+                found.append(child)
+    return found
+
+
+def _read(process: subprocess.Popen[str], lines: queue.SimpleQueue[str | None]) -> None:
+    assert process.stdout is not None
+    with contextlib.suppress(ValueError):
+        for line in process.stdout:
+            lines.put(line)
+    lines.put(None)
+
+
+def _die_with_parent() -> None:
+    """Ask Linux to send SIGTERM to StreamFlow when this command dies, however it dies (prctl(2), PR_SET_PDEATHSIG)."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)

@@ -1,0 +1,1 @@
+"""Exact assignment of contiguous layers to devices."""

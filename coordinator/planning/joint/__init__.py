@@ -1,0 +1,1 @@
+"""Joint search over grid, split, schedule and synchronisation."""

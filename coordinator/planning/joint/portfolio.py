@@ -1,0 +1,125 @@
+"""The race of the shapes: all briefly, the better ones longer, the best of them until time is up.
+
+A shape's standing is the closed forms' cost of its best layout, times how far the simulator was off from them for this shape when it
+last scored one: closed forms are optimistic for 1F1B, by up to a fifth.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import numpy as np
+
+from coordinator.planning.emit import plan_on
+from coordinator.planning.joint.cost import Layouts
+from coordinator.planning.joint.incumbent import Best
+from coordinator.planning.joint.search import anneal, descend
+from coordinator.planning.joint.shapes import Shape
+from coordinator.planning.joint.starts import best_cuts, even_share
+from coordinator.planning.stop import Stop
+from coordinator.problem.problem import Problem
+from facility.exchange.messages.plan import Schedule, SyncName
+
+HEATS = ((10, 100, 32, 0.2, 1.25), (5, 300, 48, 0.4, 1.1), (3, 600, 64, 0.6, 1.04))
+"""(shapes, steps, chains, share of the time at which it ends, worst standing against the best): one round each, best first."""
+CLOSE = 1.02
+"""A second shape shares the remaining time while its standing is within this of the best."""
+
+
+def race(problem: Problem, best: Best, shapes: list[Shape], rng: np.random.Generator, stop: Stop) -> int:
+    """Score every promising start, then anneal; returns the rounds made."""
+    field = sorted(shapes, key=lambda s: s.standing)
+    for shape in field[: max(4, HEATS[0][0])]:
+        if stop(0) and best.plan is not None:
+            return 0
+        _score(problem, best, shape, 1, "structured start")
+    rounds = 0
+    begun = stop.used
+    for width, steps, chains, share, worst in HEATS:
+        field = sorted(field, key=lambda s: s.standing)[:width]
+        field = [shape for shape in field if shape.standing <= worst * field[0].standing]
+        for shape in field:
+            if stop(rounds) and best.plan is not None:
+                return rounds
+            if stop.used > begun + share * (stop.seconds - begun) and shape is not field[0]:
+                break
+            _round(problem, best, shape, rng, stop, steps=steps, chains=chains, hot=0.03)
+            rounds += 1
+    while not stop(rounds):
+        field = sorted(field, key=lambda s: s.standing)[:2]
+        field = [shape for shape in field if shape.standing <= CLOSE * field[0].standing]
+        shape = field[1 if rounds % 3 == 2 and len(field) > 1 else 0]
+        hot = 0.008 if rounds % 4 == 3 else 0.03
+        _round(problem, best, shape, rng, stop, steps=1000, chains=64, hot=hot)
+        rounds += 1
+        if shape.cost.stages * shape.cost.replicas == 1:
+            break
+    return rounds
+
+
+def _round(
+    problem: Problem,
+    best: Best,
+    shape: Shape,
+    rng: np.random.Generator,
+    stop: Stop,
+    *,
+    steps: int,
+    chains: int,
+    hot: float,
+) -> None:
+    """One cooling of a shape: half of the chains from its pool, half from random devices; the best are simulated."""
+    cost = shape.cost
+    width = len(shape.pool.line)
+    index = np.arange(chains // 2) % width
+    begin = [shape.pool.take(index)]
+    lines, cuts, shares = [], [], []
+    used = cost.stages * cost.replicas
+    equal = even_share(cost.micro_batches, cost.replicas)
+    for _ in range(chains - len(index)):
+        line = rng.permutation(len(problem.devices))
+        cut = best_cuts(cost, line[:used].reshape(cost.stages, cost.replicas), equal)
+        lines.append(line)
+        cuts.append(shape.pool.cuts[0] if cut is None else cut)
+        shares.append(equal)
+    begin.append(Layouts(np.array(lines), np.array(cuts), np.array(shares)))
+    found, _ = anneal(cost, Layouts.join(begin), rng, stop, steps=steps, hot=hot)
+    parts = [shape.pool, found]
+    if steps >= HEATS[-1][1]:
+        low = cost.value(Layouts.join(parts)).argmin()
+        parts.append(descend(cost, Layouts.join(parts).take([int(low)]), stop))
+    merged = Layouts.join(parts)
+    worth = cost.value(merged)
+    _, unique = np.unique(
+        np.concatenate([merged.line[:, :used], merged.cuts, merged.share], axis=1), axis=0, return_index=True
+    )
+    order = unique[np.argsort(worth[unique], kind="stable")][:32]
+    shape.pool, shape.worth = merged.take(order), worth[order]
+    _score(problem, best, shape, 1 if problem.links.shared else 6, "annealed")
+
+
+def _score(problem: Problem, best: Best, shape: Shape, count: int, how: str) -> None:
+    """Simulate the best layouts of a shape under every allowed schedule and mode of agreement."""
+    cost = shape.cost
+    if shape.standing > 1.5 * best.value:
+        return
+    for number in range(min(count, len(shape.worth))):
+        grid = shape.pool.line[number, : cost.stages * cost.replicas].reshape(cost.stages, cost.replicas)
+        cuts = shape.pool.cuts[number]
+        least = np.inf
+        for schedule in shape.schedules if number == 0 and how == "annealed" else (cost.schedule,):
+            for sync in problem.syncs if cost.replicas > 1 else problem.syncs[:1]:
+                plan = plan_on(
+                    problem,
+                    grid.tolist(),
+                    list(zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True)),
+                    micro_batches=shape.pool.share[number].tolist(),
+                    micro_batch_samples=cost.samples,
+                    schedule=cast(Schedule, schedule),
+                    sync=cast(SyncName, sync),
+                )
+                name = f"{cost.stages} x {cost.replicas}, micro-batches of {cost.samples}, {schedule}"
+                seconds = best.offer(plan, f"{name}, {sync}, {how}")
+                least = min(least, seconds) if schedule == cost.schedule else least
+        if number == 0 and np.isfinite(least):
+            shape.bias = least / float(cost.seconds(shape.pool.take([0]))[0])

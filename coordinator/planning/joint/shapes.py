@@ -1,0 +1,80 @@
+"""The shapes in the race (stages x replicas, micro-batch size, schedule), each with its structured layouts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from coordinator.planning.joint.cost import Cost, Layouts
+from coordinator.planning.joint.starts import grids, starts
+from coordinator.planning.stop import Stop
+from coordinator.problem.problem import Problem
+from facility.exchange.errors import ConfigurationError
+
+
+@dataclass
+class Shape:
+    """One shape in the race."""
+
+    cost: Cost
+    pool: Layouts
+    """Its best layouts so far, best first."""
+    worth: np.ndarray
+    """Their cost by closed forms, in terms of the objective."""
+    schedules: tuple[str, ...]
+    """Schedules that its best layout is simulated under."""
+    bias: float = 1.0
+    """Simulated over closed forms, of the layout that was simulated last."""
+
+    @property
+    def standing(self) -> float:
+        """What its best layout is expected to be worth by simulation."""
+        return float(self.worth[0]) * self.bias
+
+
+def shapes_of(problem: Problem, stop: Stop) -> list[Shape]:
+    """All allowed shapes that have a layout within memory (or close to it), with their structured layouts."""
+    devices, units = len(problem.devices), len(problem.units)
+    sizes = [b for b in problem.micro_batch_samples if problem.batch_samples % b == 0]
+    if not sizes:
+        raise ConfigurationError(
+            f"batch_samples {problem.batch_samples} is no multiple of any allowed micro_batch_samples "
+            f"{list(problem.micro_batch_samples)}; change one of them"
+        )
+    schedules = [s for s in problem.schedules if not s.startswith("interleaved")] or ["1f1b"]
+    depths = problem.stages or range(1, min(devices, units) + 1)
+    found: list[Shape] = []
+    for stages in depths:
+        if stages > min(devices, units):
+            continue
+        most = devices // stages
+        widths = problem.replicas or _widths(problem, most)
+        for width in widths:
+            if width > most:
+                continue
+            lines = grids(problem, stages, width)
+            for samples in sizes:
+                if problem.batch_samples // samples < width:
+                    continue
+                for schedule in schedules:
+                    if found and stop.used > 0.4 * stop.seconds:
+                        return found
+                    cost = Cost(problem, stages, width, samples, schedule)
+                    pool = starts(cost, lines)
+                    worth = cost.value(pool)
+                    order = np.argsort(worth, kind="stable")[:32]
+                    found.append(Shape(cost, pool.take(order), worth[order], tuple(schedules)))
+    if not found:
+        raise ConfigurationError(
+            f"no allowed shape fits {devices} devices, {units} units and {problem.batch_samples} samples: stages "
+            f"{list(problem.stages) or 'any'}, replicas {list(problem.replicas) or 'any'}"
+        )
+    return found
+
+
+def _widths(problem: Problem, most: int) -> list[int]:
+    """Numbers of replicas to try where any is allowed: as many as fit; fewer where idle devices cost nothing or less."""
+    if problem.objective == "device_hours":
+        return sorted({most, *(r for r in (1, 2, 3, 4, most // 4, most // 2, most - 1) if 1 <= r <= most)})
+    return sorted({most, *(r for r in (most - 1, most // 2) if r >= 1 and len(problem.devices) <= 16)})

@@ -1,0 +1,1 @@
+"""Placement of a pipeline x data-parallel grid on an unequal network."""

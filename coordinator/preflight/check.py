@@ -1,0 +1,83 @@
+"""`crossfed check`: everything that can be known before a node-hour is spent. Submits nothing, changes nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from coordinator.config.deployments import QUEUES, job_template
+from coordinator.config.federation import Facility, Federation, read_federation
+from coordinator.engine.render import render
+from coordinator.preflight.coordinator import check_here
+from coordinator.preflight.cost import check_hours, check_link, check_memory
+from coordinator.preflight.estimates import ModelFigures
+from coordinator.preflight.facility import check_site
+from coordinator.preflight.remote import check_connection
+from coordinator.preflight.row import Row, fail, ok, skipped
+from coordinator.preflight.scheduler import check_scheduler
+from facility.exchange.errors import ConfigurationError
+
+
+def check(file: Path, *, link: bool = True) -> list[Row]:
+    """All rows, the facilities' asked side by side. `link`: measure the links (16 MB each)."""
+    try:
+        federation = read_federation(file)
+        render(federation)
+    except ConfigurationError as error:
+        return [fail("federation", "federation.yml", str(error), "mend that line")]
+    rows = [ok("federation", "federation.yml", f"{len(federation.facilities)} facilities, {federation.rounds} rounds")]
+    here, model = check_here(federation)
+    with ThreadPoolExecutor(max_workers=16) as pool:
+        asked = [pool.submit(check_facility, federation, facility, model, link) for facility in federation.facilities]
+        return [*rows, *here, *(row for answer in asked for row in answer.result())]
+
+
+def check_facility(federation: Federation, facility: Facility, model: ModelFigures | None, link: bool) -> list[Row]:
+    deployment = federation.deployment(facility)
+    connection = check_connection(facility.name, deployment)
+    if connection.verdict != "ok":
+        return [connection, skipped(facility.name, "everything else", "the facility cannot be reached")]
+    rows = [connection]
+    local = deployment.type == "local"
+    dataset = str(federation.path(facility.dataset)) if local else facility.dataset
+    workdir = deployment.workdir or str(federation.workdir_path / facility.name)
+    site, told = check_site(facility, deployment, model, dataset, workdir, federation.sending.encoding)
+    rows += site
+    template = job_template(deployment, federation.file.parent) or ""
+    if deployment.type in QUEUES:
+        rows += check_scheduler(facility.name, deployment, template)
+        rows.append(check_hours(facility, deployment, federation.rounds, template))
+    if model is not None:
+        block = (told or {}).get("dataset", {}).get("block_tokens") or model.positions or 1024
+        rows.append(check_memory(facility, deployment, model, block, template))
+        if link:
+            rows.append(check_link(facility, deployment, model, federation.sending))
+    return rows
+
+
+def show(
+    rows: list[Row], *, as_json: bool, write: Callable[[str], None] = print, console: Console | None = None
+) -> int:
+    """Print the rows; 1 when one of them fails."""
+    failing = sum(row.verdict == "fail" for row in rows)
+    if as_json:
+        write(json.dumps({"failing": failing, "rows": [asdict(row) for row in rows]}, indent=2, ensure_ascii=False))
+        return int(failing > 0)
+    console = console or Console()
+    table = Table(show_lines=False)
+    for name in ("who", "what", "", "found"):
+        table.add_column(name, overflow="fold")
+    colours = {"ok": "green", "warning": "yellow", "fail": "red", "skipped": "dim"}
+    for row in rows:
+        found = row.found + (f"\n-> {row.fix}" if row.fix else "")
+        table.add_row(row.subject, row.check, f"[{colours[row.verdict]}]{row.verdict}[/]", escape(found))
+    console.print(table)
+    console.print(f"{failing} to mend before a job is submitted" if failing else "nothing stands in the way")
+    return int(failing > 0)

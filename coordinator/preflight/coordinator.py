@@ -1,0 +1,110 @@
+"""The coordinator's own side: model, programs, room."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import shutil
+import tomllib
+from pathlib import Path
+
+from coordinator.config.federation import Federation
+from coordinator.engine.render import stale
+from coordinator.preflight.estimates import ModelFigures, coordinator_bytes, model_figures
+from coordinator.preflight.row import Row, fail, ok, size, warning
+from facility.exchange.errors import InputError
+from facility.exchange.files.paths import CHECKOUT
+
+ME = "coordinator"
+
+
+def check_here(federation: Federation) -> tuple[list[Row], ModelFigures | None]:
+    rows = [_engine()]
+    model_row, model = _model(federation)
+    rows.append(model_row)
+    if model is not None:
+        rows.append(_room(federation, model))
+    if differing := stale(federation):
+        rows.append(
+            warning(
+                ME,
+                "rendered files",
+                f"{len(differing)} differ from federation.yml ({differing[0]}, ...)",
+                "crossfed render (crossfed run does it by itself)",
+            )
+        )
+    else:
+        rows.append(ok(ME, "rendered files", "those of this federation.yml"))
+    return rows, model
+
+
+def _engine() -> Row:
+    try:
+        wanted = next(
+            d.split("==")[1]
+            for d in tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]["optional-dependencies"][
+                "coordinator"
+            ]
+            if d.startswith("streamflow==")
+        )
+        found = importlib.metadata.version("streamflow")
+    except importlib.metadata.PackageNotFoundError:
+        return fail(ME, "engine", "StreamFlow is not installed here", "bash coordinator/setup.sh")
+    except (OSError, StopIteration):
+        return warning(
+            ME, "engine", "pyproject.toml does not name a StreamFlow version", "restore the checkout's pyproject.toml"
+        )
+    if found != wanted:
+        return fail(
+            ME,
+            "engine",
+            f"StreamFlow {found} is installed, CrossFed was tested with {wanted}",
+            "bash coordinator/setup.sh",
+        )
+    return ok(ME, "engine", f"StreamFlow {found}")
+
+
+def _model(federation: Federation) -> tuple[Row, ModelFigures | None]:
+    path = federation.path(federation.model)
+    if not (path / "config.json").is_file():
+        return fail(
+            ME,
+            "model",
+            f"{path} holds no config.json: there is no model",
+            "bash coordinator/setup.sh --model NAME --out DIR, or correct `model:`",
+        ), None
+    try:
+        model = model_figures(path)
+    except InputError as error:
+        return fail(
+            ME,
+            "model",
+            f"the model is damaged: {error}",
+            "fetch or convert it again: bash coordinator/setup.sh --model NAME",
+        ), None
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        return fail(
+            ME,
+            "model",
+            f"{path / 'config.json'} cannot be read: {error}",
+            "fetch or convert it again: bash coordinator/setup.sh --model NAME",
+        ), None
+    return ok(ME, "model", f"{model.parameters:,} parameters, {size(model.bytes)}"), model
+
+
+def _room(federation: Federation, model: ModelFigures) -> Row:
+    need = coordinator_bytes(model, len(federation.facilities), federation.rounds, federation.keep_rounds)
+    folder: Path = federation.archive_path
+    while not folder.is_dir():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    if not os.access(folder, os.W_OK):
+        return fail(ME, "room", f"{folder} cannot be written to", "choose another `archive:`, or mend its rights")
+    if free < need:
+        return fail(
+            ME,
+            "room",
+            f"{size(free)} are free at {folder}, the run needs up to {size(need)}",
+            "free some, choose another `archive:` and `workdir:`, or lower keep_rounds",
+        )
+    return ok(ME, "room", f"{size(free)} free at {folder}, the run needs up to {size(need)}")

@@ -1,0 +1,93 @@
+"""What a facility's rounds will cost: GPU memory, bytes and seconds on the link, node-hours."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+
+from coordinator.config.deployments import Deployment
+from coordinator.config.federation import Facility
+from coordinator.config.settings import SendingSettings
+from coordinator.preflight.estimates import ModelFigures, gpu_bytes, smallest_ranks
+from coordinator.preflight.remote import run
+from coordinator.preflight.row import Row, fail, ok, size, skipped, warning
+from coordinator.preflight.scheduler import wanted_hours, wanted_nodes
+
+PROBE_BYTES = 16_000_000
+
+
+def check_memory(
+    facility: Facility, deployment: Deployment, model: ModelFigures, block_tokens: int, template: str
+) -> Row:
+    """Does the training fit, and on how many GPUs?"""
+    nodes, gpus = wanted_nodes(deployment, template)
+    ranks = nodes * gpus or facility.training.ranks
+    need = gpu_bytes(model, facility.training, block_tokens, ranks)
+    sharding = f"sharded over {ranks} ranks" if ranks > 1 else "on one rank"
+    if not deployment.gpu_memory_gb:
+        return ok(
+            facility.name,
+            "memory",
+            f"about {size(need)} on each rank, {sharding} (set gpu_memory_gb to have it compared)",
+        )
+    memory = deployment.gpu_memory_gb * 1e9
+    least = smallest_ranks(model, facility.training, block_tokens, memory * 0.95)
+    if need > memory * 0.95:
+        fix = f"ask for at least {least} GPUs" if least else "lower micro_batch_sequences or prepare shorter blocks"
+        return fail(
+            facility.name,
+            "memory",
+            f"about {size(need)} are needed on each GPU {sharding}, each has {size(memory)}",
+            f"{fix}, or compute in bfloat16, or with a smaller micro_batch_sequences",
+        )
+    return ok(
+        facility.name, "memory", f"about {size(need)} of {size(memory)} on each GPU, {sharding}; {least} would do"
+    )
+
+
+def check_link(facility: Facility, deployment: Deployment, model: ModelFigures, sending: SendingSettings) -> Row:
+    """Send a little over ssh and scale it to a round's models."""
+    training = facility.training
+    there = model.travelling(model.bytes, sending.encoding, sending.sparse_density)
+    back = model.travelling(model.written(training), training.encoding, training.sparse_density)
+    if not deployment.host:
+        return ok(facility.name, "link", f"{size(there)} there and {size(back)} back a round, on this machine")
+    began = time.monotonic()
+    if run(deployment, "cat >/dev/null", seconds=60, data=b"").code != 0:
+        return skipped(facility.name, "link", "could not be measured")
+    start = time.monotonic() - began
+    answer = run(deployment, "cat >/dev/null", seconds=120, data=os.urandom(PROBE_BYTES))
+    seconds = max(time.monotonic() - began - 2 * start, 0.01)
+    if answer.code != 0:
+        return warning(
+            facility.name,
+            "link",
+            f"{size(PROBE_BYTES)} did not get through in 120 s",
+            "look at the link; a separate data host can be named by `transfer:`",
+        )
+    speed = PROBE_BYTES / seconds
+    return ok(
+        facility.name,
+        "link",
+        f"{size(there)} there and {size(back)} back a round: about {(there + back) / speed:,.0f} s at {size(speed)}/s (one stream)",
+    )
+
+
+def check_hours(facility: Facility, deployment: Deployment, rounds: int, template: str) -> Row:
+    """At most so many node-hours, if every job runs to its limit."""
+    nodes, gpus = wanted_nodes(deployment, template)
+    hours = wanted_hours(deployment, template)
+    if not hours:
+        return warning(
+            facility.name,
+            "node-hours",
+            "neither the template nor `options:` sets a time limit",
+            "set one: a hung job would run until the queue's own limit",
+        )
+    limit = re.sub(r"\.0+$", "", f"{rounds * nodes * hours:.1f}")
+    return ok(
+        facility.name,
+        "node-hours",
+        f"at most {limit} ({rounds} rounds of {nodes} nodes{f' with {gpus} GPUs' if gpus else ''}, {hours:g} h each)",
+    )

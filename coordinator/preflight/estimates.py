@@ -1,0 +1,117 @@
+"""What a round will cost, before it is paid: memory of a GPU, room on disks, bytes on the link, node-hours."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from facility.exchange.checkpoints.checkpoint import open_checkpoint
+from facility.exchange.checkpoints.codecs import int4, int8
+from facility.exchange.checkpoints.tokenizer import tokenizer_digest
+from facility.exchange.messages.settings import TrainingSettings
+
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+MODELS_AT_A_FACILITY = 5
+"""Received model and update of this round and of the one before, and one being written."""
+VALUE_BYTES = {"delta-int8": 1 + 4 / int8.BLOCK, "delta-int4": 0.5 + 2 / int4.BLOCK}
+"""Of a difference, a value: the number and its share of the block's scale; `sparse` has a bit, and half a byte if it is kept."""
+MOMENTS_BYTES = 8
+"""AdamW's two float32 moments, a parameter; kept at the facility for two rounds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFigures:
+    """What estimates need to know of a model."""
+
+    parameters: int
+    bytes: int
+    """As stored."""
+    vocabulary: int
+    positions: int
+    """Longest sequence; 0: unlimited."""
+    hidden: int
+    layers: int
+    heads: int
+    tokenizer: str | None = None
+    """Which tokenizer the model carries (`tokenizer_digest`), if any."""
+
+    def written(self, training: TrainingSettings) -> int:
+        """Bytes of an update as the trainer writes it."""
+        return self.parameters * BYTES[training.export_dtype]
+
+    def travelling(self, full: int, encoding: str, density: float) -> int:
+        """Bytes on the link of a checkpoint that takes `full` bytes whole."""
+        return full if encoding == "full" else round(self.parameters * VALUE_BYTES.get(encoding, 1 / 8 + density / 2))
+
+
+def model_figures(directory: Path) -> ModelFigures:
+    """Raises `InputError` for weights or a tokenizer.json that are damaged, `OSError` and `ValueError` for a config.json that is."""
+    checkpoint = open_checkpoint(directory)
+    config: dict[str, Any] = json.loads((directory / "config.json").read_text())
+    config = config.get("text_config") or config
+
+    def first(*names: str) -> int:
+        return next((int(config[name]) for name in names if config.get(name)), 0)
+
+    return ModelFigures(
+        parameters=checkpoint.parameters,
+        bytes=checkpoint.bytes,
+        vocabulary=first("vocab_size"),
+        positions=first("max_position_embeddings", "n_positions"),
+        hidden=first("hidden_size", "n_embd"),
+        layers=first("num_hidden_layers", "n_layer"),
+        heads=first("num_attention_heads", "n_head"),
+        tokenizer=tokenizer_digest(directory),
+    )
+
+
+def state_bytes(model: ModelFigures, training: TrainingSettings) -> int:
+    """Float32 master, gradient and AdamW's two moments, and the copy in the compute dtype where it is another."""
+    copy = 0 if training.compute_dtype == "float32" else BYTES[training.compute_dtype]
+    return model.parameters * (4 + 4 + MOMENTS_BYTES + copy)
+
+
+def activation_bytes(model: ModelFigures, training: TrainingSettings, block_tokens: int, ranks: int) -> int:
+    """Of one forward pass on one rank: s b h (34 + 5 a s / h) a layer in 16 bit (Korthikanti et al. 2022, arXiv 2205.05198, eq. 2),
+
+    without its quadratic term, since attention here is never stored whole; twice that in float32; and the logits with their
+    gradient in float32.
+    """
+    micro = training.micro_batch_sequences or max(1, -(-training.batch_sequences // ranks))
+    wide = BYTES[training.compute_dtype] / 2
+    return int(micro * block_tokens * (34 * model.hidden * model.layers * wide + 2 * 4 * model.vocabulary))
+
+
+def gpu_bytes(model: ModelFigures, training: TrainingSettings, block_tokens: int, ranks: int) -> int:
+    """Memory of each of `ranks` GPUs that share the training state evenly, and one layer gathered whole."""
+    layer = model.parameters // max(1, model.layers) * BYTES[training.compute_dtype] if ranks > 1 else 0
+    return state_bytes(model, training) // ranks + layer + activation_bytes(model, training, block_tokens, ranks)
+
+
+def smallest_ranks(model: ModelFigures, training: TrainingSettings, block_tokens: int, memory: float) -> int | None:
+    """The fewest GPUs of `memory` bytes that hold the training, or None when no number up to 4096 does."""
+    ranks = 1
+    while ranks <= 4096:
+        if gpu_bytes(model, training, block_tokens, ranks) <= memory:
+            return ranks
+        ranks += 1 if ranks < 16 else ranks // 8
+    return None
+
+
+def facility_bytes(model: ModelFigures, training: TrainingSettings, sending: str = "full") -> int:
+    """Room that a facility needs in its working directory and its state; `sending`: the encoding in which models come."""
+    largest = max(model.bytes, model.written(training))
+    moments = 2 * MOMENTS_BYTES * model.parameters if training.keep_optimizer else 0
+    references = 2 * model.bytes if sending != "full" else 0  # the models that differences refer to
+    return MODELS_AT_A_FACILITY * largest + moments + references
+
+
+def coordinator_bytes(model: ModelFigures, facilities: int, rounds: int, keep_rounds: int) -> int:
+    """Float32 master twice, the archive's models, and what StreamFlow keeps of every round until the run ends: each
+    facility's update and the new model."""
+    kept = min(rounds, keep_rounds) if keep_rounds else rounds
+    return (
+        2 * 4 * model.parameters + kept * (model.bytes + 4 * model.parameters) + rounds * (facilities + 1) * model.bytes
+    )

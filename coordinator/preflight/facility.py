@@ -1,0 +1,270 @@
+"""What a facility says of itself: environment, versions, dataset, room. One script, one answer (`facility.probe`)."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from typing import Any
+
+from coordinator.config.deployments import Deployment
+from coordinator.config.federation import Facility
+from coordinator.preflight.estimates import ModelFigures, facility_bytes
+from coordinator.preflight.remote import run
+from coordinator.preflight.row import Row, fail, ok, size, warning
+from facility import __version__
+from facility.exchange.checkpoints.tokenizer import differ
+from facility.exchange.files.paths import CHECKOUT
+from facility.exchange.messages import manifest, report, settings
+from facility.exchange.messages.job_template import enter_lines
+
+FORMATS = {"manifest": manifest.FORMAT, "report": report.FORMAT, "settings": settings.FORMAT}
+BEGIN = "crossfed-probe-begins"
+FILES = 1000
+"""Files that two rounds leave at a facility, amply counted."""
+
+
+def probe(deployment: Deployment, dataset: str, workdir: str, reserve: int) -> tuple[dict[str, Any] | None, Row | None]:
+    """The facility's answer, or the row that says why there is none (its subject is empty)."""
+    arguments = shlex.join(
+        ["-m", "facility.probe", "--dataset", dataset, "--workdir", workdir, "--reserve", str(reserve)]
+    )
+    if deployment.type == "local":
+        script = f"cd {shlex.quote(str(CHECKOUT))} && echo {BEGIN} && {shlex.quote(sys.executable)} {arguments}\n"
+    else:
+        home = deployment.environment.home
+        place = f'"$HOME"{shlex.quote(home[1:])}' if home.startswith("~/") else shlex.quote(home)
+        uses_home = not (deployment.environment.venv or deployment.environment.conda or deployment.environment.image)
+        there = f"[ -f {place}/env.sh ] || {{ echo crossfed-no-env >&2; exit 66; }}\n" if uses_home else ""
+        inside = f"apptainer exec {shlex.quote(deployment.environment.image)} " if deployment.environment.image else ""
+        script = (
+            f"{there}{enter_lines(deployment.environment)}\n"
+            "python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { python3 --version >&2; echo crossfed-old-python >&2; exit 67; }\n"
+            f"echo {BEGIN}\n{inside}python3 {arguments}\n"
+        )
+    answer = run(deployment, script, seconds=180)
+    try:
+        return json.loads(answer.out.split(BEGIN, 1)[1].strip().splitlines()[-1]), None
+    except (IndexError, ValueError):
+        return None, _unanswered(deployment, answer.error.strip().splitlines() or [f"code {answer.code}"])
+
+
+def _unanswered(deployment: Deployment, said: list[str]) -> Row:
+    home = deployment.environment.home
+    if any("crossfed-no-env" in line for line in said):
+        return fail(
+            "",
+            "environment",
+            f"{home}/env.sh does not exist at the facility",
+            f"run `bash facility/setup.sh --home {home}` there, or set `environment: {{home: ...}}`",
+        )
+    if any("crossfed-old-python" in line for line in said):
+        found = next((line for line in said if line.startswith("Python ")), "Python")
+        return fail(
+            "",
+            "environment",
+            f"the facility's {found} is too old, expected 3.11 or newer",
+            "run facility/setup.sh again with --python or --module that gives a newer one",
+        )
+    if any("No module named 'facility" in line or "No module named facility" in line for line in said):
+        return fail(
+            "",
+            "environment",
+            "CrossFed cannot be imported at the facility, or is older than this one",
+            "copy this checkout there and run facility/setup.sh again",
+        )
+    return fail(
+        "",
+        "environment",
+        f"the facility's environment does not start: {said[-1]}",
+        "log in there and try: . env.sh && python3 -m facility.probe --help",
+    )
+
+
+def check_site(
+    facility: Facility, deployment: Deployment, model: ModelFigures | None, dataset: str, workdir: str, sending: str
+) -> tuple[list[Row], dict[str, Any] | None]:
+    """Rows on environment, versions, dataset and room; and the answer itself."""
+    reserve = facility_bytes(model, facility.training, sending) if model else 0
+    told, wrong = probe(deployment, dataset, workdir, reserve)
+    name = facility.name
+    if told is None:
+        assert wrong is not None
+        return [Row(subject=name, check=wrong.check, verdict=wrong.verdict, found=wrong.found, fix=wrong.fix)], None
+    rows = [
+        *_versions(name, told),
+        *_dataset(facility, told["dataset"], dataset, model),
+        _room(name, told["disk"], workdir, reserve),
+    ]
+    return rows, told
+
+
+def _versions(name: str, told: dict[str, Any]) -> list[Row]:
+    rows = []
+    if told["formats"] != FORMATS:
+        other = ", ".join(
+            f"{key} {value} there, {FORMATS.get(key)} here"
+            for key, value in told["formats"].items()
+            if FORMATS.get(key) != value
+        )
+        rows.append(
+            fail(
+                name,
+                "message format",
+                f"the facility speaks another message format: {other}",
+                "bring both sides to the same version of CrossFed",
+            )
+        )
+    elif told["crossfed"] != __version__:
+        rows.append(
+            warning(
+                name,
+                "message format",
+                f"CrossFed {told['crossfed']} there, {__version__} here; formats agree",
+                "bring both to one version when you can",
+            )
+        )
+    else:
+        rows.append(ok(name, "message format", f"CrossFed {told['crossfed']} on both sides"))
+    if missing := sorted(package for package, version in told["packages"].items() if version is None):
+        rows.append(
+            fail(name, "packages", f"the facility lacks {', '.join(missing)}", "run facility/setup.sh there again")
+        )
+    else:
+        versions = ", ".join(f"{package} {told['packages'][package]}" for package in ("torch", "transformers"))
+        pinned = _pinned()
+        untested = [
+            p
+            for p in ("torch", "transformers")
+            if told["packages"][p].split("+")[0] != pinned.get(p, told["packages"][p].split("+")[0])
+        ]
+        if untested:
+            wanted = ", ".join(f"{p} {pinned[p]}" for p in untested)
+            rows.append(
+                warning(
+                    name,
+                    "packages",
+                    f"Python {told['python']}, {versions}; tested is {wanted}",
+                    "run facility/setup.sh there again, unless the site provides its own torch",
+                )
+            )
+        else:
+            rows.append(ok(name, "packages", f"Python {told['python']}, {versions}"))
+    return rows
+
+
+def _dataset(facility: Facility, told: dict[str, Any], path: str, model: ModelFigures | None) -> list[Row]:
+    name, prepare = facility.name, "prepare it there with `python -m facility.prepare` (or facility/setup.sh -- ...)"
+    if told.get("error") == "missing":
+        return [
+            fail(
+                name,
+                "dataset",
+                f"the dataset {path} does not exist at the facility",
+                f"correct `dataset:`, or {prepare}",
+            )
+        ]
+    if "error" in told:
+        return [fail(name, "dataset", f"the dataset is not usable: {told['error']}", prepare)]
+    rows = []
+    if model and model.vocabulary and told["vocabulary_size"] > model.vocabulary:
+        rows.append(
+            fail(
+                name,
+                "tokenizer",
+                f"the dataset was tokenised with {told['vocabulary_size']} tokens, the model has {model.vocabulary}: another tokenizer",
+                "prepare the dataset with the model's own tokenizer",
+            )
+        )
+    elif model and differ(told.get("tokenizer_sha256"), model.tokenizer):
+        rows.append(
+            fail(
+                name,
+                "tokenizer",
+                f"the dataset was tokenised with {told['tokenizer_sha256']}, the model carries {model.tokenizer}: another tokenizer of the same size",
+                "prepare the dataset with the model's own tokenizer",
+            )
+        )
+    if model and model.positions and told["block_tokens"] > model.positions:
+        rows.append(
+            fail(
+                name,
+                "dataset",
+                f"blocks have {told['block_tokens']} tokens, the model takes at most {model.positions} positions",
+                f"prepare with --block-tokens {model.positions} or less",
+            )
+        )
+    blocks = told["blocks"]
+    if blocks.get("train", 0) < facility.training.batch_sequences:
+        rows.append(
+            fail(
+                name,
+                "dataset",
+                f"{blocks.get('train', 0)} training blocks are fewer than one batch of {facility.training.batch_sequences}",
+                "prepare more text or shorter blocks, or lower `batch_sequences`",
+            )
+        )
+    if not blocks.get("validation"):
+        rows.append(
+            fail(
+                name,
+                "dataset",
+                "there is no validation block, so no perplexity can be told",
+                "prepare with --validation or a larger --validation-share",
+            )
+        )
+    return rows or [
+        ok(
+            name,
+            "dataset",
+            f"{blocks['train']:,} training and {blocks['validation']:,} validation blocks of {told['block_tokens']} tokens",
+        )
+    ]
+
+
+def _room(name: str, told: dict[str, Any], workdir: str, reserve: int) -> Row:
+    if not told["writable"]:
+        return fail(
+            name,
+            "room",
+            f"{workdir} cannot be written to",
+            "correct `workdir:`, or make the directory and give it to your account",
+        )
+    if told["free"] < reserve:
+        return fail(
+            name,
+            "room",
+            f"{size(told['free'])} are free at {workdir}, the rounds need {size(reserve)}",
+            "free some, or choose a larger file system for `workdir:`",
+        )
+    for quota in told.get("quotas", []):
+        if quota["free"] is not None and quota["free"] < reserve:
+            return fail(
+                name,
+                "room",
+                f"the quota of {quota['of']} leaves {size(quota['free'])}, the rounds need {size(reserve)} at {workdir}",
+                "free some, ask the site for more, or choose another file system for `workdir:`",
+            )
+        if quota["files_free"] is not None and quota["files_free"] < FILES:
+            return fail(
+                name,
+                "room",
+                f"the quota of {quota['of']} leaves {quota['files_free']} files, the rounds need up to {FILES}",
+                "remove files there (a Python environment has tens of thousands), or ask the site for more",
+            )
+    if "refused" in told:
+        return fail(
+            name,
+            "room",
+            f"{size(reserve)} could not be reserved at {workdir}: {told['refused']}",
+            "your quota there is smaller than the free space; ask for more or choose another `workdir:`",
+        )
+    return ok(name, "room", f"{size(told['free'])} free at {workdir}, the rounds need {size(reserve)}")
+
+
+def _pinned() -> dict[str, str]:
+    try:
+        lines = (CHECKOUT / "constraints.txt").read_text().splitlines()
+    except OSError:
+        return {}
+    return dict(line.split("==", 1) for line in lines if "==" in line)

@@ -1,0 +1,193 @@
+"""Does the facility's queue take the job? Asked of the scheduler itself, without submitting anything."""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+from coordinator.config.deployments import Deployment
+from coordinator.preflight.remote import Answer, run
+from coordinator.preflight.row import Row, fail, ok, warning
+
+COMMANDS = {"slurm": "sbatch", "pbs": "qsub", "flux": "flux"}
+
+
+def check_scheduler(name: str, deployment: Deployment, template: str) -> list[Row]:
+    """The command is there, and partition, account and limits are accepted. `template`: the filled job template."""
+    command = COMMANDS[deployment.type]
+    answer = run(deployment, f"command -v {command}\n")
+    if answer.code != 0:
+        return [
+            fail(
+                name,
+                "scheduler",
+                f"there is no {command} command at {deployment.host or 'this machine'}",
+                f"is `type: {deployment.type}` right, and `host:` a login node? some sites want a module loaded in ~/.bash_profile for it",
+            )
+        ]
+    rows = [ok(name, "scheduler", answer.out.strip().splitlines()[-1])]
+    job = re.sub(r"\{#.*?-#\}\s*", "", template, flags=re.DOTALL).replace("{{ streamflow_command }}", "true")
+    ask = {"slurm": _slurm, "pbs": _pbs, "flux": _flux}[deployment.type]
+    return [*rows, ask(name, deployment, job)]
+
+
+def _slurm(name: str, deployment: Deployment, job: str) -> Row:
+    """`sbatch --test-only` checks everything and submits nothing (https://slurm.schedmd.com/sbatch.html)."""
+    options = [f"--{_dashed(key)}={value}" for key, value in deployment.options.items() if value not in (True, False)]
+    options += [f"--{_dashed(key)}" for key, value in deployment.options.items() if value is True]
+    script = f"sbatch --test-only {shlex.join(options)} <<'CROSSFED_JOB' 2>&1\n{job}\nCROSSFED_JOB\n"
+    answer = run(deployment, script, seconds=60)
+    said = _last(answer, "sbatch")
+    if answer.code == 0:
+        return ok(name, "job accepted", said or "sbatch --test-only accepts it")
+    cases = [
+        (
+            "invalid partition",
+            "the partition is not one of this cluster's",
+            "correct `fill: {partition: ...}` or the template; `sinfo -s` lists them",
+        ),
+        (
+            "invalid account",
+            "the account may not use this partition",
+            "correct `fill: {account: ...}`; `sacctmgr show assoc user=$USER` lists yours",
+        ),
+        (
+            "invalid qos",
+            "the QoS is not one that the account may use",
+            "correct the QoS; `sacctmgr show assoc user=$USER format=qos` lists yours",
+        ),
+        (
+            "time limit",
+            "the time asked for is more than the partition allows",
+            "lower `options: {time: ...}` or the template's --time; `sinfo -o '%P %l'` shows the limits",
+        ),
+        (
+            "node configuration is not available",
+            "no node of the partition has what the template asks for",
+            "compare nodes, cores, GPUs and memory with `sinfo -o '%P %D %c %m %G'`",
+        ),
+        (
+            "memory specification",
+            "the memory asked for is more than a node has",
+            "lower the template's --mem; `sinfo -o '%P %m'` shows what nodes have",
+        ),
+        (
+            "invalid generic resource",
+            "the GPUs are not asked for as this cluster names them",
+            "compare the template's GPU line with `sinfo -o '%P %G'`",
+        ),
+        (
+            "unable to contact slurm controller",
+            "the Slurm controller does not answer",
+            "wait, or ask the site: slurmctld may be down for maintenance",
+        ),
+        ("unrecognized option", "sbatch does not know an option", "remove it from the template or from `options:`"),
+    ]
+    for mark, found, fix in cases:
+        if mark in answer.out.lower() or mark in answer.error.lower():
+            return fail(name, "job accepted", f"{found} (sbatch: {said})", fix)
+    return fail(
+        name,
+        "job accepted",
+        f"sbatch --test-only refuses the job: {said}",
+        "mend the template or `options:`; the words are Slurm's",
+    )
+
+
+def _pbs(name: str, deployment: Deployment, job: str) -> Row:
+    """PBS has no dry run; the queue can be asked after, and whether it is open."""
+    found = re.search(r"^#PBS\s+-q\s+(\S+)", job, re.MULTILINE)
+    queue = deployment.options.get("destination") or (found.group(1) if found else "")
+    if not queue:
+        return warning(
+            name,
+            "job accepted",
+            "the template names no queue, so PBS will choose",
+            "name one by #PBS -q to have it checked",
+        )
+    answer = run(deployment, f"qstat -Qf {shlex.quote(str(queue))} 2>&1\n")
+    if answer.code != 0:
+        return fail(
+            name,
+            "job accepted",
+            f"there is no PBS queue {queue!r} ({_last(answer, 'qstat')})",
+            "correct `fill: {queue: ...}`; `qstat -Q` lists them",
+        )
+    closed = [word for word in ("enabled", "started") if re.search(rf"{word}\s*=\s*False", answer.out)]
+    if closed:
+        return fail(
+            name,
+            "job accepted",
+            f"PBS queue {queue!r} is not {' and not '.join(closed)}",
+            "choose another queue, or wait until the site opens it",
+        )
+    return ok(
+        name, "job accepted", f"queue {queue} is enabled and started (PBS cannot test a job without submitting it)"
+    )
+
+
+def _flux(name: str, deployment: Deployment, job: str) -> Row:
+    script = f"flux batch --dry-run <<'CROSSFED_JOB' 2>&1 >/dev/null\n{job}\nCROSSFED_JOB\n"
+    answer = run(deployment, script)
+    if answer.code != 0:
+        return fail(
+            name,
+            "job accepted",
+            f"flux batch --dry-run refuses the job: {_last(answer, 'flux')}",
+            "mend the template's #flux: lines or `options:`",
+        )
+    return ok(name, "job accepted", "flux batch --dry-run accepts it")
+
+
+def wanted_nodes(deployment: Deployment, template: str) -> tuple[int, int]:
+    """Nodes and GPUs a node that the job asks for, as options or directives say; 1 and 0 where they do not."""
+    options = deployment.options
+    nodes = str(
+        options.get("nodes") or _directive(template, r"--nodes[= ](\d+)") or _directive(template, r"select=(\d+)") or 1
+    )
+    gpus = str(
+        options.get("gpusPerNode")
+        or _directive(template, r"--gpus-per-node[= ](?:\w+:)*(\d+)")
+        or _directive(template, r"gres[= ]gpu:(?:\w+:)*(\d+)")
+        or _directive(template, r"ngpus=(\d+)")
+        or 0
+    )
+    return int(nodes.split("-")[-1]), int(gpus.split(":")[-1])
+
+
+def wanted_hours(deployment: Deployment, template: str) -> float:
+    """Time limit of one job in hours; 0 where nothing says."""
+    text = str(
+        deployment.options.get("time")
+        or deployment.options.get("timeLimit")
+        or (deployment.options.get("resources") or {}).get("walltime")
+        or _directive(template, r"--time[= ](\S+)")
+        or _directive(template, r"walltime=(\S+)")
+        or _directive(template, r"--time-limit[= ](\S+)")
+        or ""
+    )
+    if found := re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text):  # Flux
+        return float(found.group(1)) * {"s": 1 / 3600, "m": 1 / 60, "h": 1.0, "d": 24.0}[found.group(2)]
+    days, dash, clock = text.rpartition("-")  # Slurm: minutes, minutes:seconds, h:m:s, days-h, days-h:m, days-h:m:s
+    if not re.fullmatch(r"\d+(:\d+){0,2}", clock):
+        return 0.0
+    numbers = [float(part) for part in clock.split(":")]
+    units = (1.0, 1 / 60, 1 / 3600) if dash or len(numbers) == 3 else (1 / 60, 1 / 3600)
+    return 24 * float(days or 0) + sum(number * unit for number, unit in zip(numbers, units, strict=False))
+
+
+def _directive(template: str, pattern: str) -> str:
+    lines = "\n".join(line for line in template.splitlines() if re.match(r"#(SBATCH|PBS|flux:)", line))
+    found = re.search(pattern, lines)
+    return found.group(1) if found else ""
+
+
+def _dashed(name: str) -> str:
+    """StreamFlow's `gpusPerNode` as sbatch's `gpus-per-node`."""
+    return re.sub(r"([A-Z])", lambda letter: "-" + letter.group(1).lower(), name)
+
+
+def _last(answer: Answer, program: str) -> str:
+    lines = [line for line in (answer.out + "\n" + answer.error).splitlines() if line.strip()]
+    named = [line for line in lines if program in line]
+    return (named or lines or [""])[-1].strip()

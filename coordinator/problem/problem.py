@@ -1,0 +1,380 @@
+"""What is to be planned: devices, links, the model's chain of units, the batch, and what may be chosen.
+
+A problem as JSON (`facility.measure` writes the same keys; every quantity carries its unit in its key, see `quantities`):
+
+    {"format": 1,
+     "devices": [{"id": "node1:0", "site": "a", "memory_gigabytes": 16, "slowdown": 1.0, "slowdown_by_kind": {"head": 1.2}}],
+     "links":   {"latency_ms": [[...]], "bandwidth_gbit_per_s": [[...]],          row = sender, column = receiver
+                 "shared": [{"name": "a-b", "bandwidth_gbit_per_s": 10, "sources": [0, 1], "destinations": [2, 3]}]},
+     "units":   [{"kind": "embedding", "parameter_megabytes": 8, "state_megabytes": 32, "activation_megabytes": 1,
+                  "stored_megabytes": 1, "forward_ms": 1, "backward_ms": 2,
+                  "forward_overhead_ms": 0.1, "backward_overhead_ms": 0.1}],        or "count": N for N equal units
+     "batch_samples": 64, "micro_batch_samples": [1, 2], "stages": [], "replicas": [], "schedules": ["gpipe", "1f1b"],
+     "syncs": ["allreduce"], "codecs": [{"name": "int8", "ratio": 0.51, "seconds_per_byte": 2e-9}], "local_steps": 1,
+     "runtime": {"transport": "blocking", "overlap": false, "pass_ms": 1, "agreement_ms": 0.5},             see `runtime`
+     "policies": ["partial_reduce"], "stalls": {"probability": 0.1, "seconds": 0.1},
+     "objective": "iteration_seconds"}                                                                       see `objective`
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from coordinator.problem.runtime import Runtime
+from facility.exchange.errors import ConfigurationError
+from facility.exchange.messages.emulation import Emulation
+from facility.exchange.messages.plan import SyncName
+
+FORMAT = 1
+SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble")
+SYNCS = ("allreduce", "central_ps", "sharded_ps")
+POLICIES: tuple[SyncName, ...] = ("partial_reduce", "adpsgd")
+OBJECTIVES = ("iteration_seconds", "tokens_per_second", "device_hours")
+Matrix = tuple[tuple[float, ...], ...]
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigurationError(message)
+
+
+def _finite(**values: float) -> None:
+    for name, value in values.items():
+        _require(math.isfinite(value) and value >= 0, f"{name} is {value}, expected a finite number, 0 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """One rank of an allocation."""
+
+    id: str
+    """Stable name, such as host and local index."""
+    site: str = ""
+    """Devices of one site share its uplink."""
+    memory_bytes: float | None = None
+    """Free for the model; None: not limited."""
+    slowdown: float = 1.0
+    """Seconds here divided by seconds on the reference device."""
+    slowdown_by_kind: dict[str, float] = field(default_factory=dict)
+    """The same for single kinds of unit; wins over `slowdown`."""
+    price: float = 1.0
+    """Device-hours that an hour of it counts as (the objective device_hours)."""
+
+    def __post_init__(self) -> None:
+        for name, value in {"slowdown": self.slowdown, **self.slowdown_by_kind}.items():
+            _require(
+                math.isfinite(value) and value > 0,
+                f"slowdown ({name}) of device {self.id!r} is {value}, expected more than 0",
+            )
+        _require(
+            math.isfinite(self.price) and self.price > 0,
+            f"price of device {self.id!r} is {self.price}, expected more than 0",
+        )
+        if self.memory_bytes is not None:
+            _require(
+                math.isfinite(self.memory_bytes) and self.memory_bytes > 0,
+                f"memory of device {self.id!r} is {self.memory_bytes} bytes, expected more than 0; "
+                "free the device or leave it out",
+            )
+
+    def factor(self, kind: str) -> float:
+        """Multiple of the reference seconds for units of `kind`."""
+        return self.slowdown_by_kind.get(kind, self.slowdown)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedLink:
+    """Concurrent flows from `sources` to `destinations` share this bandwidth (a site's uplink, say)."""
+
+    name: str
+    bandwidth_bytes_per_second: float
+    sources: tuple[int, ...]
+    destinations: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        value = self.bandwidth_bytes_per_second
+        _require(math.isfinite(value) and value > 0, f"shared link {self.name!r} has bandwidth {value}, expected > 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Links:
+    """Latency and bandwidth from every device (row) to every other (column); the diagonal is ignored."""
+
+    latency_seconds: Matrix
+    bandwidth_bytes_per_second: Matrix
+    shared: tuple[SharedLink, ...] = ()
+
+    def check(self, devices: tuple[Device, ...]) -> None:
+        """Raise `ConfigurationError` unless the matrices fit `devices` and every pair is reachable."""
+        count = len(devices)
+        for name in ("latency_seconds", "bandwidth_bytes_per_second"):
+            rows = getattr(self, name)
+            widths = sorted({len(row) for row in rows})
+            _require(
+                len(rows) == count and widths == [count],
+                f"links.{name} is {len(rows)} rows of {widths}, expected {count} x {count} (one row a device)",
+            )
+        off = ~np.eye(count, dtype=bool)
+
+        def first(mask: np.ndarray) -> str:
+            i, j = np.argwhere(mask)[0]
+            return f"{devices[i].id!r} to {devices[j].id!r}"
+
+        latency, bandwidth = np.array(self.latency_seconds), np.array(self.bandwidth_bytes_per_second)
+        for name, values in {"latency": latency, "bandwidth": bandwidth}.items():
+            if (bad := off & np.isnan(values)).any():
+                raise ConfigurationError(f"{name} from {first(bad)} is not a number; measure it again")
+        if (bad := off & np.isinf(latency)).any():
+            raise ConfigurationError(f"no route from {first(bad)} (infinite latency); every pair must be reachable")
+        if (bad := off & (latency < 0)).any():
+            raise ConfigurationError(f"latency from {first(bad)} is negative")
+        if (bad := off & ~(bandwidth > 0)).any():
+            raise ConfigurationError(
+                f"bandwidth from {first(bad)} is {bandwidth[bad][0]:g}, expected more than 0; "
+                "leave out the device that cannot be reached"
+            )
+        for group in self.shared:
+            for device in (*group.sources, *group.destinations):
+                _require(
+                    0 <= device < count, f"shared link {group.name!r} names device {device}; there are 0..{count - 1}"
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """One link of the chain: the smallest part of the model that a plan may cut after."""
+
+    kind: str
+    parameter_bytes: float
+    """What replicas must agree on every step (gradient bytes)."""
+    state_bytes: float
+    """Resident: parameters, gradients and optimizer state."""
+    activation_bytes: float
+    """Sent to the next unit, bytes a sample."""
+    stored_bytes: float = 0.0
+    """Kept between forward and backward, bytes a sample in flight."""
+    forward_seconds: float
+    """Seconds a sample on the reference device."""
+    backward_seconds: float
+    forward_overhead_seconds: float = 0.0
+    """Seconds a micro-batch, however small."""
+    backward_overhead_seconds: float = 0.0
+    update_seconds: float = 0.0
+    """The optimizer's step on the reference device."""
+
+    def __post_init__(self) -> None:
+        _finite(**{f"{self.kind}.{k}": v for k, v in vars(self).items() if k != "kind"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Codec:
+    """A compression that a link may use."""
+
+    name: str
+    ratio: float
+    """Bytes after divided by bytes before."""
+    seconds_per_byte: float = 0.0
+    """Encoding plus decoding, per byte before."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """Everything a planner may know of a facility, a model and a batch."""
+
+    devices: tuple[Device, ...]
+    links: Links
+    units: tuple[Unit, ...]
+    batch_samples: int
+    """Samples of one optimizer step over all replicas."""
+    micro_batch_samples: tuple[int, ...] = (1,)
+    """Allowed sizes of a micro-batch."""
+    stages: tuple[int, ...] = ()
+    """Allowed pipeline depths; empty: any."""
+    replicas: tuple[int, ...] = ()
+    """Allowed numbers of replicas; empty: any."""
+    schedules: tuple[str, ...] = ("gpipe", "1f1b")
+    syncs: tuple[str, ...] = ("allreduce", "sharded_ps", "central_ps")
+    codecs: tuple[Codec, ...] = ()
+    local_steps: int = 1
+    """Optimizer steps between two agreements of the replicas."""
+    runtime: Runtime = field(default_factory=Runtime)
+    policies: tuple[SyncName, ...] = ()
+    """Policies without lockstep that the replicas may follow: some of `POLICIES`."""
+    stalls: Emulation = field(default_factory=Emulation)
+    """What devices lose at random before a forward or backward (only `policies` are judged by it)."""
+    objective: str = "iteration_seconds"
+    """What is to be least: see `objective.OBJECTIVES`."""
+    sample_tokens: int = 0
+    """Length of a sample, tokens; 0: not told (only the objective tokens_per_second needs it)."""
+    name: str = ""
+    format: int = FORMAT
+
+    def __post_init__(self) -> None:
+        _require(bool(self.devices), "the problem has no devices")
+        _require(bool(self.units), "the problem has no units (layers)")
+        ids = [device.id for device in self.devices]
+        if len(set(ids)) < len(ids):
+            twice = next(i for i in ids if ids.count(i) > 1)
+            raise ConfigurationError(f"two devices are called {twice!r}; ids must be unique")
+        self.links.check(self.devices)
+        _require(self.batch_samples >= 1, f"batch_samples is {self.batch_samples}, expected 1 or more")
+        _require(self.local_steps >= 1, f"local_steps is {self.local_steps}, expected 1 or more")
+        for name in ("micro_batch_samples", "stages", "replicas"):
+            _require(all(v >= 1 for v in getattr(self, name)), f"{name} holds a number below 1")
+        _require(bool(self.micro_batch_samples), "micro_batch_samples is empty, expected at least one size")
+        for name, known in (("schedules", SCHEDULES), ("syncs", SYNCS), ("policies", POLICIES)):
+            for value in getattr(self, name):
+                _require(value in known, f"{name} holds {value!r}, expected some of {', '.join(known)}")
+            _require(
+                name == "policies" or bool(getattr(self, name)), f"{name} is empty, expected some of {', '.join(known)}"
+            )
+        _require(
+            self.objective in OBJECTIVES, f"objective is {self.objective!r}, expected one of {', '.join(OBJECTIVES)}"
+        )
+        _require(self.sample_tokens >= 0, f"sample_tokens is {self.sample_tokens}, expected 0 or more")
+        _require(
+            self.objective != "tokens_per_second" or self.sample_tokens > 0,
+            "the objective tokens_per_second needs sample_tokens (the length of a sample)",
+        )
+        for codec in self.codecs:
+            _require(0 < codec.ratio <= 1, f"codec {codec.name!r} has ratio {codec.ratio}, expected in (0, 1]")
+
+    @cached_property
+    def latency(self) -> np.ndarray:
+        """[sender, receiver] seconds; 0 on the diagonal."""
+        array = np.array(self.links.latency_seconds, dtype=float)
+        np.fill_diagonal(array, 0.0)
+        return array
+
+    @cached_property
+    def bandwidth(self) -> np.ndarray:
+        """[sender, receiver] bytes per second; infinite on the diagonal."""
+        array = np.array(self.links.bandwidth_bytes_per_second, dtype=float)
+        np.fill_diagonal(array, np.inf)
+        return array
+
+    @cached_property
+    def memory(self) -> np.ndarray:
+        """Bytes a device; infinite where not limited."""
+        return np.array([np.inf if d.memory_bytes is None else d.memory_bytes for d in self.devices])
+
+    @cached_property
+    def factors(self) -> np.ndarray:
+        """[device, unit] multiples of the reference seconds."""
+        kinds = sorted({unit.kind for unit in self.units})
+        table = np.array([[device.factor(kind) for kind in kinds] for device in self.devices])
+        return table[:, [kinds.index(unit.kind) for unit in self.units]]
+
+    def forward_seconds(self, micro_batch_samples: int) -> np.ndarray:
+        """[device, unit] seconds of one micro-batch forward."""
+        units = self.units
+        return self.factors * np.array(
+            [u.forward_overhead_seconds + micro_batch_samples * u.forward_seconds for u in units]
+        )
+
+    def backward_seconds(self, micro_batch_samples: int) -> np.ndarray:
+        """[device, unit] seconds of one micro-batch backward."""
+        units = self.units
+        return self.factors * np.array(
+            [u.backward_overhead_seconds + micro_batch_samples * u.backward_seconds for u in units]
+        )
+
+    def per_unit(self, name: str) -> np.ndarray:
+        """One field of every unit, such as `activation_bytes`."""
+        return np.array([getattr(unit, name) for unit in self.units], dtype=float)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChainProblem:
+    """Layers to devices only: contiguous spans, memory limits, no network (Sky Computing's problem)."""
+
+    seconds: Matrix
+    """[device][unit], in the problem's own unit of time."""
+    unit_bytes: tuple[float, ...]
+    memory_bytes: tuple[float, ...]
+    """By device; infinite: not limited."""
+    unit_names: tuple[str, ...] = ()
+    device_ids: tuple[str, ...] = ()
+    time_unit: str = "seconds"
+
+    def __post_init__(self) -> None:
+        devices, units = len(self.seconds), len(self.unit_bytes)
+        _require(devices > 0 and units > 0, "the problem has no devices or no units")
+        _require(
+            all(len(row) == units for row in self.seconds) and len(self.memory_bytes) == devices,
+            f"seconds must be {devices} x {units} and memory {devices} long",
+        )
+        array = np.array(self.seconds)
+        _require(bool(np.isfinite(array).all() and (array >= 0).all()), "seconds holds a negative or non-finite number")
+        sizes = np.array(self.unit_bytes)
+        _require(bool(np.isfinite(sizes).all() and (sizes >= 0).all()), "a unit's memory is negative or not finite")
+        for device, value in enumerate(self.memory_bytes):
+            _require(value > 0, f"memory of device {self.id_of(device)} is {value}, expected more than 0")
+
+    def id_of(self, device: int) -> str:
+        return repr(self.device_ids[device]) if self.device_ids else str(device)
+
+    def name_of(self, unit: int) -> str:
+        return f"unit {unit}" + (f" ({self.unit_names[unit]})" if self.unit_names else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementProblem:
+    """A grid of equal stages on an unequal network only (DT-FM's problem, arXiv 2206.01288)."""
+
+    latency_seconds: Matrix
+    bandwidth_bytes_per_second: Matrix
+    stages: int
+    replicas: int
+    gradient_bytes: float
+    """Of one stage, as the published cost reads it."""
+    activation_bytes: float
+    """Across one boundary and iteration of one pipeline."""
+    device_ids: tuple[str, ...] = ()
+    best_known_cost: float | None = None
+
+    def __post_init__(self) -> None:
+        count = len(self.latency_seconds)
+        _require(self.stages >= 1 and self.replicas >= 1, "stages and replicas must be 1 or more")
+        _require(
+            self.stages * self.replicas == count,
+            f"{self.stages} stages x {self.replicas} replicas need {self.stages * self.replicas} devices, "
+            f"found {count}",
+        )
+        _finite(gradient_bytes=self.gradient_bytes, activation_bytes=self.activation_bytes)
+        names = self.device_ids or tuple(str(i) for i in range(count))
+        Links(latency_seconds=self.latency_seconds, bandwidth_bytes_per_second=self.bandwidth_bytes_per_second).check(
+            tuple(Device(id=name) for name in names)
+        )
+
+
+def chain_of(problem: Problem) -> ChainProblem:
+    """The layers-to-devices part of a whole problem: forward plus backward of one micro-batch, one replica, no network."""
+    samples = min(problem.micro_batch_samples)
+    seconds = problem.forward_seconds(samples) + problem.backward_seconds(samples)
+    return ChainProblem(
+        seconds=tuple(map(tuple, seconds.tolist())),
+        unit_bytes=tuple((problem.per_unit("state_bytes") + samples * problem.per_unit("stored_bytes")).tolist()),
+        memory_bytes=tuple(problem.memory.tolist()),
+        unit_names=tuple(unit.kind for unit in problem.units),
+        device_ids=tuple(device.id for device in problem.devices),
+    )
+
+
+def placement_of(problem: Problem, stages: int, replicas: int) -> PlacementProblem:
+    """The network part of a whole problem: equal stages, whole-batch transfers, identical devices."""
+    samples = problem.batch_samples / replicas
+    cuts = problem.per_unit("activation_bytes")[:-1]
+    return PlacementProblem(
+        latency_seconds=problem.links.latency_seconds,
+        bandwidth_bytes_per_second=problem.links.bandwidth_bytes_per_second,
+        stages=stages,
+        replicas=replicas,
+        gradient_bytes=float(problem.per_unit("parameter_bytes").sum() / stages),
+        activation_bytes=float(samples * np.median(cuts)) if len(cuts) else 0.0,
+        device_ids=tuple(device.id for device in problem.devices),
+    )

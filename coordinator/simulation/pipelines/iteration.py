@@ -1,0 +1,250 @@
+"""Simulate iterations of a layout. Picks the longest-path engine when no link is shared, the event engine otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coordinator.simulation.pipelines import collectives, memory
+from coordinator.simulation.pipelines.assembly import assemble
+from coordinator.simulation.pipelines.events import run
+from coordinator.simulation.pipelines.graph import Compute, Template, template
+from coordinator.simulation.pipelines.layout import Layout
+from coordinator.simulation.pipelines.longest import Costs, times
+from coordinator.simulation.pipelines.orders import Kind, order
+from coordinator.simulation.pipelines.result import SimulationResult, Span
+
+Array = NDArray[np.float64]
+Stall = Callable[[int, int, int], float]
+"""(replica, stage, number of the forward or backward) -> seconds lost before it."""
+
+SYNCHRONOUS = ("allreduce", "central_ps", "sharded_ps", "local", "diloco", "none")
+LETTERS = {Kind.FORWARD: "F", Kind.BACKWARD: "B", Kind.INPUT: "I", Kind.WEIGHT: "W"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Moments:
+    """Seconds since the iteration began, [iteration] or as said."""
+
+    pipeline: Array
+    synced: Array
+    finished: Array
+
+
+def simulate_layout(
+    layout: Layout, *, iterations: int = 1, stall: Stall | None = None, timeline: bool = False, engine: str = "auto"
+) -> SimulationResult:
+    """Simulate `iterations` iterations that begin together on all devices.
+
+    Synchronous policies only; `sync_every` > 1 averages iterations with and without synchronisation. `engine`:
+    `auto`, `longest path` (refuses nothing, but divides no link) or `events`.
+    """
+    assert layout.sync in SYNCHRONOUS, layout.sync
+    shared = any(layout.uplinks_of(a, b) for a, b in _traffic(layout))
+    events = engine == "events" or (engine == "auto" and shared)
+    count = iterations if stall is not None else 1
+    spans: tuple[Span, ...] = ()
+    if events:
+        moments, spans = _by_events(layout, count, stall, timeline)
+    else:
+        moments, spans = _by_longest_path(layout, count, stall, timeline)
+    every = layout.sync_every if layout.sync in ("local", "diloco") else 1
+    synced = 0.0 if layout.sync == "none" else float((moments.synced - moments.pipeline).mean()) / every
+    update = float((moments.finished - moments.synced).mean())
+    total = moments.pipeline + update + (moments.synced - moments.pipeline) / every
+    if layout.sync == "none":
+        total = moments.pipeline + update
+    values = tuple(float(v) for v in (total if stall is not None else np.repeat(total, iterations)))
+    mean = float(np.mean(values))
+    busy = _busy(layout)
+    pipeline = float(moments.pipeline.mean())
+    pipeline_bytes = 2 * float(layout.cut_bytes.sum()) * sum(layout.micro_batches)
+    return SimulationResult(
+        iteration_seconds=mean,
+        iterations=values,
+        pipeline_seconds=pipeline,
+        sync_seconds=synced,
+        update_seconds=update,
+        bubble_share=1 - sum(busy.values()) / (len(busy) * pipeline) if pipeline > 0 else 0.0,
+        busy_seconds=busy,
+        in_flight_micro_batches={d: int(n) for d, n in _peaks(layout, np.ones(layout.chunks)).items()},
+        memory_bytes=memory_of(layout),
+        pipeline_bytes=pipeline_bytes,
+        sync_bytes=0.0 if layout.sync == "none" else _sync_bytes(layout) / every,
+        samples_per_second=sum(layout.micro_batches) * layout.micro_batch_samples / mean if mean else 0.0,
+        engine="events" if events else "longest path",
+        timeline=spans,
+    )
+
+
+def memory_of(layout: Layout) -> dict[int, float]:
+    """Device -> peak bytes; empty when the layout does not know its sizes."""
+    if layout.in_flight_bytes is None or layout.static_bytes is None:
+        return {}
+    peaks = _peaks(layout, layout.in_flight_bytes)
+    fixed = {
+        device: float(layout.static_bytes[stage :: layout.stages].sum())
+        for stage, row in enumerate(layout.grid)
+        for device in row
+    }
+    return {device: peaks[device] + fixed[device] for device in peaks}
+
+
+def _peaks(layout: Layout, bytes_of_chunk: Array) -> dict[int, float]:
+    by_chunk = tuple(float(b) for b in bytes_of_chunk)
+    result = {}
+    for replica, count in enumerate(layout.micro_batches):
+        most = _peaks_of(layout.schedule, layout.stages, layout.virtual_stages, count, by_chunk)
+        result.update({layout.grid[stage][replica]: most[stage] for stage in range(layout.stages)})
+    return result
+
+
+@lru_cache(maxsize=1024)
+def _peaks_of(schedule: str, stages: int, virtual: int, micro_batches: int, by_chunk: tuple[float, ...]) -> list[float]:
+    ranks = order(schedule, stages, virtual, micro_batches)
+    if virtual > 1:
+        return [memory.peak(ops, by_chunk) for ops in ranks]
+    if min(by_chunk) != max(by_chunk) or by_chunk[0] != 1.0:  # one chunk a device: a count times its bytes
+        counts = _peaks_of(schedule, stages, virtual, micro_batches, (1.0,) * stages)
+        return [count * size for count, size in zip(counts, by_chunk, strict=True)]
+    return [memory.peak(ops, by_chunk) for ops in ranks]
+
+
+def _busy(layout: Layout) -> dict[int, float]:
+    work = layout.forward_seconds + layout.backward_seconds
+    return {
+        layout.grid[stage][replica]: float(work[stage :: layout.stages, replica].sum()) * layout.micro_batches[replica]
+        for stage in range(layout.stages)
+        for replica in range(layout.replicas)
+    }
+
+
+def _pieces(layout: Layout, chunk: int) -> int:
+    return max(1, layout.buckets[chunk]) if layout.buckets else 1
+
+
+def _traffic(layout: Layout) -> set[tuple[int, int]]:
+    pairs = layout.pairs()
+    for row in layout.grid:
+        for phase in collectives.phases(layout.sync, row, 1.0):
+            pairs |= {(leg.source, leg.target) for chain in phase for leg in chain}
+    return pairs
+
+
+def _sync_bytes(layout: Layout) -> float:
+    return sum(
+        layout.sent_bytes(leg.source, leg.target, leg.bytes)
+        for chunk, size in enumerate(layout.gradient_bytes)
+        for phase in collectives.phases(layout.sync, layout.grid[chunk % layout.stages], float(size))
+        for chain in phase
+        for leg in chain
+    )
+
+
+def stall_table(graph: Template, layout: Layout, replicas: list[int], count: int, stall: Stall) -> Array:
+    """[node, replica, iteration] seconds lost before each forward and backward, drawn in every rank's own order."""
+    per_rank: list[list[int]] = [[] for _ in range(layout.stages)]
+    for number, node in enumerate(graph.nodes):  # the topological order keeps every rank's own order
+        if isinstance(node, Compute) and node.kind != Kind.WEIGHT:
+            per_rank[node.rank].append(number)
+    table = np.zeros((len(graph.nodes), len(replicas), count))
+    for stage, numbers in enumerate(per_rank):
+        for column, replica in enumerate(replicas):
+            for iteration in range(count):
+                for position, number in enumerate(numbers):
+                    table[number, column, iteration] = stall(replica, stage, iteration * len(numbers) + position)
+    return table
+
+
+def _by_longest_path(
+    layout: Layout, count: int, stall: Stall | None, timeline: bool
+) -> tuple[_Moments, tuple[Span, ...]]:
+    compute, (occupied, latency) = layout.compute_table(), layout.message_tables()
+    replicas, chunks = layout.replicas, layout.chunks
+    last_end = np.zeros((chunks, replicas, count))
+    last_seconds = np.zeros((chunks, replicas, count))
+    pipeline = np.zeros((replicas, count))
+    spans: list[Span] = []
+    positions: list[int] = [0] * chunks
+    for micro_batches in sorted(set(layout.micro_batches)):
+        columns = [r for r in range(replicas) if layout.micro_batches[r] == micro_batches]
+        graph = template(layout.schedule, layout.stages, layout.virtual_stages, micro_batches, layout.transport)
+        tables = [table[:, :, columns, None] for table in (compute, occupied, latency)]
+        stalls = None if stall is None else stall_table(graph, layout, columns, count, stall)
+        timed = times(graph, Costs(compute=tables[0], occupied=tables[1], latency=tables[2], stalls=stalls))
+        ends = timed.end.max(axis=0)
+        pipeline[columns] = ends
+        last = list(graph.last_backward)
+        positions = last
+        last_end[:, columns] = timed.end[last]
+        kind = Kind.BACKWARD if graph.nodes[last[0]].kind == Kind.BACKWARD else Kind.WEIGHT  # type: ignore[union-attr]
+        last_seconds[:, columns] = tables[0][kind]
+        if timeline:
+            for number, node in enumerate(graph.nodes):
+                for column, replica in enumerate(columns):
+                    at = float(timed.start[number, column, 0]), float(timed.end[number, column, 0])
+                    spans.append(_span(layout, node, replica, *at))
+    synced = np.broadcast_to(pipeline.max(axis=0), (count,)).copy()
+    finished = synced.copy()
+    for stage, row in enumerate(layout.grid):
+        done = np.zeros(count)
+        mine = sorted(range(stage, chunks, layout.stages), key=lambda c: positions[c])
+        for chunk in mine:
+            pieces = _pieces(layout, chunk)
+            each = collectives.seconds(layout, layout.sync, row, float(layout.gradient_bytes[chunk]) / pieces)
+            each += layout.agreement_seconds if each > 0 else 0.0
+            for piece in range(pieces):
+                early = 1 - (piece + 1) / pieces if layout.overlap else 0.0
+                ready = last_end[chunk] - last_seconds[chunk] * early
+                begin = np.maximum(ready.max(axis=0), done)
+                done = begin + each
+                if timeline and each > 0:
+                    spans.append(Span(f"stage {stage} replicas", "sync", float(begin[0]), float(done[0]), chunk, 0))
+        synced = np.maximum(synced, done)
+    finished = synced + _update_seconds(layout)
+    if timeline and (update := _update_seconds(layout)) > 0:
+        spans += [
+            Span(f"device {d}", "update", float(synced[0]), float(synced[0]) + update, 0, r)
+            for row in layout.grid
+            for r, d in enumerate(row)
+        ]
+    return _Moments(pipeline=pipeline.max(axis=0), synced=synced, finished=finished), tuple(spans)
+
+
+def _by_events(layout: Layout, count: int, stall: Stall | None, timeline: bool) -> tuple[_Moments, tuple[Span, ...]]:
+    pipeline, synced = np.zeros(count), np.zeros(count)
+    spans: list[Span] = []
+    for iteration in range(count):
+        built = assemble(layout, iteration, stall, [_pieces(layout, c) for c in range(layout.chunks)])
+        start, end = run(built.tasks, [uplink.bytes_per_second for uplink in layout.uplinks])
+        pipeline[iteration] = max(end[n] for n in built.pipeline)
+        synced[iteration] = max(
+            pipeline[iteration], max((end[n] + built.tasks[n].latency for n in built.sync), default=0.0)
+        )
+        if timeline and iteration == 0:
+            spans = [
+                Span(lane, name, float(start[n]), float(end[n]), chunk, replica)
+                for n, (lane, name, chunk, replica) in built.labels.items()
+            ]
+    return _Moments(pipeline=pipeline, synced=synced, finished=synced + _update_seconds(layout)), tuple(spans)
+
+
+def _update_seconds(layout: Layout) -> float:
+    if layout.optimizer_seconds is None:
+        return layout.step_seconds
+    own = max(layout.optimizer_seconds[s :: layout.stages].sum(axis=0).max() for s in range(layout.stages))
+    return float(own) + layout.step_seconds
+
+
+def _span(layout: Layout, node: object, replica: int, start: float, end: float) -> Span:
+    if isinstance(node, Compute):
+        lane = f"device {layout.grid[node.rank][replica]}"
+        return Span(lane, f"{LETTERS[node.kind]}{node.micro_batch}", start, end, node.chunk, replica)
+    source, target = layout.grid[node.source][replica], layout.grid[node.target][replica]  # type: ignore[attr-defined]
+    what = "act" if node.forward else "grad"  # type: ignore[attr-defined]
+    name = f"{what} {node.micro_batch}"  # type: ignore[attr-defined]
+    return Span(f"link {source} to {target}", name, start, end, node.cut, replica)  # type: ignore[attr-defined]

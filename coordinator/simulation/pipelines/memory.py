@@ -1,0 +1,19 @@
+"""How many micro-batches a device holds at once, and the bytes that takes. It depends on the order of its ops alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from coordinator.simulation.pipelines.orders import Kind, Op
+
+
+def peak(ops: Sequence[Op], bytes_of_chunk: Sequence[float]) -> float:
+    """Largest sum over live micro-batches: alive from the forward to the backward (for the weights, where it is split)."""
+    now = most = 0.0
+    for op in ops:
+        if op.kind == Kind.FORWARD:
+            now += bytes_of_chunk[op.chunk]
+            most = max(most, now)
+        elif op.kind in (Kind.BACKWARD, Kind.WEIGHT):
+            now -= bytes_of_chunk[op.chunk]
+    return most

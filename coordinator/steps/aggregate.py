@@ -1,0 +1,231 @@
+"""`python -m coordinator.steps.aggregate`: average a round's updates, append the round to the archive, decide what follows.
+
+Never fails for a facility's fault (a step that fails inside the loop hangs the engine): it ends the loop and leaves the
+reason in the archive, where the report step finds it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from coordinator.aggregate import aggregate
+from coordinator.archive.rounds import Archive, FacilityRow, RoundFile
+from coordinator.config.settings import CoordinatorSettings, read_coordinator_settings
+from coordinator.steps.decide import decide
+from coordinator.steps.outputs import write_outputs
+from coordinator.steps.send import Outgoing, bytes_of, make_message, outgoing
+from coordinator.steps.weight_limit import cap
+from facility.exchange.errors import CrossFedError, exit_on_error
+from facility.exchange.files.durable import write_json
+from facility.exchange.files.paths import resolve
+from facility.exchange.messages.manifest import KEEPS, read_manifest, verify_manifest
+from facility.exchange.messages.report import Failure, Report, read_failure, read_report
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Arrived:
+    """What the receive steps handed on."""
+
+    updates: dict[str, Path]
+    reports: dict[str, Report]
+    failures: dict[str, Failure]
+
+
+def sort_out(directories: Sequence[Path]) -> Arrived:
+    """Split the received directories into sound updates and failures, by facility."""
+    updates: dict[str, Path] = {}
+    reports: dict[str, Report] = {}
+    failures: dict[str, Failure] = {}
+    for directory in directories:
+        if (failure := read_failure(directory)) is not None:
+            failures[failure.facility] = failure
+            continue
+        report = read_report(directory)
+        updates[report.facility], reports[report.facility] = directory, report
+    return Arrived(updates=updates, reports=reports, failures=failures)
+
+
+def close_round(
+    archive: Archive, settings: CoordinatorSettings, *, model: Path, number: int, arrived: Arrived
+) -> tuple[Path, int, bool]:
+    """Model, number of the next round, and whether there is one."""
+    if number >= settings.rounds:
+        return _close_evaluation(archive, settings, model, arrived)
+    attempt = _attempt(archive, number)
+    wants_more_time = any(failure.again for failure in arrived.failures.values())
+    if arrived.failures and (attempt <= settings.retries or (wants_more_time and attempt <= settings.come_backs)):
+        whole = sorted(name for name, failure in arrived.failures.items() if not failure.again)
+        archive.write_note(
+            "attempts",
+            {"round": number, "count": attempt, "failures": _told(arrived), "whole": _whole(archive, number, whole)},
+        )
+        print(f"round {number} is asked for again (attempt {attempt + 1}): {_told(arrived)}")
+        return model, number, True
+    if len(arrived.updates) < settings.minimum_facilities:
+        found, wanted = len(arrived.updates), settings.minimum_facilities
+        reason = f"round {number} got {found} sound updates, minimum_facilities is {wanted}: {_told(arrived)}"
+        archive.write_note("stopped", {"round": number, "reason": reason})
+        print(reason)
+        return model, number, False
+    verify_manifest(model)
+    aggregation, capped = settings.aggregation, cap(settings, arrived.reports, model)
+    if capped.weights:
+        aggregation = dataclasses.replace(aggregation, weights=capped.weights)
+    with archive.append(number) as directory:
+        record = aggregate(
+            base=model,
+            updates=list(arrived.updates.values()),
+            out=directory / "model",
+            settings=aggregation,
+            state_in=archive.state_for(number),
+            state_out=directory / "state",
+        )
+        message = make_message(directory, model, settings.sending)
+        weights = {entry.facility: entry.weight for entry in record.participants}
+        rows = [
+            _row(name, number, arrived, weights, record.quarantined, outgoing(archive, settings, name, number))
+            for name in sorted({*arrived.reports, *arrived.failures})
+        ]
+        losses = [archive.read_round(earlier).global_loss for earlier in range(number)]
+        loss = _mean([report.loss_received for report in arrived.reports.values()])
+        decision = decide(settings, [*losses, loss])
+        round_file = RoundFile(
+            round=number,
+            facilities=[
+                dataclasses.replace(row, reason=row.reason or capped.told.get(row.facility, "")) for row in rows
+            ],
+            message=message,
+            global_loss=loss,
+            decision=decision.reason,
+            ended=not decision.proceed and number + 1 < settings.rounds,
+            broken=decision.broken,
+            attempts=attempt,
+            finished=datetime.now(UTC).isoformat(timespec="seconds"),
+            aggregation=dataclasses.asdict(record),
+        )
+        write_json(directory / "round.json", dataclasses.asdict(round_file))
+    archive.drop_note("attempts")
+    archive.prune(settings.keep_rounds)
+    print(f"round {number} is complete: {decision.reason}")
+    following = archive.model_for(number + 1)
+    if decision.proceed:
+        return following, number + 1, True
+    if decision.broken:
+        archive.write_note(
+            "stopped",
+            {"round": number, "reason": f"{decision.reason}; the models of earlier rounds are in {archive.path}"},
+        )
+        return following, number + 1, False
+    return following, settings.rounds, settings.final_evaluation
+
+
+def _close_evaluation(
+    archive: Archive, settings: CoordinatorSettings, model: Path, arrived: Arrived
+) -> tuple[Path, int, bool]:
+    rows = [
+        _row(name, settings.rounds, arrived, {}, {}, outgoing(archive, settings, name, settings.rounds))
+        for name in sorted({*arrived.reports, *arrived.failures})
+    ]
+    loss = _mean([report.loss_received for report in arrived.reports.values()])
+    archive.write_note(
+        "evaluation",
+        {
+            "after_round": len(archive.rounds()) - 1,
+            "global_loss": loss,
+            "facilities": [dataclasses.asdict(row) for row in rows],
+        },
+    )
+    print(f"the final model is evaluated at {len(arrived.reports)} facilities")
+    return model, settings.rounds, False
+
+
+def _attempt(archive: Archive, number: int) -> int:
+    """1 for the first try of round `number`."""
+    note = archive.read_note("attempts")
+    return int(note["count"]) + 1 if note.get("round") == number else 1
+
+
+def _whole(archive: Archive, number: int, failed: list[str]) -> list[str]:
+    """Facilities that are sent the whole model when round `number` is asked for again: they failed at it."""
+    note = archive.read_note("attempts")
+    return sorted({*failed, *(note.get("whole", []) if note.get("round") == number else [])})
+
+
+def _told(arrived: Arrived) -> str:
+    return (
+        "; ".join(f"{name}: {failure.reason}" for name, failure in sorted(arrived.failures.items()))
+        or "no facility failed"
+    )
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _row(
+    name: str,
+    number: int,
+    arrived: Arrived,
+    weights: dict[str, float],
+    quarantined: dict[str, str],
+    sent: Outgoing,
+) -> FacilityRow:
+    row = FacilityRow(round=number, facility=name, status="ok", sent=str(sent), sent_bytes=sent.bytes)
+    if (update := arrived.updates.get(name)) is not None:
+        manifest = read_manifest(update)
+        row = dataclasses.replace(
+            row,
+            received_bytes=int(manifest.extra.get("message_bytes") or bytes_of(manifest)),
+            holds=str(manifest.extra.get(KEEPS, "")),
+        )
+    if name in arrived.failures or name in quarantined:
+        failure = arrived.failures.get(name) or Failure(
+            facility=name, round=number, reason=quarantined[name], kind="refused"
+        )
+        return dataclasses.replace(row, status=failure.kind, reason=failure.reason)
+    report = arrived.reports[name]
+    return dataclasses.replace(
+        row,
+        weight=weights.get(name, 0.0),
+        tokens=report.tokens,
+        samples=report.samples,
+        steps=report.steps,
+        seconds=report.seconds.load + report.seconds.train + report.seconds.evaluate + report.seconds.save,
+        tokens_per_second=report.tokens_per_second,
+        perplexity_received=report.perplexity_received,
+        perplexity_returned=report.perplexity_returned,
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m coordinator.steps.aggregate", description=__doc__)
+    parser.add_argument(
+        "--federation", type=Path, required=True, help="coordinator.json, rendered by `crossfed render`"
+    )
+    parser.add_argument(
+        "--archive", required=True, help="archive directory; relative paths count from $CROSSFED_HOME or the checkout"
+    )
+    parser.add_argument("--model", type=Path, required=True, help="global model that the round started from")
+    parser.add_argument("--round", type=int, required=True, help="number of the round, from 0")
+    parser.add_argument("--updates", type=Path, nargs="*", default=[], help="directories from the receive steps")
+    arguments = parser.parse_args()
+    settings = read_coordinator_settings(arguments.federation)
+    archive = Archive(resolve(arguments.archive))
+    arrived = sort_out(arguments.updates)
+    try:
+        outputs = close_round(archive, settings, model=arguments.model, number=arguments.round, arrived=arrived)
+    except (CrossFedError, OSError) as error:
+        archive.write_note("stopped", {"round": arguments.round, "reason": str(error)})
+        print(f"round {arguments.round} cannot be closed: {error}")
+        outputs = arguments.model, arguments.round, False
+    write_outputs(model=outputs[0], round=outputs[1], proceed=outputs[2])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(exit_on_error(main))

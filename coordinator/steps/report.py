@@ -1,0 +1,48 @@
+"""`python -m coordinator.steps.report`: the last step of the workflow; summarises the archive."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from coordinator.archive.html_report import write_page
+from coordinator.archive.rounds import Archive
+from coordinator.archive.summary import summary, table
+from coordinator.asynchronous import summary as account
+from coordinator.config.settings import read_coordinator_settings
+from facility.exchange.errors import exit_on_error
+from facility.exchange.files.durable import write_json
+from facility.exchange.files.paths import resolve
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m coordinator.steps.report", description=__doc__)
+    parser.add_argument(
+        "--federation", type=Path, required=True, help="coordinator.json, rendered by `crossfed render`"
+    )
+    parser.add_argument(
+        "--archive", required=True, help="archive directory; relative paths count from $CROSSFED_HOME or the checkout"
+    )
+    parser.add_argument("--out", type=Path, required=True, help="file to write, JSON")
+    arguments = parser.parse_args()
+    settings = read_coordinator_settings(arguments.federation)
+    archive = Archive(resolve(arguments.archive))
+    groups = settings.groups is not None
+    data = (account.summary(archive) if groups else summary(archive)) | {"federation": settings.federation}
+    if groups and not data["model"] and not data["stopped"]:
+        data["stopped"] = "the chains of all facilities have ended without a final mean; run the same command again"
+    write_json(arguments.out, data)
+    if not groups:
+        write_page(data, archive.path / "report.html")
+    Console(width=140).print(account.table(data) if groups else table(data))
+    if data["stopped"]:
+        print(f"error: federation {settings.federation} stopped: {data['stopped']}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(exit_on_error(main))

@@ -1,0 +1,155 @@
+"""`python -m coordinator.steps.send`: what travels to one facility, the whole model or the difference to the one it holds.
+
+The message is made once a round, when the round that makes the model is closed, and lies beside the model in the archive.
+Who gets it follows from the archive alone: a facility whose update of the round before says that it keeps the model of
+that round. All others (new, absent, refused, failed at this round before) get the whole model, and round.json says why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from coordinator.aggregation.state import belong_to, draw_near
+from coordinator.archive.rounds import Archive
+from coordinator.config.settings import CoordinatorSettings, SendingSettings, read_coordinator_settings
+from facility.exchange.checkpoints.checkpoint import open_checkpoint
+from facility.exchange.checkpoints.delta import encode_model
+from facility.exchange.errors import CrossFedError, exit_on_error
+from facility.exchange.files.links import link_tree
+from facility.exchange.files.paths import resolve
+from facility.exchange.messages.manifest import Manifest, read_manifest
+
+FORGOTTEN = 0.5
+"""Share of what a `sparse` message leaves out that the float32 master forgets. Facilities that never saw it make the same
+steps again; keeping all of it would count them twice, keeping nothing would lose what no facility makes again
+(tests/bench/README.md)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outgoing:
+    """What one facility is sent in one round."""
+
+    path: Path
+    encoding: str
+    reason: str = ""
+    """Why the whole model, where messages are asked for."""
+
+    def __str__(self) -> str:
+        return f"{self.encoding}: {self.reason}" if self.reason else self.encoding
+
+    @property
+    def bytes(self) -> int:
+        return bytes_of(read_manifest(self.path))
+
+
+def bytes_of(manifest: Manifest) -> int:
+    """All files of the directory."""
+    return sum(entry.size for entry in manifest.files.values())
+
+
+def outgoing(archive: Archive, settings: CoordinatorSettings, facility: str, number: int) -> Outgoing:
+    """What `facility` is sent in round `number`, from what the archive knows.
+
+    The final evaluation, which may follow an early end, has the number of rounds; its model is that of the last one made.
+    """
+    number = min(number, len(archive.rounds()))
+    wanted, whole = settings.sending.encoding, archive.model_for(number)
+    message = archive.message_for(number)
+    if wanted == "full":
+        return Outgoing(path=whole, encoding="full")
+    if reason := _why_whole(archive, facility, number, message):
+        return Outgoing(path=whole, encoding="full", reason=reason)
+    assert message is not None
+    return Outgoing(path=message, encoding=read_manifest(message).encoding)
+
+
+def _why_whole(archive: Archive, facility: str, number: int, message: Path | None) -> str:
+    if number == 0 or message is None:
+        return "there is no model of a round before"
+    before = archive.read_round(number - 1)
+    if not message.is_dir():
+        return str(before.message.get("reason") or f"round {number - 1} made no message")
+    attempts = archive.read_note("attempts")
+    if attempts.get("round") == number and facility in attempts.get("whole", []):
+        return f"it failed at round {number} before"
+    row = next((row for row in before.facilities if row.facility == facility), None)
+    if row is None or not row.holds:
+        return f"it has not told that it keeps the model of round {number - 1}"
+    reference = str(read_manifest(message).extra["reference_sha256"])
+    if row.holds != reference:
+        return f"it keeps the model with sha256 {row.holds:.12}, the message is a difference to {reference:.12}"
+    return ""
+
+
+def make_message(directory: Path, reference: Path, settings: SendingSettings) -> dict[str, Any]:
+    """Write `directory`/message, and make `directory`/model what its receivers will hold; returns what round.json says.
+
+    `directory` holds the new model and the state it came with; `reference` is the model of the round before.
+    """
+    if settings.encoding == "full":
+        return {}
+    model, whole = directory / "model", directory / "whole"
+    if reason := _unlike(model, reference):
+        return {"encoding": "full", "reason": reason}
+    model.rename(whole)
+    done = encode_model(
+        model=whole,
+        reference=reference,
+        out=directory / "message",
+        decoded=model,
+        encoding=settings.encoding,
+        master=directory / "state" / "master",
+        density=settings.sparse_density,
+    )
+    shutil.rmtree(whole)
+    if settings.encoding == "sparse":
+        draw_near(directory / "state", open_checkpoint(model), FORGOTTEN)
+    belong_to(directory / "state", read_manifest(model))
+    return {
+        "encoding": settings.encoding,
+        "bytes": bytes_of(read_manifest(directory / "message")),
+        "model_bytes": bytes_of(read_manifest(model)),
+        "relative_error": done.relative_error,
+        "unchanged_tensors": done.unchanged,
+    }
+
+
+def _unlike(model: Path, reference: Path) -> str:
+    """Why there is no difference between the two, or ''."""
+    new, old = open_checkpoint(model).tensors, open_checkpoint(reference).tensors
+    if names := sorted(new.keys() ^ old.keys()):
+        return f"tensor {names[0]!r} is in one model only, of this round and the round before"
+    for name, entry in new.items():
+        if (entry.dtype, entry.shape) != (old[name].dtype, old[name].shape):
+            return f"tensor {name!r} is {entry.dtype} {list(entry.shape)}, and {old[name].dtype} {list(old[name].shape)} before"
+    return ""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m coordinator.steps.send", description=__doc__.split("\n\n")[0])
+    add = parser.add_argument
+    add("--federation", type=Path, required=True, help="coordinator.json, rendered by `crossfed render`")
+    add("--archive", required=True, help="archive directory; relative paths count from $CROSSFED_HOME or the checkout")
+    add("--model", type=Path, required=True, help="the global model of the round")
+    add("--round", type=int, required=True, help="number of the round, from 0")
+    add("--facility", required=True, help="name of the facility that it is for")
+    add("--out", type=Path, required=True, help="directory to make")
+    arguments = parser.parse_args()
+    settings = read_coordinator_settings(arguments.federation)
+    try:
+        found = outgoing(Archive(resolve(arguments.archive)), settings, arguments.facility, arguments.round)
+    except (CrossFedError, OSError) as error:  # a step that fails inside the loop would hang the engine
+        found = Outgoing(path=arguments.model, encoding="full", reason=f"the archive cannot be read: {error}")
+    source = arguments.model if found.encoding == "full" else found.path
+    link_tree(source, arguments.out)
+    print(f"round {arguments.round}: {arguments.facility} is sent {found}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(exit_on_error(main))

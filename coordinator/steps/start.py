@@ -1,0 +1,65 @@
+"""`python -m coordinator.steps.start`: the first step of the workflow; begins a federation or goes on with it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from coordinator.archive.rounds import Archive
+from coordinator.asynchronous.buffer import FOLDER, meeting_of
+from coordinator.config.settings import CoordinatorSettings, read_coordinator_settings
+from coordinator.steps.outputs import write_outputs
+from facility.exchange.errors import InputError, exit_on_error
+from facility.exchange.files.paths import resolve
+from facility.exchange.messages.manifest import verify_manifest
+
+
+def start(archive: Archive, model: Path, settings: CoordinatorSettings) -> tuple[Path, int, bool]:
+    """Directory of the model to train next, number of the next round, and whether there is one.
+
+    With groups, which count in place of rounds, every facility's chain is told its own model and round by `groups.meet`.
+
+    Raises `InputError` when the archive does not fit the federation, `ManifestError` when its last model is damaged.
+    """
+    if settings.groups is not None:
+        driver = meeting_of(archive, settings).begin(model)
+        return Path(driver.final or archive.model_for(0)), len(driver.groups), not driver.final
+    if (archive.path / FOLDER).exists():
+        raise InputError(f"archive {archive.path} holds groups, rounds cannot go on from them: choose another archive")
+    archive.begin(model, settings.federation)
+    archive.clean()
+    archive.drop_note("stopped")
+    done = archive.rounds()
+    archive.write_history()
+    following = len(done)
+    current = archive.model_for(following)
+    verify_manifest(current)
+    if following < settings.rounds and not (done and archive.read_round(done[-1]).ended):
+        return current, following, True
+    evaluate = settings.final_evaluation and archive.read_note("evaluation").get("after_round") != following - 1
+    return current, settings.rounds, evaluate
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m coordinator.steps.start", description=__doc__)
+    parser.add_argument(
+        "--federation", type=Path, required=True, help="coordinator.json, rendered by `crossfed render`"
+    )
+    parser.add_argument(
+        "--archive", required=True, help="archive directory; relative paths count from $CROSSFED_HOME or the checkout"
+    )
+    parser.add_argument("--model", type=Path, required=True, help="initial Hugging Face checkpoint")
+    arguments = parser.parse_args()
+    settings = read_coordinator_settings(arguments.federation)
+    model, number, proceed = start(Archive(resolve(arguments.archive)), arguments.model.resolve(), settings)
+    what = "group" if settings.groups else "round"
+    print(
+        f"{what} {number}: starting from {model}" if proceed else f"nothing left to do: {number} {what}s are complete"
+    )
+    write_outputs(model=model, round=number, proceed=proceed)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(exit_on_error(main))

@@ -1,0 +1,83 @@
+"""What a facility's report may claim: no more than its steps, its batch and the longest sequence allow.
+
+The claim is the update's weight in the mean. A facility is given its steps and batch by the rendered settings, so a
+larger claim is a mistake or an attempt to outweigh the others.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from coordinator.config.settings import CoordinatorSettings
+from facility.exchange.messages.report import Report
+
+
+@dataclass(frozen=True, kw_only=True)
+class Allowance:
+    """The most that one facility can have trained on in a round."""
+
+    samples: int
+    """Sequences: steps x batch."""
+    tokens: int
+    """Those times the longest sequence."""
+    why: str
+
+    def excess(self, report: Report) -> str:
+        """What the report claims beyond this, as a sentence, or ''."""
+        for name, allowed in (("samples", self.samples), ("tokens", self.tokens)):
+            if (claimed := getattr(report, name)) > allowed:
+                return (
+                    f"it claims {claimed:,} {name} in round {report.round}, its settings allow {allowed:,} ({self.why})"
+                )
+        return ""
+
+
+def allowance_of(settings: CoordinatorSettings, facility: str, model: Path) -> Allowance | None:
+    """Of `facility`, which trains `model`; None where nothing bounds a sequence, or nothing is to be bounded."""
+    sequences = settings.sequences.get(facility, 0)
+    longest = settings.claims.sequence_tokens or longest_sequence(model)
+    if settings.claims.action == "off" or not sequences or not longest:
+        return None
+    return Allowance(
+        samples=sequences,
+        tokens=sequences * longest,
+        why=f"steps x batch is {sequences:,} sequences, of {longest:,} tokens at most",
+    )
+
+
+def longest_sequence(model: Path) -> int:
+    """Positions that the model has, by its config.json; 0 where that does not say."""
+    try:
+        config = json.loads((Path(model) / "config.json").read_text())
+        config = config.get("text_config") or config
+        return int(next((config[name] for name in ("max_position_embeddings", "n_positions") if config.get(name)), 0))
+    except (OSError, ValueError, TypeError, AttributeError):
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capped:
+    """Claims cut down to what is allowed."""
+
+    weights: dict[str, float]
+    """What counts, by facility; empty: nothing was cut and the reports stand."""
+    told: dict[str, str]
+    """What was claimed, by the facilities whose claims were cut."""
+
+
+def cap(settings: CoordinatorSettings, reports: Mapping[str, Report], model: Path) -> Capped:
+    """Cut excessive claims where `claims.action` asks for it."""
+    kind = settings.aggregation.weights
+    if settings.claims.action != "cap" or kind not in ("tokens", "samples"):
+        return Capped(weights={}, told={})
+    weights, told = {}, {}
+    for name, report in reports.items():
+        allowance = allowance_of(settings, name, model)
+        weights[name] = float(getattr(report, kind))
+        if allowance and (excess := allowance.excess(report)):
+            weights[name] = float(min(weights[name], getattr(allowance, kind)))
+            told[name] = f"{excess}; {weights[name]:,.0f} count"
+    return Capped(weights=weights if told else {}, told=told)

@@ -1,0 +1,202 @@
+"""StreamFlow's ssh connector with transfers over several connections, and a wrong host key that ends the run."""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+import time
+from collections.abc import Callable, MutableMapping, MutableSequence
+from contextlib import AbstractAsyncContextManager
+from functools import partial
+from pathlib import Path
+
+import asyncssh
+from streamflow.core.deployment import ExecutionLocation
+from streamflow.core.exception import WorkflowExecutionException
+from streamflow.core.utils import get_local_to_remote_destination
+from streamflow.deployment.connector.ssh import SSHConfig, SSHConnector, SSHContext, SSHContextFactory
+from streamflow.log_handler import logger
+
+from coordinator.streamflow_plugin.lanes import CHANNELS, TransferFailed, worth
+from coordinator.streamflow_plugin.patient import settled
+from coordinator.streamflow_plugin.swift import SwiftLane, swift_lanes
+from coordinator.streamflow_plugin.tree import pull, push
+
+STREAMS = 8
+"""Connections of one transfer unless `maxConnections` asks for more."""
+
+
+class CarefulContext(SSHContext):
+    """A connection that is not tried again when trying again cannot help."""
+
+    async def get_connection(self) -> asyncssh.SSHClientConnection:
+        try:
+            return await super().get_connection()
+        except asyncssh.HostKeyNotVerifiable as error:
+            raise WorkflowExecutionException(
+                f"HOST KEY of {self.get_hostname()} is not the one in known_hosts ({error}): if the facility announced a new key, replace "
+                f"the line (`ssh-keygen -R {self.get_hostname()}`, then log in once); if it did not, ask its staff before going on"
+            ) from error
+        except asyncssh.PermissionDenied as error:
+            raise WorkflowExecutionException(
+                f"LOGIN REFUSED by {self.get_hostname()} ({error}): load the key into the agent or name it in federation.yml, and try "
+                f"`ssh {self.get_hostname()}` by hand"
+            ) from error
+
+
+class ParallelSSHConnector(SSHConnector):
+    """`type: ssh`, the same settings. `maxConnections` is also the number of streams of one transfer (at least 8)."""
+
+    def __init__(self, *args, **settings) -> None:
+        super().__init__(*args, **settings)
+        self._cls_context = CarefulContext
+        self._lanes: dict[str, list[SSHContextFactory]] = {}
+        self._worth: dict[str, asyncio.Future[int]] = {}
+
+    def lanes(self, location: ExecutionLocation) -> list[SSHContextFactory]:
+        """Connections of their own for transfers, to the data-transfer host where there is one."""
+        if location.name not in self._lanes:
+            host = self.dataTransferConfig or self.nodes[location.name]
+            self._lanes[location.name] = [self._factory(host, 1) for _ in range(max(STREAMS, self.maxConnections))]
+        return self._lanes[location.name]
+
+    async def awake(self, location: ExecutionLocation) -> list[SSHContextFactory]:
+        """As many of `lanes` as the distance is worth, the first of them logged in."""
+        lanes, known = self.lanes(location), self._worth.get(location.name)
+        if known is None or known.done() and (known.cancelled() or known.exception() is not None):
+            self._worth[location.name] = asyncio.ensure_future(worth(lanes[0], len(lanes)))
+        return lanes[: await asyncio.shield(self._worth[location.name])]
+
+    def swift(self, location: ExecutionLocation, count: int) -> AbstractAsyncContextManager[list[SwiftLane]]:
+        """Connections of the system's ssh to where `lanes` go."""
+        return swift_lanes(self.dataTransferConfig or self.nodes[location.name], count, CHANNELS)
+
+    async def run(
+        self,
+        location: ExecutionLocation,
+        command: MutableSequence[str],
+        environment: MutableMapping[str, str] | None = None,
+        workdir: str | None = None,
+        stdin: int | str | None = None,
+        stdout: int | str = asyncio.subprocess.STDOUT,
+        stderr: int | str = asyncio.subprocess.STDOUT,
+        capture_output: bool = False,
+        timeout: int | None = None,
+        job_name: str | None = None,
+    ) -> tuple[str, int] | None:
+        """The original's, but a job lives no longer than its connection, and its code is one that the workflow knows."""
+        if job_name is None:
+            return await super().run(
+                location, private(command), environment, workdir, stdin, stdout, stderr, capture_output, timeout
+            )
+        text = self._get_command(location, command, environment, workdir, stdin, stdout, stderr, job_name)
+        text = self.template_map.get_command(text, location.service, environment, workdir)
+        async with self._get_ssh_client_process(
+            location=location.name, command=tethered(text), stderr=asyncio.subprocess.STDOUT
+        ) as process:
+            result = await process.wait(timeout=timeout)
+        if result.returncode is None:
+            raise WorkflowExecutionException(f"the connection to {self.deployment_name} broke during job {job_name}")
+        if settled(result.returncode) != result.returncode:
+            logger.error(f"job {job_name} of {self.deployment_name} did not end well: exit code {result.returncode}")
+        return (str(result.stdout or "").strip(), settled(result.returncode)) if capture_output else None
+
+    def _get_ssh_context_factory(self, location: ExecutionLocation) -> SSHContextFactory:
+        """Commands go to the login node, which has the scheduler (the original sends them to a data-transfer host where
+        there is one); only `lanes` go there."""
+        if location.name not in self.ssh_context_factories:
+            self.ssh_context_factories[location.name] = self._factory(self.nodes[location.name], self.maxConnections)
+        return self.ssh_context_factories[location.name]
+
+    def _factory(self, config: SSHConfig, connections: int) -> SSHContextFactory:
+        return SSHContextFactory(
+            cls_context=self._cls_context,
+            streamflow_config_dir=self.config_dir,
+            config=config,
+            max_concurrent_sessions=self.maxConcurrentSessions,
+            max_connections=connections,
+            retries=self.retries,
+            retry_delay=self.retryDelay,
+        )
+
+    async def copy_local_to_remote(
+        self, src: str, dst: str, locations: MutableSequence[ExecutionLocation], read_only: bool = False
+    ) -> None:
+        dst = await get_local_to_remote_destination(self, locations[0], src, dst)
+        await asyncio.gather(*(self._push(src, dst, location) for location in locations))
+
+    async def _push(self, src: str, dst: str, location: ExecutionLocation) -> None:
+        logger.info(f"COPYING from {src} on local file-system to {dst} on location {location}")
+        start = time.monotonic()
+        lanes = await self.awake(location)
+        try:
+            size = await push(lanes, partial(self.swift, location), Path(src), dst, _tell(f"to {self.deployment_name}"))
+        except TransferFailed as error:
+            # The job still starts and finds no whole model: the trainer's manifest check tells the coordinator, and the
+            # round goes on without this facility instead of ending for all.
+            logger.error(f"FAILED copy of {src} to {self.deployment_name}: {error}")
+            return
+        logger.info(
+            f"COMPLETED copy from {src} on local file-system to {dst} on location {location} {_speed(size, start)}"
+        )
+
+    async def copy_remote_to_local(
+        self, src: str, dst: str, location: ExecutionLocation, read_only: bool = False
+    ) -> None:
+        logger.info(f"COPYING from {src} on location {location} to {dst} on local file-system")
+        start = time.monotonic()
+        lanes = await self.awake(location)
+        try:
+            size = await pull(
+                lanes, partial(self.swift, location), src, Path(dst), _tell(f"from {self.deployment_name}")
+            )
+        except TransferFailed as error:
+            raise WorkflowExecutionException(f"FAILED copy of {src} from {self.deployment_name}: {error}") from error
+        logger.info(
+            f"COMPLETED copy from {src} on location {location} to {dst} on local file-system {_speed(size, start)}"
+        )
+
+    async def undeploy(self, external: bool) -> None:
+        await super().undeploy(external)
+        await asyncio.gather(*(lane.close() for lanes in self._lanes.values() for lane in lanes))
+        self._lanes, self._worth = {}, {}
+
+
+def tethered(command: str) -> str:
+    """A shell line that runs `command` in a session of its own and ends all of it once the connection is gone.
+
+    sshd leaves a command without terminal running when its client vanishes; the client's end of the standard input is
+    what tells. TERM first, KILL after 20 s.
+    """
+    return (
+        f"exec 3<&0; setsid bash -c {shlex.quote(command)} </dev/null 3<&- & job=$!; "
+        "{ while read -r _ <&3; do :; done; kill -TERM -- -$job; sleep 20; kill -KILL -- -$job; } >/dev/null 2>&1 & tether=$!; "
+        "wait $job; code=$?; kill $tether 2>/dev/null; exit $code"
+    )
+
+
+def private(command: MutableSequence[str]) -> MutableSequence[str]:
+    """The same command; a directory that StreamFlow would open to everybody (`mkdir -m 777`) is made for its owner alone.
+
+    Models, updates and logs lie there, often on a file system that all users of a site share.
+    """
+    return ["mkdir", "-m", "700", *command[3:]] if list(command[:3]) == ["mkdir", "-m", "777"] else command
+
+
+def _speed(size: int, start: float) -> str:
+    seconds = time.monotonic() - start
+    return f"({size} bytes, {seconds:.2f} s, {size / 1e6 / max(seconds, 1e-9):.1f} MB/s)"
+
+
+def _tell(way: str) -> Callable[[int], None]:
+    """A line in the log every 15 s, so that whoever watches it sees a long transfer move."""
+    total, last = 0, time.monotonic()
+
+    def moved(size: int) -> None:
+        nonlocal total, last
+        total += size
+        if time.monotonic() - last >= 15:
+            last = time.monotonic()
+            logger.info(f"MOVED {total} bytes {way}")
+
+    return moved

@@ -1,0 +1,291 @@
+"""Large files through the system's own ssh, whose cryptography is compiled: one Python process fills a core long before a link.
+
+A lane is one connection: an ssh that stays for one transfer and shares itself (ControlMaster), and for every piece a
+client that hands the pipe with its bytes over to it. Files and pipes are joined by the kernel where it can (splice), so
+the bytes do not pass through Python. What breaks here is moved again by StreamFlow's own connections, with their patience.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import fcntl
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from streamflow.deployment.connector.ssh import SSHConfig
+from streamflow.log_handler import logger
+
+from coordinator.streamflow_plugin import openssh
+from coordinator.streamflow_plugin.lanes import BLOCK_BYTES, STALL_SECONDS, TransferFailed, words
+
+OPTIONS = (
+    "-a",
+    "-x",
+    "-T",
+    "-e",
+    "none",
+    "-o",
+    "Ciphers=aes128-gcm@openssh.com,aes256-gcm@openssh.com,aes128-ctr,aes256-ctr,chacha20-poly1305@openssh.com",
+    "-o",
+    "Compression=no",
+    "-o",
+    "ClearAllForwardings=yes",
+    "-o",
+    "ControlPersist=no",
+    "-o",
+    "RemoteCommand=none",
+    "-o",
+    "ServerAliveInterval=30",
+    "-o",
+    "ServerAliveCountMax=4",
+)
+ARRIVED = "crossfed-arrived"
+BROKE = 255
+"""ssh's own exit code: the connection, not the command."""
+PIPE_BYTES = 1 << 20
+"""Asked for each pipe; a system may give less."""
+END_SECONDS = 10.0
+"""For a process to end once it is told to."""
+NO_SPLICE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+def login_of(config: SSHConfig) -> openssh.Login | None:
+    """The same login for the system's ssh, or None where it cannot or must not do what StreamFlow does there."""
+    if shutil.which("ssh") is None or not hasattr(os, "splice"):
+        return None
+    if (
+        config.password_file
+        or config.ssh_key_passphrase_file
+        or not config.check_host_key
+        or len(config.client_keys) > 1
+    ):
+        return None
+    jump = None
+    if config.tunnel is not None:
+        jump = login_of(config.tunnel)
+        if jump is None:
+            return None
+    key = config.client_keys[0] if config.client_keys else ""
+    return openssh.Login(host=config.hostname, user=config.username or "", key=key, jump=jump)
+
+
+class SwiftLane:
+    """One connection of the system's ssh; any number of pieces at once."""
+
+    def __init__(self, words: list[str], master: asyncio.subprocess.Process, pool: ThreadPoolExecutor) -> None:
+        self._words, self._master, self._pool = words, master, pool
+
+    async def put(self, command: str, file: int, offset: int, length: int) -> None:
+        """Feed a range of an open file to a remote command. Raises `TransferFailed`, or what `BROKEN` names."""
+        ours = _Pipe()
+        said = await self._move(
+            f"{command} && echo {ARRIVED}", ours, ours.reader, lambda: _pour(file, offset, length, ours)
+        )
+        # A client of a connection that breaks may end with 0: only the command itself can say that it has all.
+        if ARRIVED.encode() not in said:
+            raise ConnectionResetError("the connection broke before the remote command ended")
+
+    async def get(self, command: str, file: int, offset: int, length: int) -> None:
+        """Write a remote command's output, exactly `length` bytes, to a range of an open file."""
+        ours = _Pipe()
+        await self._move(command, ours, ours.writer, lambda: _drain(file, offset, length, ours, command))
+
+    async def _move(self, command: str, pipe: _Pipe, end: int, work: Callable[[], None]) -> bytes:
+        """Give the command one end of the pipe; returns what it wrote to an output that is not the pipe."""
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *self._words,
+                command,
+                stdin=end if end == pipe.reader else asyncio.subprocess.DEVNULL,
+                stdout=end if end == pipe.writer else asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+            )
+        except BaseException:
+            pipe.close_both()
+            raise
+        pipe.give(end)
+        ending: asyncio.Future[tuple[bytes, bytes]] = asyncio.ensure_future(process.communicate())
+        moving: asyncio.Future[None] = asyncio.get_running_loop().run_in_executor(self._pool, work)
+        try:
+            failure: Exception | None = None
+            try:
+                await _watched(moving, pipe)
+            except (OSError, TransferFailed) as error:
+                failure = error
+            answer, said = await asyncio.wait_for(asyncio.shield(ending), STALL_SECONDS)
+            # The command's own words first: that it ended is why the pipe broke.
+            if process.returncode == BROKE:
+                raise ConnectionResetError(words(said, BROKE))
+            if process.returncode:
+                raise TransferFailed(words(said, process.returncode))
+            if failure is not None:
+                raise failure
+            return answer or b""
+        finally:
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+            waiting: list[asyncio.Future[Any]] = [moving, ending]
+            _, left = await asyncio.wait(waiting, timeout=END_SECONDS)
+            if left:  # the connection itself holds the other end of the pipe
+                self._kill()
+                await asyncio.wait(left)
+            moving.exception()  # seen: what matters of it has been raised
+            pipe.close_both()
+
+    async def close(self) -> None:
+        """End the connection."""
+        if self._master.stdin is not None:
+            self._master.stdin.close()
+        try:
+            await asyncio.wait_for(self._master.wait(), END_SECONDS)
+        except TimeoutError:
+            self._kill()
+            await self._master.wait()
+
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._master.kill()
+
+
+@contextlib.asynccontextmanager
+async def swift_lanes(config: SSHConfig, count: int, channels: int) -> AsyncIterator[list[SwiftLane]]:
+    """As many of `count` connections as could be made, closed in the end; none where the system's ssh cannot be used."""
+    login = login_of(config)
+    if login is None or not count:
+        yield []
+        return
+    folder = Path(tempfile.mkdtemp(prefix="crossfed-"))  # mode 0700: whoever reaches a socket has our login
+    lanes: list[SwiftLane] = []
+    with ThreadPoolExecutor(count * channels, thread_name_prefix="swift") as pool:
+        try:
+            opened = await asyncio.gather(
+                *(_open(login, config.connect_timeout, folder / str(number), pool) for number in range(count))
+            )
+            lanes = [lane for lane in opened if lane is not None]
+            yield lanes
+        finally:
+            await asyncio.gather(*(lane.close() for lane in lanes))
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+async def _open(login: openssh.Login, seconds: int, socket: Path, pool: ThreadPoolExecutor) -> SwiftLane | None:
+    """One connection, or None with a line in the log.
+
+    It carries a remote `cat`, whose input ends when this process does, however it ends: then the connection ends too.
+    """
+    shared = (*OPTIONS, "-o", f"ControlPath={socket}")
+    words = openssh.command(login, connect_seconds=seconds, options=(*shared, "-o", "ControlMaster=yes"))
+    master = await asyncio.create_subprocess_exec(
+        *words,
+        "echo; exec cat >/dev/null",
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    assert master.stdout is not None
+    try:
+        answer = await asyncio.wait_for(master.stdout.readline(), seconds + 30)
+    except TimeoutError:
+        answer = b""
+    except BaseException:
+        master.kill()
+        raise
+    client = openssh.command(login, connect_seconds=seconds, options=(*shared, "-o", "ControlMaster=no"))
+    lane = SwiftLane(client, master, pool)
+    if not answer:
+        await lane.close()
+        logger.info(f"a connection of the system's ssh to {login.host} was not made; the transfer does without it")
+        return None
+    return lane
+
+
+class _Pipe:
+    """A pipe between a thread of ours and an ssh client; counts what has moved."""
+
+    def __init__(self) -> None:
+        self.reader, self.writer = os.pipe()
+        self.moved = 0
+        self._open = {self.reader, self.writer}
+        self._lock = threading.Lock()
+        with contextlib.suppress(OSError, AttributeError):
+            fcntl.fcntl(self.writer, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+
+    def give(self, end: int) -> None:
+        """Close an end that another process, or nobody, holds from now on."""
+        with self._lock:
+            if end in self._open:
+                self._open.remove(end)
+                os.close(end)
+
+    def close_both(self) -> None:
+        for end in (self.reader, self.writer):
+            self.give(end)
+
+
+def _pour(file: int, offset: int, length: int, pipe: _Pipe) -> None:
+    """A range of a file into the pipe, in a thread."""
+    end = offset + length
+    try:
+        while offset < end:
+            moved = _joined(file, pipe.writer, min(PIPE_BYTES, end - offset), source_offset=offset)
+            if not moved:
+                raise TransferFailed(f"a file became shorter than {end} bytes while it was sent")
+            offset += moved
+            pipe.moved += moved
+    finally:
+        pipe.give(pipe.writer)
+
+
+def _drain(file: int, offset: int, length: int, pipe: _Pipe, command: str) -> None:
+    """The pipe's bytes into a range of a file, in a thread; not one more than were asked for."""
+    end = offset + length
+    try:
+        while offset < end:
+            moved = _joined(pipe.reader, file, min(PIPE_BYTES, end - offset), target_offset=offset)
+            if not moved:
+                # Perhaps the file is shorter, perhaps the connection broke: whoever moves it again finds out.
+                raise ConnectionResetError(f"`{command:.120}` gave {length - (end - offset)} bytes, expected {length}")
+            offset += moved
+            pipe.moved += moved
+        if os.read(pipe.reader, 1):
+            raise TransferFailed(f"`{command:.120}` gave more than the {length} bytes that were listed")
+    finally:
+        pipe.give(pipe.reader)
+
+
+def _joined(
+    source: int, target: int, count: int, *, source_offset: int | None = None, target_offset: int | None = None
+) -> int:
+    """Move up to `count` bytes between a file and a pipe; 0 at the end. Without splice on that file system: read and write."""
+    try:
+        return os.splice(source, target, count, offset_src=source_offset, offset_dst=target_offset)
+    except OSError as error:
+        if error.errno not in NO_SPLICE:
+            raise
+    count = min(count, BLOCK_BYTES)
+    block = os.read(source, count) if source_offset is None else os.pread(source, count, source_offset)
+    done = 0
+    while done < len(block):
+        left = block[done:]
+        done += os.write(target, left) if target_offset is None else os.pwrite(target, left, target_offset + done)
+    return len(block)
+
+
+async def _watched(moving: asyncio.Future[None], pipe: _Pipe) -> None:
+    """Wait for the thread; `asyncio.TimeoutError` once it has moved nothing for `STALL_SECONDS`."""
+    while True:
+        before = pipe.moved
+        done, _ = await asyncio.wait([moving], timeout=STALL_SECONDS)
+        if done:
+            return moving.result()
+        if pipe.moved == before:
+            raise TimeoutError

@@ -1,0 +1,284 @@
+"""A directory, or one file, to a facility and back over lanes. Nothing but a shell, GNU tar, dd and find is needed there."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import posixpath
+import shlex
+import tarfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from streamflow.deployment.connector.ssh import SSHContextFactory
+
+from coordinator.streamflow_plugin.lanes import (
+    BLOCK_BYTES,
+    BROKEN,
+    TransferFailed,
+    blocks_of,
+    output,
+    persist,
+    receive,
+    send,
+    spread,
+)
+from coordinator.streamflow_plugin.pieces import Entry, Piece, piece_size, split
+from coordinator.streamflow_plugin.swift import SwiftLane
+
+
+@dataclass
+class Lane:
+    """One stream for large pieces."""
+
+    patient: SSHContextFactory
+    """StreamFlow's connection: waits for a host that is away."""
+    swift: SwiftLane | None = None
+    """The system's ssh beside it, used until it breaks for the first time."""
+
+    async def put(self, command: str, file: int, offset: int, length: int) -> None:
+        """Feed a range of an open file to a remote command."""
+        if (swift := self.swift) is None:
+            return await send(self.patient, command, blocks_of(file, offset, length))
+        try:
+            await swift.put(command, file, offset, length)
+        except BROKEN:
+            self.swift = None
+            raise
+
+    async def get(self, command: str, file: int, offset: int, length: int) -> None:
+        """Write a remote command's output, `length` bytes, to a range of an open file."""
+        if (swift := self.swift) is not None:
+            try:
+                return await swift.get(command, file, offset, length)
+            except BROKEN:
+                self.swift = None
+                raise
+        position = offset
+
+        def take(block: bytes) -> None:
+            nonlocal position
+            if position + len(block) > offset + length:
+                raise TransferFailed(f"`{command:.120}` gave more than the {length} bytes that were listed")
+            position += os.pwrite(file, block, position)
+
+        await receive(self.patient, command, take, length)
+
+
+Swift = Callable[[int], AbstractAsyncContextManager[list[SwiftLane]]]
+"""Opens as many connections of the system's ssh, or fewer."""
+SWIFT_BYTES = 32 << 20
+"""Large files together, from which on logging in anew pays."""
+
+
+@asynccontextmanager
+async def _lanes(
+    patient: Sequence[SSHContextFactory], swift: Swift, pieces: Sequence[Piece]
+) -> AsyncIterator[asyncio.Future[list[Lane]]]:
+    """The lanes for all pieces, which log in while the body runs: the system's ssh where that can be had."""
+
+    async def open() -> list[Lane]:
+        wanted = len(patient) if sum(piece.length for piece in pieces) >= SWIFT_BYTES else 0
+        fast = await stack.enter_async_context(swift(wanted))
+        return [Lane(*pair) for pair in zip(patient, fast, strict=False)] or [Lane(lane) for lane in patient]
+
+    async with AsyncExitStack() as stack:
+        opening = asyncio.create_task(open())
+        try:
+            yield opening
+        finally:
+            await asyncio.wait([opening])
+
+
+def local_entries(source: Path) -> tuple[list[str], list[Entry]]:
+    """Directories and files below `source`, links followed, in a fixed order."""
+    if source.is_file():
+        found = source.stat()
+        return [], [Entry(path="", size=found.st_size, mode=found.st_mode & 0o777)]
+    directories, files = [], []
+    for folder, names, members in os.walk(source, followlinks=True):
+        names.sort()
+        relative = os.path.relpath(folder, source)
+        if relative != ".":
+            directories.append(relative)
+        for name in sorted(members):
+            path = Path(folder, name)
+            found = path.stat()
+            files.append(Entry(path=os.path.relpath(path, source), size=found.st_size, mode=found.st_mode & 0o777))
+    return directories, files
+
+
+async def push(
+    lanes: list[SSHContextFactory], swift: Swift, source: Path, target: str, moved: Callable[[int], None]
+) -> int:
+    """Copy `source` on this machine to `target` at the facility; returns bytes; `moved` hears of every piece's.
+
+    What stood at `target` is replaced. Raises `TransferFailed` with the facility's words, for one `No space left on device`.
+    """
+    directories, files = local_entries(source)
+    small, large, pieces = split(files, piece_size(files, len(lanes)))
+    single = source.is_file()
+    place = shlex.quote(target)
+    if single:
+        make = f"rm -rf {place} && mkdir -p {shlex.quote(posixpath.dirname(target))} && "
+        unpack = (
+            f"cat > {place} && chmod {files[0].mode:o} {place}"
+            if small
+            else f": > {place} && chmod {files[0].mode:o} {place}"
+        )
+    else:
+        make = f"rm -rf {place} && mkdir -p {place} && "
+        unpack = f"tar xpf - -C {place}"
+
+    def first_blocks() -> Iterable[bytes]:
+        if single:
+            return [source.read_bytes()] if small else []
+        # A large file comes as an empty one first: it then has its mode, and every piece finds it.
+        return _tar(source, directories, small, large)
+
+    handles = {entry.path: os.open(source / entry.path if not single else source, os.O_RDONLY) for entry in large}
+    try:
+
+        async def move(lane: Lane, piece: Piece) -> None:
+            file = shlex.quote(posixpath.join(target, piece.path) if piece.path else target)
+            command = (
+                f"dd of={file} bs=1M seek={piece.offset} count={piece.length} oflag=seek_bytes "
+                "iflag=fullblock,count_bytes conv=notrunc status=none"
+            )
+            await lane.put(command, handles[piece.path], piece.offset, piece.length)
+            moved(piece.length)
+
+        async with _lanes(lanes, swift, pieces) as opening:
+            await persist(lambda: send(lanes[0], make + unpack, first_blocks()))
+            await spread(await opening, pieces, move)
+    finally:
+        for handle in handles.values():
+            os.close(handle)
+    await _check_sizes(lanes[0], target, large)
+    return sum(entry.size for entry in files)
+
+
+async def _check_sizes(lane: SSHContextFactory, target: str, large: list[Entry]) -> None:
+    """A disk that fills may lose data after dd has ended well (delayed allocation, quotas): compare the sizes."""
+    if not large:
+        return
+    paths = [posixpath.join(target, entry.path) if entry.path else target for entry in large]
+    names = b"".join(os.fsencode(path) + b"\0" for path in paths)
+    answer = await persist(lambda: output(lane, "xargs -0 stat -L -c %s --", names))
+    for entry, size in zip(large, answer.split(), strict=True):
+        if int(size) != entry.size:
+            raise TransferFailed(f"{entry.path or target} arrived with {int(size)} bytes of {entry.size}")
+
+
+def _tar(source: Path, directories: list[str], small: list[Entry], large: list[Entry]) -> Iterator[bytes]:
+    """A tar stream of directories, small files whole and large files empty."""
+    for path in directories:
+        yield _header(path, tarfile.DIRTYPE, 0, source.joinpath(path).stat().st_mode & 0o777)
+    for entry in small:
+        content = (source / entry.path).read_bytes()
+        yield _header(entry.path, tarfile.REGTYPE, len(content), entry.mode)
+        yield content + bytes(-len(content) % tarfile.BLOCKSIZE)
+    for entry in large:
+        yield _header(entry.path, tarfile.REGTYPE, 0, entry.mode)
+    yield bytes(tarfile.RECORDSIZE)
+
+
+def _header(path: str, kind: bytes, size: int, mode: int) -> bytes:
+    info = tarfile.TarInfo(path)
+    info.type, info.size, info.mode, info.mtime = kind, size, mode, int(time.time())
+    return info.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape")
+
+
+async def pull(
+    lanes: list[SSHContextFactory], swift: Swift, source: str, target: Path, moved: Callable[[int], None]
+) -> int:
+    """Copy `source` at the facility to `target` here; returns bytes; `moved` hears of every piece's. Raises `TransferFailed`."""
+    place = shlex.quote(source)
+    command = f"find -L {place} -type f -printf '%s %m %P\\0' -o -type d -printf 'd %m %P\\0'"
+    listing = await persist(lambda: output(lanes[0], command))
+    directories, files = read_listing(listing)
+    small, large, pieces = split(files, piece_size(files, len(lanes)))
+    single = len(files) == 1 and not directories and files[0].path == ""
+    if single and target.is_dir():
+        target = target / posixpath.basename(source)
+    if not single:
+        target.mkdir(parents=True, exist_ok=True)
+        for directory in directories:
+            _inside(target, directory).mkdir(parents=True, exist_ok=True)
+    handles = {}
+    try:
+        for entry in large:
+            path = _inside(target, entry.path)
+            handles[entry.path] = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            os.truncate(handles[entry.path], entry.size)
+
+        async def move(lane: Lane, piece: Piece) -> None:
+            file = shlex.quote(posixpath.join(source, piece.path) if piece.path else source)
+            flags = "iflag=skip_bytes,count_bytes,fullblock status=none"
+            command = f"dd if={file} bs=1M skip={piece.offset} count={piece.length} {flags}"
+            await lane.get(command, handles[piece.path], piece.offset, piece.length)
+            moved(piece.length)
+
+        async with _lanes(lanes, swift, pieces) as opening:
+            if small:
+                await _pull_small(lanes[0], source, target, small, single)
+            await spread(await opening, pieces, move)
+        for entry in large:
+            os.fchmod(handles[entry.path], entry.mode)
+    finally:
+        for handle in handles.values():
+            os.close(handle)
+    return sum(entry.size for entry in files)
+
+
+def read_listing(listing: bytes) -> tuple[list[str], list[Entry]]:
+    """Directories and files of find's answer. Paths that leave the directory raise `TransferFailed`."""
+    directories, files = [], []
+    for line in listing.split(b"\0")[:-1]:
+        kind, mode, path = os.fsdecode(line).split(" ", 2)
+        if path.startswith("/") or ".." in path.split("/"):
+            raise TransferFailed(f"the facility lists {path!r}, which lies outside the directory asked for")
+        if kind != "d":
+            files.append(Entry(path=path, size=int(kind), mode=int(mode, 8) & 0o777))
+        elif path:
+            directories.append(path)
+    return sorted(directories), sorted(files, key=lambda entry: entry.path)
+
+
+async def _pull_small(lane: SSHContextFactory, source: str, target: Path, small: list[Entry], single: bool) -> None:
+    """Small files through one tar that is read in memory, file by file; only what was listed is written."""
+    if single:
+        content = await persist(lambda: output(lane, f"cat -- {shlex.quote(source)}"))
+        _write(target, content, small[0])
+        return
+    names = b"".join(os.fsencode(entry.path) + b"\0" for entry in small)
+    command = f"tar chf - -C {shlex.quote(source)} --no-recursion --null --verbatim-files-from -T -"
+    data = await persist(lambda: output(lane, command, names))
+    wanted = {entry.path: entry for entry in small}
+    with tarfile.open(fileobj=io.BytesIO(data), mode="r:", bufsize=BLOCK_BYTES) as archive:
+        for member in archive:
+            entry = wanted.pop(member.name, None)
+            file = archive.extractfile(member) if member.isreg() or member.islnk() else None
+            if entry is None or file is None:
+                raise TransferFailed(f"the facility sent {member.name!r}, which is not among the files it listed")
+            _write(_inside(target, entry.path), file.read(), entry)
+    if wanted:
+        raise TransferFailed(
+            f"the facility did not send {sorted(wanted)[0]!r} and {len(wanted) - 1} more files it listed"
+        )
+
+
+def _write(path: Path, content: bytes, entry: Entry) -> None:
+    if len(content) != entry.size:
+        raise TransferFailed(f"{entry.path or path.name} has {len(content)} bytes, the facility listed {entry.size}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    path.chmod(entry.mode | 0o600)
+
+
+def _inside(target: Path, path: str) -> Path:
+    return target / path if path else target

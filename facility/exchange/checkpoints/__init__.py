@@ -1,0 +1,1 @@
+"""Checkpoints on disk: safetensors reading and writing, delta codecs, dtype arithmetic."""

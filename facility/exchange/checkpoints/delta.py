@@ -1,0 +1,276 @@
+"""Send the difference to a model that the receiver already holds, instead of the whole model.
+
+    encode(full=update, reference=model, out=message, encoding="delta-int8", residual_out=lost)
+    decode(message, reference=model, out=update)
+
+A message is a directory like the full one, with `delta.safetensors` in place of the tensors and a manifest that names
+the encoding and the digest of the reference model. Tensor `NAME` becomes `NAME::q`, `NAME::scale` and so on, flat, as
+its codec says (`facility.exchange.checkpoints.codecs`); a tensor equal to the reference's is absent; one that is not floating
+point and differs is `NAME::raw`. Both sides must hold the same reference: another digest is an error that says to send
+in full, never a silent fallback.
+
+What the codec loses is kept at the sender (`residual_out`): error feedback, F. Seide et al., Interspeech 2014, and
+S. P. Karimireddy et al., ICML 2019, arXiv 1901.09847. Here it is no addition to the next difference: a
+facility's next training begins from it (`facility.rounds.smaller`).
+
+An update is decoded to float32, so that half precision does not take away what the codec carried. A model is decoded
+to the reference's dtypes, and its message states the digest of the result, which the receiver checks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from facility.exchange.checkpoints.checkpoint import FLOATS, Checkpoint, TensorEntry, open_checkpoint
+from facility.exchange.checkpoints.codecs import PART, sparse
+from facility.exchange.checkpoints.delta_decoding import decode
+from facility.exchange.checkpoints.delta_parts import CODECS, FILE, as_bytes, copy_companions, difference, parts, raw
+from facility.exchange.checkpoints.floats import Array
+from facility.exchange.checkpoints.patterns import Patterns
+from facility.exchange.checkpoints.writer import Planned, TensorWriter, layout_like
+from facility.exchange.errors import CheckpointError, ConfigurationError
+from facility.exchange.files.durable import new_directory
+from facility.exchange.messages.manifest import NAME, read_manifest, write_manifest
+from facility.exchange.messages.settings import SPARSE_DENSITY
+
+STRIDE = 16
+"""`sparse` takes its threshold, of a large tensor, from the first values of each part, one in so many."""
+ENCODINGS = ("delta-int8", "delta-int4", "sparse")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoded:
+    """What encoding did."""
+
+    message_bytes: int
+    """Of the tensor file."""
+    parameters: int
+    """Elements of all floating-point tensors, sent or not."""
+    unchanged: int
+    """Tensors that did not travel."""
+    relative_error: float
+    """Root mean square of what was lost, over that of the differences."""
+
+
+def encode(
+    *,
+    full: Path,
+    reference: Path,
+    out: Path,
+    encoding: str,
+    values: Path | None = None,
+    residual_out: Path | None = None,
+    density: float = SPARSE_DENSITY,
+    patterns: Patterns | None = None,
+) -> Encoded:
+    """Write the message `out` for the directory `full`; `out` and `residual_out` must not exist.
+
+    `values`: a checkpoint with the same tensors in more precision than `full` (a float32 master). `density`: share of
+    the values that `sparse` keeps. A tensor may be absent from `full` when `patterns` say that it is not federated.
+    """
+    if encoding not in CODECS:
+        raise ConfigurationError(f"encoding is {encoding!r}, expected one of full, {', '.join(CODECS)}")
+    if not 0 < density <= 1:
+        raise ConfigurationError(f"density is {density}, expected more than 0 and at most 1")
+    codec = CODECS[encoding]
+    manifest, base = read_manifest(full), read_manifest(reference)
+    old = open_checkpoint(reference)
+    new = _same_names(open_checkpoint(values or full), open_checkpoint(full), old, patterns or Patterns())
+    squared = lost = 0.0
+    with ExitStack() as stack:
+        directory = stack.enter_context(new_directory(out))
+        sending = _plan(codec, old, new, density)
+        writers = stack.enter_context(ExitStack())
+        writer = writers.enter_context(TensorWriter(directory, {FILE: sending.planned}, {"format": "pt"}))
+        rest = None
+        if residual_out is not None:
+            rest_directory = stack.enter_context(new_directory(residual_out))
+            kinds = {name: "F32" for name in sending.moved if old.tensors[name].dtype in FLOATS}
+            if kinds:
+                rest = writers.enter_context(TensorWriter(rest_directory, layout_like(old, kinds)))
+        for name in sending.moved:
+            entry = old.tensors[name]
+            if entry.dtype not in FLOATS:
+                for offset, content in raw(new[name]):
+                    writer.write(f"{name}::raw", offset, content)
+                continue
+            places = {suffix: 0 for suffix, _, _ in codec.fields(0, 0)}
+            for start, step, length in _differences(entry, new[name]):
+                squared += length
+                if name in sending.sent:
+                    sent = codec.encode(step, sending.limit) if codec is sparse else codec.encode(step)
+                    for suffix, array in sent.items():
+                        writer.write(f"{name}::{suffix}", places[suffix], as_bytes(array))
+                        places[suffix] += array.nbytes
+                    missed = codec.decode(sent, len(step))
+                    np.subtract(step, missed, out=missed)
+                else:
+                    missed = step
+                lost += float(np.vdot(missed, missed))
+                if rest is not None:
+                    rest.write(name, start * 4, as_bytes(missed))
+        writers.close()
+        copy_companions(Path(full), directory)
+        write_manifest(
+            directory,
+            dataclasses.replace(
+                manifest,
+                encoding=encoding,
+                files={},
+                extra=manifest.extra | {"reference_sha256": base.content_sha256},
+            ),
+        )
+        size = (directory / FILE).stat().st_size
+    return Encoded(
+        message_bytes=size,
+        parameters=sum(entry.elements for entry in old.tensors.values() if entry.dtype in FLOATS),
+        unchanged=len(old.tensors) - len(sending.sent),
+        relative_error=math.sqrt(lost / squared) if squared else 0.0,
+    )
+
+
+def encode_model(
+    *,
+    model: Path,
+    reference: Path,
+    out: Path,
+    decoded: Path,
+    encoding: str,
+    master: Path | None = None,
+    density: float = SPARSE_DENSITY,
+) -> Encoded:
+    """The coordinator's direction: the message `out`, and `decoded`, the model as every receiver will hold it.
+
+    `decoded`, not `model`, is what updates start from and the reference of the next message; so what the codec loses
+    is part of the next difference without a residual of its own. `master`: the float32 checkpoint behind `model`.
+    """
+    with ExitStack() as stack:
+        temporary = stack.enter_context(_scratch(out))
+        result = encode(
+            full=model, reference=reference, out=temporary, encoding=encoding, values=master, density=density
+        )
+        made = decode(temporary, reference=reference, out=decoded)
+        with new_directory(out) as directory:
+            for path in sorted(temporary.iterdir()):
+                os.link(path, directory / path.name)
+            (directory / NAME).unlink()
+            sent = read_manifest(temporary)
+            write_manifest(
+                directory,
+                dataclasses.replace(sent, files={}, extra=sent.extra | {"decoded_sha256": made.content_sha256}),
+            )
+    return result
+
+
+class _scratch:
+    """A sibling name that is removed in the end."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = Path(path).with_name(f".{Path(path).name}.message")
+
+    def __enter__(self) -> Path:
+        shutil.rmtree(self.path, ignore_errors=True)
+        return self.path
+
+    def __exit__(self, *_: object) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def _same_names(
+    values: Checkpoint, full: Checkpoint, reference: Checkpoint, patterns: Patterns
+) -> dict[str, TensorEntry]:
+    """The tensors to encode by the reference's names; those that `values` lacks come from `full`."""
+    found: dict[str, TensorEntry] = {}
+    for name, entry in reference.tensors.items():
+        candidate = values.tensors.get(name) or full.tensors.get(name)
+        if candidate is None and not patterns.federated(name):
+            candidate = entry
+        if candidate is None or candidate.shape != entry.shape:
+            shape = "absent" if candidate is None else list(candidate.shape)
+            raise CheckpointError(
+                f"{full.directory}: tensor {name!r} is {shape}, the reference has {list(entry.shape)}: send it in full"
+            )
+        found[name] = candidate
+    if surplus := sorted(set(full.tensors) - set(reference.tensors)):
+        raise CheckpointError(f"{full.directory}: tensors {surplus[:3]} are not in the reference: send it in full")
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sending:
+    """What a message will hold."""
+
+    planned: list[Planned]
+    moved: list[str]
+    """Tensors that differ."""
+    sent: set[str]
+    """Those of them of which the message holds something."""
+    limit: float
+    """`sparse` keeps magnitudes from here on."""
+
+
+def _plan(codec: Any, old: Checkpoint, new: dict[str, TensorEntry], density: float) -> _Sending:
+    """Which tensors differ, and what is stored of each."""
+    limit = _limit(old, new, density) if codec is sparse else 0.0
+    planned: list[Planned] = []
+    moved: list[str] = []
+    for name, entry in sorted(old.tensors.items()):
+        if entry.dtype not in FLOATS:
+            if new[name].dtype != entry.dtype:
+                raise CheckpointError(
+                    f"tensor {name!r} is {new[name].dtype}, the reference has {entry.dtype}: send it in full"
+                )
+            if any(a != b for (_, a), (_, b) in zip(raw(entry), raw(new[name]), strict=True)):
+                planned.append(Planned(name=f"{name}::raw", dtype=entry.dtype, shape=entry.shape))
+                moved.append(name)
+            continue
+        differs, codes = False, 0
+        for _, step, length in _differences(entry, new[name]):
+            differs = differs or length > 0 or bool(step.any())  # squares of the tiniest values vanish
+            if codec is sparse:
+                codes += sparse.code_bytes(sparse.reaching(step, limit))
+            elif differs:
+                break
+        if differs:
+            moved.append(name)
+        if codes if codec is sparse else differs:
+            for suffix, dtype, length in codec.fields(entry.elements, codes):
+                planned.append(Planned(name=f"{name}::{suffix}", dtype=dtype, shape=(length,)))
+    sent = {tensor.name.rpartition("::")[0] for tensor in planned}
+    return _Sending(planned=planned, moved=moved, sent=sent, limit=limit)
+
+
+def _limit(old: Checkpoint, new: dict[str, TensorEntry], density: float) -> float:
+    """The magnitude that a share `density` of all tensors' values reaches."""
+    counts = np.zeros(sparse.BINS)
+    for name, entry in old.tensors.items():
+        if entry.dtype in FLOATS:
+            width, seen = PART if entry.elements <= PART else PART // STRIDE, np.zeros(sparse.BINS, np.int64)
+            for _, step, _ in _differences(entry, new[name], width):
+                seen += sparse.histogram(step)
+            counts += seen * (entry.elements / max(1, seen.sum()))
+    return sparse.threshold(counts, density)
+
+
+def _differences(old: TensorEntry, new: TensorEntry, width: int = PART) -> Iterator[tuple[int, Array, float]]:
+    """(first element, new - old in float32, its sum of squares) for the first `width` values of each part.
+
+    The array is used again for the next part.
+    """
+    block, widened = np.empty(PART, np.float32), np.empty(PART, np.float32)
+    for start, (base, update) in parts([old, new], width):
+        values = block[: len(base)]
+        squared = difference(base, old.dtype, update, new.dtype, values, widened[: len(values)])
+        if not math.isfinite(squared):
+            raise CheckpointError(f"{new.file}: tensor {new.name!r} holds NaN, infinity or absurdly large values")
+        yield start, values, squared

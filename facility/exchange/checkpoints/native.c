@@ -1,0 +1,388 @@
+/* The loops that dominate averaging and the smaller messages, over numpy's buffers: one pass each, in a core's cache.
+ *
+ * facility/exchange/checkpoints/native.py compiles this where a C compiler is found and checks nothing twice: callers pass arrays of
+ * the right length. Elementwise results are those of the numpy code beside each caller, bit for bit: IEEE operations in
+ * the same order, never contracted (-ffp-contract=off), never reassociated. Sums of products have an order of their own,
+ * fixed here, the same on every machine.
+ */
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+enum { BF16 = 0, F16 = 1, F32 = 2 };
+enum { RUN = 512, LANES = 8, PART = 65536 };
+
+/* Unaligned vectors; a compiler without such registers splits them. */
+typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
+static inline float from_bits(uint32_t bits)
+{
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+static inline uint32_t to_bits(float value)
+{
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    return bits;
+}
+
+/* Element `start` and the n - 1 after it, stored as `kind`, to float32. */
+static void widen(const void *stored, int kind, int64_t start, int64_t n, float *restrict out)
+{
+    if (kind == BF16) {
+        const uint16_t *restrict raw = (const uint16_t *)stored + start;
+        for (int64_t i = 0; i < n; i++)
+            out[i] = from_bits((uint32_t)raw[i] << 16);
+    } else if (kind == F16) {
+        const uint16_t *restrict raw = (const uint16_t *)stored + start;
+        for (int64_t i = 0; i < n; i++) {
+            /* The exponent's bias grows by 112: an exact product, subnormal numbers included. */
+            float magnitude = from_bits((uint32_t)(raw[i] & 0x7FFF) << 13) * 0x1p112f;
+            uint32_t special = (raw[i] & 0x7C00) == 0x7C00 ? 0x7F800000u : 0;
+            out[i] = from_bits(to_bits(magnitude) | special | (uint32_t)(raw[i] & 0x8000) << 16);
+        }
+    } else {
+        memcpy(out, (const float *)stored + start, 4 * n);
+    }
+}
+
+/* update - base for the n elements from `start`, and its share of the weighted sum (weight NULL: no sum is wanted;
+ * `first`: the sum begins here). */
+static void step_from(const float *restrict base, const void *stored, int kind, int64_t start, int64_t n,
+                      const float *weight, int first, float *restrict step, float *restrict total)
+{
+    if (kind == BF16) {
+        const uint16_t *restrict raw = (const uint16_t *)stored + start;
+        for (int64_t i = 0; i < n; i++)
+            step[i] = from_bits((uint32_t)raw[i] << 16) - base[i];
+    } else {
+        widen(stored, kind, start, n, step);
+        for (int64_t i = 0; i < n; i++)
+            step[i] -= base[i];
+    }
+    if (weight && first)
+        for (int64_t i = 0; i < n; i++)
+            total[i] = step[i] * *weight;
+    else if (weight)
+        for (int64_t i = 0; i < n; i++)
+            total[i] += step[i] * *weight;
+}
+
+/* Inner products of x with `count` rows of at most RUN values; inlined with a constant `count`. */
+static inline __attribute__((always_inline)) void dots_of(const float *x, const float *rows, int64_t stride, int count,
+                                                          int64_t n, double *out)
+{
+    lanes even[4], odd[4];
+    memset(even, 0, sizeof even);
+    memset(odd, 0, sizeof odd);
+    int64_t i = 0;
+    for (; i + 2 * LANES <= n; i += 2 * LANES) {
+        lanes a = *(const lanes *)(x + i), b = *(const lanes *)(x + i + LANES);
+        for (int row = 0; row < count; row++) {
+            const float *y = rows + row * stride + i;
+            even[row] += a * *(const lanes *)y;
+            odd[row] += b * *(const lanes *)(y + LANES);
+        }
+    }
+    for (int row = 0; row < count; row++) {
+        lanes both = even[row] + odd[row];
+        double sum = (((double)both[0] + both[4]) + ((double)both[2] + both[6])) +
+                     (((double)both[1] + both[5]) + ((double)both[3] + both[7]));
+        for (int64_t left = i; left < n; left++)
+            sum += (double)x[left] * (double)rows[row * stride + left];
+        out[row] = sum;
+    }
+}
+
+static void dots(const float *x, const float *rows, int64_t stride, int count, int64_t n, double *out)
+{
+    if (count == 1)
+        dots_of(x, rows, stride, 1, n, out);
+    else if (count == 2)
+        dots_of(x, rows, stride, 2, n, out);
+    else if (count == 3)
+        dots_of(x, rows, stride, 3, n, out);
+    else
+        dots_of(x, rows, stride, 4, n, out);
+}
+
+static void add_products(const float *rows, int64_t stride, int64_t k, int64_t n, double *gram)
+{
+    double found[4];
+    for (int64_t i = 0; i < k; i++)
+        for (int64_t j = 0; j <= i; j += 4) {
+            int count = i + 1 - j < 4 ? (int)(i + 1 - j) : 4;
+            dots(rows + i * stride, rows + j * stride, stride, count, n, found);
+            for (int row = 0; row < count; row++) {
+                gram[i * k + j + row] += found[row];
+                if (j + row != i)
+                    gram[(j + row) * k + i] += found[row];
+            }
+        }
+}
+
+/* Inner products of k rows of n values, `stride` apart, added to gram. */
+void crossfed_products(int64_t n, int64_t k, const float *rows, int64_t stride, double *gram)
+{
+    for (int64_t start = 0; start < n; start += RUN)
+        add_products(rows + start, stride, k, n - start < RUN ? n - start : RUN, gram);
+}
+
+/* base and k updates as stored -> base in float32, steps (update - base), their inner products, their weighted sum.
+ * Not wanted: NULL for steps, gram or weights. `add`: the sum is added to the base in its place.
+ * scratch: k times RUN values, used where steps are not wanted. */
+void crossfed_steps(int64_t n, int64_t k, const void *base, int base_kind, const void *const *updates, const int *kinds,
+                    float *widened, float *steps, int64_t stride, double *gram, const float *weights, float *sum,
+                    int add, float *scratch)
+{
+    for (int64_t start = 0; start < n; start += RUN) {
+        int64_t count = n - start < RUN ? n - start : RUN, apart = steps ? stride : RUN;
+        float *rows = steps ? steps + start : scratch;
+        float *b = widened + start, *total = sum + start;
+        widen(base, base_kind, start, count, b);
+        for (int64_t row = 0; row < k; row++)
+            step_from(b, updates[row], kinds[row], start, count, weights ? weights + row : 0, row == 0, rows + row * apart,
+                      total);
+        if (gram)
+            add_products(rows, apart, k, count, gram);
+        for (int64_t i = 0; add && i < count; i++)
+            b[i] += total[i];
+    }
+}
+
+void crossfed_widen(int64_t n, const void *stored, int kind, float *out)
+{
+    widen(stored, kind, 0, n, out);
+}
+
+/* float32 to bfloat16, to nearest, ties to even. Returns whether all of `out` is finite. */
+int crossfed_narrow(int64_t n, const float *restrict values, uint16_t *restrict out)
+{
+    uint32_t largest = 0;
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t bits = to_bits(values[i]), rounded = bits + 0x7FFF + (bits >> 16 & 1);
+        out[i] = (uint16_t)(rounded >> 16);
+        rounded &= 0x7FFF0000;
+        largest = rounded > largest ? rounded : largest;
+    }
+    return largest < 0x7F800000;
+}
+
+/* The outer step of DiLoCo: new_velocity = momentum velocity + step, new_master = master + rate (step + momentum new_velocity). */
+void crossfed_nesterov(int64_t n, float rate, float momentum, const float *restrict master, const float *restrict step,
+                       const float *restrict velocity, float *restrict new_master, float *restrict new_velocity)
+{
+    for (int64_t i = 0; i < n; i++) {
+        float v = momentum * velocity[i] + step[i];
+        new_velocity[i] = v;
+        new_master[i] = master[i] + rate * (step[i] + momentum * v);
+    }
+}
+
+/* update - base in float32. Returns the sum of squares. */
+double crossfed_difference(int64_t n, const void *update, int update_kind, const void *base, int base_kind,
+                           float *out)
+{
+    float widened[RUN];
+    double squared = 0, found;
+    for (int64_t start = 0; start < n; start += RUN) {
+        int64_t count = n - start < RUN ? n - start : RUN;
+        float *restrict difference = out + start;
+        widen(update, update_kind, start, count, difference);
+        widen(base, base_kind, start, count, widened);
+        for (int64_t i = 0; i < count; i++)
+            difference[i] -= widened[i];
+        dots(difference, difference, 0, 1, count, &found);
+        squared += found;
+    }
+    return squared;
+}
+
+/* Blocks of `block` values: the largest and the smallest of each, and of zero. */
+static inline void ends(const float *restrict values, int64_t n, float *high, float *low)
+{
+    float highest[LANES] = {0}, lowest[LANES] = {0};
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES)
+        for (int lane = 0; lane < LANES; lane++) {
+            float value = values[i + lane];
+            highest[lane] = value > highest[lane] ? value : highest[lane];
+            lowest[lane] = value < lowest[lane] ? value : lowest[lane];
+        }
+    for (; i < n; i++) {
+        highest[0] = values[i] > highest[0] ? values[i] : highest[0];
+        lowest[0] = values[i] < lowest[0] ? values[i] : lowest[0];
+    }
+    for (int lane = 1; lane < LANES; lane++) {
+        highest[0] = highest[lane] > highest[0] ? highest[lane] : highest[0];
+        lowest[0] = lowest[lane] < lowest[0] ? lowest[lane] : lowest[0];
+    }
+    *high = highest[0], *low = lowest[0];
+}
+
+void crossfed_int8_encode(int64_t n, int64_t block, float per_level, float smallest, const float *restrict values,
+                          int8_t *restrict q, float *restrict scales)
+{
+    for (int64_t start = 0; start < n; start += block) {
+        int64_t count = n - start < block ? n - start : block;
+        float high, low;
+        ends(values + start, count, &high, &low);
+        float scale = (high > -low ? high : -low) * per_level;
+        scale = scale < smallest ? 0 : scale;
+        *scales++ = scale;
+        float inverse = scale > 0 ? 1 / scale : 0;
+        for (int64_t i = 0; i < count; i++)
+            q[start + i] = (int8_t)(int32_t)rintf(values[start + i] * inverse);
+    }
+}
+
+void crossfed_int8_decode(int64_t n, int64_t block, const int8_t *restrict q, const float *restrict scales,
+                          float *restrict out)
+{
+    for (int64_t start = 0; start < n; start += block) {
+        int64_t count = n - start < block ? n - start : block;
+        float scale = *scales++;
+        for (int64_t i = 0; i < count; i++)
+            out[start + i] = (float)q[start + i] * scale;
+    }
+}
+
+/* q: one byte for two values; scales: bfloat16, of either sign. */
+void crossfed_int4_encode(int64_t n, int64_t block, float levels, float smallest, const float *restrict values,
+                          uint8_t *restrict q, uint16_t *restrict scales)
+{
+    float per_level = 1 / levels;
+    uint8_t nibbles[RUN + 1]; /* block is at most RUN */
+    for (int64_t start = 0; start < n; start += block) {
+        int64_t count = n - start < block ? n - start : block;
+        float high, low;
+        ends(values + start, count, &high, &low);
+        float scale = (high > -low ? -high : -low) * per_level;
+        scale = fabsf(scale) < smallest ? 0 : scale;
+        uint16_t stored = (uint16_t)((to_bits(scale) + 0xFFFF) >> 16); /* away from zero */
+        scale = from_bits((uint32_t)stored << 16);
+        *scales++ = stored;
+        float inverse = scale != 0 ? 1 / scale : 0;
+        for (int64_t i = 0; i < count; i++) {
+            float level = rintf(values[start + i] * inverse);
+            level = level < levels - 1 ? level : levels - 1;
+            nibbles[i] = (uint8_t)(int32_t)(level + levels);
+        }
+        if (count & 1)
+            nibbles[count] = (uint8_t)(int32_t)levels;
+        for (int64_t i = 0; i < count; i += 2)
+            *q++ = (uint8_t)(nibbles[i] | nibbles[i + 1] << 4);
+    }
+}
+
+void crossfed_int4_decode(int64_t n, int64_t block, float levels, const uint8_t *restrict q,
+                          const uint16_t *restrict scales, float *restrict out)
+{
+    for (int64_t start = 0; start < n; start += block) {
+        int64_t count = n - start < block ? n - start : block;
+        float scale = from_bits((uint32_t)*scales++ << 16);
+        for (int64_t i = 0; i + 1 < count; i += 2) {
+            uint8_t two = q[(start + i) / 2];
+            out[start + i] = ((float)(two & 15) - levels) * scale;
+            out[start + i + 1] = ((float)(two >> 4) - levels) * scale;
+        }
+        if (count & 1)
+            out[start + count - 1] = ((float)(q[(start + count - 1) / 2] & 15) - levels) * scale;
+    }
+}
+
+/* Copies those of eight values whose bit is set; returns where the next goes. No branch to predict. */
+static inline float *take_eight(const float *restrict values, unsigned mask, float *restrict to)
+{
+    for (int i = 0; i < 8; i++) {
+        *to = values[i]; /* written over unless its bit is set */
+        to += mask >> i & 1;
+    }
+    return to;
+}
+
+/* The magnitudes that reach `limit` (above 0): a bit each in `kept`, and in `codes` a sign and one of eight levels, about
+   even on a logarithmic scale up to the largest, two a byte. `levels`: the mean of each level's magnitudes. Returns how
+   many reach it. n is at most PART. */
+int64_t crossfed_sparse_encode(int64_t n, float limit, const float *restrict values, uint8_t *restrict kept,
+                               uint8_t *restrict codes, float *restrict levels)
+{
+    float reached[PART + 1];
+    uint8_t places[PART + 8];
+    const uint32_t low = to_bits(limit);
+    uint32_t top = low;
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t magnitude = to_bits(values[i]) & 0x7FFFFFFF;
+        top = magnitude > top ? magnitude : top;
+    }
+    for (int64_t i = 0; i < n; i++)
+        places[i] = (to_bits(values[i]) & 0x7FFFFFFF) >= low;
+    memset(places + n, 0, 8);
+    float *next = reached;
+    for (int64_t start = 0; start < n; start += 8) {
+        uint64_t bytes;
+        memcpy(&bytes, places + start, 8);
+        unsigned mask = (unsigned)(bytes * 0x0102040810204080 >> 56); /* the eight lowest bits, side by side */
+        if (n - start >= 8)
+            next = take_eight(values + start, mask, next);
+        else
+            for (int64_t i = start; i < n; i++)
+                if (mask >> (i - start) & 1)
+                    *next++ = values[i];
+        *kept++ = (uint8_t)mask;
+    }
+    const int64_t count = next - reached;
+    const float per_level = 8.0f / (float)(top - low + 1);
+    for (int64_t i = 0; i < count; i++) {
+        uint32_t bits = to_bits(reached[i]);
+        int place = (int)((float)((bits & 0x7FFFFFFF) - low) * per_level);
+        places[i] = (uint8_t)((place < 7 ? place : 7) | (bits >> 31) << 3);
+    }
+    double sums[4][16] = {{0}}; /* four of each: one addition need not wait for the last to the same level */
+    int32_t counts[4][16] = {{0}};
+    for (int64_t i = 0; i < count; i++) {
+        sums[i & 3][places[i]] += reached[i];
+        counts[i & 3][places[i]]++;
+    }
+    for (int level = 0; level < 8; level++) {
+        double sum = 0;
+        int32_t number = 0;
+        for (int lane = 0; lane < 4; lane++) {
+            sum += sums[lane][level] - sums[lane][level + 8];
+            number += counts[lane][level] + counts[lane][level + 8];
+        }
+        levels[level] = number ? (float)(sum / number) : 0;
+    }
+    for (int64_t i = 0; i + 1 < count; i += 2)
+        *codes++ = (uint8_t)(places[i] | places[i + 1] << 4);
+    if (count & 1)
+        *codes = places[count - 1];
+    return count;
+}
+
+/* `codes` holds `bytes` bytes, half a byte for each bit of `kept`. n is at most PART. */
+void crossfed_sparse_decode(int64_t n, int64_t bytes, const uint8_t *restrict kept, const uint8_t *restrict codes,
+                            const float *restrict levels, float *restrict out)
+{
+    float pairs[256][2], reached[PART + 2], *next = reached;
+    for (int code = 0; code < 256; code++) {
+        pairs[code][0] = code & 8 ? -levels[code & 7] : levels[code & 7];
+        pairs[code][1] = code & 128 ? -levels[code >> 4 & 7] : levels[code >> 4 & 7];
+    }
+    for (int64_t i = 0; i < bytes; i++)
+        memcpy(reached + 2 * i, pairs[codes[i]], sizeof pairs[0]);
+    reached[2 * bytes] = 0;
+    for (int64_t start = 0; start < n; start += 8, kept++)
+        if (n - start >= 8)
+            for (int i = 0; i < 8; i++) {
+                unsigned bit = *kept >> i & 1;
+                out[start + i] = from_bits(to_bits(*next) & -bit);
+                next += bit;
+            }
+        else
+            for (int64_t i = start; i < n; i++)
+                out[i] = *kept >> (i - start) & 1 ? *next++ : 0;
+}

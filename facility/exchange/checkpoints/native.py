@@ -1,0 +1,177 @@
+"""`native.c`, compiled where there is a C compiler; elsewhere numpy does the same work in more passes.
+
+The library lies beside Python's own compiled files (`__pycache__`), under the digest of source, compiler and processor,
+and is made by whoever needs it first. Where that folder cannot be written it is made for the one process. The environment variable
+CROSSFED_NATIVE=0 turns it off. Elementwise results are the same bits either way; sums of products may differ in their last.
+
+Every function takes contiguous arrays of the lengths it names and checks nothing: the callers do.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+SOURCE = Path(__file__).with_name("native.c")
+FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
+RUN = 512
+"""Values that the C code works on at once: `scratch` of `steps` holds so many for each update."""
+KINDS = {"BF16": 0, "F16": 1, "F32": 2}
+"""Stored dtypes that it reads, with its number for each."""
+_COMPILE_SECONDS = 60
+
+
+@lru_cache(maxsize=1)
+def library() -> ctypes.CDLL | None:
+    """The compiled code, or None where it is turned off or cannot be made."""
+    if os.environ.get("CROSSFED_NATIVE") == "0" or sys.byteorder != "little":
+        return None
+    compiler = next(filter(None, map(shutil.which, (os.environ.get("CC") or "cc", "gcc", "clang"))), None)
+    if compiler is None or not SOURCE.exists():
+        return None
+    folder, name = SOURCE.parent / "__pycache__", f"native.{_digest(compiler)}.so"
+    try:
+        if (folder / name).exists():
+            return _load(folder / name)
+        if not sys.dont_write_bytecode:
+            folder.mkdir(exist_ok=True)
+            if os.access(folder, os.W_OK):
+                return _load(_compiled(compiler, folder, name))
+        with tempfile.TemporaryDirectory(prefix="crossfed-native-") as own:
+            return _load(_compiled(compiler, Path(own), name))
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _digest(compiler: str) -> str:
+    """Of all that the machine code depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    processor = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+    parts = (SOURCE.read_text(), " ".join(FLAGS), os.path.realpath(compiler), platform.machine(), processor)
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def _compiled(compiler: str, folder: Path, name: str) -> Path:
+    descriptor, temporary = tempfile.mkstemp(dir=folder, suffix=".so")
+    os.close(descriptor)
+    try:
+        subprocess.run(
+            [compiler, *FLAGS, str(SOURCE), "-o", temporary, "-lm"],
+            check=True,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_COMPILE_SECONDS,
+        )
+        os.chmod(temporary, 0o755)
+        os.replace(temporary, folder / name)
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+    return folder / name
+
+
+def _load(path: Path) -> ctypes.CDLL:
+    found = ctypes.CDLL(str(path))
+    number, size, real, pointer = ctypes.c_int, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
+    for name, result, arguments in (
+        ("widen", None, (size, pointer, number, pointer)),
+        ("narrow", number, (size, pointer, pointer)),
+        ("products", None, (size, size, pointer, size, pointer)),
+        (
+            "steps",
+            None,
+            (
+                size,
+                size,
+                pointer,
+                number,
+                pointer,
+                pointer,
+                pointer,
+                pointer,
+                size,
+                pointer,
+                pointer,
+                pointer,
+                number,
+                pointer,
+            ),
+        ),
+        ("nesterov", None, (size, real, real, pointer, pointer, pointer, pointer, pointer)),
+        ("difference", ctypes.c_double, (size, pointer, number, pointer, number, pointer)),
+        ("int8_encode", None, (size, size, real, real, pointer, pointer, pointer)),
+        ("int8_decode", None, (size, size, pointer, pointer, pointer)),
+        ("int4_encode", None, (size, size, real, real, pointer, pointer, pointer)),
+        ("int4_decode", None, (size, size, real, pointer, pointer, pointer)),
+        ("sparse_encode", size, (size, real, pointer, pointer, pointer, pointer)),
+        ("sparse_decode", None, (size, size, pointer, pointer, pointer, pointer)),
+    ):
+        function = getattr(found, f"crossfed_{name}")
+        function.restype, function.argtypes = result, arguments
+    return found
+
+
+def address(array: Any) -> int:
+    """Of an array's first element."""
+    return array.__array_interface__["data"][0]
+
+
+def steps(
+    found: ctypes.CDLL,
+    sources: Sequence[Any],
+    kinds: Sequence[int],
+    widened: Any,
+    rows: Any | None,
+    gram: Any | None,
+    weights: Any | None,
+    total: Any,
+    add: bool,
+    scratch: Any,
+) -> None:
+    """`sources`: the base and the updates as stored, `kinds` theirs. Fills `widened`, and what is not None of `rows`
+    (updates, n), `total` (with `weights`, float32) and `gram` (added to). `add`: the total is added to `widened`."""
+    count = len(sources) - 1
+    found.crossfed_steps(
+        len(widened),
+        count,
+        address(sources[0]),
+        kinds[0],
+        (ctypes.c_void_p * count)(*map(address, sources[1:])),
+        (ctypes.c_int * count)(*kinds[1:]),
+        address(widened),
+        None if rows is None else address(rows),
+        0 if rows is None else rows.strides[0] // 4,
+        None if gram is None else address(gram),
+        None if weights is None else address(weights),
+        address(total),
+        add,
+        address(scratch),
+    )
+
+
+def nesterov(rate: float, momentum: float, master: Any, step: Any, velocity: Any) -> tuple[Any, Any] | None:
+    """Next master and velocity; None where these are not contiguous float32 arrays or there is no compiled code."""
+    arrays = (master, step, velocity)
+    if not all(
+        isinstance(a, np.ndarray) and a.dtype == np.float32 and a.ndim == 1 and a.flags.c_contiguous for a in arrays
+    ):
+        return None
+    if (found := library()) is None:
+        return None
+    new = np.empty_like(master), np.empty_like(master)
+    found.crossfed_nesterov(len(master), rate, momentum, *map(address, (*arrays, *new)))
+    return new

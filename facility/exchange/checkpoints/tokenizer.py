@@ -1,0 +1,60 @@
+"""Which tokenizer made these ids: a digest that equal tokenizers share wherever their files lie.
+
+It covers what every id stands for: the model's vocabulary, its merges or scores in order, the added tokens. It leaves out
+normalizer, pre_tokenizer, post_processor, decoder and flags of added tokens, because transformers 5 rewrites them by the
+name of the class when a tokenizer is loaded and saved again (seen with Llama's, Qwen2's, BERT's and T5's).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from facility.exchange.errors import InputError
+from facility.exchange.messages.manifest import sha256_of
+
+WHOLE = "tokenizer.json"
+OLDER = (("tekken.json",), ("vocab.json", "merges.txt"), ("vocab.json",), ("vocab.txt",))
+"""Files that define a tokenizer without a tokenizer.json, the first that are all there; else `*.model`, `*.tiktoken`."""
+
+
+def tokenizer_digest(directory: Path) -> str | None:
+    """`FILES:SHA256` of the tokenizer in a directory, FILES being what it was read from; None where there is none.
+
+    Raises `InputError` for a tokenizer.json that is damaged.
+    """
+    if (directory / WHOLE).is_file():
+        return f"{WHOLE}:{hashlib.sha256(_meaning(directory / WHOLE)).hexdigest()}"
+    single = sorted(p.name for p in directory.glob("*") if p.suffix in (".model", ".spm", ".tiktoken"))
+    for names in (*OLDER, tuple(single)):
+        if names and all((directory / name).is_file() for name in names):
+            lines = "".join(f"{sha256_of(directory / name)}  {name}\n" for name in names)
+            return f"{'+'.join(names)}:{hashlib.sha256(lines.encode()).hexdigest()}"
+    return None
+
+
+def differ(one: str | None, other: str | None) -> bool:
+    """Are these digests of different tokenizers? Not known, hence no, unless both were read from files of the same names."""
+    kinds = [digest.partition(":")[0] if digest and ":" in digest else None for digest in (one, other)]
+    return kinds[0] is not None and kinds[0] == kinds[1] and one != other
+
+
+def _meaning(path: Path) -> bytes:
+    try:
+        raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        model = raw["model"]
+        ids = {**_vocabulary(model["vocab"]), **{t["content"]: t["id"] for t in raw.get("added_tokens") or []}}
+        merges = [m.split(" ") if isinstance(m, str) else m for m in model.get("merges") or []]
+        scores = [entry[1] for entry in model["vocab"]] if isinstance(model["vocab"], list) else []
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise InputError(f"{path} is no tokenizer: {error!r}; copy it again from where the model came from") from None
+    return json.dumps([sorted(ids.items()), merges, scores], ensure_ascii=True).encode()
+
+
+def _vocabulary(vocabulary: Any) -> dict[str, int]:
+    """Id of every token; Unigram models list [token, score] in the order of their ids."""
+    if isinstance(vocabulary, dict):
+        return vocabulary
+    return {token: i for i, (token, _) in enumerate(vocabulary)}

@@ -1,0 +1,131 @@
+"""Write a checkpoint's tensors piece by piece, in any order, from any thread.
+
+All headers are known before the first byte of a tensor, so every file is given its final size at once and pieces go
+to their places with `pwrite`. Call inside `durable.new_directory`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from facility.exchange.checkpoints.checkpoint import INDEX, ITEM_BYTES, SINGLE, Checkpoint
+from facility.exchange.files.durable import write_json
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """One tensor to be written."""
+
+    name: str
+    dtype: str
+    """safetensors name."""
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+Layout = Mapping[str, Sequence[Planned]]
+"""Tensors by file name; more than one file gets an index."""
+
+
+def layout_like(checkpoint: Checkpoint, dtypes: Mapping[str, str]) -> Layout:
+    """The tensors named in `dtypes`, in those dtypes, in the same files as in `checkpoint`."""
+    files: dict[str, list[Planned]] = {}
+    for name, entry in checkpoint.tensors.items():
+        if name in dtypes:
+            files.setdefault(entry.file.name, []).append(Planned(name=name, dtype=dtypes[name], shape=entry.shape))
+    if len(files) == 1:
+        files = {SINGLE: next(iter(files.values()))}
+    return files
+
+
+def layout_of_shards(tensors: Sequence[Planned], shard_bytes: int) -> Layout:
+    """Tensors in their order, in as few shards of at most `shard_bytes` as that order allows (one tensor at least)."""
+    shards: list[list[Planned]] = [[]]
+    filled = 0
+    for tensor in tensors:
+        if shards[-1] and filled + tensor.size > shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(tensor)
+        filled += tensor.size
+    if len(shards) == 1:
+        return {SINGLE: shards[0]}
+    return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards, start=1)}
+
+
+class TensorWriter:
+    """Open files of the final size; `write` fills them. Closing checks nothing: write every byte."""
+
+    def __init__(self, directory: Path, layout: Layout, metadata: Mapping[str, str] | None = None) -> None:
+        self.directory = Path(directory)
+        self.places: dict[str, tuple[int, int, Planned]] = {}
+        self._descriptors: list[int] = []
+        metadata = {"format": "pt"} if metadata is None else dict(metadata)
+        try:
+            for file, tensors in layout.items():
+                self._create(file, tensors, metadata)
+        except BaseException:
+            self.close()
+            raise
+        if len(layout) > 1:
+            weight_map = {tensor.name: file for file, tensors in layout.items() for tensor in tensors}
+            total = sum(tensor.size for tensors in layout.values() for tensor in tensors)
+            write_json(
+                self.directory / INDEX,
+                {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))},
+            )
+
+    def _create(self, file: str, tensors: Sequence[Planned], metadata: Mapping[str, str]) -> None:
+        # Widest dtype first keeps every tensor aligned, as the reference implementation orders them.
+        ordered = sorted(tensors, key=lambda t: (-ITEM_BYTES[t.dtype], t.name))
+        header: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
+        offset = 0
+        for tensor in ordered:
+            header[tensor.name] = {
+                "dtype": tensor.dtype,
+                "shape": list(tensor.shape),
+                "data_offsets": [offset, offset + tensor.size],
+            }
+            offset += tensor.size
+        raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        raw += b" " * (-len(raw) % 8)
+        descriptor = os.open(self.directory / file, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+        self._descriptors.append(descriptor)
+        begin = 8 + len(raw)
+        _write_exactly(descriptor, memoryview(struct.pack("<Q", len(raw)) + raw), 0)
+        os.ftruncate(descriptor, begin + offset)
+        for tensor in ordered:
+            self.places[tensor.name] = (descriptor, begin + header[tensor.name]["data_offsets"][0], tensor)  # type: ignore[index]
+
+    def write(self, name: str, offset: int, content: memoryview) -> None:
+        """Write bytes of tensor `name` from byte `offset` within it."""
+        descriptor, start, tensor = self.places[name]
+        assert offset + len(content) <= tensor.size, (name, offset, len(content))
+        _write_exactly(descriptor, content, start + offset)
+
+    def close(self) -> None:
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+        self._descriptors = []
+
+    def __enter__(self) -> TensorWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _write_exactly(descriptor: int, content: memoryview, offset: int) -> None:
+    done = 0
+    while done < len(content):
+        done += os.pwrite(descriptor, content[done:], offset + done)

@@ -1,0 +1,1 @@
+"""Files that appear atomically, hard-linked trees, paths of settings files."""

@@ -1,0 +1,1 @@
+"""Messages that cross a facility boundary: settings, manifests, reports, plans, signatures."""

@@ -1,0 +1,162 @@
+"""`manifest.json`: what a model or update directory holds, so that a truncated or altered one is noticed.
+
+Written last. StreamFlow logs a truncated transfer as completed, so the trainer checks it before use and the
+coordinator checks it on receipt.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from facility.exchange.errors import ManifestError
+from facility.exchange.files.durable import write_json
+
+FORMAT = 1
+NAME = "manifest.json"
+SIGNATURE = "manifest.json.sig"
+"""Of the manifest, where a facility signs (`facility.exchange.messages.signatures`)."""
+
+KEEPS = "keeps_sha256"
+"""In an update's `extra`: digest of the model that the facility keeps, to which the next may be sent as a difference."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileEntry:
+    """One file of the directory."""
+
+    sha256: str
+    """Hex digest of the content."""
+    size: int
+    """Bytes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a directory holds."""
+
+    kind: str
+    """`model` (coordinator to facility) or `update` (facility to coordinator)."""
+    federation: str
+    """Name of the federation."""
+    round: int
+    """Round this directory belongs to: a model is the *input* of its round, an update its result."""
+    facility: str | None = None
+    """Who made an update, or the one that a model is addressed to; None for a model of all facilities."""
+    base_sha256: str | None = None
+    """Digest (`content_sha256`) of the model that an update started from."""
+    encoding: str = "full"
+    """How tensors are written: `full`, or the name of a delta codec (see `facility.exchange.checkpoints.delta`)."""
+    dtypes: dict[str, int] = field(default_factory=dict)
+    """Number of tensors per safetensors dtype."""
+    parameters: int = 0
+    """Number of tensor elements in all."""
+    files: dict[str, FileEntry] = field(default_factory=dict)
+    """Every file except the manifest, by path relative to the directory."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Room for named additions that a reader may ignore."""
+    format: int = FORMAT
+    """Format version; a reader refuses a newer one."""
+
+    @property
+    def content_sha256(self) -> str:
+        """Digest over the tensor files' digests: equal when the weights are the same bytes in the same files."""
+        lines = [f"{e.sha256}  {name}\n" for name, e in sorted(self.files.items()) if name.endswith(".safetensors")]
+        return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def sha256_of(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _digests(paths: Sequence[Path]) -> list[str]:
+    """sha256 of each file, two at a time: hashing takes longer than reading."""
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(sha256_of, paths))
+
+
+def _files(directory: Path) -> list[Path]:
+    found = []
+    for path in sorted(directory.rglob("*")):
+        if path.is_symlink():
+            target = path.resolve()
+            if not target.is_file():
+                raise ManifestError(f"{path} is a symbolic link to {target}, which is no regular file")
+        if path.is_file() and path.relative_to(directory).as_posix() not in (NAME, SIGNATURE):
+            found.append(path)
+    return found
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> Manifest:
+    """Hash every file below `directory` and write `manifest.json` last; returns the manifest with `files` filled."""
+    directory = Path(directory)
+    found = _files(directory)
+    files = {
+        path.relative_to(directory).as_posix(): FileEntry(sha256=digest, size=path.stat().st_size)
+        for path, digest in zip(found, _digests(found), strict=True)
+    }
+    manifest = dataclasses.replace(manifest, files=files)
+    write_json(directory / NAME, dataclasses.asdict(manifest))
+    return manifest
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Read `manifest.json` without checking the files. Raises `ManifestError` when absent, unreadable or newer."""
+    path = Path(directory) / NAME
+    try:
+        raw = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ManifestError(
+            f"{directory} holds no {NAME}: the directory is incomplete or was not made by CrossFed"
+        ) from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ManifestError(f"{path} cannot be read: {error}") from None
+    if not isinstance(raw, dict) or not isinstance(raw.get("format"), int):
+        raise ManifestError(f"{path} is not a manifest: expected an object with an integer `format`")
+    if raw["format"] > FORMAT:
+        raise ManifestError(
+            f"{path} has format {raw['format']}, this version reads up to {FORMAT}: update CrossFed here"
+        )
+    known = {f.name for f in dataclasses.fields(Manifest)}
+    unknown = sorted(set(raw) - known)
+    if unknown:
+        raise ManifestError(f"{path} has unknown keys {unknown}; known are {sorted(known)}")
+    try:
+        raw["files"] = {name: FileEntry(**entry) for name, entry in raw["files"].items()}
+        return Manifest(**raw)
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ManifestError(f"{path} is malformed: {error}") from None
+
+
+def verify_manifest(directory: Path) -> Manifest:
+    """Read the manifest and check every file's presence, size and sha256; no other file may lie beside them.
+
+    Raises `ManifestError` naming the first file that differs.
+    """
+    directory = Path(directory)
+    manifest = read_manifest(directory)
+    present = {path.relative_to(directory).as_posix() for path in _files(directory)}
+    for name, entry in sorted(manifest.files.items()):
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise ManifestError(f"{directory}/{NAME} names {name!r}, which lies outside the directory")
+        if name not in present:
+            raise ManifestError(f"{directory}/{name} is missing: the transfer is incomplete; send the directory again")
+        size = (directory / name).stat().st_size
+        if size != entry.size:
+            raise ManifestError(
+                f"{directory}/{name} has {size} bytes, expected {entry.size}: truncated or altered; send it again"
+            )
+    names = sorted(manifest.files)
+    for name, digest in zip(names, _digests([directory / name for name in names]), strict=True):
+        if digest != manifest.files[name].sha256:
+            raise ManifestError(f"{directory}/{name} has another sha256 than its manifest says: altered; send it again")
+    if surplus := sorted(present - set(manifest.files)):
+        raise ManifestError(f"{directory} holds files that its manifest does not name: {surplus[:5]}")
+    return manifest

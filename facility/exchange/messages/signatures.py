@@ -1,0 +1,90 @@
+"""Manifests signed with the ssh key that a facility has anyway: `ssh-keygen -Y sign` and `-Y verify`.
+
+The signature lies beside the manifest as `manifest.json.sig`; it covers the manifest, and the manifest covers every
+other file by its sha256. The verifier holds an allowed-signers file (see ssh-keygen(1), ALLOWED SIGNERS), one line a
+facility, whose principal is the facility's name:
+
+    alpha namespaces="crossfed" ssh-ed25519 AAAAC3Nz...
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+
+from facility.exchange.errors import ConfigurationError, ManifestError
+from facility.exchange.messages.manifest import NAME, SIGNATURE
+
+NAMESPACE = "crossfed"
+"""Keeps a signature made for CrossFed from being valid for anything else, and the other way round."""
+MOST_BYTES = 64_000
+SECONDS = 30
+
+
+def sign(directory: Path, key: Path) -> None:
+    """Sign the manifest of `directory` with the private key file `key`, or with the agent's key for a public one.
+
+    Raises `ConfigurationError` when ssh-keygen cannot sign: no such key, or a passphrase and no agent.
+    """
+    directory = Path(directory)
+    with tempfile.TemporaryDirectory(prefix="crossfed-sign-") as scratch:
+        copy = Path(scratch) / NAME
+        copy.write_bytes((directory / NAME).read_bytes())
+        _run(
+            ["-Y", "sign", "-f", str(key), "-n", NAMESPACE, str(copy)], b"", f"the manifest cannot be signed with {key}"
+        )
+        signature = copy.with_name(SIGNATURE).read_bytes()
+    temporary = directory / f".{SIGNATURE}.tmp"
+    temporary.write_bytes(signature)
+    os.replace(temporary, directory / SIGNATURE)
+
+
+def verify(directory: Path, signer: str, allowed_signers: Path) -> None:
+    """Raise `ManifestError` unless the manifest's signature is `signer`'s by the allowed-signers file.
+
+    Checks the manifest alone; `verify_manifest` checks the files against it.
+    """
+    directory, allowed_signers = Path(directory), Path(allowed_signers)
+    if not allowed_signers.is_file():
+        raise ConfigurationError(
+            f"the allowed-signers file {allowed_signers} does not exist; see ssh-keygen(1), ALLOWED SIGNERS"
+        )
+    signature = directory / SIGNATURE
+    if signature.is_symlink() or not signature.is_file():
+        raise ManifestError(f"{directory} holds no {SIGNATURE}: {signer!r} has to sign its updates (signing_key)")
+    if signature.stat().st_size > MOST_BYTES:
+        raise ManifestError(f"{signature} has {signature.stat().st_size} bytes, which is no signature")
+    if not signer or signer.startswith("-") or not signer.isprintable() or "," in signer or " " in signer:
+        raise ManifestError(f"{signer!r} cannot be a signer's name")
+    command = ["-Y", "verify", "-f", str(allowed_signers), "-I", signer, "-n", NAMESPACE, "-s", str(signature)]
+    try:
+        _run(command, (directory / NAME).read_bytes(), "")
+    except ConfigurationError as error:
+        raise ManifestError(
+            f"{directory}/{NAME} is not signed by {signer!r} as {allowed_signers} has it ({str(error).strip()}): altered, "
+            "or signed with another key"
+        ) from None
+
+
+def _run(arguments: list[str], text: bytes, what: str) -> None:
+    environment = os.environ | {"LC_ALL": "C", "SSH_ASKPASS_REQUIRE": "never"}
+    try:
+        done = subprocess.run(
+            ["ssh-keygen", *arguments],
+            input=text,
+            capture_output=True,
+            env=environment,
+            timeout=SECONDS,
+            start_new_session=True,
+        )
+    except FileNotFoundError:
+        raise ConfigurationError(
+            "ssh-keygen is not on the PATH: install OpenSSH 8.2 or newer, or switch signing off"
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise ConfigurationError(f"{what}: ssh-keygen did not answer within {SECONDS} s") from None
+    if done.returncode:
+        told = (done.stderr or done.stdout).decode(errors="replace").strip().splitlines()
+        raise ConfigurationError(f"{what}: {told[-1] if told else 'no reason given'}".removeprefix(": "))

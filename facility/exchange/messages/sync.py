@@ -1,0 +1,166 @@
+"""How the replicas of one facility keep their parameters together: the settings under `training.sync`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from facility.exchange.errors import ConfigurationError
+from facility.exchange.messages.emulation import Emulation, read_trace
+from facility.exchange.scheduling.groups import GroupRules
+
+PolicyName = Literal[
+    "allreduce",
+    "central_ps",
+    "sharded_ps",
+    "partial_reduce",
+    "adpsgd",
+    "adpsgd_blocking",
+    "wave",
+    "local",
+    "diloco",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmulationSettings:
+    """Slow replicas down for rehearsal: SD-PIPE's random stalls, static factors, a trace of speeds."""
+
+    probability: float = 0.0
+    """Probability of a stall before each forward and each backward; 0 is off."""
+    seconds: float = 0.0
+    """Length of one stall."""
+    factors: list[float] = field(default_factory=list)
+    """Compute of replica r takes factors[r] times as long; replicas beyond the list: 1."""
+    trace: str = ""
+    """File `{"format": 1, "workers": {"0": [[second, factor], ...]}}`; empty: none."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        Emulation(probability=self.probability, seconds=self.seconds, factors=tuple(self.factors), seed=self.seed)
+
+    def build(self) -> Emulation:
+        """The pure law; reads the trace file. Raises `ConfigurationError`."""
+        return Emulation(
+            probability=self.probability,
+            seconds=self.seconds,
+            factors=tuple(self.factors),
+            trace=read_trace(self.trace) if self.trace else {},  # type: ignore[arg-type]
+            seed=self.seed,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncSettings:
+    """The policy between replicas and its knobs; a knob that the policy does not use changes nothing."""
+
+    policy: PolicyName = "allreduce"
+    """allreduce, central_ps, sharded_ps: gradients every step, in lockstep. partial_reduce: groups form as replicas
+    become ready. adpsgd: gossip with a random peer, without waiting; adpsgd_blocking: the same in lockstep pairs (a
+    baseline). wave: push and pull every `every` steps within `staleness` waves. local: average every `every` steps.
+    diloco: the same with an outer Nesterov step."""
+    bound: int = 10
+    """partial_reduce: groups are connected at least every `bound` rounds; 1: everybody always; 0: no bound."""
+    minimum: int = 1
+    """partial_reduce: replicas in a group at least, when more can come."""
+    maximum: int = 0
+    """partial_reduce: replicas in a group at most (except to keep the bound); 0: no limit."""
+    patience: float = 0.01
+    """partial_reduce: a replica waits for others that are expected soon, so long a part of its usual step for each step
+    that both are likely to make together until one of them is late again, by their records; 0: a window."""
+    window_seconds: float = 0.001
+    """partial_reduce: how long a first arrival waits for company where nothing is known of the others' steps yet, or
+    always with patience 0; it adapts."""
+    window_maximum_seconds: float = 0.005
+    debias: bool = True
+    """partial_reduce: weigh replicas by mean rounds / own rounds, in gradients and length of common steps, or (`step:
+    own`) in parameters."""
+    every: int = 10
+    """local, diloco, wave: optimizer steps between two exchanges (a wave's length)."""
+    staleness: int = 1
+    """wave: waves that a replica may be ahead of the slowest."""
+    outer_learning_rate: float = 0.7
+    """diloco: step size of the outer Nesterov step."""
+    outer_momentum: float = 0.9
+    """diloco: momentum of the outer Nesterov step."""
+    weights: Literal["samples", "equal"] = "samples"
+    """local, diloco and gradients: weigh replicas by the samples they trained on, or all alike."""
+    optimizer_state: Literal["auto", "keep", "average", "reset"] = "auto"
+    """When parameters are averaged: moments stay each replica's own, are averaged too, or start from zero. auto: average
+    under partial_reduce with common steps, else keep."""
+    step: Literal["common", "own"] = "common"
+    """partial_reduce: a group averages parameters and gradients and makes one common step, or each member makes its own
+    and parameters alone are averaged (as SDPipe; half the traffic). With a common step and averaged moments, moments
+    travel when the same members meet for the second time in a row, and from the third time on gradients only, as
+    under all-reduce."""
+    relay: float = 0.1
+    """partial_reduce with common steps, where pipelines flush: a group of whose members none was in the group before takes
+    that group's gradient along, as one member's more, and who would go on alone averages parameters with one of its
+    members, which answers while it computes; as long as that takes no more than this part of a usual step. Costs two
+    copies of this rank's parameters; 0: off."""
+    progress: Literal["accumulated", "each"] = "accumulated"
+    """accumulated: replicas together make steps x replicas updates, fast ones more; each: everyone makes `steps`.
+    Policies in lockstep, local and diloco always count each."""
+    samples: Literal["dealt", "contiguous", "strided", "reshuffled"] = "dealt"
+    """Which sequences a replica sees: its share of every batch of one common order (as one process would cut it), a
+    contiguous share of the data, every n-th sequence, or everything in an order of its own. Each at its own pace."""
+    bucket_bytes: int = 25_000_000
+    """allreduce: gradients exchanged at once, while the backward pass goes on. partial_reduce with common steps: what
+    is exchanged at once."""
+    group_cache: int = 16
+    """Process groups kept open at a time."""
+    timeout_seconds: float = 60.0
+    """No exchange takes longer; a group that does is discarded."""
+    heartbeat_seconds: float = 0.5
+    missing_seconds: float = 15.0
+    """A replica silent for so long has left; it may come back."""
+    emulation: EmulationSettings = field(default_factory=EmulationSettings)
+
+    def __post_init__(self) -> None:
+        for name in ("every", "bucket_bytes", "group_cache", "timeout_seconds", "heartbeat_seconds"):
+            if not getattr(self, name) > 0:
+                raise ConfigurationError(f"{name} is {getattr(self, name)}, expected more than 0")
+        if self.staleness < 0:
+            raise ConfigurationError(f"staleness is {self.staleness}, expected 0 or more")
+        if not self.missing_seconds > 2 * self.heartbeat_seconds:
+            raise ConfigurationError(
+                f"missing_seconds is {self.missing_seconds}, expected more than two heartbeats "
+                f"({self.heartbeat_seconds} s each)"
+            )
+        if not (0 < self.outer_learning_rate and 0 <= self.outer_momentum < 1):
+            raise ConfigurationError(
+                f"outer_learning_rate is {self.outer_learning_rate} and outer_momentum {self.outer_momentum}; "
+                "expected above 0, and from 0 to below 1"
+            )
+        self.rules()
+
+    def rules(self, *, budget: int = 0) -> GroupRules:
+        """Rules of the group scheduler under `partial_reduce`."""
+        return GroupRules(
+            bound=self.bound,
+            minimum=self.minimum,
+            maximum=self.maximum,
+            patience=self.patience,
+            window_seconds=self.window_seconds,
+            window_maximum_seconds=self.window_maximum_seconds,
+            debias=self.debias,
+            relay=self.relay if self.common_step else 0.0,
+            budget=budget,
+        )
+
+    @property
+    def state_policy(self) -> Literal["keep", "average", "reset"]:
+        """What `optimizer_state` means for this policy."""
+        if self.optimizer_state == "auto":
+            return "average" if self.common_step else "keep"
+        return self.optimizer_state
+
+    @property
+    def common_step(self) -> bool:
+        """Do groups meet before the optimizer's step?"""
+        return self.policy == "partial_reduce" and self.step == "common"
+
+    @property
+    def lockstep(self) -> bool:
+        """Do all replicas take every step together?"""
+        return self.policy in ("allreduce", "central_ps", "sharded_ps")

@@ -1,0 +1,1 @@
+"""Who averages with whom, and when: pure state machines used on both sides."""

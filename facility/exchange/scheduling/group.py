@@ -1,0 +1,113 @@
+"""What a group of replicas (or facilities) is, and the rules by which one forms; the scheduler is in `groups`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias, TypeVar
+
+from facility.exchange.errors import ConfigurationError
+
+Member: TypeAlias = int | str
+AnyMember = TypeVar("AnyMember", bound=Member)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupRules:
+    """How groups form."""
+
+    bound: int = 5
+    """P: the union of groups is connected at least every P x N updates; 1: every group is everybody; 0: no bound."""
+    minimum: int = 2
+    """Members a group has at least (fewer only when nobody else can come); 1: who comes alone goes on alone."""
+    maximum: int = 0
+    """Members a group has at most, except to keep the bound; 0: no limit."""
+    patience: float = 0.0
+    """A member waits for others whose own steps say that they will come soon: so long a part of its usual step for each
+    step that both are likely to make before one of them is late again. 0: the windows below are used. Members without
+    a record wait by the windows in any case."""
+    window_seconds: float = 0.001
+    """How long a first arrival waits for company, at first; then it adapts, member by member."""
+    window_minimum_seconds: float = 0.00001
+    window_maximum_seconds: float = 0.01
+    target: int = 2
+    """A member whose group was smaller doubles its window, otherwise the window shrinks by a tenth."""
+    debias: bool = True
+    """Weigh a member by mean rounds / own rounds, so that fast members do not dominate; else all equal."""
+    debias_limit: float = 4.0
+    """No weight is above this or below its inverse."""
+    relay: float = 0.0
+    """Name a `partner` to a group of whose members none was in a group before it: one of that group's members, which
+    hands on what they left; as long as that takes no more than this part of a member's usual step. 0: never."""
+    budget: int = 0
+    """Updates of all members together after which `stop` is told; 0: no limit."""
+
+    def __post_init__(self) -> None:
+        for name in ("bound", "maximum", "patience", "relay", "window_seconds", "window_minimum_seconds", "budget"):
+            if not getattr(self, name) >= 0:
+                raise ConfigurationError(f"{name} is {getattr(self, name)}, expected 0 or more")
+        for name in ("minimum", "target", "debias_limit"):
+            if not getattr(self, name) >= 1:
+                raise ConfigurationError(f"{name} is {getattr(self, name)}, expected 1 or more")
+        if 0 < self.maximum < self.minimum:
+            raise ConfigurationError(
+                f"maximum is {self.maximum}, expected 0 (no limit) or at least minimum, {self.minimum}"
+            )
+        if self.window_maximum_seconds < max(self.window_minimum_seconds, self.window_seconds):
+            raise ConfigurationError(
+                f"window_maximum_seconds is {self.window_maximum_seconds}, expected at least window_seconds "
+                f"({self.window_seconds}) and window_minimum_seconds ({self.window_minimum_seconds})"
+            )
+
+
+def keeper_of(members: Sequence[AnyMember], returning: Sequence[AnyMember]) -> AnyMember:
+    """The member that keeps what its group leaves: the first that is up to date."""
+    return next((m for m in members if m not in returning), members[0])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """A decision: these members average now."""
+
+    number: int
+    """Rises by one with every group; the order in which a member takes part in groups."""
+    members: tuple[Member, ...]
+    weights: tuple[float, ...]
+    """Contribution of each member; they sum to 1. A member that came back has 0."""
+    rounds: tuple[int, ...]
+    """Updates each member has made so far."""
+    staleness: tuple[int, ...]
+    """Rounds that each member is behind the foremost of the group."""
+    waits: tuple[float, ...]
+    """Seconds since each member announced itself."""
+    connected: bool
+    """Did this group make the union of groups connected?"""
+    final: bool
+    """The exact average over all that ends a phase."""
+    reason: str
+    returning: tuple[Member, ...] = ()
+    """Members that came back and only receive this time."""
+    together: int = 1
+    """How many groups in a row these members have been in together, with nobody else, this one included."""
+    influence: float = 1.0
+    """Mean rounds / own rounds (within the limit), on average over those that contribute; 1 without debiasing. A common
+    step of a group that averages parameters alike and gradients by `weights` is to be so many times as long: then
+    what each member makes of updates moves the mean of all replicas as much in total as any other's."""
+    partner: Member | None = None
+    """Gossip: the peer whose parameters the single member asks for. Relay: who hands on what an earlier group left, to
+    the first of `members`. Neither waits."""
+    after: int = 0
+    """Relay: number of the group that `partner` hands on."""
+
+    @property
+    def pairs(self) -> bool:
+        """Does its only member average parameters with `partner`?"""
+        return self.after > 0 and len(self.members) == 1
+
+    @property
+    def keeper(self) -> Member:
+        """Who keeps what the group leaves."""
+        return keeper_of(self.members, self.returning)
+
+    def __len__(self) -> int:
+        return len(self.members)

@@ -1,0 +1,1 @@
+"""Synchronisation policies, one file each."""

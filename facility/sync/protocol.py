@@ -1,0 +1,192 @@
+"""What the trainer sees of synchronisation: one protocol, whatever the policy.
+
+The trainer's loop:
+
+    sync = connect(settings.sync, place=..., parameters=..., optimizer=..., store=..., steps=..., ...)
+    while sync.wants_more():
+        sync.before_step(samples)           # optional: lets exchange start during the last backward pass
+        ... forward and backward passes (gradients are the mean over this replica's own samples) ...
+        sync.reduce_gradients(samples)      # before clipping
+        ... clip, optimizer.step() at the learning rate times sync.influence ...
+        sync.after_step(samples)
+        if no_time_is_left: sync.ask_to_pause()
+        if sync.pausing: break
+    if not sync.finish(): ...               # paused: save what each replica holds, go on with `done` later
+    # otherwise there was one exact average over all replicas: export
+    details["sync"] = sync.report()
+    sync.close()
+
+Every rank of a replica calls every method, in the same order; rank p of a replica synchronises with rank p of other
+replicas, and with whom is decided once per replica.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from facility.exchange.messages.sync import SyncSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where this rank stands among the replicas."""
+
+    replica: int
+    replicas: int
+    position: int = 0
+    """This rank among those of its replica: shard or stage, the same parameters at the same position everywhere."""
+    positions: int = 1
+
+    @property
+    def chief(self) -> bool:
+        """Does this rank host the scheduler?"""
+        return self.replica == 0 and self.position == 0
+
+
+class Synchroniser(Protocol):
+    """A policy at work on one rank."""
+
+    def wants_more(self) -> bool:
+        """Is another step wanted of this replica? The same answer on every rank of the replica."""
+
+    @property
+    def remaining(self) -> int | None:
+        """Steps still to be made here; None where the updates of all replicas are counted together."""
+
+    @property
+    def progress(self) -> float:
+        """Steps done so far on average over the replicas: what a learning-rate schedule follows."""
+
+    @property
+    def influence(self) -> float:
+        """How many times as long the step is to be whose gradients were exchanged last: multiplies its learning rate.
+
+        Other than 1 where replicas that make few updates are debiased.
+        """
+
+    @property
+    def done(self) -> int:
+        """Steps made here, those before a pause included."""
+
+    @property
+    def samples(self) -> float:
+        """Samples of those steps."""
+
+    @property
+    def pausing(self) -> bool:
+        """Is this replica to make no further step for now? The same answer on every rank of the replica."""
+
+    def ask_to_pause(self) -> None:
+        """Any rank may ask; every replica then pauses at its next exchange (all at the same step where they exchange
+        in step)."""
+
+    def before_step(self, samples: float) -> None:
+        """A step of so many samples begins: exchange of gradients may start during its last backward pass."""
+
+    def reduce_gradients(self, samples: float) -> None:
+        """Exchange gradients where the policy does; `samples` (or tokens) is this replica's weight in the mean."""
+
+    def after_step(self, samples: float) -> None:
+        """Exchange parameters where the policy does; called after the optimizer's step."""
+
+    def finish(self) -> bool:
+        """Wait for all replicas and take the exact mean of their parameters, the same bits everywhere.
+
+        False: a pause was asked for. Nothing is under way between replicas, and each keeps its own parameters.
+        """
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """What the policy keeps between rounds (DiLoCo's outer momentum), as flat vectors over the parameters, by name."""
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Put back what `state_dict` gave."""
+
+    def report(self) -> dict[str, Any]:
+        """Figures of the round for `report.json`, from the first rank's view; other ranks give their own."""
+
+    def close(self) -> None:
+        """Leave: threads, sockets and process groups are gone afterwards."""
+
+
+def connect(
+    settings: SyncSettings,
+    *,
+    place: Place,
+    parameters: Sequence[torch.Tensor],
+    steps: int,
+    store: dist.Store,
+    done: int = 0,
+    samples: float = 0.0,
+    optimizer: torch.optim.Optimizer | None = None,
+    backwards_per_step: int = 1,
+    device: torch.device | None = None,
+    address: str = "127.0.0.1",
+    log: Path | None = None,
+    namespace: str = "sync",
+    endless: bool = False,
+) -> Synchroniser:
+    """Meet the other replicas and return the policy's synchroniser. A single replica never communicates.
+
+    Parameters
+    ----------
+    parameters
+        This rank's trained parameters, float32: plain, or DTensors of which the local shard is taken; the same
+        shapes on the same position of every replica. Their `grad` is what `reduce_gradients` exchanges.
+    steps
+        Steps that one replica is to make; all make `steps * replicas` together where progress is accumulated.
+    store
+        A store that all ranks reach (TCPStore); used below `namespace` only, another one for every round.
+    done, samples
+        Of `steps`, those that this replica made before a pause, and the samples it saw in them.
+    backwards_per_step
+        Backward passes whose gradients accumulate into one step, so that exchange can start during the last one.
+    address
+        This node's address, on which the scheduler and peers listen.
+    endless
+        The ranks of a replica are at different steps at a time: stages of a pipeline that never flushes. Except in
+        lockstep, each stage then has groups of its own (as in SDPipe), in which nobody waits for another stage.
+    log
+        Directory for `groups.jsonl` and `trace.json` (first rank only); None: no files.
+    """
+    from facility.sync.policies.alone import Alone
+    from facility.sync.policies.registry import build
+    from facility.sync.runtime.emulated import Emulated
+    from facility.sync.runtime.permission import Permission
+
+    emulation, stage = settings.emulation.build(), place
+    if place.replicas == 1:
+        alone = Alone(steps, done)
+        return Emulated(alone, emulation, place, backwards_per_step) if emulation.active else alone
+    store = dist.PrefixStore(namespace, store)
+    may_hold = None
+    if endless and not settings.lockstep:
+        if settings.bound != 1:  # with 1, all wait for all in one order, as under all-reduce
+            may_hold = Permission(store, str(place.position))
+        store = dist.PrefixStore(f"stage-{place.position}", store)
+        # An exchange is on the way of every gradient here, and weights are stashed: no relay.
+        settings = dataclasses.replace(settings, minimum=1, relay=0.0)
+        place, endless = Place(replica=place.replica, replicas=place.replicas), False
+    synchroniser = build(
+        settings,
+        place=place,
+        parameters=list(parameters),
+        steps=steps,
+        done=done,
+        samples=samples,
+        store=store,
+        may_hold=may_hold,
+        optimizer=optimizer,
+        backwards_per_step=backwards_per_step,
+        device=device or parameters[0].device,
+        address=address,
+        log=log,
+        endless=endless,
+    )
+    return Emulated(synchroniser, emulation, stage, backwards_per_step) if emulation.active else synchroniser

@@ -1,0 +1,334 @@
+"""What every policy shares: the connection, process groups, counting, the exact average at the end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from facility.exchange.messages.sync import SyncSettings
+from facility.exchange.scheduling.groups import GroupRules, GroupScheduler
+from facility.sync.protocol import Place
+from facility.sync.runtime.flat import Flat, begin_state, moments, zero
+from facility.sync.runtime.journal import Journal
+from facility.sync.runtime.link import Decision, Link
+from facility.sync.runtime.process_groups import Channel, Channels, ExchangeFailed
+from facility.sync.runtime.service import SchedulerService
+
+EXACT_ELEMENTS = 4_000_000
+"""Elements averaged at once in float64: what the final average needs beside two copies of the parameters."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """All that a policy is built from; see `policy.connect`."""
+
+    settings: SyncSettings
+    place: Place
+    parameters: list[torch.Tensor]
+    steps: int
+    done: int
+    samples: float
+    store: dist.Store
+    optimizer: torch.optim.Optimizer | None
+    backwards_per_step: int
+    device: torch.device
+    address: str
+    log: Path | None
+    endless: bool
+    may_hold: Callable[[bool], bool] | None
+
+
+class Replica:
+    """One rank under a policy; policies override what differs."""
+
+    accumulated = False
+    """Does the policy count updates of all replicas together (where settings ask so)?"""
+
+    def __init__(self, context: Context) -> None:
+        self.context, self.settings, self.place = context, context.settings, context.place
+        self.accumulated = type(self).accumulated and self.settings.progress == "accumulated"
+        self.service: SchedulerService | None = None
+        if self.place.chief:
+            budget = context.steps * self.place.replicas if self.accumulated else 0
+            journal = Journal(directory=context.log)
+            scheduler = self.scheduler(budget)
+            scheduler.may_hold = context.may_hold or scheduler.may_hold
+            self.service = SchedulerService(
+                scheduler,
+                self.settings,
+                replicas=self.place.replicas,
+                positions=self.place.positions,
+                journal=journal,
+            )
+            self.service.start(context.address)
+            context.store.set("scheduler", f"{self.service.host} {self.service.port} {self.service.token}")
+        self.flat = Flat(context.parameters, context.device)
+        self.prepare()
+        self.link = Link(
+            context.store,
+            self.settings,
+            self.place,
+            endless=context.endless,
+            rounds=self.rounds(context.done),
+            told=(context.done, context.samples),
+        )
+        self.channels = Channels(context.store, self.place.position, context.device, self.settings.timeout_seconds)
+        self.done = max(context.done, self.link.begin.done)
+        self.samples = context.samples
+        self.updates, self.stopped = self.link.begin.updates, self.link.begin.stop
+        self.wait_seconds = self.exchange_seconds = 0.0
+        self.bytes = 0
+        self._buffer: torch.Tensor | None = None
+
+    # -- what policies override -----------------------------------------------------------------------------------------
+    def scheduler(self, budget: int) -> GroupScheduler:
+        """The pure scheduler on the chief. Here: everybody, always."""
+        return GroupScheduler(rules=GroupRules(bound=1, debias=False, budget=budget))
+
+    def prepare(self) -> None:
+        """Called before the first contact with the others."""
+
+    def before_final(self) -> None:
+        """Called when all have finished, before the exact average or the pause."""
+
+    def rounds(self, steps: int) -> int:
+        """How often the scheduler has heard of a replica that made so many steps."""
+        return steps
+
+    # -- the protocol -----------------------------------------------------------------------------------------------------
+    def wants_more(self) -> bool:
+        return not self.stopped if self.accumulated else self.done < self.context.steps
+
+    @property
+    def remaining(self) -> int | None:
+        """Steps still to be made here; None where all replicas' updates are counted together."""
+        return None if self.accumulated else self.context.steps - self.done
+
+    @property
+    def progress(self) -> float:
+        return self.updates / self.place.replicas if self.accumulated else float(self.done)
+
+    @property
+    def influence(self) -> float:
+        return 1.0
+
+    @property
+    def pausing(self) -> bool:
+        return self.link.pausing
+
+    def ask_to_pause(self) -> None:
+        self.link.ask_to_pause()
+
+    def before_step(self, samples: float) -> None:
+        pass
+
+    def reduce_gradients(self, samples: float) -> None:
+        pass
+
+    def after_step(self, samples: float) -> None:
+        self.count(samples)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        assert not state, f"{self.settings.policy} keeps nothing between rounds"
+
+    def finish(self) -> bool:
+        while True:
+            decision = self.ask("finish")
+            self.before_final()
+            if decision.pause:
+                self.link.tell(decision, ok=True, seconds=0.0, sent=0)
+                return False
+            result = torch.empty(self.flat.size, dtype=torch.float32, device=self.context.device)
+
+            def exact(channel: Channel, decision: Decision = decision, result: torch.Tensor = result) -> int:
+                return self._exact_mean(channel, decision, result)
+
+            if self.exchange(decision, exact, vote=True):
+                if len(decision.members) > 1:
+                    self.flat.unpack(result)
+                return True
+
+    def report(self) -> dict[str, Any]:
+        figures: dict[str, Any] = {
+            "policy": self.settings.policy,
+            "replicas": self.place.replicas,
+            "updates_here": self.done,
+            "samples_here": self.samples,
+            "wait_seconds_here": round(self.wait_seconds, 4),
+            "exchange_seconds_here": round(self.exchange_seconds, 4),
+            "bytes_here": self.bytes,
+            "process_groups_here": self.channels.built,
+        }
+        if self.service is not None:
+            figures |= self.service.journal.summary()
+        return figures
+
+    def close(self) -> None:
+        self.link.close()
+        if self.service is not None:
+            self.service.stop()
+            self.service.journal.write()
+        self.channels.close()
+
+    # -- what policies use ------------------------------------------------------------------------------------------------
+    @property
+    def me(self) -> int:
+        return self.place.replica
+
+    def count(self, samples: float) -> None:
+        self.done += 1
+        self.samples += samples
+        self.link.updates, self.link.samples = self.done, self.samples
+
+    def ask(self, kind: str) -> Decision:
+        """Announce this replica and wait for its group."""
+        begin = time.monotonic()
+        decision = self.link.ask(kind)
+        self.wait_seconds += time.monotonic() - begin
+        self.updates, self.stopped = decision.updates, decision.stop
+        self.channels.evict(self.link.take_evictions())
+        return decision
+
+    def weight(self, decision: Decision) -> float:
+        """This replica's share in the group's mean, as the scheduler says."""
+        return decision.weights[decision.members.index(self.me)]
+
+    def channel(self, decision: Decision) -> Channel:
+        """The group's process group. Raises `ExchangeFailed`."""
+        return self.channels.get(decision.channel, decision.members, self.me, lambda: self.link.called_off(decision))
+
+    def exchange(
+        self,
+        decision: Decision,
+        action: Callable[[Channel], int],
+        *,
+        vote: bool,
+        begun: float | None = None,
+        sent: int = 0,
+        relayed: bool = False,
+    ) -> bool:
+        """Carry out a group's exchange; True when it took place (with `vote`: on every rank of the group).
+
+        `action` gets the process group and returns the bytes this rank sent; a group of one has nothing to do. `begun`
+        (monotonic seconds) and `sent` (bytes) are of what belongs to the exchange and came before; `relayed` as for
+        `Link.tell`.
+        """
+        begin, why = time.monotonic() if begun is None else begun, ""
+        try:
+            if len(decision.members) > 1:
+                sent += action(self.channel(decision))
+        except ExchangeFailed as error:
+            why = str(error)
+            self.spoiled(decision)
+        seconds = time.monotonic() - begin
+        self.exchange_seconds += seconds
+        self.bytes += sent
+        if not vote:
+            self.link.tell(decision, ok=not why, seconds=seconds, sent=sent, why=why, relayed=relayed)
+            return not why
+        took_place, _ = self.link.vote(decision, ok=not why, seconds=seconds, sent=sent, why=why)
+        if not took_place:
+            self.spoiled(decision)
+        return took_place
+
+    def spoiled(self, decision: Decision) -> None:
+        """An exchange failed: its process group and its buffer (still in use, perhaps) are never touched again."""
+        self.channels.discard(decision.channel)
+        self._buffer = None
+
+    def share(self, channel: Channel, amount: float) -> float:
+        """`amount` of this member over the sum of all members'."""
+        total = torch.tensor([amount], dtype=torch.float64, device=self.context.device)
+        channel.all_reduce(total)
+        return amount / total.item()
+
+    def mean(self, channel: Channel, shares: float | list[float], flat: Flat) -> torch.Tensor:
+        """Mean of `flat` over the group, by this member's share (or one for each tensor), in a buffer that the next call
+        overwrites."""
+        if self._buffer is None or self._buffer.numel() < flat.size:
+            self._buffer = torch.empty(flat.size, dtype=torch.float32, device=self.context.device)
+        buffer = flat.pack(self._buffer[: flat.size])
+        if isinstance(shares, list):
+            flat.scale(buffer, shares)
+        else:
+            buffer.mul_(shares)
+        channel.all_reduce(buffer)
+        return buffer
+
+    def averaged(self, decision: Decision, *, vote: bool, amount: float | None = None) -> bool:
+        """Average parameters (and moments, by the stated policy) over the group; False: nothing has changed.
+
+        Weights are the scheduler's, or `amount` of each member over the sum of all (samples, say).
+        """
+        if decision.returning:
+            begin_state(self.context.optimizer)
+        state = moments(self.context.optimizer)
+        both = [*self.flat.tensors, *state] if self.settings.state_policy == "average" else self.flat.tensors
+        flat = Flat(both, self.context.device)
+        box: list[torch.Tensor] = []
+
+        def action(channel: Channel) -> int:
+            share = self.weight(decision) if amount is None else self.share(channel, amount)
+            box.append(self.mean(channel, share, flat))
+            return ring_bytes(flat.bytes, len(decision.members))
+
+        if not self.exchange(decision, action, vote=vote):
+            return False
+        if box:
+            flat.unpack(box[0])
+            if self.settings.state_policy == "reset":
+                zero(state)
+        return True
+
+    def average(self, channel: Channel, decision: Decision, shares: Iterable[tuple[float, list[torch.Tensor]]]) -> int:
+        """Average tensors over the group, each list by this member's share in it, with the memory of one bucket.
+
+        Returns bytes sent. When it fails, some are averaged while others are as they were.
+        """
+        shared = [(share, tensor) for share, tensors in shares for tensor in tensors]
+        factors = iter([share for share, _ in shared])
+        sent = 0
+        for run in buckets([tensor for _, tensor in shared], self.settings.bucket_bytes):
+            flat = Flat(run, self.context.device)
+            flat.unpack(self.mean(channel, [next(factors) for _ in run], flat))
+            sent += ring_bytes(flat.bytes, len(decision.members))
+        return sent
+
+    def _exact_mean(self, channel: Channel, decision: Decision, result: torch.Tensor) -> int:
+        """Mean over all up to date, summed in float64 and rounded once: the same bits everywhere."""
+        counts = sum(1 for w in decision.weights if w > 0)
+        factor = 1.0 if self.weight(decision) > 0 else 0.0
+        own = self.flat.pack()
+        for piece, out in zip(own.split(EXACT_ELEMENTS), result.split(EXACT_ELEMENTS), strict=True):
+            wide = piece.double().mul_(factor)
+            channel.all_reduce(wide)
+            out.copy_(wide.div_(counts))
+        return ring_bytes(2 * self.flat.bytes, len(decision.members))
+
+
+def buckets(tensors: list[torch.Tensor], limit: int) -> Iterator[list[torch.Tensor]]:
+    """Runs of tensors of at most `limit` bytes in float32 together; a larger one is a run of its own."""
+    run: list[torch.Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if run and size + 4 * tensor.numel() > limit:
+            yield run
+            run, size = [], 0
+        run.append(tensor)
+        size += 4 * tensor.numel()
+    if run:
+        yield run
+
+
+def ring_bytes(size: int, members: int) -> int:
+    """Bytes one member sends in a ring all-reduce of `size` bytes."""
+    return 2 * size * (members - 1) // members

@@ -1,0 +1,123 @@
+"""From a prepared dataset to the batches that one rank reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from facility.dataset import PreparedDataset
+from facility.exchange.errors import ConfigurationError, InputError
+from facility.exchange.messages.settings import TrainingSettings
+from facility.sync.runtime.sampling import ReplicaOrder
+from facility.training.data.order import SampleOrder
+from facility.training.data.tasks import IGNORED, Batch, Task
+from facility.training.seeds import derive
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """How a batch is cut among its readers."""
+
+    bounds: tuple[int, ...]
+    """Reader r takes sequences bounds[r] to bounds[r + 1] of every batch."""
+    micro_batch_sequences: int
+    micro_batches: tuple[int, ...]
+    """Forward passes a step, by reader; the same for all unless a plan says otherwise (pipelines only)."""
+    fixed: bool
+    """Every micro-batch holds exactly `micro_batch_sequences`; what is missing counts for nothing (pipelines)."""
+
+    @property
+    def batch_sequences(self) -> int:
+        return self.bounds[-1]
+
+
+def even_shape(settings: TrainingSettings, readers: int, *, stages: int, interleaved: bool) -> Shape:
+    """Every reader the same share. A pipeline gets two micro-batches a stage unless told, and a multiple of its stages
+    if interleaved."""
+    batch = settings.batch_sequences
+    if batch < readers:
+        raise ConfigurationError(
+            f"training.batch_sequences is {batch}, but {readers} ranks read data: "
+            "each needs at least one sequence a step; raise the batch or use fewer ranks"
+        )
+    largest = -(-batch // readers)
+    micro = settings.micro_batch_sequences or (largest if stages == 1 else max(1, largest // (2 * stages)))
+    count = -(-largest // micro)
+    if stages > 1:
+        count = max(count, stages)
+        if interleaved:
+            count = -(-count // stages) * stages
+    return Shape(
+        bounds=tuple(batch * r // readers for r in range(readers + 1)),
+        micro_batch_sequences=micro,
+        micro_batches=(count,) * readers,
+        fixed=stages > 1,
+    )
+
+
+class Feed:
+    """This rank's share of every batch, the same batch for any number of readers."""
+
+    def __init__(
+        self,
+        dataset: PreparedDataset,
+        task: Task,
+        shape: Shape,
+        *,
+        seed: int,
+        facility: str,
+        evaluation_sequences: int,
+        reader: int,
+        readers: int,
+        apart: ReplicaOrder | None = None,
+    ) -> None:
+        self.dataset, self.task, self.shape, self.seed = dataset, task, shape, seed
+        self.reader, self.readers, self.apart = reader, readers, apart
+        sequences, validation = len(dataset.split("train")), len(dataset.split("validation"))
+        if not sequences or not validation:
+            raise InputError(
+                f"{dataset.directory} holds {sequences} training and {validation} validation blocks; "
+                "both need at least one: prepare more text or shorter blocks"
+            )
+        self.order = SampleOrder(sequences=sequences, seed=seed, facility=facility)
+        self.evaluated = min(validation, evaluation_sequences or validation)
+
+    def _batch(self, split: str, indices: Sequence[int] | np.ndarray, seeds: list[int]) -> Batch:
+        """Sequences of a split; an empty share becomes one sequence that counts for nothing."""
+        size = self.shape.micro_batch_sequences if self.shape.fixed else max(1, len(indices))
+        blank = size - len(indices)
+        filled = np.concatenate([np.asarray(indices, dtype=np.int64), np.zeros(blank, dtype=np.int64)])
+        batch = self.task.batch(self.dataset, split, filled, seeds + [0] * blank)
+        if blank:
+            batch.targets[len(indices) :] = IGNORED
+        return batch
+
+    def step(self, position: int) -> list[Batch]:
+        """Micro-batches of the batch that begins at sequence `position`."""
+        indices = self._indices(position)
+        share = np.arange(self.shape.bounds[self.reader], self.shape.bounds[self.reader + 1])
+        batches = []
+        for piece in np.array_split(share, self.shape.micro_batches[self.reader]):
+            seeds = [derive(self.seed, "draw", position + int(i)) for i in piece]
+            batches.append(self._batch("train", indices[piece], seeds))
+        return batches
+
+    def _indices(self, position: int) -> np.ndarray:
+        """The batch's sequences; a replica with an order of its own fills its part of the batch from that."""
+        if self.apart is None:
+            return self.order.take(position, self.shape.batch_sequences)
+        shards = self.readers // self.apart.replicas
+        first = self.shape.bounds[self.apart.replica * shards]
+        count = self.shape.bounds[(self.apart.replica + 1) * shards] - first
+        indices = np.zeros(self.shape.batch_sequences, dtype=np.int64)
+        indices[first : first + count] = self.apart.take(position // self.shape.batch_sequences * count, count)
+        return indices
+
+    def evaluation(self) -> Iterator[Batch]:
+        """This reader's share of the validation split, in as many pieces as every other reader's."""
+        micro = self.shape.micro_batch_sequences
+        for begin in range(0, self.evaluated, micro * self.readers):
+            mine = range(begin + self.reader * micro, min(self.evaluated, begin + (self.reader + 1) * micro))
+            yield self._batch("validation", list(mine), [derive(self.seed, "validation", i) for i in mine])

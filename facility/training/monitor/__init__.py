@@ -1,0 +1,1 @@
+"""What a round reports of itself: time, memory, progress, traces, trackers."""

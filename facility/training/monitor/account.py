@@ -1,0 +1,136 @@
+"""What a round tells of itself: memory, devices, versions, speed."""
+
+from __future__ import annotations
+
+import math
+import platform
+import resource
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from facility.training.parallel.arrange import Layout
+from facility.training.parallel.assemble import Assembly
+from facility.training.parallel.ranks import Ranks
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), bounded so that it stays a number."""
+    return math.exp(min(loss, 700.0))
+
+
+def gather(ranks: Ranks, value: Any) -> list[Any]:
+    """A small value of every rank, on every rank."""
+    if ranks.world == 1:
+        return [value]
+    values: list[Any] = [None] * ranks.world
+    dist.all_gather_object(values, value)
+    return values
+
+
+def peak_memory_bytes(ranks: Ranks) -> int:
+    """This rank's largest: memory allocated on its GPU, or resident memory of the process."""
+    if ranks.device.type == "cuda":
+        return torch.cuda.max_memory_allocated(ranks.device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return platform.processor() or platform.machine()
+
+
+def versions() -> dict[str, str]:
+    import transformers
+
+    import facility
+
+    return {
+        "crossfed": facility.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+PEAK_FLOPS = {
+    "NVIDIA A100": 312e12,
+    "NVIDIA H100": 989e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA L40S": 362e12,
+    "NVIDIA GH200": 989e12,
+}
+"""Dense bf16 operations a second by the beginning of the device's name (the makers' data sheets)."""
+
+
+def peak_flops(name: str) -> float | None:
+    """Of a device, or None where it is not known: then no MFU is told."""
+    return next((value for prefix, value in PEAK_FLOPS.items() if name.startswith(prefix)), None)
+
+
+def flops_per_token(parameters: int, embedding: int, blocks: int, hidden: int, tokens: int) -> float:
+    """Model operations for training on one token: 6 a weight that multiplies, and attention's 6 L H T (causal: half of
+    12 L H T; Chowdhery et al. 2022, arXiv 2204.02311, appendix B)."""
+    return 6.0 * (parameters - embedding) + 6.0 * blocks * hidden * tokens
+
+
+def bubble_theory(schedule: str, stages: int, virtual: int, micro_batches: int) -> float:
+    """Share of a pipeline step that a rank idles, for equal stages (Narayanan et al. 2021, arXiv 2104.04473, section 2.2:
+    (p-1)/m of the ideal time, over v with interleaving). Zero bubble (Qi et al. 2023, arXiv 2401.10241, table 1, H1
+    with equal F, B, W): a third of it."""
+    if stages == 1:
+        return 0.0
+    ratio = (stages - 1) / (micro_batches * virtual)
+    if schedule == "interleaved_zero_bubble":
+        ratio /= 3
+    return ratio / (1 + ratio)
+
+
+def steady(ends: list[float], tokens: int) -> float | None:
+    """Tokens a second from the end of the second step on: without compilation and first touches of memory."""
+    return (len(ends) - 2) * tokens / (ends[-1] - ends[1]) if len(ends) > 2 else None
+
+
+def details(
+    held: Assembly,
+    layout: Layout,
+    config: Any,
+    seconds: float,
+    tokens: int,
+    per_rank: list[dict[str, Any]],
+    peak: float = 0.0,
+) -> dict[str, Any]:
+    """Figures for `report.json`: model operations a second, MFU where the peak is known or given, time split, bubble.
+
+    The time split, `seconds` of every rank: `data`, `forward`, `backward`, `optimizer`, `communication`, of a pipeline
+    `pipeline` and the `busy` part of it. Torch's own collectives are parts of these and not beside them: `all_gather`
+    (FSDP2) of forward and backward, `reduce_scatter` (FSDP2) and `all_reduce` (gradients between replicas that step
+    together, by DDP or FSDP2) of backward, in a pipeline all three of `pipeline`.
+    """
+    embedding = getattr(config, "vocab_size", 0) * getattr(config, "hidden_size", 0)
+    operations = flops_per_token(
+        held.parameters,
+        embedding,
+        getattr(config, "num_hidden_layers", 0),
+        getattr(config, "hidden_size", 0),
+        layout.block_tokens,
+    )
+    rate = operations * tokens / seconds
+    whole_peak = sum(peak or peak_flops(r["device"]) or math.nan for r in per_rank)
+    result: dict[str, Any] = {
+        "layout": layout.to_json(),
+        "parameters": held.parameters,
+        "trained_parameters": held.trained,
+        "flops_per_second": rate,
+        "mfu": None if math.isnan(whole_peak) else rate / whole_peak,
+        "per_rank": per_rank,
+    }
+    if layout.units:
+        grid, virtual = layout.grid, len(layout.units) // layout.grid.stages
+        micro_batches = max(layout.shape.micro_batches)
+        busy, whole = (sum(r["seconds"].get(k, 0.0) for r in per_rank) for k in ("busy", "pipeline"))
+        result["bubble_measured"] = 1 - busy / whole if whole else None
+        result["bubble_theory"] = bubble_theory(layout.schedule, grid.stages, virtual, micro_batches)
+    return result

@@ -1,0 +1,166 @@
+"""Decide the layout of a facility: from its settings, or from a plan. Which rank holds what, and who reads what."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from facility.exchange.errors import ConfigurationError
+from facility.exchange.messages.layout import ScheduleName
+from facility.exchange.messages.plan import Plan
+from facility.exchange.messages.settings import TrainingSettings
+from facility.exchange.messages.sync import SyncSettings
+from facility.measuring.devices import device_id
+from facility.training.data.feed import Shape, even_shape
+from facility.training.parallel.grid import Grid, checked_units, even_units, grid, sharded_grid
+from facility.training.parallel.ranks import Ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Everything that decides which rank holds what, in one place."""
+
+    grid: Grid
+    units: list[tuple[int, int]]
+    """[first, end) of every chunk; empty: the model is whole."""
+    schedule: ScheduleName
+    shape: Shape
+    block_tokens: int
+    replicas_in_mesh: bool
+    """FSDP2 also averages over the replicas (HSDP); else a policy of `facility.sync` brings them together."""
+    reshard: bool
+    sync: SyncSettings
+    agrees_once: bool = False
+    """Replicas of a whole model, unsharded, exchange gradients once a step and not once a micro-batch."""
+    reasons: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """For the report."""
+        return {
+            "replicas": self.grid.replicas,
+            "stages": self.grid.stages,
+            "shards": self.grid.shards,
+            "units": [list(pair) for pair in self.units],
+            "schedule": self.schedule if self.units else "",
+            "micro_batches": list(self.shape.micro_batches),
+            "micro_batch_sequences": self.shape.micro_batch_sequences,
+            "replicas_by": "fsdp2" if self.replicas_in_mesh else self.sync.policy,
+            "reasons": list(self.reasons),
+        }
+
+
+def seated(ranks: Ranks, plan: Plan, shards: int) -> Ranks | None:
+    """This process's place among the ranks that the plan uses; None where the plan leaves it idle."""
+    if ranks.world % shards:
+        raise ConfigurationError(f"{ranks.world} ranks are no multiple of layout.shards {shards}")
+    # torch sorts the ranks of a group, so ranks are numbered anew in the plan's order: replica by replica, stage by stage.
+    seats = [device for replica in zip(*plan.grid, strict=True) for device in replica]
+    if max(seats) >= ranks.world // shards:
+        raise ConfigurationError(
+            f"the plan uses {len(seats)} devices of {shards} rank(s) each, up to number {max(seats)}, but {ranks.world} ranks came; plan again"
+        )
+    group, within = divmod(ranks.rank, shards)
+    if group not in seats:
+        return None
+    host = 0 if 0 in seats else min(seats)
+    return dataclasses.replace(
+        ranks, rank=seats.index(group) * shards + within, world=len(seats) * shards, hosts=ranks.rank == host * shards
+    )
+
+
+def same_device(plan: Plan, number: int, ranks: Ranks) -> None:
+    """Refuse a plan made for other devices: `number` is this rank's in the plan. Raises `ConfigurationError`."""
+    if not plan.device_ids:
+        return
+    planned = plan.device_ids[number] if number < len(plan.device_ids) else "unknown"
+    found = device_id(ranks.device, ranks.local_rank)
+    if planned != found:
+        known = f"; it knows {found} as device {plan.device_ids.index(found)}" if found in plan.device_ids else ""
+        raise ConfigurationError(
+            f"device {number} of the plan is {planned}, but rank {number} came on {found}{known}: the allocation is not the "
+            "one that was measured; measure and plan again, or make a plan for any devices of this kind "
+            "(coordinator.plan --any-devices)"
+        )
+
+
+def from_plan(plan: Plan, ranks: Ranks, settings: TrainingSettings, *, blocks: int, block_tokens: int) -> Layout:
+    """The layout that a plan asks for. Raises `ConfigurationError` where it does not fit ranks, model or batch."""
+    if plan.compressed_links:
+        raise ConfigurationError(
+            f"the plan compresses {len(plan.compressed_links)} links, but stages send their activations as they are; "
+            "take `codecs` out of the problem and plan again"
+        )
+    shards = settings.layout.shards or 1
+    devices = sorted({device for row in plan.grid for device in row})
+    plan.validate(max(devices[-1] + 1, ranks.world // shards), blocks)
+    if ranks.world != len(devices) * shards:
+        raise ConfigurationError(
+            f"the plan uses {len(devices)} devices of {shards} rank(s) each, but {ranks.world} ranks came; plan again"
+        )
+    arrangement = grid(ranks.world, replicas=plan.replicas, stages=plan.stages)
+    counts = tuple(count for count in plan.replica_micro_batches for _ in range(shards))
+    batch = sum(counts) * plan.micro_batch_samples
+    if batch != settings.batch_sequences:
+        raise ConfigurationError(
+            f"the plan makes {batch} sequences a step ({sum(counts)} micro-batches of {plan.micro_batch_samples}), "
+            f"training.batch_sequences is {settings.batch_sequences}: set it to {batch} or plan again"
+        )
+    bounds = [0]
+    for count in counts:
+        bounds.append(bounds[-1] + count * plan.micro_batch_samples)
+    pipelined = plan.stages * plan.virtual_stages > 1
+    sync = settings.sync
+    if plan.sync.name != "allreduce":
+        sync = dataclasses.replace(sync, policy=plan.sync.name, **plan.sync.options)
+    once = shards == 1 and sync.policy == "allreduce" and not settings.layout.offload
+    if not pipelined and not once and len(set(counts)) > 1:
+        raise ConfigurationError(
+            "replicas with unequal micro-batches need stages, or the policy allreduce without shards and offload; "
+            "plan again with equal ones"
+        )
+    return Layout(
+        grid=arrangement,
+        units=[(a, b) for a, b in plan.stage_units] if pipelined else [],
+        schedule=plan.schedule,
+        shape=Shape(
+            bounds=tuple(bounds), micro_batch_sequences=plan.micro_batch_samples, micro_batches=counts, fixed=pipelined
+        ),
+        block_tokens=block_tokens,
+        replicas_in_mesh=sync.policy == "allreduce",
+        reshard=settings.layout.sharding in ("FULL_SHARD", "HYBRID_SHARD"),
+        sync=sync,
+        agrees_once=once,
+        reasons=(f"as the plan by {plan.method or 'hand'} says", *plan.reasons),
+    )
+
+
+def from_settings(ranks: Ranks, settings: TrainingSettings, *, blocks: int, block_tokens: int) -> Layout:
+    """The layout that the settings ask for. Raises `ConfigurationError` where it does not fit ranks, model or batch."""
+    layout = settings.layout
+    arrangement, meaning = sharded_grid(ranks.world, ranks.local_world, layout)
+    chunks = layout.stages * layout.virtual_stages
+    units: list[tuple[int, int]] = []
+    if chunks > 1:
+        if layout.stages == 1:
+            raise ConfigurationError("layout.virtual_stages needs layout.stages of 2 or more")
+        total = blocks + 2
+        units = checked_units(layout.units, chunks, total) if layout.units else even_units(chunks, total)
+        meaning += f"; units {units} under {layout.schedule}"
+    elif layout.units:
+        raise ConfigurationError("layout.units names stages, but layout.stages is 1")
+    shape = even_shape(
+        settings, arrangement.readers, stages=layout.stages, interleaved=layout.schedule.startswith("interleaved")
+    )
+    return Layout(
+        grid=arrangement,
+        units=units,
+        schedule=layout.schedule,
+        shape=shape,
+        block_tokens=block_tokens,
+        replicas_in_mesh=settings.sync.policy == "allreduce",
+        reshard=layout.sharding in ("FULL_SHARD", "HYBRID_SHARD"),
+        sync=settings.sync,
+        agrees_once=arrangement.shards == 1 and not layout.offload,
+        reasons=(meaning,),
+    )

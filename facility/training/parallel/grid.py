@@ -1,0 +1,117 @@
+"""The rank grid of one facility: one reshaped `arange`, or what a plan says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from facility.exchange.errors import ConfigurationError
+from facility.exchange.messages.layout import LayoutSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """`ranks[replica, stage, shard]` is the rank that holds that shard of that stage of that copy of the model."""
+
+    ranks: np.ndarray
+
+    @property
+    def replicas(self) -> int:
+        return self.ranks.shape[0]
+
+    @property
+    def stages(self) -> int:
+        """Ranks that one pipeline passes through; with an interleaved schedule each holds several stages."""
+        return self.ranks.shape[1]
+
+    @property
+    def shards(self) -> int:
+        return self.ranks.shape[2]
+
+    @property
+    def readers(self) -> int:
+        """Parts that a batch is cut into: every (replica, shard) reads its own."""
+        return self.replicas * self.shards
+
+    def place(self, rank: int) -> tuple[int, int, int]:
+        """(replica, stage, shard) of a rank."""
+        found = np.argwhere(self.ranks == rank)
+        assert len(found) == 1, f"rank {rank} is in the grid {len(found)} times"
+        replica, stage, shard = found[0].tolist()
+        return replica, stage, shard
+
+    def reader(self, rank: int) -> int:
+        """Which part of the batch a rank reads; the stages of one pipeline read the same."""
+        replica, _, shard = self.place(rank)
+        return replica * self.shards + shard
+
+
+def sharded_grid(world: int, local_world: int, settings: LayoutSettings) -> tuple[Grid, str]:
+    """The grid that the settings ask for, and how FSDP's name of it was understood."""
+    node = max(1, local_world // settings.stages)
+    whole = world // settings.stages or 1
+    implied = {
+        "FULL_SHARD": (1, "one mesh over all shards, weights freed after forward"),
+        "SHARD_GRAD_OP": (1, "one mesh over all shards, weights kept until backward"),
+        "HYBRID_SHARD": (
+            max(1, whole // node),
+            "shards within a node, a replica per node, weights freed after forward",
+        ),
+        "_HYBRID_SHARD_ZERO2": (max(1, whole // node), "shards within a node, a replica per node, weights kept"),
+        "NO_SHARD": (whole, "every rank a replica"),
+    }
+    replicas, meaning = implied[settings.sharding]
+    if settings.replicas:
+        replicas, meaning = settings.replicas, f"{meaning}; replicas set to {settings.replicas}"
+    result = grid(world, replicas=replicas, stages=settings.stages)
+    shape = f"{result.replicas} replicas x {result.stages} stages x {result.shards} shards"
+    return result, f"{settings.sharding}: {meaning} -> {shape}"
+
+
+def even_units(chunks: int, units: int) -> list[tuple[int, int]]:
+    """Cut `units` units into chunks whose sizes differ by one at most."""
+    if chunks > units:
+        raise ConfigurationError(f"{chunks} stages for {units} units (embedding, blocks, head): use fewer stages")
+    bounds = [units * k // chunks for k in range(chunks + 1)]
+    return list(zip(bounds, bounds[1:], strict=False))
+
+
+def checked_units(stage_units: list[list[int]], chunks: int, units: int) -> list[tuple[int, int]]:
+    """Refuse a list of chunks that leaves a unit out or names it twice."""
+    if len(stage_units) != chunks:
+        raise ConfigurationError(f"layout.units has {len(stage_units)} chunks, expected {chunks}", key="layout.units")
+    expected = 0
+    for number, pair in enumerate(stage_units):
+        if len(pair) != 2 or pair[1] <= pair[0]:
+            raise ConfigurationError(f"layout.units[{number}] is {pair}, expected [first, end) with end above first")
+        if pair[0] != expected:
+            what = f"unit {expected} is in no chunk" if pair[0] > expected else f"unit {pair[0]} is in two chunks"
+            raise ConfigurationError(f"layout.units[{number}] is {pair}: {what}; expected it to begin at {expected}")
+        expected = pair[1]
+    if expected != units:
+        raise ConfigurationError(
+            f"layout.units ends at {expected}, the model has {units} units: embedding, {units - 2} blocks, head"
+        )
+    return [(first, end) for first, end in stage_units]
+
+
+def grid(world: int, *, replicas: int = 1, stages: int = 1, order: list[list[int]] | None = None) -> Grid:
+    """Arrange `world` ranks; shards are what replicas and stages leave over, and lie on neighbouring ranks.
+
+    `order[stage][replica]` places whole shard groups where a plan says so.
+    """
+    if replicas < 1 or stages < 1 or world % (replicas * stages):
+        raise ConfigurationError(
+            f"{world} ranks cannot be arranged as {replicas} replicas x {stages} stages: "
+            f"the number of ranks must be a multiple of {replicas * stages}"
+        )
+    shards = world // (replicas * stages)
+    if order is None:
+        return Grid(ranks=np.arange(world).reshape(replicas, stages, shards))
+    groups = np.array(order).T  # replica, stage
+    if groups.shape != (replicas, stages) or sorted(groups.flatten().tolist()) != list(range(replicas * stages)):
+        raise ConfigurationError(
+            f"the plan's grid {order} does not name every group of ranks 0..{replicas * stages - 1} exactly once"
+        )
+    return Grid(ranks=groups[:, :, None] * shards + np.arange(shards))

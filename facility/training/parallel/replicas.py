@@ -1,0 +1,73 @@
+"""Bring the replicas of a facility together: nothing to do where FSDP2 does, else a policy of `facility.sync`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch.distributed as dist
+
+from facility.sync.policies.alone import Alone
+from facility.sync.protocol import Place, Synchroniser, connect
+from facility.sync.runtime.sampling import ReplicaOrder
+from facility.sync.runtime.wire import address_of_this_node
+from facility.training.engine import Engine
+from facility.training.parallel.arrange import Layout
+from facility.training.parallel.ranks import Ranks, broadcast
+from facility.training.seeds import derive
+
+
+def order_of(layout: Layout, ranks: Ranks, *, sequences: int, seed: int) -> ReplicaOrder | None:
+    """The replica's own order of the data, where `training.sync.samples` asks for one; None: the common batches."""
+    policy = layout.sync.samples
+    if policy == "dealt" or layout.grid.replicas == 1:
+        return None
+    replica, _, _ = layout.grid.place(ranks.rank)
+    return ReplicaOrder(
+        policy=policy,
+        sequences=sequences,
+        replica=replica,
+        replicas=layout.grid.replicas,
+        seed=derive(seed, "replicas"),
+    )
+
+
+def paces(layout: Layout, ranks: Ranks, engine: Engine) -> tuple[int, int]:
+    """How many replicas have weights and a pace of their own, and which of them this rank is part of."""
+    return (1, 0) if engine.together else (layout.grid.replicas, layout.grid.place(ranks.rank)[0])
+
+
+def synchroniser(
+    layout: Layout, ranks: Ranks, engine: Engine, *, steps: int, done: int, samples: float, round: int, log: Path
+) -> Synchroniser:
+    """The policy at work on this rank, for `steps` steps of which `done` (on so many samples) lie before a pause."""
+    grid = layout.grid
+    if engine.together:
+        return Alone(steps, done)
+    replica, row, column = grid.place(ranks.rank)
+    address = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    if ranks.first:
+        store = dist.TCPStore(address, 0, None, is_master=True, wait_for_workers=False)
+        broadcast(ranks, str(store.port))
+    else:
+        store = dist.TCPStore(address, int(broadcast(ranks, None)), None, is_master=False, wait_for_workers=False)
+    return connect(
+        layout.sync,
+        place=Place(
+            replica=replica,
+            replicas=grid.replicas,
+            position=row * grid.shards + column,
+            positions=grid.stages * grid.shards,
+        ),
+        parameters=[part.tensor for part in engine.parts],
+        optimizer=engine.optimizer,
+        steps=steps,
+        done=done,
+        samples=samples,
+        store=store,
+        backwards_per_step=layout.shape.micro_batches[grid.reader(ranks.rank)],
+        device=ranks.device,
+        address=address_of_this_node(address),
+        log=log if ranks.first else None,
+        namespace=f"round-{round}",
+    )

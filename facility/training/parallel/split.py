@@ -1,0 +1,210 @@
+"""Cut a Hugging Face model into stages of any units, found by structure and not by a list of names.
+
+The whole module skeleton and its names stay (checkpoint keys never change); what a stage does not own is replaced by
+parameter-free `Pass`, and the received activation enters where the stage's first block begins. Blocks are never
+renumbered: `config.layer_types[i]` and the like keep meaning block i.
+
+Units: 0 = everything that runs before the first block (embeddings), 1..L = blocks, L+1 = everything after the last.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from facility.exchange.errors import InputError
+from facility.training.head import ChunkedHead
+from facility.training.parallel.shard import find_blocks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Anatomy:
+    """Where the units of a model are."""
+
+    blocks: str
+    """Name of the list of blocks."""
+    count: int
+    """Blocks in it: L."""
+    before: tuple[str, ...]
+    """Modules with parameters of their own that run before the first block."""
+    after: tuple[str, ...]
+    """The same after the last block, or never."""
+    returns_tuple: bool
+    """Does a block return a tuple, of which the activation is the first?"""
+    hidden: int
+    """Width of the activation between blocks."""
+    logits: tuple[int, ...]
+    """Shape of the logits after the batch dimension, for one block of tokens."""
+
+    @property
+    def units(self) -> int:
+        return self.count + 2
+
+    def unit_of(self, parameter: str) -> int:
+        """Unit that owns the parameter of that name."""
+        if parameter.startswith(self.blocks + "."):
+            return int(parameter[len(self.blocks) + 1 :].split(".", 1)[0]) + 1
+        return 0 if parameter.rpartition(".")[0] in self.before else self.count + 1
+
+
+def examine(config: Any, factory: Any, attention: str, tokens: int) -> Anatomy:
+    """Run one forward pass without memory or arithmetic (FakeTensor) and note what runs when."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    config = copy.deepcopy(config)
+    config.use_cache = False
+    before: list[str] = []
+    after: list[str] = []
+    seen: dict[str, Any] = {}
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        model = factory.from_config(config, dtype=torch.bfloat16, attn_implementation=attention)
+        model.eval()
+        name, blocks = find_blocks(model)
+        kind = type(model).__name__
+        base = getattr(model, getattr(model, "base_model_prefix", "") or "-", None)
+        if base is None:
+            raise InputError(f"{kind} cannot be split into stages: looked for its base model under `base_model_prefix`")
+
+        def first_block(module: nn.Module, args: tuple, kwargs: dict) -> None:
+            seen["hidden"] = args[0] if args else kwargs.get("hidden_states")
+
+        def block_output(module: nn.Module, args: tuple, output: Any) -> None:
+            seen["output"] = output
+
+        blocks[0].register_forward_pre_hook(first_block, with_kwargs=True)
+        blocks[0].register_forward_hook(block_output)
+        own = [n for n, m in model.named_modules() if m._parameters and not n.startswith(name + ".")]
+        for module_name in own:
+
+            def note(module: nn.Module, args: tuple, output: Any, module_name: str = module_name) -> None:
+                (after if "hidden" in seen else before).append(module_name)
+
+            model.get_submodule(module_name).register_forward_hook(note)
+        logits = model(input_ids=torch.zeros(1, tokens, dtype=torch.int64)).logits
+    if not isinstance(seen.get("hidden"), torch.Tensor):
+        raise InputError(
+            f"{kind} cannot be split into stages: looked for {name}[0] being called with the activation first, "
+            f"found {type(seen.get('hidden')).__name__}"
+        )
+    output = seen["output"]
+    first = output[0] if isinstance(output, tuple) else output
+    if not isinstance(first, torch.Tensor) or first.shape != seen["hidden"].shape:
+        raise InputError(
+            f"{kind} cannot be split into stages: looked for {name}[0] returning an activation of shape "
+            f"{tuple(seen['hidden'].shape)}, found {type(output).__name__}"
+        )
+    early = tuple(n for n in own if n in before and n not in after)
+    return Anatomy(
+        blocks=name,
+        count=len(blocks),
+        before=early,
+        after=tuple(n for n in own if n not in early),
+        returns_tuple=isinstance(output, tuple),
+        hidden=first.shape[-1],
+        logits=tuple(logits.shape[1:]),
+    )
+
+
+class Pass(nn.Module):
+    """Stands where another stage's module is: hands its first input on; for an embedding, adds nothing."""
+
+    def __init__(self, *, embedding: bool = False, wrap: bool = False) -> None:
+        super().__init__()
+        self.embedding, self.wrap = embedding, wrap
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.embedding:
+            return torch.zeros(())
+        value = args[0] if args else next(iter(kwargs.values()))
+        return (value,) if self.wrap else value
+
+
+class Inject(nn.Module):
+    """Stands for the block before a stage's first: returns the activation received from the previous stage."""
+
+    def __init__(self, *, wrap: bool) -> None:
+        super().__init__()
+        self.wrap = wrap
+        self.received: torch.Tensor | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return (self.received,) if self.wrap else self.received
+
+
+class Stage(nn.Module):
+    """Units [first, end) of a model; tokens or an activation in, an activation or logits out."""
+
+    def __init__(
+        self, model: nn.Module, anatomy: Anatomy, first: int, end: int, dtype: torch.dtype, *, chunk_rows: int = 0
+    ) -> None:
+        """`chunk_rows`: the last stage returns the summed loss, over so many positions at once, instead of logits."""
+        super().__init__()
+        self.model, self.anatomy, self.first, self.end, self.dtype = model, anatomy, first, end, dtype
+        self.is_first, self.is_last = first == 0, end == anatomy.units
+        blocks = model.get_submodule(anatomy.blocks)
+        assert isinstance(blocks, nn.ModuleList)
+        wrap = anatomy.returns_tuple
+        for number in range(anatomy.count):
+            if not first <= number + 1 < end:
+                blocks[number] = Pass(wrap=wrap)
+        self._inject: Inject | None = None
+        if first >= 2:
+            self._inject = Inject(wrap=wrap)
+            blocks[first - 2] = self._inject
+        elif first == 1:
+            self._received: torch.Tensor | None = None
+            self._enter(blocks[0])
+        self.chunked = ChunkedHead(model, chunk_rows, later=True) if self.is_last and chunk_rows else None
+        outside = ((0, anatomy.before), (anatomy.count + 1, anatomy.after))
+        for unit, names in outside:
+            if not first <= unit < end:
+                for name in names:
+                    module = model.get_submodule(name)
+                    replace_module(model, name, Pass(embedding=isinstance(module, nn.Embedding)))
+
+    def _enter(self, block: nn.Module) -> None:
+        """Let the block take the received activation in place of what the skeleton computed before it."""
+        inner = block.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if args:
+                return inner(self._received, *args[1:], **kwargs)
+            return inner(**(kwargs | {"hidden_states": self._received}))
+
+        block.forward = forward  # type: ignore[method-assign]
+
+    def forward(self, value: torch.Tensor, *, targets: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
+        if self.chunked is not None:
+            self.chunked.targets = targets
+        if self.is_first:
+            inputs = {"input_ids": value, **kwargs}
+        else:
+            if self._inject is not None:
+                self._inject.received = value
+            else:
+                self._received = value
+            inputs = {"inputs_embeds": value, **{k: v for k, v in kwargs.items() if k == "attention_mask"}}
+        if self.is_last:
+            return self.model(**inputs).logits.to(self.dtype)
+        base = self.model.get_submodule(str(self.model.base_model_prefix))
+        hidden = base(**inputs).last_hidden_state.to(self.dtype).contiguous()
+        if hidden._is_view():
+            hidden = hidden.clone()  # zero-bubble schedules detach a stage's output in place
+        if torch.is_grad_enabled() and not hidden.requires_grad:
+            hidden.requires_grad_()  # nothing up to here is trained, but the schedule wants to send a gradient back
+        return hidden
+
+
+def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Put `module` where the module of that name is; for modules with children only their own parameters go."""
+    parent, _, leaf = name.rpartition(".")
+    old = model.get_submodule(name)
+    if any(True for _ in old.children()):
+        for key in list(old._parameters):
+            old._parameters[key] = None
+        return
+    setattr(model.get_submodule(parent), leaf, module)

@@ -1,0 +1,129 @@
+"""From a checkpoint on disk to the shard that a rank holds, reading only the bytes of that shard."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from facility.exchange.checkpoints.checkpoint import Checkpoint, TensorEntry, read_exactly, torch_dtype
+from facility.exchange.errors import CheckpointError
+
+PIECE_BYTES = 64_000_000
+"""Bytes read at once: what loading needs beyond the shard itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """The rows of one parameter that this rank holds; what is loaded, trained, clipped, synchronised and saved."""
+
+    name: str
+    """Name in the checkpoint."""
+    shape: tuple[int, ...]
+    """Shape of the whole parameter."""
+    first: int
+    """First row held here."""
+    tensor: torch.Tensor
+    """The rows, sharing memory with the parameter."""
+    parameter: nn.Parameter
+    copy: bool = False
+    """Another rank holds the original (a tied head away from its embedding): not saved, not counted in the norm."""
+
+    @property
+    def trained(self) -> bool:
+        return self.parameter.requires_grad
+
+    @property
+    def gradient(self) -> torch.Tensor | None:
+        """The rows of the gradient, sharing memory with it; None before backward."""
+        gradient = self.parameter.grad
+        return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+def part_of(name: str, parameter: nn.Parameter) -> Part:
+    """What this rank holds of a parameter, sharded by FSDP2 or not."""
+    shape = tuple(parameter.shape)
+    if not isinstance(parameter, DTensor):
+        return Part(name=name, shape=shape, first=0, tensor=parameter, parameter=parameter)
+    first, count = 0, shape[0]
+    coordinates = parameter.device_mesh.get_coordinate() or ()
+    for size, index, placement in zip(parameter.device_mesh.shape, coordinates, parameter.placements, strict=True):
+        if isinstance(placement, Shard):
+            assert placement.dim == 0, "FSDP2 shards rows"
+            length = -(-count // size)
+            start = min(count, index * length)
+            first, count = first + start, min(length, count - start)
+    held: torch.Tensor = parameter.to_local().detach()
+    assert tuple(held.shape) == (count, *shape[1:]), (name, held.shape, count, shape)
+    return Part(name=name, shape=shape, first=first, tensor=held, parameter=parameter)
+
+
+def read_rows(entry: TensorEntry, first: int, target: torch.Tensor) -> None:
+    """Fill `target` (rows `first`, `first` + 1, ... of the stored tensor) in pieces, converting the dtype."""
+    if target.numel() == 0:
+        return
+    stored = torch_dtype(entry.dtype)
+    row = (entry.elements // entry.shape[0]) if entry.shape else 1
+    begin = entry.start + first * row * stored.itemsize
+    flat = target.detach().view(-1)
+    per_piece = max(1, PIECE_BYTES // stored.itemsize)
+    descriptor = os.open(entry.file, os.O_RDONLY)
+    try:
+        for at in range(0, flat.numel(), per_piece):
+            count = min(per_piece, flat.numel() - at)
+            buffer = bytearray(count * stored.itemsize)
+            read_exactly(descriptor, memoryview(buffer), begin + at * stored.itemsize, entry.file)
+            flat[at : at + count].copy_(torch.frombuffer(buffer, dtype=stored))
+    finally:
+        os.close(descriptor)
+
+
+def materialise(model: nn.Module, device: torch.device) -> None:
+    """Give memory to parameters built on the meta device; buffers (rotary tables) keep their values."""
+    shared: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                shared.setdefault(id(parameter), []).append((module, name))
+    model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
+    for places in shared.values():  # `_apply` replaces a tied parameter once for each of its names
+        first = places[0][0]._parameters[places[0][1]]
+        for module, name in places[1:]:
+            module._parameters[name] = first
+
+
+def load_parts(parts: Iterable[Part], checkpoint: Checkpoint) -> None:
+    """Fill each part from the checkpoint's tensor of that name. Raises `CheckpointError`."""
+    for part in parts:
+        entry = checkpoint.tensors.get(part.name)
+        if entry is None:
+            near = [key for key in checkpoint.tensors if key.split(".")[-2:] == part.name.split(".")[-2:]][:3]
+            raise CheckpointError(
+                f"{checkpoint.directory} holds no tensor {part.name!r}, which the model that its config.json describes "
+                f"needs; similar names: {near}"
+            )
+        if entry.shape != part.shape:
+            raise CheckpointError(
+                f"{checkpoint.directory}: tensor {part.name!r} has shape {list(entry.shape)}, "
+                f"its config.json asks for {list(part.shape)}"
+            )
+        read_rows(entry, part.first, part.tensor)
+
+
+def add_parts(parts: Iterable[Part], checkpoint: Checkpoint) -> None:
+    """Add the checkpoint's tensors of these names to what the parts hold. Raises `CheckpointError` for another shape."""
+    for part in parts:
+        if (entry := checkpoint.tensors.get(part.name)) is not None:
+            if entry.shape != part.shape:
+                raise CheckpointError(
+                    f"{checkpoint.directory}: tensor {part.name!r} has shape {list(entry.shape)}, "
+                    f"the model's is {list(part.shape)}: remove the directory"
+                )
+            rows = torch.empty_like(part.tensor)
+            read_rows(entry, part.first, rows)
+            with torch.no_grad():
+                part.tensor.add_(rows)

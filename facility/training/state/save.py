@@ -1,0 +1,134 @@
+"""From the shards that ranks hold to a Hugging Face checkpoint, without gathering anything anywhere.
+
+A safetensors file is a header and the tensors' bytes, row after row. Names, shapes and dtypes are known in advance,
+so the first rank writes the headers and every rank then writes the rows it holds at their final offset. No rank
+sends a weight to another; memory needed beyond the shard is one piece of `PIECE_BYTES`. The directory must be seen
+by all ranks, as it must be for a checkpoint of several ranks in any case.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from facility.exchange.checkpoints.checkpoint import INDEX, ITEM_BYTES, SINGLE, torch_dtype
+from facility.exchange.errors import CheckpointError
+from facility.exchange.files.durable import write_json
+from facility.training.state.load import PIECE_BYTES, Part
+
+FILE_BYTES = 2_000_000_000
+"""Largest file of an export, unless one tensor alone is larger."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slot:
+    """Where a tensor's bytes go."""
+
+    file: str
+    start: int
+    """Byte offset of its first element."""
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return ITEM_BYTES[self.dtype] * torch.Size(self.shape).numel()
+
+
+def plan_files(
+    tensors: Sequence[tuple[str, str, tuple[int, ...]]], *, file_bytes: int = FILE_BYTES
+) -> tuple[dict[str, Slot], dict[str, bytes]]:
+    """Lay `(name, dtype, shape)` out in files: the slot of each tensor and the header of each file.
+
+    Pure: every rank computes the same plan.
+    """
+    groups: list[list[tuple[str, str, tuple[int, ...]]]] = [[]]
+    filled = 0
+    for name, dtype, shape in tensors:
+        size = ITEM_BYTES[dtype] * torch.Size(shape).numel()
+        if groups[-1] and filled + size > file_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append((name, dtype, shape))
+        filled += size
+    slots: dict[str, Slot] = {}
+    headers: dict[str, bytes] = {}
+    for number, group in enumerate(groups, start=1):
+        file = SINGLE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        offsets: dict[str, int] = {}
+        position = 0
+        for name, dtype, shape in group:
+            size = ITEM_BYTES[dtype] * torch.Size(shape).numel()
+            header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, position + size]}
+            offsets[name] = position
+            position += size
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        headers[file] = struct.pack("<Q", len(text)) + text
+        for name, dtype, shape in group:
+            slots[name] = Slot(file=file, start=len(headers[file]) + offsets[name], dtype=dtype, shape=shape)
+    return slots, headers
+
+
+def create_files(directory: Path, slots: dict[str, Slot], headers: dict[str, bytes]) -> None:
+    """Write headers and index, and give every file its final size. One rank does this before all write rows."""
+    ends = dict.fromkeys(headers, 0)
+    for slot in slots.values():
+        ends[slot.file] = max(ends[slot.file], slot.start + slot.size)
+    for file, header in headers.items():
+        with open(directory / file, "wb") as handle:
+            handle.write(header)
+            handle.truncate(max(ends[file], len(header)))
+        os.chmod(directory / file, 0o644)
+    if len(headers) > 1:
+        weight_map = {name: slot.file for name, slot in sorted(slots.items())}
+        total = sum(slot.size for slot in slots.values())
+        write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def write_parts(directory: Path, slots: dict[str, Slot], parts: Iterable[Part]) -> None:
+    """Write the rows this rank holds of each tensor. Raises `CheckpointError` where fp16 cannot hold a weight."""
+    for part in parts:
+        slot = slots[part.name]
+        assert part.shape == slot.shape, (part.name, part.shape, slot.shape)
+        row = torch.Size(slot.shape[1:]).numel() if slot.shape else 1
+        dtype = torch_dtype(slot.dtype)
+        flat = part.tensor.reshape(-1)
+        begin_byte = slot.start + part.first * row * dtype.itemsize
+        descriptor = os.open(directory / slot.file, os.O_WRONLY)
+        try:
+            for begin in range(0, flat.numel(), PIECE_BYTES // 4):
+                piece = rounded(part.name, flat[begin : begin + PIECE_BYTES // 4], dtype)
+                _write(descriptor, begin_byte + begin * dtype.itemsize, piece.cpu())
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def rounded(name: str, piece: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Convert to the export dtype; a finite weight that becomes infinite is an error naming the tensor."""
+    result = piece.to(dtype)
+    if dtype.is_floating_point and not torch.isfinite(result).all():
+        finite = piece[torch.isfinite(piece)]
+        if finite.numel() < piece.numel():
+            raise CheckpointError(f"tensor {name!r} holds weights that are not finite: training diverged")
+        raise CheckpointError(
+            f"tensor {name!r} holds {finite.abs().max().item():.6g}, beyond {dtype}'s largest {torch.finfo(dtype).max:g}; "
+            "export in bfloat16 (training.export_dtype)"
+        )
+    return result
+
+
+def _write(descriptor: int, offset: int, tensor: torch.Tensor) -> None:
+    view = memoryview(tensor.contiguous().view(torch.uint8).numpy().data)
+    done = 0
+    while done < len(view):
+        done += os.pwrite(descriptor, view[done:], offset + done)

@@ -1,0 +1,299 @@
+"""What a facility keeps between rounds: AdamW's moments and the position in its data, one directory a round.
+
+`round-N` is written whole when round N ends. Round N reads `round-(N-1)`, so doing round N again, after the
+coordinator died for instance, starts from the same state and ends in the same bytes. Two are kept. Tensors lie whole
+in safetensors files, so a later round may run on another number of ranks or in another layout.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from facility.exchange.checkpoints.checkpoint import open_checkpoint
+from facility.exchange.errors import CheckpointError, ConfigurationError
+from facility.exchange.files.durable import new_directory, write_json
+from facility.exchange.messages.settings import FacilitySettings, from_mapping
+from facility.training.parallel.ranks import Ranks, barrier, broadcast, together
+from facility.training.state.load import Part, load_parts
+from facility.training.state.save import create_files, plan_files, write_parts
+
+FORMAT = 1
+PAUSE_FORMAT = 2
+NAME = "state.json"
+PAUSED = "paused"
+Shapes = dict[str, tuple[int, ...]]
+"""Every trained parameter of the whole model, by name on disk."""
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundState:
+    """`state.json`."""
+
+    federation: str
+    facility: str
+    seed: int
+    round: int
+    position: int
+    """Sequences consumed since round 0."""
+    optimizer_steps: int
+    """Steps that the moments have seen; 0 when there are none."""
+    sync: list[str] = dataclasses.field(default_factory=list)
+    """Vectors over the parameters that the policy between replicas keeps (DiLoCo's outer momentum)."""
+    format: int = FORMAT
+
+
+@dataclass(frozen=True, kw_only=True)
+class Standing:
+    """How far replicas that go at one pace have come in an interrupted round."""
+
+    steps: int
+    """Steps done of this round."""
+    position: int
+    optimizer_steps: int
+    losses: list[float]
+    """Loss of every step so far; -1 for a skipped one."""
+    scale: float
+    """fp16 loss scale."""
+    skipped: int
+    samples: float
+    """What the policy between replicas has counted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pause:
+    """`state.json` of `paused`: where an interrupted round stands."""
+
+    federation: str
+    facility: str
+    seed: int
+    round: int
+    base_sha256: str
+    """Digest of the received model: a pause is of use for the same model only."""
+    loss_received: float
+    seconds: float
+    """Training time so far."""
+    interruptions: int
+    replicas: list[Standing]
+    """One for each replica that has weights of its own; one in all where every replica makes the same steps."""
+    sync: list[str]
+    """Vectors over the parameters that the policy between replicas keeps."""
+    format: int = PAUSE_FORMAT
+
+    def standing(self, replica: int, replicas: int) -> Standing:
+        """Where a replica goes on: at its own place, or, laid out otherwise than before, at the mean of all."""
+        if len(self.replicas) == replicas:
+            return self.replicas[replica]
+        steps = sum(s.steps for s in self.replicas) // len(self.replicas)
+        first, position = self.replicas[0], max(s.position for s in self.replicas)
+        return dataclasses.replace(first, steps=steps, position=position, losses=first.losses[:steps], samples=0.0)
+
+
+def read_state(directory: Path, settings: FacilitySettings, round: int) -> tuple[RoundState | None, str]:
+    """State that round `round` continues from, or None, and the reason."""
+    if round == 0:
+        return None, "round 0 starts with a fresh optimizer at the beginning of the data"
+    path = directory / f"round-{round - 1}"
+    if not (path / NAME).is_file():
+        return None, f"{path} is absent (this facility sat out round {round - 1}, or its state was moved)"
+    try:
+        state = from_mapping(RoundState, json.loads((path / NAME).read_text()), file=path / NAME)
+    except (OSError, ValueError, ConfigurationError) as error:
+        raise CheckpointError(f"{path / NAME} is unreadable: {error}; remove {path} to start afresh") from None
+    if state.format > FORMAT:
+        raise CheckpointError(f"{path / NAME} has format {state.format}, this version reads up to {FORMAT}")
+    mine = (settings.federation, settings.facility, settings.seed)
+    if (state.federation, state.facility, state.seed) != mine:
+        return None, f"{path} belongs to {(state.federation, state.facility, state.seed)}, this run is {mine}"
+    return state, f"continuing from {path}"
+
+
+def moments_of(optimizer: torch.optim.Optimizer, parts: Sequence[Part]) -> list[Part]:
+    """AdamW's moments, those of copies left out, as parts named `exp_avg.<parameter>`; absent ones are made, filled with zeros."""
+    moments = []
+    for part in parts:
+        state = optimizer.state[part.tensor]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=part.tensor.device)
+            for moment in MOMENTS:
+                state[moment] = torch.zeros_like(part.tensor)
+        moments += [dataclasses.replace(part, name=f"{m}.{part.name}", tensor=state[m]) for m in MOMENTS]
+    return moments
+
+
+def pieces_of(parts: Sequence[Part], vectors: dict[str, torch.Tensor]) -> list[Part]:
+    """Flat vectors over the parameters held here, as parts named `<vector>.<parameter>` that share their memory."""
+    return [
+        dataclasses.replace(part, name=f"{kind}.{part.name}", tensor=piece.view(part.tensor.shape))
+        for kind, vector in vectors.items()
+        for part, piece in zip(parts, vector.split([p.tensor.numel() for p in parts]), strict=True)
+    ]
+
+
+def of_replica(replica: int, parts: Sequence[Part]) -> list[Part]:
+    return [dataclasses.replace(part, name=f"replica-{replica}.{part.name}") for part in parts]
+
+
+def load_moments(
+    directory: Path, optimizer: torch.optim.Optimizer, parts: Sequence[Part], steps: int, *, replica: int | None = None
+) -> None:
+    """Fill the optimizer from a state directory; from a pause, with the moments of one replica."""
+    moments = moments_of(optimizer, parts)
+    load_parts(moments if replica is None else of_replica(replica, moments), open_checkpoint(directory))
+    for part in parts:
+        optimizer.state[part.tensor]["step"].fill_(float(steps))
+
+
+def publish(
+    path: Path, ranks: Ranks, tensors: Sequence[tuple[str, tuple[int, ...]]], parts: Sequence[Part], message: object
+) -> None:
+    """Write a directory whole: float32 tensors of which every rank holds some rows, and `state.json`; replaces `path`."""
+    slots, headers = plan_files([(name, "F32", shape) for name, shape in tensors])
+
+    def write_mine(temporary: Path) -> None:
+        barrier(ranks)
+        with together(ranks):
+            write_parts(temporary, slots, parts)
+
+    if not ranks.first:
+        write_mine(Path(broadcast(ranks, None)))
+        barrier(ranks)
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(path.name + ".new")
+    shutil.rmtree(new, ignore_errors=True)
+    with new_directory(new) as temporary:
+        broadcast(ranks, str(temporary))
+        create_files(temporary, slots, headers if tensors else {})
+        write_mine(temporary)
+        write_json(temporary / NAME, dataclasses.asdict(message))  # type: ignore[call-overload]
+    shutil.rmtree(path, ignore_errors=True)
+    os.rename(new, path)
+    barrier(ranks)
+
+
+def save_state(
+    directory: Path,
+    state: RoundState,
+    ranks: Ranks,
+    shapes: Shapes,
+    optimizer: torch.optim.Optimizer | None,
+    parts: Sequence[Part],
+    *,
+    vectors: dict[str, torch.Tensor],
+    writes: bool,
+) -> None:
+    """Write `round-N`, drop what later rounds cannot need. `writes`: this rank's replica is the one that writes.
+
+    `vectors`: what the policy between replicas keeps; kept where the optimizer is.
+    """
+    tensors, mine = [], []
+    if optimizer is not None:
+        tensors = [(f"{kind}.{name}", shape) for name, shape in shapes.items() for kind in [*MOMENTS, *vectors]]
+        held = [*moments_of(optimizer, parts), *pieces_of(parts, vectors)]
+        mine = [part for part in held if writes and not part.copy]
+    publish(directory / f"round-{state.round}", ranks, tensors, mine, state)
+    if ranks.first:
+        shutil.rmtree(directory / PAUSED, ignore_errors=True)
+        for other in [*directory.glob("round-*"), *directory.glob("sync-*")]:
+            match = re.fullmatch(r"(?:round|sync)-(\d+)(?:\.\d+)?", other.name)
+            if match and int(match[1]) not in (state.round - 1, state.round):
+                shutil.rmtree(other, ignore_errors=True)
+
+
+def save_pause(
+    directory: Path,
+    pause: Pause,
+    ranks: Ranks,
+    shapes: Shapes,
+    optimizer: torch.optim.Optimizer,
+    parts: Sequence[Part],
+    *,
+    vectors: dict[str, torch.Tensor],
+    replica: int,
+    writes: bool,
+) -> None:
+    """Write `paused`: master weights, moments and position of every replica in the middle of a round.
+
+    `replica`: this rank's among `pause.replicas`; `writes`: this rank is one that writes it.
+    """
+    tensors = [
+        (f"replica-{number}.{kind}.{name}", shape)
+        for number in range(len(pause.replicas))
+        for name, shape in shapes.items()
+        for kind in [*MOMENTS, *vectors, "weight"]
+    ]
+    mine = []
+    if writes:
+        mine = [*moments_of(optimizer, parts), *pieces_of(parts, vectors), *weights_of(parts)]
+    publish(directory / PAUSED, ranks, tensors, of_replica(replica, [p for p in mine if not p.copy]), pause)
+
+
+def weights_of(parts: Sequence[Part]) -> list[Part]:
+    return [dataclasses.replace(part, name=f"weight.{part.name}") for part in parts]
+
+
+def read_pause(directory: Path, settings: FacilitySettings, round: int, base_sha256: str) -> Pause | None:
+    """What an interrupted attempt at this round left; None when there is none, or it began from another model."""
+    file = directory / PAUSED / NAME
+    if not file.is_file():
+        return None
+    try:
+        raw = json.loads(file.read_text())
+        if raw.get("format") != PAUSE_FORMAT:
+            return None
+        pause = from_mapping(Pause, raw, file=file)
+    except (OSError, ValueError, ConfigurationError) as error:
+        raise CheckpointError(
+            f"{file} is unreadable: {error}; remove {file.parent} to start the round afresh"
+        ) from None
+    mine = (settings.federation, settings.facility, settings.seed, round, base_sha256)
+    same = (pause.federation, pause.facility, pause.seed, pause.round, pause.base_sha256) == mine
+    return pause if same else None
+
+
+@torch.no_grad()
+def load_pause(
+    directory: Path,
+    pause: Pause,
+    optimizer: torch.optim.Optimizer,
+    parts: Sequence[Part],
+    *,
+    replica: int,
+    replicas: int,
+) -> None:
+    """Put weights and moments back: this replica's own, or, where replicas were others, the mean and the first's."""
+    written = len(pause.replicas)
+    sources = [replica] if written == replicas else list(range(written))
+    steps = pause.standing(replica, replicas).optimizer_steps
+    load_moments(directory / PAUSED, optimizer, parts, steps, replica=sources[0])
+    checkpoint, weights = open_checkpoint(directory / PAUSED), weights_of(parts)
+    load_parts(of_replica(sources[0], weights), checkpoint)
+    for part in weights if len(sources) > 1 else ():
+        total, other = part.tensor.double(), torch.empty_like(part.tensor)
+        for source in sources[1:]:
+            load_parts(of_replica(source, [dataclasses.replace(part, tensor=other)]), checkpoint)
+            total += other
+        part.tensor.copy_(total / len(sources))
+
+
+def load_vectors(
+    directory: Path,
+    names: Sequence[str],
+    vectors: dict[str, torch.Tensor],
+    parts: Sequence[Part],
+    *,
+    replica: int | None = None,
+) -> None:
+    """Fill the vectors that the policy between replicas keeps, those that were written."""
+    pieces = pieces_of(parts, {name: vector for name, vector in vectors.items() if name in names})
+    load_parts(pieces if replica is None else of_replica(replica, pieces), open_checkpoint(directory))

@@ -1,0 +1,168 @@
+"""The update directory: the received checkpoint's tensors by the same names, trained, in the dtype that travels."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from facility.exchange.checkpoints.checkpoint import FLOATS, Checkpoint
+from facility.exchange.files.durable import new_directory
+from facility.exchange.messages import manifest as manifests
+from facility.exchange.messages import report as reports
+from facility.exchange.messages.settings import FacilitySettings
+from facility.training import lora
+from facility.training.monitor import account
+from facility.training.parallel.ranks import Ranks, barrier, broadcast, together
+from facility.training.state.load import Part, part_of
+from facility.training.state.save import create_files, plan_files, rounded, write_parts
+
+DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+
+
+@torch.no_grad()
+def round_in_place(parts: list[Part], dtype: str) -> None:
+    """Round the trained weights to the dtype they travel in: the model evaluated is the model returned."""
+    for part in parts:
+        part.tensor.copy_(rounded(part.name, part.tensor, getattr(torch, dtype)))
+
+
+def outgoing_parts(parts: list[Part], repeats: dict[str, str]) -> list[Part]:
+    """Everything the update holds: the model's parts, tied ones again under their other name, the rest as received."""
+    own = [part for part in parts if not part.copy]
+    by_name = {part.name: part for part in own}
+    own += [dataclasses.replace(by_name[s], name=name) for name, s in repeats.items() if s in by_name]
+    return own
+
+
+def write_update(
+    out: Path,
+    model: Path,
+    checkpoint: Checkpoint,
+    tensors: list[tuple[str, str, tuple[int, ...]]],
+    known: set[str],
+    base: manifests.Manifest | None,
+    parts: list[Part],
+    ranks: Ranks,
+    writes: bool,
+    settings: FacilitySettings,
+    round: int,
+    report: Callable[[], reports.Report],
+) -> None:
+    """Write the update directory whole: `tensors` (name, dtype, shape) in that order.
+
+    `known`: names that some rank holds, the rest travels as received; `writes`: this rank's replica writes.
+    """
+    slots, headers = plan_files(tensors)
+    mine = [part for part in parts if writes and part.name in slots]
+    if not ranks.first:
+        temporary = Path(broadcast(ranks, None))
+        barrier(ranks)
+        with together(ranks):
+            write_parts(temporary, slots, mine)
+        barrier(ranks)
+        return
+    for name in sorted(set(slots) - known):  # buffers and the like
+        mine.append(part_of(name, torch.nn.Parameter(checkpoint.read(name), requires_grad=False)))
+    adapters = settings.training.lora
+    with new_directory(out) as temporary:
+        broadcast(ranks, str(temporary))
+        create_files(temporary, slots, headers)
+        barrier(ranks)
+        with together(ranks):
+            write_parts(temporary, slots, mine)
+        copy_companions(model, temporary, settings.training.export_dtype)
+        if adapters.rank:
+            lora.write_adapter_config(temporary, adapters, list(slots), "")
+        reports.write(temporary, report())
+        counts = {d: sum(1 for _, x, _ in tensors if x == d) for d in sorted({x for _, x, _ in tensors})}
+        manifests.write_manifest(
+            temporary,
+            manifests.Manifest(
+                kind="update",
+                federation=settings.federation,
+                round=round,
+                facility=settings.facility,
+                base_sha256=base.content_sha256 if base else None,
+                dtypes=counts,
+                encoding="lora" if adapters.rank else "full",
+                parameters=sum(torch.Size(shape).numel() for _, _, shape in tensors),
+            ),
+        )
+    barrier(ranks)
+
+
+def outgoing_tensors(
+    checkpoint: Checkpoint, adapters: dict[str, tuple[int, ...]] | None, export_dtype: str
+) -> list[tuple[str, str, tuple[int, ...]]]:
+    """(name, dtype, shape) of everything the update holds: the received tensors by their names, or adapters alone."""
+    dtype = DTYPES[export_dtype]
+    if adapters is not None:
+        return [(name, dtype, shape) for name, shape in sorted(adapters.items())]
+    return [(n, dtype if e.dtype in FLOATS else e.dtype, e.shape) for n, e in checkpoint.tensors.items()]
+
+
+def write_evaluation(
+    out: Path,
+    settings: FacilitySettings,
+    base: manifests.Manifest | None,
+    ranks: Ranks,
+    loss: float,
+    load: float,
+    evaluate: float,
+) -> None:
+    """Leave the final model's loss here as an update without weights."""
+    peak = max(account.gather(ranks, account.peak_memory_bytes(ranks)))
+    if ranks.first:
+        with new_directory(out) as temporary:
+            reports.write(
+                temporary,
+                reports.Report(
+                    federation=settings.federation,
+                    facility=settings.facility,
+                    round=settings.rounds,
+                    samples=0,
+                    tokens=0,
+                    steps=0,
+                    loss_received=loss,
+                    loss_returned=loss,
+                    perplexity_received=account.perplexity(loss),
+                    perplexity_returned=account.perplexity(loss),
+                    training_loss=loss,
+                    peak_memory_bytes=peak,
+                    ranks=ranks.world,
+                    seconds=reports.Seconds(load=load, evaluate=evaluate),
+                    devices=[account.device_name(ranks.device)],
+                    versions=account.versions(),
+                ),
+            )
+            manifests.write_manifest(
+                temporary,
+                manifests.Manifest(
+                    kind="update",
+                    federation=settings.federation,
+                    round=settings.rounds,
+                    facility=settings.facility,
+                    base_sha256=base.content_sha256 if base else None,
+                ),
+            )
+    barrier(ranks)
+
+
+def copy_companions(model: Path, target: Path, dtype: str) -> None:
+    """The configuration, its dtype that of the export, and the small files beside it (tokenizer)."""
+    for path in sorted(model.iterdir()):
+        name = path.name
+        if path.is_file() and path.suffix in (".json", ".txt", ".model", ".jinja") and not name.endswith("index.json"):
+            if name not in (manifests.NAME, reports.REPORT, "config.json"):
+                shutil.copyfile(path, target / name)
+    if not (model / "config.json").is_file():  # adapters alone were received
+        return
+    config = json.loads((model / "config.json").read_text())
+    config["dtype"] = dtype
+    config.pop("torch_dtype", None)
+    (target / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")

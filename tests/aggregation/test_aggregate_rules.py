@@ -1,0 +1,142 @@
+"""Rules through the whole step: files in, files out, against the same computed in memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from coordinator.aggregate import aggregate
+from coordinator.config.aggregation import AggregationSettings, ScreenSettings
+from facility.exchange.errors import InputError
+from tests.aggregation import make
+from tests.reproductions.server_in_memory import Server
+
+SHAPES = {"a.weight": (40, 50), "b.weight": (70_000,), "c.bias": (5,)}
+FACILITIES = [f"f{i}" for i in range(7)]
+RULES = [
+    "mean",
+    "median",
+    "trimmed_mean",
+    "geometric_median",
+    "krum",
+    "multi_krum",
+    "bulyan",
+    "ties",
+    "dare",
+    "fedavgm",
+    "fedadam",
+    "fedyogi",
+    "fedadagrad",
+    "nesterov",
+    "slowmo",
+    "median+nesterov",
+]
+
+
+def settings_of(rule: str, **more) -> AggregationSettings:
+    return AggregationSettings(rule=rule, byzantine=1, weights="equal", server_learning_rate=0.7, **more)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_two_rounds_over_files_are_two_rounds_in_memory(rule: str, tmp_path: Path):
+    settings = settings_of(rule)
+    server = Server(settings)
+    tensors = make.random_tensors(0, SHAPES, torch.bfloat16)
+    base, state = make.model(tmp_path / "m0", tensors), None
+    for number in range(2):
+        updates = {who: make.moved(tensors, 10 * number + i) for i, who in enumerate(FACILITIES)}
+        paths = [
+            make.update(tmp_path / f"{who}-{number}", update, base=base, facility=who)
+            for who, update in updates.items()
+        ]
+        out, after = tmp_path / f"m{number + 1}", tmp_path / f"s{number + 1}"
+        record = aggregate(base=base, updates=paths, out=out, settings=settings, state_in=state, state_out=after)
+        tensors = server.step(tensors, updates, dict.fromkeys(FACILITIES, 1.0))
+        got = make.read_all(out)
+        for name in tensors:
+            assert torch.equal(got[name], tensors[name]), name
+        assert record.step_norm and record.step_norm > 0
+        base, state = out, after
+
+
+def attacked(kind: str) -> tuple[dict[str, dict[str, torch.Tensor]], torch.Tensor, torch.Tensor]:
+    """Five facilities moving alike, one of them hostile; the base and the honest mean."""
+    base = make.random_tensors(0, {"w": (3000,)}, torch.float32)["w"]
+    direction = make.random_tensors(1, {"w": (3000,)}, torch.float32, 1e-2)["w"]
+    steps = {
+        f"f{i}": direction + make.random_tensors(2 + i, {"w": (3000,)}, torch.float32, 3e-3)["w"] for i in range(5)
+    }
+    honest = torch.stack([step for who, step in steps.items() if who != "f2"]).mean(0)
+    steps["f2"] = {"scaled": 100 * steps["f2"], "flipped": -10 * steps["f2"]}[kind]
+    return {who: {"w": base + step} for who, step in steps.items()}, base, honest
+
+
+@pytest.mark.parametrize("kind", ["scaled", "flipped"])
+def test_one_hostile_facility_of_five(kind: str):
+    updates, base, honest = attacked(kind)
+    distance = {}
+    for rule in ("mean", "median", "trimmed_mean", "geometric_median", "krum", "multi_krum"):
+        server = Server(AggregationSettings(rule=rule, byzantine=1, weights="equal"))
+        step = server.step({"w": base}, updates, dict.fromkeys(updates, 1.0))["w"] - base
+        distance[rule] = float((step - honest).norm() / honest.norm())
+    assert distance.pop("mean") > 2
+    assert max(distance.values()) < 0.5, distance
+
+
+@pytest.mark.parametrize("kind", ["scaled", "flipped"])
+def test_the_screen_names_the_hostile_one_and_quarantines_it(kind: str, tmp_path: Path):
+    updates, base, honest = attacked(kind)
+    model = make.model(tmp_path / "base", {"w": base})
+    paths = [make.update(tmp_path / who, tensors, base=model, facility=who) for who, tensors in updates.items()]
+    reported = aggregate(base=model, updates=paths, out=tmp_path / "reported")
+    assert list(reported.suspects) == ["f2"] and "times the median" in reported.suspects["f2"]
+    settings = AggregationSettings(rule="mean", screen=ScreenSettings(action="quarantine"))
+    record = aggregate(base=model, updates=paths, out=tmp_path / "screened", settings=settings)
+    assert list(record.quarantined) == ["f2"] and len(record.participants) == 4
+    step = make.read_all(tmp_path / "screened")["w"] - base
+    assert float((step - honest).norm() / honest.norm()) < 1e-3
+
+
+def test_a_screen_without_a_majority_stops(tmp_path: Path):
+    base = make.random_tensors(0, {"w": (1000,)}, torch.float32)
+    model = make.model(tmp_path / "base", base)
+    one = make.moved(base, 1)["w"] - base["w"]
+    paths = [
+        make.update(tmp_path / f"f{i}", {"w": base["w"] + factor * one}, base=model, facility=f"f{i}")
+        for i, factor in enumerate((1, 100, -1, -100))
+    ]
+    settings = AggregationSettings(rule="mean", screen=ScreenSettings(action="quarantine", norm_ratio=1.5))
+    with pytest.raises(InputError, match="quarantine 4 of 4"):
+        aggregate(base=model, updates=paths, out=tmp_path / "out", settings=settings)
+
+
+def test_norms_and_cosines_in_the_record(tmp_path: Path):
+    model = make.model(tmp_path / "base", {"w": torch.zeros(4)})
+    steps = {"alpha": [3.0, 0, 0, 0], "beta": [0.0, 4, 0, 0]}
+    paths = [
+        make.update(tmp_path / who, {"w": torch.tensor(step)}, base=model, facility=who) for who, step in steps.items()
+    ]
+    record = aggregate(base=model, updates=paths, out=tmp_path / "out")
+    alpha, beta = record.participants
+    assert (alpha.norm, beta.norm, alpha.cosines, beta.cosines) == (3, 4, {"beta": 0}, {"alpha": 0})
+    # mean (1.5, 2): length 2.5; cosines 1.5 / 2.5 and 2 / 2.5
+    assert (record.mean_norm, record.step_norm) == (2.5, 2.5)
+    assert (alpha.cosine_to_mean, beta.cosine_to_mean) == (0.6, 0.8)
+    assert record.dtypes == {"F32 -> F32": "as in the base model; summed in float32, rounded once"}
+    written = make.read_json(tmp_path / "out.round.json")
+    assert written["participants"][0]["facility"] == "alpha" and written["seconds"]["stream"] > 0
+
+
+def test_clipping_bounds_the_step(tmp_path: Path):
+    model = make.model(tmp_path / "base", {"w": torch.zeros(4)})
+    paths = [
+        make.update(tmp_path / who, {"w": torch.tensor([size, 0, 0, 0])}, base=model, facility=who)
+        for who, size in (("alpha", 1.0), ("beta", 10.0))
+    ]
+    record = aggregate(
+        base=model, updates=paths, out=tmp_path / "out", settings=AggregationSettings(rule="mean", clip_norm=2.0)
+    )
+    assert make.read_all(tmp_path / "out")["w"].tolist() == [1.5, 0, 0, 0]
+    assert record.details["clip_factors"] == {"alpha": 1.0, "beta": 0.2}

@@ -1,0 +1,184 @@
+"""Smaller messages: size, error, error feedback, proof of the reference, and refusal of what is malformed."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from facility.exchange.checkpoints import delta
+from facility.exchange.checkpoints.checkpoint import open_checkpoint, read_header
+from facility.exchange.checkpoints.codecs import int4, int8, sparse
+from facility.exchange.checkpoints.writer import Planned, TensorWriter
+from facility.exchange.errors import CheckpointError
+from facility.exchange.messages.manifest import read_manifest, write_manifest
+from tests.aggregation import make
+
+SHAPES = {"a.weight": (500, 300), "b.weight": (70_001,), "c.bias": (7,), "d.empty": (0,)}
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[Path, Path]:
+    """A bfloat16 model and a float32 update that moved by about 1e-4; `frozen` did not, `steps` is no float."""
+    start = make.random_tensors(0, SHAPES, torch.bfloat16)
+    start |= {"frozen": torch.ones(999, dtype=torch.bfloat16), "steps": torch.arange(5)}
+    base = make.model(tmp_path / "base", start)
+    moved = make.moved({name: t.float() for name, t in start.items() if name in SHAPES}, 1, 1e-4)
+    moved |= {"frozen": start["frozen"].float(), "steps": start["steps"]}
+    return base, make.update(tmp_path / "update", moved, base=base, facility="alpha")
+
+
+def error_of(decoded: Path, update: Path, base: Path) -> float:
+    """Root mean square error over that of the update's step."""
+    got, wanted, start = make.read_all(decoded), make.read_all(update), make.read_all(base)
+    lost = sum(float(((got[n] - wanted[n]).double() ** 2).sum()) for n in SHAPES)
+    step = sum(float(((wanted[n] - start[n].float()).double() ** 2).sum()) for n in SHAPES)
+    return (lost / step) ** 0.5
+
+
+@pytest.mark.parametrize(
+    ("encoding", "most_bytes", "most_error"),
+    [("delta-int8", 0.52, 0.01), ("delta-int4", 0.27, 0.1), ("sparse", 0.26, 0.15)],
+)
+def test_size_and_error(pair, tmp_path: Path, encoding: str, most_bytes: float, most_error: float):
+    base, update = pair
+    result = delta.encode(full=update, reference=base, out=tmp_path / "message", encoding=encoding)
+    assert result.unchanged == 3  # frozen, steps, and the empty one
+    sent = open_checkpoint(base)
+    moved = sum(sent.tensors[name].size for name in SHAPES)
+    header = read_header(tmp_path / "message" / delta.FILE)[0]
+    assert sum(entry.size for entry in header.values()) <= most_bytes * moved
+    manifest = delta.decode(tmp_path / "message", reference=base, out=tmp_path / "decoded")
+    assert (manifest.encoding, manifest.kind, manifest.facility) == ("full", "update", "alpha")
+    assert error_of(tmp_path / "decoded", update, base) <= most_error
+    assert result.relative_error == pytest.approx(error_of(tmp_path / "decoded", update, base), rel=1e-2)
+    assert torch.equal(make.read_all(tmp_path / "decoded")["frozen"], torch.ones(999))
+    assert (tmp_path / "decoded" / "report.json").read_bytes() == (update / "report.json").read_bytes()
+
+
+def test_codecs_by_hand():
+    values = np.array([127, -63.5, 1, 0], np.float32)
+    sent = int8.encode(values)
+    assert sent["q"].tolist() == [127, -64, 1, 0] and sent["scale"].tolist() == [1]
+    assert int8.decode(sent, 4).tolist() == [127, -64, 1, 0]
+    sent = int4.encode(np.array([-8, 7, 2.4, 0, 3], np.float32))
+    # scale 1; steps -8, 7, 2, 0, 3 are stored as 0, 15, 10, 8, 11, two to a byte, low half first
+    assert sent["q"].tolist() == [0 + 16 * 15, 10 + 16 * 8, 11 + 16 * 8]
+    assert int4.decode(sent, 5).tolist() == [-8, 7, 2, 0, 3]
+    assert int4.decode(int4.encode(np.array([8, -7, 1], np.float32)), 3).tolist() == [8, -7, 1]  # the scale is -1
+    sent = sparse.encode(np.array([0, 5, -1, -8, 5], np.float32), 5)
+    # bits 1, 3 and 4; 5 is the first of eight magnitudes and 8 the last, with a sign: codes 0, 8 + 7 and 0
+    assert sent["kept"].tolist() == [2 + 8 + 16] and sent["code"].tolist() == [0 + 16 * 15, 0]
+    assert sent["level"].tolist() == [5, 0, 0, 0, 0, 0, 0, 8]
+    assert sparse.decode(sent, 5).tolist() == [0, 5, 0, -8, 5]
+
+
+@pytest.mark.parametrize("codec", [int8, int4])
+def test_a_block_of_zeros_and_of_tiny_values(codec):
+    for value in (0.0, 1e-42):
+        assert not codec.decode(codec.encode(np.full(300, value, np.float32)), 300).any()
+
+
+@pytest.mark.parametrize("encoding", ["delta-int4", "sparse"])
+def test_nothing_is_lost_over_rounds_that_go_on_from_what_was_not_sent(tmp_path: Path, encoding: str):
+    base = make.model(tmp_path / "base", {"w": torch.zeros(5000)})
+    step = make.random_tensors(3, {"w": (5000,)}, torch.float32, 1e-3)["w"]
+    total, rest, rounds = torch.zeros(5000), torch.zeros(5000), 12
+    for number in range(rounds):
+        update = make.update(tmp_path / f"u{number}", {"w": step + rest}, base=base, facility="alpha")
+        after = tmp_path / f"residual{number}"
+        delta.encode(
+            full=update, reference=base, out=tmp_path / f"m{number}", encoding=encoding, density=0.2, residual_out=after
+        )
+        delta.decode(tmp_path / f"m{number}", reference=base, out=tmp_path / f"d{number}")
+        total += make.read_all(tmp_path / f"d{number}")["w"]
+        rest = make.read_all(after)["w"]
+    # What is not yet sent is exactly what the sender kept.
+    torch.testing.assert_close(total + rest, rounds * step, rtol=1e-4, atol=1e-6)
+    assert float((total - rounds * step).norm() / (rounds * step).norm()) < 0.25
+
+
+def test_another_reference_is_an_error_that_says_send_in_full(pair, tmp_path: Path):
+    base, update = pair
+    delta.encode(full=update, reference=base, out=tmp_path / "message", encoding="delta-int8")
+    other = make.model(tmp_path / "other", make.moved(make.read_all(base), 7))
+    with pytest.raises(CheckpointError, match="different models; send it in full"):
+        delta.decode(tmp_path / "message", reference=other, out=tmp_path / "decoded")
+    assert not (tmp_path / "decoded").exists()
+
+
+def test_the_coordinators_direction(tmp_path: Path):
+    tensors = make.random_tensors(0, SHAPES, torch.bfloat16)
+    held = make.model(tmp_path / "m0", tensors)
+    truth = {name: t.float() for name, t in tensors.items()}
+    for number in range(1, 5):
+        truth = make.moved(truth, number, 1e-3)
+        fresh = make.model(tmp_path / f"fresh{number}", {n: t.bfloat16() for n, t in truth.items()}, round=number)
+        master = make.checkpoint(tmp_path / f"master{number}", truth)
+        message, decoded = tmp_path / f"message{number}", tmp_path / f"m{number}"
+        delta.encode_model(
+            model=fresh, reference=held, out=message, decoded=decoded, encoding="delta-int8", master=master
+        )
+        at_facility = delta.decode(message, reference=held, out=tmp_path / f"facility{number}")
+        assert at_facility.content_sha256 == read_manifest(decoded).content_sha256
+        assert (at_facility.kind, at_facility.round, at_facility.encoding) == ("model", number, "full")
+        held = decoded
+    for name, tensor in make.read_all(held).items():
+        assert tensor.dtype == torch.bfloat16
+        torch.testing.assert_close(tensor.float(), truth[name], rtol=2**-8, atol=1e-4)
+
+
+def rewritten(message: Path, out: Path, change) -> Path:
+    """The message with its stored tensors changed and its manifest made to fit."""
+    stored, _ = read_header(message / delta.FILE)
+    arrays = {}
+    for name, entry in stored.items():
+        raw = np.fromfile(entry.file, np.uint8, entry.size, offset=entry.start)
+        arrays[name] = (entry.dtype, entry.shape, raw)
+    change(arrays)
+    out.mkdir()
+    planned = [Planned(name=name, dtype=dtype, shape=tuple(shape)) for name, (dtype, shape, _) in arrays.items()]
+    with TensorWriter(out, {delta.FILE: planned}) as writer:
+        for name, (_, _, raw) in arrays.items():
+            writer.write(name, 0, memoryview(raw.tobytes()))
+    write_manifest(out, dataclasses.replace(read_manifest(message), files={}))
+    return out
+
+
+def _nan_scale(arrays):
+    dtype, shape, raw = arrays["b.weight::scale"]
+    arrays["b.weight::scale"] = (dtype, shape, np.frombuffer(np.full(shape, np.nan, np.float32).tobytes(), np.uint8))
+
+
+def _stranger(arrays):
+    arrays["x::q"] = ("I8", (3,), np.zeros(3, np.uint8))
+
+
+def _half(arrays):
+    del arrays["b.weight::scale"]
+
+
+def _short(arrays):
+    dtype, _, raw = arrays["b.weight::q"]
+    arrays["b.weight::q"] = (dtype, (5,), raw[:5])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (_nan_scale, "malformed: a scale"),
+        (_stranger, "no tensor of the reference"),
+        (_half, "expected"),
+        (_short, "expected I8"),
+    ],
+)
+def test_a_malformed_message_is_refused(pair, tmp_path: Path, change, words: str):
+    base, update = pair
+    delta.encode(full=update, reference=base, out=tmp_path / "message", encoding="delta-int8")
+    bad = rewritten(tmp_path / "message", tmp_path / "bad", change)
+    with pytest.raises(CheckpointError, match=words):
+        delta.decode(bad, reference=base, out=tmp_path / "decoded")
+    assert not (tmp_path / "decoded").exists() and not list(tmp_path.glob(".*"))

@@ -1,0 +1,155 @@
+"""Adapters: the mean of the factors, the mean of the products, and rounds that hold nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from coordinator.aggregate import aggregate
+from coordinator.aggregation import lora
+from coordinator.aggregation.verify import check_update
+from coordinator.config.aggregation import AggregationSettings
+from facility.exchange.checkpoints.checkpoint import open_checkpoint
+from facility.exchange.errors import ConfigurationError, InputError, UpdateRefused
+from facility.exchange.files.durable import write_json
+from facility.exchange.messages.manifest import read_manifest, verify_manifest, write_manifest
+from tests.aggregation import make
+
+NAME = "base_model.model.layer.{}.weight"
+LAYER = (12, 8)
+RANK = 2
+
+
+def test_products_by_hand():
+    # Rank one: B A = [[1], [0]] [[1, 0]] and [[0], [1]] [[0, 1]]. The mean of the products is half the identity; the
+    # factors average to [[.5], [.5]] [[.5, .5]] = a quarter everywhere.
+    a, b = [np.array([[1.0, 0]]), np.array([[0.0, 1]])], [np.array([[1.0], [0]]), np.array([[0.0], [1]])]
+    mean_a, mean_b = sum(a) / 2, sum(b) / 2
+    assert (mean_b @ mean_a).tolist() == [[0.25, 0.25], [0.25, 0.25]]
+    # |quarter - half identity| = sqrt(4 / 16) = 1/2, of |half identity| = sqrt(1/2)
+    assert lora.relative_error(mean_a, mean_b, a, b, [0.5, 0.5]) == pytest.approx(0.5 / 0.5**0.5)
+    # At rank two the products' mean is exact, at rank one half of its energy is lost.
+    for rank, error in ((2, 0), (1, 0.5**0.5)):
+        best = lora.mean_of_products(a, b, [0.5, 0.5], rank)
+        assert lora.relative_error(*best, a, b, [0.5, 0.5]) == pytest.approx(error, abs=1e-7)
+
+
+def test_truncation_is_the_best_of_its_rank():
+    draw = np.random.default_rng(0)
+    a = [draw.standard_normal((RANK, 8)) for _ in range(3)]
+    b = [draw.standard_normal((12, RANK)) for _ in range(3)]
+    weights = [0.5, 0.3, 0.2]
+    exact = sum(w * y @ x for w, x, y in zip(weights, a, b, strict=True))
+    best_a, best_b = lora.mean_of_products(a, b, weights, RANK)
+    values = np.linalg.svd(exact, compute_uv=False)
+    lost = np.linalg.norm(best_b @ best_a - exact)
+    assert lost == pytest.approx(np.sqrt((values[RANK:] ** 2).sum()))
+    assert lora.relative_error(best_a, best_b, a, b, weights) == pytest.approx(lost / np.linalg.norm(exact))
+
+
+def test_one_update_is_itself_in_product():
+    draw = np.random.default_rng(0)
+    a, b = draw.standard_normal((RANK, 8)), draw.standard_normal((12, RANK))
+    again = lora.mean_of_products([a], [b], [1.0], RANK)
+    np.testing.assert_allclose(again[1] @ again[0], b @ a, atol=1e-12)
+
+
+def test_halves_without_each_other():
+    with pytest.raises(InputError, match="lora_A and lora_B"):
+        lora.pairs([NAME.format("lora_A")])
+
+
+def adapters(seed: int) -> make.Tensors:
+    shapes = {NAME.format("lora_A"): (RANK, LAYER[1]), NAME.format("lora_B"): (LAYER[0], RANK)}
+    return make.random_tensors(seed, shapes, torch.float32, 1.0)
+
+
+def adapter_update(directory: Path, tensors: make.Tensors, base: Path, facility: str) -> Path:
+    make.update(directory, tensors, base=base, facility=facility)
+    write_json(directory / "adapter_config.json", {"peft_type": "LORA", "r": RANK})
+    write_manifest(directory, dataclasses.replace(read_manifest(directory), encoding="lora"))
+    return directory
+
+
+@pytest.mark.parametrize("mode", ["factors", "product"])
+def test_two_rounds_of_adapters_beside_a_model(tmp_path: Path, mode: str):
+    body = {"layer.weight": torch.ones(LAYER, dtype=torch.bfloat16), "steps": torch.arange(3)}
+    base, state = make.model(tmp_path / "m0", body), None
+    settings = AggregationSettings(rule="mean", lora=mode, weights="equal")
+    for number in range(2):
+        sent = [adapters(10 * number + i) for i in range(3)]
+        updates = [adapter_update(tmp_path / f"u{number}-{i}", t, base, f"f{i}") for i, t in enumerate(sent)]
+        for i, path in enumerate(updates):
+            check_update(path, open_checkpoint(base), read_manifest(base), f"f{i}", number)
+        out, after = tmp_path / f"m{number + 1}", tmp_path / f"s{number + 1}"
+        record = aggregate(base=base, updates=updates, out=out, settings=settings, state_in=state, state_out=after)
+        manifest, got = verify_manifest(out), make.read_all(out)
+        assert (manifest.kind, manifest.round) == ("model", number + 1) and (out / "adapter_config.json").exists()
+        assert torch.equal(got["layer.weight"], body["layer.weight"]) and torch.equal(got["steps"], body["steps"])
+        a, b = ([t[NAME.format(half)] for t in sent] for half in ("lora_A", "lora_B"))
+        if mode == "factors":
+            for half, parts in (("lora_A", a), ("lora_B", b)):
+                torch.testing.assert_close(got[NAME.format(half)], sum(parts) / 3)
+        else:
+            exact = sum(y @ x for x, y in zip(a, b, strict=True)) / 3
+            u, s, v = torch.linalg.svd(exact)
+            best = u[:, :RANK] @ torch.diag(s[:RANK]) @ v[:RANK]
+            torch.testing.assert_close(
+                got[NAME.format("lora_B")] @ got[NAME.format("lora_A")], best, rtol=1e-4, atol=1e-5
+            )
+        assert 0 < record.details["error_of_product"]["mean"] < record.details["error_of_factors"]["mean"]
+        base, state = out, after
+
+
+def test_momentum_over_adapters_begins_in_the_second_round(tmp_path: Path):
+    base, state = make.model(tmp_path / "m0", {"layer.weight": torch.zeros(LAYER)}), None
+    settings = AggregationSettings(rule="nesterov", server_learning_rate=0.7, momentum=0.5, weights="equal")
+    start = adapters(0)
+    first = [adapter_update(tmp_path / f"a{i}", start, base, f"f{i}") for i in range(2)]
+    aggregate(base=base, updates=first, out=tmp_path / "m1", settings=settings, state_out=tmp_path / "s1")
+    base, state = tmp_path / "m1", tmp_path / "s1"
+    moved = {name: t + 1 for name, t in start.items()}
+    second = [adapter_update(tmp_path / f"b{i}", moved, base, f"f{i}") for i in range(2)]
+    aggregate(
+        base=base, updates=second, out=tmp_path / "m2", settings=settings, state_in=state, state_out=tmp_path / "s2"
+    )
+    for name, tensor in make.read_all(tmp_path / "m2").items():
+        if name in start:  # momentum 1 / 4 in round 1: 0.7 * (1 + 0.25 * 1)
+            torch.testing.assert_close(tensor, start[name] + 0.875)
+
+
+def test_adapters_that_do_not_fit(tmp_path: Path):
+    base = make.model(tmp_path / "m0", {"layer.weight": torch.zeros(LAYER)})
+    opened, manifest = open_checkpoint(base), read_manifest(base)
+    sound = adapters(0)
+    cases = {
+        "half": ({NAME.format("lora_A"): sound[NAME.format("lora_A")]}, "pairs"),
+        "stranger": (
+            {n.replace("layer", "other"): t for n, t in sound.items()},
+            "'other.weight', which the base model does not",
+        ),
+        "large": (
+            {n: torch.zeros(t.shape[0] + 1, t.shape[1]) for n, t in sound.items()},
+            "does not fit|for a layer of shape",
+        ),
+    }
+    for name, (tensors, words) in cases.items():
+        bad = adapter_update(tmp_path / name, tensors, base, name)
+        with pytest.raises(UpdateRefused, match=words):
+            check_update(bad, opened, manifest, name, 0)
+        with pytest.raises((UpdateRefused, InputError), match=words):
+            aggregate(base=base, updates=[bad], out=tmp_path / "never")
+    whole = make.update(tmp_path / "whole", {"layer.weight": torch.ones(LAYER)}, base=base, facility="whole")
+    good = adapter_update(tmp_path / "good", sound, base, "good")
+    with pytest.raises(InputError, match="all must be alike"):
+        aggregate(base=base, updates=[whole, good], out=tmp_path / "never")
+    assert not (tmp_path / "never").exists()
+    for rule in ("median", "nesterov", "mean+nesterov"):
+        with pytest.raises(
+            ConfigurationError, match=f"a mean of its own; rule is '{rule.replace('+', '.')}', expected 'mean'"
+        ):
+            AggregationSettings(lora="product", rule=rule)

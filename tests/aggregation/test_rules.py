@@ -1,0 +1,209 @@
+"""Every rule against numbers worked by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from coordinator.aggregation.rules import (
+    bulyan,
+    clipping,
+    dare,
+    geometric_median,
+    krum,
+    mean,
+    median,
+    ties,
+    trimmed_mean,
+)
+from coordinator.aggregation.server_optimizers import fedadagrad, fedadam, fedavgm, fedyogi, nesterov, slowmo
+from coordinator.aggregation.server_optimizers.registry import outer_of
+from coordinator.config.aggregation import AggregationSettings, split_rule
+from facility.exchange.errors import ConfigurationError, InputError
+
+
+def f32(*values):
+    return np.array(values, np.float32)
+
+
+def test_mean_of_three_by_tokens():
+    # 0.5 * 2 + 0.3 * 4 + 0.2 * -1 = 2.0;  0.5 * 0 + 0.3 * 10 + 0.2 * 5 = 4.0
+    np.testing.assert_allclose(mean.combine(f32([2, 0], [4, 10], [-1, 5]), [0.5, 0.3, 0.2]), [2.0, 4.0], rtol=1e-6)
+
+
+def test_fedavgm_two_rounds():
+    # v1 = 1, w1 = 10 + 0.5;  v2 = 0.9 * 1 + 2 = 2.9, w2 = 10.5 + 0.5 * 2.9 = 11.95
+    w, slots = fedavgm.apply(f32(10), f32(1), [f32(0)], learning_rate=0.5, momentum=0.9)
+    assert w == 10.5 and slots[0] == 1
+    w, slots = fedavgm.apply(w, f32(2), slots, learning_rate=0.5, momentum=0.9)
+    np.testing.assert_allclose([w[0], slots[0][0]], [11.95, 2.9], rtol=1e-6)
+
+
+def test_nesterov_two_rounds_and_as_pytorch_does_it():
+    # v1 = 1, w1 = 10 + 0.7 (1 + 0.9) = 11.33;  v2 = 0.9 + 2 = 2.9, w2 = 11.33 + 0.7 (2 + 2.61) = 14.557
+    w, slots = nesterov.apply(f32(10), f32(1), [f32(0)], learning_rate=0.7, momentum=0.9)
+    np.testing.assert_allclose(w, 11.33, rtol=1e-6)
+    w, slots = nesterov.apply(w, f32(2), slots, learning_rate=0.7, momentum=0.9)
+    np.testing.assert_allclose([w[0], slots[0][0]], [14.557, 2.9], rtol=1e-6)
+
+    import torch
+
+    parameter = torch.tensor([10.0], requires_grad=True)
+    optimizer = torch.optim.SGD([parameter], lr=0.7, momentum=0.9, nesterov=True)
+    for step in (1.0, 2.0):
+        parameter.grad = torch.tensor([-step])
+        optimizer.step()
+    np.testing.assert_allclose(w, parameter.detach().numpy(), rtol=1e-6)
+
+
+def test_slowmo_two_rounds_with_a_changing_learning_rate():
+    # gamma 0.1: u1 = 1 / 0.1 = 10, x1 = 0 + 1 * 0.1 * 10 = 1;  gamma 0.05: u2 = 0.5 * 10 + 2 / 0.05 = 45, x2 = 1 + 2.25
+    w, slots = slowmo.apply(f32(0), f32(1), [f32(0)], learning_rate=1, momentum=0.5, local_learning_rate=0.1)
+    np.testing.assert_allclose([w[0], slots[0][0]], [1, 10], rtol=1e-6)
+    w, slots = slowmo.apply(w, f32(2), slots, learning_rate=1, momentum=0.5, local_learning_rate=0.05)
+    np.testing.assert_allclose([w[0], slots[0][0]], [3.25, 45], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("rule", "more", "second", "moved"),
+    [
+        # step 2, beta1 0.9: m = 0.2.  v: adam 0.99 * 0.01 + 0.01 * 4 = 0.0499, yogi 0.01 + 0.01 * 4 = 0.05,
+        # adagrad 0.01 + 4 = 4.01.  moved = 0.5 * 0.2 / (sqrt(v) + 0.1)
+        (fedadam, {"beta2": 0.99}, 0.0499, 0.1 / (0.0499**0.5 + 0.1)),
+        (fedyogi, {"beta2": 0.99}, 0.05, 0.1 / (0.05**0.5 + 0.1)),
+        (fedadagrad, {}, 4.01, 0.1 / (4.01**0.5 + 0.1)),
+    ],
+)
+def test_adaptive_servers(rule, more, second, moved):
+    starts = rule.starts(0.1)
+    assert starts == (0.0, pytest.approx(0.01))
+    w, slots = rule.apply(f32(1), f32(2), [f32(s) for s in starts], learning_rate=0.5, momentum=0.9, tau=0.1, **more)
+    np.testing.assert_allclose([w[0], slots[0][0], slots[1][0]], [1 + moved, 0.2, second], rtol=1e-5)
+
+
+def test_yogi_lowers_the_second_moment_by_at_most_its_step():
+    # v = 1 > step^2 = 0.25: v - 0.01 * 0.25;  equal: unchanged
+    _, slots = fedyogi.apply(
+        f32(0, 0), f32(0.5, 1), [f32(0, 0), f32(1, 1)], learning_rate=1, momentum=0.9, beta2=0.99, tau=1
+    )
+    np.testing.assert_allclose(slots[1], [0.9975, 1.0], rtol=1e-6)
+
+
+def test_outer_steps_take_torch_tensors():
+    import torch
+
+    w, slots = fedyogi.apply(
+        torch.ones(2), torch.ones(2), [torch.zeros(2), torch.ones(2)], learning_rate=1, momentum=0.0, beta2=0.9, tau=1
+    )
+    assert torch.equal(w, torch.full((2,), 1.5)) and torch.equal(slots[1], torch.ones(2))
+
+
+def test_median_of_odd_and_even():
+    rows = f32([1, 9], [100, -5], [3, 4])
+    assert median.combine(rows).tolist() == [3, 4]
+    assert median.combine(np.vstack([rows, f32([5, 6])])).tolist() == [4, 5]
+
+
+def test_trimmed_mean_drops_both_ends():
+    assert trimmed_mean.dropped(5, 0.2) == 1 and trimmed_mean.dropped(10, 0.25) == 2
+    # 1, 2, 3, 4, 1000 without ends: (2 + 3 + 4) / 3
+    assert trimmed_mean.combine(f32([1], [1000], [3], [2], [4]), 1).tolist() == [3]
+    with pytest.raises(InputError, match="at least 3 updates, found 2"):
+        trimmed_mean.dropped(2, 0.2)
+
+
+def test_geometric_median_of_a_line_is_the_median():
+    points = np.array([[0.0], [1.0], [10.0]])
+    beta = geometric_median.coefficients(points @ points.T, np.ones(3), iterations=200)
+    assert float(beta @ points[:, 0]) == pytest.approx(1.0, abs=1e-3)
+    # An equilateral triangle: its centre, by symmetry.
+    triangle = np.array([[1, 0], [-0.5, 3**0.5 / 2], [-0.5, -(3**0.5) / 2]])
+    np.testing.assert_allclose(geometric_median.coefficients(triangle @ triangle.T, np.ones(3), iterations=50), 1 / 3)
+
+
+def test_krum_scores_by_hand():
+    points = np.array([[0.0], [1.0], [2.0], [3.0], [100.0]])
+    distances = krum.squared_distances(points @ points.T)
+    assert distances[0].tolist() == [0, 1, 4, 9, 10000]
+    # n = 5, f = 1: the two closest others.  0: 1 + 4; 1: 1 + 1; 2: 1 + 1; 3: 1 + 4; 100: 97^2 + 98^2
+    assert krum.scores(distances, 1).tolist() == [5, 2, 2, 5, 97**2 + 98**2]
+    assert krum.select(points @ points.T, 1, multiple=False) == [1]
+    assert krum.select(points @ points.T, 1, multiple=True) == [0, 1, 2, 3]
+    with pytest.raises(InputError, match="at least 7 updates"):
+        krum.select(points @ points.T, 2, multiple=False)
+
+
+def test_bulyan_by_hand():
+    points = np.array([[0.0], [1.0], [2.0], [3.0], [4.0], [5.0], [1000.0]])
+    chosen = bulyan.select(points @ points.T, 1)
+    assert len(chosen) == 5 and 6 not in chosen
+    # Of 1, 2, 3, 4, 50 the three closest to the median 3 are 2, 3 and 4.
+    assert bulyan.combine(f32([1], [2], [3], [4], [50]), 1).tolist() == [3]
+    with pytest.raises(InputError, match="at least 7 updates"):
+        bulyan.select(np.eye(6), 1)
+
+
+def test_ties_by_hand():
+    # Thresholds 1: 0.5 is trimmed. Signs elected: +, -, and a tie that gives 0.
+    steps = f32([3, -4, 2, 0.5], [1, 2, -2, 0.5], [-2, -2, 0, 0.5])
+    # column 0: 3 + 1 - 2 > 0: mean(3, 1);  column 1: -4 + 2 - 2 < 0: mean(-4, -2);  column 2: 0
+    assert ties.combine(steps, [1, 1, 1], [1, 1, 1]).tolist() == [2, -3, 0, 0]
+
+
+def test_ties_threshold_keeps_the_largest():
+    values = np.arange(1, 101, dtype=np.float32)
+    limit = ties.threshold(ties.histogram(values), 0.2)
+    assert (np.abs(values) >= limit).mean() >= 0.2 and 80 <= limit <= 81
+    assert ties.threshold(ties.histogram(f32(1, 2, 3)), 1.0) <= 1
+
+
+def test_dare_keeps_the_density_and_the_expectation():
+    mask = dare.kept(0, 1, "alpha", "w", 0, 60_000, 0.25)
+    assert abs(mask.mean() - 0.25) < 0.01
+    assert np.array_equal(mask, dare.kept(0, 1, "alpha", "w", 0, 60_000, 0.25))
+    assert not np.array_equal(mask, dare.kept(0, 1, "beta", "w", 0, 60_000, 0.25))
+    assert not np.array_equal(mask[:9], dare.kept(0, 1, "alpha", "w", 1 << 16, 9, 0.25))
+    assert dare.kept(0, 0, "a", "w", 0, 100, 1.0).all()
+    # (4 / 0.5) * 0.5 where kept by both;  kept by the first only: 0.5 * 4 / 0.5
+    got = dare.combine(f32([4, 4], [2, 2]), [np.array([True, True]), np.array([True, False])], [0.5, 0.5], 0.5)
+    assert got.tolist() == [6, 4]
+
+
+def test_clipping():
+    assert clipping.factors([1, 4], 2) == [1, 0.5]
+    assert clipping.limit_of([1, 2, 9], clip_norm=0, clip_ratio=1.5) == 3
+    assert clipping.limit_of([1, 2, 9], clip_norm=2.5, clip_ratio=1.5) == 2.5
+
+
+def test_rules_by_name():
+    assert split_rule("mean") == ("mean", "plain")
+    assert split_rule("fedadam") == ("mean", "fedadam")
+    assert split_rule("median+nesterov") == split_rule("nesterov+median") == ("median", "nesterov")
+    for wrong in ("fedsgd", "mean+median", "", "krum+"):
+        with pytest.raises(ConfigurationError, match="expected one of mean"):
+            AggregationSettings(rule=wrong)
+
+
+def test_the_default_is_dilocos_step_and_a_rule_by_itself_is_plain():
+    default = AggregationSettings()
+    assert (default.combiner, default.outer, default.server_learning_rate, default.momentum) == (
+        ("mean", "nesterov", 1.0, 0.8)
+    )
+    # Steps of 1 with momentum 0, 1/4, 2/5: v = 1, 1.25, 1.5;  w += 1, 1 + 1.25 / 4, 1 + 1.5 * 2 / 5
+    # and with 0.8 from the first: v = 1, 1.8, 2.44;  w += 1.8, 2.44, 2.952
+    constant = AggregationSettings(momentum_warmup=False)
+    for settings, moves in ((default, [1, 1.3125, 1.6]), (constant, [1.8, 2.44, 2.952])):
+        w, slots = f32(0), [f32(0)]
+        for number, move in enumerate(moves):
+            before, (w, slots) = w, outer_of(settings, number)[0](w, f32(1), slots)
+            np.testing.assert_allclose(w - before, move, rtol=1e-6)
+    assert [nesterov.momentum_of(n, 0.8) for n in (0, 3, 12, 1000)] == [0, 0.5, 0.8, 0.8]
+    for rule in ("mean", "median", "krum"):
+        outer, starts = outer_of(AggregationSettings(rule=rule), 3)
+        assert outer(f32(10), f32(1), [])[0].tolist() == [11] and starts == ()
+    assert AggregationSettings(rule="fedadam").server_learning_rate == 0.01
+    given = AggregationSettings(rule="nesterov", server_learning_rate=1, momentum=0)
+    assert (given.server_learning_rate, given.momentum) == (1, 0)
+    for wrong in ({"server_learning_rate": -1}, {"momentum": 1}, {"momentum": -0.5}):
+        with pytest.raises(ConfigurationError, match=next(iter(wrong))):
+            AggregationSettings(**wrong)

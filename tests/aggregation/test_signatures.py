@@ -1,0 +1,103 @@
+"""Signed manifests, with real keys."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from coordinator.config.aggregation import AggregationSettings
+from coordinator.steps.receive import receive
+from facility.exchange.errors import ConfigurationError, ManifestError
+from facility.exchange.messages.manifest import SIGNATURE, read_manifest, verify_manifest, write_manifest
+from facility.exchange.messages.signatures import NAMESPACE, sign, verify
+from tests.aggregation import make
+
+pytestmark = pytest.mark.skipif(not shutil.which("ssh-keygen"), reason="ssh-keygen is absent")
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    """Keys `alpha` and `beta`, and an allowed-signers file of both."""
+    lines = []
+    for name in ("alpha", "beta"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / name)], check=True)
+        lines.append(f'{name} namespaces="{NAMESPACE}" {(tmp_path / f"{name}.pub").read_text()}')
+    (tmp_path / "allowed").write_text("".join(lines))
+    return tmp_path
+
+
+@pytest.fixture
+def update(tmp_path: Path) -> Path:
+    base = make.model(tmp_path / "base", {"w": torch.zeros(3)})
+    return make.update(tmp_path / "update", {"w": torch.ones(3)}, base=base, facility="alpha")
+
+
+def test_a_signed_update_is_verified(keys: Path, update: Path):
+    sign(update, keys / "alpha")
+    verify(update, "alpha", keys / "allowed")
+    verify_manifest(update)  # the signature is no surplus file
+
+
+def test_what_is_not_verified(keys: Path, update: Path):
+    with pytest.raises(ManifestError, match=f"no {SIGNATURE}.*'alpha' has to sign"):
+        verify(update, "alpha", keys / "allowed")
+    sign(update, keys / "beta")
+    with pytest.raises(ManifestError, match="not signed by 'alpha'"):
+        verify(update, "alpha", keys / "allowed")
+    with pytest.raises(ManifestError, match="not signed by 'gamma'"):
+        verify(update, "gamma", keys / "allowed")
+    sign(update, keys / "alpha")
+    verify(update, "alpha", keys / "allowed")
+    manifest = read_manifest(update)
+    (update / "config.json").write_text("{}")
+    write_manifest(update, manifest)
+    with pytest.raises(ManifestError, match="not signed by 'alpha'"):
+        verify(update, "alpha", keys / "allowed")
+    for name in ("-rf", "a b", "", "a,b"):
+        with pytest.raises(ManifestError, match="cannot be a signer"):
+            verify(update, name, keys / "allowed")
+    (update / SIGNATURE).write_bytes(b"x" * 100_000)
+    with pytest.raises(ManifestError, match="no signature"):
+        verify(update, "alpha", keys / "allowed")
+
+
+def test_a_signature_for_another_purpose_is_none(keys: Path, update: Path):
+    path = str(update / "manifest.json")
+    subprocess.run(
+        ["ssh-keygen", "-q", "-Y", "sign", "-f", str(keys / "alpha"), "-n", "git", path],
+        check=True,
+        capture_output=True,
+    )
+    with pytest.raises(ManifestError, match="not signed"):
+        verify(update, "alpha", keys / "allowed")
+
+
+def test_keys_and_signers_that_are_absent(keys: Path, update: Path):
+    with pytest.raises(ConfigurationError, match="cannot be signed with .*nowhere"):
+        sign(update, keys / "nowhere")
+    sign(update, keys / "alpha")
+    with pytest.raises(ConfigurationError, match="allowed-signers file .* does not exist"):
+        verify(update, "alpha", keys / "nobody")
+
+
+def test_a_key_with_a_passphrase_does_not_wait_for_it(keys: Path, update: Path):
+    subprocess.run(
+        ["ssh-keygen", "-q", "-p", "-N", "secret", "-f", str(keys / "alpha")], check=True, capture_output=True
+    )
+    with pytest.raises(ConfigurationError, match="cannot be signed"):
+        sign(update, keys / "alpha")
+
+
+def test_the_coordinator_asks_for_signatures_where_it_has_keys(keys: Path, update: Path):
+    settings = AggregationSettings(allowed_signers=str(keys / "allowed"))
+    told = receive(update=update, facility="alpha", round=0, model=keys / "base", evaluation=False, settings=settings)
+    assert told is not None and told.kind == "refused" and "has to sign" in told.reason
+    sign(update, keys / "alpha")
+    assert (
+        receive(update=update, facility="alpha", round=0, model=keys / "base", evaluation=False, settings=settings)
+        is None
+    )

@@ -1,0 +1,94 @@
+"""A facility's update in few bytes, from the end of its training to the coordinator's receive step."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from coordinator.config.aggregation import AggregationSettings
+from coordinator.steps.receive import receive
+from facility.exchange.checkpoints.patterns import Patterns
+from facility.exchange.errors import ConfigurationError
+from facility.exchange.messages.manifest import read_manifest, verify_manifest
+from facility.exchange.messages.settings import TrainingSettings
+from facility.rounds.smaller import make_smaller, unsent
+from tests.aggregation import make
+
+SHAPES = {"body.weight": (200, 100), "head.weight": (50,)}
+
+
+@pytest.mark.parametrize("encoding", ["delta-int8", "delta-int4", "sparse"])
+def test_two_rounds_there_and_back(tmp_path: Path, encoding: str):
+    settings = TrainingSettings(encoding=encoding, export_dtype="float32")
+    patterns = Patterns((), ("head.*",))
+    start = make.random_tensors(0, SHAPES, torch.bfloat16)
+    for number in (0, 1):
+        base = make.model(tmp_path / f"base{number}", start, round=number)
+        before = unsent(tmp_path / "state", number, settings)
+        assert (before is None) == (number == 0)
+        begun = {n: t.float() for n, t in start.items()}
+        for name, kept in make.read_all(before).items() if before else ():
+            begun[name] += kept
+        trained = make.moved(begun, number + 1, 1e-4)
+        federated = {"body.weight": trained["body.weight"]}
+        for _ in range(2):  # the second attempt at a round replaces what the first kept
+            update = make.update(tmp_path / "update", federated, base=base, facility="alpha")
+            whole = sum(f.stat().st_size for f in update.glob("*.safetensors"))
+            make_smaller(
+                update, model=base, state=tmp_path / "state", round=number, settings=settings, patterns=patterns
+            )
+            message = tmp_path / f"{number}-message"
+            shutil.rmtree(message, ignore_errors=True)
+            update.rename(message)
+        assert read_manifest(message).encoding == encoding
+        assert sum(f.stat().st_size for f in message.glob("*.safetensors")) < 0.3 * whole
+        decoded = tmp_path / f"decoded{number}"
+        told = receive(
+            update=message,
+            facility="alpha",
+            round=number,
+            model=base,
+            evaluation=False,
+            decoded=decoded,
+            settings=AggregationSettings(exclude=["head.*"]),
+        )
+        assert told is None, told
+        verify_manifest(decoded)
+        got = make.read_all(decoded)
+        assert torch.equal(got["head.weight"], start["head.weight"].float())
+        step = trained["body.weight"] - start["body.weight"].float()
+        lost = got["body.weight"] - trained["body.weight"]
+        assert float(lost.norm() / step.norm()) < 0.2
+        kept = make.read_all(unsent(tmp_path / "state", number + 1, settings))
+        assert list(kept) == ["body.weight"]  # nothing is lost: what has not arrived is what is kept
+        torch.testing.assert_close(got["body.weight"] + kept["body.weight"], trained["body.weight"])
+    assert sorted(p.name for p in (tmp_path / "state" / "residual").iterdir()) == ["round-0", "round-1"]
+    assert unsent(tmp_path / "state", 2, TrainingSettings()) is None
+
+
+def test_another_reference_is_told_to_be_sent_in_full(tmp_path: Path):
+    settings = TrainingSettings(encoding="delta-int8", export_dtype="float32")
+    start = make.random_tensors(0, SHAPES, torch.bfloat16)
+    base = make.model(tmp_path / "base", start)
+    update = make.update(tmp_path / "update", make.moved(start, 1), base=base, facility="alpha")
+    make_smaller(update, model=base, state=tmp_path / "state", round=0, settings=settings, patterns=Patterns())
+    other = make.model(tmp_path / "other", make.moved(start, 2))
+    told = receive(
+        update=update,
+        facility="alpha",
+        round=0,
+        model=other,
+        evaluation=False,
+        decoded=tmp_path / "decoded",
+        settings=AggregationSettings(),
+    )
+    assert told is not None and told.kind == "refused" and "send it in full" in told.reason
+    assert not (tmp_path / "decoded").exists()
+
+
+def test_half_precision_exports_are_not_encoded():
+    with pytest.raises(ConfigurationError, match="needs export_dtype 'float32'"):
+        TrainingSettings(encoding="delta-int8", export_dtype="bfloat16")

@@ -1,0 +1,113 @@
+"""federation.yml is read strictly: each mistake is one clear error with its file and line."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from coordinator.config.federation import check_paths, read_federation
+from facility.exchange.errors import ConfigurationError
+from tests.federations import write_federation
+
+GOOD = """\
+name: two-sites.v1
+model: ../model
+rounds: 3
+training:
+  steps: 7
+  learning_rate: 1e-3
+facilities:
+  - name: site-a
+    dataset: ../a
+    training: {ranks: 2}
+  - name: b.2
+    dataset: /data/b
+aggregation: {rule: mean}
+"""
+
+
+def read(tmp_path: Path, text: str):
+    path = tmp_path / "federation.yml"
+    path.write_text(text)
+    return read_federation(path)
+
+
+def test_defaults_are_merged_facility_by_facility(tmp_path: Path):
+    federation = read(tmp_path, GOOD)
+    first, second = federation.facilities
+    assert (first.training.steps, first.training.ranks, first.training.learning_rate) == (7, 2, 1e-3)
+    assert (second.training.steps, second.training.ranks) == (7, 1)
+    assert first.deployment == {"type": "local"}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "words"),
+    [
+        ("rounds: 3", "rounds: 0", 3, "rounds is 0, expected 1 or more"),
+        ("rounds: 3", "rounds: many", 3, "rounds is 'many', expected int"),
+        ("rounds: 3", "roundz: 3", 3, "unknown key 'roundz'; did you mean 'rounds'?"),
+        ("  steps: 7", "  stepz: 7", 5, "unknown key 'training.stepz'; did you mean 'steps'?"),
+        ("  steps: 7", "  steps: 0", 5, "steps is 0, expected more than 0"),
+        ("{ranks: 2}", "{rank: 2}", 10, "unknown key 'facilities[0].training.rank'; did you mean 'ranks'?"),
+        ("name: b.2", "name: site-A", 11, "facility 'site-A' stands twice"),
+        ("name: b.2", "name: ../b", 11, "expected 1-63 letters, digits"),
+        ("name: b.2", "name: 'b 2'", 11, "expected 1-63 letters, digits"),
+        ("name: two-sites.v1", "name: -x", 1, "the first a letter or digit"),
+        ("    dataset: /data/b\n", "", 11, "lacks dataset"),
+        ("{rule: mean}", "{rule: meen}", 13, "rule is 'meen'"),
+        ("rounds: 3", "rounds: 3\nrounds: 4", 4, "key 'rounds' stands twice"),
+        ("rounds: 3", "rounds: [3", None, "not valid YAML"),
+        ("model: ../model", "file: x", 2, "unknown key 'file'"),
+        ("rounds: 3", "rounds: 3\nminimum_facilities: 5", 4, "expected 1 to 2"),
+        (
+            "    dataset: /data/b\n",
+            "    dataset: /data/b\n    deployment:\n      type: slurm\n      host: a b\n      workdir: /w\n      template: t.sh\n",
+            15,
+            "facilities[1].deployment: host is 'a b', expected a name or address",
+        ),
+    ],
+)
+def test_a_mistake_is_one_error_with_file_and_line(tmp_path: Path, old: str, new: str, line: int | None, words: str):
+    with pytest.raises(ConfigurationError) as caught:
+        read(tmp_path, GOOD.replace(old, new))
+    assert words in str(caught.value)
+    assert str(caught.value).startswith(f"{tmp_path / 'federation.yml'}:")
+    if line is not None:
+        assert caught.value.line == line
+
+
+def test_all_that_is_left_to_fill_in_is_told_at_once(tmp_path: Path):
+    text = GOOD.replace("../model", "<model's directory>").replace("dataset: /data/b", "dataset: <prepared dataset>")
+    with pytest.raises(ConfigurationError) as caught:
+        read(tmp_path, text)
+    assert "2 value(s) in <angle brackets>" in str(caught.value) and caught.value.line == 2
+    assert "model (line 2), facilities[1].dataset (line 12)" in str(caught.value)
+
+
+def test_no_facilities(tmp_path: Path):
+    with pytest.raises(ConfigurationError, match="facilities is empty"):
+        read(tmp_path, "name: x\nmodel: m\nrounds: 1\nfacilities: []\n")
+
+
+def test_missing_paths_are_told_with_their_line(tmp_path: Path):
+    path = write_federation(tmp_path, ["a", "b"])
+    check_paths(read_federation(path))
+    (tmp_path / "sites" / "b" / "dataset").rename(tmp_path / "elsewhere")
+    with pytest.raises(ConfigurationError, match="dataset of facility 'b' is .*expected the output of") as caught:
+        check_paths(read_federation(path))
+    assert caught.value.line is not None and "dataset" in path.read_text().splitlines()[caught.value.line - 1]
+
+
+def test_the_command_writes_nothing_on_bad_input(tmp_path: Path):
+    path = write_federation(tmp_path, ["a", "b"], rounds=0)
+    before = sorted(tmp_path.rglob("*"))
+    result = subprocess.run(
+        [sys.executable, "-m", "coordinator.cli", "render", "-f", path], capture_output=True, text=True, env=os.environ
+    )
+    assert result.returncode == 2
+    assert result.stderr.count("\n") == 1 and "rounds is 0" in result.stderr and f"{path}:" in result.stderr
+    assert sorted(tmp_path.rglob("*")) == before

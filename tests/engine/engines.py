@@ -1,0 +1,101 @@
+"""Run a rendered federation under a real engine, with no Node.js and no Docker on the PATH."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from coordinator.archive.rounds import Archive
+from coordinator.config.federation import read_federation
+from facility.exchange.messages.manifest import read_manifest
+
+BIN = Path(sys.executable).parent
+HIDDEN = {"node", "nodejs", "docker", "podman", "singularity", "apptainer"}
+
+
+def bare_environment(folder: Path) -> dict[str, str]:
+    """This environment's Python first, then the system's programs without those a fresh machine would lack."""
+    system = folder / "bin"
+    system.mkdir(parents=True, exist_ok=True)
+    for source in ("/usr/bin", "/bin"):
+        for entry in os.scandir(source):
+            target = system / entry.name
+            if entry.name not in HIDDEN and not entry.name.startswith("python") and not os.path.lexists(target):
+                target.symlink_to(entry.path)
+    home = folder / "home"
+    home.mkdir(exist_ok=True)
+    return os.environ | {"PATH": f"{BIN}{os.pathsep}{system}", "HOME": str(home), "CUDA_VISIBLE_DEVICES": ""}
+
+
+def streamflow(federation: Path, folder: Path, *, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+    """`cd workflow && streamflow run streamflow.yml`."""
+    return subprocess.run(
+        ["streamflow", "run", "--outdir", str(folder / "out"), "streamflow.yml"],
+        cwd=federation.parent,
+        env=bare_environment(folder),
+        text=True,
+        timeout=timeout,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+
+
+def cwltool(federation: Path, folder: Path, *, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+    """The same CWL and settings under the reference runner, which keeps only PATH of the environment unless told."""
+    kept = [
+        option
+        for name in ("PYTHONPATH", "CUDA_VISIBLE_DEVICES", "HF_HUB_OFFLINE")
+        for option in ("--preserve-environment", name)
+    ]
+    return subprocess.run(
+        [
+            "cwltool",
+            "--enable-ext",
+            "--parallel",
+            *kept,
+            "--outdir",
+            str(folder / "out"),
+            "../cwl/main.cwl",
+            "settings.yml",
+        ],
+        cwd=federation.parent,
+        env=bare_environment(folder),
+        text=True,
+        timeout=timeout,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+
+
+def crossfed(*arguments: str | Path, folder: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "coordinator.cli", *map(str, arguments)],
+        env=bare_environment(folder),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+def killed_at(moment: str, federation: Path, folder: Path) -> None:
+    """`crossfed run`, and SIGKILL once it says `moment`: to the command, with which StreamFlow dies."""
+    process = crossfed("run", "--quiet", "-f", federation, folder=folder)
+    assert process.stdout is not None
+    seen = []
+    for line in process.stdout:
+        seen.append(line)
+        if moment in line:
+            break
+    assert moment in seen[-1], "".join(seen)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def weights(federation: Path) -> list[str]:
+    """Digest of every archived round's global model."""
+    archive = Archive(read_federation(federation).archive_path)
+    return [read_manifest(archive.round_directory(number) / "model").content_sha256 for number in archive.rounds()]

@@ -1,0 +1,150 @@
+"""Real federations of pico models: real engines, real trainer processes, real averaging."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import sqlite3
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from coordinator.archive.rounds import Archive
+from coordinator.archive.summary import summary
+from coordinator.config.federation import read_federation
+from coordinator.engine.render import write
+from tests.engine.engines import crossfed, cwltool, killed_at, streamflow, weights
+from tests.federations import write_federation
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A federation of two facilities, one of two processes, that ran under StreamFlow; its federation.yml."""
+    root = tmp_path_factory.mktemp("undisturbed")
+    path = make(root)
+    for name in ("site-a.1", "b_2"):  # something to look for where it must not be
+        (root / "sites" / name / "dataset" / f"private-of-{name}.txt").write_text(
+            f"a sentence that only {name} may see\n"
+        )
+    result = streamflow(path, root / "engine")
+    assert result.returncode == 0, result.stdout[-4000:]
+    return path
+
+
+def make(root: Path, **changes: object) -> Path:
+    path = write_federation(root, ["site-a.1", "b_2"], **changes)  # type: ignore[arg-type]
+    path.write_text(path.read_text().replace("- name: site-a.1\n", "- name: site-a.1\n  training: {ranks: 2}\n"))
+    write(read_federation(path))
+    return path
+
+
+def archive_of(path: Path) -> Archive:
+    return Archive(read_federation(path).archive_path)
+
+
+def test_perplexity_falls_and_the_model_loads(undisturbed: Path):
+    from transformers import AutoModelForCausalLM
+
+    data = summary(archive_of(undisturbed))
+    assert [entry["decision"] for entry in data["rounds"]] == ["go on", "all 2 rounds are done"]
+    falling = [data["initial_perplexity"], *(entry["global_perplexity"] for entry in data["rounds"])]
+    assert falling[0] > falling[1] > falling[2], falling
+    assert [row["status"] for entry in data["rounds"] for row in entry["facilities"]] == ["ok"] * 4
+    assert len(data["final_evaluation"]) == 2
+    model = AutoModelForCausalLM.from_pretrained(data["model"])
+    assert sum(p.numel() for p in model.parameters()) > 10_000
+    rows = (archive_of(undisturbed).path / "history.jsonl").read_text().splitlines()
+    assert len(rows) == 4
+
+
+@pytest.mark.slow
+def test_cwltool_makes_the_same_weights_bit_for_bit(undisturbed: Path, tmp_path: Path):
+    path = make(tmp_path)
+    result = cwltool(path, tmp_path / "engine")
+    assert result.returncode == 0, result.stdout[-4000:]
+    assert weights(path) == weights(undisturbed)
+    assert len(weights(path)) == 2
+
+
+def test_no_dataset_file_leaves_its_facility(undisturbed: Path):
+    root = undisturbed.parent.parent
+    sites = {name: root / "sites" / name / "dataset" for name in ("site-a.1", "b_2")}
+    contents = {path: path.read_bytes() for folder in sites.values() for path in folder.iterdir()}
+    assert len(contents) == 8
+    # Everything the coordinator and the facilities' job directories hold, and the archive.
+    for folder in (root / "work", root / "archive", root / "engine" / "out"):
+        for path in folder.rglob("*"):
+            if path.is_file():
+                assert path.name not in {p.name for p in contents}, path
+                held = path.read_bytes()
+                assert not any(
+                    held == content or (len(content) > 30 and content in held) for content in contents.values()
+                ), path
+    databases = list((root / "engine" / "home" / ".streamflow").rglob("*.db"))
+    assert databases
+    for database in databases:
+        with sqlite3.connect(database) as connection:
+            dump = "\n".join(connection.iterdump())
+        assert "manifest.json" in dump  # the database does name files of directories that are staged
+        for path, content in contents.items():
+            assert path.name not in dump
+            assert hashlib.sha1(content).hexdigest() not in dump and hashlib.sha256(content).hexdigest() not in dump
+
+
+def test_killed_anywhere_the_same_command_ends_with_the_same_weights(undisturbed: Path, tmp_path: Path):
+    path = make(tmp_path)
+    for moment in ("round 0: b_2 training", "receiving", "averaging"):
+        killed_at(moment, path, tmp_path / "engine")
+    process = crossfed("run", "--quiet", "-f", path, folder=tmp_path / "engine")
+    text, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, text
+    assert weights(path) == weights(undisturbed)
+    assert not list(archive_of(path).path.glob(".*.tmp"))
+    again = crossfed("run", "--quiet", "-f", path, folder=tmp_path / "engine")
+    text, _ = again.communicate(timeout=120)
+    assert again.returncode == 0 and "training" not in text, text
+
+
+def test_the_round_goes_on_without_a_facility_that_fails_and_says_so(tmp_path: Path):
+    path = make(tmp_path, rounds=1)
+    shutil.rmtree(tmp_path / "sites" / "b_2" / "dataset")
+    result = streamflow(path, tmp_path / "engine")
+    assert result.returncode == 0, result.stdout[-4000:]
+    rows = {row["facility"]: row for row in summary(archive_of(path))["rounds"][0]["facilities"]}
+    assert (rows["site-a.1"]["status"], rows["b_2"]["status"]) == ("ok", "failed")
+    assert "dataset" in rows["b_2"]["reason"]
+    assert rows["site-a.1"]["weight"] == 1.0
+
+
+def test_too_few_facilities_end_the_run_with_the_reason_and_no_round(tmp_path: Path):
+    path = make(tmp_path, minimum_facilities=2)
+    shutil.rmtree(tmp_path / "sites" / "b_2" / "dataset")
+    result = streamflow(path, tmp_path / "engine")
+    assert result.returncode == 1
+    assert "minimum_facilities is 2" in result.stdout
+    assert archive_of(path).rounds() == []
+
+
+def test_an_archive_of_another_federation_is_refused(undisturbed: Path, tmp_path: Path):
+    archive = archive_of(undisturbed).path
+    path = make(tmp_path, name="other", archive=str(archive))
+    before = {p: p.stat().st_mtime_ns for p in archive.rglob("*")}
+    result = subprocess.run(
+        [
+            "python3",
+            "-m",
+            "coordinator.steps.start",
+            "--federation",
+            "coordinator.json",
+            "--archive",
+            str(archive),
+            "--model",
+            "../model",
+        ],
+        cwd=path.parent,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 2 and "belongs to federation 'pico', not 'other'" in result.stderr
+    assert {p: p.stat().st_mtime_ns for p in archive.rglob("*")} == before

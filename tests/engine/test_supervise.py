@@ -1,0 +1,187 @@
+"""A run of the engine is watched: it ends, starts again or is given up for a reason, and leaves no process behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from coordinator.engine.queues import SCHEDULERS, Job, Queue, read_queues
+from coordinator.engine.supervise import Attempt, Limits, Supervisor, children, decide, fatal_reason
+from facility.exchange.errors import TryAgain
+
+LIMITS = Limits(restarts=2, pause_seconds=10)
+FAILED = Attempt(code=1, new_rounds=0)
+
+
+@pytest.mark.parametrize(
+    ("attempts", "expected", "words"),
+    [
+        ([Attempt(code=0, new_rounds=2)], "done", ""),
+        ([FAILED], "again", "code 1"),
+        ([FAILED, FAILED, FAILED], "give up", "3 starts brought no new"),
+        ([FAILED, FAILED, Attempt(code=1, new_rounds=1)], "again", ""),
+        ([FAILED, FAILED, Attempt(code=1, new_rounds=1), FAILED, FAILED], "again", ""),
+        ([Attempt(code=-15, new_rounds=0, hung=True)], "again", "hung"),
+        ([Attempt(code=1, new_rounds=3, fatal="the host key changed")], "give up", "host key"),
+    ],
+)
+def test_what_happens_next(attempts: list[Attempt], expected: str, words: str):
+    decision = decide(attempts, LIMITS)
+    assert decision.next == expected and words in decision.reason
+
+
+def test_pauses_double_and_stay_below_five_minutes():
+    pauses = [decide([FAILED] * n, Limits(restarts=20, pause_seconds=10)).pause_seconds for n in range(1, 10)]
+    assert pauses[:3] == [10, 20, 40] and max(pauses) == 300
+
+
+def test_only_a_person_can_mend_a_wrong_host_key_or_a_refused_login():
+    line = "WARNING  Error HostKeyNotVerifiable opening SSH session to 10.1.1.2 to execute command `sh`: (9) Host key is not trusted"
+    assert "host key of 10.1.1.2" in fatal_reason(line) and "ssh-keygen -R" in fatal_reason(line)
+    assert "refuses the login" in fatal_reason("ERROR LOGIN REFUSED by login.site (Permission denied)")
+    assert fatal_reason("WARNING  Error ConnectionRefusedError opening SSH session to 10.1.1.2") == ""
+
+
+def supervisor(tmp_path: Path, script: str, queues: list[Queue] | None = None, **limits) -> Supervisor:
+    lines: list[str] = []
+    said: list[str] = []
+    result = Supervisor(
+        command=lambda: [sys.executable, "-u", "-c", script],
+        directory=tmp_path,
+        environment=dict(os.environ),
+        queues=queues or [],
+        on_line=lines.append,
+        say=said.append,
+        rounds_done=lambda: 0,
+        limits=Limits(**({"pause_seconds": 0.1, "restarts": 1, "stop_seconds": 1.0, "silence_seconds": 60} | limits)),
+    )
+    result.lines, result.said = lines, said  # type: ignore[attr-defined]
+    return result
+
+
+def test_success_is_passed_on(tmp_path: Path):
+    one = supervisor(tmp_path, "print('hello')")
+    assert one.run() == (0, "StreamFlow ended well")
+    assert one.lines == ["hello"]
+
+
+def test_a_failing_run_starts_again_and_then_is_given_up(tmp_path: Path):
+    one = supervisor(tmp_path, "raise SystemExit(3)")
+    code, reason = one.run()
+    assert code == 3 and "2 starts" in reason and len(one.attempts) == 2
+
+
+def test_a_hanging_run_is_killed_even_when_it_ignores_sigterm(tmp_path: Path):
+    script = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up'); time.sleep(100)"
+    one = supervisor(tmp_path, script, silence_seconds=1.0, restarts=0)
+    start = time.monotonic()
+    code, reason = one.run()
+    assert time.monotonic() - start < 15
+    assert code == -signal.SIGKILL and "hung" in reason
+    assert any("no progress" in sentence for sentence in one.said)
+
+
+def test_silence_with_a_working_child_is_patience(tmp_path: Path):
+    script = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(4)'])"
+    one = supervisor(tmp_path, script, silence_seconds=1.0)
+    assert one.run()[0] == 0 and len(one.attempts) == 1
+
+
+def test_a_wrong_host_key_ends_at_once_with_a_sentence(tmp_path: Path):
+    script = (
+        "import time; print('Error HostKeyNotVerifiable opening SSH session to 10.1.1.2 to execute'); time.sleep(100)"
+    )
+    one = supervisor(tmp_path, script, restarts=5)
+    start = time.monotonic()
+    code, reason = one.run()
+    assert time.monotonic() - start < 10 and code != 0 and "host key" in reason and len(one.attempts) == 1
+
+
+class FakeQueue(Queue):
+    """A queue that remembers what it was asked."""
+
+    def jobs(self) -> list[Job]:
+        if self.ssh.get("down"):
+            raise TryAgain("site does not answer")
+        return list(self.ssh["jobs"])
+
+    def _ask(self, command: str) -> str:
+        self.ssh["asked"].append(command)
+        return ""
+
+
+def fake(*jobs: Job, down: bool = False) -> FakeQueue:
+    return FakeQueue(
+        facility="site",
+        kind="slurm",
+        job_name="crossfed-f-site",
+        directory=Path("/"),
+        ssh={"jobs": list(jobs), "asked": [], "down": down},
+    )
+
+
+def test_jobs_in_a_queue_are_patience_and_a_silent_facility_too(tmp_path: Path):
+    script = "import time; time.sleep(4)"
+    for queue in (fake(Job(id="1", state="RUNNING", began=True)), fake(down=True)):
+        one = supervisor(tmp_path, script, [queue], silence_seconds=1.0)
+        assert one.run()[0] == 0 and len(one.attempts) == 1
+
+
+def test_stopping_cancels_our_jobs_by_name(tmp_path: Path):
+    queue = fake(Job(id="9", state="RUNNING", began=True))
+    one = supervisor(tmp_path, "import time; print('up'); time.sleep(100)", [queue])
+    threading.Timer(1.5, one.stop, [signal.SIGINT]).start()
+    code, reason = one.run()
+    assert code == 128 + signal.SIGINT and reason == "stopped"
+    assert queue.ssh["asked"] == [SCHEDULERS["slurm"].cancel]
+    assert any("cancelled job 9" in sentence for sentence in one.said)
+
+
+def test_before_a_start_only_waiting_jobs_are_cancelled(tmp_path: Path):
+    queue = fake(Job(id="8", state="PENDING", began=False), Job(id="9", state="RUNNING", began=True))
+    assert supervisor(tmp_path, "", [queue]).run()[0] == 0
+    assert queue.ssh["asked"] == [SCHEDULERS["slurm"].cancel_waiting]
+
+
+def test_children_are_found_below_shells():
+    import subprocess
+
+    process = subprocess.Popen(["sh", "-c", "sleep 30 & wait"])
+    try:
+        time.sleep(0.5)
+        assert len(children(process.pid)) == 1
+    finally:
+        for pid in [*children(process.pid), process.pid]:
+            os.kill(pid, signal.SIGKILL)
+        process.wait()
+
+
+def test_queues_are_read_from_the_rendered_file(tmp_path: Path):
+    file = tmp_path / "streamflow.yml"
+    file.write_text("""
+workflows:
+  demo:
+    bindings:
+    - {step: /, target: {deployment: coordinator}}
+    - {step: /rounds/train_site-a, target: {deployment: a, service: train}}
+    - {step: /rounds/train_site-b, target: {deployment: b}}
+    - {step: /rounds/train_site-c, target: [{deployment: c, service: s}]}
+deployments:
+  coordinator: {type: local, config: {}}
+  a-ssh: {type: ssh, config: {nodes: [login.a], username: me}}
+  a: {type: slurm, config: {services: {train: {jobName: crossfed-demo-site-a}}}, wraps: a-ssh}
+  b: {type: local, config: {}}
+  c: {type: pbs, config: {services: {s: {jobName: name}}}, wraps: {deployment: a-ssh}}
+""")
+    queues = read_queues(file)
+    assert [(queue.facility, queue.kind, queue.job_name) for queue in queues] == [
+        ("site-a", "slurm", "crossfed-demo-site-a"),
+        ("site-c", "pbs", "name"),
+    ]
+    assert queues[0].ssh["nodes"] == ["login.a"] and queues[0].directory == tmp_path

@@ -1,0 +1,167 @@
+"""The compiled loops give the bits of the numpy code beside them; without a compiler everything still works."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from coordinator.aggregate import aggregate
+from coordinator.aggregation.server_optimizers import nesterov
+from coordinator.aggregation.steps import Steps
+from coordinator.config.aggregation import AggregationSettings
+from facility.exchange.checkpoints import native
+from facility.exchange.checkpoints.delta_parts import CODECS
+from facility.exchange.checkpoints.floats import narrow, widen
+from tests.aggregation import make
+
+compiled = pytest.mark.skipif(native.library() is None, reason="no C compiler here")
+EVERY = np.arange(1 << 16, dtype=np.uint16)
+"""All half-precision numbers, NaN among them."""
+
+
+def both(monkeypatch: pytest.MonkeyPatch, work):
+    """What `work` returns with the compiled code and without it."""
+    first = work()
+    with monkeypatch.context() as patch:
+        patch.setattr(native, "library", lambda: None)
+        return first, work()
+
+
+def values(seed: int, n: int) -> np.ndarray:
+    """float32 numbers of many magnitudes, ties for bfloat16 and zeros among them."""
+    random = np.random.default_rng(seed)
+    found = (random.standard_normal(n) * 10.0 ** random.integers(-42, 38, n)).astype(np.float32)
+    found[::7] = (found[::7].view(np.uint32) & 0xFFFF0000 | 0x8000).view(np.float32)
+    found[::11] = 0
+    return found
+
+
+@compiled
+@pytest.mark.parametrize("dtype", ["BF16", "F16"])
+def test_widening_every_number(monkeypatch: pytest.MonkeyPatch, dtype: str):
+    def work():
+        out = np.empty(len(EVERY), np.float32)
+        widen(EVERY.view(np.float16) if dtype == "F16" else EVERY, dtype, out)
+        return out
+
+    ours, theirs = both(monkeypatch, work)
+    number = ~np.isnan(theirs)
+    assert (
+        np.array_equal(ours.view(np.uint32)[number], theirs.view(np.uint32)[number]) and np.isnan(ours[~number]).all()
+    )
+
+
+@compiled
+@pytest.mark.parametrize("n", [1, 7, 1024, 100_001])
+def test_narrowing(monkeypatch: pytest.MonkeyPatch, n: int):
+    def work():
+        out = np.empty(n, np.uint16)
+        narrow(values(n, n), "BF16", out, np.empty(n, np.uint32))
+        return out
+
+    ours, theirs = both(monkeypatch, work)
+    assert np.array_equal(ours, theirs)
+
+
+@compiled
+@pytest.mark.parametrize("rate", [1.0, 0.7])
+def test_the_outer_step(monkeypatch: pytest.MonkeyPatch, rate: float):
+    master, step, velocity = (values(seed, 9_999) for seed in (1, 2, 3))
+
+    def work():
+        with np.errstate(all="ignore"):
+            new, (slot,) = nesterov.apply(master, step, [velocity], learning_rate=rate, momentum=0.8)
+        return np.stack([new, slot]).view(np.uint32)
+
+    ours, theirs = both(monkeypatch, work)
+    assert np.array_equal(ours, theirs)
+
+
+@compiled
+@pytest.mark.parametrize("updates", [1, 3, 4, 9])
+@pytest.mark.parametrize("n", [5, 1024, 9_999])
+def test_steps_their_products_and_their_sum(monkeypatch: pytest.MonkeyPatch, updates: int, n: int):
+    dtypes = [("BF16", "F16", "F32")[i % 3] for i in range(updates + 1)]
+    random = np.random.default_rng(0)
+    exact = [random.standard_normal(n).astype(np.float32) for _ in dtypes]
+    stored = [
+        {"F32": x, "F16": x.astype(np.float16), "BF16": (x.view(np.uint32) >> 16).astype(np.uint16)}[dtype]
+        for x, dtype in zip(exact, dtypes, strict=True)
+    ]
+    weights = [float(w) for w in random.random(updates)]
+
+    def work(rows: bool = True):
+        gram = np.ones((updates, updates))
+        memory = Steps(updates, 10_000, "float32")
+        base, steps, total = memory.take(stored, dtypes, gram=gram, coefficients=weights, rows=rows)
+        return base.copy(), None if steps is None else steps.copy(), total.copy(), gram
+
+    ours, theirs = both(monkeypatch, work)
+    for mine, other in zip(ours[:3], theirs[:3], strict=True):
+        assert np.array_equal(mine, other)
+    expected = theirs[1].astype(np.float64) @ theirs[1].astype(np.float64).T + 1
+    for gram in (ours[3], theirs[3]):
+        np.testing.assert_allclose(gram, expected, rtol=1e-5, atol=1e-4 * np.sqrt(n))
+    without = work(rows=False)
+    assert without[1] is None and np.array_equal(without[2], ours[2]) and np.array_equal(without[3], ours[3])
+
+
+@compiled
+@pytest.mark.parametrize("rule", ["mean", "median", "fedadam"])
+def test_a_whole_round_has_the_same_bits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rule: str):
+    start = make.random_tensors(0, {"a": (300, 400), "b": (77,)}, torch.bfloat16)
+    base = make.model(tmp_path / "base", start)
+    updates = [make.update(tmp_path / f, make.moved(start, i), base=base, facility=f) for i, f in enumerate("xyz")]
+    names = iter("12")
+
+    def work():
+        out = tmp_path / next(names)
+        aggregate(base=base, updates=updates, out=out, settings=AggregationSettings(rule=rule))
+        return make.read_all(out)
+
+    ours, theirs = both(monkeypatch, work)
+    assert all(torch.equal(ours[name], theirs[name]) for name in start)
+
+
+def test_without_a_compiler(tmp_path: Path):
+    code = "from facility.exchange import native; print(native.library())"
+    for environment in ({"CROSSFED_NATIVE": "0", "PATH": "/usr/bin:/bin"}, {"PATH": str(tmp_path)}):
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        assert done.stdout == "None\n", done.stderr
+
+
+@compiled
+def test_a_folder_that_cannot_be_written_costs_a_compilation_a_process(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.setattr(native, "_digest", lambda compiler: "0" * 16)
+    native.library.cache_clear()
+    try:
+        assert native.library() is not None
+        assert not (native.SOURCE.parent / "__pycache__" / f"native.{'0' * 16}.so").exists()
+    finally:
+        native.library.cache_clear()
+
+
+@compiled
+@pytest.mark.parametrize("n", [1, 63, 255, 256, 65_535, 65_536])
+@pytest.mark.parametrize("encoding", ["delta-int8", "delta-int4", "sparse"])
+def test_codecs(monkeypatch: pytest.MonkeyPatch, encoding: str, n: int):
+    codec = CODECS[encoding]
+    for seed, scale in ((0, 1e-4), (1, 1.0), (2, 1e-36), (3, 0.0)):
+        difference = np.random.default_rng(seed).standard_normal(n).astype(np.float32) * np.float32(scale)
+        if seed == 1:
+            difference = values(seed, n) * np.float32(1e-6)
+
+        def work(difference=difference):
+            sent = codec.encode(difference, 1e-4) if encoding == "sparse" else codec.encode(difference)
+            return sent, codec.decode(sent, n)
+
+        (sent, decoded), (other_sent, other_decoded) = both(monkeypatch, work)
+        assert sent.keys() == other_sent.keys() and np.array_equal(decoded, other_decoded)
+        for name, array in sent.items():
+            assert array.dtype == other_sent[name].dtype and np.array_equal(array, other_sent[name]), name

@@ -1,0 +1,203 @@
+"""`python -m coordinator.plan`: what it writes, what it refuses, how it stops."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from coordinator import plan as command
+from coordinator.planning.show import show_plan, what_if
+from coordinator.planning.stop import Stop
+from coordinator.problem.read import read_problem
+from facility.exchange.errors import ConfigurationError
+from facility.exchange.messages.plan import read_plan
+from tests.planning.cases import BEST_KNOWN, published, whole
+
+
+@pytest.fixture
+def problem_file(tmp_path):
+    path = tmp_path / "problem.json"
+    path.write_text(json.dumps(whole(devices=4, blocks=6)))
+    return path
+
+
+def run(*arguments: object) -> int:
+    return command.main([str(a) for a in arguments])
+
+
+@pytest.mark.parametrize("method", ["even", "dynamic", "exact", "place", "joint"])
+def test_every_method_writes_a_plan_of_a_whole_problem(method, problem_file, tmp_path, capsys):
+    out = tmp_path / "plan.json"
+    assert run("--problem", problem_file, "--out", out, "--method", method, "--iterations", 1, "--json") == 0
+    plan = read_plan(out)
+    plan.validate(world_size=4, layers=6)
+    assert plan.method == method and plan.lower_bound_seconds <= plan.predicted_seconds
+    assert json.loads(capsys.readouterr().out)["method"] == method
+    assert plan.device_ids == ("d0", "d1", "d2", "d3")
+
+
+def test_joint_is_the_default_and_is_not_slower_than_even(problem_file, tmp_path):
+    run("--problem", problem_file, "--out", tmp_path / "joint.json", "--iterations", 1)
+    run("--problem", problem_file, "--out", tmp_path / "even.json", "--method", "even")
+    joint, even = (read_plan(tmp_path / f"{n}.json") for n in ("joint", "even"))
+    assert joint.method == "joint" and joint.predicted_seconds <= even.predicted_seconds
+
+
+@pytest.mark.parametrize("name", BEST_KNOWN)
+def test_published_placement(name, tmp_path):
+    out = tmp_path / "plan.json"
+    run("--problem", published(name), "--out", out, "--method", "place", "--iterations", 0, "--seed", 3)
+    raw = json.loads(out.read_text())
+    assert raw["cost"] <= BEST_KNOWN[name] + 5e-5
+    assert (raw["stages"], raw["replicas"]) == (8, 8)
+    assert sorted(d for row in raw["grid"] for d in row) == list(range(64))
+    case = json.loads(published(name).read_text())
+    delay, gbit = np.array(case["delay_ms"]) / 1e3, np.array(case["bandwidth_gbit_per_s"])
+    data = max(
+        sum(2 * (delay[d, e] + case["parameters_gigabytes_per_stage"] * 8 / (8 * gbit[d, e])) for e in row if e != d)
+        for row in raw["grid"]
+        for d in row
+    )
+    across = case["activations_gibibytes_per_boundary"]
+    boundaries = sum(
+        max(delay[a, b] + across * 8 / gbit[a, b] for a, b in zip(left, right, strict=True))
+        for left, right in zip(raw["grid"], raw["grid"][1:], strict=False)
+    )
+    assert data + 2 * boundaries == pytest.approx(raw["cost"], rel=1e-9)
+
+
+@pytest.mark.parametrize("method", ["even", "dynamic", "exact"])
+def test_published_chain(method, tmp_path):
+    out = tmp_path / "plan.json"
+    path = published("sky-bert160")
+    run("--problem", path, "--devices", "config-64", "--out", out, "--method", method, "--seconds", 20)
+    raw, case = json.loads(out.read_text()), json.loads(path.read_text())
+    flops = [case["flops"][0], *case["flops"][1:4] * 160, *case["flops"][4:]]
+    speed = case["devices"]["config-64"]["relative_seconds_per_flop"]
+    spans = sorted(raw["spans"], key=lambda s: s["first_layer"])
+    covered = [unit for s in spans for unit in range(s["first_layer"], s["end_layer"])]
+    assert covered == list(range(483)) and len({s["device"] for s in spans}) == len(spans)
+    busiest = max(speed[s["device"]] * sum(flops[s["first_layer"] : s["end_layer"]]) for s in spans)
+    assert busiest == pytest.approx(raw["cost"], rel=1e-9)
+    bound = sum(flops) / sum(1 / s for s in speed)
+    assert busiest / bound <= {"even": 2.05, "dynamic": 2.03, "exact": 1.085}[method]
+    assert (raw["gap"] == 0) == (method == "exact")
+
+
+@pytest.mark.parametrize(
+    ("change", "arguments", "message"),
+    [
+        ({"batch_samples": None}, [], "batch_samples is None"),
+        ({}, ["--seconds", "0"], "--seconds is 0"),
+        ({}, ["--devices", "config-64"], "no named sets of devices"),
+        ({}, ["--method", "exact", "--previous", "absent.json"], "cannot be read"),
+        ({"units": []}, [], "no units"),
+    ],
+)
+def test_bad_input_gets_one_clear_error_and_no_file(change, arguments, message, tmp_path):
+    path = tmp_path / "problem.json"
+    path.write_text(json.dumps(whole() | change))
+    with pytest.raises(ConfigurationError, match=message):
+        run("--problem", path, "--out", tmp_path / "plan.json", *arguments)
+    assert not (tmp_path / "plan.json").exists()
+
+
+def test_the_wrong_method_for_a_case_names_the_right_one(tmp_path):
+    with pytest.raises(ConfigurationError, match="serves --method place"):
+        run("--problem", published("spot"), "--out", tmp_path / "plan.json", "--method", "exact")
+    with pytest.raises(ConfigurationError, match="serves --method exact"):
+        run(
+            "--problem",
+            published("sky-bert160"),
+            "--devices",
+            "config-16",
+            "--out",
+            tmp_path / "p",
+            "--method",
+            "joint",
+        )
+
+
+def test_exit_code_and_interrupt(tmp_path, problem_file):
+    """Bad input ends with 2 and one line; SIGINT ends the search early and the best so far is written."""
+    bad = subprocess.run(
+        [sys.executable, "-m", "coordinator.plan", "--problem", "absent.json", "--out", str(tmp_path / "p.json")],
+        capture_output=True,
+        text=True,
+    )
+    assert bad.returncode == 2 and bad.stderr.startswith("error: absent.json") and bad.stderr.count("\n") == 1
+    out = tmp_path / "plan.json"
+    line = [sys.executable, "-u", "-m", "coordinator.plan", "--problem", str(problem_file), "--out", str(out)]
+    program = (
+        "import runpy, sys; from coordinator.planning import stop; init = stop.Stop.__init__\n"
+        "def marked(self, *a, **k):\n    init(self, *a, **k); print('searching', flush=True)\n"
+        "stop.Stop.__init__ = marked; sys.argv = ['plan', *sys.argv[1:]]\n"
+        "runpy.run_module('coordinator.plan', run_name='__main__')"
+    )
+    search = subprocess.Popen(
+        [sys.executable, "-u", "-c", program, *line[4:], "--seconds", "3000"], stdout=subprocess.PIPE, text=True
+    )
+    assert search.stdout is not None and search.stdout.readline().strip() == "searching"
+    time.sleep(1)
+    search.send_signal(signal.SIGINT)
+    assert search.wait(timeout=120) == 0
+    plan = read_plan(out)
+    assert plan.interrupted
+    plan.validate(world_size=4, layers=6)
+
+
+def test_replanning_keeps_a_good_plan(problem_file, tmp_path):
+    first, second = tmp_path / "first.json", tmp_path / "second.json"
+    run("--problem", problem_file, "--out", first, "--iterations", 2)
+    run("--problem", problem_file, "--out", second, "--iterations", 1, "--previous", first)
+    assert read_plan(second).grid == read_plan(first).grid
+    assert read_plan(second).reasons[0].startswith("kept")
+
+
+def test_the_work_of_a_round(tmp_path, capsys):
+    path = tmp_path / "round.json"
+    rows = [{"name": n, "seconds_per_step": s, "samples_per_step": 8} for n, s in (("a", 1.0), ("b", 3.0))]
+    path.write_text(json.dumps({"facilities": rows, "round_samples": 320}))
+    assert run("--problem", path, "--out", tmp_path / "budget.json", "--json") == 0
+    assert json.loads((tmp_path / "budget.json").read_text())["steps"] == {"a": 30, "b": 10}
+    assert json.loads(capsys.readouterr().out)["round_seconds"] == 30
+
+
+def test_the_plan_is_shown(problem_file, tmp_path):
+    out = tmp_path / "plan.json"
+    run("--problem", problem_file, "--out", out, "--iterations", 1)
+    problem, plan = read_problem(problem_file), read_plan(out)
+    console = Console(width=140, record=True, file=open("/dev/null", "w"))
+    show_plan(plan, problem, console=console, seconds=1)
+    text = console.export_text()
+    for device in problem.devices:
+        assert device.id in text
+    for word in ("replica 0", "lower bound", "slack", "memory GB", "what would help", "one more device like"):
+        assert word in text
+    answers = what_if(problem, plan, Stop(1))
+    assert [a.seconds for a in answers] == sorted(a.seconds for a in answers)
+    assert all(a.seconds <= plan.predicted_seconds * (1 + 1e-9) for a in answers)
+
+
+def test_crossfed_plan_writes_and_shows(problem_file, tmp_path):
+    from typer.testing import CliRunner
+
+    from coordinator.cli import app
+
+    out = tmp_path / "plan.json"
+    ran = CliRunner().invoke(app, ["plan", str(problem_file), "--out", str(out), "--seconds", "0.5"])
+    assert ran.exit_code == 0, ran.output
+    assert "replica 0" in ran.output and "what would help" in ran.output
+    read_plan(out).validate(world_size=4, layers=6)
+
+
+def test_planning_needs_no_torch():
+    code = "import sys, coordinator.plan, coordinator.planning.show; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

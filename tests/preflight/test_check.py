@@ -1,0 +1,519 @@
+"""`crossfed check`: each of many mistakes is told by a sentence of its own, with a fix, and nothing is submitted.
+
+The facility is a directory on this machine; `ssh`, `sbatch`, `qstat` and `flux` are stand-ins on the PATH that speak as
+the real ones do. What they run is real: the probe, the dataset, the file system.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from coordinator.config.deployments import Deployment, read_deployment
+from coordinator.preflight import check as checking
+from coordinator.preflight import remote
+from coordinator.preflight.check import check
+from coordinator.preflight.estimates import ModelFigures, facility_bytes, gpu_bytes, smallest_ranks, state_bytes
+from coordinator.preflight.remote import ssh_command
+from coordinator.preflight.row import Row
+from coordinator.preflight.scheduler import wanted_hours, wanted_nodes
+from facility.exchange.checkpoints.tokenizer import tokenizer_digest
+from facility.exchange.messages.settings import TrainingSettings
+from tests.pico import save_pico
+from tests.preparing.corpora import save_bert_tokenizer
+from tests.training.federation import write_dataset
+
+ROOT = Path(__file__).resolve().parents[2]
+
+SSH = """#!/bin/bash
+printf '%s\\n' "$@" >> "$SITE/ssh-arguments"
+if [ -s "$SITE/ssh-says" ]; then cat "$SITE/ssh-says" >&2; exit 255; fi
+while [ "$1" != -- ]; do shift; done
+shift 2
+cd "$SITE/home"
+exec env HOME="$SITE/home" bash -c "$*"
+"""
+SBATCH = """#!/bin/bash
+[[ "$*" == *--test-only* ]] || { echo submitted >> "$SITE/submitted"; exit 1; }
+cat > "$SITE/job"
+if [ -s "$SITE/sbatch-says" ]; then cat "$SITE/sbatch-says" >&2; exit 1; fi
+echo "sbatch: Job 42 to start at 2026-01-01T00:00:00 using 128 processors on nodes n1 in partition main" >&2
+"""
+QSTAT = '#!/bin/bash\n[ "$2" = work ] && { echo "Queue: work"; cat "$SITE/queue"; exit 0; }\necho "qstat: Unknown queue $2" >&2; exit 170\n'
+FLUX = '#!/bin/bash\ncat > "$SITE/job"; if [ -s "$SITE/flux-says" ]; then cat "$SITE/flux-says" >&2; exit 1; fi\n'
+
+FEDERATION = """\
+name: two
+model: ../model
+rounds: 2
+training: {steps: 2, batch_sequences: 4}
+facilities:
+  - name: far
+    dataset: DATA
+    deployment:
+      type: slurm
+      host: login.example.org
+      user: alice
+      workdir: WORK
+      template: TEMPLATE
+      environment: {home: HOME}
+      fill: {account: proj42, partition: main}
+"""
+
+
+@dataclass
+class Site:
+    """A facility and its coordinator in one directory."""
+
+    root: Path
+
+    @property
+    def file(self) -> Path:
+        return self.root / "workflow" / "federation.yml"
+
+    def edit(self, old: str, new: str) -> None:
+        text = self.file.read_text()
+        assert old in text
+        self.file.write_text(text.replace(old, new))
+
+    def says(self, program: str, words: str) -> None:
+        (self.root / "site" / f"{program}-says").write_text(words + "\n")
+
+    def env(self, lines: str) -> None:
+        with open(self.root / "site" / "crossfed" / "env.sh", "a") as file:
+            file.write(lines + "\n")
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
+    there = tmp_path / "site"
+    (there / "home").mkdir(parents=True)
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name, text in {"ssh": SSH, "sbatch": SBATCH, "qsub": "#!/bin/bash\n", "qstat": QSTAT, "flux": FLUX}.items():
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    (there / "home" / ".bash_profile").write_text(f"export PATH={programs}:$PATH\n")
+    (there / "queue").write_text("    enabled = True\n    started = True\n")
+    (there / "crossfed").mkdir()
+    (there / "crossfed" / "env.sh").write_text(f"export PATH={Path(sys.executable).parent}:$PATH PYTHONPATH={ROOT}\n")
+    (there / "work").mkdir()
+    write_dataset(there / "data")
+    save_pico(tmp_path / "model")
+    (tmp_path / "workflow").mkdir()
+    text = (
+        FEDERATION.replace("DATA", str(there / "data"))
+        .replace("WORK", str(there / "work"))
+        .replace("HOME", str(there / "crossfed"))
+    )
+    (tmp_path / "workflow" / "federation.yml").write_text(
+        text.replace("TEMPLATE", str(ROOT / "templates" / "slurm.sh"))
+    )
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    monkeypatch.setenv("SITE", str(there))
+    return Site(root=tmp_path)
+
+
+def failing(rows: list[Row]) -> list[Row]:
+    return [row for row in rows if row.verdict == "fail"]
+
+
+def test_a_sound_federation_passes_and_submits_nothing(site: Site):
+    rows = check(site.file)
+    assert failing(rows) == [], failing(rows)
+    told = {row.check: row.found for row in rows if row.subject == "far"}
+    assert (
+        "in partition main" in told["job accepted"]
+        and "at most 4 (2 rounds of 1 nodes with 4 GPUs, 2 h each)" in told["node-hours"]
+    )
+    assert "a round: about" in told["link"] and "40 training and 10 validation blocks of 16 tokens" in told["dataset"]
+    assert not (site.root / "site" / "submitted").exists()
+    job = (site.root / "site" / "job").read_text()
+    assert job.startswith("#!/bin/bash\n") and "#SBATCH --account=proj42\n" in job and "streamflow" not in job
+    spoken = (site.root / "site" / "ssh-arguments").read_text()
+    assert "BatchMode=yes" in spoken and "StrictHostKeyChecking=yes" in spoken
+
+
+Mistake = tuple[str, Callable[[Site], object], str, str]
+
+
+def damage(path: str, content: bytes | None = None) -> Callable[[Site], object]:
+    def do(site: Site) -> None:
+        target = site.root / path
+        if content is None:
+            target.unlink()
+        else:
+            target.write_bytes(content)
+
+    return do
+
+
+def dataset(**changes) -> Callable[[Site], object]:
+    def do(site: Site) -> None:
+        path = site.root / "site/data/dataset.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return do
+
+
+def foreign_tokenizer(site: Site) -> None:
+    """The model carries one tokenizer; the dataset was made with another of the same size."""
+    save_bert_tokenizer(site.root / "other")
+    shutil.copy(site.root / "other/tokenizer.json", site.root / "model")
+    text = (site.root / "other/tokenizer.json").read_text()
+    (site.root / "other/tokenizer.json").write_text(text.replace('"mare"', '"mere"'))
+    dataset(tokenizer_sha256=tokenizer_digest(site.root / "other"))(site)
+
+
+def edit(old: str, new: str) -> Callable[[Site], object]:
+    return lambda site: site.edit(old, new)
+
+
+def says(program: str, words: str) -> Callable[[Site], object]:
+    return lambda site: site.says(program, words)
+
+
+def public_key(site: Site) -> None:
+    key = site.root / "key"
+    key.write_text("secret")
+    key.chmod(0o644)
+    site.edit("user: alice", f"user: alice\n      key: {key}")
+
+
+def other_scheduler(kind: str, fill: str) -> Callable[[Site], object]:
+    def do(site: Site) -> None:
+        site.edit("type: slurm", f"type: {kind}")
+        site.edit("slurm.sh", f"{kind}.sh")
+        site.edit("fill: {account: proj42, partition: main}", f"fill: {fill}")
+
+    return do
+
+
+def closed_queue(site: Site) -> None:
+    other_scheduler("pbs", "{account: a, queue: work}")(site)
+    (site.root / "site/queue").write_text("    enabled = True\n    started = False\n")
+
+
+def refused_flux(site: Site) -> None:
+    other_scheduler("flux", "{bank: a, queue: work}")(site)
+    site.says("flux", "flux-batch: ERROR: unknown queue work")
+
+
+def without_programs(site: Site) -> None:
+    (site.root / "site/home/.bash_profile").write_text("export PATH=/nowhere\n")
+
+
+def old_python(site: Site) -> None:
+    program = site.root / "site" / "old" / "python3"
+    program.parent.mkdir()
+    program.write_text('#!/bin/bash\n[ "$1" = --version ] && echo Python 3.9.1\nexit 1\n')
+    program.chmod(0o755)
+    site.env(f"export PATH={program.parent}:$PATH")
+
+
+def other_formats(site: Site) -> None:
+    """A facility whose CrossFed is another release."""
+    package = site.root / "site" / "older"
+    package.mkdir()
+    (package / "facility").mkdir()
+    for path in (ROOT / "facility").iterdir():
+        if path.name != "exchange" and path.name != "__pycache__":
+            (package / "facility" / path.name).symlink_to(path)
+    (package / "facility" / "exchange").mkdir()
+    for path in (ROOT / "facility" / "exchange").glob("*.py"):
+        text = path.read_text()
+        (package / "facility" / "exchange" / path.name).write_text(
+            re.sub(r"^FORMAT = \d+", "FORMAT = 99", text, flags=re.MULTILINE) if path.name == "report.py" else text
+        )
+    site.env(f"export PYTHONPATH={package}")
+
+
+def no_crossfed(site: Site) -> None:
+    """An environment in which the package cannot be imported, even where it is installed for the tests themselves."""
+    nothing = site.root / "site" / "nothing"
+    nothing.mkdir()
+    (nothing / "facility.py").write_text("raise ModuleNotFoundError(\"No module named 'facility'\")\\n")
+    site.env(f"export PYTHONPATH={nothing}; cd /")
+
+
+def missing_package(site: Site) -> None:
+    """`transformers` without its metadata is not installed."""
+    trick = site.root / "site" / "trick"
+    trick.mkdir()
+    (trick / "sitecustomize.py").write_text(
+        "import importlib.metadata as m\nold = m.version\n"
+        "def version(name):\n    if name == 'transformers':\n        raise m.PackageNotFoundError(name)\n    return old(name)\nm.version = version\n"
+    )
+    site.env(f"export PYTHONPATH=$PYTHONPATH:{trick}")
+
+
+def small_model(site: Site) -> None:
+    path = site.root / "model" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"max_position_embeddings": 8}))
+
+
+CHANGED = "@    WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED!     @\nHost key verification failed."
+MISTAKES: list[Mistake] = [
+    ("yaml", edit("rounds: 2", "rounds: [2"), "federation.yml", r"federation\.yml:\d+: not valid YAML"),
+    (
+        "unknown key",
+        edit("rounds: 2", "rouds: 2\nrounds: 2"),
+        "federation.yml",
+        r"federation\.yml:3: unknown key 'rouds'; did you mean 'rounds'",
+    ),
+    (
+        "no rounds",
+        edit("rounds: 2", "rounds: 0"),
+        "federation.yml",
+        r"federation\.yml:3: rounds is 0, expected 1 or more",
+    ),
+    ("unfilled", edit(", partition: main", ""), "federation.yml", r"placeholders that nothing fills: <partition>"),
+    ("no template", edit("slurm.sh", "slrum.sh"), "federation.yml", r"federation\.yml:\d+: .*cannot be read"),
+    ("no model", edit("../model", "../modle"), "model", "holds no config.json"),
+    ("damaged model", damage("model/model.safetensors", b"x" * 40), "model", "the model is damaged: .*safetensors"),
+    ("damaged config", damage("model/config.json", b"{"), "model", "config.json cannot be read"),
+    ("no key", edit("user: alice", "user: alice\n      key: /nowhere/key"), "key", "/nowhere/key does not exist"),
+    ("public key file", public_key, "key", "can be read by others"),
+    (
+        "unknown host key",
+        says(
+            "ssh",
+            "No ED25519 host key is known for login.example.org and you have requested strict checking.\nHost key verification failed.",
+        ),
+        "host key",
+        "is not in known_hosts",
+    ),
+    ("changed host key", says("ssh", CHANGED), "host key", "shows another host key than known_hosts has"),
+    (
+        "name",
+        says("ssh", "ssh: Could not resolve hostname login.example.org: Name or service not known"),
+        "connection",
+        "does not resolve",
+    ),
+    (
+        "refused",
+        says("ssh", "ssh: connect to host login.example.org port 22: Connection refused"),
+        "connection",
+        "nothing listens at",
+    ),
+    (
+        "silent host",
+        says("ssh", "ssh: connect to host login.example.org port 22: Connection timed out"),
+        "connection",
+        "does not answer",
+    ),
+    (
+        "no route",
+        says("ssh", "ssh: connect to host login.example.org port 22: No route to host"),
+        "connection",
+        "no route to",
+    ),
+    (
+        "login",
+        says("ssh", "alice@login.example.org: Permission denied (publickey)."),
+        "login",
+        "does not accept our key for alice",
+    ),
+    (
+        "too many keys",
+        says("ssh", "Received disconnect: Too many authentication failures"),
+        "login",
+        "gave up before our key was tried",
+    ),
+    ("no env.sh", damage("site/crossfed/env.sh"), "environment", "env.sh does not exist at the facility"),
+    ("old python", old_python, "environment", "Python 3.9.1 is too old"),
+    ("no crossfed", no_crossfed, "environment", "CrossFed cannot be imported"),
+    ("formats", other_formats, "message format", "speaks another message format: report 99 there, 1 here"),
+    ("package", missing_package, "packages", "lacks transformers"),
+    ("no dataset", edit("site/data", "site/dta"), "dataset", "does not exist at the facility"),
+    ("unprepared dataset", damage("site/data/dataset.json"), "dataset", "the dataset is not usable"),
+    ("other tokenizer", dataset(vocabulary_size=5000), "tokenizer", "tokenised with 5000 tokens, the model has 128"),
+    (
+        "foreign tokenizer",
+        foreign_tokenizer,
+        "tokenizer",
+        r"tokenised with tokenizer\.json:\w+, the model carries tokenizer\.json:\w+",
+    ),
+    ("damaged tokenizer", damage("model/tokenizer.json", b"{}"), "model", "tokenizer.json is no tokenizer"),
+    ("long blocks", small_model, "dataset", "blocks have 16 tokens, the model takes at most 8"),
+    (
+        "little data",
+        edit("batch_sequences: 4", "batch_sequences: 400"),
+        "dataset",
+        "40 training blocks are fewer than one batch of 400",
+    ),
+    ("no sbatch", without_programs, "scheduler", "there is no sbatch command"),
+    (
+        "partition",
+        says(
+            "sbatch",
+            "sbatch: error: invalid partition specified: main\nallocation failure: Invalid partition name specified",
+        ),
+        "job accepted",
+        "not one of this cluster's",
+    ),
+    (
+        "account",
+        says("sbatch", "allocation failure: Invalid account or account/partition combination specified"),
+        "job accepted",
+        "account may not use this partition",
+    ),
+    ("qos", says("sbatch", "allocation failure: Invalid qos specification"), "job accepted", "QoS is not one"),
+    (
+        "time",
+        says("sbatch", "allocation failure: Requested time limit is invalid (missing or exceeds some limit)"),
+        "job accepted",
+        "more than the partition allows",
+    ),
+    (
+        "nodes",
+        says("sbatch", "allocation failure: Requested node configuration is not available"),
+        "job accepted",
+        "no node of the partition has",
+    ),
+    (
+        "controller",
+        says("sbatch", "allocation failure: Unable to contact slurm controller (connect failure)"),
+        "job accepted",
+        "controller does not answer",
+    ),
+    ("option", says("sbatch", "sbatch: unrecognized option '--tme'"), "job accepted", "does not know an option"),
+    ("pbs queue", other_scheduler("pbs", "{account: a, queue: wrok}"), "job accepted", "there is no PBS queue 'wrok'"),
+    ("pbs closed", closed_queue, "job accepted", "is not started"),
+    ("flux", refused_flux, "job accepted", "flux batch --dry-run refuses the job: flux-batch: ERROR: unknown queue"),
+    ("workdir", edit("site/work", "site/data/dataset.json/x"), "room", "cannot be written to"),
+    ("memory", edit("user: alice", "user: alice\n      gpu_memory_gb: 0.0001"), "memory", "are needed on each GPU"),
+]
+
+
+@pytest.mark.parametrize(("seed", "where", "sentence"), [m[1:] for m in MISTAKES], ids=[m[0] for m in MISTAKES])
+def test_a_mistake_is_told(site: Site, seed: Callable[[Site], object], where: str, sentence: str):
+    seed(site)
+    rows = failing(check(site.file, link=False))
+    told = [row for row in rows if row.check == where and re.search(sentence, row.found)]
+    assert len(told) == 1, rows
+    assert told[0].fix and len(rows) == 1, rows
+    assert not (site.root / "site" / "submitted").exists()
+
+
+def test_each_mistake_has_its_own_sentence():
+    sentences = [mistake[3] for mistake in MISTAKES]
+    assert len(set(sentences)) == len(sentences) >= 20
+
+
+def test_too_little_room(site: Site, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("coordinator.preflight.facility.facility_bytes", lambda *_: 10**18)
+    monkeypatch.setattr("coordinator.preflight.coordinator.coordinator_bytes", lambda *_: 10**18)
+    rows = {row.subject: row for row in failing(check(site.file, link=False))}
+    assert "are free at" in rows["far"].found and "the rounds need 1e+06 TB" in rows["far"].found
+    assert "the run needs up to" in rows["coordinator"].found
+
+
+def test_a_quota_smaller_than_the_disk_is_noticed(site: Site):
+    program = site.root / "site" / "quota" / "fallocate"
+    program.parent.mkdir()
+    program.write_text("#!/bin/bash\necho 'fallocate: fallocate failed: Disk quota exceeded' >&2; exit 1\n")
+    program.chmod(0o755)
+    site.env(f"export PATH={program.parent}:$PATH")
+    (row,) = failing(check(site.file, link=False))
+    assert "could not be reserved" in row.found and "Disk quota exceeded" in row.found
+    assert list((site.root / "site" / "work").iterdir()) == []
+
+
+def test_the_command_prints_a_table_or_json_and_its_code_says_it(site: Site):
+    site.says("sbatch", "allocation failure: Invalid account or account/partition combination specified")
+    command = [sys.executable, "-m", "coordinator.cli", "check", "--no-link", "-f", str(site.file)]
+    table = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert table.returncode == 1 and "sacctmgr show assoc" in table.stdout and "1 to mend" in table.stdout
+    told = subprocess.run([*command, "--json"], capture_output=True, text=True, cwd=ROOT)
+    answer = json.loads(told.stdout)
+    assert told.returncode == 1 and answer["failing"] == 1
+    assert {"subject", "check", "verdict", "found", "fix"} == set(answer["rows"][0])
+    assert checking.show([], as_json=True, write=lambda _: None) == 0
+
+
+def test_ssh_holds_the_jump_host_to_the_same_rules():
+    raw = {
+        "type": "ssh",
+        "host": "a:2222",
+        "user": "u",
+        "key": "/k",
+        "workdir": "/w",
+        "tunnel": {"host": "j", "user": "v"},
+        "known_hosts": "/kh",
+    }
+    words = ssh_command(read_deployment(raw, "d"))
+    proxy = next(word for word in words if word.startswith("ProxyCommand="))
+    assert proxy.count("StrictHostKeyChecking=yes") == 1 and words.count("StrictHostKeyChecking=yes") == 1
+    assert "UserKnownHostsFile=/kh" in words and words[-5:] == ["2222", "-l", "u", "--", "a"]
+    assert "UserKnownHostsFile=/kh" in proxy
+
+
+def test_a_login_by_another_key_than_the_named_one_is_no_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    key = tmp_path / "id_site"
+    key.touch(mode=0o600)
+    deployment = read_deployment({"type": "ssh", "host": "a", "workdir": "/w", "key": str(key)}, "d")
+    for used, verdict in ((key, "ok"), (tmp_path / "id_other", "fail")):
+        said = f"debug1: Server accepts key: {used} ED25519 SHA256:x\n"
+        monkeypatch.setattr(
+            remote, "run", lambda *_, said=said, **__: remote.Answer(code=0, out="crossfed-reached\n", error=said)
+        )
+        row = remote.check_connection("site", deployment)
+        assert row.verdict == verdict, row
+    assert "id_other" in row.found and str(key) in row.found
+
+
+def test_ssh_reads_the_files_that_the_engine_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / ".ssh").mkdir()
+    for name in ("config", "id_ed25519", "id_ed25519.pub"):
+        (tmp_path / ".ssh" / name).touch()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    words = ssh_command(read_deployment({"type": "ssh", "host": "a", "workdir": "/w"}, "d"))
+    place = str(tmp_path / ".ssh")
+    assert words[words.index("-F") + 1] == f"{place}/config" and f"UserKnownHostsFile={place}/known_hosts" in words
+    assert [words[n + 1] for n, word in enumerate(words) if word == "-i"] == [f"{place}/id_ed25519"]
+
+
+@pytest.mark.parametrize(
+    ("options", "template", "nodes", "hours"),
+    [
+        ({}, "#SBATCH --nodes=4\n#SBATCH --gres=gpu:a100:8\n#SBATCH --time=1-12:30:00\n", (4, 8), 36.5),
+        ({"nodes": "2-6", "time": "90", "gpusPerNode": "a100:4"}, "#SBATCH --nodes=4\n", (6, 4), 1.5),
+        ({}, "#PBS -l select=3:ncpus=32:ngpus=2\n#PBS -l walltime=02:15:00\n", (3, 2), 2.25),
+        ({}, "#flux: --nodes=5\n#flux: --time-limit=30m\n", (5, 0), 0.5),
+        ({}, "echo --nodes=9\n", (1, 0), 0.0),
+    ],
+)
+def test_what_a_job_asks_for(options: dict, template: str, nodes: tuple[int, int], hours: float):
+    deployment = Deployment(type="local") if not options else Deployment(type="slurm", template="t", options=options)
+    assert wanted_nodes(deployment, template) == nodes
+    assert wanted_hours(deployment, template) == pytest.approx(hours)
+
+
+def test_room_and_bytes_by_hand():
+    model = ModelFigures(parameters=1024, bytes=2048, vocabulary=50, positions=0, hidden=8, layers=2, heads=2)
+    training = TrainingSettings(keep_optimizer=False)
+    assert facility_bytes(model, training) == 5 * 2048
+    assert facility_bytes(model, training, "delta-int8") == 7 * 2048
+    assert facility_bytes(model, TrainingSettings(export_dtype="float32")) == 5 * 4096 + 2 * 8 * 1024
+    travelling = [model.travelling(2048, encoding, 0.25) for encoding in ("full", "delta-int8", "delta-int4", "sparse")]
+    assert travelling == [2048, 1024 + 4 * 4, 512 + 16 * 2, 128 + 256 // 2]
+
+
+def test_memory_by_hand():
+    """1000 parameters in bf16: 4 master + 4 gradient + 8 moments + 2 copy bytes each; 2 sequences of 10 tokens on one rank."""
+    model = ModelFigures(parameters=1000, bytes=2000, vocabulary=50, positions=0, hidden=8, layers=2, heads=2)
+    training = TrainingSettings(batch_sequences=2, compute_dtype="bfloat16")
+    assert state_bytes(model, training) == 18_000
+    assert gpu_bytes(model, training, 10, 1) == 18_000 + 2 * 10 * (34 * 8 * 2 + 2 * 4 * 50)
+    assert gpu_bytes(model, training, 10, 2) == 9_000 + 500 * 2 + 10 * (34 * 8 * 2 + 2 * 4 * 50)
+    assert smallest_ranks(model, training, 10, 30_000) == 2 and smallest_ranks(model, training, 10, 100) is None

@@ -1,0 +1,187 @@
+"""The same documents from any kind of source give the same blocks."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import json
+from pathlib import Path
+
+import numpy
+import pytest
+
+from facility.dataset import DatasetError
+from facility.preparing.build import Request, prepare
+from facility.preparing.sources import Fields, find_sources
+from tests.preparing.corpora import save_bert_tokenizer, save_tokenizer, sentences, write_json_lines
+
+TEXTS = sentences(60)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tokenizer(tmp_path_factory.mktemp("tokenizer") / "bpe")
+
+
+@pytest.fixture
+def make(tmp_path: Path, tokenizer: Path):
+    def blocks(*inputs: Path | str, out: str = "out", **values) -> numpy.ndarray:
+        request = Request(
+            inputs=[str(i) for i in inputs],
+            tokenizer=tokenizer,
+            out=tmp_path / out,
+            block_tokens=16,
+            validation_share=0.1,
+        )
+        return numpy.array(prepare(dataclasses.replace(request, **values)).dataset.split("train"))
+
+    return blocks
+
+
+@pytest.fixture
+def expected(make, tmp_path: Path) -> numpy.ndarray:
+    return make(write_json_lines(tmp_path / "a.jsonl", [{"text": t, "other": 1} for t in TEXTS]), out="expected")
+
+
+def test_packed_json_lines(make, expected, tmp_path: Path):
+    packed = tmp_path / "b.jsonl.gz"
+    packed.write_bytes(gzip.compress("".join(json.dumps({"text": t}) + "\n" for t in TEXTS).encode()))
+    assert (make(packed) == expected).all()
+    packed.write_bytes(packed.read_bytes()[:-200])
+    with pytest.raises(DatasetError, match=r"b\.jsonl\.gz cannot be read"):
+        make(packed, out="cut")
+
+
+def test_text_by_line_paragraph_and_file(make, expected, tmp_path: Path):
+    (tmp_path / "lines.txt").write_text("\n".join(TEXTS))
+    assert (make(tmp_path / "lines.txt") == expected).all()
+    (tmp_path / "crlf.txt").write_bytes(b"\xef\xbb\xbf" + "\r\n".join(TEXTS).encode())
+    assert (make(tmp_path / "crlf.txt", out="crlf") == expected).all()
+    (tmp_path / "paragraphs.txt").write_text("\n\n \n".join(TEXTS) + "\n\n")
+    assert (make(tmp_path / "paragraphs.txt", out="p", fields=Fields(unit="paragraph")) == expected).all()
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for number, text in enumerate(TEXTS):
+        (folder / f"{number:03d}.txt").write_text(text)
+    (folder / ".hidden.txt").write_text("not read")
+    (folder / "picture.png").write_bytes(b"\x89PNG")
+    assert (make(folder, out="files", fields=Fields(unit="file")) == expected).all()
+
+
+def test_parquet(make, expected, tmp_path: Path):
+    import pyarrow
+    import pyarrow.parquet
+
+    path = tmp_path / "c.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"n": range(60), "body": TEXTS}), path, row_group_size=7)
+    assert (make(path, fields=Fields(text="body")) == expected).all()
+    with pytest.raises(DatasetError, match="no field 'text'; it has n, body"):
+        make(path, out="wrong")
+    with pytest.raises(DatasetError, match="row 1: field 'n' is 0, expected text"):
+        make(path, out="wrong", fields=Fields(text="n"))
+    (tmp_path / "broken.parquet").write_bytes(path.read_bytes()[:100])
+    with pytest.raises(DatasetError, match="no readable Parquet file"):
+        make(tmp_path / "broken.parquet", out="broken")
+
+
+def test_saved_datasets(make, expected, tmp_path: Path):
+    from datasets import Dataset, DatasetDict
+
+    whole = Dataset.from_dict({"text": TEXTS, "n": list(range(60))})
+    whole.save_to_disk(tmp_path / "saved")
+    assert (make(tmp_path / "saved") == expected).all()
+    DatasetDict(train=whole, test=whole.select(range(5))).save_to_disk(tmp_path / "dict")
+    assert (make(tmp_path / "dict", out="from-dict") == expected).all()
+    both = make(tmp_path / "dict", out="both", validation=[str(tmp_path / "dict")], validation_split="test")
+    assert len(both) > len(expected)
+    with pytest.raises(DatasetError, match="has the splits train, test, not 'validation'"):
+        make(tmp_path / "dict", out="none", validation=[str(tmp_path / "dict")])
+
+
+def test_several_inputs_are_read_in_their_order(make, expected, tmp_path: Path):
+    first = write_json_lines(tmp_path / "z.jsonl", [{"text": t} for t in TEXTS[:25]])
+    second = write_json_lines(tmp_path / "b.jsonl", [{"text": t} for t in TEXTS[25:]])
+    assert (make(first, second) == expected).all()
+
+
+def test_hub_names_go_to_the_datasets_library_offline_and_without_code(make, monkeypatch: pytest.MonkeyPatch, expected):
+    import datasets
+
+    calls = []
+
+    def load(*arguments, **settings):
+        calls.append((arguments, settings))
+        return datasets.Dataset.from_dict({"text": TEXTS})
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    assert (make("hub:corpus:it") == expected).all()
+    assert (make("someone/corpus", out="plain") == expected).all()
+    assert calls == [
+        (("corpus", "it"), {"split": "train", "streaming": False}),
+        (("someone/corpus", None), {"split": "train", "streaming": False}),
+    ]
+
+
+def test_a_hub_name_that_is_not_in_the_cache_is_one_error_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(DatasetError, match="'nobody/nothing' .* cannot be loaded"):
+        find_sources(["hub:nobody/nothing"], split="train")
+
+
+def test_kinds_that_are_unknown_are_refused(make, tmp_path: Path):
+    (tmp_path / "a.docx").write_bytes(b"PK")
+    with pytest.raises(DatasetError, match="is of no known kind; expected a name ending in .jsonl"):
+        make(tmp_path / "a.docx")
+    (tmp_path / "nothing").mkdir()
+    with pytest.raises(DatasetError, match="holds no file that can be read"):
+        make(tmp_path / "nothing")
+
+
+def test_masked_language_models_get_their_tokenizers_special_tokens(make, tmp_path: Path):
+    bert = save_bert_tokenizer(tmp_path / "bert")
+    path = write_json_lines(tmp_path / "a.jsonl", [{"text": t} for t in TEXTS])
+    ids = make(path, tokenizer=bert, task="masked-lm").reshape(-1)
+    first = [i for i, token in enumerate(ids) if token == 2]
+    ends = [i for i, token in enumerate(ids) if token == 3]
+    assert first[0] == 0 and len(first) - 1 <= len(ends) <= len(first)
+    assert all(end + 1 == begin for end, begin in zip(ends, first[1:], strict=False))
+    assert make(path, out="eos", tokenizer=bert, task="masked-lm", template="{text}{eos}").reshape(-1)[0] != 2
+
+
+def test_pairs_with_labels_become_padded_rows(tmp_path: Path):
+    bert = save_bert_tokenizer(tmp_path / "bert")
+    first, second = "il gatto", "dorme sul tetto"
+    records = [{"a": first, "b": second, "y": "yes"}, {"a": first, "b": first + " " + second * 9, "y": "no"}] * 10
+    train = write_json_lines(tmp_path / "train.jsonl", records)
+    request = Request(
+        inputs=[str(train)],
+        tokenizer=bert,
+        out=tmp_path / "out",
+        block_tokens=10,
+        task="classification",
+        fields=Fields(text="a", pair="b", label="y"),
+        validation_share=0.1,
+    )
+    dataset = prepare(request).dataset
+    dataset.verify()
+    manifest = dataset.manifest
+    assert manifest.classes == ["no", "yes"] and manifest.pad_token_id == 0
+    assert manifest.splits["train"].truncated_documents == 8
+    ids, rows = dataset.split("train"), dataset.rows("train")
+    from transformers import AutoTokenizer
+
+    reference = AutoTokenizer.from_pretrained(bert)
+    expected = reference(first, second).input_ids
+    assert ids[0].tolist() == expected + [0] * (10 - len(expected))
+    assert rows[0].tolist() == [1, len(expected), 4]  # [CLS] il gatto [SEP] | dorme
+    assert rows[1].tolist()[:2] == [0, 10] and ids[1][-1] == 3
+    write_json_lines(tmp_path / "validation.jsonl", [{"a": first, "b": second, "y": "maybe"}])
+    with pytest.raises(DatasetError, match=r"validation holds the labels \['maybe'\]"):
+        prepare(dataclasses.replace(request, validation=[str(tmp_path / "validation.jsonl")], out=tmp_path / "other"))
+    with pytest.raises(DatasetError, match="it has no labels|was prepared for"):
+        from facility.dataset import PreparedDataset
+
+        PreparedDataset(directory=tmp_path, manifest=dataclasses.replace(manifest, task="causal-lm")).rows("train")
+    assert manifest.splits["train"].blocks == 18

@@ -1,0 +1,1 @@
+"""Published baselines that no product path runs, with their tests."""

@@ -1,0 +1,104 @@
+"""The same server in memory, on torch tensors: for simulations and tests of quality.
+
+    server = Server(settings)
+    model = server.step(model, {"alpha": tensors, "beta": tensors}, {"alpha": 1200, "beta": 345})
+
+follows the kernel operation by operation, so a run over files gives the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from coordinator.aggregation import outliers as screen
+from coordinator.aggregation.plan import make_plan, needs_measuring
+from coordinator.aggregation.rules import mean, ties
+from coordinator.aggregation.server_optimizers.registry import outer_of
+from coordinator.aggregation.steps import add_products
+from coordinator.aggregation.streams import PIECE
+from coordinator.config.aggregation import AggregationSettings
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Server:
+    """Float32 master and optimiser tensors between rounds."""
+
+    def __init__(self, settings: AggregationSettings) -> None:
+        self.settings = settings
+        self.master: dict[str, Any] = {}
+        self.slots: dict[str, list[Any]] = {}
+        self.round = 0
+        self.details: dict[str, Any] = {}
+        """What the rule decided in the last round."""
+        self.gram: Any = None
+        """Inner products of the last round's steps, facilities in the order of their names."""
+
+    def step(
+        self,
+        base: Mapping[str, torch.Tensor],
+        updates: Mapping[str, Mapping[str, torch.Tensor]],
+        weights: Mapping[str, float],
+    ) -> dict[str, torch.Tensor]:
+        """The next model, each tensor in the base's dtype. `base` is the model that the updates started from."""
+        import torch
+
+        settings = self.settings
+        names = sorted(updates)
+        total = math.fsum(weights[name] for name in names)
+        shares = [weights[name] / total for name in names]
+        floats = [name for name, tensor in base.items() if tensor.is_floating_point()]
+
+        def flat(tensor: torch.Tensor) -> Any:
+            return tensor.detach().to("cpu", torch.float32).reshape(-1).numpy()
+
+        starts = {name: flat(base[name]) for name in floats}
+        steps = {name: np.stack([flat(updates[who][name]) - starts[name] for who in names]) for name in floats}
+        self.gram = np.zeros((len(names), len(names)))
+        for name in floats:
+            for piece in _pieces(steps[name].shape[1]):
+                add_products(self.gram, steps[name][:, piece])
+        found = screen.suspects(names, self.gram, shares, settings.screen)
+        kept = screen.quarantined(names, found, settings.screen)
+        if len(kept) < len(names):
+            names = [names[i] for i in kept]
+            total = math.fsum(shares[i] for i in kept)
+            shares = [shares[i] / total for i in kept]
+            steps = {name: block[kept] for name, block in steps.items()}
+            self.gram = self.gram[np.ix_(kept, kept)]
+        histograms = None
+        if needs_measuring(settings) and settings.combiner == "ties":
+            histograms = [
+                np.sum([ties.histogram(steps[name][k]) for name in floats], axis=0) for k in range(len(names))
+            ]
+        plan = make_plan(settings, names, shares, gram=self.gram, histograms=histograms, round=self.round)
+        self.details = plan.details | {"suspects": found}
+        outer, slot_starts = outer_of(settings, self.round)
+        result = dict(base)
+        for name in floats:
+            master = self.master.get(name)
+            master = starts[name].copy() if master is None else master
+            slots = self.slots.get(name) or [np.full_like(master, start) for start in slot_starts]
+            for piece in _pieces(len(master)):
+                block = steps[name][:, piece]
+                if plan.coefficients is not None:
+                    step = mean.combine(block, plan.coefficients)
+                else:
+                    assert plan.combine is not None
+                    step = plan.combine(block, name, piece.start)
+                master[piece], after = outer(master[piece], step, [slot[piece] for slot in slots])
+                for slot, value in zip(slots, after, strict=True):
+                    slot[piece] = value
+            self.master[name], self.slots[name] = master, slots
+            result[name] = torch.from_numpy(master.copy()).reshape(base[name].shape).to(base[name].dtype)
+        self.round += 1
+        return result
+
+
+def _pieces(count: int) -> list[slice]:
+    return [slice(start, min(start + PIECE, count)) for start in range(0, count, PIECE)]

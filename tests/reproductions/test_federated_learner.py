@@ -1,0 +1,86 @@
+"""Laws of the in-process federation that the quality experiment runs on."""
+
+from __future__ import annotations
+
+import numpy
+import pytest
+import torch
+
+from coordinator.config.aggregation import AggregationSettings
+from tests.bench.federated_learner import Learner, Local, Text, batches, federate, perplexity, pool, rounded
+from tests.pico import pico_config
+
+LOCAL = Local(batch=4, learning_rate=1e-2, warmup_steps=2)
+
+
+@pytest.fixture(scope="module")
+def model() -> torch.nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(pico_config(num_hidden_layers=1))
+
+
+@pytest.fixture(scope="module")
+def text() -> Text:
+    rng = numpy.random.default_rng(0)
+    rows = (numpy.cumsum(rng.integers(1, 4, size=(40, 16)), axis=1) % 128).astype(numpy.int32)
+    return Text(train=rows[:32], validation=rows[32:])
+
+
+def test_batches_pass_over_everything_before_they_repeat(text: Text):
+    feed = batches(numpy.arange(10).reshape(10, 1), 4, seed=1)
+    seen = torch.cat([next(feed) for _ in range(5)]).reshape(-1).tolist()
+    assert sorted(seen[:10]) == list(range(10)) == sorted(seen[10:]) and seen[:10] != seen[10:]
+
+
+def test_one_facility_and_the_plain_mean_are_training_that_is_rounded_every_round(model, text: Text):
+    curve = federate(
+        model,
+        {"a": text},
+        rounds=2,
+        steps=3,
+        local=LOCAL,
+        aggregation=AggregationSettings(rule="mean"),
+        seed=5,
+        evaluate_rounds={1, 2},
+    )
+    alone = Learner(model, batches(text.train, 4, 5000), LOCAL, 6)
+    for number in range(2):
+        alone.load(rounded(alone.parameters))
+        alone.train(3)
+        alone.load(rounded(alone.parameters))
+        assert curve.perplexities[number]["a"] == pytest.approx(perplexity(alone.model, text.validation), rel=1e-5)
+
+
+def test_twice_the_same_facility_is_one(model, text: Text, monkeypatch: pytest.MonkeyPatch):
+    from tests.bench import federated_learner
+
+    monkeypatch.setattr(federated_learner, "batches", lambda blocks, size, seed: batches(blocks, size, 7))
+    settings = {
+        "rounds": 2,
+        "steps": 2,
+        "local": LOCAL,
+        "seed": 1,
+        "evaluate_rounds": {2},
+        "aggregation": AggregationSettings(rule="nesterov", momentum=0.5),
+    }
+    one = federate(model, {"a": text}, **settings).perplexities[-1]["a"]
+    two = federate(model, {"a": text, "b": text}, **settings).perplexities[-1]
+    assert two["a"] == two["b"] == pytest.approx(one, rel=1e-4)
+
+
+def test_training_learns_and_pooled_training_takes_the_same_tokens(model, text: Text):
+    before = perplexity(model, text.validation)
+    after = pool(model, {"a": text, "b": text}, steps=30, local=LOCAL, seed=1).perplexities[-1]["a"]
+    assert after < 0.7 * before
+
+
+def test_the_proximal_term_keeps_the_model_near(model, text: Text):
+    def moved(proximal: float) -> float:
+        learner = Learner(model, batches(text.train, 4, 1), Local(batch=4, learning_rate=1e-2, proximal=proximal), 10)
+        learner.train(10)
+        pairs = zip(learner.parameters, model.parameters(), strict=True)
+        return sum(float((p.detach() - q.detach()).square().sum()) for p, q in pairs)
+
+    assert moved(10.0) < 0.8 * moved(0.0)

@@ -1,0 +1,62 @@
+"""Tensors that are not federated stay at their facility, come back in the next round, and are in no update."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+
+from facility.exchange.checkpoints.checkpoint import open_checkpoint
+from facility.exchange.checkpoints.patterns import Patterns
+from facility.exchange.messages.manifest import Manifest, read_manifest, verify_manifest, write_manifest
+from facility.rounds.personal import Personal
+from tests.aggregation.updates import write_update
+from tests.pico import save_pico
+
+HEAD = Patterns(exclude=("lm_head.*",))
+
+
+def model(directory: Path, *, seed: int = 0, round: int = 0) -> Path:
+    save_pico(directory, seed=seed, dtype="bfloat16")
+    write_manifest(directory, Manifest(kind="model", federation="f", round=round))
+    return directory
+
+
+def test_the_head_stays_and_comes_back(tmp_path: Path):
+    received = model(tmp_path / "received")
+    personal = Personal(tmp_path / "state", HEAD)
+    assert personal.put_in(received, 0) == received  # nothing of its own yet
+    update = write_update(tmp_path / "update", received, "a", move=0.5)
+    trained_head = open_checkpoint(update).read("lm_head.weight")
+    personal.take_out(update, received, 0)
+    assert "lm_head.weight" not in open_checkpoint(update).tensors
+    assert len(open_checkpoint(update).tensors) == len(open_checkpoint(received).tensors) - 1
+    assert verify_manifest(update).base_sha256 == read_manifest(received).content_sha256
+
+    following = model(tmp_path / "next", seed=9, round=1)
+    mixed = personal.put_in(following, 1)
+    verify_manifest(mixed)
+    assert torch.equal(open_checkpoint(mixed).read("lm_head.weight"), trained_head)
+    for name in open_checkpoint(following).tensors:
+        if name != "lm_head.weight":
+            assert torch.equal(open_checkpoint(mixed).read(name), open_checkpoint(following).read(name))
+
+
+def test_a_round_done_again_starts_from_the_round_before(tmp_path: Path):
+    personal = Personal(tmp_path / "state", HEAD)
+    received = model(tmp_path / "received")
+    for number, move in ((0, 0.25), (1, 0.5), (1, 0.5)):
+        update = write_update(tmp_path / f"update{number}", received, "a", round=number, move=move)
+        personal.take_out(update, received, number)
+        kept = personal.latest(1)
+        assert kept is not None and kept.name == "round-0"
+        shutil.rmtree(update)
+
+
+def test_without_patterns_nothing_is_touched(tmp_path: Path):
+    received = model(tmp_path / "received")
+    update = write_update(tmp_path / "update", received, "a")
+    before = read_manifest(update)
+    Personal(tmp_path / "state", Patterns()).take_out(update, received, 0)
+    assert read_manifest(update) == before and not (tmp_path / "state").exists()

@@ -1,0 +1,376 @@
+"""Laws of `facility.round`: it ends with an update or with a reason, never otherwise, and trains nothing twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from coordinator.testbed.command import started_at
+from facility.exchange.messages.manifest import Manifest, read_manifest, sha256_of, verify_manifest, write_manifest
+from facility.exchange.messages.report import read_failure
+from facility.exchange.messages.settings import FacilitySettings
+from facility.rounds.sweep import sweep
+from tests.pico import save_pico
+from tests.training.federation import write_dataset, write_settings
+
+STAND_IN = ("--module", "tests.stand_in_trainer")
+
+
+@dataclass
+class Site:
+    """A facility's directories as the engine lays them out: a UUID for each job and each transfer."""
+
+    root: Path
+    environment: dict[str, str] = field(default_factory=dict)
+    rounds: int = 0
+
+    def send(self, round: int = 0, seed: int = 0) -> Path:
+        model = save_pico(self.root / "work" / str(uuid.uuid4()) / "model", seed=seed)
+        write_manifest(model, Manifest(kind="model", federation="pico", round=round))
+        return model
+
+    def command(self, model: Path, *more: str, round: int = 0, dataset: str | None = None) -> tuple[list[str], Path]:
+        job = self.root / "work" / str(uuid.uuid4())
+        job.mkdir(parents=True)
+        return [
+            sys.executable,
+            "-m",
+            "facility.round",
+            "--model",
+            str(model),
+            "--dataset",
+            dataset or str(self.root / "data"),
+            "--settings",
+            str(self.root / "settings.json"),
+            "--round",
+            str(round),
+            "--out",
+            "update",
+            *more,
+        ], job
+
+    def run(
+        self, model: Path, *more: str, real: bool = False, **options
+    ) -> tuple[subprocess.CompletedProcess[str], Path]:
+        command, job = self.command(model, *(() if real else STAND_IN), *more, **options)
+        result = subprocess.run(
+            command,
+            cwd=job,
+            env=os.environ | {"OMP_NUM_THREADS": "1"} | self.environment,
+            text=True,
+            capture_output=True,
+            timeout=120,
+        )
+        return result, job / "update"
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    write_dataset(tmp_path / "data")
+    write_settings(tmp_path / "settings.json", ranks=2)
+    return Site(root=tmp_path, environment={"CROSSFED_STATE": str(tmp_path / "state")})
+
+
+def test_a_round_trains_on_two_ranks_and_leaves_an_update(site: Site):
+    model = site.send()
+    result, update = site.run(model, real=True)
+    assert result.returncode == 0, result.stderr
+    manifest = verify_manifest(update)
+    assert (manifest.kind, manifest.round, manifest.facility) == ("update", 0, "north")
+    assert manifest.base_sha256 == read_manifest(model).content_sha256
+    assert "ranks 0-1 of 2" in result.stderr
+
+
+def test_the_same_round_again_is_not_trained_twice(site: Site):
+    model = site.send()
+    result, update = site.run(model)
+    assert result.returncode == 0 and "launch:" in result.stderr, result.stderr
+    content = verify_manifest(update).content_sha256
+
+    shutil.rmtree(update.parent)  # the coordinator restarts: another job, another directory, the same round
+    again, second = site.run(model)
+    assert again.returncode == 0 and "not trained again" in again.stdout and "launch:" not in again.stderr
+    assert verify_manifest(second).content_sha256 == content
+
+    altered = next(p for p in (site.root / "state").rglob("*.safetensors") if "finished" in p.parts)
+    altered.unlink()
+    altered.write_bytes(b"0" * 100)
+    third, update = site.run(model)
+    assert third.returncode == 0 and "launch:" in third.stderr, "a damaged update is trained again"
+    assert verify_manifest(update).content_sha256 == content
+
+
+@pytest.mark.parametrize("change", ["model", "settings", "data"])
+def test_another_model_other_settings_or_other_data_are_trained(site: Site, change: str):
+    site.run(site.send())
+    if change == "settings":
+        write_settings(site.root / "settings.json", ranks=2, steps=4)
+    if change == "data":
+        shutil.rmtree(site.root / "data")
+        write_dataset(site.root / "data", train=41)
+    result, _ = site.run(site.send(seed=1 if change == "model" else 0))
+    assert result.returncode == 0 and "launch:" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("mode", "reason"),
+    [
+        ("raise", "RuntimeError: the stand-in was told to fail"),
+        ("rank1:raise", "rank 1 ended with exit code 1: RuntimeError"),
+        ("nothing", "holds no manifest.json"),
+        ("wrong-round", "expected ('update', 'pico', 'north', 0)"),
+        ("code:7", "exit code 7"),
+        ("code:3", "exit code 3"),
+    ],
+)
+def test_every_way_to_fail_is_told(site: Site, mode: str, reason: str):
+    site.environment["STAND_IN"] = mode
+    began = time.monotonic()
+    result, update = site.run(site.send())
+    assert result.returncode == 7 and time.monotonic() - began < 60
+    failure = read_failure(update)
+    assert failure is not None and reason in failure.reason, failure
+    assert [p.name for p in update.iterdir()] == ["failure.json"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda m: (m / "model.safetensors").write_bytes(b"short"), "truncated"),
+        (lambda m: (m / "manifest.json").unlink(), "holds no manifest.json"),
+        (lambda m: (m / "manifest.json").write_text("{"), "cannot be read"),
+    ],
+)
+def test_a_damaged_model_is_refused_with_the_reason(site: Site, damage, reason: str):
+    model = site.send()
+    damage(model)
+    result, update = site.run(model)
+    assert result.returncode == 7
+    failure = read_failure(update)
+    assert failure is not None and reason in failure.reason and failure.facility == "north" and not failure.again
+    assert [p.name for p in update.iterdir()] == ["failure.json"]
+
+
+def test_a_missing_dataset_and_unreadable_settings_are_told(site: Site):
+    result, update = site.run(site.send(), dataset="/nowhere/data")
+    failure = read_failure(update)
+    assert result.returncode == 7 and failure is not None and "/nowhere/data" in failure.reason
+    (site.root / "settings.json").write_text("{")
+    result, update = site.run(site.send())
+    failure = read_failure(update)
+    assert result.returncode == 7 and failure is not None and "settings.json" in failure.reason
+
+
+def children_with(word: str, parent: int) -> list[int]:
+    """Processes below `parent` whose command line holds `word`."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                command = (entry / "cmdline").read_bytes().decode(errors="replace")
+                above = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+            except OSError:
+                continue
+            if word in command and above == parent:
+                found.append(int(entry.name))
+    return found
+
+
+def start(site: Site, *more: str, mode: str = "wait") -> tuple[subprocess.Popen[str], Path, list[int]]:
+    """A long round, running, and the processes of its ranks."""
+    site.environment["STAND_IN"] = mode
+    command, job = site.command(site.send(), *STAND_IN, *more)
+    log = open(job / "log", "w")
+    process = subprocess.Popen(
+        command,
+        cwd=job,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | site.environment,
+        stdout=log,
+        stderr=log,
+        text=True,
+    )
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and process.poll() is None and (job / "log").read_text().count("step") < 2:
+        time.sleep(0.1)
+    ranks = children_with("stand_in", process.pid)
+    assert len(ranks) == 2, (job / "log").read_text()
+    return process, job / "update", ranks
+
+
+def gone(pids: list[int]) -> bool:
+    """Ended, even if nobody has collected their exit codes yet."""
+    return all(started_at(pid) is None for pid in pids)
+
+
+def test_time_running_out_is_told_as_such(site: Site):
+    process, update, ranks = start(site, mode="come-back")
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(timeout=20) == 7
+    failure = read_failure(update)
+    assert failure is not None and failure.again and gone(ranks)
+
+
+def test_being_asked_to_end_is_told_where_there_is_time(site: Site):
+    process, update, ranks = start(site)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=20) == 7
+    failure = read_failure(update)
+    assert failure is not None and "SIGTERM" in failure.reason and gone(ranks)
+
+
+def test_a_second_job_of_the_same_round_waits_for_the_first_and_takes_its_update(site: Site):
+    process, _, ranks = start(site)
+    site.environment["STAND_IN"] = "train"
+    command, job = site.command(next(site.root.glob("work/*/model")), *STAND_IN)
+    second = subprocess.Popen(command, cwd=job, env=os.environ | site.environment)
+    time.sleep(1.5)
+    assert second.poll() is None and not children_with("stand_in", second.pid)
+    process.kill()
+    process.wait()
+    assert second.wait(timeout=30) == 0 and gone(ranks)
+    verify_manifest(job / "update")
+
+
+def test_a_killed_rank_takes_the_others_down_and_is_told(site: Site):
+    process, update, ranks = start(site)
+    os.kill(ranks[1], signal.SIGKILL)
+    assert process.wait(timeout=20) == 7
+    failure = read_failure(update)
+    assert failure is not None and "SIGKILL" in failure.reason and "rank" in failure.reason and failure.log_tail
+    assert gone(ranks)
+
+
+def task(number: int) -> dict[str, str]:
+    """Environment of one of two tasks, one a node, of a Slurm job."""
+    return {
+        "SLURM_JOB_ID": "4712",
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": str(number),
+        "SLURM_LOCALID": "0",
+        "SLURM_NODEID": str(number),
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NUM_NODES": "2",
+        "SLURM_STEP_NODELIST": "localhost,other",
+    }
+
+
+@pytest.mark.parametrize("mode", ["train", "rank1:raise"])
+def test_the_first_of_two_nodes_speaks_for_both(site: Site, mode: str):
+    write_settings(site.root / "settings.json", ranks=1)
+    command, job = site.command(site.send(), *STAND_IN)
+    environment = os.environ | site.environment | {"STAND_IN": mode, "CROSSFED_RANKS_PER_NODE": "1,1"}
+    both = [
+        subprocess.Popen(command, cwd=job, env=environment | task(number), stderr=subprocess.PIPE, text=True)
+        for number in range(2)
+    ]
+    told = [process.communicate(timeout=60)[1] for process in both]
+    if mode == "train":
+        assert [p.returncode for p in both] == [0, 0] and verify_manifest(job / "update"), told
+        return
+    assert [p.returncode for p in both] == [7, 7], told
+    failure = read_failure(job / "update")
+    assert failure is not None and failure.reason == (
+        "on node 1: the training process ended with exit code 1: RuntimeError: the stand-in was told to fail"
+    )
+    assert "RuntimeError" in failure.log_tail
+
+
+def test_a_time_limit_ends_a_round(site: Site):
+    process, update, ranks = start(site, "--time-limit", "3", "--grace", "2")
+    assert process.wait(timeout=20) == 7
+    assert (failure := read_failure(update)) is not None and ("limit" in failure.reason or failure.again)
+    assert gone(ranks)
+
+
+def test_killing_the_round_itself_leaves_no_rank_and_no_update(site: Site):
+    process, update, ranks = start(site)
+    process.kill()
+    process.wait()
+    time.sleep(0.5)
+    assert gone(ranks) and not update.exists()
+
+
+def test_a_requeued_job_clears_what_its_first_start_left(site: Site):
+    model = site.send()
+    command, job = site.command(model, *STAND_IN)
+    (job / "update").mkdir()
+    (job / "update" / "failure.json").write_text("{}")
+    result = subprocess.run(
+        command, cwd=job, env=os.environ | {"OMP_NUM_THREADS": "1"} | site.environment, capture_output=True
+    )
+    assert result.returncode == 0
+    verify_manifest(job / "update")
+
+
+SETTINGS = FacilitySettings(federation="test", facility="north", rounds=9, seed=0)
+
+
+def test_the_sweep_removes_only_our_old_models_and_updates(tmp_path: Path):
+    work = tmp_path / "work"
+
+    def put(name: str, parent: str | None = None, **values) -> Path:
+        directory = work / (parent or str(uuid.uuid4())) / name
+        directory.mkdir(parents=True)
+        (directory / "weights.bin").write_bytes(b"w")
+        if values:
+            write_manifest(directory, Manifest(**({"kind": "model", "federation": "test"} | values)))
+        return directory
+
+    old = [put("model", round=0), put("update", kind="update", facility="north", round=3), put("a b'c", round=3)]
+    old.append(put("model", facility="north", round=0))
+    kept = [
+        put("model", round=4),
+        put("model", round=5),
+        put("update", kind="update", facility="north", round=4),
+        put("update", kind="update", facility="south", round=0),
+        put("model", federation="other", round=0),
+        put("model"),
+        put("model", parent="my-own-models", round=0),
+        put("deep/model", round=0),
+        put("model", facility="south", round=0),
+    ]
+    broken = put("model", round=0)
+    (broken / "manifest.json").write_text("{}")
+    outside = tmp_path / "outside" / "model"
+    outside.mkdir(parents=True)
+    write_manifest(outside, Manifest(kind="model", federation="test", round=0))
+    (work / str(uuid.uuid4())).symlink_to(outside.parent)
+    linked = work / str(uuid.uuid4())
+    linked.mkdir()
+    (linked / "model").symlink_to(outside)
+    job = work / str(uuid.uuid4())
+    (job / "model").mkdir(parents=True)
+    write_manifest(job / "model", Manifest(kind="model", federation="test", round=0))
+
+    before = {path: sha256_of(path) for path in tmp_path.rglob("*") if path.is_file()}
+    removed = sweep(job, SETTINGS, 5)
+    assert sorted(removed) == sorted(old)
+    assert not any(path.exists() for path in old)
+    assert all(path.exists() for path in [*kept, broken, outside, linked / "model", job / "model"])
+    after = {path: sha256_of(path) for path in tmp_path.rglob("*") if path.is_file()}
+    assert after == {path: digest for path, digest in before.items() if not any(path.is_relative_to(o) for o in old)}
+
+
+def test_the_sweep_does_nothing_where_no_engine_made_the_directory(tmp_path: Path):
+    victim = tmp_path / str(uuid.uuid4()) / "model"
+    victim.mkdir(parents=True)
+    write_manifest(victim, Manifest(kind="model", federation="test", round=0))
+    job = tmp_path / "by-hand"
+    job.mkdir()
+    assert sweep(job, SETTINGS, 5) == [] and victim.exists()
+
+
+def test_help_says_units_and_defaults():
+    text = subprocess.run([sys.executable, "-m", "facility.round", "--help"], capture_output=True, text=True).stdout
+    assert "SECONDS" in text and "default 600" in text
+    assert json.dumps(text)

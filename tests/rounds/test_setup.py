@@ -1,0 +1,262 @@
+"""Set-up of both sides: what is there afterwards, a second run that changes nothing, mistakes told; bundles; models."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from coordinator.bundle import bundle, download
+from coordinator.config.federation import read_federation
+from coordinator.config.scaffold import init
+from coordinator.model import convert
+from facility.exchange.checkpoints.checkpoint import open_checkpoint
+from facility.exchange.errors import CheckpointError, ConfigurationError, InputError
+from tests.pico import save_pico
+
+ROOT = Path(__file__).resolve().parents[2]
+HOME = "it's a home"
+
+
+def setup(side: str, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", str(ROOT / side / "setup.sh"), *options],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+    )
+
+
+def state(folder: Path) -> dict[str, tuple[int, int]]:
+    return {
+        str(p.relative_to(folder)): (p.stat().st_mtime_ns, p.stat().st_size) for p in folder.rglob("*") if p.is_file()
+    }
+
+
+@pytest.fixture
+def queue(tmp_path: Path) -> str:
+    """A PATH with a stand-in for sbatch and srun: the job runs at once, as Slurm would start it on one node."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "sbatch").write_text(
+        "#!/bin/bash\ncat > job.sh\nprintf '%s ' \"$@\" > arguments\n"
+        "export SLURM_JOB_ID=7 SLURM_JOB_NODELIST=n1 SLURM_CPUS_PER_TASK=1\nbash job.sh > slurm-7.out 2>&1\n"
+    )
+    (programs / "srun").write_text(
+        '#!/bin/bash\nwhile [ "${1#--}" != "$1" ]; do shift; done\nexport SLURM_STEP_ID=0 SLURM_PROCID=0 SLURM_NODEID=0 SLURM_LOCALID=0 '
+        'SLURM_STEP_NUM_TASKS=1 SLURM_STEP_NUM_NODES=1\nexec "$@"\n'
+    )
+    for program in programs.iterdir():
+        program.chmod(0o755)
+    return f"{programs}:{os.environ['PATH']}"
+
+
+def test_a_facility_is_set_up_once_and_checked_through_its_queue(tmp_path: Path, queue: str):
+    home = tmp_path / HOME
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(f"line {number} of a small text" for number in range(200)))
+    tokenizer = tmp_path / "tokenizer"
+    make_tokenizer(tokenizer, text)
+    options = [
+        "--home",
+        str(home),
+        "--python",
+        sys.executable,
+        "--as-is",
+        "--template",
+        str(ROOT / "templates" / "slurm.sh"),
+        "--fill",
+        "account=a",
+        "--fill",
+        "partition=p",
+        "--",
+        "--input",
+        str(text),
+        "--tokenizer",
+        str(tokenizer),
+        "--out",
+        str(home / "data"),
+        "--block-tokens",
+        "16",
+    ]
+    first = setup("facility", *options, PATH=queue)
+    assert first.returncode == 0, first.stderr
+    assert "self-check: 1 rank(s) on" in first.stdout and "in three steps" in first.stdout
+    assert (home / "data" / "dataset.json").is_file() and (home / "state").stat().st_mode & 0o777 == 0o700
+    env = subprocess.run(
+        [
+            "bash",
+            "-c",
+            '. "$1/env.sh" && cd / && python3 -c "import facility.round, os; print(os.environ[\'CROSSFED_HOME\'])"',
+            "-",
+            str(home),
+        ],
+        capture_output=True,
+        text=True,
+    )
+    assert env.stdout.strip() == str(home), env.stderr
+    before = state(home)
+    second = setup("facility", *options, PATH=queue)
+    assert (
+        second.returncode == 0 and "self-check: passed before" in second.stdout and "env.sh: unchanged" in second.stdout
+    )
+    assert state(home) == before
+
+
+def make_tokenizer(folder: Path, text: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE(unk_token="<u>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
+    tokenizer.train([str(text)], trainers.BpeTrainer(vocab_size=90, special_tokens=["<u>", "<e>"]))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<u>", eos_token="<e>").save_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("side", "options", "message"),
+    [
+        ("facility", ["--python", "no-such-python"], "no-such-python does not exist"),
+        ("facility", ["--python", "OLD"], "Python 3.8.1 is too old, expected 3.11 or newer"),
+        ("facility", ["--torch", "tpu"], "expected auto, cuda, rocm or cpu"),
+        ("facility", ["--wheelhouse", "/nowhere"], "crossfed bundle"),
+        ("facility", ["--template", "/nowhere.sh"], "does not exist"),
+        (
+            "facility",
+            ["--template", str(ROOT / "templates" / "slurm.sh"), "--fill", "partition=x"],
+            "placeholders that nothing fills: account; add --fill account=VALUE",
+        ),
+        ("facility", ["--hom", "x"], "unknown option --hom"),
+        ("facility", ["--home"], "--home needs a value"),
+        ("coordinator", ["--python", "no-such-python"], "no-such-python does not exist"),
+        ("coordinator", ["--modl", "x"], "unknown option --modl"),
+    ],
+)
+def test_mistakes_in_setting_up(tmp_path: Path, side: str, options: list[str], message: str):
+    old = tmp_path / "old"
+    old.write_text('#!/bin/bash\n[ "$1" = --version ] && echo Python 3.8.1\nexit 1\n')
+    old.chmod(0o755)
+    options = [str(old) if word == "OLD" else word for word in options]
+    home = ["--home", str(tmp_path / "home")] if side == "facility" and "--home" not in options else []
+    result = setup(side, *home, *options, HOME=str(tmp_path))
+    assert result.returncode == 2 and message in result.stderr, result.stderr
+    assert not (tmp_path / "home" / "venv").exists()
+
+
+def test_a_wheelhouse_that_lacks_a_package_is_told_and_no_index_is_asked(tmp_path: Path):
+    (tmp_path / "wheelhouse").mkdir()
+    result = setup(
+        "facility",
+        "--home",
+        str(tmp_path / "home"),
+        "--python",
+        sys.executable,
+        "--wheelhouse",
+        str(tmp_path / "wheelhouse"),
+        PIP_INDEX_URL="http://127.0.0.1:9/",
+        PIP_FIND_LINKS="",
+    )
+    assert result.returncode == 2 and "the wheelhouse lacks a package for Python 3." in result.stderr, result.stderr
+    assert "127.0.0.1" not in result.stderr and not (tmp_path / "home" / ".setup-stamp").exists()
+
+
+def test_a_self_check_that_fails_is_told(tmp_path: Path, queue: str):
+    template = tmp_path / "broken.sh"
+    template.write_text(
+        "#!/bin/bash\n#SBATCH --time=1\nsrun bash -c 'echo node on fire >&2; exit 3'\n# {{ streamflow_command }}\n"
+    )
+    command = [sys.executable, "-m", "facility.selfcheck", "--home", str(tmp_path), "--template", str(template)]
+    result = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PATH": queue}, cwd=ROOT)
+    assert result.returncode == 2 and "the job left no update (sbatch ended with 3)" in result.stderr
+
+
+def test_help_of_both_sides():
+    for side in ("facility", "coordinator"):
+        result = setup(side, "--help")
+        assert result.returncode == 0 and "default" in result.stdout
+
+
+def test_a_bundle_holds_what_a_facility_installs(tmp_path: Path):
+    asked: list[list[str]] = []
+
+    def run(command: list[str]) -> int:
+        asked.append(command)
+        (tmp_path / "b/wheelhouse/torch-2.13.0-cp311-cp311-manylinux_2_28_x86_64.whl").write_bytes(b"wheel")
+        return 0
+
+    what = bundle(tmp_path / "b", python="3.11", platform="manylinux_2_28_x86_64", torch="rocm", run=run)
+    assert what["bytes"] == 5 and json.loads((tmp_path / "b/bundle.json").read_text()) == what
+    (command,) = asked
+    assert "--only-binary=:all:" in command and any("rocm" in word for word in command)
+    assert "manylinux_2_17_x86_64" in command and "manylinux2014_x86_64" in command
+    assert any(word.startswith("transformers") for word in command) and not any(
+        "streamflow" in word for word in command
+    )
+    assert (tmp_path / "b/crossfed/facility/setup.sh").is_file() and not (tmp_path / "b/crossfed/coordinator").exists()
+    checked = subprocess.run(
+        [sys.executable, "-c", "import facility.round"], cwd=tmp_path / "b/crossfed", env={"PATH": os.environ["PATH"]}
+    )
+    assert checked.returncode == 0, "the copy stands on its own"
+
+
+@pytest.mark.parametrize(("python", "platform"), [("3.9", "manylinux_2_28_x86_64"), ("3.11", "windows")])
+def test_a_bundle_for_nowhere(tmp_path: Path, python: str, platform: str):
+    with pytest.raises(InputError):
+        bundle(tmp_path, python=python, platform=platform, torch="cpu", run=lambda _: 0)
+
+
+def test_pip_understands_the_download(tmp_path: Path):
+    """pip parses the command and looks for wheels; without an index it finds none and says so."""
+    command = download(tmp_path, python="3.11", platform="manylinux_2_28_aarch64", index="")
+    result = subprocess.run([*command, "--no-index"], capture_output=True, text=True)
+    assert result.returncode == 1 and "No matching distribution" in result.stderr
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_models_are_converted_checked_and_recognised(tmp_path: Path, family: str):
+    source = save_pico(tmp_path / "source", family)
+    told = convert(str(source), tmp_path / "out", dtype="bfloat16", revision="main")
+    assert "loaded and evaluated" in told and set(open_checkpoint(tmp_path / "out").dtypes()) == {"BF16"}
+    before = state(tmp_path / "out")
+    assert "is there already" in convert(str(source), tmp_path / "out", dtype="bfloat16", revision="main")
+    assert state(tmp_path / "out") == before
+    with pytest.raises(InputError, match="was not made from"):
+        convert(str(source), tmp_path / "out", dtype="float16", revision="main")
+
+
+def test_models_that_cannot_be_used(tmp_path: Path):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match="neither config.json"):
+        convert(str(tmp_path / "empty"), tmp_path / "out", dtype="float32", revision="main")
+    with pytest.raises(InputError, match="does not exist"):
+        convert(str(tmp_path / "nothing"), tmp_path / "out", dtype="float32", revision="main")
+    model = AutoModelForCausalLM.from_pretrained(save_pico(tmp_path / "source"))
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] = float("nan")
+    model.save_pretrained(tmp_path / "nan")
+    with pytest.raises(CheckpointError, match="not finite"):
+        convert(str(tmp_path / "nan"), tmp_path / "out", dtype="float32", revision="main")
+    assert not (tmp_path / "out").exists() and [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
+
+
+def test_a_first_federation_is_refused_until_it_is_filled_in(tmp_path: Path):
+    file = init(tmp_path, "two", ["a=leonardo", "lumi", "here=local", "c=pbs"])
+    text = file.read_text()
+    assert "docs.hpc.cineca.it" in text and "type: pbs" in text and "fill: {account: <account>}" in text
+    with pytest.raises(
+        ConfigurationError, match=r"18 value\(s\) in <angle brackets>.*facilities\[0\].deployment.host \(line 14\)"
+    ):
+        read_federation(file)
+    with pytest.raises(InputError, match="exists already"):
+        init(tmp_path, "two", ["lumi"])
+    with pytest.raises(InputError, match="there is no template 'lmi'; there are local, deucalion"):
+        init(tmp_path / "other", "two", ["lmi"])
+    assert not (tmp_path / "other").exists()

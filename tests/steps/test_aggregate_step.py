@@ -1,0 +1,147 @@
+"""Receiving and closing a round: who takes part, what is asked again, what ends the loop."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from coordinator.archive.rounds import Archive
+from coordinator.config.aggregation import AggregationSettings
+from coordinator.config.settings import CoordinatorSettings, StopSettings
+from coordinator.steps.aggregate import close_round, sort_out
+from coordinator.steps.receive import receive
+from coordinator.steps.start import start
+from facility.exchange.checkpoints.checkpoint import open_checkpoint
+from facility.exchange.messages import report
+from facility.exchange.messages.report import Failure
+from tests.aggregation.updates import write_update
+from tests.pico import save_pico
+
+SETTINGS = CoordinatorSettings(federation="f", rounds=2, facilities=["a", "b"])
+
+
+@pytest.fixture
+def begun(tmp_path: Path) -> tuple[Archive, Path]:
+    archive = Archive(tmp_path / "archive")
+    model, _, _ = start(archive, save_pico(tmp_path / "model", dtype="bfloat16"), SETTINGS)
+    return archive, model
+
+
+def failure(directory: Path, facility: str, **changes: object) -> Path:
+    directory.mkdir()
+    report.write(directory, Failure(facility=facility, round=0, reason="the node burnt down", **changes))  # type: ignore[arg-type]
+    return directory
+
+
+def close(
+    archive: Archive, model: Path, directories: list[Path], settings: CoordinatorSettings = SETTINGS, number: int = 0
+):
+    return close_round(archive, settings, model=model, number=number, arrived=sort_out(directories))
+
+
+def test_a_round_is_archived_whole_and_the_next_follows(begun: tuple[Archive, Path], tmp_path: Path):
+    archive, model = begun
+    updates = [
+        write_update(tmp_path / "a", model, "a", move=0.02, tokens=300),
+        write_update(tmp_path / "b", model, "b", move=0.0, tokens=100),
+    ]
+    following, number, proceed = close(archive, model, updates)
+    assert (number, proceed, archive.rounds()) == (1, True, [0])
+    entry = archive.read_round(0)
+    assert {row.facility: row.weight for row in entry.facilities} == {"a": 0.75, "b": 0.25}
+    before, after = open_checkpoint(model), open_checkpoint(following)
+    for name in before.tensors:  # the token-weighted mean of the moves is 0.75 * 0.02; the first step has no momentum
+        assert torch.allclose(after.read(name).float(), before.read(name).float() + 0.015, atol=8e-3)
+    assert json.loads((archive.path / "history.jsonl").read_text().splitlines()[0])["facility"] == "a"
+
+
+def test_the_last_round_asks_for_the_final_evaluation_once(begun: tuple[Archive, Path], tmp_path: Path):
+    archive, model = begun
+    following, _, _ = close(archive, model, [write_update(tmp_path / "a0", model, "a")])
+    last, number, proceed = close(
+        archive, following, [write_update(tmp_path / "a1", following, "a", round=1)], number=1
+    )
+    assert (number, proceed) == (SETTINGS.rounds, True)
+    evaluation = write_update(tmp_path / "e", last, "a", round=2, loss=1.5)
+    assert close(archive, last, [evaluation], number=2) == (last, 2, False)
+    assert archive.read_note("evaluation")["global_loss"] == 1.5
+    assert archive.rounds() == [0, 1]
+
+
+def test_a_failed_facility_is_told_and_the_round_goes_on(begun: tuple[Archive, Path], tmp_path: Path):
+    archive, model = begun
+    close(archive, model, [write_update(tmp_path / "a", model, "a"), failure(tmp_path / "b", "b")])
+    rows = {row.facility: row for row in archive.read_round(0).facilities}
+    assert (rows["b"].status, rows["b"].reason, rows["a"].weight) == ("failed", "the node burnt down", 1.0)
+
+
+def test_a_facility_that_ran_out_of_time_is_asked_again(begun: tuple[Archive, Path], tmp_path: Path):
+    archive, model = begun
+    directories = [write_update(tmp_path / "a", model, "a"), failure(tmp_path / "b", "b", again=True)]
+    assert close(archive, model, directories) == (model, 0, True)
+    assert archive.rounds() == []
+    assert close(archive, model, [directories[0], write_update(tmp_path / "b2", model, "b")])[1:] == (1, True)
+    assert archive.read_round(0).attempts == 2
+    assert archive.read_note("attempts") == {}
+
+
+def test_retries_are_counted_and_bounded(begun: tuple[Archive, Path], tmp_path: Path):
+    archive, model = begun
+    settings = CoordinatorSettings(federation="f", rounds=2, facilities=["a", "b"], retries=2)
+    directories = [write_update(tmp_path / "a", model, "a"), failure(tmp_path / "b", "b")]
+    assert [close(archive, model, directories, settings)[1] for _ in range(3)] == [0, 0, 1]
+
+
+def test_too_few_updates_end_the_loop_with_a_reason_and_no_round(begun: tuple[Archive, Path], tmp_path: Path):
+    archive, model = begun
+    assert close(archive, model, [failure(tmp_path / "b", "b")])[2] is False
+    assert archive.rounds() == []
+    assert "got 0 sound updates" in archive.read_note("stopped")["reason"]
+    assert "the node burnt down" in archive.read_note("stopped")["reason"]
+
+
+def test_divergence_stops_and_says_where_the_good_models_are(begun: tuple[Archive, Path], tmp_path: Path):
+    archive, model = begun
+    settings = CoordinatorSettings(federation="f", rounds=5, facilities=["a"], stop=StopSettings(divergence=1.0))
+    following, _, _ = close(archive, model, [write_update(tmp_path / "a0", model, "a", loss=2.0)], settings)
+    assert (
+        close(archive, following, [write_update(tmp_path / "a1", following, "a", round=1, loss=3.5)], settings, 1)[2]
+        is False
+    )
+    assert archive.read_round(1).broken and str(archive.path) in archive.read_note("stopped")["reason"]
+    assert (
+        start(archive, tmp_path / "model", settings)[1] == settings.rounds
+    )  # typing the command again does not train on
+
+
+def refused(tmp_path: Path, model: Path, update: Path | None, *, facility: str = "a", round: int = 0) -> str:
+    told = receive(
+        update=update, facility=facility, round=round, model=model, evaluation=False, settings=AggregationSettings()
+    )
+    assert told is not None
+    return f"{told.kind}: {told.reason}"
+
+
+def test_receive_names_what_is_wrong(begun: tuple[Archive, Path], tmp_path: Path):
+    _, model = begun
+    good = write_update(tmp_path / "good", model, "a")
+    assert (
+        receive(update=good, facility="a", round=0, model=model, evaluation=False, settings=AggregationSettings())
+        is None
+    )
+    assert refused(tmp_path, model, None).startswith("absent: left no update")
+    assert "of facility 'a'" in refused(tmp_path, model, good, facility="b")
+    assert "of round 0, expected round 1" in refused(tmp_path, model, good, round=1)
+    nan = write_update(tmp_path / "nan", model, "a", move=float("nan"))
+    assert "NaN or infinity" in refused(tmp_path, model, nan)
+    wide = save_pico(tmp_path / "wide", hidden_size=64, dtype="bfloat16")
+    (wide / "manifest.json").write_text((model / "manifest.json").read_text())
+    assert "shape" in refused(tmp_path, model, write_update(tmp_path / "shapes", wide, "a"))
+    weights = good / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-10])
+    assert "truncated" in refused(tmp_path, model, good)
+    (good / "manifest.json").unlink()
+    assert "no manifest.json" in refused(tmp_path, model, good)

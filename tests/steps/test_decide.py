@@ -1,0 +1,41 @@
+"""Stopping rules, by hand-made histories."""
+
+from __future__ import annotations
+
+import math
+
+from coordinator.config.settings import CoordinatorSettings, StopSettings
+from coordinator.steps.decide import decide
+
+
+def settings(rounds: int = 10, **stop: float) -> CoordinatorSettings:
+    return CoordinatorSettings(federation="f", rounds=rounds, facilities=["a"], stop=StopSettings(**stop))  # type: ignore[arg-type]
+
+
+def test_goes_on_until_the_last_round():
+    assert decide(settings(3), [3.0, 2.5]).proceed
+    last = decide(settings(3), [3.0, 2.5, 2.0])
+    assert not last.proceed and not last.broken and "all 3 rounds" in last.reason
+
+
+def test_stops_at_the_target_perplexity():
+    assert decide(settings(target_perplexity=7.0), [math.log(7.1)]).proceed
+    reached = decide(settings(target_perplexity=7.0), [math.log(7.1), math.log(6.9)])
+    assert not reached.proceed and not reached.broken and "target" in reached.reason
+
+
+def test_patience_counts_rounds_without_a_better_loss():
+    assert decide(settings(patience=2), [3.0, 2.0, 2.1]).proceed
+    assert not decide(settings(patience=2), [3.0, 2.0, 2.1, 2.0]).proceed
+    assert decide(settings(patience=2), [3.0, 2.0, 2.1, 1.9]).proceed
+
+
+def test_divergence_is_broken():
+    assert decide(settings(divergence=1.0), [3.0, 2.0, 2.9]).proceed
+    diverged = decide(settings(divergence=1.0), [3.0, 2.0, 3.1])
+    assert diverged.broken and not diverged.proceed
+    assert decide(settings(), [3.0, math.nan]).broken
+
+
+def test_rounds_that_told_nothing_do_not_decide():
+    assert decide(settings(patience=5, target_perplexity=2.0), [None, 3.0, None]).proceed

@@ -1,0 +1,196 @@
+"""Models that travel to facilities as differences: who gets one, who gets the whole model, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from coordinator.archive.rounds import Archive
+from coordinator.config.aggregation import AggregationSettings
+from coordinator.config.federation import read_federation
+from coordinator.config.settings import CoordinatorSettings, SendingSettings
+from coordinator.engine.render import write
+from coordinator.steps.aggregate import close_round, sort_out
+from coordinator.steps.send import outgoing
+from coordinator.steps.start import start
+from facility.exchange.errors import CheckpointError, InputError
+from facility.exchange.messages.manifest import read_manifest, verify_manifest
+from facility.exchange.messages.report import Failure
+from facility.exchange.messages.report import write as write_report
+from facility.rounds.models import Models, digest_of, tell
+from tests.aggregation.make import read_all
+from tests.aggregation.updates import write_update
+from tests.engine.engines import crossfed
+from tests.federations import write_federation
+from tests.pico import save_pico
+
+SETTINGS = CoordinatorSettings(
+    federation="f", rounds=4, facilities=["a", "b"], retries=1, sending=SendingSettings(encoding="delta-int8")
+)
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> Archive:
+    found = Archive(tmp_path / "archive")
+    start(found, save_pico(tmp_path / "model", dtype="bfloat16"), SETTINGS)
+    return found
+
+
+def update(archive: Archive, facility: str, number: int, *, keeps: bool = True) -> Path:
+    model = archive.model_for(number)
+    made = write_update(archive.path.parent / f"{facility}{number}", model, facility, round=number, move=0.01)
+    if keeps:
+        tell(made, read_manifest(model).content_sha256)
+    return made
+
+
+def close(archive: Archive, number: int, *updates: Path) -> int:
+    arrived = sort_out(updates)
+    return close_round(archive, SETTINGS, model=archive.model_for(number), number=number, arrived=arrived)[1]
+
+
+def sent(archive: Archive, facility: str, number: int) -> str:
+    return str(outgoing(archive, SETTINGS, facility, number))
+
+
+def test_only_a_facility_that_keeps_the_model_of_the_round_before_gets_the_difference(archive: Archive):
+    assert sent(archive, "a", 0) == "full: there is no model of a round before"
+    close(archive, 0, update(archive, "a", 0), update(archive, "b", 0, keeps=False))
+    assert sent(archive, "a", 1) == "delta-int8"
+    assert sent(archive, "b", 1) == "full: it has not told that it keeps the model of round 0"
+    assert sent(archive, "c", 1) == "full: it has not told that it keeps the model of round 0"  # new
+    assert str(outgoing(archive, dataclasses.replace(SETTINGS, sending=SendingSettings()), "a", 1)) == "full"
+    failure = archive.path.parent / "failed"
+    failure.mkdir()
+    write_report(failure, Failure(facility="a", round=1, reason="its disk was lost"))
+    assert close(archive, 1, failure, update(archive, "b", 1)) == 1  # asked for again
+    assert sent(archive, "a", 1) == "full: it failed at round 1 before"
+    close(archive, 1, *sorted(archive.path.parent.glob("b1")))
+    row = archive.read_round(1).facilities[0]
+    assert (row.facility, row.sent) == ("b", "full: it has not told that it keeps the model of round 0")
+    assert row.holds == read_manifest(archive.model_for(1)).content_sha256
+    message = archive.read_round(1).message
+    assert message["encoding"] == "delta-int8" and message["bytes"] < 0.6 * message["model_bytes"]
+    assert sent(archive, "b", SETTINGS.rounds) == "delta-int8"  # the evaluation after an early end
+    whole = outgoing(archive, SETTINGS, "a", 2)
+    assert whole.bytes == message["model_bytes"] and whole.path == archive.model_for(2)
+
+
+def test_facilities_hold_what_the_archive_holds_and_keep_two_models(archive: Archive, tmp_path: Path):
+    kept = Models(tmp_path / "state")
+    for number in range(3):
+        travels = outgoing(archive, SETTINGS, "a", number).path
+        model = kept.whole(travels)
+        assert kept.whole(travels) == model  # asked for again
+        here, there = verify_manifest(model), verify_manifest(archive.model_for(number))
+        assert here.content_sha256 == there.content_sha256 == digest_of(read_manifest(travels))
+        assert (model / "config.json").read_bytes() == (archive.model_for(number) / "config.json").read_bytes()
+        assert len(list(kept.directory.iterdir())) == min(number + 1, 2)
+        close(archive, number, update(archive, "a", number))
+    # What the encoding loses of a round's step is part of the next difference: nothing drifts away from the master.
+    state, error = archive.round_directory(2) / "state", archive.read_round(2).message["relative_error"]
+    assert read_manifest(state).extra["model_sha256"] == read_manifest(archive.model_for(3)).content_sha256
+    assert 0 < error < 0.01
+
+
+def test_a_lost_or_damaged_reference_is_an_error_that_names_it(archive: Archive, tmp_path: Path):
+    kept = Models(tmp_path / "state")
+    first = kept.whole(archive.model_for(0))
+    close(archive, 0, update(archive, "a", 0))
+    message = outgoing(archive, SETTINGS, "a", 1).path
+    digest = read_manifest(first).content_sha256
+    with pytest.raises(
+        InputError, match=f"difference to the one with sha256 {digest[:12]}.*keeps none in .*sent in full"
+    ):
+        Models(tmp_path / "elsewhere").whole(message)
+    weights = bytearray((first / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (first / "model.safetensors").unlink()  # what is linked to it elsewhere stays
+    (first / "model.safetensors").write_bytes(weights)
+    with pytest.raises(CheckpointError, match="decodes to a model with sha256 .* send it in full"):
+        kept.whole(message)
+    assert not list(kept.directory.iterdir())
+    assert verify_manifest(archive.model_for(0))
+
+
+def test_a_sparse_message_leaves_the_master_halfway(archive: Archive):
+    """Between the mean and what the facilities hold, sealed anew, and good to go on from."""
+    settings = dataclasses.replace(SETTINGS, sending=SendingSettings(encoding="sparse", sparse_density=0.3))
+    arrived = sort_out([update(archive, "a", 0)])
+    wanted = read_all(next(iter(arrived.updates.values())))  # of one update under the mean rule
+    settings = dataclasses.replace(settings, aggregation=AggregationSettings(rule="mean"))
+    close_round(archive, settings, model=archive.model_for(0), number=0, arrived=arrived)
+    held, master = read_all(archive.model_for(1)), read_all(archive.round_directory(0) / "state" / "master")
+    verify_manifest(archive.round_directory(0) / "state")
+    missed = 0.0
+    for name, tensor in master.items():
+        torch.testing.assert_close(tensor, (wanted[name].float() + held[name].float()) / 2, rtol=1e-6, atol=1e-8)
+        missed += float((wanted[name].float() - held[name].float()).norm())
+    assert missed > 0
+    arrived = sort_out([update(archive, "a", 1)])
+    assert close_round(archive, settings, model=archive.model_for(1), number=1, arrived=arrived)[1] == 2
+
+
+def test_a_model_with_other_tensors_is_sent_whole_and_says_so(archive: Archive, monkeypatch: pytest.MonkeyPatch):
+    settings = dataclasses.replace(
+        SETTINGS, aggregation=dataclasses.replace(SETTINGS.aggregation, output_dtype="float32")
+    )
+    arrived = sort_out([update(archive, "a", 0)])
+    close_round(archive, settings, model=archive.model_for(0), number=0, arrived=arrived)
+    assert "is F32" in archive.read_round(0).message["reason"] and "BF16" in sent(archive, "a", 1)
+
+
+@pytest.mark.skipif(not shutil.which("ssh-keygen"), reason="ssh-keygen is absent")
+@pytest.mark.slow
+@pytest.mark.parametrize("encoding", ["delta-int8", "sparse"])
+def test_signed_rounds_encoded_both_ways_and_a_facility_that_lost_its_models(tmp_path: Path, encoding: str):
+    signers = []
+    for name in "ab":
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / name)], check=True)
+        signers.append(f"{name} {(tmp_path / f'{name}.pub').read_text()}")
+    (tmp_path / "allowed").write_text("".join(signers))
+    training = {"encoding": encoding, "export_dtype": "float32"}
+    path = write_federation(
+        tmp_path,
+        ["a", "b"],
+        rounds=3,
+        training=training,
+        sending={"encoding": encoding},
+        final_evaluation=False,
+        aggregation={"allowed_signers": str(tmp_path / "allowed")},
+    )
+    text = path.read_text()
+    for name in "ab":
+        text = text.replace(f"- name: {name}\n", f"- name: {name}\n  training: {{signing_key: {tmp_path / name}}}\n")
+    path.write_text(text)
+    write(read_federation(path))
+    states = {name: tmp_path / "sites" / name / ".crossfed" / "pico" / name / "models" for name in "ab"}
+    process = crossfed("run", "--quiet", "-f", path, folder=tmp_path / "engine")
+    assert process.stdout is not None
+    seen = []
+    for line in process.stdout:
+        seen.append(line)
+        if "round 0: complete" in line:
+            shutil.rmtree(states["b"])
+    process.wait()
+    assert process.returncode == 0, "".join(seen)
+    archive = Archive(read_federation(path).archive_path)
+    rounds = [{row.facility: row for row in entry.facilities} for entry in archive.history()]
+    assert [rounds[n]["a"].sent.split(":")[0] for n in range(3)] == ["full", encoding, encoding]
+    assert rounds[1]["b"].sent == encoding
+    assert rounds[2]["b"].sent == "full: it has not told that it keeps the model of round 1"
+    assert [rounds[n]["b"].status for n in range(3)] == ["ok", "failed", "ok"]
+    assert "it has to be sent in full" in rounds[1]["b"].reason and "keeps none" in rounds[1]["b"].reason
+    whole = rounds[0]["a"].sent_bytes
+    assert rounds[2]["a"].sent_bytes < 0.6 * whole and rounds[2]["a"].received_bytes < 0.6 * whole
+    assert rounds[2]["b"].sent_bytes == whole
+    for name, models in (("a", 2), ("b", 1)):
+        assert len(list(states[name].iterdir())) == models
+        assert Models(states[name].parent).holds(read_manifest(archive.model_for(2)).content_sha256)
+    losses = [entry.global_loss for entry in archive.history()]
+    assert losses[0] > losses[1] > losses[2]  # type: ignore[operator]

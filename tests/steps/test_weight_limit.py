@@ -1,0 +1,97 @@
+"""What a report claims is its update's weight: claims beyond what the settings allow are refused, or cut."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from coordinator.archive.rounds import Archive
+from coordinator.config.federation import read_federation
+from coordinator.config.settings import ClaimSettings, CoordinatorSettings
+from coordinator.engine.render import coordinator_settings
+from coordinator.steps.aggregate import close_round, sort_out
+from coordinator.steps.start import start
+from coordinator.steps.weight_limit import allowance_of, longest_sequence
+from facility.exchange.messages.report import read_failure
+from tests.aggregation.updates import write_update
+from tests.federations import write_federation
+from tests.pico import save_pico
+
+# 10 sequences a round of at most 30 tokens: 300 tokens.
+SETTINGS = CoordinatorSettings(
+    federation="f",
+    rounds=2,
+    facilities=["a", "b"],
+    sequences={"a": 10, "b": 10},
+    claims=ClaimSettings(sequence_tokens=30),
+)
+
+
+@pytest.fixture
+def begun(tmp_path: Path) -> tuple[Archive, Path]:
+    archive = Archive(tmp_path / "archive")
+    return archive, start(archive, save_pico(tmp_path / "model", dtype="bfloat16"), SETTINGS)[0]
+
+
+@pytest.mark.parametrize(("action", "refused"), [("refuse", True), ("cap", False), ("off", False)])
+def test_the_receive_step_refuses_an_excessive_claim_by_name(begun, tmp_path: Path, action: str, refused: bool):
+    _, model = begun
+    settings = dataclasses.replace(SETTINGS, claims=dataclasses.replace(SETTINGS.claims, action=action))
+    (tmp_path / "coordinator.json").write_text(json.dumps(dataclasses.asdict(settings)))
+    for name, tokens, bad in (("a", 300, False), ("b", 301, refused)):
+        update = write_update(tmp_path / name, model, name, tokens=tokens)
+        command = [
+            "coordinator.steps.receive",
+            "--federation",
+            tmp_path / "coordinator.json",
+            "--model",
+            model,
+            "--round",
+            0,
+            "--facility",
+            name,
+            "--update",
+            update,
+            "--out",
+            tmp_path / f"{name}-received",
+        ]
+        subprocess.run([sys.executable, "-m", *map(str, command)], check=True)
+        failure = read_failure(tmp_path / f"{name}-received")
+        assert (failure is not None) == bad
+        if failure:
+            assert (
+                failure.kind == "refused" and "claims 301 tokens in round 0, its settings allow 300" in failure.reason
+            )
+            assert "10 sequences, of 30 tokens at most" in failure.reason
+
+
+def test_a_capped_claim_counts_what_is_allowed_and_round_json_says_so(begun, tmp_path: Path):
+    archive, model = begun
+    settings = dataclasses.replace(SETTINGS, claims=dataclasses.replace(SETTINGS.claims, action="cap"))
+    updates = [
+        write_update(tmp_path / "a", model, "a", tokens=100),
+        write_update(tmp_path / "b", model, "b", tokens=9000),
+    ]
+    close_round(archive, settings, model=model, number=0, arrived=sort_out(updates))
+    a, b = archive.read_round(0).facilities
+    assert (a.weight, b.weight) == (0.25, 0.75)  # 100 and 300
+    assert a.reason == "" and b.status == "ok"
+    assert "claims 9,000 tokens" in b.reason and b.reason.endswith("300 count")
+
+
+def test_the_bounds_come_from_the_settings_and_the_model(tmp_path: Path):
+    changes = {"training": {"steps": 4, "batch_sequences": 6, "threads": 1}, "claims": {"action": "cap"}}
+    path = write_federation(tmp_path, ["a"], **changes)  # type: ignore[arg-type]
+    settings = coordinator_settings(read_federation(path))
+    assert settings["sequences"] == {"a": 24} and settings["claims"] == {"action": "cap", "sequence_tokens": 0}
+    model = tmp_path / "model"
+    positions = json.loads((model / "config.json").read_text())["max_position_embeddings"]
+    assert longest_sequence(model) == positions
+    found = allowance_of(dataclasses.replace(SETTINGS, claims=ClaimSettings()), "a", model)
+    assert found is not None and (found.samples, found.tokens) == (10, 10 * positions)
+    assert allowance_of(SETTINGS, "unknown", model) is None

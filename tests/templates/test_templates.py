@@ -1,0 +1,268 @@
+"""Laws of the job templates: self-contained, strict, whole under hostile names, and run as their scheduler runs them."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import jinja2
+import pytest
+import yaml
+
+from coordinator.config.federation import read_federation
+from coordinator.engine.render import render
+from facility.exchange.errors import ConfigurationError
+from facility.exchange.messages.job_template import Environment, fill_template, unfilled
+
+ROOT = Path(__file__).resolve().parents[2]
+TEMPLATES = sorted((ROOT / "templates").glob("*.sh"))
+GOLDEN = ROOT / "tests" / "golden" / "templates"
+HOSTILE = '/scratch/it\'s a "home"; touch pwned $(touch pwned) `touch pwned` ü&|<x>'
+COMMAND = "cd '/tmp/a b' && export X='it'\\''s' && python3 -m facility.round --model \"$(pwd)/m o\" --out update 2>&1"
+names = pytest.mark.parametrize("path", TEMPLATES, ids=lambda p: p.stem)
+
+
+def filled(path: Path, home: str = "~/crossfed", **environment) -> str:
+    text = path.read_text()
+    fill = {word: f"my-{word}" for word in unfilled(text, {})}
+    return fill_template(
+        text, fill=fill, environment=Environment(home=home, **environment), workdir="/scratch/me", name=path.name
+    )
+
+
+def strictly(text: str, command: str = COMMAND) -> str:
+    """As StreamFlow renders it, but an unknown name is an error."""
+    template = jinja2.Environment(undefined=jinja2.StrictUndefined).from_string(text)
+    return template.render(streamflow_command=command)
+
+
+def test_every_site_and_scheduler_is_there():
+    wanted = {
+        "slurm",
+        "pbs",
+        "flux",
+        "ssh",
+        "leonardo",
+        "karolina",
+        "lumi",
+        "marenostrum5",
+        "meluxina",
+        "vega",
+        "deucalion",
+        "discoverer",
+    }
+    assert {path.stem for path in TEMPLATES} == wanted
+
+
+@names
+def test_first_line_is_the_guide_and_the_script_is_short(path: Path):
+    lines = path.read_text().splitlines()
+    assert re.fullmatch(r"\{# https://\S+ -#\}", lines[0]) and lines[1] == "#!/bin/bash"
+    assert 10 <= len(lines) <= 30
+    assert max(len(line) for line in lines) <= 140
+    assert strictly(filled(path)).startswith("#!/bin/bash\n"), "a scheduler wants the interpreter first"
+
+
+@names
+@pytest.mark.parametrize("home", ["~/crossfed", HOSTILE], ids=["plain", "hostile"])
+def test_golden(path: Path, home: str):
+    """Compared whole; CROSSFED_GOLDEN=write rewrites them."""
+    text = strictly(filled(path, home))
+    golden = GOLDEN / f"{path.stem}-{'plain' if home.startswith('~') else 'hostile'}.sh"
+    if os.environ.get("CROSSFED_GOLDEN") == "write":
+        golden.parent.mkdir(parents=True, exist_ok=True)
+        golden.write_text(text)
+    assert text == golden.read_text()
+    assert subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True).returncode == 0
+
+
+@names
+def test_accounts_and_names_are_never_shipped(path: Path):
+    """What belongs to a project is a placeholder, and an unfilled one is refused by name."""
+    text = path.read_text()
+    for found in re.findall(r"(?:--account=|--bank=|#PBS -A )(\S+)", text):
+        assert re.fullmatch(r"<[a-z]+>", found)
+    words = unfilled(text, {})
+    assert (path.stem == "ssh") == (words == [])
+    if words:
+        with pytest.raises(ConfigurationError, match=f"<{words[0]}>"):
+            fill_template(text, fill={}, environment=Environment(), workdir="/w", name=path.name)
+
+
+STAND_INS = {
+    "srun": 'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"',
+    "pbsdsh": 'shift; exec env -i PATH="$PATH" PBS_JOBID=7.pbs PBS_VNODENUM=0 HOME="$HOME" "$@"',
+    "flux": 'case "$1" in hostlist) echo node1 ;; resource) echo 1 ;; '
+    'run) shift; while [ "${1#--}" != "$1" ]; do shift; done; exec "$@" ;; esac',
+}
+
+
+@names
+def test_the_command_arrives_whole_in_the_environment_of_the_site(path: Path, tmp_path: Path):
+    """Run under stand-ins for the schedulers' commands, from a home with blanks and quotes."""
+    home = tmp_path / 'it\'s a "home" $(touch pwned) ü'
+    home.mkdir()
+    (home / "env.sh").write_text("export ENTERED=yes\n")
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name, text in STAND_INS.items():
+        (programs / name).write_text(f"#!/bin/bash\n{text}\n")
+        (programs / name).chmod(0o755)
+    (tmp_path / "nodes").write_text("node1\n")
+    command = "printf '%s|%s|%s' \"$ENTERED\" \"$(echo \"two  words\")\" 'it'\\''s `whole` $HOME' > out; exit 7"
+    environment = {
+        "PATH": f"{programs}:{os.environ['PATH']}",
+        "HOME": str(tmp_path),
+        "PBS_NODEFILE": str(tmp_path / "nodes"),
+        "SLURM_CPUS_PER_TASK": "4",
+        "SLURM_JOB_ID": "7",
+        "USER": "me",
+    }
+    result = subprocess.run(
+        ["bash", "-c", strictly(filled(path, str(home)), command)],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 7, result.stderr
+    assert (tmp_path / "out").read_text() == "yes|two  words|it's `whole` $HOME"
+    assert not list(tmp_path.rglob("pwned"))
+
+
+def test_environments_are_written_as_asked():
+    path = ROOT / "templates" / "slurm.sh"
+    text = filled(path, modules=["python/3.11", "cuda"], venv="~/my venv")
+    assert "module load python/3.11 cuda\n. \"$HOME\"'/my venv/bin/activate'\n" in text and "env.sh" not in text
+    text = filled(path, conda="fl")
+    assert "conda activate fl\n" in text
+    text = filled(path, image="/images/a b.sif", gpu="amd", bind=["/data"])
+    assert "exec --rocm --bind /scratch/me" in text and "--bind /data '/images/a b.sif' bash -c \"$command\"" in text
+    assert "--nv" in filled(path, image="x.sif", gpu="nvidia")
+    with pytest.raises(ConfigurationError, match="both a venv and a conda"):
+        Environment(venv="a", conda="b")
+
+
+@pytest.mark.parametrize(
+    ("fill", "message"),
+    [
+        ({"account": "a b", "partition": "p"}, "fill.account is 'a b', but stands in a directive"),
+        ({"account": "x\n#SBATCH --uid=0", "partition": "p"}, "expected text on one line"),
+        ({"account": "{{ x }}", "partition": "p"}, "without double braces"),
+        ({"account": "x"}, "placeholders that nothing fills: <partition>"),
+        ({"account": "x", "partition": "p", "acount": "y"}, "fill has acount"),
+        ({"account": "", "partition": "p"}, "expected text on one line"),
+    ],
+)
+def test_what_cannot_stand_in_a_template_is_refused(fill: dict, message: str):
+    text = (ROOT / "templates" / "slurm.sh").read_text()
+    with pytest.raises(ConfigurationError, match=re.escape(message)):
+        fill_template(text, fill=fill, environment=Environment(), workdir="/w", name="slurm.sh")
+
+
+FACILITY = """\
+  - name: far.site-1
+    dataset: /data/it
+    deployment:
+      type: slurm
+      host: login.example.org
+      user: alice
+      workdir: /scratch/alice/crossfed
+      template: {templates}/slurm.sh
+      fill: {{account: proj42, partition: gpu}}
+"""
+
+
+def federation(tmp_path: Path, facility: str) -> Path:
+    file = tmp_path / "workflow" / "federation.yml"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("name: two\nmodel: model\nrounds: 2\nfacilities:\n" + facility.format(templates=ROOT / "templates"))
+    return file
+
+
+def test_an_ordinary_slurm_facility_takes_at_most_ten_lines(tmp_path: Path):
+    assert len(FACILITY.splitlines()) <= 10
+    files = render(read_federation(federation(tmp_path, FACILITY)))
+    written = yaml.safe_load(files["workflow/streamflow.yml"])
+    ssh, queue = written["deployments"]["facility-far.site-1-ssh"], written["deployments"]["facility-far.site-1"]
+    assert ssh["config"]["nodes"] == ["login.example.org"] and ssh["config"]["checkHostKey"] is True
+    assert ssh["config"]["retries"] * ssh["config"]["retryDelay"] >= 3600
+    assert queue["wraps"] == "facility-far.site-1-ssh"
+    assert queue["config"]["services"]["train"] == {"file": "jobs/far.site-1.sh", "jobName": "crossfed-two-far.site-1"}
+    assert "--account=proj42" in files["workflow/jobs/far.site-1.sh"]
+    binding = written["workflows"]["two"]["bindings"][1]
+    assert binding == {
+        "step": "/rounds/train_far.site-1",
+        "target": {"deployment": "facility-far.site-1", "service": "train"},
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("type: slurm", "type: slrum"), "expected one of 'local', 'ssh', 'slurm', 'pbs', 'flux'"),
+        (("host: login", "hst: login"), "did you mean 'host'"),
+        (("workdir: /scratch", "workdir: scratch"), "expected an absolute path at the facility"),
+        (("workdir: /scratch", "workdir: /scr atch"), "without blanks or quotes"),
+        (("      template: {templates}/slurm.sh\n", ""), "template is missing"),
+        (("user: alice", "user: -oProxyCommand=x"), "expected a login name"),
+        (("host: login.example.org", "host: -oProxyCommand=x"), "expected a name or address"),
+        (("user: alice", "user: alice\n      options: {{tme: 1}}"), "did you mean 'time'"),
+        (("user: alice", "user: alice\n      options: {{jobName: x}}"), "is set by CrossFed itself"),
+        (("user: alice", "user: alice\n      max_jobs: 0"), "expected 1 or more"),
+        (
+            ("user: alice", "user: alice\n      key: |\n        -----BEGIN OPENSSH PRIVATE KEY-----"),
+            "expected the path of its file",
+        ),
+        (("user: alice", "user: alice\n      check_host_key: false"), "unknown key"),
+    ],
+)
+def test_a_wrong_deployment_is_told_at_its_line(tmp_path: Path, change: tuple[str, str], message: str):
+    file = federation(tmp_path, FACILITY.replace(*change))
+    with pytest.raises(ConfigurationError, match=re.escape(message)) as error:
+        render(read_federation(file))
+    assert error.value.line is not None and str(file) in str(error.value)
+
+
+def test_the_home_may_be_filled_in_like_any_placeholder(tmp_path: Path):
+    text = FACILITY.replace("partition: gpu", "partition: gpu, home: /work/a b")
+    federation_ = read_federation(federation(tmp_path, text))
+    assert federation_.deployment(federation_.facilities[0]).environment.home == "/work/a b"
+    assert ". '/work/a b/env.sh'" in render(federation_)["workflow/jobs/far.site-1.sh"]
+
+
+def test_jump_host_transfer_host_and_plain_ssh(tmp_path: Path):
+    text = FACILITY.replace(
+        "user: alice",
+        "user: alice\n      key: ~/.ssh/fl\n      tunnel: {{host: jump.example.org:2222, user: bob}}\n      transfer: {{host: data.example.org}}",
+    )
+    config = yaml.safe_load(render(read_federation(federation(tmp_path, text)))["workflow/streamflow.yml"])[
+        "deployments"
+    ]["facility-far.site-1-ssh"]["config"]
+    assert config["tunnel"] == {"hostname": "jump.example.org:2222", "username": "bob", "checkHostKey": True}
+    assert config["dataTransferConnection"]["hostname"] == "data.example.org"
+    assert config["sshKey"] == str(Path("~/.ssh/fl").expanduser())
+    text = (
+        FACILITY.replace("type: slurm", "type: ssh")
+        .replace("slurm.sh", "ssh.sh")
+        .replace("      fill: {{account: proj42, partition: gpu}}\n", "")
+    )
+    written = yaml.safe_load(render(read_federation(federation(tmp_path, text)))["workflow/streamflow.yml"])
+    assert written["deployments"]["facility-far.site-1"]["config"]["services"] == {"train": "jobs/far.site-1.sh"}
+
+
+@pytest.mark.parametrize("kind", ["slurm", "pbs", "flux", "ssh", "local"])
+def test_streamflow_accepts_what_is_rendered(tmp_path: Path, kind: str):
+    """By StreamFlow's own schema, which refuses unknown properties."""
+    words = unfilled((ROOT / "templates" / f"{kind}.sh").read_text(), {}) if kind != "local" else []
+    fill = f"      fill: {{{{{', '.join(f'{word}: x' for word in words)}}}}}\n" if words else ""
+    text = FACILITY.replace("type: slurm", f"type: {kind}").replace("slurm.sh", f"{kind}.sh")
+    text = text.replace("      fill: {{account: proj42, partition: gpu}}\n", fill)
+    if kind == "local":
+        text = "  - name: far.site-1\n    dataset: /data/it\n"
+    rendered = render(read_federation(federation(tmp_path, text)))
+    from streamflow.config.validator import SfValidator
+
+    SfValidator().validate(yaml.safe_load(rendered["workflow/streamflow.yml"]))
