@@ -13,6 +13,7 @@ and the update holds `report.json` and `manifest.json` alone.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import time
 from pathlib import Path
 
@@ -40,7 +41,7 @@ from facility.training.monitor.trace import Trace
 from facility.training.monitor.tracker import Tracker
 from facility.training.parallel import arrange
 from facility.training.parallel.assemble import assemble, draw
-from facility.training.parallel.ranks import end, from_environment, start, together
+from facility.training.parallel.ranks import end, from_environment, gather, start, together
 from facility.training.parallel.replicas import order_of, paces, synchroniser
 from facility.training.parallel.split import examine
 from facility.training.schedule import learning_rate
@@ -233,7 +234,8 @@ def main(argv: list[str] | None = None) -> int:
             skipped=engine.skipped,
             samples=sync.samples,
         )
-        every = {place: found for place, found in account.gather(ranks, (pace, mine))[::-1]}
+        told = gather(ranks, [pace, dataclasses.asdict(mine)])
+        every = {place: state.Standing(**found) for place, found in told[::-1]}
         state.save_pause(
             directory,
             state.Pause(
@@ -335,8 +337,8 @@ def main(argv: list[str] | None = None) -> int:
         raise ConfigurationError("every step of the round was skipped: no loss was finite")
     seconds = trained_before + trained - evaluated
     mine = layout.shape.bounds[reader + 1] - layout.shape.bounds[reader] if engine.counts else 0
-    sequences = sum(account.gather(ranks, done * mine))
-    per_rank = account.gather(
+    sequences = sum(gather(ranks, done * mine))
+    per_rank = gather(
         ranks,
         {
             "rank": ranks.rank,

@@ -8,7 +8,6 @@ import resource
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from facility.training.parallel.arrange import Layout
 from facility.training.parallel.assemble import Assembly
@@ -18,15 +17,6 @@ from facility.training.parallel.ranks import Ranks
 def perplexity(loss: float) -> float:
     """exp(loss), bounded so that it stays a number."""
     return math.exp(min(loss, 700.0))
-
-
-def gather(ranks: Ranks, value: Any) -> list[Any]:
-    """A small value of every rank, on every rank."""
-    if ranks.world == 1:
-        return [value]
-    values: list[Any] = [None] * ranks.world
-    dist.all_gather_object(values, value)
-    return values
 
 
 def peak_memory_bytes(ranks: Ranks) -> int:

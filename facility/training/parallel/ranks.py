@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from facility.exchange.errors import ConfigurationError, CrossFedError, InputError, TryAgain, exit_on_error
+from facility.training.parallel.exchange import all_gather_json, broadcast_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +88,7 @@ def together(ranks: Ranks) -> Iterator[None]:
     except CrossFedError as error:
         mine = error
     if ranks.world > 1:
-        found: list[tuple[str, bool] | None] = [None] * ranks.world
-        dist.all_gather_object(found, None if mine is None else (str(mine), isinstance(mine, TryAgain)))
+        found = all_gather_json(None if mine is None else [str(mine), isinstance(mine, TryAgain)])
         for number, item in enumerate(found):
             if item is not None and mine is None:
                 message, again = item
@@ -99,11 +99,14 @@ def together(ranks: Ranks) -> Iterator[None]:
 
 def broadcast(ranks: Ranks, value: str | None) -> str:
     """The first rank's text, on every rank."""
-    box = [value]
-    if ranks.world > 1:
-        dist.broadcast_object_list(box, src=0)
-    assert box[0] is not None
-    return box[0]
+    text = broadcast_json(value) if ranks.world > 1 else value
+    assert isinstance(text, str)
+    return text
+
+
+def gather(ranks: Ranks, value: Any) -> list[Any]:
+    """A small JSON value of every rank, on every rank."""
+    return all_gather_json(value) if ranks.world > 1 else [value]
 
 
 def barrier(ranks: Ranks) -> None:

@@ -17,7 +17,7 @@ from facility.exchange.messages import report as reports
 from facility.exchange.messages.settings import FacilitySettings
 from facility.training import lora
 from facility.training.monitor import account
-from facility.training.parallel.ranks import Ranks, barrier, broadcast, together
+from facility.training.parallel.ranks import Ranks, barrier, broadcast, gather, together
 from facility.training.state.load import Part, part_of
 from facility.training.state.save import create_files, plan_files, rounded, write_parts
 
@@ -116,7 +116,7 @@ def write_evaluation(
     evaluate: float,
 ) -> None:
     """Leave the final model's loss here as an update without weights."""
-    peak = max(account.gather(ranks, account.peak_memory_bytes(ranks)))
+    peak = max(gather(ranks, account.peak_memory_bytes(ranks)))
     if ranks.first:
         with new_directory(out) as temporary:
             reports.write(
