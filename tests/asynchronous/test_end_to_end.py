@@ -19,7 +19,7 @@ from tests.conftest import ROOT
 from tests.engine.engines import crossfed, killed_at, streamflow
 from tests.federations import write_dataset, write_federation
 
-STAND_IN = ROOT / "tests" / "workflow" / "stand_in_facility.py"
+STAND_IN = ROOT / "tests" / "steps" / "stand_in_facility.py"
 
 
 def pretending(root: Path, plans: dict[str, dict[str, Any]], **changes: Any) -> Path:

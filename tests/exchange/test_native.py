@@ -129,7 +129,7 @@ def test_a_whole_round_has_the_same_bits(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 def test_without_a_compiler(tmp_path: Path):
-    code = "from facility.exchange import native; print(native.library())"
+    code = "from facility.exchange.checkpoints import native; print(native.library())"
     for environment in ({"CROSSFED_NATIVE": "0", "PATH": "/usr/bin:/bin"}, {"PATH": str(tmp_path)}):
         done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
         assert done.stdout == "None\n", done.stderr

@@ -228,12 +228,9 @@ def other_formats(site: Site) -> None:
     for path in (ROOT / "facility").iterdir():
         if path.name != "exchange" and path.name != "__pycache__":
             (package / "facility" / path.name).symlink_to(path)
-    (package / "facility" / "exchange").mkdir()
-    for path in (ROOT / "facility" / "exchange").glob("*.py"):
-        text = path.read_text()
-        (package / "facility" / "exchange" / path.name).write_text(
-            re.sub(r"^FORMAT = \d+", "FORMAT = 99", text, flags=re.MULTILINE) if path.name == "report.py" else text
-        )
+    shutil.copytree(ROOT / "facility" / "exchange", package / "facility" / "exchange")
+    report = package / "facility" / "exchange" / "messages" / "report.py"
+    report.write_text(re.sub(r"^FORMAT = \d+", "FORMAT = 99", report.read_text(), flags=re.MULTILINE))
     site.env(f"export PYTHONPATH={package}")
 
 
