@@ -107,7 +107,7 @@ def run(job: Job) -> Ending:
         job.personal.put_in(job.received, job.round)
         job.notes.write("first", GO)
         ending = train(job)
-        if ending.code not in (Outcome.DONE, Outcome.COME_BACK) and (job.out / NAME).is_file():
+        if ending.code not in (Outcome.DONE, Outcome.CHECKPOINTED) and (job.out / NAME).is_file():
             verify_manifest(job.out)  # written last: what follows it cannot make the update less complete
             print(f"round: the update was complete when {ending.reason}", file=sys.stderr)
             ending = Ending(code=0, reason="")
@@ -176,9 +176,9 @@ def follow(job: Job) -> int:
     """The other tasks' part: train when the first one says so. They never write the update's directory."""
     told = job.notes.wait_for("first", job.arguments.meeting, "the first task")
     if told != GO:
-        return Outcome.DONE if told == DONE else Outcome.SITS_OUT
+        return Outcome.DONE if told == DONE else Outcome.SKIPPED
     ending = train(job)
-    return Outcome.DONE if ending.code == 0 else Outcome.SITS_OUT
+    return Outcome.DONE if ending.code == 0 else Outcome.SKIPPED
 
 
 def first(job: Job) -> int:
@@ -195,7 +195,7 @@ def first(job: Job) -> int:
     job.notes.write("first", FAILED)
     ending = _earliest(job, ending)
     show_failure(ending, job.tasks)
-    again = ending.code == Outcome.COME_BACK
+    again = ending.code == Outcome.CHECKPOINTED
     reason = "ran out of time; its state is saved, and the same round goes on from there" if again else ending.reason
     fail(
         job.out,
@@ -203,12 +203,12 @@ def first(job: Job) -> int:
             facility=job.settings.facility, round=job.round, reason=reason, log_tail=ending.tail[-8000:], again=again
         ),
     )
-    return Outcome.SITS_OUT
+    return Outcome.SKIPPED
 
 
 def _earliest(job: Job, ending: Ending) -> Ending:
     """The failure that came first, of this task and the others."""
-    if job.tasks.tasks == 1 or ending.code == Outcome.COME_BACK:
+    if job.tasks.tasks == 1 or ending.code == Outcome.CHECKPOINTED:
         return ending
     time.sleep(1.0)  # another node may be about to tell
     told = [note for note in job.notes.failures() if 0 < note.get("time", 0) < (ending.time or float("inf"))]
@@ -275,7 +275,7 @@ def main(argv: list[str] | None = None) -> int:
     except CrossFedError as error:
         # Who we are among the tasks is unknown, so all of them say the same.
         fail(arguments.out, report.Failure(facility=facility, round=arguments.round, reason=str(error)))
-        raise SystemExit(Outcome.SITS_OUT) from None
+        raise SystemExit(Outcome.SKIPPED) from None
     try:
         settings = read_facility_settings(arguments.settings)
         facility = settings.facility
@@ -293,14 +293,14 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         if tasks.first:
             fail(arguments.out, report.Failure(facility=facility, round=arguments.round, reason=str(error)))
-        return Outcome.SITS_OUT
+        return Outcome.SKIPPED
     except Exception as error:  # a fault of ours must not hang the workflow either
         tail = traceback.format_exc()
         print(tail, file=sys.stderr)
         if tasks.first:
             reason = f"the round's own command failed: {error!r}"
             fail(arguments.out, report.Failure(facility=facility, round=arguments.round, reason=reason, log_tail=tail))
-        return Outcome.SITS_OUT
+        return Outcome.SKIPPED
 
 
 if __name__ == "__main__":

@@ -28,8 +28,8 @@ from facility.exchange.messages.plan import read_plan
 from facility.exchange.messages.settings import read_facility_settings
 from facility.rounds.kept import default_directory
 from facility.training import lora, memory
-from facility.training.data.feed import Feed
 from facility.training.data.inputs import check_inputs, check_vocabulary, read_model
+from facility.training.data.loader import DataLoader
 from facility.training.data.tasks import task_for
 from facility.training.engine import Engine
 from facility.training.head import choose_head
@@ -40,14 +40,14 @@ from facility.training.monitor.progress import Progress
 from facility.training.monitor.trace import Trace
 from facility.training.monitor.tracker import Tracker
 from facility.training.parallel import arrange
-from facility.training.parallel.assemble import assemble, draw
+from facility.training.parallel.assemble import assemble, build_meta_model
 from facility.training.parallel.ranks import end, from_environment, gather, start, together
 from facility.training.parallel.replicas import order_of, paces, synchroniser
-from facility.training.parallel.split import examine
+from facility.training.parallel.split import inspect_model
 from facility.training.schedule import learning_rate
 from facility.training.seeds import derive
 from facility.training.state import state
-from facility.training.state.load import add_parts, load_parts
+from facility.training.state.load import add_shards, load_shards
 from facility.training.state.update import (
     outgoing_parts,
     outgoing_tensors,
@@ -99,7 +99,7 @@ def main(argv: list[str] | None = None) -> int:
     plan = read_plan(plan_file) if plan_file else None
     number = ranks.rank
     if plan is not None:
-        place = arrange.seated(ranks, plan, training.layout.shards or 1)
+        place = arrange.remapped_rank(ranks, plan, training.layout.shards or 1)
         if place is None:
             print(f"rank {ranks.rank}: the plan leaves this rank idle", flush=True)
             return Outcome.DONE
@@ -112,7 +112,7 @@ def main(argv: list[str] | None = None) -> int:
 
     with together(ranks):
         if plan is not None and (training.layout.shards or 1) == 1:
-            arrange.same_device(plan, number, ranks)
+            arrange.check_devices(plan, number, ranks)
         checkpoint, base = read_model(a.model, a.round, ranks, evaluation=a.round == settings.rounds)
         received, base_model = checkpoint, Path(training.lora.base) if training.lora.base else a.model
         if base_model != a.model:
@@ -127,9 +127,9 @@ def main(argv: list[str] | None = None) -> int:
         tokens = dataset.manifest.block_tokens
         blocks = count_blocks(config, task.factory, attention)
         if plan is not None:
-            layout = arrange.from_plan(plan, ranks, training, blocks=blocks, block_tokens=tokens)
+            layout = arrange.layout_of_plan(plan, ranks, training, blocks=blocks, block_tokens=tokens)
         else:
-            layout = arrange.from_settings(ranks, training, blocks=blocks, block_tokens=tokens)
+            layout = arrange.layout_of_settings(ranks, training, blocks=blocks, block_tokens=tokens)
         head = choose_head(
             training,
             config,
@@ -139,22 +139,22 @@ def main(argv: list[str] | None = None) -> int:
             tokens=tokens,
             device=ranks.device.type,
         )
-        anatomy = examine(config, task.factory, attention.name, tokens) if layout.units else None
-        reader = layout.grid.reader(ranks.rank)
-        feed = Feed(
+        structure = inspect_model(config, task.factory, attention.name, tokens) if layout.units else None
+        data_rank = layout.grid.data_rank(ranks.rank)
+        loader = DataLoader(
             dataset,
             task,
             layout.shape,
             seed=settings.seed,
             facility=settings.facility,
-            reader=reader,
-            readers=layout.grid.readers,
+            data_rank=data_rank,
+            data_ranks=layout.grid.data_ranks,
             evaluation_sequences=training.evaluation_sequences,
             apart=order_of(layout, ranks, sequences=len(dataset.split("train")), seed=settings.seed),
         )
         directory = a.state or default_directory(settings, a.dataset)
         previous, reason = state.read_state(directory, settings, a.round)
-        pause = state.read_pause(directory, settings, a.round, base.content_sha256 if base else "")
+        pause = state.read_checkpoint(directory, settings, a.round, base.content_sha256 if base else "")
     progress.say(
         f"{ranks.world} rank(s) on {account.device_name(ranks.device)}; attention {attention.name}: {attention.reason}"
     )
@@ -163,13 +163,13 @@ def main(argv: list[str] | None = None) -> int:
 
     clock = Clock(ranks.device)
     with together(ranks):
-        skeleton = draw(config, task, attention, training)
+        skeleton = build_meta_model(config, task, attention, training)
         memory.check(
-            memory.predicted_bytes(skeleton, anatomy, layout, ranks, training, config, head.rows), ranks, training
+            memory.predicted_bytes(skeleton, structure, layout, ranks, training, config, head.rows), ranks, training
         )
-    held = assemble(skeleton, task, checkpoint, layout, ranks, training, clock, anatomy, head.rows)
+    held = assemble(skeleton, task, checkpoint, layout, ranks, training, clock, structure, head.rows)
     with together(ranks):
-        load_parts([part for part in held.parts if not lora.is_adapter(part.name)], checkpoint)
+        load_shards([part for part in held.parts if not lora.is_adapter(part.name)], checkpoint)
         if training.lora.rank:
             progress.say(lora.load_adapters(held.parts, received, settings.seed))
     engine = Engine(held, layout, ranks, training, clock)
@@ -185,14 +185,14 @@ def main(argv: list[str] | None = None) -> int:
     loaded = time.perf_counter()
 
     if pause is None:
-        loss_received = engine.evaluate(feed.evaluation())
+        loss_received = engine.evaluate(loader.evaluation())
         if a.unsent is not None:
             with together(ranks):
-                add_parts(engine.parts, open_checkpoint(a.unsent))
+                add_shards(engine.parts, open_checkpoint(a.unsent))
         done, losses, interruptions, trained_before, samples = 0, [], 0, 0.0, 0.0
     else:
         with together(ranks):
-            state.load_pause(directory, pause, engine.optimizer, engine.parts, replica=pace, replicas=replicas)
+            state.load_checkpoint(directory, pause, engine.optimizer, engine.parts, replica=pace, replicas=replicas)
         here = pause.standing(pace, replicas)
         done, losses, position, samples = here.steps, here.losses, here.position, here.samples
         optimizer_steps, engine.scale, engine.skipped = here.optimizer_steps, here.scale, here.skipped
@@ -224,8 +224,8 @@ def main(argv: list[str] | None = None) -> int:
     sync.load_state_dict(vectors)
     writes = layout.grid.place(ranks.rank)[0] == 0
 
-    def save_pause() -> None:
-        mine = state.Standing(
+    def save_checkpoint() -> None:
+        mine = state.ReplicaProgress(
             steps=done,
             position=position,
             optimizer_steps=optimizer_steps,
@@ -235,10 +235,10 @@ def main(argv: list[str] | None = None) -> int:
             samples=sync.samples,
         )
         told = gather(ranks, [pace, dataclasses.asdict(mine)])
-        every = {place: state.Standing(**found) for place, found in told[::-1]}
-        state.save_pause(
+        every = {place: state.ReplicaProgress(**found) for place, found in told[::-1]}
+        state.save_checkpoint(
             directory,
-            state.Pause(
+            state.MidRoundCheckpoint(
                 federation=settings.federation,
                 facility=settings.facility,
                 seed=settings.seed,
@@ -279,7 +279,7 @@ def main(argv: list[str] | None = None) -> int:
             break
         torch.manual_seed(derive(settings.seed, "step", a.round, settings.facility, done, ranks.rank))
         with clock("data"):
-            batches = feed.step(position)
+            batches = loader.step(position)
         overall = overall_now()
         result = engine.step(batches, rate_now, None if engine.together else sync)
         sync.after_step(result.predictions)
@@ -290,15 +290,15 @@ def main(argv: list[str] | None = None) -> int:
         tracker.log(overall, loss=result.loss, gradient_norm=result.gradient_norm, learning_rate=result.rate)
         trace.step()
         if training.limits.save_every and done % training.limits.save_every == 0 and engine.together:
-            save_pause()
+            save_checkpoint()
     if not sync.finish():
-        save_pause()
+        save_checkpoint()
         sync.close()
         progress.say(
             f"stopped after step {done} of {training.steps} ({stop.reason or 'asked by another rank'}); "
             "the same command goes on from here"
         )
-        return Outcome.COME_BACK
+        return Outcome.CHECKPOINTED
     if not engine.together:  # replicas went at speeds of their own: the next round begins where all are past
         position += (training.steps - done) * batch
     sync_report, kept_vectors = sync.report(), sync.state_dict()
@@ -308,7 +308,7 @@ def main(argv: list[str] | None = None) -> int:
 
     with together(ranks):
         round_in_place(engine.parts, training.export_dtype)
-    loss_returned = engine.evaluate(feed.evaluation())
+    loss_returned = engine.evaluate(loader.evaluation())
     progress.say(f"returned: loss {loss_returned:.4f}, perplexity {account.perplexity(loss_returned):.2f}")
     evaluated_again = time.perf_counter()
 
@@ -336,7 +336,7 @@ def main(argv: list[str] | None = None) -> int:
     if not good:
         raise ConfigurationError("every step of the round was skipped: no loss was finite")
     seconds = trained_before + trained - evaluated
-    mine = layout.shape.bounds[reader + 1] - layout.shape.bounds[reader] if engine.counts else 0
+    mine = layout.shape.bounds[data_rank + 1] - layout.shape.bounds[data_rank] if engine.counts else 0
     sequences = sum(gather(ranks, done * mine))
     per_rank = gather(
         ranks,

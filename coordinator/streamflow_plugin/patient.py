@@ -21,7 +21,7 @@ PATIENCE_SECONDS = 3600.0
 
 def settled(code: int) -> int:
     """Code for the step: ours as they are, any other as `sits out`, since a step that fails ends the run for all."""
-    return code if code in (Outcome.DONE, Outcome.SITS_OUT) else int(Outcome.SITS_OUT)
+    return code if code in (Outcome.DONE, Outcome.SKIPPED) else int(Outcome.SKIPPED)
 
 
 class PatientQueue(QueueManagerConnector):

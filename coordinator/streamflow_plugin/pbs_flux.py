@@ -60,7 +60,7 @@ class CarefulPBSConnector(PatientQueue, PBSConnector):
     async def _run_qstat_command(self, job_id: str, location: ExecutionLocation) -> str:
         text, _ = await self._ask(location, ["qstat", job_id, "-xf", "-Fjson"])
         job = (pbs_jobs(text) or {}).get(job_id, {})
-        return json.dumps({"Jobs": {job_id: {"Output_Path": "", "Exit_status": int(Outcome.SITS_OUT)} | job}})
+        return json.dumps({"Jobs": {job_id: {"Output_Path": "", "Exit_status": int(Outcome.SKIPPED)} | job}})
 
     async def _get_running_jobs(self, location: ExecutionLocation) -> Collection[str]:
         if not self._scheduled_jobs:
@@ -103,7 +103,7 @@ class CarefulFluxConnector(PatientQueue, FluxConnector):
     async def _get_returncode(self, job_id: str, location: ExecutionLocation) -> int:
         text, _ = await self._ask(location, ["flux", "jobs", "-n", "-o", "'{returncode}'", job_id])
         words = text.split()
-        code = int(words[-1]) if words and words[-1].lstrip("-").isdigit() else int(Outcome.COME_BACK)
+        code = int(words[-1]) if words and words[-1].lstrip("-").isdigit() else int(Outcome.CHECKPOINTED)
         return _told(self.deployment_name, job_id, code)
 
 

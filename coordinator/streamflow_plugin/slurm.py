@@ -47,10 +47,10 @@ def verdict(state: str, exit_code: str) -> tuple[int, str]:
     code, _, number = exit_code.partition(":")
     if state == "COMPLETED" and code == "0":
         return 0, ""
-    if state == "FAILED" and code == str(int(Outcome.SITS_OUT)):
-        return int(Outcome.SITS_OUT), ""
+    if state == "FAILED" and code == str(int(Outcome.SKIPPED)):
+        return int(Outcome.SKIPPED), ""
     how = f"{state}, exit code {code}" + (f", signal {number}" if number not in ("", "0") else "")
-    return int(Outcome.SITS_OUT), how
+    return int(Outcome.SKIPPED), how
 
 
 class CarefulSlurmConnector(PatientQueue, SlurmConnector):
@@ -80,7 +80,7 @@ class CarefulSlurmConnector(PatientQueue, SlurmConnector):
             logger.error(
                 f"job {job_id} of {self.deployment_name} is no longer known to Slurm ({text.strip()[-200:]}); it counts as ended"
             )
-            return int(Outcome.SITS_OUT)
+            return int(Outcome.SKIPPED)
         result, sentence = verdict(fields["JobState"], fields.get("ExitCode", "0:0"))
         if sentence:
             logger.error(

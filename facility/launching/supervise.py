@@ -18,7 +18,7 @@ from typing import BinaryIO
 from facility.exchange.messages.outcome import Outcome
 
 TAIL_LINES = 60
-AGREED = (Outcome.SITS_OUT, Outcome.COME_BACK, 2, 75)
+AGREED = (Outcome.SKIPPED, Outcome.CHECKPOINTED, 2, 75)
 """Codes that ranks end with together: when one rank has, the others get the grace period to do so by themselves."""
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 

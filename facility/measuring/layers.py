@@ -19,7 +19,7 @@ from facility.exchange.messages.emulation import Emulation
 from facility.measuring.profile import UnitSizes, UnitTimes
 from facility.training.data.tasks import CausalLM, Classification, MaskedLM, Task
 from facility.training.model import build, choose_attention, read_config
-from facility.training.parallel.split import Anatomy, Stage, examine
+from facility.training.parallel.split import ModelStructure, Stage, inspect_model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,9 +100,9 @@ def measure_units(
     config = read_config(model)
     task = _task(settings.task)
     attention = choose_attention(config, task.factory, device, settings.dtype)
-    anatomy = examine(config, task.factory, attention.name, settings.tokens)
+    structure = inspect_model(config, task.factory, attention.name, settings.tokens)
     skeleton = build(config, task.factory, attention)
-    blocks = skeleton.get_submodule(anatomy.blocks)
+    blocks = skeleton.get_submodule(structure.blocks)
     assert isinstance(blocks, nn.ModuleList)
     kinds = kinds_of_blocks(blocks, config)
     chain = ("embedding", *kinds, "head")
@@ -111,9 +111,9 @@ def measure_units(
     for kind in dict.fromkeys(chain):
         places = [unit for unit, name in enumerate(chain) if name == kind]
         unit = places[1] if len(places) > 1 else places[0]  # not the very first block, where there are others
-        stage = Stage(copy.deepcopy(skeleton), anatomy, unit, unit + 1, _output(settings, unit, anatomy))
+        stage = Stage(copy.deepcopy(skeleton), structure, unit, unit + 1, _output(settings, unit, structure))
         _fill(stage, device)
-        run = Unit(stage, unit, anatomy, settings, device, task)
+        run = Unit(stage, unit, structure, settings, device, task)
         size, seconds, steps[kind] = run.measure(kind, clock)
         sizes.append(size)
         times.append(seconds)
@@ -126,11 +126,11 @@ def a_block(model: Path, device: torch.device, settings: LayerSettings) -> Unit:
     config = read_config(model)
     task = _task(settings.task)
     attention = choose_attention(config, task.factory, device, settings.dtype)
-    anatomy = examine(config, task.factory, attention.name, settings.tokens)
-    unit = min(2, anatomy.count)
-    stage = Stage(build(config, task.factory, attention), anatomy, unit, unit + 1, settings.dtype)
+    structure = inspect_model(config, task.factory, attention.name, settings.tokens)
+    unit = min(2, structure.count)
+    stage = Stage(build(config, task.factory, attention), structure, unit, unit + 1, settings.dtype)
     _fill(stage, device)
-    return Unit(stage, unit, anatomy, settings, device, task)
+    return Unit(stage, unit, structure, settings, device, task)
 
 
 TASKS = ("causal-lm", "masked-lm", "classification")
@@ -145,8 +145,8 @@ def _task(name: str) -> Task:
     return CausalLM() if name == "causal-lm" else MaskedLM(0, 1, ())
 
 
-def _output(settings: LayerSettings, unit: int, anatomy: Anatomy) -> torch.dtype:
-    return torch.float32 if unit == anatomy.units - 1 else settings.dtype
+def _output(settings: LayerSettings, unit: int, structure: ModelStructure) -> torch.dtype:
+    return torch.float32 if unit == structure.units - 1 else settings.dtype
 
 
 def _fill(module: nn.Module, device: torch.device) -> None:
@@ -167,9 +167,15 @@ class Unit:
     """One unit, ready to be run forwards and backwards."""
 
     def __init__(
-        self, stage: Stage, unit: int, anatomy: Anatomy, settings: LayerSettings, device: torch.device, task: Task
+        self,
+        stage: Stage,
+        unit: int,
+        structure: ModelStructure,
+        settings: LayerSettings,
+        device: torch.device,
+        task: Task,
     ) -> None:
-        self.stage, self.unit, self.anatomy, self.settings = stage, unit, anatomy, settings
+        self.stage, self.unit, self.structure, self.settings = stage, unit, structure, settings
         self.device, self.task = device, task
         self.vocabulary = int(getattr(stage.model.config, "vocab_size", 2))
         self.parameters = [p for p in stage.parameters() if p.requires_grad]
@@ -194,13 +200,13 @@ class Unit:
             stored = self._stored(call) / samples
         state, step = self._optimizer(call, gradient)
         tokens, width = self.settings.tokens, self.settings.dtype.itemsize
-        last = self.unit == self.anatomy.units - 1
+        last = self.unit == self.structure.units - 1
         return (
             UnitSizes(
                 kind=kind,
                 parameter_bytes=4.0 * sum(p.numel() for p in self.parameters),
                 state_bytes=state,
-                activation_bytes=0.0 if last else float(tokens * self.anatomy.hidden * width),
+                activation_bytes=0.0 if last else float(tokens * self.structure.hidden * width),
                 stored_bytes=stored,
             ),
             UnitTimes(
@@ -215,7 +221,7 @@ class Unit:
     @property
     def block(self) -> nn.Module:
         """The block that this unit is (not for the first and the last unit)."""
-        blocks = self.stage.model.get_submodule(self.anatomy.blocks)
+        blocks = self.stage.model.get_submodule(self.structure.blocks)
         assert isinstance(blocks, nn.ModuleList)
         return blocks[self.unit - 1]
 
@@ -232,11 +238,11 @@ class Unit:
         """(run forward, from its output to a call that runs backward)."""
         shape = (samples, self.settings.tokens)
         ids = torch.randint(0, self.vocabulary, shape, generator=torch.Generator().manual_seed(1)).to(self.device)
-        hidden = torch.randn(*shape, self.anatomy.hidden, dtype=self.settings.dtype, device=self.device)
+        hidden = torch.randn(*shape, self.structure.hidden, dtype=self.settings.dtype, device=self.device)
         hidden.requires_grad_()
         if self.unit == 0:
             call = self._whole(ids)
-        elif self.unit == self.anatomy.units - 1:
+        elif self.unit == self.structure.units - 1:
             forward = self._whole(hidden)
 
             def call() -> torch.Tensor:

@@ -72,7 +72,7 @@ class Engine:
         return self._sum(float(wanted))[0] > 0
 
     def step(self, batches: Sequence[Batch], rate: Callable[[], float], sync: object | None = None) -> StepResult:
-        """Train on this reader's micro-batches; all readers together have the batch.
+        """Train on this rank's micro-batches; all data-parallel ranks together have the batch.
 
         `rate` is asked for the learning rate after gradients are exchanged: replicas that exchange agree on progress.
 
@@ -84,7 +84,7 @@ class Engine:
         if sync is not None and self.scale == 1.0 and not self.assembly.tied:
             # What the backward pass leaves is what is exchanged, so that may begin while it goes on.
             sync.before_step(predictions)  # type: ignore[attr-defined]
-        averaged = self.layout.grid.readers if self.together else self.layout.grid.shards
+        averaged = self.layout.grid.data_ranks if self.together else self.layout.grid.shards
         loss_sum = self.compute.train(batches, averaged / max(1.0, predictions) * self.scale)
         with self.clock("communication"):
             self._tie()
@@ -151,7 +151,7 @@ class Engine:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> float:
-        """Mean loss over this and all other readers' batches, nats per prediction; NaN without any."""
+        """Mean loss over the batches of all data-parallel ranks, nats per prediction; NaN without any."""
         for module in self.compute.modules:
             module.eval()
         loss_sum, predictions = torch.zeros((), dtype=torch.float64, device=self.ranks.device), 0

@@ -21,7 +21,7 @@ from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.layout import LoraSettings
 from facility.training.parallel.shard import find_blocks
 from facility.training.seeds import derive
-from facility.training.state.load import Part, load_parts
+from facility.training.state.load import LocalShard, load_shards
 
 PREFIX = "base_model.model."
 
@@ -79,14 +79,14 @@ def name_on_disk(name: str) -> str:
 
 
 @torch.no_grad()
-def load_adapters(parts: Sequence[Part], received: Checkpoint, seed: int) -> str:
+def load_adapters(parts: Sequence[LocalShard], received: Checkpoint, seed: int) -> str:
     """Fill the adapters from the received model, or begin them: A uniform as peft does, B zero; says which.
 
     A beginning is drawn from the federation's seed and the name: every facility begins with the same.
     """
     adapters = [part for part in parts if part.name.startswith(PREFIX)]
     if all(part.name in received.tensors for part in adapters):
-        load_parts(adapters, received)
+        load_shards(adapters, received)
         return f"{len(adapters)} adapter tensors received"
     for part in adapters:
         if ".lora_B." in part.name:

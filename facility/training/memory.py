@@ -12,7 +12,7 @@ from facility.exchange.errors import InputError
 from facility.exchange.messages.settings import TrainingSettings
 from facility.training.parallel.arrange import Layout
 from facility.training.parallel.ranks import Ranks
-from facility.training.parallel.split import Anatomy
+from facility.training.parallel.split import ModelStructure
 
 
 def available_bytes(ranks: Ranks, settings: TrainingSettings) -> int:
@@ -35,7 +35,7 @@ def available_bytes(ranks: Ranks, settings: TrainingSettings) -> int:
 
 def predicted_bytes(
     model: nn.Module,
-    anatomy: Anatomy | None,
+    structure: ModelStructure | None,
     layout: Layout,
     ranks: Ranks,
     settings: TrainingSettings,
@@ -51,7 +51,7 @@ def predicted_bytes(
     mine = [pair for index, pair in enumerate(layout.units) if index % grid.stages == row]
     held = trained = 0
     for name, parameter in model.named_parameters():
-        unit = anatomy.unit_of(name) if anatomy is not None else None
+        unit = structure.unit_of(name) if structure is not None else None
         if unit is None or any(first <= unit < end for first, end in mine):
             held += parameter.numel()
             trained += parameter.numel() if parameter.requires_grad else 0

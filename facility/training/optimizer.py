@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from facility.exchange.messages.settings import TrainingSettings
-from facility.training.state.load import Part
+from facility.training.state.load import LocalShard
 
 
-def adamw(parts: Sequence[Part], settings: TrainingSettings) -> torch.optim.AdamW:
+def adamw(parts: Sequence[LocalShard], settings: TrainingSettings) -> torch.optim.AdamW:
     """Fused AdamW over this rank's rows; matrices decay, vectors (biases, norms) do not."""
     groups = [
         {"params": [p.tensor for p in parts if len(p.shape) >= 2], "weight_decay": settings.weight_decay},

@@ -62,8 +62,8 @@ def batches(blocks: numpy.ndarray, size: int, seed: int) -> Iterator[Tensor]:
 class Learner:
     """One model with its AdamW, its data and its place in the schedule."""
 
-    def __init__(self, model: nn.Module, feed: Iterator[Tensor], local: Local, total_steps: int) -> None:
-        self.model, self.feed, self.local, self.total = copy.deepcopy(model), feed, local, total_steps
+    def __init__(self, model: nn.Module, loader: Iterator[Tensor], local: Local, total_steps: int) -> None:
+        self.model, self.loader, self.local, self.total = copy.deepcopy(model), loader, local, total_steps
         self.step_number = 0
         self.parameters = list(self.model.parameters())
         self._fresh()
@@ -89,7 +89,7 @@ class Learner:
         anchor = [p.detach().clone() for p in self.parameters] if self.local.proximal else []
         total = 0.0
         for _ in range(steps):
-            ids = next(self.feed)
+            ids = next(self.loader)
             loss = self.model(input_ids=ids, labels=ids, use_cache=False).loss
             loss.backward()
             if anchor:
@@ -194,7 +194,7 @@ def pool(model: nn.Module, texts: dict[str, Text], *, steps: int, local: Local, 
 
     def joined() -> Iterator[Tensor]:
         while True:
-            yield torch.cat([next(feed) for feed in feeds])
+            yield torch.cat([next(loader) for loader in feeds])
 
     learner = Learner(model, joined(), local, steps)
     learner.train(steps)

@@ -57,16 +57,16 @@ def measure(rank: int, world: int, model: str, out: str) -> dict[str, Any]:
     from facility.training.data.tasks import CausalLM
     from facility.training.model import choose_attention, read_config
     from facility.training.monitor.clock import Clock
-    from facility.training.parallel.arrange import from_settings
+    from facility.training.parallel.arrange import layout_of_settings
     from facility.training.parallel.assemble import assemble, draw
     from facility.training.parallel.ranks import barrier, from_environment
-    from facility.training.state.load import load_parts
-    from facility.training.state.save import create_files, plan_files, write_parts
+    from facility.training.state.load import load_shards
+    from facility.training.state.save import create_files, plan_files, write_shards
 
     settings, ranks, task = TrainingSettings(device="cpu"), from_environment("cpu"), CausalLM()
     config, checkpoint = read_config(Path(model)), open_checkpoint(Path(model))
     attention = choose_attention(config, task.factory, ranks.device, torch.float32)
-    layout = from_settings(ranks, settings, blocks=config.num_hidden_layers, block_tokens=16)
+    layout = layout_of_settings(ranks, settings, blocks=config.num_hidden_layers, block_tokens=16)
     import torch.distributed.fsdp
     import torch.distributed.tensor
 
@@ -75,7 +75,7 @@ def measure(rank: int, world: int, model: str, out: str) -> dict[str, Any]:
     watch, began = Watch(), time.perf_counter()
     skeleton = draw(config, task, attention, settings)
     held = assemble(skeleton, task, checkpoint, layout, ranks, settings, Clock(ranks.device), None)
-    load_parts(held.parts, checkpoint)
+    load_shards(held.parts, checkpoint)
     load_peak, loaded = watch.stop(), time.perf_counter()
     barrier(ranks)
     settled = resident()
@@ -85,7 +85,7 @@ def measure(rank: int, world: int, model: str, out: str) -> dict[str, Any]:
         Path(out).mkdir()
         create_files(Path(out), slots, headers)
     barrier(ranks)
-    write_parts(Path(out), slots, held.parts)
+    write_shards(Path(out), slots, held.parts)
     save_peak, saved = watch.stop(), time.perf_counter()
     barrier(ranks)
     return {

@@ -140,7 +140,7 @@ def test_a_paused_round_goes_on_under_every_policy(tmp_path: Path):
     cases = [(f"{policy} {name}", case(policy, name, stop)) for policy, name, stop in attempts()]
     for results in run_distributed(run_rounds, 2, cases, timeout=240):
         for name, code, said in results:
-            assert code == (Outcome.COME_BACK if "paused" in name else 0), f"{name}:\n{said}"
+            assert code == (Outcome.CHECKPOINTED if "paused" in name else 0), f"{name}:\n{said}"
     for policy in IN_STEP + AT_THEIR_OWN_PACE:
         pause = json.loads((tmp_path / policy / "paused/state/paused/state.json").read_text())
         assert [len(r["losses"]) for r in pause["replicas"]] == [r["steps"] for r in pause["replicas"]], policy
@@ -173,7 +173,7 @@ def test_a_pause_of_replicas_goes_on_in_another_layout(tmp_path: Path):
         **TRAINING,
     )
     for results in run_distributed(run_rounds, 2, [("first", first)], timeout=120):
-        assert results[0][1] == Outcome.COME_BACK, results[0][2]
+        assert results[0][1] == Outcome.CHECKPOINTED, results[0][2]
     assert run_rounds(0, 1, [("alone", arguments(place, model, dataset, **TRAINING))])[0][1] == 0
     report = read_report(place / "out")
     assert report.steps == 6 and report.loss_returned < report.loss_received - 0.05

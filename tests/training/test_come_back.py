@@ -42,9 +42,9 @@ def test_an_interrupted_round_ends_bit_for_bit_like_an_undisturbed_one(tmp_path:
         codes.append(process.wait(timeout=120))
         if codes[-1] == 0:
             break
-        assert codes[-1] == Outcome.COME_BACK, rest
+        assert codes[-1] == Outcome.CHECKPOINTED, rest
         assert not (tmp_path / "stopped/out").exists()
-    assert codes[-1] == 0 and codes[0] == Outcome.COME_BACK
+    assert codes[-1] == 0 and codes[0] == Outcome.CHECKPOINTED
     assert sha256_of(tmp_path / "quiet/out/model.safetensors") == sha256_of(tmp_path / "stopped/out/model.safetensors")
     assert read_report(tmp_path / "stopped/out").training_loss == read_report(tmp_path / "quiet/out").training_loss
     assert read_report(tmp_path / "stopped/out").details["interruptions"] == len(codes) - 1
@@ -63,8 +63,8 @@ def test_a_round_goes_on_in_another_layout(tmp_path: Path, pico_llama: Path, dat
             expect=expect,
         )
 
-    attempt(1, Outcome.COME_BACK, limits={"stop_after": 2})
-    attempt(2, Outcome.COME_BACK, limits={"stop_after": 4})
+    attempt(1, Outcome.CHECKPOINTED, limits={"stop_after": 2})
+    attempt(2, Outcome.CHECKPOINTED, limits={"stop_after": 4})
     attempt(2, 0, layout={"stages": 2, "units": [[0, 4], [4, 6]]})
     assert largest_difference(tmp_path / "quiet/out", tmp_path / "stopped/out") < 1e-5
     expected, found = read_report(tmp_path / "quiet/out"), read_report(tmp_path / "stopped/out")

@@ -14,7 +14,7 @@ class Outcome(IntEnum):
 
     DONE = 0
     """The output directory is a complete update."""
-    SITS_OUT = 7
+    SKIPPED = 7
     """The facility takes no part in this round: no update, or a directory holding only `failure.json`."""
-    COME_BACK = 85
+    CHECKPOINTED = 85
     """Time ran out: state is saved at the facility, and the same command goes on mid-round."""

@@ -12,7 +12,7 @@ from facility.exchange.messages.plan import Plan
 from facility.exchange.messages.settings import TrainingSettings
 from facility.exchange.messages.sync import SyncSettings
 from facility.measuring.devices import device_id
-from facility.training.data.feed import Shape, even_shape
+from facility.training.data.loader import Shape, even_shape
 from facility.training.parallel.grid import Grid, checked_units, even_units, grid, sharded_grid
 from facility.training.parallel.ranks import Ranks
 
@@ -50,7 +50,7 @@ class Layout:
         }
 
 
-def seated(ranks: Ranks, plan: Plan, shards: int) -> Ranks | None:
+def remapped_rank(ranks: Ranks, plan: Plan, shards: int) -> Ranks | None:
     """This process's place among the ranks that the plan uses; None where the plan leaves it idle."""
     if ranks.world % shards:
         raise ConfigurationError(f"{ranks.world} ranks are no multiple of layout.shards {shards}")
@@ -69,7 +69,7 @@ def seated(ranks: Ranks, plan: Plan, shards: int) -> Ranks | None:
     )
 
 
-def same_device(plan: Plan, number: int, ranks: Ranks) -> None:
+def check_devices(plan: Plan, number: int, ranks: Ranks) -> None:
     """Refuse a plan made for other devices: `number` is this rank's in the plan. Raises `ConfigurationError`."""
     if not plan.device_ids:
         return
@@ -84,7 +84,7 @@ def same_device(plan: Plan, number: int, ranks: Ranks) -> None:
         )
 
 
-def from_plan(plan: Plan, ranks: Ranks, settings: TrainingSettings, *, blocks: int, block_tokens: int) -> Layout:
+def layout_of_plan(plan: Plan, ranks: Ranks, settings: TrainingSettings, *, blocks: int, block_tokens: int) -> Layout:
     """The layout that a plan asks for. Raises `ConfigurationError` where it does not fit ranks, model or batch."""
     if plan.compressed_links:
         raise ConfigurationError(
@@ -135,7 +135,7 @@ def from_plan(plan: Plan, ranks: Ranks, settings: TrainingSettings, *, blocks: i
     )
 
 
-def from_settings(ranks: Ranks, settings: TrainingSettings, *, blocks: int, block_tokens: int) -> Layout:
+def layout_of_settings(ranks: Ranks, settings: TrainingSettings, *, blocks: int, block_tokens: int) -> Layout:
     """The layout that the settings ask for. Raises `ConfigurationError` where it does not fit ranks, model or batch."""
     layout = settings.layout
     arrangement, meaning = sharded_grid(ranks.world, ranks.local_world, layout)
@@ -150,7 +150,7 @@ def from_settings(ranks: Ranks, settings: TrainingSettings, *, blocks: int, bloc
     elif layout.units:
         raise ConfigurationError("layout.units names stages, but layout.stages is 1")
     shape = even_shape(
-        settings, arrangement.readers, stages=layout.stages, interleaved=layout.schedule.startswith("interleaved")
+        settings, arrangement.data_ranks, stages=layout.stages, interleaved=layout.schedule.startswith("interleaved")
     )
     return Layout(
         grid=arrangement,

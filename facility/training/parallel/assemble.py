@@ -28,8 +28,8 @@ from facility.training.parallel.compute import Compute, Pipeline, Precision, Who
 from facility.training.parallel.grid import Grid
 from facility.training.parallel.ranks import Ranks
 from facility.training.parallel.shard import find_blocks, shard
-from facility.training.parallel.split import Anatomy, Stage
-from facility.training.state.load import Part, materialise, part_of
+from facility.training.parallel.split import ModelStructure, Stage
+from facility.training.state.load import LocalShard, initialise_parameters, shard_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class Assembly:
     """What this rank holds."""
 
     compute: Compute
-    parts: list[Part]
+    parts: list[LocalShard]
     """Rows of every parameter held here."""
     shapes: dict[str, tuple[int, ...]]
     """Every trained parameter of the whole model, by name on disk."""
@@ -45,13 +45,13 @@ class Assembly:
     """Every parameter of the whole model, by name on disk."""
     repeats: dict[str, str]
     """Checkpoint tensors that repeat a tied one: name -> the name it is loaded from."""
-    tied: list[Part]
+    tied: list[LocalShard]
     """Parts whose gradient another rank holds too (a tied head away from its embedding)."""
     tied_group: dist.ProcessGroup | None
     model_group: dist.ProcessGroup | None
     """Ranks that hold this replica together; None: all."""
     mesh: DeviceMesh | None
-    anatomy: Anatomy | None
+    structure: ModelStructure | None
     parameters: int
     trained: int
 
@@ -60,7 +60,7 @@ def frozen(name: str, patterns: list[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def draw(config: Any, task: Task, attention: Attention, settings: TrainingSettings) -> nn.Module:
+def build_meta_model(config: Any, task: Task, attention: Attention, settings: TrainingSettings) -> nn.Module:
     """The whole model without memory: adapters in, what is frozen marked."""
     skeleton = build(config, task.factory, attention)
     if settings.lora.rank:
@@ -81,7 +81,7 @@ def assemble(
     ranks: Ranks,
     settings: TrainingSettings,
     clock: Clock,
-    anatomy: Anatomy | None,
+    structure: ModelStructure | None,
     chunk_rows: int = 0,
 ) -> Assembly:
     """Cut, shard, and give memory to this rank's part of a drawn model only; `chunk_rows`: see `facility.training.head`."""
@@ -114,10 +114,10 @@ def assemble(
                 root_output=output,
             )
             time_collectives(module, clock, replicas=in_mesh)
-        materialise(module, ranks.device)
+        initialise_parameters(module, ranks.device)
 
-    def parts(model: nn.Module, keep: bool = True) -> list[Part]:
-        return [part_of(names.get(name, name), parameter) for name, parameter in model.named_parameters()]
+    def parts(model: nn.Module, keep: bool = True) -> list[LocalShard]:
+        return [shard_of(names.get(name, name), parameter) for name, parameter in model.named_parameters()]
 
     if not layout.units:
         prepare_blocks(skeleton, settings)
@@ -146,24 +146,24 @@ def assemble(
             tied_group=None,
             model_group=model_group(grid, ranks),
             mesh=mesh,
-            anatomy=anatomy,
+            structure=structure,
             parameters=parameters,
             trained=sum(torch.Size(s).numel() for s in trained.values()),
         )
 
-    assert mesh is not None and anatomy is not None
+    assert mesh is not None and structure is not None
     stages: dict[int, Stage] = {}
-    held: list[Part] = []
-    tied_names = tied_to_embedding(skeleton, anatomy)
+    held: list[LocalShard] = []
+    tied_names = tied_to_embedding(skeleton, structure)
     for index in range(row, len(layout.units), grid.stages):
         first, end = layout.units[index]
         model = copy.deepcopy(skeleton)
         prepare_blocks(model, settings)  # after the copy: a wrapped forward would call the original's parameters
         last = index == len(layout.units) - 1
-        stage = Stage(model, anatomy, first, end, torch.float32 if last else dtype, chunk_rows=chunk_rows)
-        blocks = model.get_submodule(anatomy.blocks)
+        stage = Stage(model, structure, first, end, torch.float32 if last else dtype, chunk_rows=chunk_rows)
+        blocks = model.get_submodule(structure.blocks)
         assert isinstance(blocks, nn.ModuleList)
-        cut(stage, list(blocks)[max(0, first - 1) : max(0, min(end, anatomy.count + 1) - 1)], None)
+        cut(stage, list(blocks)[max(0, first - 1) : max(0, min(end, structure.count + 1) - 1)], None)
         stages[index] = stage
         for part in parts(model):
             alias = tied_names.get(part.name)
@@ -176,13 +176,13 @@ def assemble(
     pipeline = Pipeline(
         stages,
         len(layout.units),
-        anatomy,
+        structure,
         task,
         precision,
         clock,
         group=mesh["stage"].get_group(),
         schedule=layout.schedule,
-        micro_batches=layout.shape.micro_batches[grid.reader(ranks.rank)],
+        micro_batches=layout.shape.micro_batches[grid.data_rank(ranks.rank)],
         micro_batch_sequences=layout.shape.micro_batch_sequences,
         block_tokens=layout.block_tokens,
     )
@@ -196,21 +196,21 @@ def assemble(
         tied_group=group,
         model_group=model_group(grid, ranks),
         mesh=mesh,
-        anatomy=anatomy,
+        structure=structure,
         parameters=parameters,
         trained=sum(torch.Size(s).numel() for s in trained.values()),
     )
 
 
-def tied_to_embedding(model: nn.Module, anatomy: Anatomy) -> dict[str, str]:
+def tied_to_embedding(model: nn.Module, structure: ModelStructure) -> dict[str, str]:
     """Names after the last block that share a parameter with a name before the first: head -> embedding."""
     owners: dict[int, str] = {}
     result = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if anatomy.unit_of(name) == 0:
+        if structure.unit_of(name) == 0:
             owners[id(parameter)] = name
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if anatomy.unit_of(name) == anatomy.count + 1 and id(parameter) in owners:
+        if structure.unit_of(name) == structure.count + 1 and id(parameter) in owners:
             result[name] = owners[id(parameter)]
     return result
 
@@ -248,10 +248,10 @@ def model_group(grid: Grid, ranks: Ranks) -> dist.ProcessGroup | None:
 
 def prepare_blocks(model: nn.Module, settings: TrainingSettings) -> None:
     """Activation checkpointing and compilation of every block, before the model is cut and sharded."""
-    from facility.training.parallel.recompute import checkpointed
+    from facility.training.parallel.recompute import recompute_in_backward
 
     for block in find_blocks(model)[1]:
         if settings.layout.activation_checkpointing != "none":
-            checkpointed(block, selective=settings.layout.activation_checkpointing == "selective")
+            recompute_in_backward(block, selective=settings.layout.activation_checkpointing == "selective")
         if settings.layout.compile:
             block.compile()

@@ -17,7 +17,7 @@ from facility.exchange.errors import ConfigurationError
 from facility.training.data.tasks import Batch, Task
 from facility.training.head import ChunkedHead
 from facility.training.monitor.clock import Clock
-from facility.training.parallel.split import Anatomy, Stage
+from facility.training.parallel.split import ModelStructure, Stage
 
 SCHEDULES: dict[str, Any] = {
     "gpipe": torch_schedules.ScheduleGPipe,
@@ -107,7 +107,7 @@ class Pipeline:
         self,
         stages: dict[int, Stage],
         chunks: int,
-        anatomy: Anatomy,
+        structure: ModelStructure,
         task: Task,
         precision: Precision,
         clock: Clock,
@@ -121,13 +121,13 @@ class Pipeline:
         self.stages, self.chunks, self.task, self.precision, self.clock = stages, chunks, task, precision, clock
         self.modules: list[nn.Module] = list(stages.values())
         self.tells_loss, self.takes_tokens = chunks - 1 in stages, 0 in stages
-        self.group, self.device, self.anatomy = group, precision.device, anatomy
+        self.group, self.device, self.structure = group, precision.device, structure
         self._weight = 1.0
-        shape = (micro_batch_sequences, block_tokens, anatomy.hidden)
+        shape = (micro_batch_sequences, block_tokens, structure.hidden)
         activation = torch.empty(shape, dtype=precision.dtype, device="meta", requires_grad=True)
         tokens = torch.empty(micro_batch_sequences, block_tokens, dtype=torch.int64, device="meta")
         self.chunked = any(stage.chunked is not None for stage in stages.values())
-        result = (1,) if self.chunked else (micro_batch_sequences, *anatomy.logits)
+        result = (1,) if self.chunked else (micro_batch_sequences, *structure.logits)
         logits = torch.empty(result, dtype=torch.float32, device="meta", requires_grad=True)
         built = [
             PipelineStage(
@@ -196,7 +196,7 @@ class Pipeline:
                 value = output
             else:
                 value = torch.empty(
-                    sequences, tokens, self.anatomy.hidden, dtype=self.precision.dtype, device=self.device
+                    sequences, tokens, self.structure.hidden, dtype=self.precision.dtype, device=self.device
                 )
                 dist.recv(value, group=self.group, group_src=(row - 1) % rows)
             with self.precision():

@@ -30,7 +30,7 @@ class Grid:
         return self.ranks.shape[2]
 
     @property
-    def readers(self) -> int:
+    def data_ranks(self) -> int:
         """Parts that a batch is cut into: every (replica, shard) reads its own."""
         return self.replicas * self.shards
 
@@ -41,7 +41,7 @@ class Grid:
         replica, stage, shard = found[0].tolist()
         return replica, stage, shard
 
-    def reader(self, rank: int) -> int:
+    def data_rank(self, rank: int) -> int:
         """Which part of the batch a rank reads; the stages of one pipeline read the same."""
         replica, _, shard = self.place(rank)
         return replica * self.shards + shard

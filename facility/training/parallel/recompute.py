@@ -31,7 +31,7 @@ def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkpoi
     return CheckpointPolicy.MUST_SAVE if operation in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def checkpointed(block: nn.Module, *, selective: bool) -> None:
+def recompute_in_backward(block: nn.Module, *, selective: bool) -> None:
     """Replace the block's forward by one that keeps its inputs only (and dear results, if `selective`)."""
     inner = block.forward
     options: dict[str, Any] = {"use_reentrant": False}

@@ -65,7 +65,7 @@ def synchroniser(
         done=done,
         samples=samples,
         store=store,
-        backwards_per_step=layout.shape.micro_batches[grid.reader(ranks.rank)],
+        backwards_per_step=layout.shape.micro_batches[grid.data_rank(ranks.rank)],
         device=ranks.device,
         address=address_of_this_node(address),
         log=log if ranks.first else None,

@@ -1,7 +1,7 @@
 """Cut a Hugging Face model into stages of any units, found by structure and not by a list of names.
 
 The whole module skeleton and its names stay (checkpoint keys never change); what a stage does not own is replaced by
-parameter-free `Pass`, and the received activation enters where the stage's first block begins. Blocks are never
+parameter-free `PassThrough`, and the received activation enters where the stage's first block begins. Blocks are never
 renumbered: `config.layer_types[i]` and the like keep meaning block i.
 
 Units: 0 = everything that runs before the first block (embeddings), 1..L = blocks, L+1 = everything after the last.
@@ -22,7 +22,7 @@ from facility.training.parallel.shard import find_blocks
 
 
 @dataclass(frozen=True, kw_only=True)
-class Anatomy:
+class ModelStructure:
     """Where the units of a model are."""
 
     blocks: str
@@ -51,7 +51,7 @@ class Anatomy:
         return 0 if parameter.rpartition(".")[0] in self.before else self.count + 1
 
 
-def examine(config: Any, factory: Any, attention: str, tokens: int) -> Anatomy:
+def inspect_model(config: Any, factory: Any, attention: str, tokens: int) -> ModelStructure:
     """Run one forward pass without memory or arithmetic (FakeTensor) and note what runs when."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -98,7 +98,7 @@ def examine(config: Any, factory: Any, attention: str, tokens: int) -> Anatomy:
             f"{tuple(seen['hidden'].shape)}, found {type(output).__name__}"
         )
     early = tuple(n for n in own if n in before and n not in after)
-    return Anatomy(
+    return ModelStructure(
         blocks=name,
         count=len(blocks),
         before=early,
@@ -109,7 +109,7 @@ def examine(config: Any, factory: Any, attention: str, tokens: int) -> Anatomy:
     )
 
 
-class Pass(nn.Module):
+class PassThrough(nn.Module):
     """Stands where another stage's module is: hands its first input on; for an embedding, adds nothing."""
 
     def __init__(self, *, embedding: bool = False, wrap: bool = False) -> None:
@@ -123,7 +123,7 @@ class Pass(nn.Module):
         return (value,) if self.wrap else value
 
 
-class Inject(nn.Module):
+class ActivationInput(nn.Module):
     """Stands for the block before a stage's first: returns the activation received from the previous stage."""
 
     def __init__(self, *, wrap: bool) -> None:
@@ -139,32 +139,39 @@ class Stage(nn.Module):
     """Units [first, end) of a model; tokens or an activation in, an activation or logits out."""
 
     def __init__(
-        self, model: nn.Module, anatomy: Anatomy, first: int, end: int, dtype: torch.dtype, *, chunk_rows: int = 0
+        self,
+        model: nn.Module,
+        structure: ModelStructure,
+        first: int,
+        end: int,
+        dtype: torch.dtype,
+        *,
+        chunk_rows: int = 0,
     ) -> None:
         """`chunk_rows`: the last stage returns the summed loss, over so many positions at once, instead of logits."""
         super().__init__()
-        self.model, self.anatomy, self.first, self.end, self.dtype = model, anatomy, first, end, dtype
-        self.is_first, self.is_last = first == 0, end == anatomy.units
-        blocks = model.get_submodule(anatomy.blocks)
+        self.model, self.structure, self.first, self.end, self.dtype = model, structure, first, end, dtype
+        self.is_first, self.is_last = first == 0, end == structure.units
+        blocks = model.get_submodule(structure.blocks)
         assert isinstance(blocks, nn.ModuleList)
-        wrap = anatomy.returns_tuple
-        for number in range(anatomy.count):
+        wrap = structure.returns_tuple
+        for number in range(structure.count):
             if not first <= number + 1 < end:
-                blocks[number] = Pass(wrap=wrap)
-        self._inject: Inject | None = None
+                blocks[number] = PassThrough(wrap=wrap)
+        self._inject: ActivationInput | None = None
         if first >= 2:
-            self._inject = Inject(wrap=wrap)
+            self._inject = ActivationInput(wrap=wrap)
             blocks[first - 2] = self._inject
         elif first == 1:
             self._received: torch.Tensor | None = None
             self._enter(blocks[0])
         self.chunked = ChunkedHead(model, chunk_rows, later=True) if self.is_last and chunk_rows else None
-        outside = ((0, anatomy.before), (anatomy.count + 1, anatomy.after))
+        outside = ((0, structure.before), (structure.count + 1, structure.after))
         for unit, names in outside:
             if not first <= unit < end:
                 for name in names:
                     module = model.get_submodule(name)
-                    replace_module(model, name, Pass(embedding=isinstance(module, nn.Embedding)))
+                    replace_module(model, name, PassThrough(embedding=isinstance(module, nn.Embedding)))
 
     def _enter(self, block: nn.Module) -> None:
         """Let the block take the received activation in place of what the skeleton computed before it."""

@@ -18,7 +18,7 @@ PIECE_BYTES = 64_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class LocalShard:
     """The rows of one parameter that this rank holds; what is loaded, trained, clipped, synchronised and saved."""
 
     name: str
@@ -44,11 +44,11 @@ class Part:
         return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
-def part_of(name: str, parameter: nn.Parameter) -> Part:
+def shard_of(name: str, parameter: nn.Parameter) -> LocalShard:
     """What this rank holds of a parameter, sharded by FSDP2 or not."""
     shape = tuple(parameter.shape)
     if not isinstance(parameter, DTensor):
-        return Part(name=name, shape=shape, first=0, tensor=parameter, parameter=parameter)
+        return LocalShard(name=name, shape=shape, first=0, tensor=parameter, parameter=parameter)
     first, count = 0, shape[0]
     coordinates = parameter.device_mesh.get_coordinate() or ()
     for size, index, placement in zip(parameter.device_mesh.shape, coordinates, parameter.placements, strict=True):
@@ -59,7 +59,7 @@ def part_of(name: str, parameter: nn.Parameter) -> Part:
             first, count = first + start, min(length, count - start)
     held: torch.Tensor = parameter.to_local().detach()
     assert tuple(held.shape) == (count, *shape[1:]), (name, held.shape, count, shape)
-    return Part(name=name, shape=shape, first=first, tensor=held, parameter=parameter)
+    return LocalShard(name=name, shape=shape, first=first, tensor=held, parameter=parameter)
 
 
 def read_rows(entry: TensorEntry, first: int, target: torch.Tensor) -> None:
@@ -82,7 +82,7 @@ def read_rows(entry: TensorEntry, first: int, target: torch.Tensor) -> None:
         os.close(descriptor)
 
 
-def materialise(model: nn.Module, device: torch.device) -> None:
+def initialise_parameters(model: nn.Module, device: torch.device) -> None:
     """Give memory to parameters built on the meta device; buffers (rotary tables) keep their values."""
     shared: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
@@ -96,7 +96,7 @@ def materialise(model: nn.Module, device: torch.device) -> None:
             module._parameters[name] = first
 
 
-def load_parts(parts: Iterable[Part], checkpoint: Checkpoint) -> None:
+def load_shards(parts: Iterable[LocalShard], checkpoint: Checkpoint) -> None:
     """Fill each part from the checkpoint's tensor of that name. Raises `CheckpointError`."""
     for part in parts:
         entry = checkpoint.tensors.get(part.name)
@@ -114,7 +114,7 @@ def load_parts(parts: Iterable[Part], checkpoint: Checkpoint) -> None:
         read_rows(entry, part.first, part.tensor)
 
 
-def add_parts(parts: Iterable[Part], checkpoint: Checkpoint) -> None:
+def add_shards(parts: Iterable[LocalShard], checkpoint: Checkpoint) -> None:
     """Add the checkpoint's tensors of these names to what the parts hold. Raises `CheckpointError` for another shape."""
     for part in parts:
         if (entry := checkpoint.tensors.get(part.name)) is not None:

@@ -20,7 +20,7 @@ import torch
 from facility.exchange.checkpoints.checkpoint import INDEX, ITEM_BYTES, SINGLE, torch_dtype
 from facility.exchange.errors import CheckpointError
 from facility.exchange.files.durable import write_json
-from facility.training.state.load import PIECE_BYTES, Part
+from facility.training.state.load import PIECE_BYTES, LocalShard
 
 FILE_BYTES = 2_000_000_000
 """Largest file of an export, unless one tensor alone is larger."""
@@ -94,7 +94,7 @@ def create_files(directory: Path, slots: dict[str, Slot], headers: dict[str, byt
         write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
-def write_parts(directory: Path, slots: dict[str, Slot], parts: Iterable[Part]) -> None:
+def write_shards(directory: Path, slots: dict[str, Slot], parts: Iterable[LocalShard]) -> None:
     """Write the rows this rank holds of each tensor. Raises `CheckpointError` where fp16 cannot hold a weight."""
     for part in parts:
         slot = slots[part.name]

@@ -23,8 +23,8 @@ from facility.exchange.errors import CheckpointError, ConfigurationError
 from facility.exchange.files.durable import new_directory, write_json
 from facility.exchange.messages.settings import FacilitySettings, from_mapping
 from facility.training.parallel.ranks import Ranks, barrier, broadcast, together
-from facility.training.state.load import Part, load_parts
-from facility.training.state.save import create_files, plan_files, write_parts
+from facility.training.state.load import LocalShard, load_shards
+from facility.training.state.save import create_files, plan_files, write_shards
 
 FORMAT = 1
 PAUSE_FORMAT = 2
@@ -53,7 +53,7 @@ class RoundState:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Standing:
+class ReplicaProgress:
     """How far replicas that go at one pace have come in an interrupted round."""
 
     steps: int
@@ -70,7 +70,7 @@ class Standing:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pause:
+class MidRoundCheckpoint:
     """`state.json` of `paused`: where an interrupted round stands."""
 
     federation: str
@@ -83,13 +83,13 @@ class Pause:
     seconds: float
     """Training time so far."""
     interruptions: int
-    replicas: list[Standing]
+    replicas: list[ReplicaProgress]
     """One for each replica that has weights of its own; one in all where every replica makes the same steps."""
     sync: list[str]
     """Vectors over the parameters that the policy between replicas keeps."""
     format: int = PAUSE_FORMAT
 
-    def standing(self, replica: int, replicas: int) -> Standing:
+    def standing(self, replica: int, replicas: int) -> ReplicaProgress:
         """Where a replica goes on: at its own place, or, laid out otherwise than before, at the mean of all."""
         if len(self.replicas) == replicas:
             return self.replicas[replica]
@@ -117,7 +117,7 @@ def read_state(directory: Path, settings: FacilitySettings, round: int) -> tuple
     return state, f"continuing from {path}"
 
 
-def moments_of(optimizer: torch.optim.Optimizer, parts: Sequence[Part]) -> list[Part]:
+def moments_of(optimizer: torch.optim.Optimizer, parts: Sequence[LocalShard]) -> list[LocalShard]:
     """AdamW's moments, those of copies left out, as parts named `exp_avg.<parameter>`; absent ones are made, filled with zeros."""
     moments = []
     for part in parts:
@@ -130,7 +130,7 @@ def moments_of(optimizer: torch.optim.Optimizer, parts: Sequence[Part]) -> list[
     return moments
 
 
-def pieces_of(parts: Sequence[Part], vectors: dict[str, torch.Tensor]) -> list[Part]:
+def pieces_of(parts: Sequence[LocalShard], vectors: dict[str, torch.Tensor]) -> list[LocalShard]:
     """Flat vectors over the parameters held here, as parts named `<vector>.<parameter>` that share their memory."""
     return [
         dataclasses.replace(part, name=f"{kind}.{part.name}", tensor=piece.view(part.tensor.shape))
@@ -139,22 +139,31 @@ def pieces_of(parts: Sequence[Part], vectors: dict[str, torch.Tensor]) -> list[P
     ]
 
 
-def of_replica(replica: int, parts: Sequence[Part]) -> list[Part]:
+def of_replica(replica: int, parts: Sequence[LocalShard]) -> list[LocalShard]:
     return [dataclasses.replace(part, name=f"replica-{replica}.{part.name}") for part in parts]
 
 
 def load_moments(
-    directory: Path, optimizer: torch.optim.Optimizer, parts: Sequence[Part], steps: int, *, replica: int | None = None
+    directory: Path,
+    optimizer: torch.optim.Optimizer,
+    parts: Sequence[LocalShard],
+    steps: int,
+    *,
+    replica: int | None = None,
 ) -> None:
     """Fill the optimizer from a state directory; from a pause, with the moments of one replica."""
     moments = moments_of(optimizer, parts)
-    load_parts(moments if replica is None else of_replica(replica, moments), open_checkpoint(directory))
+    load_shards(moments if replica is None else of_replica(replica, moments), open_checkpoint(directory))
     for part in parts:
         optimizer.state[part.tensor]["step"].fill_(float(steps))
 
 
 def publish(
-    path: Path, ranks: Ranks, tensors: Sequence[tuple[str, tuple[int, ...]]], parts: Sequence[Part], message: object
+    path: Path,
+    ranks: Ranks,
+    tensors: Sequence[tuple[str, tuple[int, ...]]],
+    parts: Sequence[LocalShard],
+    message: object,
 ) -> None:
     """Write a directory whole: float32 tensors of which every rank holds some rows, and `state.json`; replaces `path`."""
     slots, headers = plan_files([(name, "F32", shape) for name, shape in tensors])
@@ -162,7 +171,7 @@ def publish(
     def write_mine(temporary: Path) -> None:
         barrier(ranks)
         with together(ranks):
-            write_parts(temporary, slots, parts)
+            write_shards(temporary, slots, parts)
 
     if not ranks.first:
         write_mine(Path(broadcast(ranks, None)))
@@ -187,7 +196,7 @@ def save_state(
     ranks: Ranks,
     shapes: Shapes,
     optimizer: torch.optim.Optimizer | None,
-    parts: Sequence[Part],
+    parts: Sequence[LocalShard],
     *,
     vectors: dict[str, torch.Tensor],
     writes: bool,
@@ -210,13 +219,13 @@ def save_state(
                 shutil.rmtree(other, ignore_errors=True)
 
 
-def save_pause(
+def save_checkpoint(
     directory: Path,
-    pause: Pause,
+    pause: MidRoundCheckpoint,
     ranks: Ranks,
     shapes: Shapes,
     optimizer: torch.optim.Optimizer,
-    parts: Sequence[Part],
+    parts: Sequence[LocalShard],
     *,
     vectors: dict[str, torch.Tensor],
     replica: int,
@@ -238,11 +247,13 @@ def save_pause(
     publish(directory / PAUSED, ranks, tensors, of_replica(replica, [p for p in mine if not p.copy]), pause)
 
 
-def weights_of(parts: Sequence[Part]) -> list[Part]:
+def weights_of(parts: Sequence[LocalShard]) -> list[LocalShard]:
     return [dataclasses.replace(part, name=f"weight.{part.name}") for part in parts]
 
 
-def read_pause(directory: Path, settings: FacilitySettings, round: int, base_sha256: str) -> Pause | None:
+def read_checkpoint(
+    directory: Path, settings: FacilitySettings, round: int, base_sha256: str
+) -> MidRoundCheckpoint | None:
     """What an interrupted attempt at this round left; None when there is none, or it began from another model."""
     file = directory / PAUSED / NAME
     if not file.is_file():
@@ -251,7 +262,7 @@ def read_pause(directory: Path, settings: FacilitySettings, round: int, base_sha
         raw = json.loads(file.read_text())
         if raw.get("format") != PAUSE_FORMAT:
             return None
-        pause = from_mapping(Pause, raw, file=file)
+        pause = from_mapping(MidRoundCheckpoint, raw, file=file)
     except (OSError, ValueError, ConfigurationError) as error:
         raise CheckpointError(
             f"{file} is unreadable: {error}; remove {file.parent} to start the round afresh"
@@ -262,11 +273,11 @@ def read_pause(directory: Path, settings: FacilitySettings, round: int, base_sha
 
 
 @torch.no_grad()
-def load_pause(
+def load_checkpoint(
     directory: Path,
-    pause: Pause,
+    pause: MidRoundCheckpoint,
     optimizer: torch.optim.Optimizer,
-    parts: Sequence[Part],
+    parts: Sequence[LocalShard],
     *,
     replica: int,
     replicas: int,
@@ -277,11 +288,11 @@ def load_pause(
     steps = pause.standing(replica, replicas).optimizer_steps
     load_moments(directory / PAUSED, optimizer, parts, steps, replica=sources[0])
     checkpoint, weights = open_checkpoint(directory / PAUSED), weights_of(parts)
-    load_parts(of_replica(sources[0], weights), checkpoint)
+    load_shards(of_replica(sources[0], weights), checkpoint)
     for part in weights if len(sources) > 1 else ():
         total, other = part.tensor.double(), torch.empty_like(part.tensor)
         for source in sources[1:]:
-            load_parts(of_replica(source, [dataclasses.replace(part, tensor=other)]), checkpoint)
+            load_shards(of_replica(source, [dataclasses.replace(part, tensor=other)]), checkpoint)
             total += other
         part.tensor.copy_(total / len(sources))
 
@@ -290,10 +301,10 @@ def load_vectors(
     directory: Path,
     names: Sequence[str],
     vectors: dict[str, torch.Tensor],
-    parts: Sequence[Part],
+    parts: Sequence[LocalShard],
     *,
     replica: int | None = None,
 ) -> None:
     """Fill the vectors that the policy between replicas keeps, those that were written."""
     pieces = pieces_of(parts, {name: vector for name, vector in vectors.items() if name in names})
-    load_parts(pieces if replica is None else of_replica(replica, pieces), open_checkpoint(directory))
+    load_shards(pieces if replica is None else of_replica(replica, pieces), open_checkpoint(directory))

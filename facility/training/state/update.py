@@ -18,20 +18,20 @@ from facility.exchange.messages.settings import FacilitySettings
 from facility.training import lora
 from facility.training.monitor import account
 from facility.training.parallel.ranks import Ranks, barrier, broadcast, gather, together
-from facility.training.state.load import Part, part_of
-from facility.training.state.save import create_files, plan_files, rounded, write_parts
+from facility.training.state.load import LocalShard, shard_of
+from facility.training.state.save import create_files, plan_files, rounded, write_shards
 
 DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 
 @torch.no_grad()
-def round_in_place(parts: list[Part], dtype: str) -> None:
+def round_in_place(parts: list[LocalShard], dtype: str) -> None:
     """Round the trained weights to the dtype they travel in: the model evaluated is the model returned."""
     for part in parts:
         part.tensor.copy_(rounded(part.name, part.tensor, getattr(torch, dtype)))
 
 
-def outgoing_parts(parts: list[Part], repeats: dict[str, str]) -> list[Part]:
+def outgoing_parts(parts: list[LocalShard], repeats: dict[str, str]) -> list[LocalShard]:
     """Everything the update holds: the model's parts, tied ones again under their other name, the rest as received."""
     own = [part for part in parts if not part.copy]
     by_name = {part.name: part for part in own}
@@ -46,7 +46,7 @@ def write_update(
     tensors: list[tuple[str, str, tuple[int, ...]]],
     known: set[str],
     base: manifests.Manifest | None,
-    parts: list[Part],
+    parts: list[LocalShard],
     ranks: Ranks,
     writes: bool,
     settings: FacilitySettings,
@@ -63,18 +63,18 @@ def write_update(
         temporary = Path(broadcast(ranks, None))
         barrier(ranks)
         with together(ranks):
-            write_parts(temporary, slots, mine)
+            write_shards(temporary, slots, mine)
         barrier(ranks)
         return
     for name in sorted(set(slots) - known):  # buffers and the like
-        mine.append(part_of(name, torch.nn.Parameter(checkpoint.read(name), requires_grad=False)))
+        mine.append(shard_of(name, torch.nn.Parameter(checkpoint.read(name), requires_grad=False)))
     adapters = settings.training.lora
     with new_directory(out) as temporary:
         broadcast(ranks, str(temporary))
         create_files(temporary, slots, headers)
         barrier(ranks)
         with together(ranks):
-            write_parts(temporary, slots, mine)
+            write_shards(temporary, slots, mine)
         copy_companions(model, temporary, settings.training.export_dtype)
         if adapters.rank:
             lora.write_adapter_config(temporary, adapters, list(slots), "")

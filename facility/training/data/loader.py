@@ -18,13 +18,13 @@ from facility.training.seeds import derive
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """How a batch is cut among its readers."""
+    """How a batch is cut among the data-parallel ranks."""
 
     bounds: tuple[int, ...]
     """Reader r takes sequences bounds[r] to bounds[r + 1] of every batch."""
     micro_batch_sequences: int
     micro_batches: tuple[int, ...]
-    """Forward passes a step, by reader; the same for all unless a plan says otherwise (pipelines only)."""
+    """Forward passes a step, by data-parallel rank; the same for all unless a plan says otherwise (pipelines only)."""
     fixed: bool
     """Every micro-batch holds exactly `micro_batch_sequences`; what is missing counts for nothing (pipelines)."""
 
@@ -33,16 +33,16 @@ class Shape:
         return self.bounds[-1]
 
 
-def even_shape(settings: TrainingSettings, readers: int, *, stages: int, interleaved: bool) -> Shape:
-    """Every reader the same share. A pipeline gets two micro-batches a stage unless told, and a multiple of its stages
+def even_shape(settings: TrainingSettings, data_ranks: int, *, stages: int, interleaved: bool) -> Shape:
+    """Every data-parallel rank the same share. A pipeline gets two micro-batches a stage unless told, and a multiple of its stages
     if interleaved."""
     batch = settings.batch_sequences
-    if batch < readers:
+    if batch < data_ranks:
         raise ConfigurationError(
-            f"training.batch_sequences is {batch}, but {readers} ranks read data: "
+            f"training.batch_sequences is {batch}, but {data_ranks} ranks read data: "
             "each needs at least one sequence a step; raise the batch or use fewer ranks"
         )
-    largest = -(-batch // readers)
+    largest = -(-batch // data_ranks)
     micro = settings.micro_batch_sequences or (largest if stages == 1 else max(1, largest // (2 * stages)))
     count = -(-largest // micro)
     if stages > 1:
@@ -50,15 +50,15 @@ def even_shape(settings: TrainingSettings, readers: int, *, stages: int, interle
         if interleaved:
             count = -(-count // stages) * stages
     return Shape(
-        bounds=tuple(batch * r // readers for r in range(readers + 1)),
+        bounds=tuple(batch * r // data_ranks for r in range(data_ranks + 1)),
         micro_batch_sequences=micro,
-        micro_batches=(count,) * readers,
+        micro_batches=(count,) * data_ranks,
         fixed=stages > 1,
     )
 
 
-class Feed:
-    """This rank's share of every batch, the same batch for any number of readers."""
+class DataLoader:
+    """This rank's share of every batch, the same batch for any number of data-parallel ranks."""
 
     def __init__(
         self,
@@ -69,12 +69,12 @@ class Feed:
         seed: int,
         facility: str,
         evaluation_sequences: int,
-        reader: int,
-        readers: int,
+        data_rank: int,
+        data_ranks: int,
         apart: ReplicaOrder | None = None,
     ) -> None:
         self.dataset, self.task, self.shape, self.seed = dataset, task, shape, seed
-        self.reader, self.readers, self.apart = reader, readers, apart
+        self.data_rank, self.data_ranks, self.apart = data_rank, data_ranks, apart
         sequences, validation = len(dataset.split("train")), len(dataset.split("validation"))
         if not sequences or not validation:
             raise InputError(
@@ -97,9 +97,9 @@ class Feed:
     def step(self, position: int) -> list[Batch]:
         """Micro-batches of the batch that begins at sequence `position`."""
         indices = self._indices(position)
-        share = np.arange(self.shape.bounds[self.reader], self.shape.bounds[self.reader + 1])
+        share = np.arange(self.shape.bounds[self.data_rank], self.shape.bounds[self.data_rank + 1])
         batches = []
-        for piece in np.array_split(share, self.shape.micro_batches[self.reader]):
+        for piece in np.array_split(share, self.shape.micro_batches[self.data_rank]):
             seeds = [derive(self.seed, "draw", position + int(i)) for i in piece]
             batches.append(self._batch("train", indices[piece], seeds))
         return batches
@@ -108,7 +108,7 @@ class Feed:
         """The batch's sequences; a replica with an order of its own fills its part of the batch from that."""
         if self.apart is None:
             return self.order.take(position, self.shape.batch_sequences)
-        shards = self.readers // self.apart.replicas
+        shards = self.data_ranks // self.apart.replicas
         first = self.shape.bounds[self.apart.replica * shards]
         count = self.shape.bounds[(self.apart.replica + 1) * shards] - first
         indices = np.zeros(self.shape.batch_sequences, dtype=np.int64)
@@ -116,8 +116,8 @@ class Feed:
         return indices
 
     def evaluation(self) -> Iterator[Batch]:
-        """This reader's share of the validation split, in as many pieces as every other reader's."""
+        """This rank's share of the validation split, in as many pieces as that of every other."""
         micro = self.shape.micro_batch_sequences
-        for begin in range(0, self.evaluated, micro * self.readers):
-            mine = range(begin + self.reader * micro, min(self.evaluated, begin + (self.reader + 1) * micro))
+        for begin in range(0, self.evaluated, micro * self.data_ranks):
+            mine = range(begin + self.data_rank * micro, min(self.evaluated, begin + (self.data_rank + 1) * micro))
             yield self._batch("validation", list(mine), [derive(self.seed, "validation", i) for i in mine])
