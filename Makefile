@@ -9,7 +9,7 @@ DEMO := .crossfed/demo
 WORKERS ?= $(shell echo $$(( $$(nproc 2>/dev/null || echo 2) + 1 )))
 export PATH := $(BIN):$(PATH)
 
-.PHONY: help env demo test readme test-all testbed lint format render clean
+.PHONY: help env demo test readme test-all testbed docs slow lint format render clean
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
 
@@ -18,7 +18,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"found Python {sys.version.split()[0]}, expected 3.11 or newer: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,lint]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,lint,docs]'
 	@touch $@
 
 demo: env ## Two facilities on this machine fine-tune one small model for five rounds.
@@ -28,15 +28,20 @@ demo: env ## Two facilities on this machine fine-tune one small model for five r
 test: env ## The test suite (6 minutes on 2 cores).
 	python -m pytest -n $(WORKERS) --dist worksteal -m 'not testbed and not slow and not readme'
 
-readme: env ## Runs the README's commands in a clean clone, the demo with them.
+readme: env ## Runs the commands of README and documentation in clean clones, the demo with them.
 	python -m pytest -m readme
 
-test-all: env ## The test suite with its slow part, and the testbed of two Slurm clusters where this is root.
-	python -m pytest -m 'not testbed'
-	$(MAKE) testbed
+test-all: env ## Everything: default suite, slow laws, README and documentation, testbed.
+	$(MAKE) test slow readme docs testbed
+
+slow: env ## The long laws: layouts, policies, faults, simulator beside reality.
+	python -m pytest -n $(WORKERS) --dist worksteal -m 'slow and not testbed and not readme'
 
 testbed: env ## Two rounds over real sshd and real Slurm on this machine (root, Debian packages).
 	python -m pytest -m 'testbed and not slow'
+
+docs: env ## The documentation, warnings as errors; in build/docs.
+	python -m sphinx -W --keep-going -q -b html docs build/docs
 
 lint: env ## ruff and mypy.
 	ruff check .

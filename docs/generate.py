@@ -44,3 +44,54 @@ def generate(out: Path) -> None:
     (out / "commands.md").write_text(commands())
     (out / "settings.md").write_text(settings())
     (out / "registries.md").write_text(registries())
+
+
+def commands() -> str:
+    """`--help` of every command, in the order in which a new user meets them."""
+    lines = []
+    for name in COMMANDS:
+        if (text := _help("coordinator.cli", name)) is not None:
+            lines += [f"## crossfed {name}", "", "```text", text, "```", ""]
+    for module in MODULES:
+        if (text := _help(module)) is not None:
+            lines += [f"## python -m {module}", "", "```text", text, "```", ""]
+    return "\n".join(lines)
+
+
+def settings() -> str:
+    """Every key of federation.yml with type, default and what it means."""
+    from coordinator.config.reference import pages
+
+    return "\n".join(pages().values())
+
+
+def registries() -> str:
+    """One table per registry: name, summary, parameters, needs, citation."""
+    from docs.registries import REGISTRIES
+
+    lines = []
+    for title, registry in REGISTRIES.items():
+        lines += [f"## {title}", "", "| name | what it does | parameters | source |", "|---|---|---|---|"]
+        for one in registry.describe():
+            parameters = ", ".join(
+                f"`{p}`" if isinstance(p, str) else f"`{p.name}` = {p.default}" for p in one.parameters
+            )
+            lines.append(f"| `{one.name}` | {_cell(one.summary)} | {parameters} | {_cell(one.citation)} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _help(module: str, *arguments: str) -> str | None:
+    """What `python -m module ... --help` prints; None where there is no such command."""
+    done = subprocess.run(
+        [sys.executable, "-m", module, *arguments, "--help"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb"},
+        cwd=Path(__file__).resolve().parent.parent,
+    )
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")

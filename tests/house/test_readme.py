@@ -1,4 +1,4 @@
-"""The README is true: its tree is the disk's, its federation is the shipped one, its commands run."""
+"""The README is true: its federation is the shipped one, its commands run; CONTRIBUTING's tree is the disk's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,11 @@ SHELL = re.findall(r"```bash\n(.*?)```", README, re.S)
 def test_the_tree_is_what_the_disk_holds():
     if not (ROOT / ".git").exists():
         pytest.skip("no git checkout: what is tracked cannot be listed")
-    assert tree.BEGIN + tree.tree() + tree.END in README, "stale: run `python -m tests.house.tree --write`"
+    assert tree.BEGIN + tree.tree() + tree.END in (ROOT / "CONTRIBUTING.md").read_text(), "stale: run `python -m tests.house.tree --write`"
+
+
+def test_the_readme_is_short():
+    assert len(README.splitlines()) <= 150
 
 
 def test_the_federation_shown_is_the_shipped_one():

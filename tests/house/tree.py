@@ -1,4 +1,4 @@
-"""The README's file tree, made from what is tracked: `python -m tests.house.tree --write` puts it in place."""
+"""The file tree of CONTRIBUTING.md, made from what is tracked: `python -m tests.house.tree --write` puts it in place."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ FOLDERS = {
     "facility": "Python package: everything that runs inside a facility, which installs only this",
     "coordinator": "Python package: everything that runs between facilities",
     "templates": "how a job is asked for: one self-contained file a site or scheduler",
+    "docs": "tutorials, how-to guides, reference, explanation; `make docs`",
     "tests": "laws, oracles, golden files; testbed/ (real sshd and Slurm), bench/ (JSON, side by side)",
     ".ci": "what the integration server calls",
 }
@@ -61,14 +62,14 @@ def _about(path: Path) -> str:
 
 
 def main() -> int:
-    readme = ROOT / "README.md"
-    before, _, rest = readme.read_text().partition(BEGIN)
+    page = ROOT / "CONTRIBUTING.md"
+    before, _, rest = page.read_text().partition(BEGIN)
     after = rest.partition(END)[2]
     text = before + BEGIN + tree() + END + after
     if "--write" in sys.argv:
-        readme.write_text(text)
+        page.write_text(text)
         return 0
-    return text != readme.read_text()
+    return text != page.read_text()
 
 
 if __name__ == "__main__":

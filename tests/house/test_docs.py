@@ -1,0 +1,106 @@
+"""The documentation is true: its commands run, its links lead somewhere, what it names exists."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+DOCS = ROOT / "docs"
+PAGES = sorted(path for path in DOCS.rglob("*.md") if "generated" not in path.parts)
+EXECUTED = re.compile(r"<!-- executed -->\n```bash\n(.*?)```", re.S)
+BLOCK = re.compile(r"^( *)```(\w*)\n", re.M)
+
+
+def test_every_block_of_commands_is_executed_or_says_what_it_needs():
+    for page in PAGES:
+        text = page.read_text()
+        for match in BLOCK.finditer(text):
+            before = text[: match.start()].rstrip().rsplit("\n", 1)[-1]
+            if match[2] == "bash":
+                assert before == "<!-- executed -->", f"{page}: a bash block that no test executes"
+            if match[2] == "console":
+                assert re.fullmatch(r"<!-- needs: .+ -->", before), f"{page}: a console block without `needs`"
+
+
+def test_commands_and_options_named_in_the_pages_exist():
+    helps: dict[str, str] = {}
+
+    def known(command: tuple[str, ...]) -> str:
+        key = " ".join(command)
+        if key not in helps:
+            done = subprocess.run(
+                [sys.executable, "-m", *command, "--help"],
+                capture_output=True,
+                text=True,
+                cwd=ROOT,
+                env=os.environ | {"COLUMNS": "200"},
+            )
+            assert done.returncode == 0, f"{key}: {done.stderr}"
+            helps[key] = done.stdout
+        return helps[key]
+
+    for page in PAGES:
+        text = page.read_text()
+        for line in re.findall(r"^(?:crossfed|python -m) .*$", text, re.M):
+            words = line.split()
+            if words[0] == "crossfed":
+                nested = words[2:3] if words[1] == "testbed" else []
+                command = ("coordinator.cli", words[1], *nested)
+            else:
+                command = (words[2],)
+            shown = known(command)
+            for option in re.findall(r"(?<=\s)--[a-z-]+", line.split("&&")[0].split(" -- ")[0]):
+                if command[0] != "facility.launch":
+                    assert option in shown, f"{page}: {line}: no option {option}"
+
+
+def test_links_between_pages_lead_somewhere():
+    for page in PAGES:
+        for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page}: {target}"
+
+
+def test_every_page_is_in_the_table_of_contents():
+    index = (DOCS / "index.md").read_text()
+    for page in PAGES:
+        name = str(page.relative_to(DOCS).with_suffix(""))
+        assert name == "index" or re.search(rf"^{re.escape(name)}$", index, re.M), name
+
+
+@pytest.mark.readme
+@pytest.mark.parametrize("page", [page for page in PAGES if EXECUTED.search(page.read_text())], ids=lambda p: p.stem)
+def test_the_commands_of_a_page_run_as_written(page: Path, tmp_path: Path):
+    """All blocks of a page, one after the other: the demo's in a clean clone, others in an empty folder."""
+    script = "\n".join(EXECUTED.findall(page.read_text()))
+    environment, folder = Path(sys.prefix), tmp_path / "folder"
+    if "make " in script:
+        if not (environment / ".ready").exists():
+            pytest.skip("this environment was not made by `make env`, so `make` would make another")
+        subprocess.run(["git", "clone", "--quiet", "--no-hardlinks", str(ROOT), str(folder)], check=True)
+        (environment / ".ready").touch()
+        script = script.replace(".venv/bin/python", str(environment / "bin" / "python"))
+    else:
+        folder.mkdir()
+    code = str(folder if "make " in script else ROOT)
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", script],
+        cwd=folder,
+        env=os.environ
+        | {
+            "PATH": f"{environment / 'bin'}{os.pathsep}{os.environ['PATH']}",
+            "PYTHONPATH": code,
+            "VENV": str(environment),
+            "HOME": str(tmp_path),
+        },
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    assert done.returncode == 0, f"{script}\n{done.stdout[-4000:]}"
