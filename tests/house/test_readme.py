@@ -21,7 +21,9 @@ SHELL = re.findall(r"```bash\n(.*?)```", README, re.S)
 def test_the_tree_is_what_the_disk_holds():
     if not (ROOT / ".git").exists():
         pytest.skip("no git checkout: what is tracked cannot be listed")
-    assert tree.BEGIN + tree.tree() + tree.END in (ROOT / "CONTRIBUTING.md").read_text(), "stale: run `python -m tests.house.tree --write`"
+    assert tree.BEGIN + tree.tree() + tree.END in (ROOT / "CONTRIBUTING.md").read_text(), (
+        "stale: run `python -m tests.house.tree --write`"
+    )
 
 
 def test_the_readme_is_short():
