@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from coordinator.schedulers.none import MARK
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.job_template import Environment, fill_template
 from facility.exchange.messages.settings import from_mapping
@@ -30,8 +31,6 @@ USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@+-]*")
 WORKDIR = re.compile(r"/[A-Za-z0-9_./@%+=:,-]*")
 QUEUES = ("slurm", "pbs", "flux")
 SERVICE = "train"
-MARK = "CROSSFED_JOB"
-"""Environment variable that names our processes where there is no queue."""
 
 
 @dataclass(frozen=True, kw_only=True)

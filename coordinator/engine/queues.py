@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 import shlex
+import subprocess
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,90 +18,15 @@ from typing import Any
 
 import yaml
 
-from coordinator.config.deployments import MARK, job_name
+from coordinator.config.deployments import job_name
+from coordinator.schedulers.registry import scheduler, schedulers
+from coordinator.schedulers.scheduler import Job, Scheduler
 from facility.exchange.errors import TryAgain
 
 ANSWER_SECONDS = 60
 """How long one login and one question may take."""
 TRAINS = re.compile(r"/rounds/train_([^/]+)|/facility_([^/]+)/train")
 """A facility's training step: of a round, or of its own chain where the federation runs by groups."""
-JOB_ID = re.compile(r"\d[\w.\[\]@-]*|[fƒ]\w+")
-"""What a line of a listing begins with; banners and complaints do not."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Scheduler:
-    """The commands of one batch system; NAME stands for the quoted job name."""
-
-    listing: str
-    """Prints a line `id state why-it-waits` for each of our jobs of that name that has not ended."""
-    cancel: str
-    """Cancels all our jobs of that name, waiting or running."""
-    cancel_waiting: str
-    """Cancels only those that have not begun."""
-    waiting: tuple[str, ...]
-    """States of a job that has not begun."""
-
-
-_PBS_FIELDS = (
-    """awk -v j="$j" '/^ *job_state = /{s=$3} /^ *Hold_Types = /{h=$3} /^ *comment = /{sub(/^ *comment = /,""); c=$0} """
-    """END{if(s!="") print j,s,(s=="H" ? "held=" h " " : "") c}'"""
-)
-_PROCESSES = f"grep -lszxF {MARK}=NAME /proc/[0-9]*/environ | sed -e 's|^/proc/||' -e 's|/environ$||'"
-SCHEDULERS = {
-    # https://slurm.schedmd.com/squeue.html, https://slurm.schedmd.com/scancel.html
-    "slurm": Scheduler(
-        listing="squeue -h -u \"$(id -un)\" -n NAME -o '%i %T %r'",
-        cancel='scancel -u "$(id -un)" -n NAME',
-        cancel_waiting='scancel -u "$(id -un)" -n NAME -t PENDING',
-        waiting=("PENDING", "SUSPENDED", "REQUEUED", "SPECIAL_EXIT"),
-    ),
-    # https://2021.help.altair.com/2021.1/PBSProfessional/PBSReferenceGuide2021.1.pdf (qselect, qdel)
-    "pbs": Scheduler(
-        listing='for j in $(qselect -u "$(id -un)" -N NAME); do qstat -f "$j" | ' + _PBS_FIELDS + "; done",
-        cancel='qselect -u "$(id -un)" -N NAME | xargs -r qdel',
-        cancel_waiting='qselect -u "$(id -un)" -N NAME -s QHW | xargs -r qdel',
-        waiting=("Q", "H", "W"),
-    ),
-    # https://flux-framework.readthedocs.io/projects/flux-core/en/latest/man1/flux-jobs.html
-    "flux": Scheduler(
-        listing="flux jobs -n -f pending,running --name=NAME -o '{id} {state} urgency={urgency} {dependencies}'",
-        cancel="flux jobs -n -f pending,running --name=NAME -o '{id}' | xargs -r flux cancel",
-        cancel_waiting="flux jobs -n -f pending --name=NAME -o '{id}' | xargs -r flux cancel",
-        waiting=("DEPEND", "PRIORITY", "SCHED"),
-    ),
-    # No queue: the job's processes carry its name in their environment (proc(5)); none of them ever waits.
-    "ssh": Scheduler(
-        listing=f"{_PROCESSES} -e 's/$/ R/'",
-        cancel=f"{_PROCESSES} | xargs -r kill",
-        cancel_waiting="true",
-        waiting=(),
-    ),
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """One job in a queue."""
-
-    id: str
-    state: str
-    """As the scheduler calls it."""
-    began: bool
-    reason: str = ""
-    """Why it waits, in the scheduler's words."""
-
-
-def read_jobs(kind: str, listing: str) -> list[Job]:
-    """Jobs of the scheduler's `listing`; lines that are none (banners, complaints) are passed over."""
-    found = []
-    for line in listing.splitlines():
-        words = line.split(maxsplit=2)
-        if len(words) >= 2 and JOB_ID.fullmatch(words[0]) and words[1].isupper():
-            began = words[1] not in SCHEDULERS[kind].waiting
-            reason = "" if began else "".join(words[2:]).strip()
-            found.append(Job(id=words[0], state=words[1], began=began, reason=reason))
-    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +37,7 @@ class Queue:
     kind: str
     job_name: str
     ssh: dict[str, Any]
-    """`config` of the ssh deployment that the queue is wrapped around."""
+    """`config` of the ssh deployment that the queue is wrapped around; empty: the queue is this machine's."""
     directory: Path
     """Relative paths in `ssh` count from here."""
     patience_seconds: float = 0.0
@@ -119,28 +45,42 @@ class Queue:
 
     @property
     def scheduler(self) -> Scheduler:
-        return SCHEDULERS[self.kind]
+        return scheduler(self.kind)
 
     def jobs(self) -> list[Job]:
         """Our jobs that have not ended. Raises `TryAgain` when the facility does not answer."""
-        return read_jobs(self.kind, self._ask(self.scheduler.listing))
+        return self.scheduler.read_listing(self._ask(self.scheduler.listing(self._name)))
 
     def cancel(self, *, waiting_only: bool = False) -> list[Job]:
         """Cancel our jobs; returns those that were there. Raises `TryAgain`."""
         there = [job for job in self.jobs() if not (waiting_only and job.began)]
         if there:
-            self._ask(self.scheduler.cancel_waiting if waiting_only else self.scheduler.cancel)
+            self._ask((self.scheduler.cancel_waiting if waiting_only else self.scheduler.cancel)(self._name))
         return there
 
+    @property
+    def _name(self) -> str:
+        return shlex.quote(self.job_name)
+
     def _ask(self, command: str) -> str:
-        command = command.replace("NAME", shlex.quote(self.job_name))
+        """What a shell line prints at the facility. Raises `TryAgain` when that is no answer."""
+        line = f"{{ {command}; }} 2>&1"
         try:
-            text, code = asyncio.run(asyncio.wait_for(_login(self, command), ANSWER_SECONDS))
+            if self.ssh:
+                text, code = asyncio.run(asyncio.wait_for(_login(self, line), ANSWER_SECONDS))
+            else:
+                text, code = _here(line)
         except Exception as error:
             raise TryAgain(f"{self.facility} does not answer: {error or type(error).__name__}") from None
-        if code:
+        if not self.scheduler.is_answer(text, code):
             raise TryAgain(f"{self.facility}: `{command}` ended with code {code}: {text.strip()[-300:]}")
         return text
+
+
+def _here(line: str) -> tuple[str, int]:
+    """Run one shell line on this machine, as StreamFlow's local connector does."""
+    result = subprocess.run(["sh", "-c", line], stdin=subprocess.DEVNULL, capture_output=True, timeout=ANSWER_SECONDS)
+    return result.stdout.decode(errors="replace"), result.returncode
 
 
 async def _login(queue: Queue, command: str) -> tuple[str, int]:
@@ -169,7 +109,7 @@ def read_queues(streamflow: Path, patience: dict[str, float] | None = None) -> l
     found = []
     for binding in _bindings(data):
         target = deployments.get(binding["deployment"], {})
-        if target.get("type") not in SCHEDULERS:
+        if target.get("type") not in schedulers():
             continue
         facility = facility_of(binding["step"])
         if target["type"] == "ssh":
@@ -179,13 +119,13 @@ def read_queues(streamflow: Path, patience: dict[str, float] | None = None) -> l
             name = service.get("jobName")
             wrapped = target.get("wraps")
             inner = deployments.get(wrapped["deployment"] if isinstance(wrapped, dict) else wrapped, {})
-        if name and inner.get("type") == "ssh":
+        if name and inner.get("type", "local") in ("ssh", "local"):
             found.append(
                 Queue(
                     facility=facility,
                     kind=target["type"],
                     job_name=name,
-                    ssh=inner["config"],
+                    ssh=inner.get("config") or {},
                     directory=streamflow.parent.resolve(),
                     patience_seconds=(patience or {}).get(facility, 0.0),
                 )

@@ -2,85 +2,14 @@
 
 from __future__ import annotations
 
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from coordinator.engine.queues import Job, Queue, at_all
-
-MEANINGS: dict[str, list[tuple[str, str]]] = {
-    # https://slurm.schedmd.com/job_reason_codes.html
-    "slurm": [
-        (r"JobHeldUser", "your account holds it: `scontrol release {id}` there"),
-        (r"JobHeldAdmin", "the site's staff hold it: ask them why"),
-        (
-            r"job_requeued_in_held_state|launch_failed_requeued_held|JobLaunchFailure",
-            "it could not be started and was held: look at its output, then `scontrol release {id}`",
-        ),
-        (
-            r"DependencyNeverSatisfied",
-            "it waits for a job that failed: remove --dependency from the template or `options:`",
-        ),
-        (
-            r"Partition(Down|Inactive)",
-            "the partition takes no jobs to its nodes: wait for the site, or name another in `fill: {partition: ...}`",
-        ),
-        (
-            r"Partition(NodeLimit|TimeLimit)|MaxMemPerLimit",
-            "it asks for more than the partition allows: lower nodes, time or memory; "
-            "`sinfo -o '%P %l %D %m'` shows the limits",
-        ),
-        (
-            r"(Assoc|QOS)(Grp|Max)\w*(Minutes|Billing)\w*",
-            "the budget of the account is spent: ask for more, or name another account",
-        ),
-        (
-            r"(Assoc|QOS)\w*(PerJob|PerNode|WallDuration)\w*",
-            "it asks for more than account or QOS allow one job: `sacctmgr show assoc user=$USER` and `sacctmgr show qos` show the limits; "
-            "lower what the template asks for",
-        ),
-        (
-            r"Invalid(Account|QOS)|AccountNotAllowed|QOSNotAllowed",
-            "account or QOS may not use this partition: correct `fill:` or `options:`",
-        ),
-        (
-            r"BadConstraints|ReqNodeNotAvail.*|NodeDown",
-            "nodes it asks for are down, reserved or do not exist: `sinfo -R` tells why; "
-            "ask for others, or wait for the site's maintenance to end",
-        ),
-        (r"ReservationDeleted|InvalidReservation", "its reservation is gone: remove --reservation"),
-    ],
-    # PBS Professional Reference Guide, job attributes `comment` and `Hold_Types`
-    "pbs": [
-        (r"held=\w*u.*", "your account holds it: `qrls {id}` there"),
-        (r"held=.*", "the site's staff or a dependency hold it: `qstat -f {id}` shows Hold_Types and depend"),
-        (
-            r"(?i).*can never run.*",
-            "no node of the queue has what it asks for: lower `select` in the template; `pbsnodes -a` shows what there is",
-        ),
-        (
-            r"(?i).*queue not (started|enabled).*",
-            "the queue is closed: wait for the site, or name another in `fill: {queue: ...}`",
-        ),
-    ],
-    # flux-jobs(1): urgency 0 is held
-    "flux": [
-        (r"urgency=0\b.*", "it is held: `flux job urgency {id} default` there"),
-        (r"urgency=\d+ .*after.*", "it waits for another job: remove the dependency from the template or `options:`"),
-    ],
-}
-"""For each scheduler: a reason that does not clear by itself, and what to do. Whatever is not listed is ordinary waiting, limits that end with other jobs among it."""
-
-
-def what_to_do(kind: str, job: Job) -> str:
-    """A sentence for a job whose reason does not clear by itself, else ''."""
-    for pattern, sentence in MEANINGS.get(kind, []):
-        if not job.began and re.fullmatch(pattern, job.reason):
-            return sentence.replace("{id}", job.id)
-    return ""
+from coordinator.engine.queues import Queue, at_all
+from coordinator.schedulers.scheduler import Job
 
 
 def present(queues: list[Queue]) -> list[dict[str, str]]:
@@ -91,7 +20,7 @@ def present(queues: list[Queue]) -> list[dict[str, str]]:
     def ask(queue: Queue) -> list[Job]:
         jobs = queue.jobs()
         for job in jobs:
-            advice = what_to_do(queue.kind, job)
+            advice = queue.scheduler.what_to_do(job)
             found.append(
                 {
                     "facility": queue.facility,
@@ -121,7 +50,7 @@ class Watch:
 
     def look(self) -> None:
         """Ask every queue once. A facility that does not answer is not our matter: others tell of it."""
-        with_queue = [queue for queue in self.queues if queue.kind in MEANINGS]
+        with_queue = [queue for queue in self.queues if queue.scheduler.advice]
         at_all(with_queue, self._one, lambda _: None)
 
     @contextmanager
@@ -144,7 +73,7 @@ class Watch:
         jobs = queue.jobs()
         for job in jobs:
             key = (queue.facility, job.id)
-            if not (advice := what_to_do(queue.kind, job)):
+            if not (advice := queue.scheduler.what_to_do(job)):
                 self._since.pop(key, None)
                 continue
             since = self._since.setdefault(key, self.clock())

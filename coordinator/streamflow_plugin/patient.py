@@ -1,89 +1,175 @@
-"""What every batch system's connector shares: patience with a silent server, and never two jobs of one name at a time."""
+"""A queue connector that is patient with a silent scheduler, and never has two jobs of one name at a time.
+
+- A job has ended only when its scheduler says so (`coordinator.schedulers.scheduler`); anything else is asked again.
+- A job is submitted once: one of the same name that runs is waited for, one that waits is cancelled.
+- A job that was cancelled, ran out of time or failed ends as `skipped`, with the scheduler's words in the log.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import importlib
 import shlex
-from collections.abc import MutableSequence
-from typing import ClassVar
+from collections.abc import Callable, Collection, MutableSequence
+from typing import ClassVar, TypeVar
 
 from streamflow.core.deployment import ExecutionLocation
 from streamflow.core.exception import WorkflowExecutionException
 from streamflow.deployment.connector.queue_manager import QueueManagerConnector
 from streamflow.log_handler import logger
 
-from coordinator.engine.queues import SCHEDULERS, Job, read_jobs
-from facility.exchange.messages.outcome import Outcome
+from coordinator.schedulers.scheduler import BatchScheduler, Ending, Job
 
 PATIENCE_SECONDS = 3600.0
-"""How long a server may be silent."""
+"""How long a scheduler may be silent."""
+OUTPUT_BYTES = 1 << 16
+"""What is read of a job's output: its end."""
 
-
-def settled(code: int) -> int:
-    """Code for the step: ours as they are, any other as `sits out`, since a step that fails ends the run for all."""
-    return code if code in (Outcome.DONE, Outcome.SKIPPED) else int(Outcome.SKIPPED)
+T = TypeVar("T")
 
 
 class PatientQueue(QueueManagerConnector):
     """Comes before StreamFlow's own connector in a class; the same settings."""
 
-    kind: ClassVar[str]
-    """Key of `SCHEDULERS`."""
-    title: ClassVar[str]
-    cancelling: ClassVar[tuple[str, ...]]
-    """Command that cancels the job ids after it."""
+    scheduler: ClassVar[BatchScheduler]
+    _endings: dict[str, Ending]
 
-    @staticmethod
-    def is_silence(text: str) -> bool:
-        """True when a command failed because nobody answered, not because of what was asked."""
-        raise NotImplementedError
+    def __init__(self, *args, **settings) -> None:
+        super().__init__(*args, **settings)
+        self._endings = {}
+        self._outputs: dict[str, str] = {}
+        self._silent_since: dict[str, float] = {}
 
-    async def _ask(self, location: ExecutionLocation, command: MutableSequence[str]) -> tuple[str, int]:
-        """Run one of the scheduler's commands at the login node; wait while nobody answers."""
+    async def _shell(self, location: ExecutionLocation, line: str) -> tuple[str, int]:
+        """Run a shell line at the login node; returns all that it printed, and its code."""
+        answer = await self.run(location=location, command=[f"{{ {line}; }} 2>&1"], capture_output=True)
+        return answer if answer is not None else ("", 1)
+
+    async def _ask(self, location: ExecutionLocation, command: str, read: Callable[[str, int], T | None]) -> T:
+        """Run a scheduler's command at the login node until `read` finds an answer; it returns None for silence."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + PATIENCE_SECONDS
         told = False
+        who = f"{self.scheduler.title} of {self.deployment_name}"
         while True:
-            answer = await self.run(location=location, command=command, capture_output=True)
-            text, code = answer if answer is not None else ("", 1)
-            if code == 0 or not self.is_silence(text):
+            text, code = await self._shell(location, command)
+            if (found := read(text, code)) is not None:
                 if told:
-                    logger.info(f"{self.title} of {self.deployment_name} answers again")
-                return text, code
+                    logger.info(f"{who} answers again")
+                return found
+            said = f"code {code}: {text.strip()[-200:]}"
             if loop.time() > deadline:
                 raise WorkflowExecutionException(
-                    f"{self.title} of {self.deployment_name} did not answer for {PATIENCE_SECONDS / 60:g} minutes: {text.strip()}"
+                    f"{who} did not answer `{command}` for {PATIENCE_SECONDS / 60:g} minutes, last with {said}"
                 )
             if not told:
-                logger.warning(
-                    f"{self.title} of {self.deployment_name} does not answer ({text.strip()[-200:]}); waiting"
-                )
+                logger.warning(f"{who} does not answer ({said}); waiting")
                 told = True
             await asyncio.sleep(self.pollingInterval)
 
+    async def _states(self, ids: list[str], location: ExecutionLocation) -> dict[str, str]:
+        """State of those that the scheduler names; asked once, since silence about one job must not hold up the others."""
+        scheduler = self.scheduler
+
+        async def once(asked: list[str]) -> dict[str, str]:
+            text, code = await self._shell(location, scheduler.query(asked))
+            return scheduler.read_states(text, code, asked)
+
+        states = await once(ids)
+        for missing in [one for one in ids if one not in states and len(ids) > 1]:
+            states |= await once([missing])
+        return states
+
+    async def _get_running_jobs(self, location: ExecutionLocation) -> Collection[str]:
+        ids = list(self._scheduled_jobs)
+        if not ids:
+            return []
+        if "jobs" in self._jobs_cache:
+            return self._jobs_cache["jobs"]
+        states = await self._states(ids, location)
+        self._note_silence([one for one in ids if one not in states])
+        ended = self.scheduler.ended(states, ids)
+        self._jobs_cache["jobs"] = found = [one for one in ids if one not in ended]
+        return found
+
+    def _note_silence(self, silent: list[str]) -> None:
+        """Tell when a scheduler says nothing of jobs, once, and when it has said nothing for too long."""
+        now = asyncio.get_running_loop().time()
+        since = self._silent_since
+        for gone in since.keys() - set(silent):
+            del since[gone]
+            logger.info(f"{self.scheduler.title} of {self.deployment_name} answers again for job {gone}")
+        for one in silent:
+            if one not in since:
+                since[one] = now
+                logger.warning(f"{self.scheduler.title} of {self.deployment_name} says nothing of job {one}; waiting")
+            elif now - since[one] > PATIENCE_SECONDS:
+                raise WorkflowExecutionException(
+                    f"{self.scheduler.title} of {self.deployment_name} has said nothing of job {one} for "
+                    f"{PATIENCE_SECONDS / 60:g} minutes"
+                )
+
+    async def _ending(self, job_id: str, location: ExecutionLocation) -> Ending:
+        if job_id not in self._endings:
+            scheduler = self.scheduler
+            self._endings[job_id] = await self._ask(
+                location, scheduler.query_ending(job_id), lambda text, code: scheduler.read_ending(text, code, job_id)
+            )
+        return self._endings[job_id]
+
+    async def _get_output(self, job_id: str, location: ExecutionLocation) -> str:
+        """The end of what the job printed, where its file is known."""
+        path = self._outputs.pop(job_id, "") or (await self._ending(job_id, location)).output
+        if not path:
+            return ""
+        text, code = await self._shell(location, f"tail -c {OUTPUT_BYTES} {shlex.quote(path)}")
+        return text.strip() if code == 0 else ""
+
+    async def _get_returncode(self, job_id: str, location: ExecutionLocation) -> int:
+        ending = await self._ending(job_id, location)
+        if ending.problem:
+            logger.error(f"job {job_id} of {self.deployment_name} {ending.problem}")
+        return ending.step_code
+
     async def _run_batch_command(
-        self, command: str, environment, job_name: str, location: ExecutionLocation, **rest
+        self, command: str, environment, job_name: str, location: ExecutionLocation, workdir=None, **rest
     ) -> str:
         name = self._name(location)
         if name:
             await self._make_way(name, location)
+        output = ""
+        if self.scheduler.output_file and workdir and rest.get("stdout") == asyncio.subprocess.STDOUT:
+            output = f"{workdir}/{self.scheduler.output_file}"
+            rest |= {"stdout": output, "stderr": output}
         loop = asyncio.get_running_loop()
         deadline = loop.time() + PATIENCE_SECONDS
         while True:
             try:
-                return await super()._run_batch_command(
-                    command=command, environment=environment, job_name=job_name, location=location, **rest
+                text = await super()._run_batch_command(
+                    command=command,
+                    environment=environment,
+                    job_name=job_name,
+                    location=location,
+                    workdir=workdir,
+                    **rest,
                 )
             except WorkflowExecutionException as error:
-                if not self.is_silence(str(error)) or loop.time() > deadline:
+                if not self.scheduler.is_silence(str(error)) or loop.time() > deadline:
                     raise
                 logger.warning(
-                    f"{self.title} of {self.deployment_name} takes no job now ({str(error)[-200:]}); trying again"
+                    f"{self.scheduler.title} of {self.deployment_name} takes no job now ({str(error)[-200:]}); trying again"
                 )
                 await asyncio.sleep(self.pollingInterval)
-                if name and (jobs := await self._jobs_named(name, location)):
-                    logger.info(f"the job was taken all the same: {jobs[0].id}")
-                    return jobs[0].id
+                if not (name and (jobs := await self._jobs_named(name, location))):
+                    continue
+                logger.info(f"the job was taken all the same: {jobs[0].id}")
+                text = jobs[0].id
+            if not (job_id := self.scheduler.read_id(text)):
+                raise WorkflowExecutionException(
+                    f"{self.scheduler.program} at {self.deployment_name} named no job: {text.strip()[-300:]!r}"
+                )
+            self._outputs[job_id] = output
+            return job_id
 
     def _name(self, location: ExecutionLocation) -> str | None:
         """The job name that federation.yml's rendering gives this facility."""
@@ -92,11 +178,12 @@ class PatientQueue(QueueManagerConnector):
 
     async def _jobs_named(self, name: str, location: ExecutionLocation) -> list[Job]:
         """Our jobs of this name that are still in the queue."""
-        command = SCHEDULERS[self.kind].listing.replace("NAME", shlex.quote(name))
-        text, code = await self._ask(location, [command])
-        if code:
-            raise WorkflowExecutionException(f"listing jobs at {self.deployment_name} failed: {text.strip()}")
-        return read_jobs(self.kind, text)
+        scheduler = self.scheduler
+        return await self._ask(
+            location,
+            scheduler.listing(shlex.quote(name)),
+            lambda text, code: scheduler.read_listing(text) if scheduler.is_answer(text, code) else None,
+        )
 
     async def _make_way(self, name: str, location: ExecutionLocation) -> None:
         """Deal with jobs that an earlier run left: cancel those that wait, wait for those that run.
@@ -108,7 +195,7 @@ class PatientQueue(QueueManagerConnector):
             for job in jobs:
                 if not job.began:
                     logger.info(f"cancelling job {job.id} ({name}), which an earlier run left waiting")
-                    await self._ask(location, [*self.cancelling, job.id])
+                    await self._shell(location, self.scheduler.cancel_ids([job.id]))
                 elif job.id not in told:
                     logger.info(f"job {job.id} ({name}) of an earlier run is {job.state.lower()}: waiting for its end")
                     told.add(job.id)
@@ -116,4 +203,11 @@ class PatientQueue(QueueManagerConnector):
 
     async def _remove_jobs(self, location: ExecutionLocation, jobs: MutableSequence[str]) -> None:
         """Cancel jobs at the end of a run; `location` is the login node's (the original looks inside it and fails)."""
-        await self.connector.run(location=location, command=[*self.cancelling, *jobs])
+        await self.connector.run(location=location, command=[self.scheduler.cancel_ids(jobs)])
+
+
+def connector_for(scheduler: BatchScheduler) -> type[QueueManagerConnector]:
+    """StreamFlow's connector of this scheduler with `PatientQueue`'s manners."""
+    module, _, name = scheduler.connector.partition(":")
+    original = getattr(importlib.import_module(module), name)
+    return type(f"Patient{name}", (PatientQueue, original), {"scheduler": scheduler})

@@ -1,18 +1,22 @@
-"""The plug-in that `streamflow run` finds by its entry point: its connectors take the place of StreamFlow's `ssh`,
-`slurm`, `pbs` and `flux`, with the same settings, so that a rendered streamflow.yml also runs where this package is not installed."""
+"""The plug-in that `streamflow run` finds by its entry point.
+
+Its connectors take the place of StreamFlow's `ssh`, `slurm`, `pbs`, `flux` and whatever else `coordinator.schedulers`
+finds, with the same settings, so that a rendered streamflow.yml also runs where this package is not installed.
+"""
 
 from __future__ import annotations
 
 from streamflow.ext.plugin import StreamFlowPlugin
 
-from coordinator.streamflow_plugin.pbs_flux import CarefulFluxConnector, CarefulPBSConnector
-from coordinator.streamflow_plugin.slurm import CarefulSlurmConnector
+from coordinator.schedulers.registry import schedulers
+from coordinator.schedulers.scheduler import BatchScheduler
+from coordinator.streamflow_plugin.patient import connector_for
 from coordinator.streamflow_plugin.ssh import ParallelSSHConnector
 
 
 class CrossFedPlugin(StreamFlowPlugin):
     def register(self) -> None:
         self.register_connector("ssh", ParallelSSHConnector)
-        self.register_connector("slurm", CarefulSlurmConnector)
-        self.register_connector("pbs", CarefulPBSConnector)
-        self.register_connector("flux", CarefulFluxConnector)
+        for scheduler in schedulers().values():
+            if isinstance(scheduler, BatchScheduler):
+                self.register_connector(scheduler.name, connector_for(scheduler))

@@ -11,19 +11,25 @@ from functools import partial
 from pathlib import Path
 
 import asyncssh
-from streamflow.core.deployment import ExecutionLocation
+from streamflow.core.deployment import ExecutionLocation, Shell
 from streamflow.core.exception import WorkflowExecutionException
 from streamflow.core.utils import get_local_to_remote_destination
 from streamflow.deployment.connector.ssh import SSHConfig, SSHConnector, SSHContext, SSHContextFactory
 from streamflow.log_handler import logger
 
+from coordinator.schedulers.scheduler import step_code
 from coordinator.streamflow_plugin.lanes import CHANNELS, TransferFailed, worth
-from coordinator.streamflow_plugin.patient import settled
 from coordinator.streamflow_plugin.swift import SwiftLane, swift_lanes
 from coordinator.streamflow_plugin.tree import pull, push
 
 STREAMS = 8
 """Connections of one transfer unless `maxConnections` asks for more."""
+
+
+LOGIN_SHELL = "sh -c " + shlex.quote(
+    "exec 3>&1 4<&0 >/dev/null 2>&1 </dev/null; exec bash -lc 'exec sh <&4 >&3 2>&1 3>&- 4<&-'"
+)
+"""A shell with a login shell's environment; what profiles print or read does not touch the commands' streams."""
 
 
 class CarefulContext(SSHContext):
@@ -97,9 +103,13 @@ class ParallelSSHConnector(SSHConnector):
             result = await process.wait(timeout=timeout)
         if result.returncode is None:
             raise WorkflowExecutionException(f"the connection to {self.deployment_name} broke during job {job_name}")
-        if settled(result.returncode) != result.returncode:
+        if step_code(result.returncode) != result.returncode:
             logger.error(f"job {job_name} of {self.deployment_name} did not end well: exit code {result.returncode}")
-        return (str(result.stdout or "").strip(), settled(result.returncode)) if capture_output else None
+        return (str(result.stdout or "").strip(), step_code(result.returncode)) if capture_output else None
+
+    async def _create_shell(self, command: MutableSequence[str], location: ExecutionLocation) -> Shell:
+        """A login shell, as `crossfed check` uses: sites put the scheduler on the PATH in /etc/profile.d or ~/.bash_profile."""
+        return await super()._create_shell([LOGIN_SHELL] if list(command) == ["sh"] else command, location)
 
     def _get_ssh_context_factory(self, location: ExecutionLocation) -> SSHContextFactory:
         """Commands go to the login node, which has the scheduler (the original sends them to a data-transfer host where

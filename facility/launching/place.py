@@ -145,9 +145,13 @@ def _of_table(environ: Mapping[str, str], table: TaskTable, hosts: list[str], co
     names = list(dict.fromkeys(hosts))
     node: int | None
     local_tasks: int | None
-    if table is PBSDSH:  # the node file has one line a task; lines of one node may stand apart
-        nodes, node, local_tasks = len(names), names.index(hosts[task]), hosts.count(hosts[task])
-        local_task = hosts[:task].count(hosts[task])
+    if table is PBSDSH and len(names) < len(hosts):
+        raise ConfigurationError(
+            f"PBS starts {len(hosts)} tasks on {len(names)} nodes, and those of one node cannot be told apart: ask for one "
+            "chunk a node without mpiprocs (`select=NODES:ncpus=...`, `place=scatter`), as templates/pbs.sh does"
+        )
+    if table is PBSDSH:
+        nodes, node, local_tasks, local_task = tasks, task, 1, 0
     else:
         local_tasks = _number(environ, table.local_tasks, table)
         nodes = min(_number(environ, table.nodes, table) or _count_nodes(tasks, local_tasks, names), tasks)

@@ -109,11 +109,12 @@ PMI = TaskTable(
     local_task=("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
     local_tasks=("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
 )
-# https://2022.help.altair.com/2022.1.0/PBS%20Professional/PBSUserGuide2022.1.pdf, "pbsdsh": one task for each line of the node file
+# https://2022.help.altair.com/2022.1.0/PBS%20Professional/PBSUserGuide2022.1.pdf, "pbsdsh": one task for each line of the node
+# file, which lies on the first node only (templates/pbs.sh hands it on); PBS_NODENUM counts nodes, so one task a node
 PBSDSH = TaskTable(
     name="pbsdsh",
-    marks=("PBS_JOBID", "PBS_VNODENUM"),
-    task=("PBS_VNODENUM",),
+    marks=("PBS_JOBID", "PBS_NODENUM", "CROSSFED_HOSTS"),
+    task=("PBS_NODENUM",),
     tasks=(),
     local_task=(),
 )

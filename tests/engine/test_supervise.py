@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.engine.queues import SCHEDULERS, Job, Queue, read_queues
+from coordinator.engine.queues import Queue, read_queues
 from coordinator.engine.supervise import Attempt, Limits, Supervisor, children, decide, fatal_reason
+from coordinator.schedulers.scheduler import Job
+from coordinator.schedulers.slurm import SCHEDULER as SLURM
 from facility.exchange.errors import TryAgain
 
 LIMITS = Limits(restarts=2, pause_seconds=10)
@@ -139,14 +141,14 @@ def test_stopping_cancels_our_jobs_by_name(tmp_path: Path):
     threading.Timer(1.5, one.stop, [signal.SIGINT]).start()
     code, reason = one.run()
     assert code == 128 + signal.SIGINT and reason == "stopped"
-    assert queue.ssh["asked"] == [SCHEDULERS["slurm"].cancel]
+    assert queue.ssh["asked"] == [SLURM.cancel("crossfed-f-site")]
     assert any("cancelled job 9" in sentence for sentence in one.said)
 
 
 def test_before_a_start_only_waiting_jobs_are_cancelled(tmp_path: Path):
     queue = fake(Job(id="8", state="PENDING", began=False), Job(id="9", state="RUNNING", began=True))
     assert supervisor(tmp_path, "", [queue]).run()[0] == 0
-    assert queue.ssh["asked"] == [SCHEDULERS["slurm"].cancel_waiting]
+    assert queue.ssh["asked"] == [SLURM.cancel_waiting("crossfed-f-site")]
 
 
 def test_children_are_found_below_shells():
@@ -172,16 +174,20 @@ workflows:
     - {step: /rounds/train_site-a, target: {deployment: a, service: train}}
     - {step: /rounds/train_site-b, target: {deployment: b}}
     - {step: /rounds/train_site-c, target: [{deployment: c, service: s}]}
+    - {step: /rounds/train_site-d, target: {deployment: d, service: train}}
 deployments:
   coordinator: {type: local, config: {}}
   a-ssh: {type: ssh, config: {nodes: [login.a], username: me}}
   a: {type: slurm, config: {services: {train: {jobName: crossfed-demo-site-a}}}, wraps: a-ssh}
   b: {type: local, config: {}}
   c: {type: pbs, config: {services: {s: {jobName: name}}}, wraps: {deployment: a-ssh}}
+  d: {type: flux, config: {services: {train: {jobName: here}}}}
 """)
     queues = read_queues(file)
     assert [(queue.facility, queue.kind, queue.job_name) for queue in queues] == [
         ("site-a", "slurm", "crossfed-demo-site-a"),
         ("site-c", "pbs", "name"),
+        ("site-d", "flux", "here"),
     ]
+    assert queues[2].ssh == {}, "the coordinator stands on the login node: the queue is its own"
     assert queues[0].ssh["nodes"] == ["login.a"] and queues[0].directory == tmp_path

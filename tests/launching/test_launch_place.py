@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from facility.exchange.errors import ConfigurationError
 from facility.launching.hostlist import expand_counts, expand_hosts
 from facility.launching.place import Place, master_port, place, read_tasks
+from tests.schedulers.recordings import recorded
 
 Environment = dict[str, str]
 Builder = Callable[[list[int], int, int], tuple[Environment, str | None]]
@@ -57,13 +59,9 @@ def pbs_pals(counts: list[int], node: int, local: int) -> tuple[Environment, str
     }, "\n".join(hosts(counts))
 
 
-def pbsdsh(counts: list[int], node: int, local: int) -> tuple[Environment, str | None]:
-    names = [name for name, count in zip(hosts(counts), counts, strict=True) for _ in range(count)]
-    return {
-        "PBS_JOBID": "41.server",
-        "PBS_VNODENUM": str(sum(counts[:node]) + local),
-        "CROSSFED_HOSTS": ",".join(names),
-    }, None
+def pbsdsh(node: int, hosts: list[str]) -> Environment:
+    """A task of pbsdsh as templates/pbs.sh starts it; only the first node has the node file."""
+    return {"PBS_JOBID": "41.server", "PBS_NODENUM": str(node), "CROSSFED_HOSTS": ",".join(hosts)}
 
 
 def mpich(counts: list[int], node: int, local: int) -> tuple[Environment, str | None]:
@@ -81,7 +79,6 @@ BUILDERS: dict[str, Builder] = {
     "slurm": slurm,
     "open-mpi": pbs_open_mpi,
     "pals": pbs_pals,
-    "pbsdsh": pbsdsh,
     "pmi": mpich,
 }
 
@@ -171,6 +168,31 @@ def test_flux():
     assert places[0].master_address == "a1" and counts
 
 
+@given(counts=st.lists(st.integers(1, 8), min_size=1, max_size=5))
+def test_pbsdsh_starts_one_task_a_node(counts: list[int]):
+    environments = [pbsdsh(node, hosts(counts)) for node in range(len(counts))]
+    tasks = [read_tasks(environment) for environment in environments]
+    assert not any(task.per_rank for task in tasks)
+    check(
+        [
+            place(task, environment, ranks=count, counts=counts if len(counts) > 1 else ())
+            for task, environment, count in zip(tasks, environments, counts, strict=True)
+        ],
+        counts,
+    )
+
+
+def test_pbsdsh_as_two_real_nodes_were_recorded():
+    """What each task saw, with the hosts that the template reads from the node file on the first node."""
+    text = recorded("pbs-pbsdsh-two-nodes").out
+    names = text.partition("== nodefile")[2].partition("== pbsdsh")[0].splitlines()[1:]
+    seen = [dict(re.findall(r"(\w+)=(\S+)", line)) for line in text.splitlines() if line.startswith("TASK on")]
+    environments = [one | {"CROSSFED_HOSTS": ",".join(names)} for one in seen]
+    places = [place(read_tasks(one), one, ranks=2) for one in environments]
+    check(places, [2, 2])
+    assert {one.master_address for one in places} == {"pbshead"}
+
+
 def test_torchrun_keeps_what_it_set():
     environment = {
         "TORCHELASTIC_RUN_ID": "x",
@@ -231,7 +253,7 @@ def test_the_innermost_launcher_counts():
         ({"SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_NTASKS": "2"}, "calls this task 3 of 2"),
         ({"SLURM_STEP_ID": "0", "SLURM_PROCID": "x", "SLURM_NTASKS": "2"}, "is 'x', expected a number"),
         ({"PMI_RANK": "0", "PMI_SIZE": "4", "MPI_LOCALNRANKS": "2"}, "nothing names the nodes"),
-        ({"PBS_JOBID": "1", "PBS_VNODENUM": "0"}, "does not say how many tasks"),
+        (pbsdsh(0, ["n1", "n1", "n2"]), "cannot be told apart"),
         ({"CROSSFED_HOSTS": "n[1-"}, "brackets do not match"),
     ],
 )

@@ -93,7 +93,8 @@ def test_accounts_and_names_are_never_shipped(path: Path):
 
 STAND_INS = {
     "srun": 'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"',
-    "pbsdsh": 'shift; exec env -i PATH="$PATH" PBS_JOBID=7.pbs PBS_VNODENUM=0 HOME="$HOME" "$@"',
+    "pbsdsh": 'shift; env -i PATH="$PATH" PBS_JOBID=7.pbs PBS_NODENUM=0 HOME="$HOME" "$@"; '
+    'code=$?; [ $code = 0 ] || echo "pbsdsh: task 0x00000000 exit status $code"; exit 0',
     "flux": 'case "$1" in hostlist) echo node1 ;; resource) echo 1 ;; '
     'run) shift; while [ "${1#--}" != "$1" ]; do shift; done; exec "$@" ;; esac',
 }

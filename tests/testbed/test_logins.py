@@ -20,7 +20,6 @@ from coordinator.config.deployments import read_deployment
 from coordinator.config.federation import read_federation
 from coordinator.engine.queues import read_queues
 from coordinator.engine.render import write
-from coordinator.engine.stuck_jobs import what_to_do
 from coordinator.preflight.remote import run as run_there
 from coordinator.streamflow_plugin.lanes import FEWEST
 from coordinator.streamflow_plugin.ssh import ParallelSSHConnector
@@ -184,7 +183,7 @@ def test_a_partition_that_is_down_is_told(testbed, material, tmp_path):
     try:
         assert ssh(testbed, a, f"sbatch --job-name={queue.job_name} --wrap 'sleep 60'").returncode == 0
         wait_until(lambda: bool(queue.jobs() and queue.jobs()[0].reason), 30, "a reason")
-        assert "partition takes no jobs" in what_to_do("slurm", queue.jobs()[0]), queue.jobs()
+        assert "partition takes no jobs" in queue.scheduler.what_to_do(queue.jobs()[0]), queue.jobs()
         assert len(queue.cancel(waiting_only=True)) == 1
         wait_until(lambda: not queue.jobs(), 30, "the job's end")
     finally:

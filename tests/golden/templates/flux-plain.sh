@@ -5,6 +5,7 @@
 #flux: --nodes=1
 #flux: --exclusive
 #flux: --time-limit=2h
+#flux: --signal=SIGUSR1@300s
 exec >crossfed-job.log 2>&1 # StreamFlow takes what a Flux job prints for the path of a file
 . ''"$HOME"'/crossfed/env.sh'
 export CROSSFED_HOSTS="$(flux hostlist --expand --delimiter=, instance)"

@@ -14,4 +14,7 @@ trap : USR1 TERM
 cd '/tmp/a b' && export X='it'\''s' && python3 -m facility.round --model "$(pwd)/m o" --out update 2>&1
 CROSSFED
 command="$enter$command"
-pbsdsh -- env CROSSFED_HOSTS="$hosts" bash -c "$command"
+set -o pipefail # pbsdsh ends with 0 and prints what its tasks ended with
+pbsdsh -- env CROSSFED_HOSTS="$hosts" bash -c "$command" 2>&1 |
+    awk '{ print; fflush() } /^pbsdsh: task 0x[0-9a-fA-F]+ exit status [0-9]+$/ && $NF > code { code = $NF }
+        END { exit code > 255 ? 1 : code }'

@@ -1,0 +1,1 @@
+"""One module a scheduler: how its jobs are listed, cancelled, asked about, and what its answers mean."""

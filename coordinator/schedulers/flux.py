@@ -1,0 +1,100 @@
+"""Flux: https://flux-framework.readthedocs.io/projects/flux-core/en/latest/man1/flux-jobs.html, flux-queue.html."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+from coordinator.schedulers.scheduler import FORGOTTEN, BatchScheduler, Ending, Job
+
+FIELDS = "{id} {returncode} {status} {result} {exception.type} {exception.note}"
+"""What is asked of a job; without a return code as yet, its field is empty."""
+STOPPED = re.compile(r"^(?:(\S+): )?(Scheduling is stopped.*)$", re.MULTILINE)
+
+
+class Flux(BatchScheduler):
+    """Asks `flux jobs` by id, which lists ended jobs too. A stopped queue stands only in `flux queue status`."""
+
+    name, title, program = "flux", "Flux", "flux"
+    connector = "streamflow.deployment.connector.queue_manager:FluxConnector"
+    limit_signal = "#flux: --signal=SIGUSR1@300s"
+    job_id = re.compile(r"[fƒ]\w+")
+    waiting = frozenset({"DEPEND", "PRIORITY", "SCHED"})
+    terminal = frozenset({"COMPLETED", "FAILED", "CANCELED", "TIMEOUT"})
+    silent = ("unable to connect to flux", "flux_open:")
+    advice = (
+        (r"urgency=0\b.*", "it is held: `flux job urgency {id} default` there"),
+        (r"urgency=\d+ .*after.*", "it waits for another job: remove the dependency from the template or `options:`"),
+        (
+            r"Scheduling is stopped.*",
+            "its queue is stopped: wait for the site, or name another in `fill: {queue: ...}`",
+        ),
+    )
+
+    def listing(self, name: str) -> str:
+        wanted = "'{id} {state} urgency={urgency} queue={queue} {dependencies}'"
+        return f"flux jobs -n -f pending,running --name={name} -o {wanted} && flux queue status"
+
+    def cancel(self, name: str) -> str:
+        return f"flux jobs -n -f pending,running --name={name} -o '{{id}}' | xargs -r flux cancel"
+
+    def cancel_waiting(self, name: str) -> str:
+        return f"flux jobs -n -f pending --name={name} -o '{{id}}' | xargs -r flux cancel"
+
+    def cancel_ids(self, ids: Sequence[str]) -> str:
+        return f"flux cancel {' '.join(ids)}"
+
+    def is_answer(self, text: str, code: int) -> bool:
+        """`flux cancel` fails for a job that ended meanwhile, which is as good."""
+        return code == 0 or "job is inactive" in text or "unknown job id" in text
+
+    def read_listing(self, text: str) -> list[Job]:
+        stopped = dict(STOPPED.findall(text))
+        return [self._with_queue(job, stopped) for job in super().read_listing(text)]
+
+    def _with_queue(self, job: Job, stopped: dict[str, str]) -> Job:
+        queue = re.search(r" queue=(\S*)", job.reason)
+        reason = re.sub(r" queue=\S*", "", job.reason).strip()
+        if not job.began and (words := stopped.get(queue[1] if queue else "", stopped.get(""))):
+            reason = reason if reason.startswith("urgency=0") else words
+        return replace(job, reason=reason)
+
+    def query(self, ids: Sequence[str]) -> str:
+        return f"flux jobs -n -o '{FIELDS}' {' '.join(ids)}"
+
+    def read_states(self, text: str, code: int, ids: Sequence[str]) -> dict[str, str]:
+        named = {_id(one): FORGOTTEN for one in re.findall(r"^JobID (\S+) unknown", text, re.MULTILINE)}
+        named |= {id: state for id, (_, state, _) in self._lines(text).items()}
+        return {one: named[_id(one)] for one in ids if _id(one) in named}
+
+    def query_ending(self, id: str) -> str:
+        return self.query([id])
+
+    def read_ending(self, text: str, code: int, id: str) -> Ending | None:
+        state = self.read_states(text, code, [id]).get(id, "")
+        if state == FORGOTTEN:
+            return Ending(state=FORGOTTEN, code=None, detail="Flux does not know it")
+        if state not in self.terminal:
+            return None
+        returned, _, said = self._lines(text)[_id(id)]
+        by_itself = state in ("COMPLETED", "FAILED") and "exec" not in said.split()[:1]
+        detail = f"{state}, exit code {returned}" + (f" ({said})" if said else "")
+        return Ending(state=state, code=int(returned) if by_itself and returned else None, detail=detail)
+
+    def _lines(self, text: str) -> dict[str, tuple[str, str, str]]:
+        """Return code (or ''), status and what was said of each job."""
+        found = {}
+        for line in text.splitlines():
+            match = re.fullmatch(r"([fƒ]\w+) +(-?\d+)? *([A-Z]+)(?: +[A-Z]+)?(?: +(.*))?", line.strip())
+            if match:
+                found[_id(match[1])] = (match[2] or "", match[3], (match[4] or "").strip())
+        return found
+
+
+def _id(text: str) -> str:
+    """One spelling: Flux writes ƒ where the terminal can, f where it cannot."""
+    return "ƒ" + text[1:] if text.startswith("f") else text
+
+
+SCHEDULER = Flux()

@@ -1,0 +1,119 @@
+"""OpenPBS and PBS Professional: https://2022.help.altair.com/2022.1.0/PBS%20Professional/PBSReferenceGuide2022.1.pdf."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from coordinator.schedulers.scheduler import FORGOTTEN, BatchScheduler, Ending, Job
+
+ANSWERS = (0, 35, 153)
+"""Codes of qstat that are answers: all is well, a job has finished, an id is unknown. A server that is down gives 255."""
+FINISHED = re.compile(r"qstat: (\S+) Job has finished")
+UNKNOWN = re.compile(r"qstat: Unknown Job Id (\S+)")
+
+
+class PBS(BatchScheduler):
+    """Asks `qstat` without -x: with it, a server that keeps no history (the default) answers 0 and names no job at all."""
+
+    name, title, program = "pbs", "PBS", "qsub"
+    connector = "streamflow.deployment.connector.queue_manager:PBSConnector"
+    output_file = "crossfed-job.log"
+    waiting = frozenset("QHW")
+    terminal = frozenset("FXC")
+    silent = (
+        "cannot connect to server",
+        "couldn't connect to cluster",
+        "connection refused",
+        "communication failure",
+        "end of file",
+        "timed out",
+    )
+    advice = (
+        (r"held=\w*u.*", "your account holds it: `qrls {id}` there"),
+        (r"held=.*", "the site's staff or a dependency hold it: `qstat -f {id}` shows Hold_Types and depend"),
+        (
+            r"(?i).*can never run.*",
+            "no node of the queue has what it asks for: lower `select` in the template; `pbsnodes -a` shows what there is",
+        ),
+        (
+            r"(?i).*queue not (started|enabled).*",
+            "the queue is closed: wait for the site, or name another in `fill: {queue: ...}`",
+        ),
+    )
+
+    def listing(self, name: str) -> str:
+        return f'ids=$(qselect -u "$(id -un)" -N {name}) && {{ [ -z "$ids" ] || qstat -f -F json $ids; }}'
+
+    def cancel(self, name: str) -> str:
+        return f'ids=$(qselect -u "$(id -un)" -N {name}) && {{ [ -z "$ids" ] || qdel $ids; }}'
+
+    def cancel_waiting(self, name: str) -> str:
+        return f'ids=$(qselect -u "$(id -un)" -N {name} -s QHW) && {{ [ -z "$ids" ] || qdel $ids; }}'
+
+    def cancel_ids(self, ids: Sequence[str]) -> str:
+        return f"qdel {' '.join(ids)}"
+
+    def is_answer(self, text: str, code: int) -> bool:
+        return code in ANSWERS
+
+    def read_listing(self, text: str) -> list[Job]:
+        found = []
+        for id, fields in _jobs(text).items():
+            state, held = str(fields.get("job_state", "")), f"held={fields.get('Hold_Types', '')} "
+            if state and state not in self.terminal:
+                reason = (held if state == "H" else "") + str(fields.get("comment", ""))
+                found.append(self.job(id, state, reason.strip()))
+        return found
+
+    def query(self, ids: Sequence[str]) -> str:
+        return f"qstat -f -Fjson {' '.join(ids)}"
+
+    def read_states(self, text: str, code: int, ids: Sequence[str]) -> dict[str, str]:
+        if code not in ANSWERS:
+            return {}
+        around = text[: text.find("{")] + text[text.rfind("}") + 1 :] if "{" in text else text
+        named = {one: "F" for one in FINISHED.findall(around)} | {one: FORGOTTEN for one in UNKNOWN.findall(around)}
+        named |= {id: str(fields.get("job_state", "")) for id, fields in _jobs(text).items()}
+        return {one: named[one] for one in ids if one in named}
+
+    def query_ending(self, id: str) -> str:
+        return f"qstat -xf -Fjson {id}"
+
+    def read_ending(self, text: str, code: int, id: str) -> Ending | None:
+        if code not in ANSWERS:
+            return None
+        fields = _jobs(text).get(id)
+        if fields is None:
+            none_kept = "not configured to maintain job history" in text
+            if not none_kept and code != 153:
+                return None
+            return Ending(
+                state=FORGOTTEN, code=None, detail="PBS keeps no history of jobs" if none_kept else "PBS forgot it"
+            )
+        if fields.get("job_state") not in self.terminal:
+            return None
+        status = fields.get("Exit_status")
+        host, _, path = str(fields.get("Output_Path", "")).partition(":")
+        said = str(fields.get("comment", ""))
+        detail = f"exit status {status}" if status is not None else "it never ran"
+        return Ending(
+            state=str(fields["job_state"]),
+            code=None if status is None else int(status),
+            detail=f"{detail} ({said})" if said else detail,
+            output=path or host,
+        )
+
+
+def _jobs(text: str) -> dict[str, dict[str, Any]]:
+    """`Jobs` of an answer of `qstat -Fjson`, complaints around it left out."""
+    start, end = text.find("{"), text.rfind("}")
+    try:
+        return dict(json.loads(text[start : end + 1], strict=False).get("Jobs", {}))
+    except (ValueError, AttributeError, TypeError):
+        return {}
+
+
+SCHEDULER = PBS()

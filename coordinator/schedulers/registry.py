@@ -1,0 +1,44 @@
+"""All schedulers: every module of this package that defines `SCHEDULER`, and entry points of the group `crossfed.schedulers`.
+
+An entry point names a `Scheduler` instance of another package; one of the same name takes the place of ours.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import pkgutil
+from functools import cache
+
+import coordinator.schedulers as package
+from coordinator.schedulers.scheduler import Scheduler
+from facility.exchange.errors import ConfigurationError
+
+GROUP = "crossfed.schedulers"
+
+
+@cache
+def schedulers() -> dict[str, Scheduler]:
+    """By name."""
+    found: dict[str, Scheduler] = {}
+    for module in pkgutil.iter_modules(package.__path__):
+        one = getattr(importlib.import_module(f"{package.__name__}.{module.name}"), "SCHEDULER", None)
+        if one is not None:
+            found[one.name] = one
+    for entry in importlib.metadata.entry_points(group=GROUP):
+        one = entry.load()
+        if not isinstance(one, Scheduler):
+            raise ConfigurationError(
+                f"entry point {entry.value!r} of {GROUP} is a {type(one).__name__}, expected a "
+                "coordinator.schedulers.scheduler.Scheduler"
+            )
+        found[one.name] = one
+    return found
+
+
+def scheduler(name: str) -> Scheduler:
+    """Raises `ConfigurationError` with the known names."""
+    try:
+        return schedulers()[name]
+    except KeyError:
+        raise ConfigurationError(f"{name!r} is not a scheduler, expected one of {', '.join(schedulers())}") from None

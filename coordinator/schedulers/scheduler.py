@@ -1,0 +1,167 @@
+"""What CrossFed asks of a scheduler, and the one rule by which its answers are read.
+
+A job has ended only when the scheduler itself names a terminal state for it, or says that it does not know the id. No
+answer, an empty answer and an unknown state are silence: they are asked again and never count as an end.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from facility.exchange.messages.outcome import Outcome
+
+FORGOTTEN = "FORGOTTEN"
+"""State of a job whose id the scheduler says it does not know (any more)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One job in a queue."""
+
+    id: str
+    state: str
+    """As the scheduler calls it."""
+    began: bool
+    reason: str = ""
+    """Why it waits, in the scheduler's words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """How a job ended."""
+
+    state: str
+    """As the scheduler calls it."""
+    code: int | None
+    """Exit code of the job's script where it ended by itself; None: it was ended, or the scheduler does not say."""
+    detail: str = ""
+    """The scheduler's words about it."""
+    output: str = ""
+    """File with what the job printed, where the scheduler names it."""
+
+    @property
+    def step_code(self) -> int:
+        """Exit code of the workflow step: any but ours is `skipped`, since a step that fails ends the run for all."""
+        return step_code(self.code)
+
+    @property
+    def problem(self) -> str:
+        """A sentence for the log when the job did not end as it should, else ''."""
+        if self.code in (Outcome.DONE, Outcome.SKIPPED):
+            return ""
+        if self.state == FORGOTTEN:
+            return f"ended, its exit code is not known ({self.detail}); what it left decides"
+        return f"did not end well: {self.detail or self.state}" + (
+            f"; its output is {self.output}" if self.output else ""
+        )
+
+
+def step_code(code: int | None) -> int:
+    """A job's exit code as the workflow knows it: 0, or 7 for everything else."""
+    return code if code in (Outcome.DONE, Outcome.SKIPPED) else int(Outcome.SKIPPED)
+
+
+class Scheduler(ABC):
+    """Finds our jobs at a facility by their name. Every method gives a shell line or reads what one printed."""
+
+    name: ClassVar[str]
+    """`deployment.type` in federation.yml."""
+    title: ClassVar[str]
+    """As its users write it."""
+    waiting: ClassVar[frozenset[str]] = frozenset()
+    """States of a job that has not begun."""
+    job_id: ClassVar[re.Pattern[str]] = re.compile(r"\d[\w.\[\]@-]*")
+    """What a line of a listing begins with; banners and complaints do not."""
+    advice: ClassVar[Sequence[tuple[str, str]]] = ()
+    """Patterns of reasons that do not clear by themselves, and what to do; whatever is not listed is ordinary waiting."""
+
+    @abstractmethod
+    def listing(self, name: str) -> str:
+        """Shell line that lists those of our jobs with this (quoted) name that have not ended, with why they wait."""
+
+    @abstractmethod
+    def cancel(self, name: str) -> str:
+        """Shell line that cancels all our jobs of this (quoted) name, waiting or running."""
+
+    @abstractmethod
+    def cancel_waiting(self, name: str) -> str:
+        """Shell line that cancels only those that have not begun."""
+
+    def is_answer(self, text: str, code: int) -> bool:
+        """True when a listing or a question about jobs was answered."""
+        return code == 0
+
+    def read_listing(self, text: str) -> list[Job]:
+        """Jobs of the listing's lines `id state reason`; lines that are none (banners, complaints) are passed over."""
+        found = []
+        for line in text.splitlines():
+            words = line.split(maxsplit=2)
+            if len(words) >= 2 and self.job_id.fullmatch(words[0]) and words[1].isupper():
+                found.append(self.job(words[0], words[1], "".join(words[2:]).strip()))
+        return found
+
+    def job(self, id: str, state: str, reason: str) -> Job:
+        """A job in the queue; the reason counts only while it waits."""
+        began = state not in self.waiting
+        return Job(id=id, state=state, began=began, reason="" if began else reason)
+
+    def what_to_do(self, job: Job) -> str:
+        """A sentence for a job whose reason does not clear by itself, else ''."""
+        for pattern, sentence in self.advice:
+            if not job.began and re.fullmatch(pattern, job.reason):
+                return sentence.replace("{id}", job.id)
+        return ""
+
+
+class BatchScheduler(Scheduler):
+    """A scheduler with a queue: jobs have ids, wait, and end with a state."""
+
+    program: ClassVar[str]
+    """Command that submits."""
+    connector: ClassVar[str]
+    """StreamFlow's connector that submits, as `module:class`."""
+    terminal: ClassVar[frozenset[str]]
+    """States from which a job does not come back."""
+    silent: ClassVar[Sequence[str]]
+    """Words (lower case) by which a command says that nobody answered; anything else is an answer."""
+    limit_signal: ClassVar[str] = ""
+    """Directive by which a job is warned before its time limit; '': the scheduler sends TERM by itself."""
+    output_file: ClassVar[str] = ""
+    """File in the job's directory to send its output to; '': the scheduler writes there by itself."""
+
+    @abstractmethod
+    def cancel_ids(self, ids: Sequence[str]) -> str:
+        """Shell line that cancels these jobs."""
+
+    @abstractmethod
+    def query(self, ids: Sequence[str]) -> str:
+        """Shell line that asks for the state of these jobs, ended ones too."""
+
+    @abstractmethod
+    def read_states(self, text: str, code: int, ids: Sequence[str]) -> dict[str, str]:
+        """State by id, of those that the answer to `query` names; `FORGOTTEN` where it says that it knows none such."""
+
+    @abstractmethod
+    def query_ending(self, id: str) -> str:
+        """Shell line that asks how a job ended."""
+
+    @abstractmethod
+    def read_ending(self, text: str, code: int, id: str) -> Ending | None:
+        """How it ended; None when the answer does not say so."""
+
+    def ended(self, states: Mapping[str, str], ids: Iterable[str]) -> list[str]:
+        """Those of `ids` for which the scheduler named an end."""
+        return [one for one in ids if states.get(one) in self.terminal or states.get(one) == FORGOTTEN]
+
+    def is_silence(self, text: str) -> bool:
+        """True when a command failed because nobody answered, not because of what was asked."""
+        return any(words in text.lower() for words in self.silent)
+
+    def read_id(self, text: str) -> str:
+        """The id of a submitted job in what the submission printed; '' when there is none."""
+        words = [line.split(";")[0].strip() for line in text.splitlines()]
+        return next((word for word in reversed(words) if self.job_id.fullmatch(word)), "")

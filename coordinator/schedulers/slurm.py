@@ -1,0 +1,125 @@
+"""Slurm: https://slurm.schedmd.com/squeue.html, scancel.html, scontrol.html, sacct.html, job_reason_codes.html."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from coordinator.schedulers.scheduler import FORGOTTEN, BatchScheduler, Ending
+
+UNKNOWN = "invalid job id"
+
+
+class Slurm(BatchScheduler):
+    """Asks `squeue` for all states, since lists of states miss some: SIGNALING is a running job that was just signalled."""
+
+    name, title, program = "slurm", "Slurm", "sbatch"
+    connector = "streamflow.deployment.connector.queue_manager:SlurmConnector"
+    limit_signal = "#SBATCH --signal=USR1@300"
+    waiting = frozenset({"PENDING", "SUSPENDED", "REQUEUED", "SPECIAL_EXIT"})
+    terminal = frozenset(
+        "BOOT_FAIL CANCELLED COMPLETED DEADLINE FAILED NODE_FAIL OUT_OF_MEMORY PREEMPTED TIMEOUT".split()
+    )
+    silent = (
+        "unable to contact slurm controller",
+        "socket timed out",
+        "connection refused",
+        "zero bytes were transmitted",
+        "controller is not responding",
+        "slurm backup controller in standby",
+        "connect failure",
+        "slurm_load_jobs error",
+    )
+    advice = (
+        (r"JobHeldUser", "your account holds it: `scontrol release {id}` there"),
+        (r"JobHeldAdmin", "the site's staff hold it: ask them why"),
+        (
+            r"job_requeued_in_held_state|launch_failed_requeued_held|JobLaunchFailure",
+            "it could not be started and was held: look at its output, then `scontrol release {id}`",
+        ),
+        (
+            r"DependencyNeverSatisfied",
+            "it waits for a job that failed: remove --dependency from the template or `options:`",
+        ),
+        (
+            r"Partition(Down|Inactive)",
+            "the partition takes no jobs to its nodes: wait for the site, or name another in `fill: {partition: ...}`",
+        ),
+        (
+            r"Partition(NodeLimit|TimeLimit)|MaxMemPerLimit",
+            "it asks for more than the partition allows: lower nodes, time or memory; "
+            "`sinfo -o '%P %l %D %m'` shows the limits",
+        ),
+        (
+            r"(Assoc|QOS)(Grp|Max)\w*(Minutes|Billing)\w*",
+            "the budget of the account is spent: ask for more, or name another account",
+        ),
+        (
+            r"(Assoc|QOS)\w*(PerJob|PerNode|WallDuration)\w*",
+            "it asks for more than account or QOS allow one job: `sacctmgr show assoc user=$USER` and "
+            "`sacctmgr show qos` show the limits; lower what the template asks for",
+        ),
+        (
+            r"Invalid(Account|QOS)|AccountNotAllowed|QOSNotAllowed",
+            "account or QOS may not use this partition: correct `fill:` or `options:`",
+        ),
+        (
+            r"BadConstraints|ReqNodeNotAvail.*|NodeDown",
+            "nodes it asks for are down, reserved or do not exist: `sinfo -R` tells why; "
+            "ask for others, or wait for the site's maintenance to end",
+        ),
+        (r"ReservationDeleted|InvalidReservation", "its reservation is gone: remove --reservation"),
+    )
+
+    def listing(self, name: str) -> str:
+        return f"squeue -h -u \"$(id -un)\" -n {name} -o '%i %T %r'"
+
+    def cancel(self, name: str) -> str:
+        return f'scancel -u "$(id -un)" -n {name}'
+
+    def cancel_waiting(self, name: str) -> str:
+        return f'scancel -u "$(id -un)" -n {name} -t PENDING'
+
+    def cancel_ids(self, ids: Sequence[str]) -> str:
+        return f"scancel {' '.join(ids)}"
+
+    def query(self, ids: Sequence[str]) -> str:
+        return f"squeue -h -t all -o '%i %T' -j {','.join(ids)}"
+
+    def read_states(self, text: str, code: int, ids: Sequence[str]) -> dict[str, str]:
+        """squeue passes over ids that it does not know, unless it is asked for one alone: then it says so."""
+        if code != 0:
+            return {ids[0]: FORGOTTEN} if len(ids) == 1 and UNKNOWN in text.lower() else {}
+        lines = (line.split() for line in text.splitlines())
+        return {words[0]: words[1] for words in lines if len(words) == 2 and words[0] in ids}
+
+    def query_ending(self, id: str) -> str:
+        return f"scontrol show -o job {id} || sacct -X -n -P -o State,ExitCode -j {id}"
+
+    def read_ending(self, text: str, code: int, id: str) -> Ending | None:
+        fields = dict(word.split("=", 1) for word in text.split() if "=" in word)
+        if fields.get("JobId") == id and "JobState" in fields:
+            state, exit_code = fields["JobState"], fields.get("ExitCode", "0:0")
+            return self._ending(state, exit_code, fields.get("StdOut", ""))
+        accounted = re.findall(r"^([A-Z_]+)[^|\n]*\|(\d+:\d+)$", text, re.MULTILINE)
+        if accounted:
+            state, exit_code = accounted[-1]
+            return self._ending(state, exit_code, "")
+        if UNKNOWN in text.lower():
+            return Ending(state=FORGOTTEN, code=None, detail="Slurm does not know it any more")
+        return None
+
+    def _ending(self, state: str, exit_code: str, output: str) -> Ending | None:
+        """`exit_code` is Slurm's `code:signal`: a cancelled job has code 0 too."""
+        if state not in self.terminal:
+            return None
+        code, _, number = exit_code.partition(":")
+        how = f"{state}, exit code {code}" + (f", signal {number}" if number not in ("", "0") else "")
+        by_itself = state == "COMPLETED" or state == "FAILED" and number in ("", "0")
+        return Ending(state=state, code=int(code) if by_itself else None, detail=how, output=output)
+
+    def is_silence(self, text: str) -> bool:
+        return super().is_silence(text) and UNKNOWN not in text.lower()
+
+
+SCHEDULER = Slurm()
