@@ -43,7 +43,7 @@ from facility.exchange.checkpoints.writer import TensorWriter, layout_like
 from facility.exchange.errors import ConfigurationError, TryAgain, UpdateRefused, exit_on_error
 from facility.exchange.files.durable import new_directory
 from facility.exchange.messages.manifest import NAME, Manifest, read_manifest, write_manifest
-from facility.exchange.messages.settings import from_mapping
+from facility.exchange.validation import parse
 
 ADAPTERS = "adapter_config.json"
 OUTPUT = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
@@ -342,7 +342,7 @@ def read_settings(path: Path | None = None, rule: str | None = None, weights: st
             raw = raw["aggregation"]
     if isinstance(raw, dict):
         raw = raw | ({"rule": rule} if rule else {}) | ({"weights": weights} if weights else {})
-    return from_mapping(AggregationSettings, raw, where="", file=path)
+    return parse(AggregationSettings, raw, where="", file=path)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -20,7 +20,7 @@ import numpy
 
 from facility.exchange.errors import ConfigurationError, InputError
 from facility.exchange.messages.manifest import sha256_of
-from facility.exchange.messages.settings import from_mapping
+from facility.exchange.validation import parse, validated
 
 FORMAT = 1
 NAME = "dataset.json"
@@ -33,7 +33,7 @@ class DatasetError(InputError):
     """A prepared dataset, or what it was to be prepared from, is not usable."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@validated(frozen=True, kw_only=True)
 class SourceEntry:
     """One file (or dataset) that the blocks were made from."""
 
@@ -47,7 +47,7 @@ class SourceEntry:
     """Bytes; for a `datasets` dataset its rows."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@validated(frozen=True, kw_only=True)
 class SplitEntry:
     """What one split holds."""
 
@@ -69,7 +69,7 @@ class SplitEntry:
     """Classification only: hex digest of the `.rows.npy` file."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@validated(frozen=True, kw_only=True)
 class DatasetManifest:
     """`dataset.json`: what was prepared, from what, how."""
 
@@ -188,9 +188,9 @@ def open_dataset(path: Path | str) -> PreparedDataset:
         splits, sources = raw.pop("splits", None), raw.pop("sources", None)
         if not isinstance(splits, dict) or not isinstance(sources, list):
             raise ConfigurationError("`splits` must be an object and `sources` a list")
-        entries = {name: from_mapping(SplitEntry, value, where=f"splits.{name}") for name, value in splits.items()}
-        origin = [from_mapping(SourceEntry, value, where="sources") for value in sources]
-        manifest = from_mapping(DatasetManifest, raw | {"splits": {}, "sources": []})
+        entries = {name: parse(SplitEntry, value, where=f"splits.{name}") for name, value in splits.items()}
+        origin = [parse(SourceEntry, value, where="sources") for value in sources]
+        manifest = parse(DatasetManifest, raw | {"splits": {}, "sources": []})
     except ConfigurationError as error:
         raise DatasetError(f"{file} is malformed: {error}") from None
     dataset = PreparedDataset(

@@ -31,13 +31,13 @@ from typing import Any
 from facility.exchange.errors import InputError
 from facility.exchange.files.durable import new_directory, write_json, write_text
 from facility.exchange.messages.manifest import Manifest, read_manifest, verify_manifest, write_manifest
-from facility.exchange.messages.settings import from_mapping
+from facility.exchange.validation import parse, validated
 
 FORMAT = 1
 ROUND = re.compile(r"round-(\d{4,})")
 
 
-@dataclass(frozen=True, kw_only=True)
+@validated(frozen=True, kw_only=True)
 class FacilityRow:
     """One row of `history.jsonl`: what one facility did in one round."""
 
@@ -65,7 +65,7 @@ class FacilityRow:
     """Digest of the model that it said to keep; empty: none."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@validated(frozen=True, kw_only=True)
 class RoundFile:
     """`round.json`."""
 
@@ -123,7 +123,7 @@ class Archive:
     def read_round(self, number: int) -> RoundFile:
         path = self.round_directory(number) / "round.json"
         try:
-            return from_mapping(RoundFile, json.loads(path.read_text()), file=path)
+            return parse(RoundFile, json.loads(path.read_text()), file=path)
         except (OSError, ValueError) as error:
             raise InputError(f"{path} cannot be read: {error}") from None
 

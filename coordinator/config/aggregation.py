@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import field
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Le, Lt
 
 from facility.exchange.errors import ConfigurationError
+from facility.exchange.text import Pattern
+from facility.exchange.validation import NonNegative, Positive, Share, validated
 
 COMBINERS = {
     "mean": "weighted mean (McMahan et al. 2017)",
@@ -55,35 +58,31 @@ def split_rule(rule: str) -> tuple[str, str]:
     return (combiners or ["mean"])[0], (outers or ["plain"])[0]
 
 
-@dataclass(frozen=True, kw_only=True)
+@validated(frozen=True, kw_only=True)
 class ScreenSettings:
     """Which updates look unlike the others, and what happens to them."""
 
     action: Literal["off", "report", "quarantine"] = "report"
     """`report` names them in round.json; `quarantine` also leaves them out of the round."""
-    norm_ratio: float = 5.0
+    norm_ratio: NonNegative[float] = 5.0
     """An update whose norm is more than so many times the median norm, or less than its inverse, is out of line; 0: off."""
-    cosine_minimum: float = -0.5
+    cosine_minimum: Annotated[float, Ge(-1), Le(1)] = -0.5
     """An update whose cosine to the mean of the others is lower is out of line; -1: off."""
-    minimum_updates: int = 3
+    minimum_updates: Annotated[int, Ge(2)] = 3
     """Fewer updates than this are not screened: there is no majority to be out of line with."""
 
     def __post_init__(self) -> None:
         if self.norm_ratio and self.norm_ratio <= 1:
             raise ConfigurationError(f"norm_ratio is {self.norm_ratio}, expected more than 1, or 0 for off")
-        if not -1 <= self.cosine_minimum <= 1:
-            raise ConfigurationError(f"cosine_minimum is {self.cosine_minimum}, expected -1 to 1")
-        if self.minimum_updates < 2:
-            raise ConfigurationError(f"minimum_updates is {self.minimum_updates}, expected 2 or more")
 
 
-@dataclass(frozen=True, kw_only=True)
+@validated(frozen=True, kw_only=True)
 class AggregationSettings:
     """What the coordinator does with the updates of a round."""
 
     rule: str = "nesterov"
     """How updates are combined, how the step is applied, or both joined by `+`: `mean`, `fedadam`, `median+nesterov`."""
-    weights: Literal["tokens", "samples", "equal"] | dict[str, float] = "tokens"
+    weights: Literal["tokens", "samples", "equal"] | dict[str, Positive[float]] = "tokens"
     """What an update counts: its report's tokens or samples, the same for all, or numbers by facility."""
     server_learning_rate: float = 0.0
     """Multiplies the combined step (eta in Reddi et al.; the outer learning rate in DiLoCo); 0: the rule's own, which is
@@ -93,37 +92,37 @@ class AggregationSettings:
     of fedavgm and slowmo, 0.5 of the others."""
     momentum_warmup: bool = True
     """nesterov: momentum t / (t + 3) in round t = 0, 1, ... until it reaches `momentum`; false: from the first round on."""
-    beta2: float = 0.99
+    beta2: Annotated[float, Ge(0), Lt(1)] = 0.99
     """Of fedadam and fedyogi."""
-    tau: float = 1e-3
+    tau: Positive[float] = 1e-3
     """Adaptivity floor of fedadam, fedyogi and fedadagrad."""
-    slowmo_learning_rate: float = 1.0
+    slowmo_learning_rate: Positive[float] = 1.0
     """The facilities' learning rate by which SlowMo divides the step (gamma); 1 leaves it as it is."""
-    byzantine: int = 0
+    byzantine: NonNegative[int] = 0
     """Updates that may be hostile (f of Krum, multi-Krum and Bulyan)."""
-    trim: float = 0.2
+    trim: Annotated[float, Ge(0), Lt(0.5)] = 0.2
     """Share of updates dropped at either end by trimmed_mean (at least one when above 0)."""
-    iterations: int = 8
+    iterations: Positive[int] = 8
     """Weiszfeld iterations of geometric_median."""
-    density: float = 0.2
+    density: Share = 0.2
     """Share of each update that ties and dare keep."""
     seed: int = 0
     """Of dare's random choice, mixed with round, facility and tensor."""
-    clip_norm: float = 0.0
+    clip_norm: NonNegative[float] = 0.0
     """Updates with a larger L2 norm are scaled down to it; 0: off."""
-    clip_ratio: float = 0.0
+    clip_ratio: NonNegative[float] = 0.0
     """The same, as a multiple of the median norm of the round; 0: off."""
-    maximum_staleness: int = 0
+    maximum_staleness: NonNegative[int] = 0
     """Rounds an update may be late; 0 refuses every update of another round."""
-    staleness_exponent: float = 0.5
+    staleness_exponent: NonNegative[float] = 0.5
     """An update s rounds late counts (1 + s) ** -exponent of its weight."""
     accumulate: Literal["float32", "float64"] = "float32"
     """Dtype of the sum."""
     output_dtype: Literal["keep", "bfloat16", "float16", "float32"] = "keep"
     """Dtype of the next model's floating-point tensors; `keep`: each as in the base model."""
-    include: list[str] = field(default_factory=list)
+    include: list[Pattern] = field(default_factory=list)
     """Glob patterns of the tensors that are federated; none: all."""
-    exclude: list[str] = field(default_factory=list)
+    exclude: list[Pattern] = field(default_factory=list)
     """Glob patterns of the tensors that are not: they stay as in the base model, and personal at each facility."""
     lora: Literal["factors", "product"] = "factors"
     """LoRA updates: mean of the factors, or the exact mean of the products factorised again at the same rank."""
@@ -139,32 +138,16 @@ class AggregationSettings:
         for name, unset, value in zip(("server_learning_rate", "momentum"), (0, -1), own, strict=True):
             if getattr(self, name) == unset:
                 object.__setattr__(self, name, value)
-        if isinstance(self.weights, dict):
-            for name, weight in self.weights.items():
-                if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
-                    raise ConfigurationError(f"weights.{name} is {weight!r}, expected a number above 0")
-        for name in ("server_learning_rate", "tau", "slowmo_learning_rate", "iterations"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ConfigurationError(f"{name} is {getattr(self, name)}, expected more than 0")
-        for name in ("momentum", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ConfigurationError(f"{name} is {getattr(self, name)}, expected 0 or more and less than 1")
-        for name in ("byzantine", "clip_norm", "clip_ratio", "maximum_staleness", "staleness_exponent"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ConfigurationError(f"{name} is {getattr(self, name)}, expected 0 or more")
-        if not 0 <= self.trim < 0.5:
-            raise ConfigurationError(f"trim is {self.trim}, expected 0 or more and less than 0.5")
-        if not 0 < self.density <= 1:
-            raise ConfigurationError(f"density is {self.density}, expected more than 0 and at most 1")
+        if self.server_learning_rate <= 0:
+            raise ConfigurationError(f"server_learning_rate is {self.server_learning_rate}, expected more than 0")
+        if not 0 <= self.momentum < 1:
+            raise ConfigurationError(f"momentum is {self.momentum}, expected 0 or more and less than 1")
         if self.lora == "product" and (self.combiner, self.outer) != ("mean", "plain"):
             raise ConfigurationError(
                 f"lora is 'product', which is a mean of its own; rule is {self.rule!r}, expected 'mean'"
             )
         if self.screen.action == "quarantine" and self.statistics != "exact":
             raise ConfigurationError("screen.action is 'quarantine', which needs statistics 'exact'")
-        for name in ("include", "exclude"):
-            if bad := [pattern for pattern in getattr(self, name) if not isinstance(pattern, str) or not pattern]:
-                raise ConfigurationError(f"{name} holds {bad[0]!r}, expected glob patterns")
 
     @property
     def combiner(self) -> str:

@@ -17,23 +17,24 @@ import difflib
 import importlib.util
 import json
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from coordinator.schedulers.none import MARK
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.job_template import Environment, fill_template
-from facility.exchange.messages.settings import from_mapping
+from facility.exchange.validation import AtLeastOne, NonNegative, parse, validated
 
 HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(:\d{1,5})?|\[[0-9A-Fa-f:.]+\](:\d{1,5})?")
 USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@+-]*")
 WORKDIR = re.compile(r"/[A-Za-z0-9_./@%+=:,-]*")
+Kind = Literal["local", "ssh", "slurm", "pbs", "flux"]
 QUEUES = ("slurm", "pbs", "flux")
 SERVICE = "train"
 
 
-@dataclass(frozen=True, kw_only=True)
+@validated(frozen=True, kw_only=True)
 class Connection:
     """One ssh host."""
 
@@ -66,11 +67,11 @@ class Connection:
         return {key: value for key, value in values.items() if value} | {"checkHostKey": True}
 
 
-@dataclass(frozen=True, kw_only=True)
+@validated(frozen=True, kw_only=True)
 class Deployment(Connection):
     """`facilities[].deployment`."""
 
-    type: Literal["local", "ssh", "slurm", "pbs", "flux"] = "local"
+    type: Kind = "local"
     tunnel: Connection = field(default_factory=Connection)
     """Jump host to go through."""
     transfer: Connection = field(default_factory=Connection)
@@ -84,24 +85,24 @@ class Deployment(Connection):
     options: dict[str, Any] = field(default_factory=dict)
     """The scheduler's limits by StreamFlow's names (`time: "04:00:00"`, `nodes: "4"`, ...); they win over the template's."""
     environment: Environment = field(default_factory=Environment)
-    max_jobs: int = 2
+    max_jobs: AtLeastOne[int] = 2
     """Jobs of ours in the queue at once."""
-    polling_seconds: int = 10
+    polling_seconds: AtLeastOne[int] = 10
     """How often the queue is asked."""
-    give_up_minutes: int = 120
+    give_up_minutes: NonNegative[int] = 120
     """How long a job may wait for a reason that does not clear by itself (held, partition down, no such nodes, budget spent)
     before it is cancelled and the round goes on without the facility; 0: for ever."""
-    connections: int = 1
+    connections: AtLeastOne[int] = 1
     """ssh connections at once."""
-    sessions: int = 10
+    sessions: AtLeastOne[int] = 10
     """Sessions in each ssh connection; sshd's MaxSessions is 10 unless the site changed it."""
-    retries: int = 240
+    retries: AtLeastOne[int] = 240
     """Times a lost ssh connection is tried again."""
-    retry_seconds: int = 30
+    retry_seconds: AtLeastOne[int] = 30
     """Pause between two tries: with the default number, the login node may be away for two hours."""
-    connect_seconds: int = 30
+    connect_seconds: AtLeastOne[int] = 30
     """Time for one try."""
-    gpu_memory_gb: float = 0.0
+    gpu_memory_gb: NonNegative[float] = 0.0
     """Memory of one GPU in GB, for the check's estimate; 0: unknown."""
     known_hosts: str = ""
     """File with the hosts' keys, for `crossfed check`; StreamFlow reads ~/.ssh/known_hosts, or what UserKnownHostsFile in
@@ -130,21 +131,6 @@ class Deployment(Connection):
             raise ConfigurationError(
                 f"template is missing, expected for instance ../templates/{self.type}.sh", key="type"
             )
-        for name in (
-            "max_jobs",
-            "polling_seconds",
-            "connections",
-            "sessions",
-            "retries",
-            "retry_seconds",
-            "connect_seconds",
-        ):
-            if getattr(self, name) < 1:
-                raise ConfigurationError(f"{name} is {getattr(self, name)}, expected 1 or more", key=name)
-        if self.give_up_minutes < 0:
-            raise ConfigurationError(
-                f"give_up_minutes is {self.give_up_minutes}, expected minutes, or 0 for ever", key="give_up_minutes"
-            )
         if self.type in QUEUES:
             _check_options(self.type, self.options)
         elif self.options:
@@ -160,7 +146,7 @@ class Deployment(Connection):
 
 def read_deployment(raw: dict[str, Any], where: str) -> Deployment:
     """Raises `ConfigurationError` with the key below `where`."""
-    return from_mapping(Deployment, raw, where=where)
+    return parse(Deployment, raw, where=where)
 
 
 def job_template(deployment: Deployment, folder: Path, name: str = "") -> str | None:

@@ -2,66 +2,89 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from coordinator.config.aggregation import AggregationSettings
-from coordinator.config.buffering import GroupSettings
+from pydantic import BeforeValidator
+
 from coordinator.config.compatibility import check_groups
-from coordinator.config.deployments import Deployment, read_deployment
-from coordinator.config.settings import ClaimSettings, SendingSettings, StopSettings
+from coordinator.config.deployments import Deployment, Kind
+from coordinator.config.settings import RoundSettings
 from coordinator.config.yaml_lines import Lined
 from facility.exchange.errors import ConfigurationError
-from facility.exchange.messages.settings import TrainingSettings, from_mapping
+from facility.exchange.messages.settings import TrainingSettings
+from facility.exchange.text import DatasetPath, Line, Name
+from facility.exchange.validation import NonNegative, parse, validated
 
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 BLANK = re.compile(r"<[^<>]+>")
 """What `crossfed init` leaves where the user has to write."""
 
 
-@dataclass(frozen=True, kw_only=True)
+def _by_word(value: Any) -> Any:
+    return {"type": value} if isinstance(value, str) else value
+
+
+@validated(frozen=True, kw_only=True)
 class Facility:
     """One entry of `facilities:`."""
 
-    name: str
+    name: Name
     """Letters, digits, dots, hyphens, underscores; starts with a letter or digit."""
-    dataset: str
+    dataset: DatasetPath
     """Prepared dataset (facility.prepare) on that facility. Absolute, or `~/...`, or, for a local facility, relative
-    to federation.yml. It travels as text only."""
-    deployment: dict[str, Any] = field(default_factory=lambda: {"type": "local"})
-    """How to reach the facility, see `coordinator.config.deployments`; a mapping, or the word `local`."""
+    to federation.yml. Only this path is sent; the dataset's files never are."""
+    deployment: Annotated[Deployment, BeforeValidator(_by_word, json_schema_input_type=Deployment | Kind)] = field(
+        default_factory=Deployment
+    )
+    """How to reach the facility: a mapping, or a word such as `local`."""
     training: TrainingSettings = field(default_factory=TrainingSettings)
-    """The federation's `training:` with this facility's own changes."""
+    """Changes of this facility to the federation's `training:`."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Federation:
-    """The whole file, checked."""
+@validated(frozen=True, kw_only=True)
+class FederationFile(RoundSettings):
+    """The keys of federation.yml."""
+
+    name: Name
+    """Name of the federation: of its archive, and of its jobs in every queue."""
+    model: Line
+    """Directory of the initial Hugging Face checkpoint, relative to the file."""
+    facilities: list[Facility]
+    """Who takes part, one entry each."""
+    training: TrainingSettings = field(default_factory=TrainingSettings)
+    """What every facility does in a round; an entry of `facilities:` may change any key of it."""
+    seed: NonNegative[int] = 0
+    """Each facility derives its own from it, its name and the round."""
+    archive: Line = ""
+    """Directory that outlives the run, relative to the file; default `../.crossfed/<name>/archive`."""
+    workdir: Line = ""
+    """StreamFlow's working directory on the coordinator (and of local facilities), relative to the file; default
+    `../.crossfed/<name>/work`."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.minimum_facilities <= len(self.facilities):
+            raise ConfigurationError(
+                f"minimum_facilities is {self.minimum_facilities}, expected 1 to {len(self.facilities)} "
+                "(the number of facilities)"
+            )
+        seen: set[str] = set()
+        for number, facility in enumerate(self.facilities):
+            if facility.name.lower() in seen:
+                raise ConfigurationError(
+                    f"facility {facility.name!r} is listed twice; names must differ (case does not count)",
+                    key=f"facilities[{number}].name",
+                )
+            seen.add(facility.name.lower())
+
+
+@validated(frozen=True, kw_only=True)
+class Federation(FederationFile):
+    """The whole file, checked, and where it is."""
 
     file: Path
-    name: str
-    model: str
-    """Directory of the initial Hugging Face checkpoint, relative to the file."""
-    rounds: int
-    facilities: list[Facility]
-    seed: int = 0
-    archive: str = ""
-    """Directory that outlives the run, relative to the file; default `../.crossfed/<name>/archive`."""
-    workdir: str = ""
-    """StreamFlow's working directory on the coordinator (and of local facilities), relative to the file; default `../.crossfed/<name>/work`."""
-    minimum_facilities: int = 1
-    retries: int = 0
-    come_backs: int = 50
-    keep_rounds: int = 3
-    final_evaluation: bool = True
-    aggregation: AggregationSettings = field(default_factory=AggregationSettings)
-    sending: SendingSettings = field(default_factory=SendingSettings)
-    claims: ClaimSettings = field(default_factory=ClaimSettings)
-    stop: StopSettings = field(default_factory=StopSettings)
-    groups: GroupSettings | None = None
-    """Groups of facilities that average as updates arrive, in place of rounds; absent: rounds."""
 
     @property
     def archive_path(self) -> Path:
@@ -70,11 +93,6 @@ class Federation:
     @property
     def workdir_path(self) -> Path:
         return self.path(self.workdir or f"../.crossfed/{self.name}/work")
-
-    def deployment(self, facility: Facility) -> Deployment:
-        """How to reach one of the facilities."""
-        number = self.facilities.index(facility)
-        return read_deployment(facility.deployment, f"facilities[{number}].deployment")
 
     def path(self, text: str) -> Path:
         """Absolute form of a path in the file."""
@@ -100,17 +118,19 @@ def _build(lined: Lined) -> Federation:
     if empty := [path for path, text in lined.texts() if BLANK.fullmatch(text)]:
         places = ", ".join(f"{path} (line {lined.lines[path]})" for path in empty)
         raise lined.error(f"{len(empty)} value(s) in <angle brackets> are still to be filled in: {places}", empty[0])
-    if "file" in data:
-        raise lined.error("unknown key 'file'", "file")
     data = dict(data)
-    defaults = data.pop("training", None) or {}
-    from_mapping(TrainingSettings, defaults, where="training")  # wrong defaults are told at their own line
+    defaults = data.get("training") or {}
+    parse(TrainingSettings, defaults, where="training")  # so that an error in them has their own line
+    data["training"] = defaults
     entries = data.get("facilities")
     if not isinstance(entries, list) or not entries:
-        raise lined.error("facilities is empty or no list, expected entries with name and dataset", "facilities")
+        raise lined.error("facilities is empty or not a list, expected entries with name and dataset", "facilities")
     data["facilities"] = [_merged(entry, defaults) for entry in entries]
-    federation = from_mapping(Federation, data | {"file": lined.file})
-    _check(lined, federation)
+    declared = parse(FederationFile, data)
+    keys = {key.name: getattr(declared, key.name) for key in dataclasses.fields(declared)}
+    federation = Federation(file=lined.file, **keys)
+    if federation.groups is not None:
+        check_groups(lined.data, federation)
     return federation
 
 
@@ -122,44 +142,7 @@ def _merged(entry: Any, defaults: dict[str, Any]) -> Any:
     own = entry.get("training")
     if own is None or isinstance(own, dict):
         entry["training"] = defaults | (own or {})
-    if isinstance(entry.get("deployment"), str):
-        entry["deployment"] = {"type": entry["deployment"]}
     return entry
-
-
-def _check(lined: Lined, federation: Federation) -> None:
-    """What a type alone cannot say."""
-    names = [("name", federation.name)]
-    names += [(f"facilities[{number}].name", facility.name) for number, facility in enumerate(federation.facilities)]
-    for key, name in names:
-        if not NAME.fullmatch(name):
-            raise lined.error(
-                f"{key} is {name!r}, expected 1-63 letters, digits, dots, hyphens or underscores, the first a letter or digit",
-                key,
-            )
-    seen: set[str] = set()
-    for number, facility in enumerate(federation.facilities):
-        key = f"facilities[{number}]"
-        if facility.name.lower() in seen:
-            raise lined.error(
-                f"facility {facility.name!r} stands twice; names must differ (case does not count)", f"{key}.name"
-            )
-        seen.add(facility.name.lower())
-        read_deployment(facility.deployment, f"{key}.deployment")
-        if not facility.dataset.strip():
-            raise lined.error(f"{key}.dataset is empty, expected the path of a prepared dataset", f"{key}.dataset")
-    if federation.rounds < 1:
-        raise lined.error(f"rounds is {federation.rounds}, expected 1 or more", "rounds")
-    if not 1 <= federation.minimum_facilities <= len(federation.facilities):
-        raise lined.error(
-            f"minimum_facilities is {federation.minimum_facilities}, expected 1 to {len(federation.facilities)} (the number of facilities)",
-            "minimum_facilities",
-        )
-    for key in ("retries", "come_backs", "keep_rounds", "seed"):
-        if getattr(federation, key) < 0:
-            raise lined.error(f"{key} is {getattr(federation, key)}, expected 0 or more", key)
-    if federation.groups is not None:
-        check_groups(lined.data, federation)
 
 
 def check_paths(federation: Federation) -> None:
@@ -173,9 +156,9 @@ def check_paths(federation: Federation) -> None:
             "model",
         )
     for number, facility in enumerate(federation.facilities):
-        if facility.deployment.get("type") == "local" and not federation.path(facility.dataset).is_dir():
+        if facility.deployment.type == "local" and not federation.path(facility.dataset).is_dir():
             raise lined.error(
-                f"dataset of facility {facility.name!r} is {federation.path(facility.dataset)}, which is no directory; expected the output "
+                f"dataset of facility {facility.name!r} is {federation.path(facility.dataset)}, which is not a directory; expected the output "
                 "of `python -m facility.prepare`",
                 f"facilities[{number}].dataset",
             )

@@ -19,7 +19,7 @@ from coordinator.asynchronous.workflow import HAND_WRITTEN as OF_GROUPS
 from coordinator.asynchronous.workflow import chain_step, groups_workflow
 from coordinator.config.deployments import job_name, job_template, streamflow_deployments
 from coordinator.config.federation import Facility, Federation
-from coordinator.config.settings import CoordinatorSettings
+from coordinator.config.settings import CoordinatorSettings, RoundSettings
 from coordinator.config.yaml_lines import Lined
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.files.durable import write_text
@@ -110,32 +110,21 @@ def _template(federation: Federation, facility: Facility) -> str | None:
     where = f"facilities[{federation.facilities.index(facility)}].deployment"
     try:
         name = job_name(federation.name, facility.name)
-        return job_template(federation.deployment(facility), federation.file.parent, name)
+        return job_template(facility.deployment, federation.file.parent, name)
     except ConfigurationError as error:
         key = f"{where}.{error.key}" if error.key else where
         raise Lined(federation.file).error(f"{where}: {error.message}", key) from None
 
 
 def coordinator_settings(federation: Federation) -> dict[str, Any]:
-    settings = dataclasses.asdict(
-        CoordinatorSettings(
-            federation=federation.name,
-            rounds=federation.rounds,
-            facilities=[facility.name for facility in federation.facilities],
-            minimum_facilities=federation.minimum_facilities,
-            retries=federation.retries,
-            come_backs=federation.come_backs,
-            keep_rounds=federation.keep_rounds,
-            final_evaluation=federation.final_evaluation,
-            aggregation=federation.aggregation,
-            sending=federation.sending,
-            claims=federation.claims,
-            sequences={facility.name: _sequences(facility) for facility in federation.facilities},
-            stop=federation.stop,
-            groups=federation.groups,
-        )
+    settings = CoordinatorSettings(
+        federation=federation.name,
+        facilities=[facility.name for facility in federation.facilities],
+        sequences={facility.name: _sequences(facility) for facility in federation.facilities},
+        **{key.name: getattr(federation, key.name) for key in dataclasses.fields(RoundSettings)},
     )
-    return {name: value for name, value in settings.items() if name != "groups" or value is not None}
+    values = {"federation": federation.name} | dataclasses.asdict(settings)
+    return {name: value for name, value in values.items() if name != "groups" or value is not None}
 
 
 def _sequences(facility: Facility) -> int:
@@ -155,7 +144,7 @@ def workflow_inputs(federation: Federation) -> dict[str, Any]:
         {
             "name": facility.name,
             "dataset": _for_a_step(federation.path(facility.dataset))
-            if facility.deployment["type"] == "local"
+            if facility.deployment.type == "local"
             else facility.dataset,
             "settings": {"class": "File", "path": f"facilities/{facility.name}.json"},
         }
@@ -173,7 +162,7 @@ def streamflow(federation: Federation) -> dict[str, Any]:
     bindings: list[dict[str, Any]] = [{"step": "/", "target": {"deployment": "coordinator"}}]
     for facility in federation.facilities:
         entries, target = streamflow_deployments(
-            federation.deployment(facility),
+            facility.deployment,
             federation=federation.name,
             facility=facility.name,
             template=f"jobs/{facility.name}.sh",

@@ -119,7 +119,7 @@ def engine_environment() -> dict[str, str]:
 
 def patience(federation: Federation) -> dict[str, float]:
     """Seconds after which a stuck job of each facility is given up."""
-    return {one.name: federation.deployment(one).give_up_minutes * 60.0 for one in federation.facilities}
+    return {one.name: one.deployment.give_up_minutes * 60.0 for one in federation.facilities}
 
 
 def _follow(

@@ -17,10 +17,10 @@ from typing import Any
 from coordinator.planning.chain import Infeasible
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.plan import read_plan
-from facility.exchange.messages.settings import from_mapping
+from facility.exchange.validation import parse, validated
 
 
-@dataclass(frozen=True, kw_only=True)
+@validated(frozen=True, kw_only=True)
 class FacilityPace:
     """How fast a facility works in a round."""
 
@@ -201,7 +201,7 @@ def budget_from_json(raw: Mapping[str, Any], *, file: Path | str | None = None) 
                 raise ConfigurationError(f"facilities[{number}].plan predicts no seconds", file=file)
             row.setdefault("seconds_per_step", plan.predicted_seconds)
             row.setdefault("samples_per_step", sum(plan.replica_micro_batches) * plan.micro_batch_samples)
-        paces.append(from_mapping(FacilityPace, row, where=f"facilities[{number}]", file=file))
+        paces.append(parse(FacilityPace, row, where=f"facilities[{number}]", file=file))
     samples = raw.get("round_samples")
     if not isinstance(samples, int | float) or isinstance(samples, bool):
         raise ConfigurationError(f"round_samples is {samples!r}, expected a number", file=file, key="round_samples")

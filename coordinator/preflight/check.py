@@ -40,7 +40,7 @@ def check(file: Path, *, link: bool = True) -> list[Row]:
 
 
 def check_facility(federation: Federation, facility: Facility, model: ModelFigures | None, link: bool) -> list[Row]:
-    deployment = federation.deployment(facility)
+    deployment = facility.deployment
     connection = check_connection(facility.name, deployment)
     if connection.verdict != "ok":
         return [connection, skipped(facility.name, "everything else", "the facility cannot be reached")]

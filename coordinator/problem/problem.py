@@ -28,6 +28,7 @@ from coordinator.problem.runtime import Runtime
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.emulation import Emulation
 from facility.exchange.messages.plan import SyncName
+from facility.exchange.validation import validated
 
 FORMAT = 1
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble")
@@ -170,7 +171,7 @@ class Unit:
         _finite(**{f"{self.kind}.{k}": v for k, v in vars(self).items() if k != "kind"})
 
 
-@dataclass(frozen=True, kw_only=True)
+@validated(frozen=True, kw_only=True)
 class Codec:
     """A compression that a link may use."""
 

@@ -25,7 +25,7 @@ from coordinator.problem.quantities import RATE, SIZE, TIME, find, numbers
 from coordinator.problem.runtime import Runtime, runtime_from_json
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.emulation import Emulation
-from facility.exchange.messages.settings import from_mapping
+from facility.exchange.validation import parse
 
 AnyProblem = Problem | ChainProblem | PlacementProblem
 
@@ -126,7 +126,7 @@ def _whole(raw: dict[str, Any], file: Path | str | None) -> Problem:
     for key in ("micro_batch_samples", "stages", "replicas"):
         if isinstance(plain.get(key), int):
             plain[key] = [plain[key]]
-    codecs = [from_mapping(Codec, row, where=f"codecs[{n}]") for n, row in enumerate(_rows(raw.get("codecs", []), ""))]
+    codecs = [parse(Codec, row, where=f"codecs[{n}]") for n, row in enumerate(_rows(raw.get("codecs", []), ""))]
     shell = {"devices": [], "links": {}, "units": [], "codecs": [], **plain, "format": FORMAT}
     checked = _checked_plain(shell)
     return Problem(

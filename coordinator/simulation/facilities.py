@@ -22,13 +22,13 @@ from numpy.typing import NDArray
 from coordinator.simulation.pipelines.result import Span
 from coordinator.simulation.pipelines.transfers import finish_times
 from facility.exchange.errors import ConfigurationError
-from facility.exchange.messages.settings import from_mapping
+from facility.exchange.validation import parse, validated
 
 Array = NDArray[np.float64]
 FORMAT = 1
 
 
-@dataclass(frozen=True, kw_only=True)
+@validated(frozen=True, kw_only=True)
 class Queue:
     """How long a job waits for its start."""
 
@@ -55,7 +55,7 @@ class Queue:
         return np.full(count, self.seconds if self.kind == "fixed" else 0.0)
 
 
-@dataclass(frozen=True, kw_only=True)
+@validated(frozen=True, kw_only=True)
 class Site:
     """One facility, or `count` alike."""
 
@@ -85,7 +85,7 @@ class Site:
             raise ConfigurationError("download and upload are megabytes per second, 0 (not limited) or more")
 
 
-@dataclass(frozen=True, kw_only=True)
+@validated(frozen=True, kw_only=True)
 class Federation:
     """What to simulate; the file of `--federation`."""
 
@@ -161,7 +161,7 @@ def read_federation(path: Path) -> Federation:
         raw = json.loads(Path(path).read_text())
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"cannot be read as JSON: {error}", file=path) from None
-    federation = from_mapping(Federation, raw, file=path)
+    federation = parse(Federation, raw, file=path)
     if federation.format > FORMAT:
         raise ConfigurationError(f"format {federation.format} is newer than {FORMAT}: update CrossFed", file=path)
     return federation

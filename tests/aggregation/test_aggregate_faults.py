@@ -60,7 +60,7 @@ def test_the_same_facility_twice(round0, tmp_path: Path):
 
 @pytest.mark.parametrize("weight", [0, -1, float("nan"), float("inf"), True, "2"])
 def test_given_weights_that_are_no_weights(weight):
-    with pytest.raises(ConfigurationError, match="weights.x is .*above 0"):
+    with pytest.raises(ConfigurationError, match="weights.x is .*expected .*more than 0"):
         AggregationSettings(rule="mean", weights={"x": weight})
 
 

@@ -41,7 +41,7 @@ def test_defaults_are_merged_facility_by_facility(tmp_path: Path):
     first, second = federation.facilities
     assert (first.training.steps, first.training.ranks, first.training.learning_rate) == (7, 2, 1e-3)
     assert (second.training.steps, second.training.ranks) == (7, 1)
-    assert first.deployment == {"type": "local"}
+    assert first.deployment.type == "local"
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_defaults_are_merged_facility_by_facility(tmp_path: Path):
         ("  steps: 7", "  stepz: 7", 5, "unknown key 'training.stepz'; did you mean 'steps'?"),
         ("  steps: 7", "  steps: 0", 5, "steps is 0, expected more than 0"),
         ("{ranks: 2}", "{rank: 2}", 10, "unknown key 'facilities[0].training.rank'; did you mean 'ranks'?"),
-        ("name: b.2", "name: site-A", 11, "facility 'site-A' stands twice"),
+        ("name: b.2", "name: site-A", 11, "facility 'site-A' is listed twice"),
         ("name: b.2", "name: ../b", 11, "expected 1-63 letters, digits"),
         ("name: b.2", "name: 'b 2'", 11, "expected 1-63 letters, digits"),
         ("name: two-sites.v1", "name: -x", 1, "the first a letter or digit"),

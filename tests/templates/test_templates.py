@@ -230,7 +230,7 @@ def test_a_wrong_deployment_is_told_at_its_line(tmp_path: Path, change: tuple[st
 def test_the_home_may_be_filled_in_like_any_placeholder(tmp_path: Path):
     text = FACILITY.replace("partition: gpu", "partition: gpu, home: /work/a b")
     federation_ = read_federation(federation(tmp_path, text))
-    assert federation_.deployment(federation_.facilities[0]).environment.home == "/work/a b"
+    assert federation_.facilities[0].deployment.environment.home == "/work/a b"
     assert ". '/work/a b/env.sh'" in render(federation_)["workflow/jobs/far.site-1.sh"]
 
 

@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
+from typing import Annotated
+
+from annotated_types import Ge, Le
 
 from facility.exchange.errors import ConfigurationError
+from facility.exchange.validation import NonNegative, Positive, validated
 
 FORMAT = 1
 
@@ -28,15 +31,15 @@ def uniform(*key: int | str) -> float:
     return (int.from_bytes(digest, "big") >> 11) / (1 << 53)
 
 
-@dataclass(frozen=True, kw_only=True)
+@validated(frozen=True, kw_only=True)
 class Emulation:
     """How workers are slowed down for rehearsal. The defaults slow nobody down."""
 
-    probability: float = 0.0
+    probability: Annotated[float, Ge(0), Le(1)] = 0.0
     """Probability of a stall before one forward or one backward of one stage; 0 is off."""
-    seconds: float = 0.0
+    seconds: NonNegative[float] = 0.0
     """Length of one stall."""
-    factors: tuple[float, ...] = ()
+    factors: tuple[Positive[float], ...] = ()
     """Worker w's compute takes factors[w] times as long, always; workers beyond the list take 1."""
     trace: Mapping[int, tuple[tuple[float, float], ...]] = field(default_factory=dict)
     """worker -> ((second, factor), ...) in rising order: from that second on, compute takes factor times as long."""
@@ -44,17 +47,9 @@ class Emulation:
     """Another seed, other stalls."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.probability <= 1:
-            raise ConfigurationError(f"probability is {self.probability}, expected 0 to 1")
-        if not (self.seconds >= 0 and math.isfinite(self.seconds)):
-            raise ConfigurationError(f"seconds is {self.seconds}, expected 0 or more")
-        if bad := [f for f in self.factors if not (f > 0 and math.isfinite(f))]:
-            raise ConfigurationError(
-                f"factors holds {bad[0]}, expected numbers above 0 (1: full speed, 5: five times as long)"
-            )
         for worker, steps in self.trace.items():
             times = [second for second, _ in steps]
-            if times != sorted(times) or any(not (f > 0 and math.isfinite(f)) for _, f in steps):
+            if times != sorted(times) or any(not f > 0 for _, f in steps):
                 raise ConfigurationError(f"trace of worker {worker} needs rising seconds and factors above 0")
 
     @property

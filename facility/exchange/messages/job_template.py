@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import re
 import shlex
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal
 
 from facility.exchange.errors import ConfigurationError
+from facility.exchange.validation import validated
 
 PLACEHOLDER = re.compile(r"<([a-z][a-z0-9_]*)>")
 PLAIN = re.compile(r"[A-Za-z0-9_.,:/@+=%-]+")
@@ -23,7 +24,7 @@ ENTER = re.compile(r"^\. '<home>/env\.sh'$", re.MULTILINE)
 """The line that enters the facility's environment."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@validated(frozen=True, kw_only=True)
 class Environment:
     """Where a facility's Python comes from."""
 

@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import field
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Lt
 
 from facility.exchange.errors import ConfigurationError
+from facility.exchange.validation import AtLeastOne, NonNegative, validated
 
 Sharding = Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", "NO_SHARD"]
 ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@validated(frozen=True, kw_only=True)
 class LayoutSettings:
     """Replicas x stages x shards; ranks = their product. Without any key: plain FSDP over all ranks."""
 
     sharding: Sharding = "FULL_SHARD"
     """FSDP's names: FULL_SHARD frees a block's weights between forward and backward, SHARD_GRAD_OP keeps them;
     HYBRID_SHARD and _HYBRID_SHARD_ZERO2 do so within a node with a replica per node; NO_SHARD: every rank a replica."""
-    replicas: int = 0
+    replicas: NonNegative[int] = 0
     """Copies of the model; 0: as `sharding` implies."""
-    stages: int = 1
+    stages: AtLeastOne[int] = 1
     """Ranks that one pipeline passes through."""
-    shards: int = 0
+    shards: NonNegative[int] = 0
     """With a plan: ranks that share one device of it by FSDP; 0: one. Without: what replicas and stages leave over."""
-    virtual_stages: int = 1
+    virtual_stages: AtLeastOne[int] = 1
     """Chunks of the model that a rank of the pipeline holds; more than 1 with interleaved schedules."""
     units: list[list[int]] = field(default_factory=list)
     """[first, end) of every chunk over units 0 = embedding, 1..L = blocks, L+1 = head; empty: even cuts."""
@@ -39,12 +42,6 @@ class LayoutSettings:
     """Compile every block with torch.compile."""
 
     def __post_init__(self) -> None:
-        for name in ("stages", "virtual_stages"):
-            if getattr(self, name) < 1:
-                raise ConfigurationError(f"{name} is {getattr(self, name)}, expected 1 or more")
-        for name in ("replicas", "shards"):
-            if getattr(self, name) < 0:
-                raise ConfigurationError(f"{name} is {getattr(self, name)}, expected 0 or more")
         if self.virtual_stages > 1 and not self.schedule.startswith("interleaved"):
             raise ConfigurationError(
                 f"virtual_stages is {self.virtual_stages} with schedule {self.schedule!r}; "
@@ -52,46 +49,33 @@ class LayoutSettings:
             )
 
 
-@dataclass(frozen=True, kw_only=True)
+@validated(frozen=True, kw_only=True)
 class LoraSettings:
     """Low-rank adapters (Hu et al. 2021, arXiv 2106.09685), injected by peft; then only adapters travel."""
 
-    rank: int = 0
+    rank: NonNegative[int] = 0
     """Rank of an adapter; 0: off, the whole model is trained."""
     alpha: float = 16.0
     """Scale: an adapter adds alpha / rank * B A."""
-    dropout: float = 0.0
+    dropout: Annotated[float, Ge(0), Lt(1)] = 0.0
     base: str = ""
     """Path at the facility of the base model, when adapters alone travel both ways; empty: the received model."""
     targets: list[str] = field(default_factory=list)
     """Ends of the names of the linear layers that get one; empty: every linear layer of the blocks."""
 
-    def __post_init__(self) -> None:
-        if self.rank < 0 or not 0 <= self.dropout < 1:
-            raise ConfigurationError(
-                f"rank is {self.rank} and dropout {self.dropout}, expected rank 0 or more and dropout in [0, 1)"
-            )
 
-
-@dataclass(frozen=True, kw_only=True)
+@validated(frozen=True, kw_only=True)
 class LimitSettings:
     """When a round stops early, and what is too much."""
 
-    seconds: float = 0.0
+    seconds: NonNegative[float] = 0.0
     """Time for one attempt at a round, from the start of the process; then state is saved and the exit code is 85.
     0: no limit."""
-    stop_after: int = 0
+    stop_after: NonNegative[int] = 0
     """Stop so once this many steps of the round are done (for rehearsals); 0: no limit."""
-    memory_bytes: int = 0
+    memory_bytes: NonNegative[int] = 0
     """Memory that a rank may use; 0: what the machine has."""
-    bad_losses: int = 5
+    bad_losses: AtLeastOne[int] = 5
     """Steps with a loss or gradient that is not finite are skipped; so many in a row end the round with an error."""
-    save_every: int = 0
+    save_every: NonNegative[int] = 0
     """Also save state every so many steps, against a crash without a warning; 0: only when asked to stop."""
-
-    def __post_init__(self) -> None:
-        for name in ("seconds", "stop_after", "memory_bytes", "save_every"):
-            if getattr(self, name) < 0:
-                raise ConfigurationError(f"{name} is {getattr(self, name)}, expected 0 or more")
-        if self.bad_losses < 1:
-            raise ConfigurationError(f"bad_losses is {self.bad_losses}, expected 1 or more")

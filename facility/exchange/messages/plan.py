@@ -13,20 +13,20 @@ import dataclasses
 import json
 import math
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any, Literal
 
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.files.durable import write_json
-from facility.exchange.messages.settings import from_mapping
+from facility.exchange.validation import parse, validated
 
 FORMAT = 1
 Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble"]
 SyncName = Literal["allreduce", "central_ps", "sharded_ps", "partial_reduce", "adpsgd", "wave", "local", "diloco"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@validated(frozen=True, kw_only=True)
 class Span:
     """Units [first_layer, end_layer) of the chain on one device."""
 
@@ -35,7 +35,7 @@ class Span:
     end_layer: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@validated(frozen=True, kw_only=True)
 class Sync:
     """How the replicas of a stage agree."""
 
@@ -44,7 +44,7 @@ class Sync:
     """Options of that policy, by the policy's own names."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@validated(frozen=True, kw_only=True)
 class CompressedLink:
     """What `source` sends to `destination` is encoded."""
 
@@ -56,7 +56,7 @@ class CompressedLink:
     """Bytes sent divided by bytes before; below 1."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@validated(frozen=True, kw_only=True)
 class DeviceLoad:
     """What the plan asks of one device."""
 
@@ -70,7 +70,7 @@ class DeviceLoad:
     memory_limit_bytes: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@validated(frozen=True, kw_only=True)
 class Plan:
     """A complete layout of one facility, with what it is expected to cost and why it was chosen."""
 
@@ -242,7 +242,7 @@ def plan_from_json(raw: Any, *, file: Path | str | None = None) -> Plan:
         raise ConfigurationError(
             f"format {raw['format']} is newer than {FORMAT}: update CrossFed where this plan is read", file=file
         )
-    return from_mapping(Plan, raw, file=file)
+    return parse(Plan, raw, file=file)
 
 
 def read_plan(path: Path) -> Plan:

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from pathlib import Path
 from typing import Any, Literal
 
 from facility.exchange.errors import ManifestError
 from facility.exchange.files.durable import write_json
-from facility.exchange.messages.settings import from_mapping
+from facility.exchange.validation import parse, validated
 
 FORMAT = 1
 REPORT = "report.json"
 FAILURE = "failure.json"
 
 
-@dataclass(frozen=True, kw_only=True)
+@validated(frozen=True, kw_only=True)
 class Seconds:
     """Wall time of the parts of a round."""
 
@@ -26,7 +26,7 @@ class Seconds:
     save: float = 0.0
 
 
-@dataclass(frozen=True, kw_only=True)
+@validated(frozen=True, kw_only=True)
 class Report:
     """One facility's account of one round."""
 
@@ -62,7 +62,7 @@ class Report:
     format: int = FORMAT
 
 
-@dataclass(frozen=True, kw_only=True)
+@validated(frozen=True, kw_only=True)
 class Failure:
     """Left in place of an update when a facility could not finish its round."""
 
@@ -95,7 +95,7 @@ def read_failure(directory: Path) -> Failure | None:
 
 def _read(path: Path, kind: type) -> Any:
     try:
-        return from_mapping(kind, json.loads(path.read_text()), file=path)
+        return parse(kind, json.loads(path.read_text()), file=path)
     except FileNotFoundError:
         raise ManifestError(f"{path} is missing: the update is incomplete") from None
     except (OSError, ValueError) as error:

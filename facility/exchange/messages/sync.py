@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import field
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Lt
 
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.emulation import Emulation, read_trace
 from facility.exchange.scheduling.groups import GroupRules
+from facility.exchange.validation import NonNegative, Positive, validated
 
 PolicyName = Literal[
     "allreduce",
@@ -22,7 +25,7 @@ PolicyName = Literal[
 ]
 
 
-@dataclass(frozen=True, kw_only=True)
+@validated(frozen=True, kw_only=True)
 class EmulationSettings:
     """Slow replicas down for rehearsal: SD-PIPE's random stalls, static factors, a trace of speeds."""
 
@@ -50,7 +53,7 @@ class EmulationSettings:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@validated(frozen=True, kw_only=True)
 class SyncSettings:
     """The policy between replicas and its knobs; a knob that the policy does not use changes nothing."""
 
@@ -75,13 +78,13 @@ class SyncSettings:
     debias: bool = True
     """partial_reduce: weigh replicas by mean rounds / own rounds, in gradients and length of common steps, or (`step:
     own`) in parameters."""
-    every: int = 10
+    every: Positive[int] = 10
     """local, diloco, wave: optimizer steps between two exchanges (a wave's length)."""
-    staleness: int = 1
+    staleness: NonNegative[int] = 1
     """wave: waves that a replica may be ahead of the slowest."""
-    outer_learning_rate: float = 0.7
+    outer_learning_rate: Positive[float] = 0.7
     """diloco: step size of the outer Nesterov step."""
-    outer_momentum: float = 0.9
+    outer_momentum: Annotated[float, Ge(0), Lt(1)] = 0.9
     """diloco: momentum of the outer Nesterov step."""
     weights: Literal["samples", "equal"] = "samples"
     """local, diloco and gradients: weigh replicas by the samples they trained on, or all alike."""
@@ -104,33 +107,23 @@ class SyncSettings:
     samples: Literal["dealt", "contiguous", "strided", "reshuffled"] = "dealt"
     """Which sequences a replica sees: its share of every batch of one common order (as one process would cut it), a
     contiguous share of the data, every n-th sequence, or everything in an order of its own. Each at its own pace."""
-    bucket_bytes: int = 25_000_000
+    bucket_bytes: Positive[int] = 25_000_000
     """allreduce: gradients exchanged at once, while the backward pass goes on. partial_reduce with common steps: what
     is exchanged at once."""
-    group_cache: int = 16
+    group_cache: Positive[int] = 16
     """Process groups kept open at a time."""
-    timeout_seconds: float = 60.0
+    timeout_seconds: Positive[float] = 60.0
     """No exchange takes longer; a group that does is discarded."""
-    heartbeat_seconds: float = 0.5
+    heartbeat_seconds: Positive[float] = 0.5
     missing_seconds: float = 15.0
     """A replica silent for so long has left; it may come back."""
     emulation: EmulationSettings = field(default_factory=EmulationSettings)
 
     def __post_init__(self) -> None:
-        for name in ("every", "bucket_bytes", "group_cache", "timeout_seconds", "heartbeat_seconds"):
-            if not getattr(self, name) > 0:
-                raise ConfigurationError(f"{name} is {getattr(self, name)}, expected more than 0")
-        if self.staleness < 0:
-            raise ConfigurationError(f"staleness is {self.staleness}, expected 0 or more")
         if not self.missing_seconds > 2 * self.heartbeat_seconds:
             raise ConfigurationError(
                 f"missing_seconds is {self.missing_seconds}, expected more than two heartbeats "
                 f"({self.heartbeat_seconds} s each)"
-            )
-        if not (0 < self.outer_learning_rate and 0 <= self.outer_momentum < 1):
-            raise ConfigurationError(
-                f"outer_learning_rate is {self.outer_learning_rate} and outer_momentum {self.outer_momentum}; "
-                "expected above 0, and from 0 to below 1"
             )
         self.rules()
 

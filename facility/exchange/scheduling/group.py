@@ -7,48 +7,43 @@ from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
 from facility.exchange.errors import ConfigurationError
+from facility.exchange.validation import AtLeastOne, NonNegative, validated
 
 Member: TypeAlias = int | str
 AnyMember = TypeVar("AnyMember", bound=Member)
 
 
-@dataclass(frozen=True, kw_only=True)
+@validated(frozen=True, kw_only=True)
 class GroupRules:
     """How groups form."""
 
-    bound: int = 5
+    bound: NonNegative[int] = 5
     """P: the union of groups is connected at least every P x N updates; 1: every group is everybody; 0: no bound."""
-    minimum: int = 2
+    minimum: AtLeastOne[int] = 2
     """Members a group has at least (fewer only when nobody else can come); 1: who comes alone goes on alone."""
-    maximum: int = 0
+    maximum: NonNegative[int] = 0
     """Members a group has at most, except to keep the bound; 0: no limit."""
-    patience: float = 0.0
+    patience: NonNegative[float] = 0.0
     """A member waits for others whose own steps say that they will come soon: so long a part of its usual step for each
     step that both are likely to make before one of them is late again. 0: the windows below are used. Members without
     a record wait by the windows in any case."""
-    window_seconds: float = 0.001
+    window_seconds: NonNegative[float] = 0.001
     """How long a first arrival waits for company, at first; then it adapts, member by member."""
-    window_minimum_seconds: float = 0.00001
+    window_minimum_seconds: NonNegative[float] = 0.00001
     window_maximum_seconds: float = 0.01
-    target: int = 2
+    target: AtLeastOne[int] = 2
     """A member whose group was smaller doubles its window, otherwise the window shrinks by a tenth."""
     debias: bool = True
     """Weigh a member by mean rounds / own rounds, so that fast members do not dominate; else all equal."""
-    debias_limit: float = 4.0
+    debias_limit: AtLeastOne[float] = 4.0
     """No weight is above this or below its inverse."""
-    relay: float = 0.0
+    relay: NonNegative[float] = 0.0
     """Name a `partner` to a group of whose members none was in a group before it: one of that group's members, which
     hands on what they left; as long as that takes no more than this part of a member's usual step. 0: never."""
-    budget: int = 0
+    budget: NonNegative[int] = 0
     """Updates of all members together after which `stop` is told; 0: no limit."""
 
     def __post_init__(self) -> None:
-        for name in ("bound", "maximum", "patience", "relay", "window_seconds", "window_minimum_seconds", "budget"):
-            if not getattr(self, name) >= 0:
-                raise ConfigurationError(f"{name} is {getattr(self, name)}, expected 0 or more")
-        for name in ("minimum", "target", "debias_limit"):
-            if not getattr(self, name) >= 1:
-                raise ConfigurationError(f"{name} is {getattr(self, name)}, expected 1 or more")
         if 0 < self.maximum < self.minimum:
             raise ConfigurationError(
                 f"maximum is {self.maximum}, expected 0 (no limit) or at least minimum, {self.minimum}"

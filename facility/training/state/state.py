@@ -13,7 +13,6 @@ import os
 import re
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -21,7 +20,8 @@ import torch
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.errors import CheckpointError, ConfigurationError
 from facility.exchange.files.durable import new_directory, write_json
-from facility.exchange.messages.settings import FacilitySettings, from_mapping
+from facility.exchange.messages.settings import FacilitySettings
+from facility.exchange.validation import parse, validated
 from facility.training.parallel.ranks import Ranks, barrier, broadcast, together
 from facility.training.state.load import LocalShard, load_shards
 from facility.training.state.save import create_files, plan_files, write_shards
@@ -35,7 +35,7 @@ Shapes = dict[str, tuple[int, ...]]
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-@dataclass(frozen=True, kw_only=True)
+@validated(frozen=True, kw_only=True)
 class RoundState:
     """`state.json`."""
 
@@ -52,7 +52,7 @@ class RoundState:
     format: int = FORMAT
 
 
-@dataclass(frozen=True, kw_only=True)
+@validated(frozen=True, kw_only=True)
 class ReplicaProgress:
     """How far replicas that go at one pace have come in an interrupted round."""
 
@@ -69,7 +69,7 @@ class ReplicaProgress:
     """What the policy between replicas has counted."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@validated(frozen=True, kw_only=True)
 class MidRoundCheckpoint:
     """`state.json` of `paused`: where an interrupted round stands."""
 
@@ -106,7 +106,7 @@ def read_state(directory: Path, settings: FacilitySettings, round: int) -> tuple
     if not (path / NAME).is_file():
         return None, f"{path} is absent (this facility sat out round {round - 1}, or its state was moved)"
     try:
-        state = from_mapping(RoundState, json.loads((path / NAME).read_text()), file=path / NAME)
+        state = parse(RoundState, json.loads((path / NAME).read_text()), file=path / NAME)
     except (OSError, ValueError, ConfigurationError) as error:
         raise CheckpointError(f"{path / NAME} is unreadable: {error}; remove {path} to start afresh") from None
     if state.format > FORMAT:
@@ -262,7 +262,7 @@ def read_checkpoint(
         raw = json.loads(file.read_text())
         if raw.get("format") != PAUSE_FORMAT:
             return None
-        pause = from_mapping(MidRoundCheckpoint, raw, file=file)
+        pause = parse(MidRoundCheckpoint, raw, file=file)
     except (OSError, ValueError, ConfigurationError) as error:
         raise CheckpointError(
             f"{file} is unreadable: {error}; remove {file.parent} to start the round afresh"

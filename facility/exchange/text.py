@@ -1,0 +1,46 @@
+"""Kinds of text in settings: names that may become folder names, paths and patterns on one line."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+from pydantic import AfterValidator
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+"""Characters that would leave the line or the script in which a text is written."""
+
+
+def _name(value: str) -> str:
+    if not NAME.fullmatch(value):
+        raise ValueError(
+            "expected 1-63 letters, digits, dots, hyphens or underscores, the first a letter or digit: a name, not a path"
+        )
+    return value
+
+
+def one_line(value: str) -> str:
+    """The text itself. Raises `ValueError` where it holds a line break or another control character."""
+    if found := CONTROL.search(value):
+        raise ValueError(f"expected one line of text, but it holds the control character {found[0]!r}: remove it")
+    return value
+
+
+def _given(value: str) -> str:
+    if not value.strip():
+        raise ValueError("expected the path of a prepared dataset")
+    return one_line(value)
+
+
+def _pattern(value: str) -> str:
+    if not value:
+        raise ValueError("expected a glob pattern")
+    return one_line(value)
+
+
+Name = Annotated[str, AfterValidator(_name)]
+"""Of a federation or facility: safe as a folder's name, in job names and in paths."""
+Line = Annotated[str, AfterValidator(one_line)]
+DatasetPath = Annotated[str, AfterValidator(_given)]
+Pattern = Annotated[str, AfterValidator(_pattern)]

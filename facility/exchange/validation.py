@@ -1,0 +1,206 @@
+"""Validated dataclasses: settings and messages declared once, checked by pydantic wherever they are made.
+
+    @validated(frozen=True, kw_only=True)
+    class Example:
+        steps: Positive[int] = 100
+        \"\"\"What it means, its unit and its off value: this text is the documentation of the key.\"\"\"
+
+Unknown keys are refused. Values are not converted (text is not a number, true is not 1), except whole numbers to
+floating-point ones, and text such as `1e-4`, which YAML 1.1 does not read as a number. `__post_init__` is for what
+concerns several fields. Every error is a `ConfigurationError` that says what was found and what was expected.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import math
+import re
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import UnionType
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import pydantic.dataclasses
+from annotated_types import Ge, Gt, Le
+from pydantic import AllowInfNan, BeforeValidator, ConfigDict, Strict, ValidationError
+
+from facility.exchange.errors import ConfigurationError
+from facility.exchange.hints import allowed, dataclass_at, dotted, hint_at, limits
+
+T = TypeVar("T")
+N = TypeVar("N", int, float)
+Positive = Annotated[N, Gt(0)]
+AtLeastOne = Annotated[N, Ge(1)]
+NonNegative = Annotated[N, Ge(0)]
+Share = Annotated[float, Gt(0), Le(1)]
+"""More than nothing, at most all."""
+CONFIG = ConfigDict(extra="forbid", use_attribute_docstrings=True, arbitrary_types_allowed=True)
+CALLS = ("missing", "unexpected_keyword_argument")
+RANGES = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
+
+
+EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
+"""Numbers such as 1e-4, which YAML 1.1 reads as text."""
+
+
+def _float(value: Any) -> Any:
+    return float(value) if isinstance(value, str) and EXPONENT.fullmatch(value) else value
+
+
+SCALARS: dict[Any, tuple[list[Any], list[Any]]] = {
+    str: ([Strict()], []),
+    int: ([Strict()], []),
+    bool: ([Strict()], []),
+    float: ([Strict(), AllowInfNan(False)], [BeforeValidator(_float)]),
+}
+"""Type -> markers before and after those of the declaration."""
+
+if TYPE_CHECKING:
+    from dataclasses import dataclass as validated
+else:
+
+    def validated(*, frozen: bool, kw_only: bool):
+        """Make a class a dataclass whose values are validated on construction; errors are `ConfigurationError`."""
+
+        def declare(cls: type) -> type:
+            resolved = typing.get_type_hints(cls, include_extras=True)
+            cls.__annotations__ = {name: _strict(resolved[name]) for name in cls.__annotations__}
+            made = pydantic.dataclasses.dataclass(cls, frozen=frozen, kw_only=kw_only, config=CONFIG)
+            construct = made.__init__
+
+            @functools.wraps(construct)
+            def __init__(self: Any, **values: Any) -> None:
+                try:
+                    construct(self, **values)
+                except ValidationError as error:
+                    ours = _translated(error, type(self), values, "", None)
+                    if any(one["type"] in CALLS and len(one["loc"]) == 1 for one in error.errors()):
+                        raise TypeError(str(ours)) from None  # the call is wrong, not a value
+                    raise ours from None
+
+            made.__init__ = __init__
+            return made
+
+        return declare
+
+
+def parse(kind: type[T], raw: Any, *, where: str = "", file: Path | str | None = None) -> T:
+    """Build validated dataclass `kind` from plain data. `where`: the key that holds `raw`, for errors.
+
+    Raises `ConfigurationError` with file and key.
+    """
+    assert dataclasses.is_dataclass(kind) and hasattr(kind, "__pydantic_validator__"), f"{kind} is not validated"
+    if not isinstance(raw, dict):
+        raise ConfigurationError(f"{where or kind.__name__} is {raw!r:.60}, expected a mapping", file=file, key=where)
+    try:
+        return kind.__pydantic_validator__.validate_python(raw)  # type: ignore[attr-defined]
+    except ValidationError as error:
+        raise _translated(error, kind, raw, where, file) from None
+
+
+def close_to(word: str, known: Sequence[str]) -> str:
+    """` did you mean 'x'?`, when one of `known` looks like `word`; else nothing."""
+    close = difflib.get_close_matches(word, known, 1)
+    return f" did you mean {close[0]!r}?" if close else ""
+
+
+def _strict(hint: Any) -> Any:
+    """The same hint, with every text and number in it strict."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    base, marks = (arguments[0], arguments[1:]) if origin is Annotated else (hint, ())
+    if base in SCALARS:
+        if any(isinstance(mark, Strict) for mark in marks):
+            return hint
+        before, after = SCALARS[base]
+        return Annotated[tuple([base, *before, *marks, *after])]
+    if origin is Annotated:
+        return Annotated[tuple([_strict(base), *marks])]
+    if origin in (typing.Union, UnionType):
+        return typing.Union[tuple(map(_strict, arguments))]  # noqa: UP007 (made at run time)
+    if origin in (list, tuple, dict, Mapping, Sequence):
+        return origin[tuple(one if one is Ellipsis else _strict(one) for one in arguments)]
+    return hint
+
+
+def _translated(
+    error: ValidationError, kind: type, raw: Mapping[Any, Any], where: str, file: Path | str | None
+) -> ConfigurationError:
+    """The first of pydantic's errors, as ours: unknown keys first, then by place in the file."""
+    found = [(_path(one["loc"], raw), one) for one in error.errors(include_url=False)]
+    deepest = [
+        (path, one)
+        for path, one in found
+        if one["type"] == "missing"
+        or not any(len(other) > len(path) and other[: len(path)] == path for other, _ in found)
+    ]
+    unknown = [pair for pair in deepest if pair[1]["type"] in ("unexpected_keyword_argument", "invalid_key")]
+    path, first = min(unknown or deepest, key=lambda pair: _place(pair[0], raw))
+    name, what = dotted(path, where), first["type"]
+    if unknown:
+        return _unknown_key(kind, path, where, file)
+    if what == "missing":
+        absent = [str(one["loc"][-1]) for at, one in deepest if one["type"] == "missing" and at == path]
+        holder = dataclass_at(kind, path)
+        found_in = name or (holder or kind).__name__
+        return ConfigurationError(f"{found_in} lacks {', '.join(absent)}", file=file, key=name)
+    raised = first.get("ctx", {}).get("error")
+    if isinstance(raised, ConfigurationError):
+        return _refused(raised, kind, path, where, file)
+    expected = str(raised) if raised is not None else _expected(what, first["input"], hint_at(kind, path))
+    return ConfigurationError(f"{name} is {first['input']!r:.60}, {expected}", file=file, key=name)
+
+
+def _expected(what: str, value: Any, hint: Any) -> str:
+    """What a value of this hint should have been, after pydantic's error of type `what`."""
+    words = limits(hint)
+    if what in RANGES:
+        return f"expected {words}"
+    endless = isinstance(value, float) and not math.isfinite(value)
+    return "expected " + ", ".join(filter(None, ["a finite number" if endless else allowed(hint), words]))
+
+
+def _unknown_key(kind: type, path: list[Any], where: str, file: Path | str | None) -> ConfigurationError:
+    name, key = dotted(path, where), str(path[-1])
+    holder = dataclass_at(kind, path[:-1])
+    known = [field.name for field in dataclasses.fields(holder)] if holder is not None else []  # type: ignore[arg-type]
+    return ConfigurationError(
+        f"unknown key {name!r};{close_to(key, known)} known keys are {', '.join(known)}", file=file, key=name
+    )
+
+
+def _refused(
+    error: ConfigurationError, kind: type, path: list[Any], where: str, file: Path | str | None
+) -> ConfigurationError:
+    """What a dataclass said of its own fields: it names the field, or begins its message with the field's name."""
+    place = dotted(path, where)
+    holder = dataclass_at(kind, path)
+    known = [field.name for field in dataclasses.fields(holder)] if holder is not None else []  # type: ignore[arg-type]
+    first = error.message.split(maxsplit=1)[0]
+    field = error.key or (first if first in known else "")
+    key = ".".join(filter(None, [place, field]))
+    return ConfigurationError(f"{place}: {error.message}" if place else error.message, file=file, key=key)
+
+
+def _path(loc: Sequence[Any], raw: Any) -> list[Any]:
+    """Where an error lies in `raw`; pydantic also names the alternatives of unions, which are no keys."""
+    path = []
+    for step in loc:
+        inside = step in raw if isinstance(raw, Mapping) else isinstance(step, int) and step < len(raw)
+        if inside:
+            path.append(step)
+            raw = raw[step]
+            if not isinstance(raw, Mapping | list | tuple):
+                break
+    return path
+
+
+def _place(path: list[Any], raw: Any) -> tuple[int, ...]:
+    """Position in the order of the file."""
+    numbers = []
+    for step in path:
+        numbers.append(list(raw).index(step) if isinstance(raw, Mapping) else step)
+        raw = raw[step]
+    return tuple(numbers)
