@@ -17,11 +17,10 @@ from pathlib import Path
 
 from facility.exchange.errors import InputError, TryAgain
 from facility.exchange.files.durable import write_json
-from facility.exchange.files.paths import CHECKOUT
+from facility.exchange.files.paths import CHECKOUT, shipped
 
 INDEX = {"cuda": "", "cpu": "https://download.pytorch.org/whl/cpu", "rocm": "https://download.pytorch.org/whl/rocm7.0"}
 """Extra package index that has each flavour of torch; the default index has CUDA's."""
-PARTS = ("facility", "templates")
 FILES = ("pyproject.toml", "constraints.txt", "LICENSE")
 
 
@@ -45,10 +44,7 @@ def bundle(
         )
     target = out / "crossfed"
     shutil.rmtree(target, ignore_errors=True)
-    for name in PARTS:
-        shutil.copytree(CHECKOUT / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in FILES:
-        shutil.copyfile(CHECKOUT / name, target / name)
+    copy_code(target)
     files = {path.name: path.stat().st_size for path in sorted(wheelhouse.glob("*.whl"))}
     what: dict[str, object] = {
         "python": python,
@@ -61,9 +57,17 @@ def bundle(
     return what
 
 
+def copy_code(target: Path) -> None:
+    """What a facility needs of CrossFed itself, laid out as in a checkout."""
+    shutil.copytree(CHECKOUT / "facility", target / "facility", ignore=shutil.ignore_patterns("__pycache__", "_data"))
+    shutil.copytree(shipped("templates"), target / "templates")
+    for name in FILES:
+        shutil.copyfile(shipped(name), target / name)
+
+
 def download(wheelhouse: Path, *, python: str, platform: str, index: str) -> list[str]:
     """The pip command that fetches wheels for another platform. Older manylinux tags fit newer systems, so they are asked for too."""
-    dependencies = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]["dependencies"]
+    dependencies = tomllib.loads(shipped("pyproject.toml").read_text())["project"]["dependencies"]
     found = re.fullmatch(r"(?:many|musl)linux_(\d+)_(\d+)_(.+)", platform)
     platforms = [platform]
     if found and platform.startswith("manylinux"):
@@ -84,7 +88,7 @@ def download(wheelhouse: Path, *, python: str, platform: str, index: str) -> lis
         "--python-version",
         python,
         "-c",
-        str(CHECKOUT / "constraints.txt"),
+        str(shipped("constraints.txt")),
     ]
     for name in platforms:
         command += ["--platform", name]

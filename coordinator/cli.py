@@ -10,24 +10,31 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from coordinator.config.locate import find_federation
 from facility import __version__
-from facility.exchange.errors import exit_on_error
-from facility.exchange.files.paths import CHECKOUT
+from facility.exchange.errors import InputError, exit_on_error
+from facility.exchange.exit_codes import ExitCode
+from facility.exchange.logs import LEVELS, configure_logging
+
+SET_UP, RUN, WATCH, PLAN, REHEARSE = "Set up", "Run", "Watch", "Plan", "Rehearse"
+"""Panels of `crossfed --help`."""
 
 app = typer.Typer(
     name="crossfed",
     help="Cross-facility federated learning of foundation models, run as a CWL workflow.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
 )
 FederationOption = Annotated[
     Path,
     typer.Option(
-        "--federation", "-f", help="The file that describes the federation.", show_default="workflow/federation.yml"
+        "--federation",
+        "-f",
+        default_factory=find_federation,
+        show_default="./federation.yml, else ./workflow/federation.yml",
+        help="The file that describes the federation.",
     ),
 ]
-DEFAULT = CHECKOUT / "workflow" / "federation.yml"
 
 
 def _version(wanted: bool) -> None:
@@ -41,16 +48,20 @@ def _root(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Short for --log-level info.")] = False,
+    log_level: Annotated[
+        str, typer.Option(help=f"Least severe log message to print: {', '.join(LEVELS)}.")
+    ] = "warning",
 ) -> None:
-    pass
+    if log_level not in LEVELS:
+        raise InputError(f"--log-level is {log_level!r}, expected one of {', '.join(LEVELS)}")
+    configure_logging("info" if verbose and log_level == "warning" else log_level)
 
 
-@app.command()
+@app.command(rich_help_panel=RUN)
 def render(
-    federation: FederationOption = DEFAULT,
-    check: Annotated[
-        bool, typer.Option("--check", help="Write nothing; exit 1 when a rendered file is stale.")
-    ] = False,
+    federation: FederationOption,
+    check: Annotated[bool, typer.Option("--check", help="Write nothing; exit 1 if a rendered file is stale.")] = False,
     paths: Annotated[bool, typer.Option(help="Refuse when the model or a local dataset is not there yet.")] = True,
 ) -> None:
     """Turn federation.yml into streamflow.yml, settings.yml, coordinator.json, facilities/*.json and ../cwl/round.cwl (with groups: groups.cwl)."""
@@ -62,7 +73,7 @@ def render(
         differing = stale(described)
         for name in differing:
             print(f"stale: {name}")
-        raise typer.Exit(1 if differing else 0)
+        raise typer.Exit(ExitCode.FOUND if differing else ExitCode.OK)
     if paths:
         check_paths(described)
     changed = write(described)
@@ -71,23 +82,54 @@ def render(
         print(f"  {path}")
 
 
-@app.command()
+@app.command(rich_help_panel=SET_UP)
 def init(
-    folder: Annotated[Path, typer.Argument(help="Folder to make workflow/federation.yml in.")],
+    folder: Annotated[Path, typer.Argument(help="Folder in which to write workflow/federation.yml.")],
     facility: Annotated[
         list[str], typer.Option(help="NAME=TEMPLATE, such as a=leonardo or b=slurm; or NAME=local. Repeat.")
     ],
     name: Annotated[str, typer.Option(help="Name of the federation.")] = "federation",
 ) -> None:
     """Write a first federation.yml to fill in, from the sites' templates."""
-    from coordinator.config.scaffold import init as begin
+    from coordinator.config.scaffold import init as write_scaffold
 
-    print(f"{begin(folder, name, facility)}: fill in what stands in <angle brackets>, then crossfed check")
+    print(
+        f"{write_scaffold(folder, name, facility)}: fill in what is in <angle brackets>, then: cd {folder}; crossfed check"
+    )
 
 
-@app.command()
+@app.command(rich_help_panel=SET_UP)
+def model(
+    source: Annotated[
+        str, typer.Argument(help="Model of the hub (ORG/NAME), or a Hugging Face checkpoint's directory.")
+    ],
+    out: Annotated[Path, typer.Option(help="Directory to make.")],
+    dtype: Annotated[str, typer.Option(help="Dtype that is sent: bfloat16, float16 or float32.")] = "bfloat16",
+    revision: Annotated[str, typer.Option(help="Revision of a hub model.")] = "main",
+) -> None:
+    """Fetch or convert the model of round 0 and check it by loading it."""
+    from coordinator.model import DTYPES, convert
+
+    if dtype not in DTYPES:
+        raise InputError(f"--dtype is {dtype!r}, expected one of {', '.join(DTYPES)}")
+    print(convert(source, out.resolve(), dtype=dtype, revision=revision))
+
+
+@app.command(rich_help_panel=REHEARSE)
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder to make the demo in.")] = Path("crossfed-demo"),
+    quiet: Annotated[bool, typer.Option("--quiet", help="No live display; events as plain lines.")] = False,
+) -> None:
+    """Make and run a small federation of two facilities on this machine: five rounds, a minute or two, no download."""
+    from coordinator.demo import make_federation
+    from coordinator.engine.run import run_federation
+
+    raise typer.Exit(run_federation(make_federation(out), live=not quiet and sys.stdout.isatty()))
+
+
+@app.command(rich_help_panel=RUN)
 def check(
-    federation: FederationOption = DEFAULT,
+    federation: FederationOption,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     link: Annotated[bool, typer.Option(help="Measure each link by sending 16 MB.")] = True,
 ) -> None:
@@ -99,7 +141,7 @@ def check(
     raise typer.Exit(show(look(federation, link=link), as_json=as_json, console=console))
 
 
-@app.command()
+@app.command(rich_help_panel=SET_UP)
 def bundle(
     out: Annotated[Path, typer.Option(help="Folder to make.")],
     python_version: Annotated[str, typer.Option(help="Python at the facility.")] = "3.11",
@@ -110,7 +152,6 @@ def bundle(
     """Download what a facility without internet needs to install; copy the folder there and run its setup.sh."""
     from coordinator.bundle import INDEX
     from coordinator.bundle import bundle as make
-    from facility.exchange.errors import InputError
 
     if torch not in INDEX:
         raise InputError(f"--torch is {torch!r}, expected one of {', '.join(INDEX)}")
@@ -118,9 +159,9 @@ def bundle(
     print(f"{out}: {len(what['files'])} wheels; there: bash crossfed/facility/setup.sh --wheelhouse wheelhouse")  # type: ignore[arg-type]
 
 
-@app.command()
+@app.command(rich_help_panel=WATCH)
 def status(
-    federation: FederationOption = DEFAULT,
+    federation: FederationOption,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     queues: Annotated[
         bool, typer.Option("--queues", help="Also ask the facilities for our jobs: a login each.")
@@ -163,9 +204,9 @@ def status(
         console.print(" ".join(filter(None, job.values())), markup=False, highlight=False)
 
 
-@app.command()
+@app.command(rich_help_panel=WATCH)
 def report(
-    federation: FederationOption = DEFAULT,
+    federation: FederationOption,
     out: Annotated[Path | None, typer.Option(help="File to write; default report.html in the archive.")] = None,
 ) -> None:
     """Write one HTML page of the federation so far: perplexities, time, tokens, who took part. Needs no network to open."""
@@ -174,7 +215,6 @@ def report(
     from coordinator.archive.summary import summary
     from coordinator.asynchronous.summary import NO_PAGE
     from coordinator.config.federation import read_federation
-    from facility.exchange.errors import InputError
 
     described = read_federation(federation)
     if described.groups is not None:
@@ -183,9 +223,9 @@ def report(
     print(write_page(summary(archive) | {"federation": described.name}, out or archive.path / "report.html"))
 
 
-@app.command()
+@app.command(rich_help_panel=RUN)
 def run(
-    federation: FederationOption = DEFAULT,
+    federation: FederationOption,
     quiet: Annotated[bool, typer.Option("--quiet", help="No live display; events as plain lines.")] = False,
     log: Annotated[Path | None, typer.Option(help="StreamFlow's whole log; default <workdir>/streamflow.log.")] = None,
 ) -> None:
@@ -195,7 +235,7 @@ def run(
     raise typer.Exit(run_federation(federation, live=not quiet and sys.stdout.isatty(), log=log))
 
 
-@app.command()
+@app.command(rich_help_panel=PLAN)
 def plan(
     problem: Annotated[
         Path, typer.Argument(help="Problem or measured profile (JSON), published case, or federation.yml.")
@@ -252,7 +292,11 @@ def plan(
     print(f"written to {out}")
 
 
-@app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@app.command(
+    rich_help_panel=REHEARSE,
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
 def testbed(context: typer.Context) -> None:
     """Rehearse on two real facilities on this machine (root): up, run, status, stop, start, shape, down."""
     from coordinator.testbed.__main__ import main as rehearse
@@ -271,7 +315,7 @@ def main() -> None:
         except typer.Exit as stop:
             return stop.exit_code
         except typer.Abort:
-            return 130
+            return ExitCode.INTERRUPTED
 
     import click
 

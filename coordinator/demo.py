@@ -27,6 +27,7 @@ from typing import Any
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.errors import CrossFedError, InputError, exit_on_error
 from facility.exchange.files.durable import new_directory, write_json, write_text
+from facility.exchange.files.paths import shipped
 from facility.exchange.messages.manifest import Manifest, write_manifest
 
 FORMAT = 1
@@ -254,6 +255,16 @@ def make(out: Path, *, seed: int = 1, sizes: Sizes | None = None) -> tuple[dict[
     write_json(out / STAMP, made)
     (out / UNFINISHED).unlink()
     return made, False
+
+
+def make_federation(out: Path) -> Path:
+    """Make the demo's material and a federation over it below `out`; returns its federation.yml, which stays if it is there."""
+    make(out / ".crossfed" / "demo")
+    file = out / "workflow" / "federation.yml"
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_text(file, shipped("workflow/federation.yml").read_text(encoding="utf-8"))
+    return file
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -20,6 +20,7 @@ from facility.exchange.errors import CheckpointError, InputError, TryAgain, exit
 from facility.exchange.files.durable import new_directory
 
 STAMP = "source.json"
+DTYPES = ("bfloat16", "float16", "float32")
 
 
 def convert(source: str, out: Path, *, dtype: str, revision: str) -> str:
@@ -100,7 +101,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory to make")
     parser.add_argument(
         "--dtype",
-        choices=("bfloat16", "float16", "float32"),
+        choices=DTYPES,
         default="bfloat16",
         help="dtype that travels (default bfloat16)",
     )

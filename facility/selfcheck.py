@@ -23,6 +23,7 @@ from facility.exchange.messages import report
 from facility.exchange.messages.job_template import Environment, fill_template
 from facility.exchange.messages.manifest import Manifest, verify_manifest, write_manifest
 from facility.exchange.messages.settings import FacilitySettings, TrainingSettings
+from facility.exchange.messages.template_inheritance import read_template
 
 SUBMIT = {
     "#SBATCH": ["sbatch", "--wait", "--time=00:10:00", "--job-name=crossfed-selfcheck"],
@@ -102,7 +103,7 @@ def run(folder: Path, template: Path | None, fill: dict[str, str], home: Path, l
         words, text = ["bash", "-s"], command(folder)
     else:
         text = fill_template(
-            template.read_text(),
+            read_template(template),
             fill=fill,
             environment=Environment(home=str(home)),
             workdir=str(folder),

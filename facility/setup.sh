@@ -16,7 +16,7 @@ usage: bash facility/setup.sh [options] [-- arguments for `python -m facility.pr
   --torch KIND          cuda, rocm, cpu, or auto (default: looks at the drivers here, the queue and the wheelhouse)
   --torch-index URL     extra package index for torch (default: PyTorch's own for rocm and cpu)
   --wheelhouse DIR      install from these files only, without network (`crossfed bundle` makes them)
-  --template FILE       job template for the self-check, through its queue (default: run it here)
+  --template NAME|FILE  job template for the self-check, through its queue (default: run it here)
   --fill NAME=VALUE     value for one of the template's placeholders (may be repeated)
   --no-self-check       leave the self-check out
   -h, --help            this text
@@ -53,6 +53,7 @@ while [ $# -gt 0 ]; do
 done
 case "$torch" in auto|cuda|rocm|cpu) ;; *) fail "--torch is '$torch', expected auto, cuda, rocm or cpu" ;; esac
 [ -z "$wheelhouse" ] || [ -d "$wheelhouse" ] || fail "--wheelhouse $wheelhouse is no directory; make it with: crossfed bundle --out wheelhouse"
+[ -z "$template" ] || [ -f "$template" ] || [ ! -f "$here/templates/$template.sh" ] || template=$here/templates/$template.sh
 [ -z "$template" ] || [ -f "$template" ] || fail "--template $template does not exist"
 
 mkdir -p "$home"/{cache,state}
@@ -76,9 +77,18 @@ command -v "$python" >/dev/null || fail "$python does not exist; name another by
 if [ -n "$template" ]; then  # before minutes go into packages
     PYTHONPATH=$here "$python" - "$template" ${fills[@]+"${fills[@]}"} <<'PYTHON' || exit 2
 import sys
+from pathlib import Path
+from facility.exchange.errors import CrossFedError
 from facility.exchange.messages.job_template import unfilled
+from facility.exchange.messages.template_inheritance import read_template
 given = [word.partition("=")[0] for word in sys.argv[2:] if word != "--fill"]
-if left := unfilled(open(sys.argv[1]).read(), dict.fromkeys(given, "")):
+try:
+    text = read_template(Path(sys.argv[1]))
+except ModuleNotFoundError:  # jinja2 comes with torch: the self-check looks again
+    sys.exit()
+except CrossFedError as error:
+    sys.exit(f"error: {error}")
+if left := unfilled(text, dict.fromkeys(given, "")):
     sys.exit(f"error: {sys.argv[1]} has placeholders that nothing fills: {', '.join(left)}; add " + " ".join(f"--fill {name}=VALUE" for name in left))
 PYTHON
 fi

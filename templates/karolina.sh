@@ -1,20 +1,16 @@
 {# https://docs.it4i.cz/karolina/compute-nodes/ -#}
-#!/bin/bash
+{% extends "slurm.sh" %}
+{% block about %}
 # Karolina: 8 A100 (40 GB) and 128 cores a node; partition qgpu counts single GPUs.
-#SBATCH --account=<account>
+{% endblock %}
+{% block partition %}
 #SBATCH --partition=qgpu
-#SBATCH --nodes=1
-#SBATCH --ntasks-per-node=1
+{% endblock %}
+{% block resources %}
 #SBATCH --gpus-per-node=8
 #SBATCH --cpus-per-task=128
 #SBATCH --exclusive
-#SBATCH --time=02:00:00
-#SBATCH --signal=USR1@300
-. '<home>/env.sh'
+{% endblock %}
+{% block environment %}
 export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0
-export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
-IFS= read -r -d '' command <<'CROSSFED' || true
-trap : USR1 TERM
-{{ streamflow_command }}
-CROSSFED
-srun --kill-on-bad-exit=0 bash -c "$command"
+{% endblock %}

@@ -1,22 +1,18 @@
 {# https://docs.lumi-supercomputer.eu/runjobs/scheduled-jobs/lumig-job/ -#}
-#!/bin/bash
+{% extends "slurm.sh" %}
+{% block about %}
 # LUMI-G (AMD, ROCm): 4 MI250X are 8 GPUs of 64 GB a node; 56 cores are for users.
-#SBATCH --account=<account>
+{% endblock %}
+{% block partition %}
 #SBATCH --partition=standard-g
-#SBATCH --nodes=1
-#SBATCH --ntasks-per-node=1
+{% endblock %}
+{% block resources %}
 #SBATCH --gpus-per-node=8
 #SBATCH --cpus-per-task=56
 #SBATCH --mem=480G
 #SBATCH --exclusive
-#SBATCH --time=02:00:00
-#SBATCH --signal=USR1@300
-. '<home>/env.sh'
+{% endblock %}
+{% block environment %}
 export NCCL_SOCKET_IFNAME=hsn0,hsn1,hsn2,hsn3 GLOO_SOCKET_IFNAME=hsn0 NCCL_NET_GDR_LEVEL=3 FI_CXI_DEFAULT_CQ_SIZE=131072
 export MIOPEN_USER_DB_PATH="/tmp/$USER-miopen-$SLURM_JOB_ID" MIOPEN_CUSTOM_CACHE_DIR="/tmp/$USER-miopen-$SLURM_JOB_ID"
-export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
-IFS= read -r -d '' command <<'CROSSFED' || true
-trap : USR1 TERM
-{{ streamflow_command }}
-CROSSFED
-srun --kill-on-bad-exit=0 bash -c "$command"
+{% endblock %}

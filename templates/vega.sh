@@ -1,21 +1,17 @@
 {# https://doc.vega.izum.si/slurm/ -#}
-#!/bin/bash
+{% extends "slurm.sh" %}
+{% block about %}
 # Vega GPU: 4 A100 (40 GB) and 128 cores a node.
-#SBATCH --account=<account>
+{% endblock %}
+{% block partition %}
 #SBATCH --partition=gpu
-#SBATCH --nodes=1
-#SBATCH --ntasks-per-node=1
+{% endblock %}
+{% block resources %}
 #SBATCH --gres=gpu:4
 #SBATCH --cpus-per-task=128
 #SBATCH --mem=0
 #SBATCH --exclusive
-#SBATCH --time=02:00:00
-#SBATCH --signal=USR1@300
-. '<home>/env.sh'
+{% endblock %}
+{% block environment %}
 export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0
-export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
-IFS= read -r -d '' command <<'CROSSFED' || true
-trap : USR1 TERM
-{{ streamflow_command }}
-CROSSFED
-srun --kill-on-bad-exit=0 bash -c "$command"
+{% endblock %}

@@ -24,6 +24,7 @@ from typing import Any, Literal
 from coordinator.schedulers.none import MARK
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.job_template import Environment, fill_template
+from facility.exchange.messages.template_inheritance import find_template, read_template
 from facility.exchange.validation import AtLeastOne, NonNegative, parse, validated
 
 HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(:\d{1,5})?|\[[0-9A-Fa-f:.]+\](:\d{1,5})?")
@@ -79,7 +80,8 @@ class Deployment(Connection):
     workdir: str = ""
     """Absolute path at the facility for models and updates: fast, shared by its nodes, with room for three models."""
     template: str = ""
-    """Job template, relative to federation.yml; one of `templates/`, or your own."""
+    """Job template: the name of one of `templates/`, such as `leonardo`, or the path of your own, relative to
+    federation.yml."""
     fill: dict[str, Any] = field(default_factory=dict)
     """Values of the template's placeholders: account, partition, ..."""
     options: dict[str, Any] = field(default_factory=dict)
@@ -128,9 +130,7 @@ class Deployment(Connection):
                 key="workdir",
             )
         if self.type in QUEUES and not self.template:
-            raise ConfigurationError(
-                f"template is missing, expected for instance ../templates/{self.type}.sh", key="type"
-            )
+            raise ConfigurationError(f"template is missing, expected for instance `template: {self.type}`", key="type")
         if self.type in QUEUES:
             _check_options(self.type, self.options)
         elif self.options:
@@ -156,9 +156,11 @@ def job_template(deployment: Deployment, folder: Path, name: str = "") -> str | 
         return re.sub(r"^#!.*\n", lambda first: f"{first[0]}export {MARK}={name}\n", rest, count=1, flags=re.MULTILINE)
     if not deployment.template:
         return None
-    path = (folder / Path(deployment.template).expanduser()).resolve()
     try:
-        text = path.read_text()
+        path = find_template(deployment.template, folder)
+        text = read_template(path)
+    except ConfigurationError as error:
+        raise ConfigurationError(error.message, key="template") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"template {deployment.template!r} cannot be read: {error}", key="template") from None
     return fill_template(

@@ -1,4 +1,4 @@
-"""`crossfed init`: a first federation.yml to fill in, one entry a facility, each from the site's template."""
+"""`crossfed init`: a first federation.yml to fill in, one entry per facility, each from the site's template."""
 
 from __future__ import annotations
 
@@ -7,19 +7,26 @@ from pathlib import Path
 
 from facility.exchange.errors import InputError
 from facility.exchange.files.durable import write_text
-from facility.exchange.files.paths import CHECKOUT
 from facility.exchange.messages.job_template import unfilled
+from facility.exchange.messages.template_inheritance import read_template, shipped_templates
 
 HEAD = """\
-# Fill in what stands in <angle brackets>, then: crossfed check -f {file}, crossfed run -f {file}
+# Fill in what is in <angle brackets>. Then, in {folder}: crossfed check, crossfed run
 name: {name}
-model: <directory of the initial model; bash coordinator/setup.sh --model NAME makes one>
+# The model of round 0: a directory with a Hugging Face checkpoint (config.json, *.safetensors), absolute or relative to
+# this file. `crossfed model ORG/NAME --out DIR` fetches one from the hub, or converts a local one to the dtype that is sent.
+model: <directory of the initial model>
 rounds: 5
 training: # for every facility; each may change any of it
   steps: 100
   batch_sequences: 64
   learning_rate: 1e-4
 facilities:
+"""
+LOCAL = """\
+  - name: {site}
+    # On this machine: python -m facility.prepare --input TEXT.jsonl --tokenizer MODEL --out DIR --block-tokens 512
+    dataset: <prepared dataset, absolute or relative to this file>
 """
 QUEUES = ("pbs", "flux", "ssh")
 
@@ -32,34 +39,34 @@ def init(folder: Path, name: str, facilities: list[str]) -> Path:
     file = folder / "workflow" / "federation.yml"
     if file.exists():
         raise InputError(f"{file} exists already; edit it, or choose another folder")
-    known = {path.stem: path for path in sorted((CHECKOUT / "templates").glob("*.sh"))}
-    text = HEAD.format(name=name, file=file)
+    known = shipped_templates()
+    text = HEAD.format(name=name, folder=folder)
     for word in facilities:
         site, _, template = word.partition("=")
         template = template or site
-        if template != "local" and template not in known:
+        if template == "local":
+            text += LOCAL.format(site=site)
+        elif template in known:
+            text += _remote(site, template, known[template])
+        else:
             raise InputError(f"there is no template {template!r}; there are local, {', '.join(known)}")
-        text += _entry(site, template, known.get(template))
     file.parent.mkdir(parents=True, exist_ok=True)
     write_text(file, text)
     return file
 
 
-def _entry(site: str, template: str, path: Path | None) -> str:
+def _remote(site: str, template: str, path: Path) -> str:
+    guide = re.search(r"https://\S+", path.read_text())
     lines = [
         f"  - name: {site}",
-        f"    dataset: <prepared dataset{'' if path is None else ', absolute path at the facility'}>",
+        "    dataset: <prepared dataset, absolute path at the facility>",
+        f"    deployment: # {guide.group() if guide else template}",
+        f"      type: {template if template in QUEUES else 'slurm'}",
+        "      host: <login node>",
+        "      user: <login name>",
+        "      workdir: <absolute path on a fast file system that the nodes share>",
+        f"      template: {template}",
     ]
-    if path is not None:
-        guide = re.search(r"https://\S+", path.read_text())
-        lines += [
-            f"    deployment: # {guide.group() if guide else template}",
-            f"      type: {template if template in QUEUES else 'slurm'}",
-            "      host: <login node>",
-            "      user: <login name>",
-            "      workdir: <absolute path on a fast file system that the nodes share>",
-            f"      template: {path}",
-        ]
-        if words := unfilled(path.read_text(), {}):
-            lines.append(f"      fill: {{{', '.join(f'{word}: <{word}>' for word in words)}}}")
+    if words := unfilled(read_template(path), {}):
+        lines.append(f"      fill: {{{', '.join(f'{word}: <{word}>' for word in words)}}}")
     return "\n".join(lines) + "\n"

@@ -23,7 +23,7 @@ from coordinator.config.settings import CoordinatorSettings, RoundSettings
 from coordinator.config.yaml_lines import Lined
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.files.durable import write_text
-from facility.exchange.files.paths import CHECKOUT
+from facility.exchange.files.paths import CHECKOUT, shipped
 from facility.exchange.messages.settings import FacilitySettings
 
 HEAD = "# Rendered by `crossfed render` from federation.yml: edit that file and render again.\n"
@@ -70,7 +70,7 @@ def render(federation: Federation) -> dict[str, str]:
 def write(federation: Federation) -> list[Path]:
     """Write the rendered files beside federation.yml and in `../cwl`; returns those that changed.
 
-    Hand-written CWL that is absent there is copied from the checkout; settings of facilities that are gone are removed.
+    Hand-written CWL that is absent there is copied from what ships with CrossFed; settings of facilities that are gone are removed.
     """
     root = federation.file.parent.parent
     changed = []
@@ -78,7 +78,7 @@ def write(federation: Federation) -> list[Path]:
         target = root / "cwl" / name
         if not target.exists():
             target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(CHECKOUT / "cwl" / name, target)
+            shutil.copyfile(shipped("cwl") / name, target)
             changed.append(target)
     for name, text in render(federation).items():
         target = root / name

@@ -13,7 +13,7 @@ from coordinator.engine.render import stale
 from coordinator.preflight.estimates import ModelFigures, coordinator_bytes, model_figures
 from coordinator.preflight.row import Row, fail, ok, size, warning
 from facility.exchange.errors import InputError
-from facility.exchange.files.paths import CHECKOUT
+from facility.exchange.files.paths import shipped
 
 ME = "coordinator"
 
@@ -42,7 +42,7 @@ def _engine() -> Row:
     try:
         wanted = next(
             d.split("==")[1]
-            for d in tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]["optional-dependencies"][
+            for d in tomllib.loads(shipped("pyproject.toml").read_text())["project"]["optional-dependencies"][
                 "coordinator"
             ]
             if d.startswith("streamflow==")

@@ -14,7 +14,7 @@ from coordinator.preflight.remote import run
 from coordinator.preflight.row import Row, fail, ok, size, warning
 from facility import __version__
 from facility.exchange.checkpoints.tokenizer import differ
-from facility.exchange.files.paths import CHECKOUT
+from facility.exchange.files.paths import CHECKOUT, shipped
 from facility.exchange.messages import manifest, report, settings
 from facility.exchange.messages.job_template import enter_lines
 
@@ -264,7 +264,7 @@ def _room(name: str, told: dict[str, Any], workdir: str, reserve: int) -> Row:
 
 def _pinned() -> dict[str, str]:
     try:
-        lines = (CHECKOUT / "constraints.txt").read_text().splitlines()
+        lines = shipped("constraints.txt").read_text().splitlines()
     except OSError:
         return {}
     return dict(line.split("==", 1) for line in lines if "==" in line)

@@ -12,12 +12,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from coordinator.bundle import copy_code
 from coordinator.testbed import configuration, daemons, link, namespaces
 from coordinator.testbed.command import call, end, recall, wait_until
 from coordinator.testbed.layout import MARK, Site, Testbed, load, plan, save
 from coordinator.testbed.packages import require
 from facility.exchange.errors import CrossFedError, InputError
-from facility.exchange.files.paths import CHECKOUT
 
 FIRST_NETWORK, LAST_NETWORK = 77, 99
 
@@ -138,7 +138,7 @@ def _facility(testbed: Testbed, site: Site) -> None:
     entry = pwd.getpwnam(site.user)
     for path in (site.etc, site.run, site.log, site.spool / "slurmctld", *(site.spool / node for node in site.nodes)):
         path.mkdir(parents=True)
-    shutil.copytree(CHECKOUT / "facility", site.code / "facility", ignore=shutil.ignore_patterns("__pycache__"))
+    copy_code(site.code)
     (site.code / "env.sh").write_text(configuration.env_sh(site, testbed.python))
     for path in (site.home, *site.home.rglob("*")):
         os.chown(path, entry.pw_uid, entry.pw_gid)

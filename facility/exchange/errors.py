@@ -17,6 +17,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from facility.exchange.exit_codes import ExitCode
+from facility.exchange.logs import configure_logging
+
 
 class CrossFedError(Exception):
     """Base of every error meant for the user."""
@@ -58,12 +61,10 @@ class TryAgain(CrossFedError):
 
 
 def exit_on_error(main: Callable[[], int | None]) -> int:
-    """Run `main` and turn a `CrossFedError` into one line on stderr and exit code 2 (75 for `TryAgain`)."""
+    """Run `main` and turn a `CrossFedError` into one line on stderr and its exit code (see `ExitCode`)."""
+    configure_logging()
     try:
-        return main() or 0
-    except TryAgain as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 75
+        return main() or ExitCode.OK
     except CrossFedError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return ExitCode.TRANSIENT if isinstance(error, TryAgain) else ExitCode.INPUT

@@ -15,6 +15,7 @@ from coordinator.config.federation import read_federation
 from coordinator.engine.render import render
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.job_template import Environment, fill_template, unfilled
+from facility.exchange.messages.template_inheritance import read_template
 
 ROOT = Path(__file__).resolve().parents[2]
 TEMPLATES = sorted((ROOT / "templates").glob("*.sh"))
@@ -25,7 +26,7 @@ names = pytest.mark.parametrize("path", TEMPLATES, ids=lambda p: p.stem)
 
 
 def filled(path: Path, home: str = "~/crossfed", **environment) -> str:
-    text = path.read_text()
+    text = read_template(path)
     fill = {word: f"my-{word}" for word in unfilled(text, {})}
     return fill_template(
         text, fill=fill, environment=Environment(home=home, **environment), workdir="/scratch/me", name=path.name
@@ -59,8 +60,9 @@ def test_every_site_and_scheduler_is_there():
 @names
 def test_first_line_is_the_guide_and_the_script_is_short(path: Path):
     lines = path.read_text().splitlines()
-    assert re.fullmatch(r"\{# https://\S+ -#\}", lines[0]) and lines[1] == "#!/bin/bash"
-    assert 10 <= len(lines) <= 30
+    assert re.fullmatch(r"\{# https://\S+ -#\}", lines[0])
+    assert lines[1] in ("#!/bin/bash", '{% extends "slurm.sh" %}')
+    assert 10 <= len(lines) <= 30 and len(read_template(path).splitlines()) <= 30
     assert max(len(line) for line in lines) <= 140
     assert strictly(filled(path)).startswith("#!/bin/bash\n"), "a scheduler wants the interpreter first"
 
@@ -81,7 +83,7 @@ def test_golden(path: Path, home: str):
 @names
 def test_accounts_and_names_are_never_shipped(path: Path):
     """What belongs to a project is a placeholder, and an unfilled one is refused by name."""
-    text = path.read_text()
+    text = read_template(path)
     for found in re.findall(r"(?:--account=|--bank=|#PBS -A )(\S+)", text):
         assert re.fullmatch(r"<[a-z]+>", found)
     words = unfilled(text, {})
@@ -158,7 +160,7 @@ def test_environments_are_written_as_asked():
     ],
 )
 def test_what_cannot_stand_in_a_template_is_refused(fill: dict, message: str):
-    text = (ROOT / "templates" / "slurm.sh").read_text()
+    text = read_template(ROOT / "templates" / "slurm.sh")
     with pytest.raises(ConfigurationError, match=re.escape(message)):
         fill_template(text, fill=fill, environment=Environment(), workdir="/w", name="slurm.sh")
 
@@ -257,7 +259,7 @@ def test_jump_host_transfer_host_and_plain_ssh(tmp_path: Path):
 @pytest.mark.parametrize("kind", ["slurm", "pbs", "flux", "ssh", "local"])
 def test_streamflow_accepts_what_is_rendered(tmp_path: Path, kind: str):
     """By StreamFlow's own schema, which refuses unknown properties."""
-    words = unfilled((ROOT / "templates" / f"{kind}.sh").read_text(), {}) if kind != "local" else []
+    words = unfilled(read_template(ROOT / "templates" / f"{kind}.sh"), {}) if kind != "local" else []
     fill = f"      fill: {{{{{', '.join(f'{word}: x' for word in words)}}}}}\n" if words else ""
     text = FACILITY.replace("type: slurm", f"type: {kind}").replace("slurm.sh", f"{kind}.sh")
     text = text.replace("      fill: {{account: proj42, partition: gpu}}\n", fill)

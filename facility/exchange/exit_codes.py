@@ -1,0 +1,20 @@
+"""Exit codes of every command; those by which a job tells the workflow what happened are in `messages.outcome`."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """What a command's exit code means."""
+
+    OK = 0
+    """Done."""
+    FOUND = 1
+    """The command worked and found something to fix: a failing row of `crossfed check`, a stale rendered file."""
+    INPUT = 2
+    """Fix the input; trying again will not help. The reason is one line on stderr."""
+    TRANSIENT = 75
+    """A transient error (EX_TEMPFAIL of sysexits.h): the same command may succeed later."""
+    INTERRUPTED = 130
+    """Stopped by SIGINT."""
