@@ -79,8 +79,7 @@ if [ -n "$template" ]; then  # before minutes go into packages
 import sys
 from pathlib import Path
 from facility.exchange.errors import CrossFedError
-from facility.exchange.messages.job_template import unfilled
-from facility.exchange.messages.template_inheritance import read_template
+from facility.exchange.messages.template_inheritance import read_template, unfilled
 given = [word.partition("=")[0] for word in sys.argv[2:] if word != "--fill"]
 try:
     text = read_template(Path(sys.argv[1]))

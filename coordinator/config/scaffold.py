@@ -7,8 +7,7 @@ from pathlib import Path
 
 from facility.exchange.errors import InputError
 from facility.exchange.files.durable import write_text
-from facility.exchange.messages.job_template import unfilled
-from facility.exchange.messages.template_inheritance import read_template, shipped_templates
+from facility.exchange.messages.template_inheritance import read_template, shipped_templates, unfilled
 
 HEAD = """\
 # Fill in what is in <angle brackets>. Then, in {folder}: crossfed check, crossfed run

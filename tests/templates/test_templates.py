@@ -14,8 +14,8 @@ import yaml
 from coordinator.config.federation import read_federation
 from coordinator.engine.render import render
 from facility.exchange.errors import ConfigurationError
-from facility.exchange.messages.job_template import Environment, fill_template, unfilled
-from facility.exchange.messages.template_inheritance import read_template
+from facility.exchange.messages.job_template import Environment, fill_template
+from facility.exchange.messages.template_inheritance import read_template, unfilled
 
 ROOT = Path(__file__).resolve().parents[2]
 TEMPLATES = sorted((ROOT / "templates").glob("*.sh"))

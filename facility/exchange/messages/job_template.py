@@ -14,9 +14,9 @@ from dataclasses import field
 from typing import Literal
 
 from facility.exchange.errors import ConfigurationError
+from facility.exchange.messages.template_inheritance import PLACEHOLDER, unfilled
 from facility.exchange.validation import validated
 
-PLACEHOLDER = re.compile(r"<([a-z][a-z0-9_]*)>")
 PLAIN = re.compile(r"[A-Za-z0-9_.,:/@+=%-]+")
 START = 'bash -c "$command"'
 """How a template starts the command on every node; a container runtime goes before it."""
@@ -49,11 +49,6 @@ class Environment:
         for word in self.modules:
             if not PLAIN.fullmatch(word):
                 raise ConfigurationError(f"module {word!r} is no module's name", key="modules")
-
-
-def unfilled(text: str, fill: dict[str, str]) -> list[str]:
-    """Placeholders of a template that nothing fills."""
-    return sorted(set(PLACEHOLDER.findall(text)) - set(fill) - {"home"})
 
 
 def fill_template(text: str, *, fill: dict[str, str], environment: Environment, workdir: str, name: str) -> str:

@@ -16,6 +16,7 @@ from facility.exchange.files.paths import shipped
 ENGINE_NAMES = ("streamflow_command", "streamflow_environment", "streamflow_workdir")
 """What StreamFlow knows when it renders a job template."""
 SYNTAX = re.compile(r"\{[{%#]")
+PLACEHOLDER = re.compile(r"<([a-z][a-z0-9_]*)>")
 SHORT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 
 
@@ -39,6 +40,11 @@ def read_template(path: Path) -> str:
     """Text of a template with what it extends. Raises `ConfigurationError`, or `OSError` where it cannot be read."""
     text = path.read_text(encoding="utf-8")
     return _inherit(path) if "{%" in text else text
+
+
+def unfilled(text: str, fill: dict[str, str]) -> list[str]:
+    """Placeholders of a template that nothing fills."""
+    return sorted(set(PLACEHOLDER.findall(text)) - set(fill) - {"home"})
 
 
 def _inherit(path: Path) -> str:
