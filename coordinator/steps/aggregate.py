@@ -15,6 +15,7 @@ from pathlib import Path
 
 from coordinator.aggregate import aggregate
 from coordinator.archive.rounds import Archive, FacilityRow, RoundFile
+from coordinator.archive.sweep import sweep_round
 from coordinator.config.settings import CoordinatorSettings, read_coordinator_settings
 from coordinator.steps.decide import decide
 from coordinator.steps.outputs import write_outputs
@@ -111,6 +112,7 @@ def close_round(
         write_json(directory / "round.json", dataclasses.asdict(round_file))
     archive.drop_note("attempts")
     archive.prune(settings.keep_rounds)
+    sweep_round(Path.cwd(), record.federation, number)
     print(f"round {number} is complete: {decision.reason}")
     following = archive.model_for(number + 1)
     if decision.proceed:

@@ -160,3 +160,14 @@ def verify_manifest(directory: Path) -> Manifest:
     if surplus := sorted(present - set(manifest.files)):
         raise ManifestError(f"{directory} holds files that its manifest does not name: {surplus[:5]}")
     return manifest
+
+
+def manifest_if_any(directory: Path) -> Manifest | None:
+    """The manifest in `directory` itself (no symbolic link); None where there is none that can be read."""
+    path = Path(directory) / NAME
+    if not path.is_file() or path.is_symlink():
+        return None
+    try:
+        return read_manifest(directory)
+    except ManifestError:
+        return None
