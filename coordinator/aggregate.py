@@ -30,13 +30,15 @@ from coordinator.aggregation import kernel
 from coordinator.aggregation import outliers as screen
 from coordinator.aggregation.adapters import adapter_base, are_adapters, errors, layout_with, write_products
 from coordinator.aggregation.describe import describe
-from coordinator.aggregation.plan import make_plan, needs_measuring
+from coordinator.aggregation.plan import make_plan, needs_histograms, needs_measuring
 from coordinator.aggregation.record import ROUND, RoundRecord, write_record
-from coordinator.aggregation.rules import ties
-from coordinator.aggregation.server_optimizers.registry import SLOT_NAMES, outer_of
+from coordinator.aggregation.rules.registry import RULES
+from coordinator.aggregation.server_optimizers import plain
+from coordinator.aggregation.server_optimizers.registry import SERVER_OPTIMIZERS, build
 from coordinator.aggregation.state import MASTER, fitting, make_way, open_state, seal
 from coordinator.aggregation.updates import Update, open_updates, weights_of
 from coordinator.config.aggregation import AggregationSettings
+from facility.exchange.checkpoints import magnitudes
 from facility.exchange.checkpoints.checkpoint import FLOATS, Checkpoint, TensorEntry, open_checkpoint
 from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.checkpoints.writer import TensorWriter, layout_like
@@ -103,7 +105,7 @@ def _aggregate(
         if with_adapters := are_adapters(updates):
             source, begun = adapter_base(whole, updates, Path(scratch))
             if begun:  # there is no step yet that a server optimiser could take
-                settings = dataclasses.replace(settings, rule=settings.combiner, server_learning_rate=1.0)
+                settings = settings.without_optimizer()
         return _combine(
             whole, source, sent, updates, out, settings, state_in, state_out, record, threads, started, with_adapters
         )
@@ -162,8 +164,9 @@ def _combine(
 
     if with_adapters:
         plan = dataclasses.replace(plan, details=plan.details | {"lora": settings.lora} | errors(opened, weights))
-    outer, starts = outer_of(settings, number)
-    slot_names = SLOT_NAMES[settings.outer]
+    optimizer = SERVER_OPTIMIZERS.get(settings.server_optimizer)
+    outer, starts = build(settings.server_optimizer, number, settings.values_of(optimizer))
+    slot_names = optimizer.slots
     old = open_state(state_in, sent, [MASTER, *slot_names])
     dtypes = {
         name: OUTPUT.get(settings.output_dtype, entry.dtype) if entry.dtype in FLOATS else entry.dtype
@@ -194,7 +197,7 @@ def _combine(
                 master=fitting(old.get(MASTER), floats),
                 slots=[fitting(old.get(name), floats) for name in slot_names],
                 slot_starts=starts,
-                outer=None if settings.outer == "plain" and settings.server_learning_rate == 1 else outer,
+                outer=None if outer is plain.add else outer,
                 float64=settings.accumulate == "float64",
                 statistics="off" if measured and settings.statistics != "exact" else settings.statistics,
                 model=model,
@@ -239,7 +242,7 @@ def _combine(
                 state_directory,
                 federation=result.federation,
                 round=result.round + 1,
-                outer=settings.outer,
+                outer=settings.server_optimizer,
                 parameters=source.parameters,
                 model=made,
                 model_path=Path(out),
@@ -253,16 +256,16 @@ def _measure(
     opened: Sequence[Update], floats: Mapping[str, TensorEntry], settings: AggregationSettings, threads: int
 ) -> tuple[kernel.Passed, list[Any] | None]:
     """One pass that only looks: inner products of the steps, and histograms where the rule wants them."""
-    histograms = [np.zeros(ties.BINS, np.int64) for _ in opened]
+    histograms = [np.zeros(magnitudes.BINS, np.int64) for _ in opened]
     lock = threading.Lock()
 
     def observe(steps: Any) -> None:
         for total, row in zip(histograms, steps, strict=True):
-            counts = ties.histogram(row)
+            counts = magnitudes.histogram(row)
             with lock:
                 total += counts
 
-    wanted = settings.combiner == "ties"
+    wanted = needs_histograms(settings)
     work = kernel.Work(
         base=floats,
         updates=[update.entries for update in opened],
@@ -345,13 +348,21 @@ def read_settings(path: Path | None = None, rule: str | None = None, weights: st
     return parse(AggregationSettings, raw, where="", file=path)
 
 
+def rule_help() -> str:
+    """The names that `--rule` takes, from the registries."""
+    return (
+        f"aggregation rule ({', '.join(RULES.names())}), server optimizer ({', '.join(SERVER_OPTIMIZERS.names())}), one of "
+        "each joined by '+', or the dotted path of your own; overrides the settings' rule (default: mean, or the file's)"
+    )
+
+
 def parser() -> argparse.ArgumentParser:
     assert __doc__
     p = argparse.ArgumentParser(prog="python -m coordinator.aggregate", description=__doc__.split("\n\n")[0])
     p.add_argument("--base", type=Path, required=True, metavar="DIR", help="model that the updates started from")
     p.add_argument("--update", type=Path, action="append", default=[], metavar="DIR", help="one update; repeat")
     p.add_argument("--out", type=Path, required=True, metavar="DIR", help="next model; must not exist")
-    p.add_argument("--rule", metavar="NAME", help="overrides the settings' rule (default: mean, or the file's)")
+    p.add_argument("--rule", metavar="NAME", help=rule_help())
     p.add_argument(
         "--weights",
         choices=("tokens", "samples", "equal"),

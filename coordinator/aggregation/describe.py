@@ -11,6 +11,7 @@ import numpy as np
 from coordinator.aggregation.kernel import Passed
 from coordinator.aggregation.plan import Plan
 from coordinator.aggregation.record import Participant, RoundRecord
+from coordinator.aggregation.server_optimizers.registry import SERVER_OPTIMIZERS
 from coordinator.aggregation.updates import Update
 from coordinator.config.aggregation import AggregationSettings
 from facility.exchange.checkpoints.checkpoint import FLOATS, Checkpoint, TensorEntry
@@ -87,8 +88,9 @@ def describe(
     shares = np.asarray(weights)
     step = None
     if passed.counted:
-        if plan.coefficients is not None and settings.outer == "plain" and gram is not None:
-            factors = np.asarray(plan.coefficients) * settings.server_learning_rate
+        if plan.coefficients is not None and settings.server_optimizer == "plain" and gram is not None:
+            rate = settings.values_of(SERVER_OPTIMIZERS.get("plain"))["server_learning_rate"]
+            factors = np.asarray(plan.coefficients) * rate
             step = math.sqrt(max(float(factors @ gram @ factors), 0.0))
         else:
             step = math.sqrt(passed.step_squared * passed.elements / passed.counted)
@@ -97,8 +99,8 @@ def describe(
         federation=base_manifest.federation if base_manifest else "",
         round=base_manifest.round if base_manifest else 0,
         rule=settings.rule,
-        combiner=settings.combiner,
-        outer=settings.outer,
+        combiner=settings.aggregation_rule,
+        outer=settings.server_optimizer,
         participants=participants(opened, weights, plan, gram),
         quarantined=dict(quarantined),
         suspects={name: reason for name, reason in suspects.items() if name not in quarantined},

@@ -1,40 +1,36 @@
-"""From what one pass has measured to what the next one computes: a rule's decisions, with the reasons."""
+"""From what one pass has measured to what the next one computes: clipping, then the rule's decision."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from coordinator.aggregation.rules import bulyan, clipping, dare, geometric_median, krum, median, ties, trimmed_mean
+from coordinator.aggregation import clipping
+from coordinator.aggregation.rules.contract import (
+    HISTOGRAMS,
+    INNER_PRODUCTS,
+    SORTED_VALUES,
+    Combine,
+    Plan,
+    RoundUpdates,
+)
+from coordinator.aggregation.rules.registry import RULES, decide
 from coordinator.config.aggregation import AggregationSettings
 from facility.exchange.checkpoints.floats import Array
 
-LINEAR = ("mean", "geometric_median", "krum", "multi_krum")
-MEASURED = ("geometric_median", "krum", "multi_krum", "bulyan", "ties")
 
-Combine = Callable[[Array, str, int], Array]
-"""(steps of shape (updates, n), tensor, offset of the first value) -> n values."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """How the steps of a round become one."""
-
-    coefficients: list[float] | None = None
-    """Of a weighted sum."""
-    combine: Combine | None = None
-    """Value by value, where the rule is no weighted sum."""
-    details: dict[str, Any] = field(default_factory=dict)
-    """For round.json."""
+def needs_histograms(settings: AggregationSettings) -> bool:
+    """Whether the rule wants a histogram of each update's magnitudes."""
+    return HISTOGRAMS in RULES.get(settings.aggregation_rule).needs
 
 
 def needs_measuring(settings: AggregationSettings) -> bool:
-    """Whether the rule must see all steps once before it can combine them."""
+    """Whether all steps must be seen once before they can be combined."""
     return bool(
-        settings.combiner in MEASURED
+        {INNER_PRODUCTS, HISTOGRAMS} & set(RULES.get(settings.aggregation_rule).needs)
         or settings.clip_norm
         or settings.clip_ratio
         or settings.screen.action == "quarantine"
@@ -51,63 +47,44 @@ def make_plan(
     round: int = 0,
 ) -> Plan:
     """The plan for updates of facilities `names`; `gram` and `histograms` as measured, where the rule needs them."""
-    combiner, count = settings.combiner, len(names)
     details: dict[str, Any] = {}
-    factors = [1.0] * count
+    factors: list[float] = []
     if settings.clip_norm or settings.clip_ratio:
         assert gram is not None
-        norms = [float(np.sqrt(max(value, 0.0))) for value in gram.diagonal()]
-        limit = clipping.limit_of(norms, clip_norm=settings.clip_norm, clip_ratio=settings.clip_ratio)
-        factors = clipping.factors(norms, limit)
-        details |= {"clip_limit": limit, "clip_factors": dict(zip(names, factors, strict=True))}
+        limit, factors = _clipped(settings, gram)
+        details = {"clip_limit": limit, "clip_factors": dict(zip(names, factors, strict=True))}
         scale = np.array(factors)
         gram = gram * scale[:, None] * scale[None, :]
+    rule = RULES.get(settings.aggregation_rule)
+    updates = RoundUpdates(
+        facilities=names,
+        weights=weights,
+        number=round,
+        inner_products=gram,
+        histograms=histograms,
+        clip_factors=factors,
+    )
+    plan = decide(settings.aggregation_rule, updates, settings.values_of(rule))
+    if plan.coefficients is not None:
+        values = [float(share) * f for share, f in zip(plan.coefficients, factors or [1.0] * len(names), strict=True)]
+        return dataclasses.replace(plan, coefficients=values, details=details | plan.details)
+    assert plan.combine is not None, f"{settings.aggregation_rule} decided nothing"
+    combine = _sorting(plan.combine) if SORTED_VALUES in rule.needs else plan.combine
+    if any(factor != 1 for factor in factors):
+        combine = _scaling(combine, factors)
+    return dataclasses.replace(plan, combine=combine, details=details | plan.details)
 
-    def linear(shares: Sequence[float]) -> Plan:
-        values = [float(share) * factor for share, factor in zip(shares, factors, strict=True)]
-        return Plan(coefficients=values, details=details)
 
-    def pointwise(function: Combine) -> Plan:
-        if any(factor != 1 for factor in factors):
-            inner = function
+def _clipped(settings: AggregationSettings, gram: Array) -> tuple[float, list[float]]:
+    """The largest norm, and what each update's step is multiplied by."""
+    norms = [float(np.sqrt(max(value, 0.0))) for value in gram.diagonal()]
+    limit = clipping.limit_of(norms, clip_norm=settings.clip_norm, clip_ratio=settings.clip_ratio)
+    return limit, clipping.factors(norms, limit)
 
-            def function(steps: Array, tensor: str, offset: int) -> Array:
-                return inner(steps * np.asarray(factors, steps.dtype)[:, None], tensor, offset)
 
-        return Plan(combine=function, details=details)
+def _sorting(combine: Combine) -> Combine:
+    return lambda steps, tensor, offset: combine(np.sort(steps, axis=0), tensor, offset)
 
-    if combiner == "mean":
-        return linear(weights)
-    if combiner == "geometric_median":
-        assert gram is not None
-        return linear(geometric_median.coefficients(gram, np.array(weights), iterations=settings.iterations).tolist())
-    if combiner in ("krum", "multi_krum"):
-        assert gram is not None
-        chosen = krum.select(gram, settings.byzantine, multiple=combiner == "multi_krum")
-        details["selected"] = [names[i] for i in chosen]
-        return linear([1 / len(chosen) if i in chosen else 0.0 for i in range(count)])
-    if combiner == "median":
-        return pointwise(lambda steps, tensor, offset: median.combine(steps))
-    if combiner == "trimmed_mean":
-        drop = trimmed_mean.dropped(count, settings.trim)
-        details["dropped_at_either_end"] = drop
-        return pointwise(lambda steps, tensor, offset: trimmed_mean.combine(steps, drop))
-    if combiner == "bulyan":
-        assert gram is not None
-        chosen = bulyan.select(gram, settings.byzantine)
-        details["selected"] = [names[i] for i in chosen]
-        return pointwise(lambda steps, tensor, offset: bulyan.combine(steps[chosen], settings.byzantine))
-    if combiner == "ties":
-        assert histograms is not None
-        thresholds = [ties.threshold(counts, settings.density) for counts in histograms]
-        details["thresholds"] = dict(zip(names, thresholds, strict=True))
-        scaled = [threshold * factor for threshold, factor in zip(thresholds, factors, strict=True)]
-        return pointwise(lambda steps, tensor, offset: ties.combine(steps, weights, scaled))
-    assert combiner == "dare", combiner
 
-    def dropped(steps: Array, tensor: str, offset: int) -> Array:
-        width, density = steps.shape[1], settings.density
-        masks = [dare.kept(settings.seed, round, name, tensor, offset, width, density) for name in names]
-        return dare.combine(steps, masks, weights, density)
-
-    return pointwise(dropped)
+def _scaling(combine: Combine, factors: Sequence[float]) -> Combine:
+    return lambda steps, tensor, offset: combine(steps * np.asarray(factors, steps.dtype)[:, None], tensor, offset)

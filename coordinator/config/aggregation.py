@@ -2,60 +2,49 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Le, Lt
+from annotated_types import Ge, Le
 
+from coordinator.aggregation.rules.registry import RULES
+from coordinator.aggregation.server_optimizers.registry import SERVER_OPTIMIZERS
+from coordinator.config.rule_parameters import declared, unset, with_rule_parameters
 from facility.exchange.errors import ConfigurationError
+from facility.exchange.registry import Declaration, Value
 from facility.exchange.text import Pattern
-from facility.exchange.validation import NonNegative, Positive, Share, validated
-
-COMBINERS = {
-    "mean": "weighted mean (McMahan et al. 2017)",
-    "median": "coordinate-wise median (Yin et al. 2018)",
-    "trimmed_mean": "coordinate-wise trimmed mean (Yin et al. 2018)",
-    "geometric_median": "smoothed geometric median (Pillutla et al. 2022)",
-    "krum": "the update closest to its neighbours (Blanchard et al. 2017)",
-    "multi_krum": "mean of the updates that Krum ranks first (Blanchard et al. 2017)",
-    "bulyan": "multi-Krum selection, then a trimmed mean around the median (El Mhamdi et al. 2018)",
-    "ties": "trim, elect sign, disjoint mean (Yadav et al. 2023)",
-    "dare": "drop at random and rescale (Yu et al. 2024)",
-}
-"""How the updates of a round become one step."""
-OUTERS = {
-    "plain": "the step times the server learning rate",
-    "fedavgm": "server momentum (Hsu et al. 2019)",
-    "fedadam": "server Adam (Reddi et al. 2021)",
-    "fedyogi": "server Yogi (Reddi et al. 2021)",
-    "fedadagrad": "server Adagrad (Reddi et al. 2021)",
-    "nesterov": "DiLoCo's outer Nesterov momentum (Douillard et al. 2023)",
-    "slowmo": "slow momentum (Wang et al. 2020)",
-}
-"""How that step moves the float32 master."""
-OUTER_NUMBERS = {
-    "plain": (1.0, 0.0),
-    "fedavgm": (1.0, 0.9),
-    "fedadam": (0.01, 0.5),
-    "fedyogi": (0.01, 0.5),
-    "fedadagrad": (0.01, 0.5),
-    "nesterov": (1.0, 0.8),
-    "slowmo": (1.0, 0.9),
-}
-"""Server learning rate and momentum of each, unless the settings say otherwise."""
+from facility.exchange.validation import NonNegative, Positive, validated
 
 
 def split_rule(rule: str) -> tuple[str, str]:
-    """`mean`, `fedadam` or `median+nesterov` as (combiner, outer step)."""
-    parts = rule.split("+")
-    combiners = [part for part in parts if part in COMBINERS]
-    outers = [part for part in parts if part in OUTERS]
-    if len(combiners) + len(outers) != len(parts) or len(combiners) > 1 or len(outers) > 1:
+    """`mean`, `fedadam` or `median+nesterov` as (aggregation rule, server optimizer), dotted paths included."""
+    rules: list[str] = []
+    optimizers: list[str] = []
+    for part in rule.split("+"):
+        if part in RULES.names():
+            rules.append(part)
+        elif part in SERVER_OPTIMIZERS.names():
+            optimizers.append(part)
+        elif ("." in part or ":" in part) and not part.startswith((".", ":")):
+            (optimizers if _is_optimizer(part) else rules).append(part)
+        else:
+            rules += [part, part]  # no such name: refused below
+    if len(rules) > 1 or len(optimizers) > 1:
         raise ConfigurationError(
-            f"rule is {rule!r}, expected one of {', '.join(COMBINERS)}, one of {', '.join(OUTERS)}, "
-            "or one of each joined by '+'"
+            f"rule is {rule!r}, expected one of {', '.join(RULES.names())}, one of "
+            f"{', '.join(SERVER_OPTIMIZERS.names())}, or one of each joined by '+' (or the dotted path of your own)",
+            key="rule",
         )
-    return (combiners or ["mean"])[0], (outers or ["plain"])[0]
+    return (rules or ["mean"])[0], (optimizers or ["plain"])[0]
+
+
+def _is_optimizer(path: str) -> bool:
+    """Whether a dotted path leads to a server optimizer. Raises `ConfigurationError` where it leads nowhere."""
+    if SERVER_OPTIMIZERS.declares(path):
+        return True
+    RULES.get(path, "rule")
+    return False
 
 
 @validated(frozen=True, kw_only=True)
@@ -77,37 +66,17 @@ class ScreenSettings:
 
 
 @validated(frozen=True, kw_only=True)
+@with_rule_parameters
 class AggregationSettings:
     """What the coordinator does with the updates of a round."""
 
     rule: str = "nesterov"
-    """How updates are combined, how the step is applied, or both joined by `+`: `mean`, `fedadam`, `median+nesterov`."""
+    """Aggregation rule, server optimizer, or both joined by `+`: `mean`, `fedadam`, `median+nesterov`; your own by the
+    dotted path of its module. Parameters of the shipped ones stand beside this key."""
+    parameters: dict[str, Any] = field(default_factory=dict)
+    """Parameters of a rule or optimizer that is not shipped, by name."""
     weights: Literal["tokens", "samples", "equal"] | dict[str, Positive[float]] = "tokens"
     """What an update counts: its report's tokens or samples, the same for all, or numbers by facility."""
-    server_learning_rate: float = 0.0
-    """Multiplies the combined step (eta in Reddi et al.; the outer learning rate in DiLoCo); 0: the rule's own, which is
-    0.01 of fedadam, fedyogi and fedadagrad, and 1 of the others."""
-    momentum: float = -1.0
-    """Of fedavgm, nesterov and slowmo; beta1 of fedadam, fedyogi and fedadagrad; -1: the rule's own, 0.8 of nesterov, 0.9
-    of fedavgm and slowmo, 0.5 of the others."""
-    momentum_warmup: bool = True
-    """nesterov: momentum t / (t + 3) in round t = 0, 1, ... until it reaches `momentum`; false: from the first round on."""
-    beta2: Annotated[float, Ge(0), Lt(1)] = 0.99
-    """Of fedadam and fedyogi."""
-    tau: Positive[float] = 1e-3
-    """Adaptivity floor of fedadam, fedyogi and fedadagrad."""
-    slowmo_learning_rate: Positive[float] = 1.0
-    """The facilities' learning rate by which SlowMo divides the step (gamma); 1 leaves it as it is."""
-    byzantine: NonNegative[int] = 0
-    """Updates that may be hostile (f of Krum, multi-Krum and Bulyan)."""
-    trim: Annotated[float, Ge(0), Lt(0.5)] = 0.2
-    """Share of updates dropped at either end by trimmed_mean (at least one when above 0)."""
-    iterations: Positive[int] = 8
-    """Weiszfeld iterations of geometric_median."""
-    density: Share = 0.2
-    """Share of each update that ties and dare keep."""
-    seed: int = 0
-    """Of dare's random choice, mixed with round, facility and tensor."""
     clip_norm: NonNegative[float] = 0.0
     """Updates with a larger L2 norm are scaled down to it; 0: off."""
     clip_ratio: NonNegative[float] = 0.0
@@ -134,25 +103,60 @@ class AggregationSettings:
     screen: ScreenSettings = field(default_factory=ScreenSettings)
 
     def __post_init__(self) -> None:
-        own = OUTER_NUMBERS[self.outer]
-        for name, unset, value in zip(("server_learning_rate", "momentum"), (0, -1), own, strict=True):
-            if getattr(self, name) == unset:
-                object.__setattr__(self, name, value)
-        if self.server_learning_rate <= 0:
-            raise ConfigurationError(f"server_learning_rate is {self.server_learning_rate}, expected more than 0")
-        if not 0 <= self.momentum < 1:
-            raise ConfigurationError(f"momentum is {self.momentum}, expected 0 or more and less than 1")
-        if self.lora == "product" and (self.combiner, self.outer) != ("mean", "plain"):
+        self._check_parameters()
+        if self.lora == "product" and (self.aggregation_rule, self.server_optimizer) != ("mean", "plain"):
             raise ConfigurationError(
                 f"lora is 'product', which is a mean of its own; rule is {self.rule!r}, expected 'mean'"
             )
         if self.screen.action == "quarantine" and self.statistics != "exact":
             raise ConfigurationError("screen.action is 'quarantine', which needs statistics 'exact'")
 
+    def _check_parameters(self) -> None:
+        """Check every parameter; one that is unset takes the default of the server optimizer."""
+        optimizer = SERVER_OPTIMIZERS.get(self.server_optimizer)
+        own = {parameter.name: parameter for parameter in optimizer.parameters if not isinstance(parameter, str)}
+        for name, by_owner in declared().items():
+            value = getattr(self, name)
+            if unset(name) is not None and value == unset(name):
+                value = own[name].default if name in own else value
+            else:
+                value = next(iter(by_owner.values())).check(value, name)
+            object.__setattr__(self, name, value)
+        entries = (RULES.get(self.aggregation_rule), optimizer)
+        known = {p.name for entry in entries for p in entry.parameters if not isinstance(p, str)}
+        if strangers := sorted(set(self.parameters) - known):
+            raise ConfigurationError(
+                f"parameters.{strangers[0]} is unknown to {self.rule}, expected "
+                f"{'one of ' + ', '.join(sorted(known)) if known else 'none'}",
+                key="parameters",
+            )
+        for entry in entries:
+            self.values_of(entry)
+
+    def values_of(self, entry: Declaration) -> dict[str, Value]:
+        """All parameters of a rule or optimizer: those given, and its defaults."""
+        names = {parameter.name for parameter in entry.parameters if not isinstance(parameter, str)}
+        shipped = any(entry is registry.built_in.get(entry.name) for registry in (RULES, SERVER_OPTIMIZERS))
+        beside = {name: getattr(self, name) for name in names} if shipped else {}
+        given = {name: value for name, value in self.parameters.items() if name in names}
+        return entry.values(beside | given)
+
+    def without_optimizer(self) -> AggregationSettings:
+        """The same with the step added as it is."""
+        names = {p.name for p in RULES.get(self.aggregation_rule).parameters if not isinstance(p, str)}
+        changes: dict[str, Any] = {
+            "rule": self.aggregation_rule,
+            "server_learning_rate": 1.0,
+            "parameters": {name: value for name, value in self.parameters.items() if name in names},
+        }
+        return dataclasses.replace(self, **changes)
+
     @property
-    def combiner(self) -> str:
+    def aggregation_rule(self) -> str:
+        """Name or dotted path of the rule that combines the updates."""
         return split_rule(self.rule)[0]
 
     @property
-    def outer(self) -> str:
+    def server_optimizer(self) -> str:
+        """Name or dotted path of the optimizer that moves the master."""
         return split_rule(self.rule)[1]

@@ -35,7 +35,7 @@ def check_groups(data: Mapping[str, Any], federation: Federation) -> None:
                 f"aggregation.{key}",
                 f"aggregation.{key} has no meaning with groups, which average by the mean: remove it ({known} may stay)",
             )
-        if key == "rule" and (aggregation.combiner, aggregation.outer) != ("mean", "plain"):
+        if key == "rule" and (aggregation.aggregation_rule, aggregation.server_optimizer) != ("mean", "plain"):
             raise _error(
                 "aggregation.rule", f"aggregation.rule is {aggregation.rule!r}, expected 'mean' with groups, or none"
             )

@@ -14,7 +14,7 @@ The declaration consists of literals only and is read from the file's source, so
 available wherever settings are validated, without importing torch. `load` imports the file and returns `implementation`.
 
 Code outside this package takes part in two ways: an installed package offers an entry point (its name is the name), or
-the settings give a dotted path, `package.module:object`. Such an object's module may hold a `DECLARATION` too; without
+the settings give a dotted path, `package.module` or `package.module:object`. Such an object's module may hold a `DECLARATION` too; without
 one, the object has no parameters and the defaults of the declaration's other fields.
 """
 
@@ -208,10 +208,22 @@ class Registry(Generic[D]):
             ],
         }
 
-    def _outside(self, path: str, key: str) -> D:
-        """The declaration behind `package.module:object` or `package.module.object`."""
+    def declares(self, path: str) -> bool:
+        """Whether a dotted path leads to a declaration of this kind."""
+        try:
+            return self._outside(path, "", bare=False) is not None
+        except ConfigurationError:
+            return False
+
+    def _outside(self, path: str, key: str, *, bare: bool = True) -> D:
+        """The declaration behind `package.module`, `package.module:object` or `package.module.object`.
+
+        `bare`: an object without a declaration will do.
+        """
         module, colon, attribute = path.partition(":")
         if not colon:
+            if (entry := self._module(path)) is not None:
+                return dataclasses.replace(entry, name=path)
             module, _, attribute = path.rpartition(".")
         if not all(part.isidentifier() for part in (*module.split("."), attribute)):
             raise ConfigurationError(f"{key or self.kind} is {path!r}, expected a dotted path package.module:object")
@@ -224,7 +236,16 @@ class Registry(Generic[D]):
             ) from error
         if entry is not None and entry.implementation == attribute:
             return entry
+        if not bare:
+            raise ConfigurationError(f"{key or self.kind} is {path!r}, which has no {CONSTANT}")
         return self.declaration(name=path, implementation=attribute, module=module)
+
+    def _module(self, path: str) -> D | None:
+        """The declaration of the module at a dotted path; None: there is no such module, or it has none."""
+        try:
+            return self._declared(path) if all(part.isidentifier() for part in path.split(".")) else None
+        except (ImportError, SyntaxError, ValueError):
+            return None
 
     def _declared(self, module: str) -> D | None:
         """The declaration in a module's source; None: it has none."""

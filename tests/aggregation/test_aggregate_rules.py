@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from coordinator.aggregate import aggregate
+from coordinator.aggregation.rules.registry import RULES
+from coordinator.aggregation.server_optimizers.registry import SERVER_OPTIMIZERS
 from coordinator.config.aggregation import AggregationSettings, ScreenSettings
 from facility.exchange.errors import InputError
 from tests.aggregation import make
@@ -15,31 +17,14 @@ from tests.reproductions.server_in_memory import Server
 
 SHAPES = {"a.weight": (40, 50), "b.weight": (70_000,), "c.bias": (5,)}
 FACILITIES = [f"f{i}" for i in range(7)]
-RULES = [
-    "mean",
-    "median",
-    "trimmed_mean",
-    "geometric_median",
-    "krum",
-    "multi_krum",
-    "bulyan",
-    "ties",
-    "dare",
-    "fedavgm",
-    "fedadam",
-    "fedyogi",
-    "fedadagrad",
-    "nesterov",
-    "slowmo",
-    "median+nesterov",
-]
+COMBINED = [*RULES.names(), *SERVER_OPTIMIZERS.names(), "median+nesterov"]
 
 
 def settings_of(rule: str, **more) -> AggregationSettings:
     return AggregationSettings(rule=rule, byzantine=1, weights="equal", server_learning_rate=0.7, **more)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", COMBINED)
 def test_two_rounds_over_files_are_two_rounds_in_memory(rule: str, tmp_path: Path):
     settings = settings_of(rule)
     server = Server(settings)

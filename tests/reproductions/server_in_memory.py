@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from coordinator.aggregation import outliers as screen
-from coordinator.aggregation.plan import make_plan, needs_measuring
-from coordinator.aggregation.rules import mean, ties
-from coordinator.aggregation.server_optimizers.registry import outer_of
+from coordinator.aggregation.plan import make_plan, needs_histograms
+from coordinator.aggregation.rules import mean
+from coordinator.aggregation.server_optimizers.registry import SERVER_OPTIMIZERS, build
 from coordinator.aggregation.steps import add_products
 from coordinator.aggregation.streams import PIECE
 from coordinator.config.aggregation import AggregationSettings
+from facility.exchange.checkpoints import magnitudes
 
 if TYPE_CHECKING:
     import torch
@@ -72,13 +73,14 @@ class Server:
             steps = {name: block[kept] for name, block in steps.items()}
             self.gram = self.gram[np.ix_(kept, kept)]
         histograms = None
-        if needs_measuring(settings) and settings.combiner == "ties":
+        if needs_histograms(settings):
             histograms = [
-                np.sum([ties.histogram(steps[name][k]) for name in floats], axis=0) for k in range(len(names))
+                np.sum([magnitudes.histogram(steps[name][k]) for name in floats], axis=0) for k in range(len(names))
             ]
         plan = make_plan(settings, names, shares, gram=self.gram, histograms=histograms, round=self.round)
         self.details = plan.details | {"suspects": found}
-        outer, slot_starts = outer_of(settings, self.round)
+        optimizer = SERVER_OPTIMIZERS.get(settings.server_optimizer)
+        outer, slot_starts = build(settings.server_optimizer, self.round, settings.values_of(optimizer))
         result = dict(base)
         for name in floats:
             master = self.master.get(name)

@@ -10,18 +10,32 @@ from __future__ import annotations
 import numpy as np
 
 from coordinator.aggregation.rules import krum, median
+from coordinator.aggregation.rules.contract import AggregationRule, Plan, RoundUpdates
 from facility.exchange.checkpoints.floats import Array
-from facility.exchange.errors import InputError
+from facility.exchange.registry import Parameter
+
+DECLARATION = AggregationRule(
+    name="bulyan",
+    summary="multi-Krum selection, then a trimmed mean around the median",
+    citation="El Mhamdi et al. 2018, arXiv 1802.07927",
+    implementation="plan",
+    parameters=(
+        Parameter(
+            name="byzantine",
+            default=0,
+            at_least=0,
+            text="Updates that may be hostile (f of krum, multi_krum and bulyan).",
+        ),
+    ),
+    needs=("inner_products",),
+    minimum_updates="minimum_updates",
+)
 
 
-def select(gram: Array, byzantine: int) -> list[int]:
+def select(inner_products: Array, byzantine: int) -> list[int]:
     """Indices of the theta = n - 2 f chosen updates, in their order."""
-    count = len(gram)
-    if count < 4 * byzantine + 3:
-        raise InputError(
-            f"Bulyan with {byzantine} hostile updates needs at least {4 * byzantine + 3} updates (4 f + 3), found {count}"
-        )
-    distances = krum.squared_distances(gram)
+    count = len(inner_products)
+    distances = krum.squared_distances(inner_products)
     left, chosen = list(range(count)), list[int]()
     while len(chosen) < count - 2 * byzantine:
         among = distances[np.ix_(left, left)]
@@ -40,3 +54,18 @@ def combine(chosen: Array, byzantine: int) -> Array:
     for row in closest[1:]:
         total += row
     return total / total.dtype.type(keep)
+
+
+def plan(updates: RoundUpdates, *, byzantine: int) -> Plan:
+    """The chosen updates, then the mean of the values closest to their median."""
+    assert updates.inner_products is not None
+    chosen = select(updates.inner_products, byzantine)
+    return Plan(
+        combine=lambda steps, tensor, offset: combine(steps[chosen], byzantine),
+        details={"selected": [updates.facilities[i] for i in chosen]},
+    )
+
+
+def minimum_updates(*, byzantine: int) -> int:
+    """4 f + 3."""
+    return 4 * byzantine + 3

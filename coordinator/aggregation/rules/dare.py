@@ -15,7 +15,22 @@ from collections.abc import Sequence
 import numpy as np
 
 from coordinator.aggregation.rules import mean
+from coordinator.aggregation.rules.contract import AggregationRule, Plan, RoundUpdates
 from facility.exchange.checkpoints.floats import Array
+from facility.exchange.registry import Parameter
+
+DECLARATION = AggregationRule(
+    name="dare",
+    summary="drop at random and rescale",
+    citation="Yu et al. 2024, arXiv 2311.03099",
+    implementation="plan",
+    parameters=(
+        Parameter(
+            name="density", default=0.2, above=0, at_most=1, text="Share of each update that ties and dare keep."
+        ),
+        Parameter(name="seed", default=0, text="Of dare's random choice, mixed with round, facility and tensor."),
+    ),
+)
 
 ALIGNED = 1 << 16
 """Offsets at which a block of values may begin."""
@@ -38,3 +53,19 @@ def round_up(density: float) -> int:
 def combine(steps: Array, masks: Sequence[Array], weights: Sequence[float], density: float) -> Array:
     """Weighted mean of the kept values, each divided by the density."""
     return mean.combine(steps * np.asarray(masks), [weight / density for weight in weights])
+
+
+def plan(
+    updates: RoundUpdates,
+    *,
+    density: float,
+    seed: int,
+) -> Plan:
+    """A random choice of values for each update."""
+
+    def dropped(steps: Array, tensor: str, offset: int) -> Array:
+        width = steps.shape[1]
+        masks = [kept(seed, updates.number, name, tensor, offset, width, density) for name in updates.facilities]
+        return combine(steps, masks, updates.weights, density)
+
+    return Plan(combine=dropped)

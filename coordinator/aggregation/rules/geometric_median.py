@@ -9,7 +9,18 @@ from __future__ import annotations
 
 import numpy as np
 
+from coordinator.aggregation.rules.contract import AggregationRule, Plan, RoundUpdates
 from facility.exchange.checkpoints.floats import Array
+from facility.exchange.registry import Parameter
+
+DECLARATION = AggregationRule(
+    name="geometric_median",
+    summary="smoothed geometric median",
+    citation="Pillutla et al. 2022, arXiv 1912.13445",
+    implementation="plan",
+    parameters=(Parameter(name="iterations", default=8, above=0, text="Weiszfeld iterations of geometric_median."),),
+    needs=("inner_products",),
+)
 
 
 def coefficients(gram: Array, weights: Array, *, iterations: int, smoothing: float = 1e-6) -> Array:
@@ -25,3 +36,10 @@ def coefficients(gram: Array, weights: Array, *, iterations: int, smoothing: flo
         beta = weights / np.maximum(np.sqrt(np.maximum(squared, 0)), floor)
         beta = beta / beta.sum()
     return beta
+
+
+def plan(updates: RoundUpdates, *, iterations: int) -> Plan:
+    """The updates' weights in their geometric median."""
+    assert updates.inner_products is not None
+    found = coefficients(updates.inner_products, np.array(updates.weights), iterations=iterations)
+    return Plan(coefficients=found.tolist())

@@ -10,7 +10,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from coordinator.aggregation.rules.contract import AggregationRule, Plan, RoundUpdates
 from facility.exchange.checkpoints.floats import Array
+
+DECLARATION = AggregationRule(
+    name="mean",
+    summary="weighted mean",
+    citation="McMahan et al. 2017, arXiv 1602.05629",
+    implementation="plan",
+)
 
 
 def combine(
@@ -22,3 +30,8 @@ def combine(
         scratch = np.multiply(row, coefficient, out=scratch)
         np.add(total, scratch, out=total)
     return total
+
+
+def plan(updates: RoundUpdates) -> Plan:
+    """The updates' own weights."""
+    return Plan(coefficients=list(updates.weights))

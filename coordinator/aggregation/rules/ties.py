@@ -14,23 +14,23 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from coordinator.aggregation.rules.contract import AggregationRule, Plan, RoundUpdates
 from facility.exchange.checkpoints.floats import Array
+from facility.exchange.checkpoints.magnitudes import threshold
+from facility.exchange.registry import Parameter
 
-BINS = 1 << 15
-
-
-def histogram(values: Array) -> Array:
-    """How many magnitudes fall between one bfloat16 number and the next."""
-    bits = np.abs(np.asarray(values, np.float32)).view(np.uint32) >> 16
-    return np.bincount(bits, minlength=BINS)
-
-
-def threshold(counts: Array, density: float) -> float:
-    """The largest grid value that at least `density` of all magnitudes reach."""
-    reached = np.cumsum(counts[::-1])[::-1]
-    wanted = density * reached[0]
-    place = int(np.nonzero(reached >= wanted)[0][-1]) if reached[0] else 0
-    return float(np.array([place << 16], np.uint32).view(np.float32)[0])
+DECLARATION = AggregationRule(
+    name="ties",
+    summary="trim, elect sign, disjoint mean",
+    citation="Yadav et al. 2023, arXiv 2306.01708",
+    implementation="plan",
+    parameters=(
+        Parameter(
+            name="density", default=0.2, above=0, at_most=1, text="Share of each update that ties and dare keep."
+        ),
+    ),
+    needs=("histograms",),
+)
 
 
 def combine(steps: Array, weights: Sequence[float], thresholds: Sequence[float]) -> Array:
@@ -42,3 +42,15 @@ def combine(steps: Array, weights: Sequence[float], thresholds: Sequence[float])
     mass = np.where(agrees, np.asarray(weights, steps.dtype)[:, None], 0).sum(axis=0)
     total = np.where(agrees, weighted, 0).sum(axis=0)
     return np.divide(total, mass, out=np.zeros_like(total), where=mass > 0)
+
+
+def plan(updates: RoundUpdates, *, density: float) -> Plan:
+    """The threshold of each update."""
+    assert updates.histograms is not None
+    thresholds = [threshold(counts, density) for counts in updates.histograms]
+    factors = updates.clip_factors or [1.0] * updates.count
+    scaled = [limit * factor for limit, factor in zip(thresholds, factors, strict=True)]
+    return Plan(
+        combine=lambda steps, tensor, offset: combine(steps, updates.weights, scaled),
+        details={"thresholds": dict(zip(updates.facilities, thresholds, strict=True))},
+    )

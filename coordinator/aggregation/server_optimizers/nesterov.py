@@ -12,12 +12,40 @@ arXiv 1503.01243, eq. 1. The steps of the first rounds say little of those to co
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
 
+from coordinator.aggregation.server_optimizers.contract import A, ServerOptimizer, Step
 from facility.exchange.checkpoints import native
+from facility.exchange.registry import Parameter
 
-A = Any
-"""A numpy array or a torch tensor."""
+DECLARATION = ServerOptimizer(
+    name="nesterov",
+    summary="DiLoCo's outer Nesterov momentum",
+    citation="Douillard et al. 2023, arXiv 2311.08105",
+    implementation="build",
+    parameters=(
+        Parameter(
+            name="server_learning_rate",
+            default=1.0,
+            above=0,
+            text="Multiplies the aggregated step (eta in Reddi et al.; the outer learning rate in DiLoCo).",
+        ),
+        Parameter(
+            name="momentum",
+            default=0.8,
+            at_least=0,
+            below=1,
+            text="Of the steps of earlier rounds; beta1 of fedadam, fedyogi and fedadagrad.",
+        ),
+        Parameter(
+            name="momentum_warmup",
+            default=True,
+            text="nesterov: momentum t / (t + 3) in round t = 0, 1, ... until it reaches `momentum`; "
+            "false: from the first round on.",
+        ),
+    ),
+    slots=("velocity",),
+)
 
 
 def starts() -> tuple[float]:
@@ -36,3 +64,16 @@ def apply(master: A, step: A, slots: Sequence[A], *, learning_rate: float, momen
         return compiled[0], [compiled[1]]
     velocity = momentum * slots[0] + step
     return master + learning_rate * (step + momentum * velocity), [velocity]
+
+
+def build(
+    round: int,
+    *,
+    server_learning_rate: float,
+    momentum: float,
+    momentum_warmup: bool,
+) -> tuple[Step, tuple[float, ...]]:
+    """The step function and the first velocity."""
+    if momentum_warmup:
+        momentum = momentum_of(round, momentum)
+    return partial(apply, learning_rate=server_learning_rate, momentum=momentum), starts()

@@ -31,6 +31,7 @@ from typing import Any
 
 import numpy as np
 
+from facility.exchange.checkpoints import magnitudes
 from facility.exchange.checkpoints.checkpoint import FLOATS, Checkpoint, TensorEntry, open_checkpoint
 from facility.exchange.checkpoints.codecs import PART, sparse
 from facility.exchange.checkpoints.delta_decoding import decode
@@ -252,14 +253,14 @@ def _plan(codec: Any, old: Checkpoint, new: dict[str, TensorEntry], density: flo
 
 def _limit(old: Checkpoint, new: dict[str, TensorEntry], density: float) -> float:
     """The magnitude that a share `density` of all tensors' values reaches."""
-    counts = np.zeros(sparse.BINS)
+    counts = np.zeros(magnitudes.BINS)
     for name, entry in old.tensors.items():
         if entry.dtype in FLOATS:
-            width, seen = PART if entry.elements <= PART else PART // STRIDE, np.zeros(sparse.BINS, np.int64)
+            width, seen = PART if entry.elements <= PART else PART // STRIDE, np.zeros(magnitudes.BINS, np.int64)
             for _, step, _ in _differences(entry, new[name], width):
-                seen += sparse.histogram(step)
+                seen += magnitudes.histogram(step)
             counts += seen * (entry.elements / max(1, seen.sum()))
-    return sparse.threshold(counts, density)
+    return magnitudes.threshold(counts, density, smallest=1)
 
 
 def _differences(old: TensorEntry, new: TensorEntry, width: int = PART) -> Iterator[tuple[int, Array, float]]:

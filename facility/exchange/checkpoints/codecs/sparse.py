@@ -15,7 +15,6 @@ from facility.exchange.checkpoints import native
 from facility.exchange.checkpoints.codecs import PART
 from facility.exchange.checkpoints.floats import Array
 
-BINS = 1 << 15
 LEVELS = 8
 MAGNITUDE = np.uint32(0x7FFFFFFF)
 
@@ -28,19 +27,6 @@ def fields(elements: int, kept: int) -> list[tuple[str, str, int]]:
 def code_bytes(count: int) -> int:
     """For so many kept values of one part."""
     return -(-count // 2)
-
-
-def histogram(values: Array) -> Array:
-    """How many magnitudes fall between one bfloat16 number and the next."""
-    return np.bincount((values.view(np.uint32) >> 16) & 0x7FFF, minlength=BINS)
-
-
-def threshold(counts: Array, density: float) -> float:
-    """The largest grid value above zero that at least `density` of the counted magnitudes reach."""
-    reached = np.cumsum(counts[::-1])[::-1]
-    enough = np.nonzero(reached >= density * reached[0])[0]
-    place = max(1, int(enough[-1]))
-    return float(np.array([place << 16], np.uint32).view(np.float32)[0])
 
 
 def reaching(values: Array, limit: float) -> int:

@@ -1,0 +1,81 @@
+"""What an aggregation rule is: one file of this package, or of anybody's, with a declaration and a function.
+
+    DECLARATION = AggregationRule(
+        name="scaled_mean",
+        implementation="plan",
+        parameters=(Parameter(name="scale", default=1.0, above=0, text="Multiplies every weight."),),
+    )
+
+    def plan(updates: RoundUpdates, *, scale: float) -> Plan:
+        return Plan(coefficients=[scale * weight for weight in updates.weights])
+
+The function is called once a round, with the declared parameters as keywords. It decides either the coefficients of a
+weighted sum of the updates' steps, or a function that combines the steps value by value while the tensors stream by.
+`rule: my_package.my_module` in the settings uses a file from outside (`facility.exchange.registry`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from facility.exchange.checkpoints.floats import Array
+from facility.exchange.registry import Declaration
+
+Combine = Callable[[Array, str, int], Array]
+"""(steps of shape (updates, n), tensor, offset of the first value) -> n values."""
+
+INNER_PRODUCTS = "inner_products"
+"""The inner products of all pairs of steps, from a first pass over the updates."""
+HISTOGRAMS = "histograms"
+"""A histogram of each update's magnitudes (`facility.exchange.checkpoints.magnitudes`), from a first pass."""
+SORTED_VALUES = "sorted_values"
+"""`combine` is given every value's steps in ascending order, in place of the order of the facilities."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AggregationRule(Declaration):
+    """One way to combine the updates of a round into a step.
+
+    `implementation` names a function (RoundUpdates, *, parameters) -> Plan; `needs` what it is given beyond names and
+    weights: `inner_products`, `histograms`, `sorted_values`.
+    """
+
+    minimum_updates: str = ""
+    """Name of a function of the same file, (*, parameters) -> least number of updates; empty: one is enough."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundUpdates:
+    """What a rule sees of a round before the tensors stream by."""
+
+    facilities: Sequence[str]
+    """Names, in the order of all that follows."""
+    weights: Sequence[float]
+    """Share of each update, summing to 1."""
+    number: int = 0
+    """Of the round, from 0."""
+    inner_products: Array | None = None
+    """(updates, updates), of the clipped steps; where the rule needs them."""
+    histograms: Sequence[Array] | None = None
+    """Of each update's magnitudes before clipping; where the rule needs them."""
+    clip_factors: Sequence[float] = ()
+    """What clipping multiplies each update's step by; empty: nothing is clipped."""
+
+    @property
+    def count(self) -> int:
+        """Number of updates."""
+        return len(self.facilities)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How the steps of a round become one."""
+
+    coefficients: list[float] | None = None
+    """Of a weighted sum."""
+    combine: Combine | None = None
+    """Value by value, where the rule is not a weighted sum."""
+    details: dict[str, Any] = field(default_factory=dict)
+    """What the rule decided, for round.json."""

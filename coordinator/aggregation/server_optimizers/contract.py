@@ -1,0 +1,25 @@
+"""What a server optimizer is: one file of this package, or of anybody's, with a declaration and a function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from facility.exchange.registry import Declaration
+
+A = Any
+"""A numpy array or a torch tensor."""
+Step = Callable[[A, A, Sequence[A]], tuple[A, list[A]]]
+"""(master, step, slots) -> (next master, next slots)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptimizer(Declaration):
+    """One way to move the float32 master by the aggregated step.
+
+    `implementation` names a function (number of the round, *, parameters) -> (Step, first value of each slot).
+    """
+
+    slots: tuple[str, ...] = ()
+    """Names of the tensors that it keeps between rounds, each of the model's size."""

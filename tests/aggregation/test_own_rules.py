@@ -1,0 +1,155 @@
+"""Rules and server optimizers from outside the package: by dotted path and by entry point, through the command."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from coordinator.aggregation.rules.registry import RULES
+from coordinator.aggregation.server_optimizers.registry import SERVER_OPTIMIZERS
+from coordinator.config.aggregation import AggregationSettings
+from facility.exchange.errors import ConfigurationError
+from tests.aggregation import make
+
+RULE = '''
+"""Midrange: half way between the smallest and the largest value."""
+from coordinator.aggregation.rules.contract import AggregationRule, Plan
+from facility.exchange.registry import Parameter
+
+DECLARATION = AggregationRule(
+    name="midrange",
+    summary="half way between the extremes",
+    citation="Nobody 1900",
+    implementation="plan",
+    parameters=(Parameter(name="lean", default=0.5, at_least=0, at_most=1, text="0: the smallest, 1: the largest."),),
+    needs=("sorted_values",),
+)
+
+
+def plan(updates, *, lean):
+    return Plan(
+        combine=lambda ordered, tensor, offset: (1 - lean) * ordered[0] + lean * ordered[-1],
+        details={"leaning": lean, "of": list(updates.facilities)},
+    )
+'''
+OPTIMIZER = '''
+"""Moves the master by the sign of the step."""
+from coordinator.aggregation.server_optimizers.contract import ServerOptimizer
+from facility.exchange.registry import Parameter
+
+DECLARATION = ServerOptimizer(
+    name="signs",
+    implementation="build",
+    parameters=(Parameter(name="size", default=1.0, above=0),),
+    slots=("turns",),
+)
+
+
+def build(round, *, size):
+    return (lambda master, step, slots: (master + size * (step > 0) - size * (step < 0), [slots[0] + 1])), (0.0,)
+'''
+
+
+@pytest.fixture
+def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder on Python's path with a package of a rule and an optimizer, the rule also an entry point `midrange`."""
+    folder = tmp_path / "outside"
+    (folder / "my_package").mkdir(parents=True)
+    (folder / "my_package" / "__init__.py").write_text("")
+    (folder / "my_package" / "my_rule.py").write_text(RULE)
+    (folder / "my_package" / "signs.py").write_text(OPTIMIZER)
+    info = folder / "my_package-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my_package\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[crossfed.aggregation_rules]\nmidrange = my_package.my_rule:plan\n")
+    monkeypatch.setenv("PYTHONPATH", f"{folder}{os.pathsep}{os.environ['PYTHONPATH']}")
+    return folder
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> list[str]:
+    """`python -m coordinator.aggregate` of steps 1, 2 and 6 from a base of zero."""
+    base = make.model(tmp_path / "base", {"w": torch.zeros(4)})
+    updates = [
+        make.update(tmp_path / f"u{step}", {"w": torch.full((4,), float(step))}, base=base, facility=f"f{step}")
+        for step in (1, 2, 6)
+    ]
+    words = [sys.executable, "-m", "coordinator.aggregate", "--base", str(base)]
+    return words + [word for update in updates for word in ("--update", str(update))]
+
+
+@pytest.mark.parametrize(
+    ("rule", "settings", "expected"),
+    [
+        ("my_package.my_rule", "{}", 3.5),
+        ("my_package.my_rule:plan", "{parameters: {lean: 0}}", 1.0),
+        ("midrange", "{parameters: {lean: 1}}", 6.0),
+        ("midrange+my_package.signs", "{parameters: {size: 0.25}}", 0.25),
+        ("my_package.signs+median", "{}", 1.0),
+    ],
+)
+def test_a_rule_from_outside_aggregates(
+    outside: Path, command: list[str], tmp_path: Path, rule: str, settings: str, expected: float
+):
+    (tmp_path / "settings.yml").write_text(settings)
+    words = ["--rule", rule, "--settings", str(tmp_path / "settings.yml"), "--out", str(tmp_path / "out")]
+    done = subprocess.run(
+        [*command, *words, "--state-out", str(tmp_path / "state")], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert make.read_all(tmp_path / "out")["w"].tolist() == [expected] * 4
+    assert (tmp_path / "state" / "turns").exists() == ("signs" in rule)
+    record = make.read_json(tmp_path / "state" / "round.json")
+    assert record["rule"] == rule
+    if "midrange" in record["combiner"] or "my_rule" in record["combiner"]:
+        assert record["details"]["of"] == ["f1", "f2", "f6"]
+
+
+@pytest.mark.parametrize(
+    ("rule", "settings", "words"),
+    [
+        ("my_package.my_rule", "{parameters: {lean: 2}}", "lean is 2.0, expected a number of at least 0"),
+        ("my_package.my_rule", "{parameters: {leen: 1}}", "parameters.leen is unknown to my_package.my_rule.* lean"),
+        ("my_package.nothing", "{}", "cannot be loaded"),
+        ("no_package.at_all", "{}", "no_package cannot be found"),
+        ("midrangee", "{}", "expected one of bulyan, .*midrange, one of fedadagrad, "),
+    ],
+)
+def test_what_cannot_be_used_is_one_clear_error(
+    outside: Path, command: list[str], tmp_path: Path, rule: str, settings: str, words: str
+):
+    (tmp_path / "settings.yml").write_text(settings)
+    arguments = ["--rule", rule, "--settings", str(tmp_path / "settings.yml"), "--out", str(tmp_path / "out")]
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    with pytest.raises(ConfigurationError, match=words):
+        raise ConfigurationError(done.stderr)
+    assert not (tmp_path / "out").exists()
+
+
+def test_help_and_documentation_follow_from_the_registry(outside: Path):
+    done = subprocess.run(
+        [sys.executable, "-m", "coordinator.aggregate", "--help"], capture_output=True, text=True, check=True
+    )
+    shown = " ".join(done.stdout.split())
+    assert all(name in shown for name in (*RULES.names(), *SERVER_OPTIMIZERS.names(), "midrange"))
+    for registry in (RULES, SERVER_OPTIMIZERS):
+        for entry in registry.describe():
+            assert entry["summary"] and entry["citation"], entry
+            assert all(parameter["text"] for parameter in entry["parameters"]), entry
+            settings = AggregationSettings(rule=entry["name"])
+            values = settings.values_of(registry.get(entry["name"]))
+            assert values == {parameter["name"]: parameter["default"] for parameter in entry["parameters"]}
+            registry.load(entry["name"])
+
+
+def test_parameters_of_shipped_rules_stand_beside_the_rule():
+    assert AggregationSettings(rule="krum", byzantine=2).values_of(RULES.get("krum")) == {"byzantine": 2}
+    for wrong in ({"trim": 0.5}, {"density": 0.0}, {"byzantine": -1}, {"iterations": 0}, {"beta2": 1.0}, {"tau": 0.0}):
+        with pytest.raises(ConfigurationError, match=next(iter(wrong))):
+            AggregationSettings(**wrong)
