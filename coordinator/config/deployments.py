@@ -33,6 +33,8 @@ WORKDIR = re.compile(r"/[A-Za-z0-9_./@%+=:,-]*")
 Kind = Literal["local", "ssh", "slurm", "pbs", "flux"]
 QUEUES = ("slurm", "pbs", "flux")
 SERVICE = "train"
+FACILITY = "facility-"
+"""Begins the name of every facility's deployment in streamflow.yml, and of no other's: what comes from there is not trusted."""
 
 
 @validated(frozen=True, kw_only=True)
@@ -175,7 +177,7 @@ def streamflow_deployments(
 
     `template`: path of the rendered job template as seen from streamflow.yml. `workdir`: of a local facility.
     """
-    name = f"facility-{facility}"
+    name = f"{FACILITY}{facility}"
     if deployment.type == "local":
         return {name: {"type": "local", "config": {}, "workdir": deployment.workdir or workdir}}, {"deployment": name}
     place = {"workdir": deployment.workdir or workdir}

@@ -10,12 +10,15 @@ from streamflow.ext.plugin import StreamFlowPlugin
 
 from coordinator.schedulers.registry import schedulers
 from coordinator.schedulers.scheduler import BatchScheduler
+from coordinator.streamflow_plugin import facility_steps
 from coordinator.streamflow_plugin.patient import connector_for
 from coordinator.streamflow_plugin.ssh import ParallelSSHConnector
 
 
 class CrossFedPlugin(StreamFlowPlugin):
     def register(self) -> None:
+        facility_steps.install()
+        self.register_data_manager("default", facility_steps.CarefulDataManager)
         self.register_connector("ssh", ParallelSSHConnector)
         for scheduler in schedulers().values():
             if isinstance(scheduler, BatchScheduler):

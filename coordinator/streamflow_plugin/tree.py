@@ -29,6 +29,10 @@ from coordinator.streamflow_plugin.lanes import (
 )
 from coordinator.streamflow_plugin.pieces import Entry, Piece, piece_size, split
 from coordinator.streamflow_plugin.swift import SwiftLane
+from coordinator.streamflow_plugin.targets import check_name, check_new
+
+NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+"""Opens what did not exist before."""
 
 
 @dataclass
@@ -196,24 +200,27 @@ def _header(path: str, kind: bytes, size: int, mode: int) -> bytes:
 async def pull(
     lanes: list[SSHContextFactory], swift: Swift, source: str, target: Path, moved: Callable[[int], None]
 ) -> int:
-    """Copy `source` at the facility to `target` here; returns bytes; `moved` hears of every piece's. Raises `TransferFailed`."""
+    """Copy `source` at the facility to `target` here, which must not exist; returns bytes; `moved` hears of every piece's.
+
+    Raises `TransferFailed`, and writes nothing, where `target` exists or the facility lists names that are not plain.
+    """
+    check_new(target)
     place = shlex.quote(source)
     command = f"find -L {place} -type f -printf '%s %m %P\\0' -o -type d -printf 'd %m %P\\0'"
     listing = await persist(lambda: output(lanes[0], command))
     directories, files = read_listing(listing)
     small, large, pieces = split(files, piece_size(files, len(lanes)))
     single = len(files) == 1 and not directories and files[0].path == ""
-    if single and target.is_dir():
-        target = target / posixpath.basename(source)
+    target.parent.mkdir(parents=True, exist_ok=True)
     if not single:
-        target.mkdir(parents=True, exist_ok=True)
+        target.mkdir(mode=0o700)
         for directory in directories:
-            _inside(target, directory).mkdir(parents=True, exist_ok=True)
+            _inside(target, directory).mkdir(mode=0o700, parents=True, exist_ok=True)
     handles = {}
     try:
         for entry in large:
             path = _inside(target, entry.path)
-            handles[entry.path] = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            handles[entry.path] = os.open(path, NEW_FILE, 0o600)
             os.truncate(handles[entry.path], entry.size)
 
         async def move(lane: Lane, piece: Piece) -> None:
@@ -227,8 +234,6 @@ async def pull(
             if small:
                 await _pull_small(lanes[0], source, target, small, single)
             await spread(await opening, pieces, move)
-        for entry in large:
-            os.fchmod(handles[entry.path], entry.mode)
     finally:
         for handle in handles.values():
             os.close(handle)
@@ -236,12 +241,12 @@ async def pull(
 
 
 def read_listing(listing: bytes) -> tuple[list[str], list[Entry]]:
-    """Directories and files of find's answer. Paths that leave the directory raise `TransferFailed`."""
+    """Directories and files of find's answer. Paths that are not plain names below the directory raise `TransferFailed`."""
     directories, files = [], []
     for line in listing.split(b"\0")[:-1]:
         kind, mode, path = os.fsdecode(line).split(" ", 2)
-        if path.startswith("/") or ".." in path.split("/"):
-            raise TransferFailed(f"the facility lists {path!r}, which lies outside the directory asked for")
+        if path:
+            check_name(path)
         if kind != "d":
             files.append(Entry(path=path, size=int(kind), mode=int(mode, 8) & 0o777))
         elif path:
@@ -276,8 +281,8 @@ def _write(path: Path, content: bytes, entry: Entry) -> None:
     if len(content) != entry.size:
         raise TransferFailed(f"{entry.path or path.name} has {len(content)} bytes, the facility listed {entry.size}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content)
-    path.chmod(entry.mode | 0o600)
+    with os.fdopen(os.open(path, NEW_FILE, 0o600), "wb") as file:
+        file.write(content)
 
 
 def _inside(target: Path, path: str) -> Path:

@@ -77,9 +77,12 @@ def test_a_file_that_shrinks_is_noticed(tmp_path: Path):
 
 
 def test_a_listing_is_read_and_paths_that_leave_the_directory_are_refused():
-    directories, files = read_listing(b"d 755 \0d 700 sub\x00005 644 sub/x y\x007 600 a\nb\0")
+    directories, files = read_listing(b"d 755 \0d 700 sub\x00005 644 sub/x y\x007 600 a.b\0")
     assert directories == ["sub"]
-    assert [(entry.path, entry.size, entry.mode) for entry in files] == [("a\nb", 7, 0o600), ("sub/x y", 5, 0o644)]
-    for path in (b"../x", b"/etc/passwd", b"a/../../x"):
+    assert [(entry.path, entry.size, entry.mode) for entry in files] == [("a.b", 7, 0o600), ("sub/x y", 5, 0o644)]
+    for path in (b"../x", b"/etc/passwd", b"a/../../x", b"./x", b"a//b", b"a/"):
         with pytest.raises(TransferFailed, match="outside"):
+            read_listing(b"5 644 " + path + b"\0")
+    for path in (b"a\nb", b"\x1b[31mx", b"caf\xc3", "cafe\u0301".encode(), "x\u202ey".encode(), b"a\\b", b"n" * 256):
+        with pytest.raises(TransferFailed, match="plain"):
             read_listing(b"5 644 " + path + b"\0")

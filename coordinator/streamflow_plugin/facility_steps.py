@@ -1,0 +1,180 @@
+"""What a facility's step hands on to the workflow: its one output directory, or nothing. The rest of what it says is not read.
+
+StreamFlow 0.2.0rc3 takes a `cwl.output.json` in a job's directory for the step's outputs, whoever left it there, and copies
+files to the `basename` in it (docs/streamflow-output-path-traversal.md). Here the steps of facilities cannot have such a
+file, their output is one directory of a fixed name, and whatever fails in fetching it is that facility's absence: the
+receive step is told the reason, and the round goes on.
+"""
+
+from __future__ import annotations
+
+import errno
+import inspect
+from pathlib import Path
+from typing import Any
+
+from streamflow.core.utils import get_entity_ids, get_tag
+from streamflow.core.workflow import CommandOutput, Job, Port, Status, Token
+from streamflow.cwl import command as cwl_command
+from streamflow.cwl.command import CWLCommand
+from streamflow.cwl.processor import CWLCommandOutput
+from streamflow.cwl.step import CWLExecuteStep, CWLTransferStep
+from streamflow.cwl.token import CWLFileToken
+from streamflow.cwl.utils import register_data
+from streamflow.data.manager import DefaultDataManager
+from streamflow.data.remotepath import StreamFlowPath
+from streamflow.log_handler import logger
+from streamflow.workflow.utils import get_job_token
+
+from coordinator.config.deployments import FACILITY
+from coordinator.streamflow_plugin.lanes import TransferFailed
+from coordinator.streamflow_plugin.targets import check_target
+from facility.exchange.messages.outcome import Outcome
+
+OUTPUT_FILE = "cwl.output.json"
+OUTPUT = "update"
+"""Name of the one directory that cwl/tools/train.cwl leaves, and of the port that it goes to."""
+OUR_FAULT = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO)
+"""Errors of this machine: no facility's, so that they end the run as before."""
+
+
+def is_facility(deployment: str) -> bool:
+    """True for the deployments of facilities, as `crossfed render` names them; also for those on this machine."""
+    return deployment.startswith(FACILITY)
+
+
+class NoFile:
+    """Stands for a file of a facility that is not looked at."""
+
+    async def exists(self) -> bool:
+        return False
+
+
+def output_path(*parts: str, context: Any, location: Any) -> Any:
+    """`StreamFlowPath` as `streamflow.cwl.command` calls it, which is for the output file alone."""
+    if is_facility(location.deployment) and parts[-1] == OUTPUT_FILE:
+        return NoFile()
+    return StreamFlowPath(*parts, context=context, location=location)
+
+
+def executing(original: Any) -> Any:
+    """`CWLCommand.execute`: a facility's job that fails has left no update, and what it wrote names no outputs."""
+
+    async def execute(self: CWLCommand, job: Job) -> CommandOutput:
+        result = await original(self, job)
+        if not is_facility(self.step.workflow.context.scheduler.get_connector(job.name).deployment_name):
+            return result
+        if result.status is not Status.COMPLETED:
+            logger.error(f"job {job.name} ended with code {result.exit_code}: the round goes on without its facility")
+        # Nothing but the code is taken over, so that no other kind of output can name files either.
+        code = result.exit_code if result.status is Status.COMPLETED else int(Outcome.SKIPPED)
+        return CWLCommandOutput(value=None, status=Status.COMPLETED, exit_code=code)
+
+    return execute
+
+
+def retrieving(original: Any) -> Any:
+    """`CWLExecuteStep._retrieve_output`: of a facility's step, the directory `OUTPUT` where there is one, and null otherwise."""
+
+    async def retrieve(
+        self: CWLExecuteStep, job: Job, output_name: str, output_port: Port, command_output: Any, connector: Any = None
+    ) -> None:
+        context = self.workflow.context
+        if not is_facility(context.scheduler.get_connector(job.name).deployment_name):
+            return await original(self, job, output_name, output_port, command_output, connector)
+        await command_output
+        token = Token(value=None, tag=get_tag(job.inputs.values()))
+        try:
+            if output_name == OUTPUT:
+                token = await _directory(self, job) or token
+        except Exception as error:
+            logger.error(f"FAILED looking for what job {job.name} left: {error}")
+        job_token = get_job_token(job.name, self.get_input_port("__job__").token_list)
+        sources = get_entity_ids((*job.inputs.values(), job_token))
+        output_port.put(await self._persist_token(token=token, port=output_port, input_token_ids=sources))
+        await context.failure_manager.notify(output_port.name, token, job_token)
+
+    return retrieve
+
+
+async def _directory(step: CWLExecuteStep, job: Job) -> Token | None:
+    """The token of the directory `OUTPUT` in the job's own directory; None where there is none."""
+    context = step.workflow.context
+    locations = context.scheduler.get_locations(job.name)
+    path = f"{job.output_directory}/{OUTPUT}"
+    if not await StreamFlowPath(path, context=context, location=locations[0]).is_dir():
+        return None
+    value: Any = {"class": "Directory", "path": path, "location": f"file://{path}", "basename": OUTPUT}
+    await register_data(
+        context=context,
+        connector=context.scheduler.get_connector(job.name),
+        locations=locations,
+        base_path=job.output_directory,
+        token_value=value,
+    )
+    return CWLFileToken(value=value, tag=get_tag(job.inputs.values()))
+
+
+def transferring(original: Any) -> Any:
+    """`CWLTransferStep.transfer`: an update that cannot be fetched from its facility is null, with the reason in the log."""
+
+    async def transfer(self: CWLTransferStep, job: Job, token: Token) -> Token:
+        context = self.workflow.context
+        here = context.scheduler.get_connector(job.name).deployment_name
+        source = _source(context, token) if not is_facility(here) else None
+        if source is None:
+            return await original(self, job, token)
+        try:
+            return await original(self, job, token)
+        except Exception as error:
+            if isinstance(error, OSError) and error.errno in OUR_FAULT:
+                raise
+            logger.error(f"FAILED copy of the update of {source}, which is left out of the round: {error}")
+            return Token(value=None, tag=token.tag)
+
+    return transfer
+
+
+def _source(context: Any, token: Token) -> str | None:
+    """Deployment of the facility that a directory is to come from; None where it comes from no facility."""
+    path = token.value.get("path") if isinstance(token.value, dict) else None
+    found = context.data_manager.get_data_locations(path) if isinstance(path, str) else []
+    return found[0].deployment if found and all(is_facility(one.deployment) for one in found) else None
+
+
+class CarefulDataManager(DefaultDataManager):
+    """`dataManager: default`; what comes from a facility is written below the coordinator's own working directory alone."""
+
+    async def transfer_data(
+        self, src_location: Any, src_path: str, dst_locations: Any, dst_path: str, writable: bool = False
+    ) -> None:
+        target = dst_locations[0]
+        if is_facility(src_location.deployment) and target.deployment != src_location.deployment:
+            if not target.local or is_facility(target.deployment):
+                raise TransferFailed(f"nothing is sent from {src_location.deployment} to {target.deployment}")
+            workdir = self.context.deployment_manager.config_map[target.deployment].workdir
+            check_target(Path(dst_path), Path(workdir))
+        await super().transfer_data(src_location, src_path, dst_locations, dst_path, writable)
+
+
+def install() -> None:
+    """Put these in the place of StreamFlow's own, once. Raises `RuntimeError` where StreamFlow's insides are not the known ones."""
+    if getattr(cwl_command, "StreamFlowPath", None) is output_path:
+        return
+    source = inspect.getsource(CWLCommand.execute)
+    known = (
+        source.count("StreamFlowPath(") == 2
+        and OUTPUT_FILE in source
+        and list(inspect.signature(CWLExecuteStep._retrieve_output).parameters)
+        == ["self", "job", "output_name", "output_port", "command_output", "connector"]
+        and list(inspect.signature(CWLTransferStep.transfer).parameters) == ["self", "job", "token"]
+    )
+    if not known:
+        raise RuntimeError(
+            "this StreamFlow is not 0.2.0rc3, and CrossFed cannot keep facilities' jobs from naming files to write: "
+            "install streamflow==0.2.0rc3"
+        )
+    cwl_command.StreamFlowPath = output_path
+    CWLCommand.execute = executing(CWLCommand.execute)
+    CWLExecuteStep._retrieve_output = retrieving(CWLExecuteStep._retrieve_output)
+    CWLTransferStep.transfer = transferring(CWLTransferStep.transfer)
