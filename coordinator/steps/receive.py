@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
-from coordinator.aggregation.verify import check_files, check_update
+from coordinator.aggregation.verify import check_files, check_identity, check_update
 from coordinator.config.aggregation import AggregationSettings
 from coordinator.config.settings import read_coordinator_settings
 from coordinator.steps.weight_limit import Allowance, allowance_of
-from facility.exchange.checkpoints.checkpoint import open_checkpoint
+from facility.exchange.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from facility.exchange.checkpoints.delta import ENCODINGS, decode
 from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.errors import InputError, UpdateRefused, exit_on_error
@@ -19,8 +20,9 @@ from facility.exchange.files.durable import new_directory
 from facility.exchange.files.links import link_tree
 from facility.exchange.files.paths import resolve
 from facility.exchange.messages import report
-from facility.exchange.messages.manifest import read_manifest, verify_manifest
+from facility.exchange.messages.manifest import Manifest, read_manifest, run_of, verify_manifest
 from facility.exchange.messages.signatures import verify
+from facility.exchange.messages.strict_json import clean
 
 
 def receive(
@@ -37,38 +39,113 @@ def receive(
     """None when `update` may take part in the round, else why not. Raises only for our own model's faults.
 
     An update that travelled as a difference becomes a whole one at `decoded`. One whose report claims more than
-    `allowance` is refused.
+    `allowance` is refused. Whatever an update holds, what comes back names `facility` and `round` as given here.
     """
     if update is None:
         reason = "left no update: its job was cancelled, ran out of time, or lost its node"
         return report.Failure(facility=facility, round=round, reason=reason, kind="absent")
+    sent = Sent(manifest=read_manifest(model), checkpoint=open_checkpoint(model), directory=model)
     try:
-        if (told := report.read_failure(update)) is not None:
-            return told
+        check_files(update, facility)
         if settings.allowed_signers:
             verify(update, facility, resolve(settings.allowed_signers))
+        if (failure := report.read_failure(update)) is not None:
+            return _failure(update, failure, facility, round, signed=bool(settings.allowed_signers))
         if evaluation:
-            verify_manifest(update)
-            return None
-        check_files(update, facility)
-        if read_manifest(update).encoding in ENCODINGS:
-            assert decoded is not None, "an encoded update needs a place to be decoded at"
-            decode(update, reference=model, out=decoded)
-            update = decoded
-        check_update(
-            update,
-            base=open_checkpoint(model),
-            base_manifest=read_manifest(model),
-            facility=facility,
-            round=round,
-            maximum_staleness=settings.maximum_staleness,
-            patterns=Patterns(tuple(settings.include), tuple(settings.exclude)),
-        )
-        if allowance is not None and (reason := allowance.excess(report.read_report(update))):
-            raise UpdateRefused(facility, reason)
+            check_evaluation(update, sent, facility, round)
+        else:
+            check_training(update, sent, facility, round, settings, decoded, allowance)
     except (UpdateRefused, InputError) as error:
-        return report.Failure(facility=facility, round=round, reason=str(error), kind="refused")
+        return report.Failure(facility=facility, round=round, reason=clean(str(error)), kind="refused")
+    except Exception as error:  # whatever an update does to our code is its facility's absence, and nobody else's
+        reason = f"its update cannot be read: {type(error).__name__}: {clean(str(error), 200)}"
+        return report.Failure(facility=facility, round=round, reason=reason, kind="refused")
     return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sent:
+    """The model that the facilities were sent."""
+
+    manifest: Manifest
+    checkpoint: Checkpoint
+    directory: Path
+
+
+def check_training(
+    update: Path,
+    sent: Sent,
+    facility: str,
+    round: int,
+    settings: AggregationSettings,
+    decoded: Path | None,
+    allowance: Allowance | None,
+) -> None:
+    """Raise `UpdateRefused`, or another `InputError`, unless the update may be averaged."""
+    manifest = read_manifest(update)
+    check_run(manifest, sent, facility)
+    if manifest.encoding in ENCODINGS:
+        check_identity(manifest, None, facility, round, maximum_staleness=settings.maximum_staleness)
+        assert decoded is not None, "an encoded update needs a place to be decoded at"
+        decode(update, reference=sent.directory, out=decoded)
+        update = decoded
+    check_update(
+        update,
+        base=sent.checkpoint,
+        base_manifest=sent.manifest,
+        facility=facility,
+        round=round,
+        maximum_staleness=settings.maximum_staleness,
+        patterns=Patterns(tuple(settings.include), tuple(settings.exclude)),
+    )
+    claimed = report.read_report(update)
+    check_report(claimed, sent, facility)
+    if allowance is not None and (reason := allowance.excess(claimed)):
+        raise UpdateRefused(facility, reason)
+
+
+def check_evaluation(update: Path, sent: Sent, facility: str, round: int) -> None:
+    """The same for the final evaluation, which is a report without weights."""
+    manifest = verify_manifest(update)
+    check_run(manifest, sent, facility)
+    check_identity(manifest, sent.manifest, facility, round)
+    claimed = report.read_report(update)
+    check_report(claimed, sent, facility)
+    if claimed.round != round:
+        raise UpdateRefused(facility, f"its report.json is of round {claimed.round}, expected {round}")
+
+
+def check_report(claimed: report.Report, sent: Sent, facility: str) -> None:
+    """Refuse the report of another facility or federation."""
+    if (claimed.facility, claimed.federation) != (facility, sent.manifest.federation):
+        raise UpdateRefused(
+            facility,
+            f"its report.json is of facility {claimed.facility!r} in federation {claimed.federation!r}, expected "
+            f"{facility!r} in {sent.manifest.federation!r}",
+        )
+
+
+def check_run(manifest: Manifest, sent: Sent, facility: str) -> None:
+    """Refuse an update of an earlier run: a federation that is begun again, under the same name, has another run id."""
+    wanted, found = run_of(sent.manifest), run_of(manifest)
+    if wanted and found != wanted:
+        raise UpdateRefused(
+            facility, f"it belongs to run {clean(found, 40) or '(none)'!r} of the federation, this is run {wanted!r}"
+        )
+
+
+def _failure(update: Path, told: report.Failure, facility: str, round: int, *, signed: bool) -> report.Failure:
+    """A facility's own account of its failure, in the name that the coordinator knows it by.
+
+    Raises `InputError` where it is of another facility or round, or where what was signed is another failure.
+    """
+    if told.facility not in (facility, "?"):  # a job of several tasks that failed early does not know its name
+        raise UpdateRefused(facility, f"its failure.json is of facility {told.facility!r}")
+    if told.round != round:
+        raise UpdateRefused(facility, f"its failure.json is of round {told.round}, expected {round}")
+    if signed:
+        verify_manifest(update)  # the signature covers the manifest, and the manifest this file
+    return report.Failure(facility=facility, round=round, reason=told.reason, log_tail=told.log_tail, again=told.again)
 
 
 def main() -> int:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from coordinator.config.aggregation import AggregationSettings
+from facility.exchange.checkpoints.second_moments import Factors, mean_of
 from tests.bench.federated_codecs import DeltaCodec
 from tests.reproductions.server_in_memory import Server
 
@@ -46,6 +47,8 @@ class Local:
     proximal: float = 0.0
     """FedProx's mu; 0 is off."""
     keep_optimizer: bool = True
+    optimizer_state: str = "personal"
+    """`shared`: second moments are averaged between rounds, as row and column means; first moments stay personal."""
 
 
 def batches(blocks: numpy.ndarray, size: int, seed: int) -> Iterator[Tensor]:
@@ -113,6 +116,26 @@ class Learner:
 
 
 @torch.no_grad()
+def share_second_moments(learners: list[Learner]) -> None:
+    """Give every learner the mean of all second moments, as it travels; all have made the same number of steps."""
+    sent = []
+    for learner in learners:
+        factors = {}
+        for number, parameter in enumerate(learner.parameters):
+            value = learner.optimizer.state[parameter]["exp_avg_sq"].flatten(1) if parameter.ndim > 1 else None
+            if value is None:
+                factors[str(number)] = Factors(learner.optimizer.state[parameter]["exp_avg_sq"].numpy().copy())
+            else:
+                factors[str(number)] = Factors(value.mean(1).numpy(), value.mean(0).numpy())
+        sent.append((factors, 1.0))
+    mean = mean_of(sent)
+    for learner in learners:
+        for number, parameter in enumerate(learner.parameters):
+            rebuilt = mean[str(number)].rebuilt(0, len(parameter))
+            learner.optimizer.state[parameter]["exp_avg_sq"].copy_(torch.from_numpy(rebuilt).reshape(parameter.shape))
+
+
+@torch.no_grad()
 def perplexity(model: nn.Module, blocks: numpy.ndarray, limit: int = 0) -> float:
     """exp of the mean loss per token over the blocks (the first `limit`, 0: all)."""
     chosen = blocks[:limit] if limit else blocks
@@ -168,6 +191,8 @@ def federate(
             update = [p.detach().clone() for p in learner.parameters]
             update = codec(index, sent, update) if codec is not None else rounded(update)
             updates[who] = dict(zip(names, update, strict=True))
+        if local.optimizer_state == "shared":
+            share_second_moments(list(learners.values()))
         # What was sent is exact in bfloat16, and the base's dtype is the dtype of the next model.
         base = {name: value.to(torch.bfloat16) for name, value in zip(names, sent, strict=True)}
         following = server.step(base, updates, dict.fromkeys(updates, 1.0))

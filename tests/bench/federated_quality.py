@@ -2,9 +2,9 @@
 
     python tests/bench/federated_quality.py --out /tmp/quality --experiment it-cs --schedule 30x10 --seeds 1 2 3
 
-A Llama of 2 layers with tied embeddings (0.16 M parameters at width 64, 0.53 M at 128) and a BPE of 1,024 tokens. Experiment `it-cs`: pretrained on
-German and French (500 steps), then federated over Italian and Czech; `all-four`: the same, federated over all four. Every
-run is kept in OUT/results.jsonl and not repeated. Table and plot: `federated_quality_report.py`.
+A Llama of 2 layers with tied embeddings (0.16 M parameters at width 64, 0.53 M at 128) and a BPE of 1,024 tokens.
+Experiment `it-cs`: pretrained on German and French (500 steps), then federated over Italian and Czech; `all-four`: the
+same, federated over all four. Every run is kept in OUT/results.jsonl and not repeated. Table and plot: `federated_quality_report.py`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from typing import Any
 
 import torch
 
-from coordinator.config.aggregation import AggregationSettings
-from facility.dataset import open_dataset
-from facility.exchange.messages.settings import SPARSE_DENSITY
-from facility.preparing.build import Request, prepare
-from tests.bench.federated_codecs import DeltaCodec
-from tests.bench.federated_learner import Curve, Learner, Local, Text, batches, federate, pool
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from coordinator.config.aggregation import AggregationSettings  # noqa: E402
+from facility.dataset import open_dataset  # noqa: E402
+from facility.exchange.messages.settings import SPARSE_DENSITY  # noqa: E402
+from facility.preparing.build import Request, prepare  # noqa: E402
+from tests.bench.federated_codecs import DeltaCodec  # noqa: E402
+from tests.bench.federated_learner import Curve, Learner, Local, Text, batches, federate, pool  # noqa: E402
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 LANGUAGES = ("it", "cs", "de", "fr")
@@ -55,6 +57,10 @@ ARMS = {
     "fedprox": Arm(aggregation={"rule": "mean"}, local=RATE | {"proximal": 0.01}),
     "fedadam": Arm(aggregation={"rule": "fedadam", "server_learning_rate": 1e-2, "momentum": 0.5}, local=RATE),
     "nesterov": Arm(aggregation={"rule": "nesterov", "server_learning_rate": 1.0, "momentum": 0.8}, local=RATE),
+    "nesterov, shared second moments": Arm(
+        aggregation={"rule": "nesterov", "server_learning_rate": 1.0, "momentum": 0.8},
+        local=RATE | {"optimizer_state": "shared"},
+    ),
     "nesterov, constant momentum": Arm(
         aggregation={"rule": "nesterov", "server_learning_rate": 0.8, "momentum": 0.7, "momentum_warmup": False},
         local=RATE,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -17,14 +16,24 @@ from typing import Any
 
 from facility.exchange.errors import ManifestError
 from facility.exchange.files.durable import write_json
+from facility.exchange.messages.strict_json import Fields, read_json
 
 FORMAT = 1
 NAME = "manifest.json"
 SIGNATURE = "manifest.json.sig"
 """Of the manifest, where a facility signs (`facility.exchange.messages.signatures`)."""
 
+MOST_BYTES = 8 << 20
+"""Of manifest.json: some 40,000 files."""
+MOST_FILES = 40_000
+MOST_EXTRA = 100
+MOST_ROUNDS = 10**9
+
 KEEPS = "keeps_sha256"
 """In an update's `extra`: digest of the model that the facility keeps, to which the next may be sent as a difference."""
+
+RUN = "run"
+"""In `extra`: id of one run of a federation from its initial model on. A model carries it, and an update the one of its model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +80,21 @@ class Manifest:
         return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
+def run_of(manifest: Manifest) -> str:
+    """The run that a model or update belongs to; empty: made by a version or a caller that has no runs."""
+    return str(manifest.extra.get(RUN) or "")
+
+
+def with_run(directory: Path, run: str) -> None:
+    """Write `run` into the manifest of `directory`; nothing for an empty one."""
+    manifest = read_manifest(directory)
+    if run and run_of(manifest) != run:
+        write_json(
+            Path(directory) / NAME,
+            dataclasses.asdict(dataclasses.replace(manifest, extra=manifest.extra | {RUN: run})),
+        )
+
+
 def sha256_of(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -110,29 +134,35 @@ def write_manifest(directory: Path, manifest: Manifest) -> Manifest:
 def read_manifest(directory: Path) -> Manifest:
     """Read `manifest.json` without checking the files. Raises `ManifestError` when absent, unreadable or newer."""
     path = Path(directory) / NAME
-    try:
-        raw = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise ManifestError(
-            f"{directory} holds no {NAME}: the directory is incomplete or was not made by CrossFed"
-        ) from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ManifestError(f"{path} cannot be read: {error}") from None
-    if not isinstance(raw, dict) or not isinstance(raw.get("format"), int):
+    raw = read_json(path, most_bytes=MOST_BYTES)
+    if type(raw.get("format")) is not int:
         raise ManifestError(f"{path} is not a manifest: expected an object with an integer `format`")
     if raw["format"] > FORMAT:
         raise ManifestError(
             f"{path} has format {raw['format']}, this version reads up to {FORMAT}: update CrossFed here"
         )
-    known = {f.name for f in dataclasses.fields(Manifest)}
-    unknown = sorted(set(raw) - known)
-    if unknown:
-        raise ManifestError(f"{path} has unknown keys {unknown}; known are {sorted(known)}")
-    try:
-        raw["files"] = {name: FileEntry(**entry) for name, entry in raw["files"].items()}
-        return Manifest(**raw)
-    except (TypeError, KeyError, AttributeError) as error:
-        raise ManifestError(f"{path} is malformed: {error}") from None
+    found = Fields(raw=raw, where=str(path)).only([field.name for field in dataclasses.fields(Manifest)])
+    dtypes = Fields(raw=found.mapping("dtypes", 100), where=f"{path}: dtypes")
+    return Manifest(
+        kind=found.text("kind"),
+        federation=found.text("federation"),
+        round=found.whole("round", most=MOST_ROUNDS),
+        facility=None if raw.get("facility") is None else found.text("facility"),
+        base_sha256=None if raw.get("base_sha256") is None else found.digest("base_sha256"),
+        encoding=found.text("encoding", "full"),
+        dtypes={name: dtypes.whole(name) for name in dtypes.raw},
+        parameters=found.whole("parameters", 0),
+        files={name: _entry(name, entry, path) for name, entry in found.mapping("files", MOST_FILES).items()},
+        extra=found.mapping("extra", MOST_EXTRA),
+        format=found.whole("format", least=1),
+    )
+
+
+def _entry(name: str, raw: Any, path: Path) -> FileEntry:
+    if not isinstance(raw, dict):
+        raise ManifestError(f"{path} says of {name!r:.80} nothing of its size and sha256")
+    found = Fields(raw=raw, where=f"{path}: {name:.80}").only(("sha256", "size"))
+    return FileEntry(sha256=found.digest("sha256"), size=found.whole("size"))
 
 
 def verify_manifest(directory: Path) -> Manifest:

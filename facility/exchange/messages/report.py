@@ -1,19 +1,30 @@
-"""`report.json` and `failure.json`: what a facility tells of its round."""
+"""`report.json` and `failure.json`: what a facility reports of its round."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, field
+import os
+from dataclasses import asdict, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from facility.exchange.errors import ManifestError
 from facility.exchange.files.durable import write_json
-from facility.exchange.validation import parse, validated
+from facility.exchange.messages.strict_json import Fields, read_json
+from facility.exchange.validation import validated
 
 FORMAT = 1
 REPORT = "report.json"
 FAILURE = "failure.json"
+MOST_BYTES = 1 << 20
+"""Of report.json and of failure.json."""
+MOST_ROUNDS = 10**9
+MOST_COUNT = 10**15
+"""Of samples, tokens and steps in one round."""
+MOST_LOSS = 1e4
+"""Nats per token; a guess at random among 10^9 tokens has 21."""
+MOST_NUMBER = 1.8e308
+MOST_REASON = 1000
+"""Characters."""
+MOST_LOG = 20_000
 
 
 @validated(frozen=True, kw_only=True)
@@ -84,19 +95,55 @@ def write(directory: Path, message: Report | Failure) -> None:
 
 
 def read_report(directory: Path) -> Report:
-    return _read(Path(directory) / REPORT, Report)
+    """Raises `ManifestError` unless report.json is there and every field has its type and a possible value."""
+    path = Path(directory) / REPORT
+    found = Fields(raw=read_json(path, most_bytes=MOST_BYTES), where=str(path)).only(_names(Report))
+    seconds = found.inside("seconds").only(_names(Seconds))
+    versions = Fields(raw=found.mapping("versions", 200), where=f"{path}: versions")
+    return Report(
+        federation=found.text("federation"),
+        facility=found.text("facility"),
+        round=found.whole("round", most=MOST_ROUNDS),
+        samples=found.whole("samples", most=MOST_COUNT),
+        tokens=found.whole("tokens", most=MOST_COUNT),
+        steps=found.whole("steps", most=MOST_COUNT),
+        loss_received=found.number("loss_received", most=MOST_LOSS),
+        loss_returned=found.number("loss_returned", most=MOST_LOSS),
+        perplexity_received=found.number("perplexity_received", most=MOST_NUMBER),
+        perplexity_returned=found.number("perplexity_returned", most=MOST_NUMBER),
+        training_loss=found.number("training_loss", least=-MOST_LOSS, most=MOST_LOSS),
+        seconds=Seconds(**{name: seconds.number(name, 0.0, most=1e9) for name in _names(Seconds)}),
+        tokens_per_second=found.number("tokens_per_second", 0.0, most=MOST_COUNT),
+        peak_memory_bytes=found.whole("peak_memory_bytes", 0),
+        seed=found.whole("seed", 0, least=-(2**63), most=2**64),
+        position=found.whole("position", 0),
+        ranks=found.whole("ranks", 1, most=10**7),
+        devices=found.items("devices", 10**5, Fields.text),
+        versions={name: versions.text(name) for name in versions.raw},
+        details=found.mapping("details", 1000),
+        format=found.whole("format", FORMAT, least=1, most=FORMAT),
+    )
 
 
 def read_failure(directory: Path) -> Failure | None:
-    """The failure that an update directory tells of, or None."""
+    """The failure that an update directory reports, or None. Its reason and log are cleaned for a person to read.
+
+    Raises `ManifestError` where failure.json is malformed. Whose it is and of which round is for the reader to check.
+    """
     path = Path(directory) / FAILURE
-    return _read(path, Failure) if path.exists() else None
+    if not os.path.lexists(path):
+        return None
+    found = Fields(raw=read_json(path, most_bytes=MOST_BYTES), where=str(path)).only(_names(Failure))
+    return Failure(
+        facility=found.text("facility"),
+        round=found.whole("round", most=MOST_ROUNDS),
+        reason=found.words("reason", "no reason given", longest=MOST_REASON) or "no reason given",
+        log_tail=found.words("log_tail", "", longest=MOST_LOG, lines=True),
+        kind=found.one_of("kind", "failed", ("failed", "refused", "absent")),
+        again=found.flag("again", False),
+        format=found.whole("format", FORMAT, least=1, most=FORMAT),
+    )
 
 
-def _read(path: Path, kind: type) -> Any:
-    try:
-        return parse(kind, json.loads(path.read_text()), file=path)
-    except FileNotFoundError:
-        raise ManifestError(f"{path} is missing: the update is incomplete") from None
-    except (OSError, ValueError) as error:
-        raise ManifestError(f"{path} is malformed: {error}") from None
+def _names(kind: type) -> list[str]:
+    return [field.name for field in fields(kind)]

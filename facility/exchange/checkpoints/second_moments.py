@@ -1,0 +1,152 @@
+"""AdamW's second moments as they travel: row and column means of each matrix, vectors whole.
+
+Where each facility's AdamW scales coordinates by second moments of its own, facilities walk in different metrics, and
+their steps partly cancel in the mean. With one shared metric they add up (DES-LOC, arXiv 2505.22549, synchronises each
+moment with a period of its own). A matrix v of n x m values travels as n + m numbers, its row means r and column means c, and is rebuilt as r c^T / mean(v), as in
+Adafactor (Shazeer and Stern, arXiv 1804.04235, section 3).
+
+    DIRECTORY/second_moments/model.safetensors      NAME::rows (n), NAME::columns (m), or NAME::values for a vector; F32
+
+Values are corrected for AdamW's bias, v / (1 - beta2^t), so that facilities of different step counts t can be averaged.
+Tensors of more than two dimensions count as matrices of their first dimension by all others.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from facility.exchange.checkpoints.checkpoint import TensorEntry, open_checkpoint, read_exactly
+from facility.exchange.checkpoints.floats import Array
+from facility.exchange.checkpoints.writer import Planned, TensorWriter, layout_of_shards
+from facility.exchange.errors import CheckpointError
+
+FOLDER = "second_moments"
+ROWS, COLUMNS, VALUES = "::rows", "::columns", "::values"
+PIECE_VALUES = 4 << 20
+"""Values read at once."""
+
+
+@dataclass(frozen=True)
+class Factors:
+    """One parameter's second moment as it travels: `columns` is None for a vector, whose values `rows` are."""
+
+    rows: Array
+    columns: Array | None = None
+
+    def rebuilt(self, first: int, count: int) -> Array:
+        """Rows `first` to `first` + `count` of the matrix (count, m), or of the vector (count,)."""
+        rows = self.rows[first : first + count]
+        if self.columns is None:
+            return rows
+        mean = float(self.rows.mean(dtype=np.float64))
+        return np.outer(rows, self.columns / mean if mean > 0 else np.zeros_like(self.columns)).astype(np.float32)
+
+
+def factors_of(entry: TensorEntry, scale: float = 1.0) -> Factors:
+    """Row and column means of a stored float32 tensor, times `scale`; read once, in pieces."""
+    assert entry.dtype == "F32", entry
+    count = entry.shape[0] if entry.shape else 1
+    width = max(1, entry.elements // max(1, count))
+    rows, columns = np.zeros(count, np.float32), np.zeros(width, np.float64)
+    step = max(1, PIECE_VALUES // width)
+    descriptor = os.open(entry.file, os.O_RDONLY)
+    try:
+        for first in range(0, count, step):
+            piece = np.empty((min(step, count - first), width), np.float32)
+            read_exactly(descriptor, piece.data.cast("B"), entry.start + first * width * 4, entry.file)
+            rows[first : first + len(piece)] = piece.mean(axis=1, dtype=np.float64) * scale
+            columns += piece.sum(axis=0, dtype=np.float64)
+    finally:
+        os.close(descriptor)
+    if len(entry.shape) < 2:
+        return Factors(rows)
+    return Factors(rows, (columns * (scale / max(1, count))).astype(np.float32))
+
+
+def write_factors(directory: Path, factors: Mapping[str, Factors], *, steps: float) -> None:
+    """Write `directory`/second_moments. `steps`: steps that the moments have seen (their mean, where averaged)."""
+    folder = Path(directory) / FOLDER
+    folder.mkdir()
+    values = {}
+    for name, one in factors.items():
+        if one.columns is None:
+            values[name + VALUES] = one.rows
+        else:
+            values[name + ROWS], values[name + COLUMNS] = one.rows, one.columns
+    planned = [Planned(name=name, dtype="F32", shape=value.shape) for name, value in values.items()]
+    with TensorWriter(
+        folder, layout_of_shards(planned, 2**31), {"format": "pt", "steps": repr(float(steps))}
+    ) as writer:
+        for name, value in values.items():
+            writer.write(name, 0, np.ascontiguousarray(value, np.float32).data.cast("B"))
+
+
+def has_factors(directory: Path) -> bool:
+    return (Path(directory) / FOLDER).is_dir()
+
+
+def read_factors(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, Factors], float]:
+    """The factors in `directory`/second_moments and the steps they have seen.
+
+    `shapes`: parameters of the model by name. Raises `CheckpointError` where a tensor belongs to none of them, has
+    another length, or holds a value that no second moment has (negative, not finite).
+    """
+    checkpoint = open_checkpoint(Path(directory) / FOLDER)
+    read = {name: _read(entry) for name, entry in checkpoint.tensors.items()}
+    found: dict[str, Factors] = {}
+    for stored in read:
+        name, mark, part = stored.rpartition("::")
+        shape = shapes.get(name)
+        if shape is None or mark + part not in (ROWS, COLUMNS, VALUES) or (len(shape) < 2) != (mark + part == VALUES):
+            raise CheckpointError(f"{checkpoint.directory} holds {stored!r:.80}, which is no factor of a parameter")
+        if name in found:
+            continue
+        pair = [read.get(name + VALUES)] if len(shape) < 2 else [read.get(name + ROWS), read.get(name + COLUMNS)]
+        count = shape[0] if shape else 1
+        wanted = [count, int(np.prod(shape[1:], dtype=np.int64))][: len(pair)]
+        if [None if one is None else len(one) for one in pair] != wanted:
+            raise CheckpointError(f"{checkpoint.directory}: the factors of {name!r:.80} do not fit its shape {shape}")
+        found[name] = Factors(*pair)  # type: ignore[arg-type]
+    try:
+        steps = float(checkpoint.metadata.get("steps", "0"))
+    except ValueError:
+        steps = -1.0
+    if not 0 <= steps < 1e12:
+        raise CheckpointError(f"{checkpoint.directory} states no plausible number of steps")
+    return found, steps
+
+
+def _read(entry: TensorEntry) -> Array:
+    if entry.dtype != "F32" or len(entry.shape) != 1:
+        raise CheckpointError(
+            f"{entry.file}: {entry.name!r:.80} is {entry.dtype} {list(entry.shape)}, expected a float32 vector"
+        )
+    value = np.empty(entry.elements, np.float32)
+    with open(entry.file, "rb") as file:
+        read_exactly(file.fileno(), value.data.cast("B"), entry.start, entry.file)
+    if not (np.isfinite(value).all() and (value >= 0).all()):
+        raise CheckpointError(f"{entry.file}: {entry.name!r:.80} holds values that no second moment has")
+    return value
+
+
+def mean_of(every: Iterable[tuple[Mapping[str, Factors], float]]) -> dict[str, Factors]:
+    """Weighted mean of factors, parameter by parameter, over those that hold it, in float64."""
+    totals: dict[str, tuple[Array, Array | None, float]] = {}
+    for factors, weight in every:
+        for name, one in factors.items():
+            rows, columns, total = totals.get(name, (np.zeros(len(one.rows)), None, 0.0))
+            more = None if one.columns is None else one.columns * np.float64(weight)
+            columns = more if columns is None or more is None else columns + more
+            totals[name] = (rows + one.rows * np.float64(weight), columns, total + weight)
+    return {
+        name: Factors(
+            (rows / total).astype(np.float32), None if columns is None else (columns / total).astype(np.float32)
+        )
+        for name, (rows, columns, total) in totals.items()
+        if total > 0
+    }

@@ -1,0 +1,70 @@
+"""Second moments that facilities share (`optimizer_state: shared`): sent with the update, taken over with the next model.
+
+The first moments stay the facility's own. Factors are made from the state directory that was just written, in which
+tensors lie whole, so that every layout sends the same bytes; every rank rebuilds the rows it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from facility.exchange.checkpoints.checkpoint import open_checkpoint
+from facility.exchange.checkpoints.patterns import Patterns
+from facility.exchange.checkpoints.second_moments import factors_of, has_factors, read_factors, write_factors
+from facility.training.state.load import LocalShard
+
+STORED = "exp_avg_sq."
+
+
+def write_outgoing(update: Path, state: Path, *, beta2: float, steps: int, federated: Patterns) -> None:
+    """Write `update`/second_moments from the optimizer state in `state`; nothing before the first step.
+
+    Only parameters that are federated leave the facility, as with the weights.
+    """
+    if steps == 0:
+        return
+    scale = 1.0 / (1.0 - beta2**steps)
+    stored = open_checkpoint(state).tensors
+    names = sorted(name.removeprefix(STORED) for name in stored if name.startswith(STORED))
+    factors = {name: factors_of(stored[STORED + name], scale) for name in names if federated.federated(name)}
+    write_factors(update, factors, steps=steps)
+
+
+@torch.no_grad()
+def take_over(
+    model: Path,
+    optimizer: torch.optim.Optimizer,
+    parts: Sequence[LocalShard],
+    *,
+    beta2: float,
+    steps: int,
+) -> tuple[int, str]:
+    """Replace AdamW's second moments by those that came with the model; returns the optimizer's step count and a reason.
+
+    A facility without state of its own (`steps` is 0) begins with the others' step count, since a zero step count would
+    make AdamW divide the shared moments by 1 - beta2. Parameters that the model brings none for keep their own.
+    """
+    if not has_factors(model):
+        return steps, "the model brings no second moments: this facility's own are used"
+    factors, seen = read_factors(model, {part.name: part.shape for part in parts} | _unknown_shapes(model, parts))
+    own = steps or max(1, round(seen))
+    for part in parts:
+        state = optimizer.state[part.tensor]
+        if not state:
+            for moment in ("exp_avg", "exp_avg_sq"):
+                state[moment] = torch.zeros_like(part.tensor)
+        state["step"] = torch.tensor(float(own), device=part.tensor.device)
+        if (one := factors.get(part.name)) is not None and part.tensor.numel():
+            values = one.rebuilt(part.first, len(part.tensor) if part.shape else 1) * np.float32(1.0 - beta2**own)
+            state["exp_avg_sq"].copy_(torch.from_numpy(values).reshape(part.tensor.shape))
+    return own, f"second moments of {len(factors)} parameters came with the model"
+
+
+def _unknown_shapes(model: Path, parts: Sequence[LocalShard]) -> dict[str, tuple[int, ...]]:
+    """Shapes of the model's parameters that this rank does not hold: other stages' tensors, which it passes over."""
+    held = {part.name for part in parts}
+    return {name: entry.shape for name, entry in open_checkpoint(model).tensors.items() if name not in held}
