@@ -22,12 +22,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from coordinator.config.aggregation import AggregationSettings  # noqa: E402
-from facility.dataset import open_dataset  # noqa: E402
-from facility.exchange.messages.settings import SPARSE_DENSITY  # noqa: E402
-from facility.preparing.build import Request, prepare  # noqa: E402
-from tests.bench.federated_codecs import DeltaCodec  # noqa: E402
-from tests.bench.federated_learner import Curve, Learner, Local, Text, batches, federate, pool  # noqa: E402
+from coordinator.config.aggregation import AggregationSettings
+from facility.dataset import open_dataset
+from facility.exchange.messages.settings import SPARSE_DENSITY
+from facility.preparing.build import Request, prepare
+from tests.bench.federated_codecs import DeltaCodec
+from tests.bench.federated_learner import Curve, Learner, Local, Text, batches, federate, pool
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 LANGUAGES = ("it", "cs", "de", "fr")
