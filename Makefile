@@ -9,7 +9,7 @@ DEMO := .crossfed/demo
 WORKERS ?= $(shell echo $$(( $$(nproc 2>/dev/null || echo 2) + 1 )))
 export PATH := $(BIN):$(PATH)
 
-.PHONY: help env demo test readme test-all testbed docs slow lint format render clean
+.PHONY: help env demo test readme wheel test-all testbed docs slow lint format render clean
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
 
@@ -39,6 +39,9 @@ slow: env ## The long laws: layouts, policies, faults, simulator beside reality.
 
 testbed: env ## Two rounds over real sshd and real Slurm on this machine (root, Debian packages).
 	python -m pytest -m 'testbed and not slow'
+
+wheel: env ## A wheel, installed with its dependencies into a fresh environment, from which a federation runs.
+	CROSSFED_WHEEL=install python -m pytest --timeout 1800 tests/house/test_wheel.py
 
 docs: env ## The documentation, warnings as errors; in build/docs.
 	python -m sphinx -W --keep-going -q -b html docs build/docs

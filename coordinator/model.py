@@ -2,8 +2,7 @@
 
     python -m coordinator.model --source ORG/NAME --out models/NAME
 
-The source is a model of the Hugging Face hub, a Hugging Face checkpoint on disk (safetensors or .bin), or a folder with
-Meta's original Llama files (`params.json`, `consolidated.*.pth`), see `coordinator.llama`.
+The source is a model of the Hugging Face hub or a Hugging Face checkpoint on disk, as safetensors.
 """
 
 from __future__ import annotations
@@ -11,10 +10,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 from pathlib import Path
 
-from coordinator.llama import convert_llama
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.errors import CheckpointError, InputError, TryAgain, exit_on_error
 from facility.exchange.files.durable import new_directory
@@ -24,7 +21,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 
 def convert(source: str, out: Path, *, dtype: str, revision: str) -> str:
-    """Write the model to `out`; returns what was done. `out` appears whole or not at all; an equal one is recognised.
+    """Write the model to `out`; returns what was done. `out` appears atomically; an equal one is recognised.
 
     Raises `InputError` for a source that is none, `TryAgain` when the hub cannot be reached.
     """
@@ -41,20 +38,15 @@ def convert(source: str, out: Path, *, dtype: str, revision: str) -> str:
         open_checkpoint(out)
         return f"{out} is there already, made from {source}"
     folder = Path(source).expanduser()
-    with tempfile.TemporaryDirectory(prefix="crossfed-model-") as scratch:
-        if (folder / "params.json").is_file():
-            source_name = str(convert_llama(folder, Path(scratch) / "hf"))
-        elif (folder / "config.json").is_file():
-            source_name = str(folder)
-        elif folder.exists():
-            raise InputError(
-                f"{folder} holds neither config.json (a Hugging Face checkpoint) nor params.json (Meta's Llama files)"
-            )
-        elif source.startswith((".", "/", "~")):
-            raise InputError(f"{source} does not exist; expected a checkpoint's folder or a hub name like org/name")
-        else:
-            source_name = source
-        return load_and_save(source_name, out, dtype=dtype, revision=revision, made_from=made_from)
+    if (folder / "config.json").is_file():
+        source_name = str(folder)
+    elif folder.exists():
+        raise InputError(f"{folder} holds no config.json; expected a Hugging Face checkpoint's folder")
+    elif source.startswith((".", "/", "~")):
+        raise InputError(f"{source} does not exist; expected a checkpoint's folder or a hub name like org/name")
+    else:
+        source_name = source
+    return load_and_save(source_name, out, dtype=dtype, revision=revision, made_from=made_from)
 
 
 def load_and_save(source: str, out: Path, *, dtype: str, revision: str, made_from: dict[str, str]) -> str:
@@ -63,7 +55,7 @@ def load_and_save(source: str, out: Path, *, dtype: str, revision: str, made_fro
 
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            source, dtype=getattr(torch, dtype), revision=revision, trust_remote_code=False
+            source, dtype=getattr(torch, dtype), revision=revision, trust_remote_code=False, use_safetensors=True
         )
     except OSError as error:
         kind = InputError if Path(source).exists() else TryAgain
@@ -95,9 +87,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m coordinator.model", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--source", required=True, metavar="NAME|DIR", help="hub name, Hugging Face checkpoint, or Meta's Llama folder"
-    )
+    parser.add_argument("--source", required=True, metavar="NAME|DIR", help="hub name, or Hugging Face checkpoint")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory to make")
     parser.add_argument(
         "--dtype",

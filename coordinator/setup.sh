@@ -10,7 +10,7 @@ usage: bash coordinator/setup.sh [options]
   --venv DIR         environment to make or use (default .venv in the checkout)
   --python PROGRAM   Python 3.11 or newer to make it from (default python3)
   --wheelhouse DIR   install from these files only, without network
-  --model NAME|DIR   model of the hub (ORG/NAME), a Hugging Face checkpoint, or Meta's original Llama files
+  --model NAME|DIR   model of the hub (ORG/NAME), or a Hugging Face checkpoint, as safetensors
   --revision NAME    revision of a hub model (default main)
   --out DIR          where the converted model goes (default .crossfed/models/<last part of --model>)
   --dtype NAME       bfloat16, float16 or float32: the dtype that travels (default bfloat16)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 COMMANDS = (
     "init",
+    "model",
     "quickstart",
     "check",
     "render",

@@ -234,7 +234,7 @@ def test_models_that_cannot_be_used(tmp_path: Path):
     from transformers import AutoModelForCausalLM
 
     (tmp_path / "empty").mkdir()
-    with pytest.raises(InputError, match="neither config.json"):
+    with pytest.raises(InputError, match="holds no config.json"):
         convert(str(tmp_path / "empty"), tmp_path / "out", dtype="float32", revision="main")
     with pytest.raises(InputError, match="does not exist"):
         convert(str(tmp_path / "nothing"), tmp_path / "out", dtype="float32", revision="main")
