@@ -62,9 +62,14 @@ exec 9>>"$home/.setup.lock"
 flock -n 9 || fail "another setup.sh works in $home; wait for it"
 
 # 1. Python
+RECENT='import sys; sys.exit(sys.version_info < (3, 11))'
 for name in ${modules[@]+"${modules[@]}"}; do
     command -v module >/dev/null || { [ ! -f /etc/profile.d/modules.sh ] || . /etc/profile.d/modules.sh; }
-    command -v module >/dev/null || fail "there is no 'module' command here, but --module $name was given"
+    if ! command -v module >/dev/null; then
+        "$python" -c "$RECENT" 2>/dev/null || fail "there is no 'module' command here, but --module $name was given; name a Python 3.11 or newer by --python"
+        say "module: there is no such command here; going on without ${modules[*]}, since $python is recent enough"
+        modules=(); break
+    fi
     set +u; module load "$name" || fail "module load $name failed; 'module avail' lists what there is"; set -u
 done
 if [ -n "$conda" ]; then
@@ -73,7 +78,7 @@ if [ -n "$conda" ]; then
     python=python
 fi
 command -v "$python" >/dev/null || fail "$python does not exist; name another by --python, or load one by --module"
-"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || fail "$("$python" --version 2>&1) is too old, expected 3.11 or newer; name another by --python, or load one by --module"
+"$python" -c "$RECENT" || fail "$("$python" --version 2>&1) is too old, expected 3.11 or newer; name another by --python, or load one by --module"
 if [ -n "$template" ]; then  # before minutes go into packages
     PYTHONPATH=$here "$python" - "$template" ${fills[@]+"${fills[@]}"} <<'PYTHON' || exit 2
 import sys
@@ -115,10 +120,12 @@ else why="you said so"; fi
 esac
 
 # 3. Packages: only when something they depend on changed
+IMPORTS='import torch, transformers, safetensors, facility.round'
 stamp=$( { echo "$torch $torch_index $wheelhouse $run"; "$run" --version; cat "$here/pyproject.toml" "$here/constraints.txt"; } | cksum)
 if [ -n "$as_is" ]; then
     say "packages: those of $run, as they are"
 elif [ "$(cat "$home/.setup-stamp" 2>/dev/null)" = "$stamp" ]; then
+    if [ -n "$(cat "$home/.setup-as-is" 2>/dev/null)" ]; then run=$(command -v "$python") as_is=yes; fi
     say "packages: unchanged (torch for $torch)"
 else
     say "packages: torch for $torch, because $why"
@@ -134,9 +141,15 @@ PYTHON
             [ "$torch" = cpu ] || fail "torch for $torch cannot be had from $torch_index; name another by --torch-index"
             say "packages: $torch_index does not answer; taking the default index's torch, which runs on CPUs too"
         fi
-        "${pip[@]}" -r "$home/.requirements" || fail "pip could not install; on a host without internet use --wheelhouse"
+        if ! "${pip[@]}" -r "$home/.requirements" --retries 2; then
+            base=$(command -v "$python")
+            [ -z "$conda" ] && PYTHONPATH=$here "$base" -c "$IMPORTS" 2>/dev/null || fail "pip could not install; on a host without internet use --wheelhouse (crossfed bundle makes one)"
+            say "packages: no index answers; using those of $base, which has what a facility needs (as --as-is does)"
+            run=$base as_is=yes
+        fi
     fi
     echo "$stamp" >"$home/.setup-stamp"
+    echo "$as_is" >"$home/.setup-as-is"
 fi
 if [ -z "$as_is" ]; then  # the checkout itself, without copying it
     site=$("$run" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
@@ -144,7 +157,7 @@ if [ -z "$as_is" ]; then  # the checkout itself, without copying it
 fi
 export PYTHONPATH=$here
 probed="$home/.imports $(stat -c %Y "$run" "$here/facility/round.py" | cksum) $stamp"
-[ "$(cat "$home/.imports" 2>/dev/null)" = "$probed" ] || "$run" -c 'import torch, transformers, safetensors, facility.round' || fail "$run lacks what a facility needs; leave --as-is out, or install it there"
+[ "$(cat "$home/.imports" 2>/dev/null)" = "$probed" ] || "$run" -c "$IMPORTS" || fail "$run lacks what a facility needs; leave --as-is out, or install it there"
 [ "$(cat "$home/.imports" 2>/dev/null)" = "$probed" ] || echo "$probed" >"$home/.imports"
 
 # 4. env.sh: what every job sources

@@ -3,7 +3,9 @@
 {% block about %}
 # Any Slurm site: one task a node starts a rank for each GPU.
 {% endblock %}
+{% block account %}
 #SBATCH --account=<account>
+{% endblock %}
 {% block partition %}
 #SBATCH --partition=<partition>
 {% endblock %}

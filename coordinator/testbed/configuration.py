@@ -107,6 +107,30 @@ def ssh_config_entry(site: Site, key: str, known_hosts: str) -> str:
     )
 
 
+def bashrc(python: Path) -> str:
+    """What a login gives the user: this machine's Python, as a module would at a real site."""
+    return f"export PATH={shlex.quote(str(python.parent))}:$PATH\n"
+
+
+def site_template() -> str:
+    """The testbed as a site of its own, for `--template testbed`: what differs from any Slurm site."""
+    return f"""\
+{{# https://slurm.schedmd.com/sbatch.html -#}}
+{{% extends "slurm.sh" %}}
+{{% block about %}}
+# The testbed: {GPUS} stand-in GPUs and {CORES} cores a node; training runs on the processor.
+{{% endblock %}}
+{{% block account %}}
+{{% endblock %}}
+{{% block partition %}}
+#SBATCH --partition=main
+{{% endblock %}}
+{{% block resources %}}
+#SBATCH --cpus-per-task=1
+{{% endblock %}}
+"""
+
+
 def env_sh(site: Site, python: Path) -> str:
     """What the job template sources: this machine's Python environment with the facility's own copy of the package."""
     return f"""\

@@ -139,6 +139,9 @@ def _facility(testbed: Testbed, site: Site) -> None:
     for path in (site.etc, site.run, site.log, site.spool / "slurmctld", *(site.spool / node for node in site.nodes)):
         path.mkdir(parents=True)
     copy_code(site.code)
+    (site.code / "templates" / "testbed.sh").write_text(configuration.site_template())
+    for name in (".bashrc", ".profile"):
+        (site.home / name).write_text(configuration.bashrc(testbed.python))
     (site.code / "env.sh").write_text(configuration.env_sh(site, testbed.python))
     for path in (site.home, *site.home.rglob("*")):
         os.chown(path, entry.pw_uid, entry.pw_gid)

@@ -112,8 +112,8 @@ def test_the_commands_of_a_new_user_work_in_any_folder(installed: Installed, tmp
     refused = installed.run("crossfed", "run", cwd=tmp_path, code=2)
     assert "crossfed init" in refused.stderr and not list(tmp_path.iterdir())
     installed.run("crossfed", "init", "mine", "--facility", "a=local", "--facility", "b=slurm", cwd=tmp_path)
-    blank = installed.run("crossfed", "check", cwd=tmp_path / "mine", code=1)
-    assert "angle brackets" in " ".join(blank.stdout.split())
+    blank = installed.run("crossfed", "check", "--json", cwd=tmp_path / "mine", code=1)
+    assert "angle brackets" in json.loads(blank.stdout)["rows"][0]["found"]
     installed.run("crossfed", "testbed", "--help", cwd=tmp_path)
     installed.run("crossfed", "--install-completion", "bash", cwd=tmp_path)
     assert "crossfed" in (installed.home / ".bashrc").read_text()

@@ -165,6 +165,21 @@ def test_a_wheelhouse_that_lacks_a_package_is_told_and_no_index_is_asked(tmp_pat
     assert "127.0.0.1" not in result.stderr and not (tmp_path / "home" / ".setup-stamp").exists()
 
 
+def test_without_network_and_modules_a_python_that_has_everything_is_used(tmp_path: Path):
+    """As on the testbed: no index answers, there is no `module`, and the account's Python has the packages already."""
+    home = tmp_path / "home"
+    options = ["--home", str(home), "--python", sys.executable, "--module", "python/3.11", "--torch", "cpu"]
+    nowhere = "http://127.0.0.1:9/"
+    first = setup("facility", *options, "--torch-index", nowhere, "--no-self-check", PIP_INDEX_URL=nowhere)
+    assert first.returncode == 0, first.stderr
+    assert "module: there is no such command here" in first.stdout
+    assert f"using those of {sys.executable}" in first.stdout
+    env = (home / "env.sh").read_text()
+    assert f"PATH={Path(sys.executable).parent}" in env and "module load" not in env
+    second = setup("facility", *options, "--torch-index", nowhere, "--no-self-check", PIP_INDEX_URL=nowhere)
+    assert second.returncode == 0 and "packages: unchanged" in second.stdout and "env.sh: unchanged" in second.stdout
+
+
 def test_a_self_check_that_fails_is_told(tmp_path: Path, queue: str):
     template = tmp_path / "broken.sh"
     template.write_text(
