@@ -101,6 +101,7 @@ class AggregationSettings:
     """File at the coordinator (ssh-keygen(1), ALLOWED SIGNERS) with a key for each facility's name; empty: updates need
     no signature."""
     screen: ScreenSettings = field(default_factory=ScreenSettings)
+    """Outlier detection: updates unlike the others."""
 
     def __post_init__(self) -> None:
         self._check_parameters()

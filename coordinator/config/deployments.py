@@ -44,6 +44,7 @@ class Connection:
     host: str = ""
     """Name or address, with `:port` where it is not 22."""
     user: str = ""
+    """Login name there; empty: what ~/.ssh/config says."""
     key: str = ""
     """Private key on this machine; empty: ssh-agent, or what ~/.ssh/config says. A certificate lies beside it as `<key>-cert.pub`."""
     passphrase_file: str = ""
@@ -75,6 +76,7 @@ class Deployment(Connection):
     """`facilities[].deployment`."""
 
     type: Kind = "local"
+    """How its jobs are started: on this machine, by ssh, or by a scheduler."""
     tunnel: Connection = field(default_factory=Connection)
     """Jump host to go through."""
     transfer: Connection = field(default_factory=Connection)
@@ -89,6 +91,7 @@ class Deployment(Connection):
     options: dict[str, Any] = field(default_factory=dict)
     """The scheduler's limits by StreamFlow's names (`time: "04:00:00"`, `nodes: "4"`, ...); they win over the template's."""
     environment: Environment = field(default_factory=Environment)
+    """Where the facility's Python comes from."""
     max_jobs: AtLeastOne[int] = 2
     """Jobs of ours in the queue at once."""
     polling_seconds: AtLeastOne[int] = 10

@@ -2,36 +2,56 @@
 
 from __future__ import annotations
 
+import datetime
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import yaml
+from ruamel.yaml import YAML
+from ruamel.yaml.comments import CommentedMap, CommentedSeq, TaggedScalar
+from ruamel.yaml.constructor import DuplicateKeyError
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.events import AliasEvent, CollectionEndEvent, CollectionStartEvent
+from ruamel.yaml.resolver import VersionedResolver
 
 from facility.exchange.errors import ConfigurationError
 
+MOST_BYTES = 4 << 20
+MOST_VALUES = 100_000
+"""Values of a file with every alias written out; a few lines of aliases of aliases could name billions."""
+MARKS = {
+    b"\xff\xfe": "UTF-16",
+    b"\xfe\xff": "UTF-16",
+    b"\xef\xbb\xbf": "UTF-8 with a byte order mark",
+}
+BOOLEAN, FLOAT, TEXT = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:float", "tag:yaml.org,2002:str"
+UNSIGNED = re.compile(r"[eE]\d")
+"""An exponent without a sign: no number in YAML 1.1."""
+
+
+class _Resolver(VersionedResolver):
+    """YAML 1.1 as PyYAML reads it: `n` and `12e03` are text, so that an account of that name stays what it is."""
+
+    def resolve(self, kind: Any, value: Any, implicit: Any) -> Any:
+        tag = super().resolve(kind, value, implicit)
+        letter = str(tag) == BOOLEAN and len(value) == 1
+        bare = str(tag) == FLOAT and ("." not in value or UNSIGNED.search(value))
+        return type(tag)(suffix=TEXT) if letter or bare else tag
+
 
 class Lined:
-    """Plain data of a YAML file and the line where each value's key stands."""
+    """Plain data of a YAML file and the line of each value's key."""
 
     def __init__(self, file: Path) -> None:
         self.file = Path(file)
         self.lines: dict[str, int] = {}
-        try:
-            node = yaml.compose(self.file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-        except FileNotFoundError:
-            raise ConfigurationError("no such file; `crossfed init` writes a first one", file=file) from None
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigurationError(f"cannot be read: {error}", file=file) from None
-        except yaml.YAMLError as error:
-            mark = getattr(error, "problem_mark", None)
-            problem = getattr(error, "problem", None) or str(error)
-            raise ConfigurationError(
-                f"not valid YAML: {problem}", file=file, line=mark.line + 1 if mark else None
-            ) from None
-        if node is None:
+        self._values = 0
+        loaded = self._load(self._text())
+        if loaded is None:
             raise ConfigurationError("the file is empty", file=file)
-        self.data = self._value(node, "")
+        self.lines[""] = 1 + getattr(getattr(loaded, "lc", None), "line", 0)
+        self.data = self._plain(loaded, "")
 
     def error(self, message: str, path: str) -> ConfigurationError:
         """An error at the line of `path` (such as `facilities[1].name`), or of the nearest enclosing key."""
@@ -43,27 +63,94 @@ class Lined:
         """Path and value of every piece of text in the file, in its order."""
         yield from _texts(self.data, "")
 
-    def _value(self, node: yaml.Node, path: str) -> Any:
-        self.lines.setdefault(path, node.start_mark.line + 1)
-        if isinstance(node, yaml.MappingNode):
-            result: dict[str, Any] = {}
-            for key_node, value_node in node.value:
-                key = key_node.value
-                if not isinstance(key, str):
-                    raise ConfigurationError(
-                        "a key must be plain text", file=self.file, line=key_node.start_mark.line + 1
-                    )
-                below = f"{path}.{key}" if path else key
-                if key in result:
-                    raise ConfigurationError(
-                        f"key {below!r} stands twice", file=self.file, line=key_node.start_mark.line + 1
-                    )
-                self.lines[below] = key_node.start_mark.line + 1
-                result[key] = self._value(value_node, below)
-            return result
-        if isinstance(node, yaml.SequenceNode):
-            return [self._value(item, f"{path}[{number}]") for number, item in enumerate(node.value)]
-        return yaml.SafeLoader("").construct_object(node, deep=True)
+    def _text(self) -> str:
+        try:
+            content = self.file.read_bytes()
+        except FileNotFoundError:
+            raise ConfigurationError("no such file; `crossfed init` writes a first one", file=self.file) from None
+        except OSError as error:
+            raise ConfigurationError(f"cannot be read: {error}", file=self.file) from None
+        for mark, name in MARKS.items():
+            if content.startswith(mark):
+                raise ConfigurationError(f"is {name}, expected plain UTF-8: save it so", file=self.file)
+        if len(content) > MOST_BYTES:
+            raise ConfigurationError(f"has {len(content)} bytes, expected at most {MOST_BYTES}", file=self.file)
+        try:
+            return content.decode()
+        except UnicodeDecodeError as error:
+            raise ConfigurationError(f"is not UTF-8 text: {error}; save it as UTF-8", file=self.file) from None
+
+    def _load(self, text: str) -> Any:
+        yaml = YAML(typ="rt", pure=True)
+        yaml.Resolver = _Resolver
+        yaml.version = (1, 1)  # type: ignore[assignment]
+        try:
+            self._refuse_recursion(text)
+            return yaml.load(text)
+        except ConfigurationError:
+            raise
+        except DuplicateKeyError as error:
+            key = re.search(r'duplicate key "(.*?)"', str(error.problem))
+            problem = f"key {key[1]!r} is given twice" if key else str(error.problem)
+            raise self._at(problem, error.problem_mark) from None
+        except MarkedYAMLError as error:
+            raise self._at(f"not valid YAML: {error.problem or error}", error.problem_mark) from None
+        except (YAMLError, ValueError, RecursionError) as error:
+            raise ConfigurationError(f"not valid YAML: {str(error) or 'nested too deeply'}", file=self.file) from None
+
+    def _refuse_recursion(self, text: str) -> None:
+        """Raise `ConfigurationError` where an alias stands inside the value that it names."""
+        within: list[str | None] = []
+        for event in YAML(typ="rt", pure=True).parse(text) if "*" in text else ():
+            if isinstance(event, CollectionStartEvent):
+                within.append(event.anchor)
+            elif isinstance(event, CollectionEndEvent):
+                within.pop()
+            elif isinstance(event, AliasEvent) and event.anchor in within:
+                raise self._at(f"*{event.anchor} is an alias of the value that holds it: write it out", event.start_mark)
+
+    def _at(self, message: str, mark: Any) -> ConfigurationError:
+        return ConfigurationError(message, file=self.file, line=mark.line + 1 if mark else None)
+
+    def _plain(self, value: Any, path: str) -> Any:
+        """The value as Python's own types, with its line noted."""
+        self._values += 1
+        if self._values > MOST_VALUES:
+            raise self.error(f"more than {MOST_VALUES} values once aliases are written out", path)
+        tag = str(getattr(value, "tag", None))
+        if isinstance(value, TaggedScalar) and tag in (TEXT, "!!str"):
+            return str(value.value)
+        if isinstance(value, TaggedScalar) or tag != "None":
+            raise self.error(f"{path} has the YAML tag {tag}, expected plain data", path)
+        if isinstance(value, CommentedMap):
+            return {self._key(value, key, path): self._below(value, key, path) for key in value}
+        if isinstance(value, CommentedSeq):
+            items = []
+            for number, item in enumerate(value):
+                below = f"{path}[{number}]"
+                self.lines.setdefault(below, value.lc.item(number)[0] + 1)
+                items.append(self._plain(item, below))
+            return items
+        if value is None or type(value) is bool:
+            return value
+        for kind in (str, int, float):
+            if isinstance(value, kind):
+                return bool(value) if type(value).__name__ == "ScalarBoolean" else kind(value)
+        if isinstance(value, datetime.date):
+            raise self.error(f"{path} is the date {value}, expected text or a number: put it between quotes", path)
+        raise self.error(f"{path} is a {type(value).__name__}, expected plain data", path)
+
+    def _key(self, mapping: CommentedMap, key: Any, path: str) -> str:
+        if not isinstance(key, str):
+            line = mapping.lc.data[key][0] + 1 if key in mapping.lc.data else None
+            raise ConfigurationError(f"key {key!r} is not plain text: put it between quotes", file=self.file, line=line)
+        return str(key)
+
+    def _below(self, mapping: CommentedMap, key: str, path: str) -> Any:
+        below = f"{path}.{key}" if path else key
+        if key in (mapping.lc.data or {}):  # what `<<` brought has no line here
+            self.lines.setdefault(below, mapping.lc.key(key)[0] + 1)
+        return self._plain(mapping[key], below)
 
 
 def _texts(value: Any, path: str) -> Iterator[tuple[str, str]]:

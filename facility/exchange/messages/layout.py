@@ -32,6 +32,7 @@ class LayoutSettings:
     units: list[list[int]] = field(default_factory=list)
     """[first, end) of every chunk over units 0 = embedding, 1..L = blocks, L+1 = head; empty: even cuts."""
     schedule: ScheduleName = "1f1b"
+    """Order of forward and backward passes in a pipeline; without effect with one stage."""
     plan: str = ""
     """Path of a plan.json at the facility; it replaces replicas, stages, units, schedule and micro-batches."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
@@ -58,6 +59,7 @@ class LoraSettings:
     alpha: float = 16.0
     """Scale: an adapter adds alpha / rank * B A."""
     dropout: Annotated[float, Ge(0), Lt(1)] = 0.0
+    """Probability that an adapter's input is dropped in training."""
     base: str = ""
     """Path at the facility of the base model, when adapters alone travel both ways; empty: the received model."""
     targets: list[str] = field(default_factory=list)

@@ -40,8 +40,11 @@ class TrainingSettings:
     warmup_steps: NonNegative[int] = 0
     """Steps of linear warm-up, once for the whole federation."""
     weight_decay: NonNegative[float] = 0.0
+    """AdamW's decoupled weight decay; 0 is off."""
     beta1: float = 0.9
+    """AdamW's decay of the first moment."""
     beta2: float = 0.95
+    """AdamW's decay of the second moment."""
     epsilon: float = 1e-8
     """AdamW's epsilon."""
     chunked_loss: Literal["auto", "always", "never"] = "auto"
@@ -60,6 +63,7 @@ class TrainingSettings:
     threads: NonNegative[int] = 0
     """CPU threads per rank; 0: cores divided by the ranks of the node."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """What ranks compute on; auto: a GPU where there is one for each."""
     peak_flops: NonNegative[float] = 0.0
     """Most dense operations a second of one device in `compute_dtype`, for the MFU; 0: the maker's figure, where it is known."""
     evaluation_sequences: NonNegative[int] = 0
@@ -85,6 +89,7 @@ class TrainingSettings:
     freeze: list[Pattern] = field(default_factory=list)
     """Parameters that stay as received: shell patterns over their names, for instance `*.layers.[0-3].*`."""
     limits: LimitSettings = field(default_factory=LimitSettings)
+    """When a round stops early, and how much memory it may use."""
     tracker: str = ""
     """Where to log steps, by accelerate's name of it (tensorboard, wandb, ...), if it is installed; empty: nowhere."""
     trace: bool = False

@@ -38,6 +38,7 @@ class EmulationSettings:
     trace: str = ""
     """File `{"format": 1, "workers": {"0": [[second, factor], ...]}}`; empty: none."""
     seed: int = 0
+    """Another seed, other stalls."""
 
     def __post_init__(self) -> None:
         Emulation(probability=self.probability, seconds=self.seconds, factors=tuple(self.factors), seed=self.seed)
@@ -75,6 +76,7 @@ class SyncSettings:
     """partial_reduce: how long a first arrival waits for company where nothing is known of the others' steps yet, or
     always with patience 0; it adapts."""
     window_maximum_seconds: float = 0.005
+    """partial_reduce: the window never grows beyond this."""
     debias: bool = True
     """partial_reduce: weigh replicas by mean rounds / own rounds, in gradients and length of common steps, or (`step:
     own`) in parameters."""
@@ -115,9 +117,11 @@ class SyncSettings:
     timeout_seconds: Positive[float] = 60.0
     """No exchange takes longer; a group that does is discarded."""
     heartbeat_seconds: Positive[float] = 0.5
+    """How often a replica reports that it is alive."""
     missing_seconds: float = 15.0
     """A replica silent for so long has left; it may come back."""
     emulation: EmulationSettings = field(default_factory=EmulationSettings)
+    """Slows replicas down for a rehearsal."""
 
     def __post_init__(self) -> None:
         if not self.missing_seconds > 2 * self.heartbeat_seconds:
