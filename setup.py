@@ -11,6 +11,7 @@ from setuptools.command.build_py import build_py
 SHIPPED = (
     "cwl/**/*.cwl",
     "templates/*.sh",
+    "workflow/federation.schema.json",
     "workflow/federation.yml",
     "constraints.txt",
     "pyproject.toml",

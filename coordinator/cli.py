@@ -99,6 +99,27 @@ def init(
 
 
 @app.command(rich_help_panel=SET_UP)
+def explain(
+    key: Annotated[str, typer.Argument(help="A key of federation.yml, such as training.sync.policy.")] = "",
+) -> None:
+    """Print type, range, unit, default and meaning of a key of federation.yml; without one, the tree of all keys."""
+    from coordinator.config.reference import explain as explain_key
+    from coordinator.config.reference import tree
+
+    print(explain_key(key) if key else tree())
+
+
+@app.command(rich_help_panel=SET_UP)
+def schema(
+    out: Annotated[Path | None, typer.Option(help="File to write; without it, the schema is printed.")] = None,
+) -> None:
+    """Print or write the JSON schema of federation.yml, by which editors complete and check the file."""
+    from coordinator.config.schema import schema_text, write_schema
+
+    print(schema_text(), end="") if out is None else write_schema(out)
+
+
+@app.command(rich_help_panel=SET_UP)
 def model(
     source: Annotated[
         str, typer.Argument(help="Model of the hub (ORG/NAME), or a Hugging Face checkpoint's directory.")

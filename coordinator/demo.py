@@ -263,7 +263,8 @@ def make_federation(out: Path) -> Path:
     file = out / "workflow" / "federation.yml"
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_text(file, shipped("workflow/federation.yml").read_text(encoding="utf-8"))
+        for name in (file.name, "federation.schema.json"):
+            write_text(file.with_name(name), shipped(f"workflow/{name}").read_text(encoding="utf-8"))
     return file
 
 

@@ -1,6 +1,6 @@
 """Every key of federation.yml as data, from the one declaration: for `crossfed explain` and the documentation.
 
-    python -m coordinator.config.reference --out DIR      one Markdown page per section
+python -m coordinator.config.reference --out DIR      one Markdown page per section
 """
 
 from __future__ import annotations
@@ -185,7 +185,9 @@ def _escaped(text: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m coordinator.config.reference", description="Write reference pages.")
+    parser = argparse.ArgumentParser(
+        prog="python -m coordinator.config.reference", description="Write reference pages."
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder for the Markdown pages")
     out = parser.parse_args().out
     out.mkdir(parents=True, exist_ok=True)

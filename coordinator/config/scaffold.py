@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from coordinator.config.schema import FIRST_LINE, NAME, write_schema
 from facility.exchange.errors import InputError
 from facility.exchange.files.durable import write_text
 from facility.exchange.messages.template_inheritance import read_template, shipped_templates, unfilled
@@ -31,7 +32,7 @@ QUEUES = ("pbs", "flux", "ssh")
 
 
 def init(folder: Path, name: str, facilities: list[str]) -> Path:
-    """Write `folder/workflow/federation.yml`. `facilities`: `NAME=TEMPLATE`, or a template's name for both, or `NAME=local`.
+    """Write `folder/workflow/federation.yml` and its schema. `facilities`: `NAME=TEMPLATE`, or a template's name for both, or `NAME=local`.
 
     Raises `InputError` when the file is there already or a template is not.
     """
@@ -50,7 +51,8 @@ def init(folder: Path, name: str, facilities: list[str]) -> Path:
         else:
             raise InputError(f"there is no template {template!r}; there are local, {', '.join(known)}")
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_text(file, text)
+    write_text(file, FIRST_LINE + text)
+    write_schema(file.with_name(NAME))
     return file
 
 

@@ -6,11 +6,13 @@ An editor with a YAML language server completes and checks a file that begins wi
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
 
 from coordinator.config.federation import FederationFile
+from facility.exchange.files.durable import write_text
 
 NAME = "federation.schema.json"
 FIRST_LINE = f"# yaml-language-server: $schema={NAME}\n"
@@ -25,3 +27,8 @@ def schema() -> dict[str, Any]:
 def schema_text() -> str:
     """The file as it is shipped."""
     return json.dumps(schema(), indent=2, ensure_ascii=False) + "\n"
+
+
+def write_schema(file: Path) -> None:
+    """Write the schema to `file`."""
+    write_text(file, schema_text())

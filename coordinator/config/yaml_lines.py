@@ -107,7 +107,9 @@ class Lined:
             elif isinstance(event, CollectionEndEvent):
                 within.pop()
             elif isinstance(event, AliasEvent) and event.anchor in within:
-                raise self._at(f"*{event.anchor} is an alias of the value that holds it: write it out", event.start_mark)
+                raise self._at(
+                    f"*{event.anchor} is an alias of the value that holds it: write it out", event.start_mark
+                )
 
     def _at(self, message: str, mark: Any) -> ConfigurationError:
         return ConfigurationError(message, file=self.file, line=mark.line + 1 if mark else None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, WithJsonSchema
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
@@ -39,7 +39,7 @@ def _pattern(value: str) -> str:
     return one_line(value)
 
 
-Name = Annotated[str, AfterValidator(_name)]
+Name = Annotated[str, AfterValidator(_name), WithJsonSchema({"type": "string", "pattern": f"^{NAME.pattern}$"})]
 """Of a federation or facility: safe as a folder's name, in job names and in paths."""
 Line = Annotated[str, AfterValidator(one_line)]
 DatasetPath = Annotated[str, AfterValidator(_given)]

@@ -59,7 +59,7 @@ def test_defaults_are_merged_facility_by_facility(tmp_path: Path):
         ("name: two-sites.v1", "name: -x", 1, "the first a letter or digit"),
         ("    dataset: /data/b\n", "", 11, "lacks dataset"),
         ("{rule: mean}", "{rule: meen}", 13, "rule is 'meen'"),
-        ("rounds: 3", "rounds: 3\nrounds: 4", 4, "key 'rounds' stands twice"),
+        ("rounds: 3", "rounds: 3\nrounds: 4", 4, "key 'rounds' is given twice"),
         ("rounds: 3", "rounds: [3", None, "not valid YAML"),
         ("model: ../model", "file: x", 2, "unknown key 'file'"),
         ("rounds: 3", "rounds: 3\nminimum_facilities: 5", 4, "expected 1 to 2"),

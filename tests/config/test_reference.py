@@ -1,0 +1,85 @@
+"""`crossfed explain`, the reference pages and the schema are made from the declaration and leave nothing out."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+
+from coordinator.config.reference import explain, keys, pages, tree
+from coordinator.config.scaffold import init
+from coordinator.config.schema import FIRST_LINE, NAME, schema, schema_text
+from facility.exchange.errors import InputError
+from tests.conftest import ROOT
+
+
+def test_every_key_is_documented():
+    assert [key.path for key in keys() if not key.text] == []
+    assert len({key.path for key in keys()}) == len(list(keys())) > 150
+
+
+def test_a_key_is_explained_by_what_is_declared():
+    text = explain("training.sync.policy")
+    assert "'partial_reduce'" in text and 'default: "allreduce"' in text
+    assert "range:   more than 0" in explain("training.learning_rate")
+    assert "unit:    seconds" in explain("facilities[3].deployment.retry_seconds")
+    assert explain("facilities.training.steps") == explain("training.steps")
+    assert "none: required" in explain("rounds") and "policy: one of" in explain("training.sync")
+    assert "  rule: str" in tree()
+
+
+@pytest.mark.parametrize(
+    ("key", "close"),
+    [
+        ("policy", "did you mean training.sync.policy?"),
+        ("training.stepz", "did you mean 'training.steps'?"),
+        ("nothing at all", "`crossfed explain` lists all keys"),
+    ],
+)
+def test_an_unknown_key_names_close_ones(key: str, close: str):
+    with pytest.raises(InputError) as caught:
+        explain(key)
+    assert close in str(caught.value)
+
+
+def test_the_commands(tmp_path: Path):
+    def crossfed(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, "-m", "coordinator.cli", *words], capture_output=True, text=True)
+
+    assert "nesterov" in crossfed("explain", "aggregation.rule").stdout
+    assert crossfed("explain", "aggregation.rul").returncode == 2
+    assert crossfed("schema").stdout == schema_text()
+
+
+def test_each_page_holds_its_keys():
+    made = pages()
+    for key in keys():
+        assert sum(f"### `{key.path}`\n" in text for text in made.values()) == 1, key.path
+    assert "### `aggregation.rule`" in made["aggregation"] and "### `facilities[].name`" in made["facilities"]
+
+
+def test_the_shipped_schema_is_the_declarations():
+    assert (ROOT / "workflow" / NAME).read_text() == schema_text(), "run `crossfed schema --out workflow/" + NAME + "`"
+    assert (ROOT / "workflow" / "federation.yml").read_text().startswith(FIRST_LINE)
+
+
+def test_the_schema_accepts_what_is_valid_and_refuses_what_is_not(tmp_path: Path):
+    described = yaml.safe_load((ROOT / "workflow" / "federation.yml").read_text())
+    described["training"]["learning_rate"] = float(described["training"]["learning_rate"])  # YAML 1.1 has it as text
+    check = jsonschema.Draft202012Validator(schema())
+    assert list(check.iter_errors(described)) == []
+    described["facilities"][0]["deployment"] = "local"
+    assert list(check.iter_errors(described)) == []
+    for wrong in ({"roundz": 1}, {"rounds": 0}, {"name": "../x"}, {"training": {"stepz": 1}}, {"seed": "1"}):
+        assert list(check.iter_errors(described | wrong)), wrong
+
+
+def test_a_scaffold_brings_its_schema(tmp_path: Path):
+    file = init(tmp_path, "two", ["a=local", "b=slurm"])
+    assert file.read_text().startswith(FIRST_LINE)
+    assert json.loads(file.with_name(NAME).read_text()) == schema()
