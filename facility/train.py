@@ -169,7 +169,8 @@ def main(argv: list[str] | None = None) -> int:
         )
     held = assemble(skeleton, task, checkpoint, layout, ranks, training, clock, structure, head.rows)
     with together(ranks):
-        load_shards([part for part in held.parts if not lora.is_adapter(part.name)], checkpoint)
+        weights = [part for part in held.parts if not lora.is_adapter(part.name)]
+        load_shards([*weights, *held.buffers], checkpoint, held.names.conversion)
         if training.lora.rank:
             progress.say(lora.load_adapters(held.parts, received, settings.seed))
     engine = Engine(held, layout, ranks, training, clock)
@@ -188,7 +189,7 @@ def main(argv: list[str] | None = None) -> int:
         loss_received = engine.evaluate(loader.evaluation())
         if a.unsent is not None:
             with together(ranks):
-                add_shards(engine.parts, open_checkpoint(a.unsent))
+                add_shards(engine.parts, open_checkpoint(a.unsent), held.names.conversion)
         done, losses, interruptions, trained_before, samples = 0, [], 0, 0.0, 0.0
     else:
         with together(ranks):
@@ -385,14 +386,14 @@ def main(argv: list[str] | None = None) -> int:
             details=details,
         )
 
-    outgoing = outgoing_parts(held.parts, held.repeats)
+    outgoing = outgoing_parts(held.parts, held.names.repeats)
     tensors = outgoing_tensors(checkpoint, held.shapes if training.lora.rank else None, training.export_dtype)
     write_update(
         a.out,
         a.model,
         checkpoint,
         tensors,
-        held.names | set(held.repeats),
+        held.names,
         base,
         outgoing,
         ranks,

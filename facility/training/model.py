@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from facility.exchange.checkpoints.checkpoint import Checkpoint
+from facility.exchange.checkpoints.conversion import Conversion, conversion_of, describe_missing
 from facility.exchange.errors import CheckpointError, InputError
 from facility.training import lora
 from facility.training.parallel.shard import find_blocks
@@ -78,32 +79,46 @@ def count_blocks(config: Any, factory: Any, attention: Attention) -> int:
     return count if isinstance(count, int) else len(find_blocks(build(config, factory, attention))[1])
 
 
-def names_on_disk(model: Any, checkpoint: Checkpoint) -> dict[str, str]:
-    """Checkpoint name of every parameter name of the model (a tied parameter has one name).
+@dataclass(frozen=True, kw_only=True)
+class Names:
+    """What a model's parameters and persistent buffers are called in a checkpoint."""
 
-    Old checkpoints of a base model lack its prefix (`h.0.` for `transformer.h.0.`); tied ones may hold either name.
+    disk: dict[str, str]
+    """Name in the model -> name of its local shards, saved state and updates; a tied parameter has one name."""
+    repeats: dict[str, str]
+    """Checkpoint tensors that repeat a tied parameter: their name -> the name it is loaded from."""
+    conversion: Conversion
+
+    @property
+    def known(self) -> set[str]:
+        """Checkpoint tensors that some rank holds as parameters; the others are sent as received."""
+        pieces = self.conversion.pieces
+        made_of = {tensor for name in self.disk.values() if name in pieces for tensor in pieces[name].tensors}
+        return set(self.disk.values()) | set(self.repeats) | made_of
+
+
+def names_of(model: Any, checkpoint: Checkpoint) -> Names:
+    """Where a checkpoint holds each parameter. Raises `CheckpointError` where it lacks one.
+
+    The names of transformers' own conversions are honoured (see `facility.exchange.checkpoints.conversion`); a tensor
+    that is made of several, or is part of one, keeps the model's name, and adapters have peft's.
     """
+    own = {lora.name_on_disk(name): t for name, t in model.state_dict().items() if not lora.is_adapter(name)}
+    conversion = conversion_of(model, checkpoint, own)
     aliases: dict[int, list[str]] = {}
-    first: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         aliases.setdefault(id(parameter), []).append(name)
-        first.setdefault(id(parameter), name)
-    prefix = getattr(model, "base_model_prefix", "") + "."
-    names: dict[str, str] = {}
-    for key, candidates in aliases.items():
-        candidates = [lora.name_on_disk(name) for name in candidates]
-        short = [name.removeprefix(prefix) for name in candidates]
-        found = next((name for name in [*candidates, *short] if name in checkpoint.tensors), candidates[0])
-        names[first[key]] = found
-    return names
-
-
-def same_tensors(model: Any, checkpoint: Checkpoint, names: dict[str, str]) -> dict[str, str]:
-    """Checkpoint tensors that repeat a tied parameter: their name to the name it is loaded from."""
-    by_parameter = {id(p): names[n] for n, p in model.named_parameters() if n in names}
-    repeats = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        source = by_parameter.get(id(parameter))
-        if source is not None and name != source and name in checkpoint.tensors:
-            repeats[name] = source
-    return repeats
+    disk: dict[str, str] = {}
+    repeats: dict[str, str] = {}
+    lacking = []
+    for first, *others in aliases.values():
+        plain = [lora.name_on_disk(name) for name in (first, *others)]
+        stored = [conversion.same[name] for name in plain if name in conversion.same]
+        whole = [name for name in plain if name in conversion.pieces]
+        if not stored and not whole and not lora.is_adapter(first):
+            lacking.append(plain[0])
+        disk[first] = (stored or whole or plain)[0]
+        repeats |= dict.fromkeys(stored[1:], disk[first])
+    if lacking:
+        raise CheckpointError(describe_missing(checkpoint, lacking))
+    return Names(disk=disk, repeats=repeats, conversion=conversion)

@@ -20,7 +20,7 @@ from facility.exchange.messages.settings import TrainingSettings
 from facility.training import lora
 from facility.training.data.tasks import Task
 from facility.training.head import ChunkedHead
-from facility.training.model import Attention, build, names_on_disk, same_tensors
+from facility.training.model import Attention, Names, build, names_of
 from facility.training.monitor.clock import Clock
 from facility.training.parallel.arrange import Layout
 from facility.training.parallel.collectives import time_all_reduce, time_collectives
@@ -41,10 +41,10 @@ class Assembly:
     """Rows of every parameter held here."""
     shapes: dict[str, tuple[int, ...]]
     """Every trained parameter of the whole model, by name on disk."""
-    names: set[str]
-    """Every parameter of the whole model, by name on disk."""
-    repeats: dict[str, str]
-    """Checkpoint tensors that repeat a tied one: name -> the name it is loaded from."""
+    names: Names
+    """Of every parameter of the whole model."""
+    buffers: list[LocalShard]
+    """Persistent buffers that the checkpoint holds (a router's correction bias): loaded, never trained."""
     tied: list[LocalShard]
     """Parts whose gradient another rank holds too (a tied head away from its embedding)."""
     tied_group: dist.ProcessGroup | None
@@ -85,9 +85,9 @@ def assemble(
     chunk_rows: int = 0,
 ) -> Assembly:
     """Cut, shard, and give memory to this rank's part of a drawn model only; `chunk_rows`: see `facility.training.head`."""
-    names = names_on_disk(skeleton, checkpoint)
+    found = names_of(skeleton, checkpoint)
+    names = found.disk
     trained = {names[n]: tuple(p.shape) for n, p in skeleton.named_parameters() if p.requires_grad}
-    repeats = same_tensors(skeleton, checkpoint, names)
     parameters = sum(p.numel() for p in skeleton.parameters())
     dtype = getattr(torch, settings.compute_dtype)
     grid = layout.grid
@@ -140,8 +140,8 @@ def assemble(
             compute=Whole(skeleton, task, precision, clock, replicated=replicated, chunked=chunked),
             parts=parts(skeleton),
             shapes=trained,
-            names=set(names.values()),
-            repeats=repeats,
+            names=found,
+            buffers=buffers_of(skeleton, found),
             tied=[],
             tied_group=None,
             model_group=model_group(grid, ranks),
@@ -190,8 +190,8 @@ def assemble(
         compute=pipeline,
         parts=held,
         shapes=trained,
-        names=set(names.values()),
-        repeats=repeats,
+        names=found,
+        buffers=[part for stage in stages.values() for part in buffers_of(stage.model, found)],
         tied=tied if group is not None else [],
         tied_group=group,
         model_group=model_group(grid, ranks),
@@ -200,6 +200,16 @@ def assemble(
         parameters=parameters,
         trained=sum(torch.Size(s).numel() for s in trained.values()),
     )
+
+
+def buffers_of(model: nn.Module, names: Names) -> list[LocalShard]:
+    """The persistent buffers held here that the checkpoint holds too, under their names there."""
+    same = names.conversion.same
+    return [
+        shard_of(same[lora.name_on_disk(name)], nn.Parameter(buffer, requires_grad=False))
+        for name, buffer in model.named_buffers()
+        if lora.name_on_disk(name) in same
+    ]
 
 
 def tied_to_embedding(model: nn.Module, structure: ModelStructure) -> dict[str, str]:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from facility.exchange.checkpoints.checkpoint import Checkpoint, TensorEntry, read_exactly, torch_dtype
+from facility.exchange.checkpoints.conversion import Conversion, Pieces, describe_missing
 from facility.exchange.errors import CheckpointError
 
 PIECE_BYTES = 64_000_000
@@ -63,13 +64,17 @@ def shard_of(name: str, parameter: nn.Parameter) -> LocalShard:
 
 
 def read_rows(entry: TensorEntry, first: int, target: torch.Tensor) -> None:
-    """Fill `target` (rows `first`, `first` + 1, ... of the stored tensor) in pieces, converting the dtype."""
-    if target.numel() == 0:
+    """Fill `target` (rows `first`, `first` + 1, ... of the stored tensor), converting the dtype."""
+    row = (entry.elements // entry.shape[0]) if entry.shape and entry.shape[0] else 1
+    read_elements(entry, first * row, target.detach().view(-1))
+
+
+def read_elements(entry: TensorEntry, start: int, flat: torch.Tensor) -> None:
+    """Fill `flat` with the stored tensor's elements from `start` on, in pieces, converting the dtype."""
+    if flat.numel() == 0:
         return
     stored = torch_dtype(entry.dtype)
-    row = (entry.elements // entry.shape[0]) if entry.shape else 1
-    begin = entry.start + first * row * stored.itemsize
-    flat = target.detach().view(-1)
+    begin = entry.start + start * stored.itemsize
     per_piece = max(1, PIECE_BYTES // stored.itemsize)
     descriptor = os.open(entry.file, os.O_RDONLY)
     try:
@@ -96,16 +101,25 @@ def initialise_parameters(model: nn.Module, device: torch.device) -> None:
             module._parameters[name] = first
 
 
-def load_shards(parts: Iterable[LocalShard], checkpoint: Checkpoint) -> None:
-    """Fill each part from the checkpoint's tensor of that name. Raises `CheckpointError`."""
+def read_pieces(pieces: Pieces, checkpoint: Checkpoint, part: LocalShard, target: torch.Tensor) -> None:
+    """Fill `target` (the rows of a part) from the stored tensors that the parameter is made of."""
+    row = torch.Size(part.shape[1:]).numel()
+    begin = part.first * row
+    flat = target.detach().view(-1)
+    for run in pieces.between(begin, begin + flat.numel()):
+        read_elements(checkpoint.tensors[run.tensor], run.start, flat[run.at - begin : run.at - begin + run.count])
+
+
+def load_shards(parts: Iterable[LocalShard], checkpoint: Checkpoint, conversion: Conversion | None = None) -> None:
+    """Fill each part from the checkpoint's tensor of that name, or from those it is made of. Raises `CheckpointError`."""
+    pieces = conversion.pieces if conversion is not None else {}
     for part in parts:
+        if part.name in pieces:
+            read_pieces(pieces[part.name], checkpoint, part, part.tensor)
+            continue
         entry = checkpoint.tensors.get(part.name)
         if entry is None:
-            near = [key for key in checkpoint.tensors if key.split(".")[-2:] == part.name.split(".")[-2:]][:3]
-            raise CheckpointError(
-                f"{checkpoint.directory} holds no tensor {part.name!r}, which the model that its config.json describes "
-                f"needs; similar names: {near}"
-            )
+            raise CheckpointError(describe_missing(checkpoint, [part.name]))
         if entry.shape != part.shape:
             raise CheckpointError(
                 f"{checkpoint.directory}: tensor {part.name!r} has shape {list(entry.shape)}, "
@@ -114,16 +128,26 @@ def load_shards(parts: Iterable[LocalShard], checkpoint: Checkpoint) -> None:
         read_rows(entry, part.first, part.tensor)
 
 
-def add_shards(parts: Iterable[LocalShard], checkpoint: Checkpoint) -> None:
+def add_shards(parts: Iterable[LocalShard], checkpoint: Checkpoint, conversion: Conversion | None = None) -> None:
     """Add the checkpoint's tensors of these names to what the parts hold. Raises `CheckpointError` for another shape."""
+    pieces = conversion.pieces if conversion is not None else {}
     for part in parts:
-        if (entry := checkpoint.tensors.get(part.name)) is not None:
-            if entry.shape != part.shape:
-                raise CheckpointError(
-                    f"{checkpoint.directory}: tensor {part.name!r} has shape {list(entry.shape)}, "
-                    f"the model's is {list(part.shape)}: remove the directory"
-                )
-            rows = torch.empty_like(part.tensor)
+        made_of = pieces.get(part.name)
+        entry = checkpoint.tensors.get(part.name)
+        if made_of is not None:
+            if any(name not in checkpoint.tensors for name in made_of.tensors):
+                continue
+        elif entry is None:
+            continue
+        elif entry.shape != part.shape:
+            raise CheckpointError(
+                f"{checkpoint.directory}: tensor {part.name!r} has shape {list(entry.shape)}, "
+                f"the model's is {list(part.shape)}: remove the directory"
+            )
+        rows = torch.empty_like(part.tensor)
+        if made_of is not None:
+            read_pieces(made_of, checkpoint, part, rows)
+        elif entry is not None:
             read_rows(entry, part.first, rows)
-            with torch.no_grad():
-                part.tensor.add_(rows)
+        with torch.no_grad():
+            part.tensor.add_(rows)

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from facility.exchange.checkpoints.checkpoint import INDEX, ITEM_BYTES, SINGLE, torch_dtype
+from facility.exchange.checkpoints.conversion import Conversion, Run
 from facility.exchange.errors import CheckpointError
 from facility.exchange.files.durable import write_json
 from facility.training.state.load import PIECE_BYTES, LocalShard
@@ -94,23 +95,41 @@ def create_files(directory: Path, slots: dict[str, Slot], headers: dict[str, byt
         write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
-def write_shards(directory: Path, slots: dict[str, Slot], parts: Iterable[LocalShard]) -> None:
+def write_shards(
+    directory: Path, slots: dict[str, Slot], parts: Iterable[LocalShard], conversion: Conversion | None = None
+) -> None:
     """Write the rows this rank holds of each tensor. Raises `CheckpointError` where fp16 cannot hold a weight."""
-    for part in parts:
-        slot = slots[part.name]
-        assert part.shape == slot.shape, (part.name, part.shape, slot.shape)
-        row = torch.Size(slot.shape[1:]).numel() if slot.shape else 1
-        dtype = torch_dtype(slot.dtype)
-        flat = part.tensor.reshape(-1)
-        begin_byte = slot.start + part.first * row * dtype.itemsize
-        descriptor = os.open(directory / slot.file, os.O_WRONLY)
-        try:
-            for begin in range(0, flat.numel(), PIECE_BYTES // 4):
-                piece = rounded(part.name, flat[begin : begin + PIECE_BYTES // 4], dtype)
-                _write(descriptor, begin_byte + begin * dtype.itemsize, piece.cpu())
+    pieces = conversion.pieces if conversion is not None else {}
+    opened: dict[str, int] = {}
+    try:
+        for part in parts:
+            row = torch.Size(part.shape[1:]).numel() if part.shape else 1
+            begin, flat = part.first * row, part.tensor.reshape(-1)
+            runs = [Run(at=begin, tensor=part.name, start=begin, count=flat.numel())]
+            if part.name in pieces:
+                runs = list(pieces[part.name].between(begin, begin + flat.numel()))
+            else:
+                assert part.shape == slots[part.name].shape, (part.name, part.shape, slots[part.name].shape)
+            for run in runs:
+                slot = slots[run.tensor]
+                if slot.file not in opened:
+                    opened[slot.file] = os.open(directory / slot.file, os.O_WRONLY)
+                elements = flat[run.at - begin : run.at - begin + run.count]
+                _write_elements(opened[slot.file], slot, run.start, elements, part.name)
+        for descriptor in opened.values():
             os.fsync(descriptor)
-        finally:
+    finally:
+        for descriptor in opened.values():
             os.close(descriptor)
+
+
+def _write_elements(descriptor: int, slot: Slot, start: int, flat: torch.Tensor, name: str) -> None:
+    """Write elements of a tensor from `start` on, rounded to its dtype."""
+    dtype = torch_dtype(slot.dtype)
+    begin_byte = slot.start + start * dtype.itemsize
+    for begin in range(0, flat.numel(), PIECE_BYTES // 4):
+        piece = rounded(name, flat[begin : begin + PIECE_BYTES // 4], dtype)
+        _write(descriptor, begin_byte + begin * dtype.itemsize, piece.cpu())
 
 
 def rounded(name: str, piece: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -11,15 +11,17 @@ from pathlib import Path
 import torch
 
 from facility.exchange.checkpoints.checkpoint import FLOATS, Checkpoint
+from facility.exchange.checkpoints.conversion import Conversion
 from facility.exchange.files.durable import new_directory
 from facility.exchange.messages import manifest as manifests
 from facility.exchange.messages import report as reports
 from facility.exchange.messages.settings import FacilitySettings
 from facility.training import lora
+from facility.training.model import Names
 from facility.training.monitor import account
 from facility.training.parallel.ranks import Ranks, barrier, broadcast, gather, together
 from facility.training.state.load import LocalShard, shard_of
-from facility.training.state.save import create_files, plan_files, rounded, write_shards
+from facility.training.state.save import Slot, create_files, plan_files, rounded, write_shards
 
 DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
@@ -44,7 +46,7 @@ def write_update(
     model: Path,
     checkpoint: Checkpoint,
     tensors: list[tuple[str, str, tuple[int, ...]]],
-    known: set[str],
+    names: Names,
     base: manifests.Manifest | None,
     parts: list[LocalShard],
     ranks: Ranks,
@@ -55,18 +57,19 @@ def write_update(
 ) -> None:
     """Write the update directory whole: `tensors` (name, dtype, shape) in that order.
 
-    `known`: names that some rank holds, the rest travels as received; `writes`: this rank's replica writes.
+    What no rank holds of the checkpoint is sent as received; `writes`: this rank's replica writes.
     """
     slots, headers = plan_files(tensors)
-    mine = [part for part in parts if writes and part.name in slots]
+    conversion = None if settings.training.lora.rank else names.conversion
+    mine = [part for part in parts if writes and held_in(part.name, slots, conversion)]
     if not ranks.first:
         temporary = Path(broadcast(ranks, None))
         barrier(ranks)
         with together(ranks):
-            write_shards(temporary, slots, mine)
+            write_shards(temporary, slots, mine, conversion)
         barrier(ranks)
         return
-    for name in sorted(set(slots) - known):  # buffers and the like
+    for name in sorted(set(slots) - names.known):  # buffers and the like
         mine.append(shard_of(name, torch.nn.Parameter(checkpoint.read(name), requires_grad=False)))
     adapters = settings.training.lora
     with new_directory(out) as temporary:
@@ -74,7 +77,7 @@ def write_update(
         create_files(temporary, slots, headers)
         barrier(ranks)
         with together(ranks):
-            write_shards(temporary, slots, mine)
+            write_shards(temporary, slots, mine, conversion)
         copy_companions(model, temporary, settings.training.export_dtype)
         if adapters.rank:
             lora.write_adapter_config(temporary, adapters, list(slots), "")
@@ -94,6 +97,11 @@ def write_update(
             ),
         )
     barrier(ranks)
+
+
+def held_in(name: str, slots: dict[str, Slot], conversion: Conversion | None) -> bool:
+    """Is the parameter of that name among the tensors that are written, whole or in pieces?"""
+    return name in slots or (conversion is not None and name in conversion.pieces)
 
 
 def outgoing_tensors(
