@@ -14,6 +14,38 @@ import torch
 from tests.distributed import run_distributed
 from tests.training.federation import write_settings
 
+TWO: dict[str, dict[str, Any]] = {
+    "fsdp": {"layout": {}},
+    "keep-weights": {"layout": {"sharding": "SHARD_GRAD_OP"}},
+    "replicas": {"layout": {"sharding": "NO_SHARD"}},
+    "gpipe": {"layout": {"stages": 2, "schedule": "gpipe", "units": [[0, 2], [2, 6]]}},
+    "1f1b": {"layout": {"stages": 2, "schedule": "1f1b", "units": [[0, 4], [4, 6]]}},
+    "interleaved": {
+        "layout": {
+            "stages": 2,
+            "virtual_stages": 2,
+            "schedule": "interleaved_1f1b",
+            "units": [[0, 1], [1, 4], [4, 5], [5, 6]],
+        }
+    },
+    "zero-bubble": {
+        "layout": {
+            "stages": 2,
+            "virtual_stages": 2,
+            "schedule": "interleaved_zero_bubble",
+            "units": [[0, 2], [2, 3], [3, 5], [5, 6]],
+        }
+    },
+}
+FOUR: dict[str, dict[str, Any]] = {
+    "hybrid": {"layout": {"replicas": 2}},
+    "pipeline-x-fsdp": {"layout": {"stages": 2, "units": [[0, 3], [3, 6]]}},
+    "interleaved-x-fsdp": {"layout": {"stages": 2, "virtual_stages": 2, "schedule": "interleaved_1f1b"}},
+    "zero-bubble-x-fsdp": {"layout": {"stages": 2, "virtual_stages": 2, "schedule": "interleaved_zero_bubble"}},
+    "pipeline-x-replicas": {"layout": {"stages": 2, "replicas": 2, "units": [[0, 1], [1, 6]]}},
+    "four-uneven-stages": {"layout": {"stages": 4, "units": [[0, 1], [1, 2], [2, 5], [5, 6]]}},
+}
+
 
 def run_rounds(rank: int, world: int, cases: list[tuple[str, list[str]]]) -> list[tuple[str, int, str]]:
     """Call the trainer's `main` with each case's arguments; (name, exit code, what it said)."""

@@ -11,7 +11,7 @@ from facility.exchange.messages.report import read_report
 from tests.distributed import run_distributed
 from tests.pico import save_pico
 from tests.training.federation import largest_difference, write_dataset, write_masked_words
-from tests.training.layouts import arguments, rounds_in, run_rounds
+from tests.training.layouts import FOUR, TWO, arguments, rounds_in, run_rounds
 from tests.training.test_tasks import save_classifier, write_classes
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -20,37 +20,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen": ("qwen2", {}),
     "gpt2": ("gpt2", {"tie_word_embeddings": False}),
     "gpt2-tied": ("gpt2", {}),
-}
-TWO: dict[str, dict[str, Any]] = {
-    "fsdp": {"layout": {}},
-    "keep-weights": {"layout": {"sharding": "SHARD_GRAD_OP"}},
-    "replicas": {"layout": {"sharding": "NO_SHARD"}},
-    "gpipe": {"layout": {"stages": 2, "schedule": "gpipe", "units": [[0, 2], [2, 6]]}},
-    "1f1b": {"layout": {"stages": 2, "schedule": "1f1b", "units": [[0, 4], [4, 6]]}},
-    "interleaved": {
-        "layout": {
-            "stages": 2,
-            "virtual_stages": 2,
-            "schedule": "interleaved_1f1b",
-            "units": [[0, 1], [1, 4], [4, 5], [5, 6]],
-        }
-    },
-    "zero-bubble": {
-        "layout": {
-            "stages": 2,
-            "virtual_stages": 2,
-            "schedule": "interleaved_zero_bubble",
-            "units": [[0, 2], [2, 3], [3, 5], [5, 6]],
-        }
-    },
-}
-FOUR: dict[str, dict[str, Any]] = {
-    "hybrid": {"layout": {"replicas": 2}},
-    "pipeline-x-fsdp": {"layout": {"stages": 2, "units": [[0, 3], [3, 6]]}},
-    "interleaved-x-fsdp": {"layout": {"stages": 2, "virtual_stages": 2, "schedule": "interleaved_1f1b"}},
-    "zero-bubble-x-fsdp": {"layout": {"stages": 2, "virtual_stages": 2, "schedule": "interleaved_zero_bubble"}},
-    "pipeline-x-replicas": {"layout": {"stages": 2, "replicas": 2, "units": [[0, 1], [1, 6]]}},
-    "four-uneven-stages": {"layout": {"stages": 4, "units": [[0, 1], [1, 2], [2, 5], [5, 6]]}},
 }
 
 

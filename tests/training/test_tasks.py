@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from facility.exchange.messages.manifest import read_manifest
 from facility.exchange.messages.report import read_report
 from tests.pico import pico_config, save_pico
 from tests.training.federation import largest_difference, weights, write_dataset, write_masked_words
-from tests.training.layouts import arguments, rounds_in
+from tests.training.layouts import TWO, arguments, rounds_in
 
 TOKENS, CLASSES = 16, 3
 
@@ -50,11 +51,12 @@ def write_classes(directory: Path, *, blocks: int = 40, seed: int = 0) -> Path:
     return directory
 
 
-def save_classifier(directory: Path, layers: int) -> Path:
+def save_classifier(directory: Path, layers: int, family: str = "bert", **changes: Any) -> Path:
     from transformers import AutoModelForSequenceClassification
 
     torch.manual_seed(0)
-    config = pico_config("bert", num_hidden_layers=layers, num_labels=CLASSES)
+    depth = {"n_layer" if family == "gpt2" else "num_hidden_layers": layers}
+    config = pico_config(family, num_labels=CLASSES, **({"pad_token_id": 0} | depth | changes))
     AutoModelForSequenceClassification.from_config(config).save_pretrained(directory)
     return directory
 
@@ -140,6 +142,66 @@ def test_classes_and_masked_words_train_alike_in_a_pipeline(tmp_path: Path):
         for kind in ("fsdp", "pipeline"):
             assert largest_difference(tmp_path / name / "one/out", tmp_path / name / kind / "out") < 1e-5, (name, kind)
         assert largest_difference(pairs[name][0], tmp_path / name / "one/out") > 1e-3
+
+
+DECODERS = ["llama", "gpt2"]
+
+
+def plain_classes(model: Path, dataset: Path) -> float:
+    """Loss on the padded validation rows as transformers gives it."""
+    from torch.nn import functional as F
+    from transformers import AutoModelForSequenceClassification
+
+    net = AutoModelForSequenceClassification.from_pretrained(model, dtype=torch.float32).eval()
+    ids = torch.from_numpy(np.load(dataset / "validation.npy").astype(np.int64))
+    labels, lengths, _ = torch.from_numpy(np.load(dataset / "validation.rows.npy").astype(np.int64)).T
+    mask = (torch.arange(TOKENS) < lengths[:, None]).long()
+    with torch.no_grad():
+        return F.cross_entropy(net(input_ids=ids, attention_mask=mask).logits, labels).item()
+
+
+def classes_alike(tmp_path: Path, layouts: dict[str, dict[str, Any]]) -> None:
+    classes = write_classes(tmp_path / "classes")
+    models = {family: save_classifier(tmp_path / f"{family}-model", 4, family) for family in DECODERS}
+    rounds_in([(f, arguments(tmp_path / f / "one", model, classes)) for f, model in models.items()])
+    rounds_in(
+        [
+            (f"{f} {name}", arguments(tmp_path / f / name, model, classes, **layout))
+            for f, model in models.items()
+            for name, layout in layouts.items()
+        ],
+        ranks=2,
+    )
+    for f, model in models.items():
+        one = tmp_path / f / "one/out"
+        assert read_report(one).loss_received == pytest.approx(plain_classes(model, classes), abs=1e-5), f
+        assert read_report(one).loss_returned == pytest.approx(plain_classes(one, classes), abs=1e-5), f
+        assert largest_difference(model, one) > 1e-3
+        for name in layouts:
+            assert largest_difference(one, tmp_path / f / name / "out") < 1e-5, (f, name)
+
+
+def test_decoders_classify_padded_rows_alike_in_a_pipeline(tmp_path: Path):
+    """The last stage gets activations, and pools by the token ids all the same."""
+    classes_alike(tmp_path, {"pipeline": PIPELINE})
+
+
+@pytest.mark.slow
+def test_decoders_classify_padded_rows_alike_in_every_layout(tmp_path: Path):
+    classes_alike(tmp_path, TWO)
+
+
+def test_a_classifier_that_knows_another_padding_token_or_none_is_refused(tmp_path: Path):
+    classes = write_classes(tmp_path / "classes")
+    cases = {
+        "none": (save_classifier(tmp_path / "a", 2, "llama", pad_token_id=None), "has no pad_token_id"),
+        "other": (save_classifier(tmp_path / "b", 2, "gpt2", pad_token_id=5), "has pad_token_id 5"),
+    }
+    said = rounds_in([(n, arguments(tmp_path / n, model, classes)) for n, (model, _) in cases.items()], expect=2)
+    for name, (_, sentence) in cases.items():
+        assert sentence in said[name][0] and "Traceback" not in said[name][0]
+    bert = save_classifier(tmp_path / "c", 2, "bert", pad_token_id=None)  # it pools the first token
+    rounds_in([("bert", arguments(tmp_path / "bert", bert, classes))])
 
 
 @pytest.mark.slow

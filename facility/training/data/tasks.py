@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -34,6 +35,9 @@ class Batch:
 class Task(Protocol):
     """One kind of training."""
 
+    pools: bool
+    """Does the head choose a position by the token ids (the last that is no padding)?"""
+
     @property
     def factory(self) -> Any:
         """transformers' Auto class of the model."""
@@ -58,6 +62,8 @@ def token_ids(dataset: PreparedDataset, split: str, indices: np.ndarray) -> torc
 class CausalLM:
     """Predict the next token of every token of a block."""
 
+    pools = False
+
     @property
     def factory(self) -> Any:
         from transformers import AutoModelForCausalLM
@@ -77,6 +83,8 @@ class CausalLM:
 class MaskedLM:
     """Predict hidden tokens (Devlin et al. 2018, arXiv 1810.04805, section 3.1): 15 % of the tokens are asked for, of
     which 80 % are replaced by [MASK], 10 % by a random token, 10 % stay."""
+
+    pools = False
 
     def __init__(self, mask_token: int, vocabulary: int, special: tuple[int, ...]) -> None:
         self.mask_token, self.vocabulary, self.special = mask_token, vocabulary, special
@@ -108,6 +116,8 @@ class MaskedLM:
 class Classification:
     """Name the class of a text or of a pair of texts (MNLI's premise and hypothesis)."""
 
+    pools = True
+
     def __init__(self, *, token_types: bool) -> None:
         self.token_types = token_types
 
@@ -130,6 +140,38 @@ class Classification:
         return cross_entropy_sum(logits, targets)
 
 
+def check_padding(dataset: PreparedDataset, config: Any, factory: Any) -> None:
+    """Refuse a model that takes other tokens for padding than fill the dataset's rows, or that must know and does not."""
+    theirs, ours = dataset.manifest.pad_token_id, config.get_text_config().pad_token_id
+    if theirs == ours:
+        return
+    if ours is not None:
+        raise InputError(
+            f"{dataset.directory} fills its rows with token {theirs}, the model's config.json has pad_token_id {ours}: "
+            "prepare the dataset with the model's own tokenizer, or correct pad_token_id"
+        )
+    if needs_padding_token(config, factory):
+        raise InputError(
+            "the model classifies by the last token of a text and its config.json has no pad_token_id to find it by: "
+            f"make the initial model with pad_token_id={theirs}, which fills the rows of {dataset.directory}"
+        )
+
+
+def needs_padding_token(config: Any, factory: Any) -> bool:
+    """Does the model refuse a batch of two as long as it knows no padding token? Asked without memory (FakeTensor)."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    config = copy.deepcopy(config)
+    config.use_cache = False
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        model = factory.from_config(config, dtype=torch.bfloat16, attn_implementation="eager").eval()
+        try:
+            model(input_ids=torch.ones(2, 4, dtype=torch.int64))
+        except ValueError:
+            return True
+    return False
+
+
 def task_for(dataset: PreparedDataset, config: Any) -> Task:
     """The task that a dataset was prepared for. Raises `InputError` where the model does not fit it."""
     manifest: DatasetManifest = dataset.manifest
@@ -139,7 +181,9 @@ def task_for(dataset: PreparedDataset, config: Any) -> Task:
                 f"{dataset.directory} has {len(manifest.classes)} classes {manifest.classes}, the model's head has "
                 f"{config.num_labels}: make the initial model with num_labels={len(manifest.classes)}"
             )
-        return Classification(token_types=getattr(config, "type_vocab_size", 0) > 1)
+        task = Classification(token_types=getattr(config, "type_vocab_size", 0) > 1)
+        check_padding(dataset, config, task.factory)
+        return task
     if manifest.task == "masked-lm":
         from transformers import AutoTokenizer
 

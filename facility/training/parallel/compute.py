@@ -167,6 +167,8 @@ class Pipeline:
             for name in batches[0].inputs
             if name != "input_ids"
         }
+        if self.task.pools and self.tells_loss:
+            extra["token_ids"] = torch.cat([b.inputs["input_ids"] for b in batches]).to(self.device)
         arguments = (torch.cat([b.inputs["input_ids"] for b in batches]).to(self.device),) if self.takes_tokens else ()
         target = torch.cat([b.targets for b in batches]).to(self.device) if self.tells_loss else None
         if self.chunked:
@@ -185,6 +187,8 @@ class Pipeline:
         targets = batch.targets.to(self.device)
         if self.chunked:
             extra["targets"] = targets
+        if self.task.pools and self.tells_loss:
+            extra["token_ids"] = batch.inputs["input_ids"].to(self.device)
         pending: list[dist.Work | None] = []
         result = torch.zeros((), device=self.device)
         output = result

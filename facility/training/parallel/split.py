@@ -10,6 +10,7 @@ Units: 0 = everything that runs before the first block (embeddings), 1..L = bloc
 from __future__ import annotations
 
 import copy
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -165,6 +166,9 @@ class Stage(nn.Module):
         elif first == 1:
             self._received: torch.Tensor | None = None
             self._enter(blocks[0])
+        self._embeds: torch.Tensor | None = None
+        if self.is_last and not self.is_first:
+            self._enter_base(model.get_submodule(str(model.base_model_prefix)))
         self.chunked = ChunkedHead(model, chunk_rows, later=True) if self.is_last and chunk_rows else None
         outside = ((0, structure.before), (structure.count + 1, structure.after))
         for unit, names in outside:
@@ -184,7 +188,31 @@ class Stage(nn.Module):
 
         block.forward = forward  # type: ignore[method-assign]
 
-    def forward(self, value: torch.Tensor, *, targets: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
+    def _enter_base(self, base: nn.Module) -> None:
+        """Where the head is called with token ids, which it may pool by, give the base model the activation instead."""
+        inner = base.forward
+        signature = inspect.signature(inner)
+        rest = [p.name for p in signature.parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD]
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if self._embeds is None:
+                return inner(*args, **kwargs)
+            bound = signature.bind_partial(*args, **kwargs).arguments
+            for name in rest:
+                bound |= bound.pop(name, {})
+            return inner(**(bound | {"input_ids": None, "inputs_embeds": self._embeds}))
+
+        base.forward = forward  # type: ignore[method-assign]
+
+    def forward(
+        self,
+        value: torch.Tensor,
+        *,
+        targets: torch.Tensor | None = None,
+        token_ids: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """`targets`: for a head that computes the loss; `token_ids`: for a head that pools by them (classification)."""
         if self.chunked is not None:
             self.chunked.targets = targets
         if self.is_first:
@@ -195,6 +223,9 @@ class Stage(nn.Module):
             else:
                 self._received = value
             inputs = {"inputs_embeds": value, **{k: v for k, v in kwargs.items() if k == "attention_mask"}}
+            if self.is_last:
+                self._embeds = value if token_ids is not None else None
+                inputs |= {"input_ids": token_ids, "inputs_embeds": None} if token_ids is not None else {}
         if self.is_last:
             return self.model(**inputs).logits.to(self.dtype)
         base = self.model.get_submodule(str(self.model.base_model_prefix))
