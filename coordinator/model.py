@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
+from facility.exchange.checkpoints.conversion import check_names
 from facility.exchange.errors import CheckpointError, InputError, TryAgain, exit_on_error
 from facility.exchange.files.durable import new_directory
 
@@ -54,8 +55,13 @@ def load_and_save(source: str, out: Path, *, dtype: str, revision: str, made_fro
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            source, dtype=getattr(torch, dtype), revision=revision, trust_remote_code=False, use_safetensors=True
+        model, found = AutoModelForCausalLM.from_pretrained(
+            source,
+            dtype=getattr(torch, dtype),
+            revision=revision,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
         )
     except OSError as error:
         kind = InputError if Path(source).exists() else TryAgain
@@ -64,6 +70,11 @@ def load_and_save(source: str, out: Path, *, dtype: str, revision: str, made_fro
         raise InputError(
             f"{source} is no causal language model that transformers knows: {str(error).splitlines()[0]}"
         ) from None
+    if missing := sorted(found["missing_keys"]):
+        raise InputError(
+            f"{source} holds no weights for {missing[0]!r} ({len(missing)} in all), which its config.json asks for: "
+            "transformers would fill them at random; take a checkpoint of the whole causal language model"
+        )
     with new_directory(out) as temporary:
         model.save_pretrained(temporary)
         try:
@@ -78,9 +89,10 @@ def load_and_save(source: str, out: Path, *, dtype: str, revision: str, made_fro
                 raise CheckpointError(
                     f"{source} gives values that are not finite; use another --dtype (float16 overflows easily)"
                 )
+        check_names(temporary)
         checkpoint = open_checkpoint(temporary)
         told = f"{checkpoint.parameters:,} parameters, {checkpoint.bytes / 1e9:.3g} GB in {dtype}"
-    return f"{out}: {told}; loaded and evaluated"
+    return f"{out}: {told}; loaded and evaluated, every tensor has its place"
 
 
 def main() -> int:

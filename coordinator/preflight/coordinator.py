@@ -11,8 +11,9 @@ from pathlib import Path
 from coordinator.config.federation import Federation
 from coordinator.engine.render import stale
 from coordinator.preflight.estimates import ModelFigures, coordinator_bytes, model_figures
-from coordinator.preflight.row import Row, fail, ok, size, warning
-from facility.exchange.errors import InputError
+from coordinator.preflight.row import Row, fail, ok, size, skipped, warning
+from facility.exchange.checkpoints.conversion import check_names
+from facility.exchange.errors import CrossFedError, InputError
 from facility.exchange.files.paths import shipped
 
 ME = "coordinator"
@@ -23,7 +24,7 @@ def check_here(federation: Federation) -> tuple[list[Row], ModelFigures | None]:
     model_row, model = _model(federation)
     rows.append(model_row)
     if model is not None:
-        rows.append(_room(federation, model))
+        rows += [_names(federation), _room(federation, model)]
     if differing := stale(federation):
         rows.append(
             warning(
@@ -90,6 +91,21 @@ def _model(federation: Federation) -> tuple[Row, ModelFigures | None]:
             "fetch or convert it again: bash coordinator/setup.sh --model NAME",
         ), None
     return ok(ME, "model", f"{model.parameters:,} parameters, {size(model.bytes)}"), model
+
+
+def _names(federation: Federation) -> Row:
+    """Does every parameter of the model that config.json describes get its values from some stored tensor?"""
+    path = federation.path(federation.model)
+    try:
+        conversion = check_names(path)
+    except ImportError as error:
+        return skipped(ME, "tensor names", f"not looked at: {error}")
+    except CrossFedError as error:
+        return fail(
+            ME, "tensor names", str(error), "convert it again: python -m coordinator.model --source NAME --out DIR"
+        )
+    other = f"; {len(conversion.unused)} tensors of no parameter are sent on as they are" if conversion.unused else ""
+    return ok(ME, "tensor names", f"{len(conversion.same) + len(conversion.pieces)} parameters and buffers{other}")
 
 
 def _room(federation: Federation, model: ModelFigures) -> Row:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from facility.exchange.checkpoints.checkpoint import Checkpoint
-from facility.exchange.checkpoints.conversion import Conversion, conversion_of, describe_missing
+from facility.exchange.checkpoints.conversion import Conversion, conversion_of, describe_missing, lacking
 from facility.exchange.errors import CheckpointError, InputError
 from facility.training import lora
 from facility.training.parallel.shard import find_blocks
@@ -110,15 +110,12 @@ def names_of(model: Any, checkpoint: Checkpoint) -> Names:
         aliases.setdefault(id(parameter), []).append(name)
     disk: dict[str, str] = {}
     repeats: dict[str, str] = {}
-    lacking = []
+    if absent := [name for name in lacking(model, conversion, lora.name_on_disk) if not lora.is_adapter(name)]:
+        raise CheckpointError(describe_missing(checkpoint, absent))
     for first, *others in aliases.values():
         plain = [lora.name_on_disk(name) for name in (first, *others)]
         stored = [conversion.same[name] for name in plain if name in conversion.same]
         whole = [name for name in plain if name in conversion.pieces]
-        if not stored and not whole and not lora.is_adapter(first):
-            lacking.append(plain[0])
         disk[first] = (stored or whole or plain)[0]
         repeats |= dict.fromkeys(stored[1:], disk[first])
-    if lacking:
-        raise CheckpointError(describe_missing(checkpoint, lacking))
     return Names(disk=disk, repeats=repeats, conversion=conversion)

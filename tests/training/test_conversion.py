@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from facility.exchange.checkpoints.checkpoint import open_checkpoint
-from facility.exchange.checkpoints.conversion import conversion_of
+from coordinator.model import convert
+from facility.exchange.checkpoints.checkpoint import open_checkpoint, save_tensors
+from facility.exchange.checkpoints.conversion import check_names, conversion_of
+from facility.exchange.errors import CheckpointError
 from facility.exchange.messages.report import read_report
 from tests.training.families import save_tiny, tiny_config
 from tests.training.federation import largest_difference, weights, write_dataset
@@ -107,3 +109,29 @@ def test_experts_and_pythia_train_alike_in_every_layout_and_load_with_from_pretr
 @pytest.mark.slow
 def test_every_converted_family_trains_alike_in_every_layout(tmp_path: Path):
     trained_in_every_layout(tmp_path, [f for f in RENAMED if f not in ("gpt_neox", "mixtral", "deepseek_v3")])
+
+
+@pytest.mark.parametrize("family", ["gpt_neox", "mixtral"])
+def test_the_coordinators_copy_keeps_the_published_names_and_is_checked(tmp_path: Path, family: str):
+    source = save_tiny(tmp_path / "source", family)
+    told = convert(str(source), tmp_path / "out", dtype="float32", revision="main")
+    assert "every tensor has its place" in told
+    assert weights(tmp_path / "out").keys() == weights(source).keys()
+    assert largest_difference(source, tmp_path / "out") == 0
+
+
+def test_a_checkpoint_that_lacks_a_tensor_is_refused_before_any_job(tmp_path: Path):
+    model = save_tiny(tmp_path / "model", "mixtral")
+    tensors = weights(model)
+    del tensors["model.layers.1.block_sparse_moe.experts.2.w3.weight"]
+    save_tensors(model, tensors.items())
+    with pytest.raises(CheckpointError, match=r"layers.1.mlp.experts.gate_up_proj.*made of 7 stored tensors"):
+        check_names(model)
+    tensors = {name: t for name, t in tensors.items() if name != "model.norm.weight"}
+    save_tensors(model, tensors.items())
+    with pytest.raises(CheckpointError):
+        check_names(model)
+    whole = save_tiny(tmp_path / "whole", "gpt_neox")
+    save_tensors(whole, [(n, t) for n, t in weights(whole).items() if n != "embed_out.weight"])
+    with pytest.raises(CheckpointError, match=r"no tensor for 'lm_head.weight'"):
+        check_names(whole)

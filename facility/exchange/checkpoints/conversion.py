@@ -15,13 +15,14 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from facility.exchange.checkpoints.checkpoint import Checkpoint
+from facility.exchange.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from facility.exchange.errors import CheckpointError
 
 
@@ -218,6 +219,46 @@ def _runs(
     used = np.unique(table[:, 1])
     table[:, 1] = np.searchsorted(used, table[:, 1])
     return Pieces(tensors=tuple(names[i] for i in used), table=table.astype(np.int64))
+
+
+def lacking(model: Any, conversion: Conversion, plain: Callable[[str], str] = str) -> list[str]:
+    """Parameters that no stored tensor fills; a tied one is filled under any of its names.
+
+    `plain`: from the model's name of a parameter to the one that `conversion` knows.
+    """
+    aliases: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        aliases.setdefault(id(parameter), []).append(plain(name))
+    filled = {*conversion.same, *conversion.pieces}
+    return [names[0] for names in aliases.values() if filled.isdisjoint(names)]
+
+
+def check_names(directory: Path) -> Conversion:
+    """Map a checkpoint to the model that its config.json names, without memory for either.
+
+    Raises `CheckpointError` where a parameter would be left without values, or transformers knows no such model.
+    """
+    import torch
+    import transformers
+
+    checkpoint = open_checkpoint(directory)
+    try:
+        config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{directory}/config.json cannot be used: {str(error).splitlines()[0]}") from None
+    named = (config.architectures or ["AutoModelForCausalLM"])[0]
+    kind = getattr(transformers, named, None)
+    if kind is None:
+        raise CheckpointError(
+            f"{directory}/config.json names the model class {named}, which transformers does not have"
+        )
+    with torch.device("meta"):
+        model = kind.from_config(config) if named.startswith("AutoModel") else kind._from_config(config)
+    model.tie_weights()
+    conversion = conversion_of(model, checkpoint)
+    if names := lacking(model, conversion):
+        raise CheckpointError(describe_missing(checkpoint, names))
+    return conversion
 
 
 def describe_missing(checkpoint: Checkpoint, missing: Sequence[str]) -> str:
