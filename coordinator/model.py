@@ -11,6 +11,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.conversion import check_names
@@ -55,7 +56,7 @@ def load_and_save(source: str, out: Path, *, dtype: str, revision: str, made_fro
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:
-        model, found = AutoModelForCausalLM.from_pretrained(
+        loaded_with: Any = AutoModelForCausalLM.from_pretrained(
             source,
             dtype=getattr(torch, dtype),
             revision=revision,
@@ -70,6 +71,7 @@ def load_and_save(source: str, out: Path, *, dtype: str, revision: str, made_fro
         raise InputError(
             f"{source} is no causal language model that transformers knows: {str(error).splitlines()[0]}"
         ) from None
+    model, found = loaded_with  # a pair, as output_loading_info asks
     if missing := sorted(found["missing_keys"]):
         raise InputError(
             f"{source} holds no weights for {missing[0]!r} ({len(missing)} in all), which its config.json asks for: "
