@@ -1,8 +1,11 @@
 """`crossfed bundle`: everything a facility without internet needs to install, in one folder to copy there.
 
-BUNDLE/wheelhouse/*.whl    every package, for that platform and Python
-BUNDLE/crossfed/           facility/, templates/, pyproject.toml, constraints.txt
-BUNDLE/bundle.json         what it is for, written last
+BUNDLE/wheelhouse/*.whl             every package, for that platform and Python
+BUNDLE/wheelhouse/requirements.txt  the same packages by version and sha256, for `pip install --require-hashes`
+BUNDLE/crossfed/                    facility/, templates/, pyproject.toml, constraints.txt
+BUNDLE/SHA256SUMS                   digest of every file above; `facility/setup.sh` verifies it before it installs
+BUNDLE/sbom.json                    the packages as CycloneDX, where it was asked for
+BUNDLE/bundle.json                  what it is for, written last
 """
 
 from __future__ import annotations
@@ -15,9 +18,11 @@ import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
+from coordinator.bundle_contents import SBOM, SUMS, components, write_digests
 from facility.exchange.errors import InputError, TryAgain
 from facility.exchange.files.durable import write_json
 from facility.exchange.files.paths import CHECKOUT, shipped
+from facility.exchange.messages.manifest import sha256_of
 
 INDEX = {"cuda": "", "cpu": "https://download.pytorch.org/whl/cpu", "rocm": "https://download.pytorch.org/whl/rocm7.0"}
 """Extra package index that has each flavour of torch; the default index has CUDA's."""
@@ -25,9 +30,19 @@ FILES = ("pyproject.toml", "constraints.txt", "LICENSE")
 
 
 def bundle(
-    out: Path, *, python: str, platform: str, torch: str, index: str = "", run: Callable[[list[str]], int] | None = None
+    out: Path,
+    *,
+    python: str,
+    platform: str,
+    torch: str,
+    index: str = "",
+    sbom: bool = False,
+    run: Callable[[list[str]], int] | None = None,
 ) -> dict[str, object]:
-    """Make or complete the folder `out`; returns what bundle.json says. `run`: starts a command, returns its code."""
+    """Make or complete the folder `out`; returns what bundle.json says. `run`: starts a command, returns its code.
+
+    `sbom`: also write the packages as a CycloneDX document.
+    """
     if not re.fullmatch(r"3\.(1[1-9]|[2-9]\d)", python):
         raise InputError(f"--python-version is {python!r}, expected 3.11 or newer, such as 3.11")
     if not re.fullmatch(r"(many|musl)linux[0-9_]*_(x86_64|aarch64|ppc64le)", platform):
@@ -45,6 +60,9 @@ def bundle(
     target = out / "crossfed"
     shutil.rmtree(target, ignore_errors=True)
     copy_code(target)
+    write_digests(out)
+    if sbom:
+        write_json(out / SBOM, components(wheelhouse))
     files = {path.name: path.stat().st_size for path in sorted(wheelhouse.glob("*.whl"))}
     what: dict[str, object] = {
         "python": python,
@@ -52,6 +70,7 @@ def bundle(
         "torch": torch,
         "files": files,
         "bytes": sum(files.values()),
+        "sha256sums": sha256_of(out / SUMS),
     }
     write_json(out / "bundle.json", what)
     return what

@@ -169,6 +169,7 @@ def bundle(
     platform: Annotated[str, typer.Option(help="Its platform's wheel tag.")] = "manylinux_2_28_x86_64",
     torch: Annotated[str, typer.Option(help="cuda, rocm or cpu.")] = "cuda",
     torch_index: Annotated[str, typer.Option(help="Extra package index for torch; default PyTorch's own.")] = "",
+    sbom: Annotated[bool, typer.Option("--sbom", help="Also write sbom.json: the packages as CycloneDX.")] = False,
 ) -> None:
     """Download what a facility without internet needs to install; copy the folder there and run its setup.sh."""
     from coordinator.bundle import INDEX
@@ -176,8 +177,11 @@ def bundle(
 
     if torch not in INDEX:
         raise InputError(f"--torch is {torch!r}, expected one of {', '.join(INDEX)}")
-    what = make(out, python=python_version, platform=platform, torch=torch, index=torch_index)
-    print(f"{out}: {len(what['files'])} wheels; there: bash crossfed/facility/setup.sh --wheelhouse wheelhouse")  # type: ignore[arg-type]
+    what = make(out, python=python_version, platform=platform, torch=torch, index=torch_index, sbom=sbom)
+    print(
+        f"{out}: {len(what['files'])} wheels; there: bash crossfed/facility/setup.sh --wheelhouse wheelhouse\n"  # type: ignore[arg-type]
+        f"setup.sh verifies every file, and prints the sha256 of SHA256SUMS: {what['sha256sums']}"
+    )
 
 
 @app.command(rich_help_panel=WATCH)

@@ -56,6 +56,12 @@ case "$torch" in auto|cuda|rocm|cpu) ;; *) fail "--torch is '$torch', expected a
 [ -z "$template" ] || [ -f "$template" ] || [ ! -f "$here/templates/$template.sh" ] || template=$here/templates/$template.sh
 [ -z "$template" ] || [ -f "$template" ] || fail "--template $template does not exist"
 
+# A bundle says what it holds (crossfed bundle); what was altered or lost on the way is not installed.
+if [ -f "$here/../SHA256SUMS" ]; then
+    (cd "$here/.." && sha256sum --check --quiet --strict SHA256SUMS) || fail "the bundle in $(dirname "$here") is not what its SHA256SUMS says; copy it again"
+    say "bundle: every file is what SHA256SUMS says; its own sha256 is $(sha256sum <"$here/../SHA256SUMS" | cut -d' ' -f1)"
+fi
+
 mkdir -p "$home"/{cache,state}
 home=$(cd "$home" && pwd)
 exec 9>>"$home/.setup.lock"
@@ -134,7 +140,9 @@ import sys, tomllib
 print("\n".join(tomllib.load(open(sys.argv[1], "rb"))["project"]["dependencies"]))
 PYTHON
     pip=("$run" -m pip install --quiet --disable-pip-version-check -c "$here/constraints.txt")
-    if [ -n "$wheelhouse" ]; then
+    if [ -f "$wheelhouse/requirements.txt" ]; then
+        "$run" -m pip install --quiet --disable-pip-version-check -r "$wheelhouse/requirements.txt" --require-hashes --no-deps --no-index --find-links "$wheelhouse" || fail "the wheelhouse does not fit $("$run" --version) on $(uname -m), or is not what its digests say; bundle again with that --python-version and --platform"
+    elif [ -n "$wheelhouse" ]; then
         "${pip[@]}" -r "$home/.requirements" --no-index --find-links "$wheelhouse" || fail "the wheelhouse lacks a package for $("$run" --version) on $(uname -m); bundle again with that --python-version and --platform"
     else
         if [ -n "$torch_index" ] && ! "${pip[@]}" torch --index-url "$torch_index" --retries 1 --timeout 15; then

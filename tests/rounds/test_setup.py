@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -217,6 +218,59 @@ def test_a_bundle_holds_what_a_facility_installs(tmp_path: Path):
         [sys.executable, "-c", "import facility.round"], cwd=tmp_path / "b/crossfed", env={"PATH": os.environ["PATH"]}
     )
     assert checked.returncode == 0, "the copy stands on its own"
+
+
+def tiny_wheel(wheelhouse: Path) -> Path:
+    """A real wheel of a package with one empty module."""
+    path = wheelhouse / "tiny_thing-1.2-py3-none-any.whl"
+    record = "tiny_thing.py,,\n" + "".join(
+        f"tiny_thing-1.2.dist-info/{name},,\n" for name in ("METADATA", "WHEEL", "RECORD")
+    )
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("tiny_thing.py", "")
+        archive.writestr("tiny_thing-1.2.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny-thing\nVersion: 1.2\n")
+        archive.writestr(
+            "tiny_thing-1.2.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        archive.writestr("tiny_thing-1.2.dist-info/RECORD", record)
+    return path
+
+
+def test_a_bundle_is_verified_before_it_is_installed(tmp_path: Path):
+    out = tmp_path / "b"
+
+    def run(_: list[str]) -> int:
+        tiny_wheel(out / "wheelhouse")
+        return 0
+
+    bundle(out, python="3.11", platform="manylinux_2_28_x86_64", torch="cpu", sbom=True, run=run)
+    (component,) = json.loads((out / "sbom.json").read_text())["components"]
+    assert component["purl"] == "pkg:pypi/tiny-thing@1.2" and len(component["hashes"][0]["content"]) == 64
+    lock = ["--require-hashes", "--no-deps", "--no-index", "-r", str(out / "wheelhouse/requirements.txt")]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--target",
+        str(tmp_path / "t"),
+        "--find-links",
+        str(out / "wheelhouse"),
+    ]
+    assert subprocess.run([*pip, *lock], capture_output=True).returncode == 0
+    options = ["--home", str(tmp_path / "home"), "--python", sys.executable, "--as-is", "--no-self-check"]
+    told = subprocess.run(["bash", out / "crossfed/facility/setup.sh", *options], capture_output=True, text=True)
+    assert told.returncode == 0 and "every file is what SHA256SUMS says" in told.stdout, told.stderr
+    for name in ("wheelhouse/tiny_thing-1.2-py3-none-any.whl", "crossfed/facility/round.py"):
+        kept = (out / name).read_bytes()
+        (out / name).write_bytes(kept + b"\n")
+        told = subprocess.run(["bash", out / "crossfed/facility/setup.sh", *options], capture_output=True, text=True)
+        assert told.returncode == 2 and "is not what its SHA256SUMS says" in told.stderr and name in told.stdout
+        (out / name).write_bytes(kept)
+    tiny_wheel(out / "wheelhouse").rename(out / "wheelhouse/tiny_thing-1.3-py3-none-any.whl")
+    tiny_wheel(out / "wheelhouse")
+    with pytest.raises(InputError, match="holds tiny-thing 1.2 and 1.3"):
+        bundle(out, python="3.11", platform="manylinux_2_28_x86_64", torch="cpu", run=lambda _: 0)
 
 
 @pytest.mark.parametrize(("python", "platform"), [("3.9", "manylinux_2_28_x86_64"), ("3.11", "windows")])
