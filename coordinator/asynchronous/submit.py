@@ -16,6 +16,7 @@ from pathlib import Path
 from coordinator.archive.rounds import Archive
 from coordinator.asynchronous.buffer import Meeting, Next, meeting_of
 from coordinator.config.settings import read_coordinator_settings
+from coordinator.events.event import emit
 from coordinator.steps.outputs import wait, write_outputs
 from facility.exchange.errors import CrossFedError, TryAgain, exit_on_error
 from facility.exchange.files.paths import resolve
@@ -30,12 +31,13 @@ def meet(
     round: int | None = None,
     received: Path | None = None,
     poll_seconds: float = POLL_SECONDS,
-    say: Callable[[str], None] = print,
+    say: Callable[[str], None] | None = None,
 ) -> Next:
     """Announce what was received of `round` and wait until the facility's chain goes on or ends.
 
     Raises `TryAgain` when the engine that started this step is gone, or another run has begun meanwhile.
     """
+    say = say or _tell
     run, parent = meeting.driver().runs, os.getppid()
     if received is not None:
         assert round is not None, "an update is of a round"
@@ -52,6 +54,11 @@ def meet(
             say(str(reduced))
         if not done:
             wait(poll_seconds)
+
+
+def _tell(group: str) -> None:
+    print(group)
+    emit("group", text=group)
 
 
 def main() -> int:
@@ -82,6 +89,7 @@ def main() -> int:
         answer = fallback
     else:
         print(f"facility {name} goes on: {answer.why}" if answer.proceed else f"facility {name} ends: {answer.why}")
+        emit("goes_on" if answer.proceed else "ends", facility=name, reason=answer.why)
     write_outputs(
         model=answer.model,
         round=answer.round,

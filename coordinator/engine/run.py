@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -21,10 +21,12 @@ from coordinator.archive.summary import perplexity, summary, table
 from coordinator.asynchronous import summary as account
 from coordinator.asynchronous.progress import GroupProgress
 from coordinator.config.federation import Federation, check_paths, read_federation
+from coordinator.engine.place import RunPlace, run_place, unwritable
 from coordinator.engine.progress import Progress
 from coordinator.engine.queues import read_queues
 from coordinator.engine.render import write
 from coordinator.engine.supervise import Supervisor
+from coordinator.events.event import Event
 from facility.exchange.errors import InputError, TryAgain
 
 
@@ -32,14 +34,21 @@ def run_federation(file: Path, *, live: bool, log: Path | None = None) -> int:
     """Run or resume the federation; returns the exit code for the shell. Raises `InputError`, `TryAgain`."""
     federation = read_federation(file)
     check_paths(federation)
+    archive = Archive(federation.archive_path)
+    places = [archive.path if archive.path.exists() else archive.path.parent, federation.workdir_path]
+    if reason := unwritable(places):
+        raise InputError(reason)
     write(federation)
     log = log or federation.workdir_path / "streamflow.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     console = Console(width=None if sys.stdout.isatty() else 140)
-    archive = Archive(federation.archive_path)
-    with only_one(federation) as lock, open(log, "a", encoding="utf-8") as sink:
+    with (
+        only_one(federation) as lock,
+        run_place(federation.workdir_path) as place,
+        open(log, "a", encoding="utf-8") as sink,
+    ):
         done, groups = complete(federation, archive), federation.groups is not None
-        going_on = f", going on after {f'{done} groups' if groups else f'round {done - 1}'}" if done else ""
+        going_on = _going_on(federation, done)
         console.print(
             f"federation [bold]{federation.name}[/bold]: {len(federation.facilities)} facilities, {federation.rounds} rounds"
             + (" each, by groups" if groups else "")
@@ -48,7 +57,7 @@ def run_federation(file: Path, *, live: bool, log: Path | None = None) -> int:
         )
         names = [facility.name for facility in federation.facilities]
         progress = (GroupProgress if groups else Progress)(names, federation.rounds)
-        code, ended = _follow(federation, progress, archive, sink, console, live, lock)
+        code, ended = _follow(federation, progress, archive, sink, console, live, lock, place)
     data = account.summary(archive) if groups else summary(archive)
     console.print(account.table(data) if groups else table(data))
     if code == 0:
@@ -64,6 +73,15 @@ def run_federation(file: Path, *, live: bool, log: Path | None = None) -> int:
         f"[red]the run ended with code {code}: {reason}[/red]\nThe archive holds {holds}; the same command goes on from there."
     )
     return code
+
+
+def _going_on(federation: Federation, done: int) -> str:
+    """What the archive already holds, as the first line says it."""
+    if not done:
+        return ""
+    if federation.groups is not None:
+        return f", going on after {done} groups"
+    return f", all {done} are done" if done >= federation.rounds else f", going on after round {done - 1}"
 
 
 def complete(federation: Federation, archive: Archive) -> int:
@@ -123,7 +141,14 @@ def patience(federation: Federation) -> dict[str, float]:
 
 
 def _follow(
-    federation: Federation, progress: Progress, archive: Archive, sink: TextIO, console: Console, live: bool, lock: int
+    federation: Federation,
+    progress: Progress,
+    archive: Archive,
+    sink: TextIO,
+    console: Console,
+    live: bool,
+    lock: int,
+    place: RunPlace,
 ) -> tuple[int, str]:
     """Exit code and reason of the supervised run; every line goes to `sink`, what matters to the console."""
 
@@ -131,20 +156,29 @@ def _follow(
         console.print(f"{time.strftime('%H:%M:%S')} {sentence}", markup=False, highlight=False)
 
     def on_line(line: str) -> None:
-        sink.write(line + "\n")
-        sink.flush()
-        if (sentence := progress.feed(line)) is not None:
+        with suppress(OSError):  # a log that cannot be written stops no federation
+            sink.write(line + "\n")
+            sink.flush()
+
+    def on_event(event: Event) -> None:
+        if (sentence := progress.feed(event)) is not None:
             say(sentence)
+
+    def stopped() -> str:
+        note = str(archive.read_note("stopped").get("reason", ""))
+        return note or unwritable([archive.path, federation.workdir_path])
 
     supervisor = Supervisor(
         command=lambda: engine_command(federation),
         directory=federation.file.parent,
-        environment=engine_environment(),
+        environment=engine_environment() | place.environment(),
         queues=read_queues(federation.file.parent / "streamflow.yml", patience(federation)),
         on_line=on_line,
         say=say,
+        events=place.events,
+        on_event=on_event,
         rounds_done=lambda: complete(federation, archive),
-        stopped=lambda: str(archive.read_note("stopped").get("reason", "")) or progress.fatal,
+        stopped=stopped,
         pass_fds=(lock,),
     )
     wanted = (signal.SIGINT, signal.SIGTERM)

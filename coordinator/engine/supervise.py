@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import os
 import queue
-import re
 import signal
 import subprocess
 import threading
@@ -23,10 +23,12 @@ from typing import Literal
 
 from coordinator.engine.queues import Queue, at_all
 from coordinator.engine.stuck_jobs import Watch
+from coordinator.events.event import Event
+from coordinator.events.follow import EventFile
 from coordinator.steps.outputs import WAITS
 
-HOST_KEY = re.compile(r"Error HostKeyNotVerifiable opening SSH session to (\S+)|HOST KEY of (\S+) is not")
-LOGIN = re.compile(r"Error PermissionDenied opening SSH session to (\S+)|LOGIN REFUSED by (\S+)")
+TICK_SECONDS = 0.5
+"""How often events are looked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +56,9 @@ class Attempt:
     """Rounds completed during this attempt."""
     hung: bool = False
     fatal: str = ""
-    """What trying again cannot mend."""
+    """What trying again cannot fix."""
+    failed: str = ""
+    """Step of the coordinator that failed, and why."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,25 +82,43 @@ def decide(attempts: Sequence[Attempt], limits: Limits) -> Decision:
         if attempt.new_rounds:
             break
         fruitless += 1
-    what = "StreamFlow hung" if last.hung else f"StreamFlow ended with code {last.code}"
+    what = last.failed or ("StreamFlow hung" if last.hung else f"StreamFlow ended with code {last.code}")
     if fruitless > limits.restarts:
         return Decision(next="give up", reason=f"{what}; {fruitless} starts brought no new complete round")
     pause = min(300.0, limits.pause_seconds * 2 ** max(0, fruitless - 1))
     return Decision(next="again", reason=what, pause_seconds=pause)
 
 
-def fatal_reason(line: str) -> str:
-    """A sentence when a log line tells of something that only a person can mend, else ''."""
-    if match := HOST_KEY.search(line):
-        host = match[1] or match[2]
+def fatal_reason(event: Event) -> str:
+    """A sentence when an event tells of something that only a person can fix, else ''."""
+    if event.kind == "host_key":
+        host = event["host"]
         return (
             f"the host key of {host} is not the one in known_hosts. If the facility announced a new key, remove the old one "
             f"(`ssh-keygen -R {host}`) and log in once by hand; otherwise ask its staff: someone may be listening in between"
         )
-    if match := LOGIN.search(line):
-        host = match[1] or match[2]
+    if event.kind == "login_refused":
+        host = event["host"]
         return f"{host} refuses the login: load the key into the agent or name it in federation.yml, and try `ssh {host}` by hand"
+    if event.kind == "failed" and (event["futile"] or event["step"].strip("/") == "start"):
+        return f"{event['step'].strip('/')}: {event['reason']}"
     return ""
+
+
+@dataclass(kw_only=True)
+class _Watched:
+    """State of the attempt under way."""
+
+    now: dataclasses.InitVar[float]
+    heard: float = 0.0
+    """When StreamFlow last said anything."""
+    killed_at: float | None = None
+    fatal: str = ""
+    failed: str = ""
+    hung: bool = False
+
+    def __post_init__(self, now: float) -> None:
+        self.heard = now
 
 
 @dataclass(kw_only=True)
@@ -112,10 +134,15 @@ class Supervisor:
     """Gets every log line, without its end."""
     say: Callable[[str], None]
     """Gets sentences for a person."""
+    events: EventFile | None = None
+    """What the run's steps and connectors tell."""
+    on_event: Callable[[Event], object] = lambda event: None
+    """Gets every event."""
     rounds_done: Callable[[], int]
     """Complete rounds in the archive."""
     stopped: Callable[[], str] = str
-    """Why the coordinator itself ended the federation and a person is needed, or ''."""
+    """Why the coordinator itself ended the federation and a person is needed, or ''; also what stands in the way of any
+    further start, such as a full disk."""
     limits: Limits = field(default_factory=Limits)
     pass_fds: tuple[int, ...] = ()
     attempts: list[Attempt] = field(default_factory=list)
@@ -169,47 +196,67 @@ class Supervisor:
             self._signal(self._stopped)
         lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         threading.Thread(target=_read, args=(process, lines), daemon=True).start()
-        fatal, hung = "", False
-        heard = time.monotonic()
-        killed_at: float | None = None
+        watched = _Watched(now=time.monotonic())
         try:
             while True:
                 try:
-                    line = lines.get(timeout=1.0)
+                    line = lines.get(timeout=TICK_SECONDS)
                 except queue.Empty:
                     line = ""
+                self._hear_events(watched)
                 if line is None:
                     break
                 if line:
-                    heard = time.monotonic()
+                    watched.heard = time.monotonic()
                     self.on_line(line.rstrip("\n"))
-                    if not fatal and (fatal := fatal_reason(line)):
-                        self.say(fatal)
-                        self._signal(signal.SIGTERM)
-                        killed_at = time.monotonic()
-                now = time.monotonic()
-                if self._stopped and killed_at is None:
-                    killed_at = now
-                if killed_at is not None and now - killed_at > self.limits.stop_seconds:
-                    self._signal(signal.SIGKILL)
-                if killed_at is None and now - heard > self.limits.silence_seconds:
-                    if self._at_work(process):
-                        heard = now
-                    else:
-                        hung, killed_at = True, now
-                        self.say(
-                            f"no progress for {self.limits.silence_seconds:g} s and no job at work: StreamFlow hangs"
-                        )
-                        self._signal(signal.SIGTERM)
+                self._step_in(process, watched)
             code = process.wait()
         finally:
             if process.poll() is None:
                 self._signal(signal.SIGKILL)
                 process.wait()
             self._process = None
-        if code and not fatal:
-            fatal = self.stopped()
-        return Attempt(code=code, new_rounds=self.rounds_done() - before, hung=hung, fatal=fatal)
+        self._hear_events(watched)
+        fatal = watched.fatal or (self.stopped() if code else "")
+        if watched.failed and not fatal and self.attempts and self.attempts[-1].failed == watched.failed:
+            fatal = f"{watched.failed} (twice in a row)"
+        return Attempt(
+            code=code,
+            new_rounds=self.rounds_done() - before,
+            hung=watched.hung,
+            fatal=fatal,
+            failed=watched.failed,
+        )
+
+    def _hear_events(self, watched: _Watched) -> None:
+        """Hand on what happened; remember what must end this attempt."""
+        for event in self.events.new() if self.events is not None else ():
+            watched.heard = time.monotonic()
+            self.on_event(event)
+            if not watched.fatal:
+                watched.fatal = fatal_reason(event)
+            if event.kind == "failed" and not watched.failed:
+                watched.failed = f"{event['step'].strip('/')}: {event['reason']}"
+
+    def _step_in(self, process: subprocess.Popen[str], watched: _Watched) -> None:
+        """Stop StreamFlow when it cannot go on or hangs, and kill it when it does not stop."""
+        now = time.monotonic()
+        if watched.killed_at is None:
+            if watched.fatal or watched.failed:  # StreamFlow itself may hang after a step failed
+                self.say(watched.fatal or watched.failed)
+                self._signal(signal.SIGTERM)
+                watched.killed_at = now
+            elif self._stopped:
+                watched.killed_at = now
+            elif now - watched.heard > self.limits.silence_seconds:
+                if self._at_work(process):
+                    watched.heard = now
+                else:
+                    watched.hung, watched.killed_at = True, now
+                    self.say(f"no progress for {self.limits.silence_seconds:g} s and no job at work: StreamFlow hangs")
+                    self._signal(signal.SIGTERM)
+        elif now - watched.killed_at > self.limits.stop_seconds:
+            self._signal(signal.SIGKILL)
 
     def _at_work(self, process: subprocess.Popen[str]) -> bool:
         """True when a job of ours is in a queue or running, here or there; a facility that does not answer may be at work."""

@@ -17,6 +17,7 @@ from coordinator.aggregate import aggregate
 from coordinator.archive.rounds import Archive, FacilityRow, RoundFile
 from coordinator.archive.sweep import sweep_round
 from coordinator.config.settings import CoordinatorSettings, read_coordinator_settings
+from coordinator.events.event import emit, failures_of
 from coordinator.steps.decide import decide
 from coordinator.steps.outputs import write_outputs
 from coordinator.steps.send import Outgoing, bytes_of, make_message, outgoing
@@ -66,6 +67,7 @@ def close_round(
             {"round": number, "count": attempt, "failures": _told(arrived), "whole": _whole(archive, number, whole)},
         )
         print(f"round {number} is asked for again (attempt {attempt + 1}): {_told(arrived)}")
+        emit("again", round=number, reason=f"attempt {attempt + 1}: {_told(arrived)}")
         return model, number, True
     if len(arrived.updates) < settings.minimum_facilities:
         found, wanted = len(arrived.updates), settings.minimum_facilities
@@ -114,6 +116,7 @@ def close_round(
     archive.prune(settings.keep_rounds)
     sweep_round(Path.cwd(), record.federation, number)
     print(f"round {number} is complete: {decision.reason}")
+    emit("complete", round=number, decision=decision.reason)
     following = archive.model_for(number + 1)
     if decision.proceed:
         return following, number + 1, True
@@ -222,7 +225,8 @@ def main() -> int:
     try:
         outputs = close_round(archive, settings, model=arguments.model, number=arguments.round, arrived=arrived)
     except (CrossFedError, OSError) as error:
-        archive.write_note("stopped", {"round": arguments.round, "reason": str(error)})
+        with failures_of("aggregate"):
+            archive.write_note("stopped", {"round": arguments.round, "reason": str(error)})
         print(f"round {arguments.round} cannot be closed: {error}")
         outputs = arguments.model, arguments.round, False
     write_outputs(model=outputs[0], round=outputs[1], proceed=outputs[2])

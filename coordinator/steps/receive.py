@@ -11,6 +11,7 @@ from pathlib import Path
 from coordinator.aggregation.verify import check_files, check_identity, check_update
 from coordinator.config.aggregation import AggregationSettings
 from coordinator.config.settings import read_coordinator_settings
+from coordinator.events.event import emit
 from coordinator.steps.weight_limit import Allowance, allowance_of
 from facility.exchange.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from facility.exchange.checkpoints.delta import ENCODINGS, decode
@@ -179,11 +180,13 @@ def main() -> int:
         link_tree(decoded if decoded.exists() else arguments.update, arguments.out)
         shutil.rmtree(decoded, ignore_errors=True)
         print(f"update of {arguments.facility} for round {arguments.round} is sound")
+        emit("received", facility=arguments.facility, round=arguments.round)
         return 0
     shutil.rmtree(decoded, ignore_errors=True)
     with new_directory(arguments.out) as temporary:
         report.write(temporary, failure)
     print(f"round {arguments.round} goes on without {arguments.facility}: {failure.reason}")
+    emit("refused", facility=arguments.facility, round=arguments.round, reason=failure.reason)
     return 0
 
 

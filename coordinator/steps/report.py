@@ -13,6 +13,7 @@ from coordinator.archive.rounds import Archive
 from coordinator.archive.summary import summary, table
 from coordinator.asynchronous import summary as account
 from coordinator.config.settings import read_coordinator_settings
+from coordinator.events.event import emit
 from facility.exchange.errors import exit_on_error
 from facility.exchange.files.durable import write_json
 from facility.exchange.files.paths import resolve
@@ -36,7 +37,11 @@ def main() -> int:
         data["stopped"] = "the chains of all facilities have ended without a final mean; run the same command again"
     write_json(arguments.out, data)
     if not groups:
-        write_page(data, archive.path / "report.html")
+        try:
+            write_page(data, archive.path / "report.html")
+        except OSError as error:  # the federation is finished all the same
+            print(f"warning: {archive.path / 'report.html'} cannot be written: {error}; `crossfed report` tries again")
+            emit("problem", text=f"the report page cannot be written ({error}): mend that, then `crossfed report`")
     Console(width=140).print(account.table(data) if groups else table(data))
     if data["stopped"]:
         print(f"error: federation {settings.federation} stopped: {data['stopped']}", file=sys.stderr)

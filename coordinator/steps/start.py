@@ -9,6 +9,7 @@ from pathlib import Path
 from coordinator.archive.rounds import Archive
 from coordinator.asynchronous.buffer import FOLDER, meeting_of
 from coordinator.config.settings import CoordinatorSettings, read_coordinator_settings
+from coordinator.events.event import emit, failures_of
 from coordinator.steps.outputs import write_outputs
 from facility.exchange.errors import InputError, exit_on_error
 from facility.exchange.files.paths import resolve
@@ -51,13 +52,17 @@ def main() -> int:
     )
     parser.add_argument("--model", type=Path, required=True, help="initial Hugging Face checkpoint")
     arguments = parser.parse_args()
-    settings = read_coordinator_settings(arguments.federation)
-    model, number, proceed = start(Archive(resolve(arguments.archive)), arguments.model.resolve(), settings)
+    with failures_of("start"):
+        settings = read_coordinator_settings(arguments.federation)
+        model, number, proceed = start(Archive(resolve(arguments.archive)), arguments.model.resolve(), settings)
     what = "group" if settings.groups else "round"
     print(
         f"{what} {number}: starting from {model}" if proceed else f"nothing left to do: {number} {what}s are complete"
     )
-    write_outputs(model=model, round=number, proceed=proceed)
+    if proceed:
+        emit("starting", round=number, model=str(model))
+    with failures_of("start"):
+        write_outputs(model=model, round=number, proceed=proceed)
     return 0
 
 

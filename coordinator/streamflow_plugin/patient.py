@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import logging
 import shlex
 from collections.abc import Callable, Collection, MutableSequence
 from typing import ClassVar, TypeVar
@@ -18,6 +19,7 @@ from streamflow.core.exception import WorkflowExecutionException
 from streamflow.deployment.connector.queue_manager import QueueManagerConnector
 from streamflow.log_handler import logger
 
+from coordinator.events.event import emit
 from coordinator.schedulers.scheduler import BatchScheduler, Ending, Job
 
 PATIENCE_SECONDS = 3600.0
@@ -55,7 +57,7 @@ class PatientQueue(QueueManagerConnector):
             text, code = await self._shell(location, command)
             if (found := read(text, code)) is not None:
                 if told:
-                    logger.info(f"{who} answers again")
+                    tell(f"{who} answers again", logging.INFO)
                 return found
             said = f"code {code}: {text.strip()[-200:]}"
             if loop.time() > deadline:
@@ -63,7 +65,7 @@ class PatientQueue(QueueManagerConnector):
                     f"{who} did not answer `{command}` for {PATIENCE_SECONDS / 60:g} minutes, last with {said}"
                 )
             if not told:
-                logger.warning(f"{who} does not answer ({said}); waiting")
+                tell(f"{who} does not answer ({said}); waiting")
                 told = True
             await asyncio.sleep(self.pollingInterval)
 
@@ -98,11 +100,11 @@ class PatientQueue(QueueManagerConnector):
         since = self._silent_since
         for gone in since.keys() - set(silent):
             del since[gone]
-            logger.info(f"{self.scheduler.title} of {self.deployment_name} answers again for job {gone}")
+            tell(f"{self.scheduler.title} of {self.deployment_name} answers again for job {gone}", logging.INFO)
         for one in silent:
             if one not in since:
                 since[one] = now
-                logger.warning(f"{self.scheduler.title} of {self.deployment_name} says nothing of job {one}; waiting")
+                tell(f"{self.scheduler.title} of {self.deployment_name} says nothing of job {one}; waiting")
             elif now - since[one] > PATIENCE_SECONDS:
                 raise WorkflowExecutionException(
                     f"{self.scheduler.title} of {self.deployment_name} has said nothing of job {one} for "
@@ -128,13 +130,14 @@ class PatientQueue(QueueManagerConnector):
     async def _get_returncode(self, job_id: str, location: ExecutionLocation) -> int:
         ending = await self._ending(job_id, location)
         if ending.problem:
-            logger.error(f"job {job_id} of {self.deployment_name} {ending.problem}")
+            tell(f"job {job_id} of {self.deployment_name} {ending.problem}", logging.ERROR)
         return ending.step_code
 
     async def _run_batch_command(
         self, command: str, environment, job_name: str, location: ExecutionLocation, workdir=None, **rest
     ) -> str:
-        name = self._name(location)
+        name, step = self._name(location), step_of(job_name)
+        emit("executing", step=step)
         if name:
             await self._make_way(name, location)
         output = ""
@@ -156,7 +159,7 @@ class PatientQueue(QueueManagerConnector):
             except WorkflowExecutionException as error:
                 if not self.scheduler.is_silence(str(error)) or loop.time() > deadline:
                     raise
-                logger.warning(
+                tell(
                     f"{self.scheduler.title} of {self.deployment_name} takes no job now ({str(error)[-200:]}); trying again"
                 )
                 await asyncio.sleep(self.pollingInterval)
@@ -169,6 +172,7 @@ class PatientQueue(QueueManagerConnector):
                     f"{self.scheduler.program} at {self.deployment_name} named no job: {text.strip()[-300:]!r}"
                 )
             self._outputs[job_id] = output
+            emit("submitted", step=step, job=job_id)
             return job_id
 
     def _name(self, location: ExecutionLocation) -> str | None:
@@ -204,6 +208,17 @@ class PatientQueue(QueueManagerConnector):
     async def _remove_jobs(self, location: ExecutionLocation, jobs: MutableSequence[str]) -> None:
         """Cancel jobs at the end of a run; `location` is the login node's (the original looks inside it and fails)."""
         await self.connector.run(location=location, command=[self.scheduler.cancel_ids(jobs)])
+
+
+def step_of(job_name: str) -> str:
+    """`/rounds/train_a` of StreamFlow's job name `/rounds/train_a/0.1`."""
+    return job_name.rpartition("/")[0]
+
+
+def tell(sentence: str, level: int = logging.WARNING) -> None:
+    """Something a person should know, in the log and as an event."""
+    logger.log(level, sentence)
+    emit("problem", text=sentence)
 
 
 def connector_for(scheduler: BatchScheduler) -> type[QueueManagerConnector]:

@@ -1,6 +1,6 @@
 """The plug-in that `streamflow run` finds by its entry point.
 
-Its connectors take the place of StreamFlow's `ssh`, `slurm`, `pbs`, `flux` and whatever else `coordinator.schedulers`
+Its connectors take the place of StreamFlow's `local`, `ssh`, `slurm`, `pbs`, `flux` and whatever else `coordinator.schedulers`
 finds, with the same settings, so that a rendered streamflow.yml also runs where this package is not installed.
 """
 
@@ -11,6 +11,8 @@ from streamflow.ext.plugin import StreamFlowPlugin
 from coordinator.schedulers.registry import schedulers
 from coordinator.schedulers.scheduler import BatchScheduler
 from coordinator.streamflow_plugin import facility_steps
+from coordinator.streamflow_plugin.database import PrivateDatabase
+from coordinator.streamflow_plugin.local import TellingLocalConnector
 from coordinator.streamflow_plugin.patient import connector_for
 from coordinator.streamflow_plugin.ssh import ParallelSSHConnector
 
@@ -20,6 +22,9 @@ class CrossFedPlugin(StreamFlowPlugin):
         facility_steps.install()
         self.register_data_manager("default", facility_steps.CarefulDataManager)
         self.register_connector("ssh", ParallelSSHConnector)
+        self.register_connector("local", TellingLocalConnector)
+        for name in ("default", "sqlite"):
+            self.register_database(name, PrivateDatabase)
         for scheduler in schedulers().values():
             if isinstance(scheduler, BatchScheduler):
                 self.register_connector(scheduler.name, connector_for(scheduler))

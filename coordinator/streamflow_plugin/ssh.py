@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import shlex
 import time
 from collections.abc import Callable, MutableMapping, MutableSequence
@@ -17,8 +18,10 @@ from streamflow.core.utils import get_local_to_remote_destination
 from streamflow.deployment.connector.ssh import SSHConfig, SSHConnector, SSHContext, SSHContextFactory
 from streamflow.log_handler import logger
 
+from coordinator.events.event import emit
 from coordinator.schedulers.scheduler import step_code
 from coordinator.streamflow_plugin.lanes import CHANNELS, TransferFailed, worth
+from coordinator.streamflow_plugin.patient import step_of, tell
 from coordinator.streamflow_plugin.swift import SwiftLane, swift_lanes
 from coordinator.streamflow_plugin.tree import pull, push
 
@@ -39,15 +42,13 @@ class CarefulContext(SSHContext):
         try:
             return await super().get_connection()
         except asyncssh.HostKeyNotVerifiable as error:
+            emit("host_key", host=self.get_hostname(), reason=str(error))
             raise WorkflowExecutionException(
-                f"HOST KEY of {self.get_hostname()} is not the one in known_hosts ({error}): if the facility announced a new key, replace "
-                f"the line (`ssh-keygen -R {self.get_hostname()}`, then log in once); if it did not, ask its staff before going on"
+                f"the host key of {self.get_hostname()} is not the one in known_hosts: {error}"
             ) from error
         except asyncssh.PermissionDenied as error:
-            raise WorkflowExecutionException(
-                f"LOGIN REFUSED by {self.get_hostname()} ({error}): load the key into the agent or name it in federation.yml, and try "
-                f"`ssh {self.get_hostname()}` by hand"
-            ) from error
+            emit("login_refused", host=self.get_hostname(), reason=str(error))
+            raise WorkflowExecutionException(f"{self.get_hostname()} refuses the login: {error}") from error
 
 
 class ParallelSSHConnector(SSHConnector):
@@ -95,6 +96,7 @@ class ParallelSSHConnector(SSHConnector):
             return await super().run(
                 location, private(command), environment, workdir, stdin, stdout, stderr, capture_output, timeout
             )
+        emit("executing", step=step_of(job_name))
         text = self._get_command(location, command, environment, workdir, stdin, stdout, stderr, job_name)
         text = self.template_map.get_command(text, location.service, environment, workdir)
         async with self._get_ssh_client_process(
@@ -104,7 +106,10 @@ class ParallelSSHConnector(SSHConnector):
         if result.returncode is None:
             raise WorkflowExecutionException(f"the connection to {self.deployment_name} broke during job {job_name}")
         if step_code(result.returncode) != result.returncode:
-            logger.error(f"job {job_name} of {self.deployment_name} did not end well: exit code {result.returncode}")
+            tell(
+                f"job {job_name} of {self.deployment_name} did not end well: exit code {result.returncode}",
+                logging.ERROR,
+            )
         return (str(result.stdout or "").strip(), step_code(result.returncode)) if capture_output else None
 
     async def _create_shell(self, command: MutableSequence[str], location: ExecutionLocation) -> Shell:
@@ -144,7 +149,7 @@ class ParallelSSHConnector(SSHConnector):
         except TransferFailed as error:
             # The job still starts and finds no whole model: the trainer's manifest check tells the coordinator, and the
             # round goes on without this facility instead of ending for all.
-            logger.error(f"FAILED copy of {src} to {self.deployment_name}: {error}")
+            tell(f"copying {src} to {self.deployment_name} failed: {error}", logging.ERROR)
             return
         logger.info(
             f"COMPLETED copy from {src} on local file-system to {dst} on location {location} {_speed(size, start)}"

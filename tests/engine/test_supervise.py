@@ -13,10 +13,13 @@ import pytest
 
 from coordinator.engine.queues import Queue, read_queues
 from coordinator.engine.supervise import Attempt, Limits, Supervisor, children, decide, fatal_reason
+from coordinator.events.event import KINDS, VARIABLE, Event
+from coordinator.events.follow import EventFile
 from coordinator.schedulers.scheduler import Job
 from coordinator.schedulers.slurm import SCHEDULER as SLURM
 from facility.exchange.errors import TryAgain
 
+ROOT = Path(__file__).resolve().parents[2]
 LIMITS = Limits(restarts=2, pause_seconds=10)
 FAILED = Attempt(code=1, new_rounds=0)
 
@@ -43,20 +46,29 @@ def test_pauses_double_and_stay_below_five_minutes():
     assert pauses[:3] == [10, 20, 40] and max(pauses) == 300
 
 
-def test_only_a_person_can_mend_a_wrong_host_key_or_a_refused_login():
-    line = "WARNING  Error HostKeyNotVerifiable opening SSH session to 10.1.1.2 to execute command `sh`: (9) Host key is not trusted"
-    assert "host key of 10.1.1.2" in fatal_reason(line) and "ssh-keygen -R" in fatal_reason(line)
-    assert "refuses the login" in fatal_reason("ERROR LOGIN REFUSED by login.site (Permission denied)")
-    assert fatal_reason("WARNING  Error ConnectionRefusedError opening SSH session to 10.1.1.2") == ""
+def test_only_a_person_can_fix_a_wrong_host_key_a_refused_login_or_a_refusing_start():
+    def of(kind: str, **fields) -> str:
+        assert set(fields) == set(KINDS[kind])
+        return fatal_reason(Event(kind=kind, fields=fields))
+
+    told = of("host_key", host="10.1.1.2", reason="Host key is not trusted")
+    assert "host key of 10.1.1.2" in told and "ssh-keygen -R" in told
+    assert "refuses the login" in of("login_refused", host="login.site", reason="Permission denied")
+    assert of("failed", step="/start", reason="the archive is damaged", futile=False) == "start: the archive is damaged"
+    assert "disk" in of("failed", step="/rounds/aggregate", reason="the disk is full", futile=True)
+    assert of("failed", step="/rounds/receive_a", reason="it ended with code 137: ", futile=False) == ""
+    assert of("problem", text="HOST KEY of login.site is not the one in known_hosts") == ""
 
 
 def supervisor(tmp_path: Path, script: str, queues: list[Queue] | None = None, **limits) -> Supervisor:
     lines: list[str] = []
     said: list[str] = []
+    events = EventFile(tmp_path / "events.jsonl")
     result = Supervisor(
         command=lambda: [sys.executable, "-u", "-c", script],
         directory=tmp_path,
-        environment=dict(os.environ),
+        environment=os.environ | {VARIABLE: str(events.path), "PYTHONPATH": str(ROOT)},
+        events=events,
         queues=queues or [],
         on_line=lines.append,
         say=said.append,
@@ -95,14 +107,28 @@ def test_silence_with_a_working_child_is_patience(tmp_path: Path):
     assert one.run()[0] == 0 and len(one.attempts) == 1
 
 
-def test_a_wrong_host_key_ends_at_once_with_a_sentence(tmp_path: Path):
-    script = (
-        "import time; print('Error HostKeyNotVerifiable opening SSH session to 10.1.1.2 to execute'); time.sleep(100)"
-    )
-    one = supervisor(tmp_path, script, restarts=5)
+EMIT = "from coordinator.events.event import emit; import time; {}; time.sleep(100)"
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("emit('host_key', host='10.1.1.2', reason='')", "host key"),
+        ("emit('failed', step='/start', reason='the archive is damaged', futile=True)", "archive is damaged"),
+    ],
+)
+def test_what_only_a_person_can_fix_ends_at_once_with_a_sentence(tmp_path: Path, what: str, words: str):
+    one = supervisor(tmp_path, EMIT.format(what), restarts=5)
     start = time.monotonic()
     code, reason = one.run()
-    assert time.monotonic() - start < 10 and code != 0 and "host key" in reason and len(one.attempts) == 1
+    assert time.monotonic() - start < 20 and code != 0 and words in reason and len(one.attempts) == 1
+
+
+def test_a_step_that_fails_twice_for_one_reason_is_not_tried_a_third_time(tmp_path: Path):
+    what = "emit('failed', step='/rounds/aggregate', reason='it ended with code 1: bug', futile=False)"
+    one = supervisor(tmp_path, EMIT.format(what), restarts=5)
+    code, reason = one.run()
+    assert code != 0 and "aggregate: it ended with code 1: bug (twice" in reason and len(one.attempts) == 2
 
 
 class FakeQueue(Queue):

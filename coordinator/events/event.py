@@ -1,0 +1,88 @@
+"""One event, and appending it to the file that $CROSSFED_EVENTS names.
+
+The file lies in the federation's work directory and belongs to its owner alone (mode 0600). Only processes of the
+coordinator write it: its workflow steps and its StreamFlow plug-in. What a facility printed can stand in a field, quoted;
+it can never be an event.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from facility.exchange.errors import InputError
+
+VARIABLE = "CROSSFED_EVENTS"
+"""Environment variable with the file's path; unset: nobody wants to know."""
+KINDS: Mapping[str, tuple[str, ...]] = {
+    "starting": ("round", "model"),
+    "executing": ("step",),
+    "submitted": ("step", "job"),
+    "received": ("facility", "round"),
+    "refused": ("facility", "round", "reason"),
+    "complete": ("round", "decision"),
+    "again": ("round", "reason"),
+    "group": ("text",),
+    "goes_on": ("facility", "reason"),
+    "ends": ("facility", "reason"),
+    "failed": ("step", "reason", "futile"),
+    "problem": ("text",),
+    "host_key": ("host", "reason"),
+    "login_refused": ("host", "reason"),
+}
+"""Every kind of event and its fields."""
+QUOTED_CHARACTERS = 2000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Something that happened in a run."""
+
+    kind: str
+    """Key of `KINDS`."""
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.fields[name]
+
+
+def emit(kind: str, **fields: Any) -> None:
+    """Append an event; does nothing where nobody asked for events. A file that cannot be written stops no step."""
+    assert set(fields) == set(KINDS[kind]), f"{kind} has {sorted(fields)}, expected {sorted(KINDS[kind])}"
+    path = os.environ.get(VARIABLE)
+    if not path:
+        return
+    told = {name: quoted(value) if isinstance(value, str) else value for name, value in fields.items()}
+    line = json.dumps({"time": time.time(), "kind": kind, **told}, ensure_ascii=True) + "\n"
+    with suppress(OSError):
+        handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            os.write(handle, line.encode())
+        finally:
+            os.close(handle)
+
+
+def quoted(text: str) -> str:
+    """Text of another machine as it may be shown: on one line, without control characters, of limited length."""
+    shown = " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
+    return shown if len(shown) <= QUOTED_CHARACTERS else f"{shown[:QUOTED_CHARACTERS]} [...]"
+
+
+@contextmanager
+def failures_of(step: str) -> Iterator[None]:
+    """Tell of an exception that ends a step; it goes on to whoever catches it."""
+    try:
+        yield
+    except Exception as error:
+        futile = isinstance(error, InputError | PermissionError) or isinstance(error, OSError) and error.errno in FUTILE
+        emit("failed", step=step, reason=str(error) or type(error).__name__, futile=futile)
+        raise
+
+
+FUTILE = frozenset({13, 28, 30, 122})
+"""EACCES, ENOSPC, EROFS, EDQUOT: trying again at once does not help."""

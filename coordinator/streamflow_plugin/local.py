@@ -1,0 +1,29 @@
+"""StreamFlow's local connector, which tells the supervisor what it executes and which of the coordinator's steps fail."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from streamflow.deployment.connector.local import LocalConnector
+
+from coordinator.events.event import emit
+from coordinator.streamflow_plugin.patient import step_of
+
+STEPS = ("start", "send", "receive", "aggregate", "meet", "report")
+"""The coordinator's own steps, by the first word of their names; none of them fails for a facility's fault."""
+LAST_LINES = 3
+
+
+class TellingLocalConnector(LocalConnector):
+    """`type: local`, the same settings."""
+
+    async def run(self, *args: Any, job_name: str | None = None, **rest: Any) -> tuple[str, int] | None:
+        if job_name is None:
+            return await super().run(*args, job_name=job_name, **rest)
+        step = step_of(job_name)
+        emit("executing", step=step)
+        answer = await super().run(*args, job_name=job_name, **rest)
+        if answer is not None and answer[1] and step.rpartition("/")[2].partition("_")[0] in STEPS:
+            said = " ".join((answer[0] or "").strip().splitlines()[-LAST_LINES:])
+            emit("failed", step=step, reason=f"it ended with code {answer[1]}: {said}", futile=False)
+        return answer

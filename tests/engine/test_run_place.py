@@ -1,0 +1,66 @@
+"""A run's own directory: two federations of one account run at once, and what stands in the way ends in a sentence."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from coordinator.archive.rounds import Archive
+from coordinator.config.federation import read_federation
+from coordinator.engine.place import run_place, unwritable
+from coordinator.engine.render import write
+from facility.exchange.errors import InputError
+from tests.engine.engines import crossfed, weights
+from tests.federations import write_federation
+
+
+def test_the_directory_is_private_made_anew_and_removed(tmp_path: Path):
+    left = tmp_path / "engine" / "left-by-a-killed-run"
+    left.mkdir(parents=True)
+    with run_place(tmp_path) as place:
+        assert not left.exists()
+        assert {p.name: p.stat().st_mode & 0o777 for p in place.path.iterdir()} == {"events.jsonl": 0o600, "tmp": 0o700}
+        assert place.path.stat().st_mode & 0o777 == 0o700
+        assert all(value.startswith(str(place.path)) for value in place.environment().values())
+    assert not place.path.exists()
+
+
+@pytest.mark.skipif(os.geteuid() == 0 and not Path("/proc/sys").exists(), reason="needs a read-only place")
+def test_a_place_that_takes_no_file_is_told(tmp_path: Path):
+    assert unwritable([tmp_path / "new"]) == "" and (tmp_path / "new").is_dir()
+    reason = unwritable([tmp_path, Path("/proc/sys/kernel")])
+    assert reason.startswith("/proc/sys/kernel ") and "give the same command again" in reason
+    with pytest.raises(InputError), run_place(Path("/proc/sys/kernel")):
+        pass
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_told_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tempfile.TemporaryFile", lambda dir: open("/dev/full", "wb", buffering=0))
+    assert unwritable([tmp_path]) == f"{tmp_path} is full: free some room, then give the same command again"
+
+
+def test_two_federations_of_one_account_run_at_once(tmp_path: Path):
+    """Under one HOME; each keeps StreamFlow's database and temporary files to itself."""
+    files = [write_federation(tmp_path / name, ["a"], rounds=1, name=name, final_evaluation=False) for name in "xy"]
+    processes = [crossfed("run", "--quiet", "-f", file, folder=tmp_path / "machine") for file in files]
+    texts = [process.communicate(timeout=300)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(texts)
+    assert [len(weights(file)) for file in files] == [1, 1]
+    assert not any("starting again" in text for text in texts), texts
+    assert not list((tmp_path / "machine" / "home").rglob("*.db"))
+
+
+def test_an_archive_that_start_refuses_ends_the_run_at_once_with_the_reason(tmp_path: Path):
+    file = write_federation(tmp_path, ["a"], rounds=1)
+    federation = read_federation(file)
+    write(federation)
+    Archive(federation.archive_path).begin(federation.path(federation.model), "another")
+    began = time.monotonic()
+    process = crossfed("run", "--quiet", "-f", file, folder=tmp_path / "machine")
+    text, _ = process.communicate(timeout=120)
+    assert process.returncode not in (0, 75) and "belongs to federation 'another'" in text, text
+    assert "starting again" not in text and "Traceback" not in text and time.monotonic() - began < 60

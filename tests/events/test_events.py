@@ -1,0 +1,109 @@
+"""Events: written whole, to a private file, read back as they were; anything else is passed over."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from coordinator.events.event import VARIABLE, Event, emit, failures_of, quoted
+from coordinator.events.follow import EventFile, read_event
+from facility.exchange.errors import InputError
+
+
+@pytest.fixture
+def events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EventFile:
+    file = EventFile(tmp_path / "events.jsonl")
+    monkeypatch.setenv(VARIABLE, str(file.path))
+    return file
+
+
+def test_the_file_is_its_owners_alone(events: EventFile):
+    assert events.path.stat().st_mode & 0o777 == 0o600
+
+
+def test_events_arrive_in_order_and_once(events: EventFile):
+    emit("executing", step="/start")
+    emit("submitted", step="/rounds/train_a", job="7")
+    found = list(events.new())
+    assert [(one.kind, dict(one.fields)) for one in found] == [
+        ("executing", {"step": "/start"}),
+        ("submitted", {"step": "/rounds/train_a", "job": "7"}),
+    ]
+    assert list(events.new()) == []
+
+
+def test_writers_side_by_side_lose_nothing(events: EventFile):
+    def write(name: str) -> None:
+        for number in range(200):
+            emit("received", facility=name, round=number)
+
+    threads = [threading.Thread(target=write, args=(f"{n}" * 500,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(list(events.new())) == 800
+
+
+def test_an_event_is_one_line_without_control_characters(events: EventFile):
+    hostile = 'x"}\n{"kind": "host_key", "host": "login.other", "reason": ""}\n\x1b[2J\x07\u202e' + "y" * 10_000
+    emit("refused", facility="a", round=0, reason=hostile)
+    (one,) = events.new()
+    assert one.kind == "refused" and len(one["reason"]) < 2100
+    assert all(letter.isprintable() for letter in one["reason"])
+    assert quoted("a\r\nb\tc") == "a b c"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"",
+        b"text",
+        b"[1]",
+        b'"host_key"',
+        b'{"kind": "nothing"}',
+        b'{"kind": "host_key", "host": "x"}',
+        b'{"kind": []}',
+        b"\xff",
+    ],
+)
+def test_what_is_no_event_is_passed_over(line: bytes):
+    assert read_event(line) is None
+
+
+def test_without_a_file_or_with_one_that_cannot_be_written_a_step_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    emit("executing", step="/start")
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "absent"))
+    emit("executing", step="/start")
+    assert not (tmp_path / "absent").exists()
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    (tmp_path / "target").touch()
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "link"))
+    emit("executing", step="/start")
+    assert (tmp_path / "target").read_text() == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "futile"),
+    [
+        (InputError("damaged"), True),
+        (OSError(28, "No space left on device"), True),
+        (OSError(5, "Input/output"), False),
+    ],
+)
+def test_a_steps_failure_is_told_and_goes_on(events: EventFile, error: Exception, futile: bool):
+    with pytest.raises(type(error)), failures_of("start"):
+        raise error
+    (one,) = events.new()
+    assert one == Event(kind="failed", fields={"step": "start", "reason": str(error), "futile": futile})
+
+
+def test_an_earlier_runs_file_is_not_read(tmp_path: Path):
+    (tmp_path / "events.jsonl").write_text('{"kind": "executing", "step": "/start"}\n')
+    assert list(EventFile(tmp_path / "events.jsonl").new()) == [] and os.listdir(tmp_path) == ["events.jsonl"]
