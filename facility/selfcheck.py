@@ -28,7 +28,7 @@ from facility.exchange.messages.template_inheritance import read_template
 SUBMIT = {
     "#SBATCH": ["sbatch", "--wait", "--time=00:10:00", "--job-name=crossfed-selfcheck"],
     "#PBS": ["qsub", "-W", "block=true", "-j", "oe"],
-    "#flux:": ["flux", "alloc", "--time-limit=10m"],
+    "#flux:": ["flux", "batch", "--wait", "--time-limit=10m"],
 }
 """How a template with these directives is submitted and waited for."""
 
@@ -111,9 +111,6 @@ def run(folder: Path, template: Path | None, fill: dict[str, str], home: Path, l
         )
         text = re.sub(r"\{#.*?-#\}\s*", "", text, flags=re.DOTALL).replace("{{ streamflow_command }}", command(folder))
         words = next((SUBMIT[mark] for mark in SUBMIT if re.search(f"^{mark}", text, re.MULTILINE)), ["bash", "-s"])
-        if words[0] == "flux":
-            (folder / "job.sh").write_text(text)
-            words = ["flux", "submit", "--wait", "--nodes=1", "--exclusive", "bash", str(folder / "job.sh")]
         if shutil.which(words[0]) is None:
             raise InputError(
                 f"{template.name} is for {words[0]}, which is not on the PATH here: run this on a login node"

@@ -39,8 +39,12 @@ def _login(connection: Connection, jump: openssh.Login | None) -> openssh.Login:
 def run(
     deployment: Deployment, script: str, *, seconds: float = 60, data: bytes | None = None, verbose: bool = False
 ) -> Answer:
-    """Give `script` to a login shell there on its standard input (or, with `data`, in its command, and the data on it)."""
-    shell = ["bash", "-ls"] if data is None else ["bash", "-lc", script]
+    """Give `script` to a shell there on its standard input (or, with `data`, in its command, and the data on it).
+
+    A login shell at a facility, this environment's own on this machine: as the run's connectors do.
+    """
+    login = "l" if deployment.host else ""
+    shell = ["bash", f"-{login}s"] if data is None else ["bash", f"-{login}c", script]
     if deployment.host:
         ssh, *options = ssh_command(deployment)
         words = [ssh, *(["-v"] if verbose else []), *options, shlex.join(shell)]

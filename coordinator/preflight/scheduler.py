@@ -121,22 +121,67 @@ def _pbs(name: str, deployment: Deployment, job: str) -> Row:
             f"PBS queue {queue!r} is not {' and not '.join(closed)}",
             "choose another queue, or wait until the site opens it",
         )
+    wanted = wanted_nodes(deployment, job)[1]
+    nodes = run(deployment, "pbsnodes -a 2>/dev/null\n").out if wanted else ""
+    most = max((int(count) for count in re.findall(r"resources_available\.ngpus = (\d+)", nodes)), default=0)
+    if nodes and wanted > most:
+        has = f"at most {most}" if most else "no resource ngpus at all"
+        return fail(
+            name,
+            "job accepted",
+            f"the job asks for {wanted} GPUs a node (ngpus), PBS has {has}",
+            "correct `select=` in the template; `pbsnodes -a` shows resources_available of each node",
+        )
     return ok(
         name, "job accepted", f"queue {queue} is enabled and started (PBS cannot test a job without submitting it)"
     )
 
 
 def _flux(name: str, deployment: Deployment, job: str) -> Row:
-    script = f"flux batch --dry-run <<'CROSSFED_JOB' 2>&1 >/dev/null\n{job}\nCROSSFED_JOB\n"
-    answer = run(deployment, script)
+    """`flux batch --dry-run` asks no server, so the queues and resources are asked after."""
+    wanted = deployment.options.get("queue") or _directive(job, r"(?:--queue[= ]|-q ?)(\S+)")
+    answer = run(deployment, "flux queue list && flux queue status && flux resource list\n")
     if answer.code != 0:
         return fail(
             name,
             "job accepted",
-            f"flux batch --dry-run refuses the job: {_last(answer, 'flux')}",
-            "mend the template's #flux: lines or `options:`",
+            f"Flux does not tell its queues: {_last(answer, 'flux')}",
+            "wait, or ask the site: its Flux instance may be down",
         )
-    return ok(name, "job accepted", "flux batch --dry-run accepts it")
+    problem, fix = flux_refusal(answer.out, str(wanted), wanted_nodes(deployment, job)[0])
+    if problem:
+        return fail(name, "job accepted", problem, fix)
+    queue = f"queue {wanted} is" if wanted else "submission and scheduling are"
+    return ok(name, "job accepted", f"{queue} enabled and started (Flux cannot test a job without submitting it)")
+
+
+def flux_refusal(text: str, queue: str, nodes: int) -> tuple[str, str]:
+    """Why Flux would not start a job in `queue`, and what to do, from `flux queue list`, `flux queue status` and
+    `flux resource list` one after the other; '' and '' when nothing speaks against it."""
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()
+    rows = [line.split() for line in lines]
+    first = next((number for number, row in enumerate(rows) if row[:2] == ["QUEUE", "EN"]), len(rows))
+    names = []
+    for row in rows[first + 1 :]:
+        if len(row) < 8:
+            break
+        names.append(row[0].rstrip("*"))
+    if queue and queue not in names:
+        known = ", ".join(names) or "none"
+        return f"there is no Flux queue {queue!r}", f"correct `fill: {{queue: ...}}`; the queues are {known}"
+    own = [line for line in lines if line.startswith(f"{queue}: " if queue else ("Job submission", "Scheduling"))]
+    closed = [line.removeprefix(f"{queue}: ") for line in own if "disabled" in line or "stopped" in line]
+    if closed:
+        return f"Flux queue {queue!r}: {'; '.join(closed)}", "choose another queue, or wait until the site opens it"
+    first = next((number for number, row in enumerate(rows) if row[:1] == ["STATE"]), len(rows))
+    counted = [row for row in rows[first + 1 :] if len(row) >= 5 and (not queue or queue in row[1].split(","))]
+    total = sum(int(next((word for word in row[1:] if word.isdigit()), "0")) for row in counted)
+    if counted and nodes > total:
+        return (
+            f"the job asks for {nodes} nodes, Flux has {total} for it",
+            "lower `--nodes`; `flux resource list` shows them",
+        )
+    return "", ""
 
 
 def wanted_nodes(deployment: Deployment, template: str) -> tuple[int, int]:

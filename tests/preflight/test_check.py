@@ -25,11 +25,12 @@ from coordinator.preflight.check import check
 from coordinator.preflight.estimates import ModelFigures, facility_bytes, gpu_bytes, smallest_ranks, state_bytes
 from coordinator.preflight.remote import ssh_command
 from coordinator.preflight.row import Row
-from coordinator.preflight.scheduler import wanted_hours, wanted_nodes
+from coordinator.preflight.scheduler import flux_refusal, wanted_hours, wanted_nodes
 from facility.exchange.checkpoints.tokenizer import tokenizer_digest
 from facility.exchange.messages.settings import TrainingSettings
 from tests.pico import save_pico
 from tests.preparing.corpora import save_bert_tokenizer
+from tests.schedulers.recordings import recorded
 from tests.training.federation import write_dataset
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,7 +50,7 @@ if [ -s "$SITE/sbatch-says" ]; then cat "$SITE/sbatch-says" >&2; exit 1; fi
 echo "sbatch: Job 42 to start at 2026-01-01T00:00:00 using 128 processors on nodes n1 in partition main" >&2
 """
 QSTAT = '#!/bin/bash\n[ "$2" = work ] && { echo "Queue: work"; cat "$SITE/queue"; exit 0; }\necho "qstat: Unknown queue $2" >&2; exit 170\n'
-FLUX = '#!/bin/bash\ncat > "$SITE/job"; if [ -s "$SITE/flux-says" ]; then cat "$SITE/flux-says" >&2; exit 1; fi\n'
+FLUX = '#!/bin/bash\ncat "$SITE/flux-$1-$2"\n'
 
 FEDERATION = """\
 name: two
@@ -205,7 +206,8 @@ def closed_queue(site: Site) -> None:
 
 def refused_flux(site: Site) -> None:
     other_scheduler("flux", "{bank: a, queue: work}")(site)
-    site.says("flux", "flux-batch: ERROR: unknown queue work")
+    for name in ("flux-queue-list", "flux-queue-status", "flux-resource-list"):
+        (site.root / "site" / name).write_text(recorded(name).out)
 
 
 def without_programs(site: Site) -> None:
@@ -386,7 +388,7 @@ MISTAKES: list[Mistake] = [
     ("option", says("sbatch", "sbatch: unrecognized option '--tme'"), "job accepted", "does not know an option"),
     ("pbs queue", other_scheduler("pbs", "{account: a, queue: wrok}"), "job accepted", "there is no PBS queue 'wrok'"),
     ("pbs closed", closed_queue, "job accepted", "is not started"),
-    ("flux", refused_flux, "job accepted", "flux batch --dry-run refuses the job: flux-batch: ERROR: unknown queue"),
+    ("flux", refused_flux, "job accepted", "there is no Flux queue 'work'"),
     ("workdir", edit("site/work", "site/data/dataset.json/x"), "room", "cannot be written to"),
     ("memory", edit("user: alice", "user: alice\n      gpu_memory_gb: 0.0001"), "memory", "are needed on each GPU"),
 ]
@@ -514,3 +516,20 @@ def test_memory_by_hand():
     assert gpu_bytes(model, training, 10, 1) == 18_000 + 2 * 10 * (34 * 8 * 2 + 2 * 4 * 50)
     assert gpu_bytes(model, training, 10, 2) == 9_000 + 500 * 2 + 10 * (34 * 8 * 2 + 2 * 4 * 50)
     assert smallest_ranks(model, training, 10, 30_000) == 2 and smallest_ranks(model, training, 10, 100) is None
+
+
+@pytest.mark.parametrize(
+    ("queue", "nodes", "status", "resources", "words"),
+    [
+        ("batch", 1, "flux-queue-stop", "flux-resource-list", ""),
+        ("debug", 1, "flux-queue-stop", "flux-resource-list", "Scheduling is stopped: maintenance"),
+        ("batch", 1, "flux-queue-status", "flux-resource-list", "Scheduling is stopped"),
+        ("nosuch", 1, "flux-queue-stop", "flux-resource-list", "no Flux queue 'nosuch'"),
+        ("batch", 99, "flux-queue-stop", "flux-resource-list", "asks for 99 nodes, Flux has 2"),
+        ("batch", 2, "flux-queue-stop", "flux-resource-list-lost-node", ""),
+    ],
+)
+def test_flux_queues_are_read_as_they_were_recorded(queue: str, nodes: int, status: str, resources: str, words: str):
+    text = "".join(recorded(name).out for name in ("flux-queue-list", status, resources))
+    problem, fix = flux_refusal(text, queue, nodes)
+    assert words in problem and bool(problem) == bool(words) == bool(fix)
