@@ -260,6 +260,23 @@ def run(
     raise typer.Exit(run_federation(federation, live=not quiet and sys.stdout.isatty(), log=log))
 
 
+@app.command(rich_help_panel=RUN)
+def rewind(
+    federation: FederationOption,
+    to: Annotated[int, typer.Option("--to", help="Round that is to come next, from 0.")],
+) -> None:
+    """Go back to a round: it and later ones are set aside in the archive; `crossfed run` goes on from there."""
+    from coordinator.archive.rewind import rewind as go_back
+    from coordinator.archive.rounds import Archive
+    from coordinator.config.federation import read_federation
+    from coordinator.engine.run import only_one
+
+    described = read_federation(federation)
+    with only_one(described):
+        aside = go_back(Archive(described.archive_path), to)
+    print(f"round {to} comes next; what was made from it on is in {aside}")
+
+
 @app.command(rich_help_panel=PLAN)
 def plan(
     problem: Annotated[

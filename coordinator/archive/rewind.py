@@ -1,0 +1,40 @@
+"""Going back in the archive: later rounds are set aside, never deleted, and the same command goes on from there."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from coordinator.archive.rounds import Archive
+from facility.exchange.errors import InputError
+from facility.exchange.files.durable import fsync_directory
+from facility.exchange.messages.manifest import verify_manifest
+
+
+def rewind(archive: Archive, to: int) -> Path:
+    """Make `to` the next round; returns the folder that now holds the rounds from `to` on.
+
+    The caller holds the federation's lock. Raises `InputError` when there is no such round, or when the model that round
+    `to` starts from was pruned or is damaged itself.
+    """
+    done = archive.rounds()
+    if not 0 <= to < len(done):
+        raise InputError(f"cannot go back to round {to}: {archive.path} holds rounds {_span(done)}")
+    model = archive.model_for(to)
+    if not model.is_dir():
+        kept = [number for number in done if archive.model_for(number).is_dir()]
+        raise InputError(f"the model that round {to} starts from was pruned; rounds to go back to are {_span(kept)}")
+    verify_manifest(model)
+    aside = archive.path / f"rewound-{time.strftime('%Y%m%d-%H%M%S')}"
+    aside.mkdir()
+    for number in reversed(done[to:]):  # the last first: killed in between, the archive has no gap
+        archive.round_directory(number).rename(aside / archive.round_directory(number).name)
+    for name in ("stopped", "attempts", "evaluation"):
+        archive.drop_note(name)
+    archive.write_history()
+    fsync_directory(archive.path)
+    return aside
+
+
+def _span(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers)) or "none"
