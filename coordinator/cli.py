@@ -136,6 +136,25 @@ def model(
     print(convert(source, out.resolve(), dtype=dtype, revision=revision))
 
 
+@app.command(rich_help_panel=SET_UP)
+def setup(
+    facility: Annotated[str, typer.Argument(help="A facility of the federation.")],
+    federation: FederationOption,
+    bundle: Annotated[
+        Path | None, typer.Option(help="Send this bundle (crossfed bundle), for a site without internet.")
+    ] = None,
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(help="After --: further arguments of facility/setup.sh, such as --no-self-check."),
+    ] = None,
+) -> None:
+    """Set a facility up over ssh: send the code, run facility/setup.sh there, check itself through its queue."""
+    from coordinator.config.federation import read_federation
+    from coordinator.remote_setup import set_up
+
+    set_up(read_federation(federation), facility, bundle=bundle, arguments=arguments or [])
+
+
 @app.command(rich_help_panel=REHEARSE)
 def demo(
     out: Annotated[Path, typer.Option(help="Folder to make the demo in.")] = Path("crossfed-demo"),

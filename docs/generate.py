@@ -10,6 +10,7 @@ from pathlib import Path
 COMMANDS = (
     "init",
     "model",
+    "setup",
     "quickstart",
     "check",
     "render",

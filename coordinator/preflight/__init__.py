@@ -1,1 +1,1 @@
-"""What `crossfed check` looks at, a subject a module; each gives rows with what was found and how to mend it."""
+"""What `crossfed check` looks at, one subject per module; each gives rows with what was found and how to fix it."""

@@ -31,7 +31,7 @@ def check(file: Path, *, link: bool = True) -> list[Row]:
         federation = read_federation(file)
         render(federation)
     except ConfigurationError as error:
-        return [fail("federation", "federation.yml", str(error), "mend that line")]
+        return [fail("federation", "federation.yml", str(error), "fix that line")]
     rows = [ok("federation", "federation.yml", f"{len(federation.facilities)} facilities, {federation.rounds} rounds")]
     here, model = check_here(federation)
     with ThreadPoolExecutor(max_workers=16) as pool:
@@ -48,14 +48,14 @@ def check_facility(federation: Federation, facility: Facility, model: ModelFigur
     local = deployment.type == "local"
     dataset = str(federation.path(facility.dataset)) if local else facility.dataset
     workdir = deployment.workdir or str(federation.workdir_path / facility.name)
-    site, told = check_site(facility, deployment, model, dataset, workdir, federation.sending.encoding)
-    rows += site
+    rows_of_site, answer = check_site(facility, deployment, model, dataset, workdir, federation.sending.encoding)
+    rows += rows_of_site
     template = job_template(deployment, federation.file.parent) or ""
     if deployment.type in QUEUES:
         rows += check_scheduler(facility.name, deployment, template)
         rows.append(check_hours(facility, deployment, federation.rounds, template))
     if model is not None:
-        block = (told or {}).get("dataset", {}).get("block_tokens") or model.positions or 1024
+        block = (answer or {}).get("dataset", {}).get("block_tokens") or model.positions or 1024
         rows.append(check_memory(facility, deployment, model, block, template))
         if link:
             rows.append(check_link(facility, deployment, model, federation.sending))
@@ -72,12 +72,12 @@ def show(
         return int(failing > 0)
     console = console or Console()
     table = Table(show_lines=False)
-    for name in ("who", "what", "", "found"):
+    for name in ("subject", "check", "", "found"):
         table.add_column(name, overflow="fold")
     colours = {"ok": "green", "warning": "yellow", "fail": "red", "skipped": "dim"}
     for row in rows:
         found = row.found + (f"\n-> {row.fix}" if row.fix else "")
         table.add_row(row.subject, row.check, f"[{colours[row.verdict]}]{row.verdict}[/]", escape(found))
     console.print(table)
-    console.print(f"{failing} to mend before a job is submitted" if failing else "nothing stands in the way")
+    console.print(f"{failing} to fix before a job is submitted" if failing else "all checks passed")
     return int(failing > 0)

@@ -115,7 +115,7 @@ def _room(federation: Federation, model: ModelFigures) -> Row:
         folder = folder.parent
     free = shutil.disk_usage(folder).free
     if not os.access(folder, os.W_OK):
-        return fail(ME, "room", f"{folder} cannot be written to", "choose another `archive:`, or mend its rights")
+        return fail(ME, "room", f"{folder} cannot be written to", "choose another `archive:`, or fix its permissions")
     if free < need:
         return fail(
             ME,

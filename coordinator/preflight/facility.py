@@ -42,11 +42,11 @@ def probe(deployment: Deployment, dataset: str, workdir: str, reserve: int) -> t
             "python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { python3 --version >&2; echo crossfed-old-python >&2; exit 67; }\n"
             f"echo {BEGIN}\n{inside}python3 {arguments}\n"
         )
-    answer = run(deployment, script, seconds=180)
+    said = run(deployment, script, seconds=180)
     try:
-        return json.loads(answer.out.split(BEGIN, 1)[1].strip().splitlines()[-1]), None
+        return json.loads(said.out.split(BEGIN, 1)[1].strip().splitlines()[-1]), None
     except (IndexError, ValueError):
-        return None, _unanswered(deployment, answer.error.strip().splitlines() or [f"code {answer.code}"])
+        return None, _unanswered(deployment, said.error.strip().splitlines() or [f"code {said.code}"])
 
 
 def _unanswered(deployment: Deployment, said: list[str]) -> Row:
@@ -86,25 +86,25 @@ def check_site(
 ) -> tuple[list[Row], dict[str, Any] | None]:
     """Rows on environment, versions, dataset and room; and the answer itself."""
     reserve = facility_bytes(model, facility.training, sending) if model else 0
-    told, wrong = probe(deployment, dataset, workdir, reserve)
+    answer, wrong = probe(deployment, dataset, workdir, reserve)
     name = facility.name
-    if told is None:
+    if answer is None:
         assert wrong is not None
         return [Row(subject=name, check=wrong.check, verdict=wrong.verdict, found=wrong.found, fix=wrong.fix)], None
     rows = [
-        *_versions(name, told),
-        *_dataset(facility, told["dataset"], dataset, model),
-        _room(name, told["disk"], workdir, reserve),
+        *_versions(name, answer),
+        *_dataset(facility, answer["dataset"], dataset, model),
+        _room(name, answer["disk"], workdir, reserve),
     ]
-    return rows, told
+    return rows, answer
 
 
-def _versions(name: str, told: dict[str, Any]) -> list[Row]:
+def _versions(name: str, answer: dict[str, Any]) -> list[Row]:
     rows = []
-    if told["formats"] != FORMATS:
+    if answer["formats"] != FORMATS:
         other = ", ".join(
             f"{key} {value} there, {FORMATS.get(key)} here"
-            for key, value in told["formats"].items()
+            for key, value in answer["formats"].items()
             if FORMATS.get(key) != value
         )
         rows.append(
@@ -115,28 +115,28 @@ def _versions(name: str, told: dict[str, Any]) -> list[Row]:
                 "bring both sides to the same version of CrossFed",
             )
         )
-    elif told["crossfed"] != __version__:
+    elif answer["crossfed"] != __version__:
         rows.append(
             warning(
                 name,
                 "message format",
-                f"CrossFed {told['crossfed']} there, {__version__} here; formats agree",
+                f"CrossFed {answer['crossfed']} there, {__version__} here; formats agree",
                 "bring both to one version when you can",
             )
         )
     else:
-        rows.append(ok(name, "message format", f"CrossFed {told['crossfed']} on both sides"))
-    if missing := sorted(package for package, version in told["packages"].items() if version is None):
+        rows.append(ok(name, "message format", f"CrossFed {answer['crossfed']} on both sides"))
+    if missing := sorted(package for package, version in answer["packages"].items() if version is None):
         rows.append(
             fail(name, "packages", f"the facility lacks {', '.join(missing)}", "run facility/setup.sh there again")
         )
     else:
-        versions = ", ".join(f"{package} {told['packages'][package]}" for package in ("torch", "transformers"))
+        versions = ", ".join(f"{package} {answer['packages'][package]}" for package in ("torch", "transformers"))
         pinned = _pinned()
         untested = [
             p
             for p in ("torch", "transformers")
-            if told["packages"][p].split("+")[0] != pinned.get(p, told["packages"][p].split("+")[0])
+            if answer["packages"][p].split("+")[0] != pinned.get(p, answer["packages"][p].split("+")[0])
         ]
         if untested:
             wanted = ", ".join(f"{p} {pinned[p]}" for p in untested)
@@ -144,18 +144,18 @@ def _versions(name: str, told: dict[str, Any]) -> list[Row]:
                 warning(
                     name,
                     "packages",
-                    f"Python {told['python']}, {versions}; tested is {wanted}",
+                    f"Python {answer['python']}, {versions}; tested is {wanted}",
                     "run facility/setup.sh there again, unless the site provides its own torch",
                 )
             )
         else:
-            rows.append(ok(name, "packages", f"Python {told['python']}, {versions}"))
+            rows.append(ok(name, "packages", f"Python {answer['python']}, {versions}"))
     return rows
 
 
-def _dataset(facility: Facility, told: dict[str, Any], path: str, model: ModelFigures | None) -> list[Row]:
+def _dataset(facility: Facility, answer: dict[str, Any], path: str, model: ModelFigures | None) -> list[Row]:
     name, prepare = facility.name, "prepare it there with `python -m facility.prepare` (or facility/setup.sh -- ...)"
-    if told.get("error") == "missing":
+    if answer.get("error") == "missing":
         return [
             fail(
                 name,
@@ -164,37 +164,37 @@ def _dataset(facility: Facility, told: dict[str, Any], path: str, model: ModelFi
                 f"correct `dataset:`, or {prepare}",
             )
         ]
-    if "error" in told:
-        return [fail(name, "dataset", f"the dataset is not usable: {told['error']}", prepare)]
+    if "error" in answer:
+        return [fail(name, "dataset", f"the dataset is not usable: {answer['error']}", prepare)]
     rows = []
-    if model and model.vocabulary and told["vocabulary_size"] > model.vocabulary:
+    if model and model.vocabulary and answer["vocabulary_size"] > model.vocabulary:
         rows.append(
             fail(
                 name,
                 "tokenizer",
-                f"the dataset was tokenised with {told['vocabulary_size']} tokens, the model has {model.vocabulary}: another tokenizer",
+                f"the dataset was tokenised with {answer['vocabulary_size']} tokens, the model has {model.vocabulary}: another tokenizer",
                 "prepare the dataset with the model's own tokenizer",
             )
         )
-    elif model and differ(told.get("tokenizer_sha256"), model.tokenizer):
+    elif model and differ(answer.get("tokenizer_sha256"), model.tokenizer):
         rows.append(
             fail(
                 name,
                 "tokenizer",
-                f"the dataset was tokenised with {told['tokenizer_sha256']}, the model carries {model.tokenizer}: another tokenizer of the same size",
+                f"the dataset was tokenised with {answer['tokenizer_sha256']}, the model carries {model.tokenizer}: another tokenizer of the same size",
                 "prepare the dataset with the model's own tokenizer",
             )
         )
-    if model and model.positions and told["block_tokens"] > model.positions:
+    if model and model.positions and answer["block_tokens"] > model.positions:
         rows.append(
             fail(
                 name,
                 "dataset",
-                f"blocks have {told['block_tokens']} tokens, the model takes at most {model.positions} positions",
+                f"blocks have {answer['block_tokens']} tokens, the model takes at most {model.positions} positions",
                 f"prepare with --block-tokens {model.positions} or less",
             )
         )
-    blocks = told["blocks"]
+    blocks = answer["blocks"]
     if blocks.get("train", 0) < facility.training.batch_sequences:
         rows.append(
             fail(
@@ -209,7 +209,7 @@ def _dataset(facility: Facility, told: dict[str, Any], path: str, model: ModelFi
             fail(
                 name,
                 "dataset",
-                "there is no validation block, so no perplexity can be told",
+                "there is no validation block, so no perplexity can be computed",
                 "prepare with --validation or a larger --validation-share",
             )
         )
@@ -217,27 +217,27 @@ def _dataset(facility: Facility, told: dict[str, Any], path: str, model: ModelFi
         ok(
             name,
             "dataset",
-            f"{blocks['train']:,} training and {blocks['validation']:,} validation blocks of {told['block_tokens']} tokens",
+            f"{blocks['train']:,} training and {blocks['validation']:,} validation blocks of {answer['block_tokens']} tokens",
         )
     ]
 
 
-def _room(name: str, told: dict[str, Any], workdir: str, reserve: int) -> Row:
-    if not told["writable"]:
+def _room(name: str, answer: dict[str, Any], workdir: str, reserve: int) -> Row:
+    if not answer["writable"]:
         return fail(
             name,
             "room",
             f"{workdir} cannot be written to",
             "correct `workdir:`, or make the directory and give it to your account",
         )
-    if told["free"] < reserve:
+    if answer["free"] < reserve:
         return fail(
             name,
             "room",
-            f"{size(told['free'])} are free at {workdir}, the rounds need {size(reserve)}",
+            f"{size(answer['free'])} are free at {workdir}, the rounds need {size(reserve)}",
             "free some, or choose a larger file system for `workdir:`",
         )
-    for quota in told.get("quotas", []):
+    for quota in answer.get("quotas", []):
         if quota["free"] is not None and quota["free"] < reserve:
             return fail(
                 name,
@@ -252,14 +252,14 @@ def _room(name: str, told: dict[str, Any], workdir: str, reserve: int) -> Row:
                 f"the quota of {quota['of']} leaves {quota['files_free']} files, the rounds need up to {FILES}",
                 "remove files there (a Python environment has tens of thousands), or ask the site for more",
             )
-    if "refused" in told:
+    if "refused" in answer:
         return fail(
             name,
             "room",
-            f"{size(reserve)} could not be reserved at {workdir}: {told['refused']}",
+            f"{size(reserve)} could not be reserved at {workdir}: {answer['refused']}",
             "your quota there is smaller than the free space; ask for more or choose another `workdir:`",
         )
-    return ok(name, "room", f"{size(told['free'])} free at {workdir}, the rounds need {size(reserve)}")
+    return ok(name, "room", f"{size(answer['free'])} free at {workdir}, the rounds need {size(reserve)}")
 
 
 def _pinned() -> dict[str, str]:

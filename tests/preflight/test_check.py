@@ -432,7 +432,7 @@ def test_the_command_prints_a_table_or_json_and_its_code_says_it(site: Site):
     site.says("sbatch", "allocation failure: Invalid account or account/partition combination specified")
     command = [sys.executable, "-m", "coordinator.cli", "check", "--no-link", "-f", str(site.file)]
     table = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert table.returncode == 1 and "sacctmgr show assoc" in table.stdout and "1 to mend" in table.stdout
+    assert table.returncode == 1 and "sacctmgr show assoc" in table.stdout and "1 to fix" in table.stdout
     told = subprocess.run([*command, "--json"], capture_output=True, text=True, cwd=ROOT)
     answer = json.loads(told.stdout)
     assert told.returncode == 1 and answer["failing"] == 1

@@ -1,0 +1,102 @@
+"""`crossfed setup FACILITY`: send CrossFed's code, or a whole bundle, to a facility and run `facility/setup.sh` there.
+
+The same connection as in `crossfed check` and `crossfed run`; the facility needs no internet when a bundle is sent.
+
+HOME/code/crossfed/     the facility's copy of the package and the templates
+HOME/code/wheelhouse/   where a bundle was sent
+HOME/code/job.sh        the facility's job template, for the self-check through its queue
+"""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from coordinator.bundle import copy_code
+from coordinator.config.deployments import Deployment
+from coordinator.config.federation import Facility, Federation
+from coordinator.preflight.remote import check_connection, ssh_command
+from facility.exchange.errors import InputError, TryAgain
+from facility.exchange.messages.template_inheritance import find_template, read_template
+
+TEMPLATE = "job.sh"
+
+
+def set_up(federation: Federation, name: str, *, bundle: Path | None, arguments: list[str]) -> None:
+    """Send the code and run setup.sh with the environment, template and placeholders of federation.yml.
+
+    `bundle`: folder made by `crossfed bundle`. `arguments`: further ones for setup.sh, such as `-- --input ...`.
+    Raises `InputError` for a facility that cannot be set up so, `TryAgain` when the connection or setup.sh fails.
+    """
+    deployment = _facility(federation, name).deployment
+    if not deployment.host:
+        raise InputError(f"facility {name!r} is on this machine: run facility/setup.sh here, if it needs one at all")
+    if deployment.environment.image or deployment.environment.venv:
+        raise InputError(f"facility {name!r} brings its own environment (image or venv): there is nothing to set up")
+    if (row := check_connection(name, deployment)).verdict != "ok":
+        raise TryAgain(f"{name}: {row.found}; {row.fix}")
+    with tempfile.TemporaryDirectory(prefix="crossfed-setup-") as scratch:
+        folder = Path(scratch)
+        copy_code(folder / "crossfed")
+        if deployment.template:
+            text = read_template(find_template(deployment.template, federation.file.parent))
+            (folder / TEMPLATE).write_text(text, encoding="utf-8")
+        _send(deployment, folder, bundle)
+    command = shlex.join(["bash", "-lc", setup_command(deployment, wheelhouse=bundle is not None, arguments=arguments)])
+    code = subprocess.run([*ssh_command(deployment), command], stdin=subprocess.DEVNULL).returncode
+    if code:
+        raise TryAgain(f"facility/setup.sh at {name} ended with code {code}; its last lines above say why")
+
+
+def _facility(federation: Federation, name: str) -> Facility:
+    for facility in federation.facilities:
+        if facility.name == name:
+            return facility
+    known = ", ".join(facility.name for facility in federation.facilities)
+    raise InputError(f"there is no facility {name!r} in {federation.file}, expected one of {known}")
+
+
+def _send(deployment: Deployment, folder: Path, bundle: Path | None) -> None:
+    """Replace HOME/code by `folder` and, where there is one, the bundle; the old one stays until the new one is whole."""
+    parts = ["-C", str(folder), "."]
+    if bundle is not None:
+        if not (bundle / "bundle.json").is_file():
+            raise InputError(f"{bundle} holds no bundle.json: `crossfed bundle --out {bundle}` makes a bundle")
+        shutil.rmtree(folder / "crossfed")  # the bundle's own copy, which its digests cover
+        parts += ["-C", str(bundle.resolve()), "."]
+    home = shell_word(deployment.environment.home)
+    script = (
+        f"umask 077; mkdir -p {home} && cd {home} && rm -rf code.new code.old && mkdir code.new && tar xf - -C code.new "
+        "&& { [ ! -d code ] || mv code code.old; } && mv code.new code && rm -rf code.old"
+    )
+    packing = subprocess.Popen(["tar", "cf", "-", *parts], stdout=subprocess.PIPE)
+    sent = subprocess.run([*ssh_command(deployment), shlex.join(["bash", "-c", script])], stdin=packing.stdout)
+    if packing.stdout is not None:
+        packing.stdout.close()
+    if packing.wait() or sent.returncode:
+        raise TryAgain(f"the code could not be sent to {deployment.host}: {sent.returncode}; is its file system full?")
+
+
+def setup_command(deployment: Deployment, *, wheelhouse: bool, arguments: list[str]) -> str:
+    """The shell command that runs setup.sh at the facility."""
+    environment, code = deployment.environment, f"{deployment.environment.home}/code"
+    words = ["bash", shell_word(f"{code}/crossfed/facility/setup.sh"), "--home", shell_word(environment.home)]
+    for module in environment.modules:
+        words += ["--module", shlex.quote(module)]
+    if environment.conda:
+        words += ["--conda", shlex.quote(environment.conda)]
+    if wheelhouse:
+        words += ["--wheelhouse", shell_word(f"{code}/wheelhouse")]
+    if deployment.template:
+        words += ["--template", shell_word(f"{code}/{TEMPLATE}")]
+        for key, value in deployment.filled().items():
+            words += ["--fill", shlex.quote(f"{key}={value}")]
+    return " ".join([*words, *map(shlex.quote, arguments)])
+
+
+def shell_word(path: str) -> str:
+    """A path as one shell word; a leading `~/` is the account's home."""
+    return f'"$HOME"{shlex.quote(path[1:])}' if path.startswith("~/") else shlex.quote(path)

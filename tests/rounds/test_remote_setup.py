@@ -1,0 +1,69 @@
+"""`crossfed setup`: the code arrives whole, setup.sh runs with what federation.yml says, names and paths stay words."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from coordinator.config.federation import read_federation
+from coordinator.remote_setup import set_up
+from facility.exchange.errors import InputError, TryAgain
+
+FEDERATION = """\
+name: two
+model: model
+rounds: 1
+facilities:
+  - name: here
+    dataset: data
+  - name: far
+    dataset: ~/data
+    deployment:
+      type: slurm
+      host: login.example.org
+      workdir: /scratch/crossfed
+      template: slurm
+      fill: {account: proj42, partition: gpu}
+      environment: {home: "~/it's a home"}
+"""
+
+
+@pytest.fixture
+def far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Home of the account at the facility; `ssh` runs its command here, as sshd would: by the account's shell."""
+    home, programs = tmp_path / "far", tmp_path / "bin"
+    home.mkdir()
+    programs.mkdir()
+    (programs / "ssh").write_text(f"#!/bin/bash\ncd '{home}' && HOME='{home}' exec bash -c \"${{@: -1}}\"\n")
+    (programs / "ssh").chmod(0o755)
+    (home / ".bash_profile").write_text(f"export PATH='{Path(sys.executable).parent}':$PATH\n")
+    monkeypatch.setenv("PATH", f"{programs}{os.pathsep}{os.environ['PATH']}")
+    (tmp_path / "workflow").mkdir()
+    (tmp_path / "workflow" / "federation.yml").write_text(FEDERATION)
+    return home
+
+
+def test_a_facility_is_set_up_over_ssh_and_again(far: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    federation = read_federation(tmp_path / "workflow" / "federation.yml")
+    for _ in range(2):
+        set_up(federation, "far", bundle=None, arguments=["--as-is", "--no-self-check"])
+    home = far / "it's a home"
+    assert "env.sh: unchanged" in capfd.readouterr().out and (home / "env.sh").is_file()
+    assert (home / "code" / "crossfed" / "facility" / "round.py").is_file()
+    assert "<account>" in (home / "code" / "job.sh").read_text()
+    assert not (home / "code.old").exists() and not (home / "code.new").exists()
+
+
+def test_what_cannot_be_set_up_is_refused(far: Path, tmp_path: Path):
+    federation = read_federation(tmp_path / "workflow" / "federation.yml")
+    with pytest.raises(InputError, match="is on this machine"):
+        set_up(federation, "here", bundle=None, arguments=[])
+    with pytest.raises(InputError, match="no facility 'fra' in .*expected one of here, far"):
+        set_up(federation, "fra", bundle=None, arguments=[])
+    with pytest.raises(InputError, match="holds no bundle.json"):
+        set_up(federation, "far", bundle=tmp_path, arguments=[])
+    with pytest.raises(TryAgain, match="ended with code 2"):
+        set_up(federation, "far", bundle=None, arguments=["--python", "no-such-python"])
