@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from facility.exchange.errors import InputError
 from facility.exchange.messages.settings import TrainingSettings
+from facility.sync.protocol import Synchroniser
 from facility.training.data.tasks import Batch
 from facility.training.monitor.clock import Clock
 from facility.training.optimizer import adamw, clip, squared_norm
@@ -50,7 +51,7 @@ class Engine:
         self.counts = row == 0
         """Does this rank count its predictions? The other stages of its pipeline read the same."""
         self.together = layout.grid.replicas == 1 or layout.replicas_in_mesh
-        """Do all replicas make one step of one batch (and not each its own, brought together by a policy)?"""
+        """True if all replicas step in lockstep on one shared batch, False if a policy of `facility.sync` joins them."""
         self.scale = 2.0**15 if settings.compute_dtype == "float16" else 1.0
         self.skipped = self.bad_in_a_row = self._good = 0
 
@@ -71,21 +72,49 @@ class Engine:
         """Does any rank of this replica want to stop? The same answer on each."""
         return self._sum(float(wanted))[0] > 0
 
-    def step(self, batches: Sequence[Batch], rate: Callable[[], float], sync: object | None = None) -> StepResult:
+    def step(self, batches: Sequence[Batch], rate: Callable[[], float], sync: Synchroniser | None = None) -> StepResult:
         """Train on this rank's micro-batches; all data-parallel ranks together have the batch.
 
         `rate` is asked for the learning rate after gradients are exchanged: replicas that exchange agree on progress.
 
         Token-weighted: the gradient is that of the mean over every prediction of the batch, however the batch is cut.
         """
+        (predictions,) = self._sum(sum(batch.predictions for batch in batches) if self.counts else 0)
+        loss_sum = self._backward(batches, predictions, sync)
+        gradients = self._collect_gradients()
+        if sync is not None:
+            with self.clock("communication"):
+                sync.reduce_gradients(predictions)
+        with self.clock("optimizer"):
+            loss_total, norm = self._measure(loss_sum)
+            finite, chosen = math.isfinite(loss_total) and math.isfinite(norm), rate()
+            if finite:
+                clip(gradients, norm, self.settings.clip_norm)
+                self._update(chosen)
+            for part in self.parts:
+                part.tensor.grad = part.parameter.grad = None
+        self.clock.settle()
+        self._count(finite, norm, loss_total)
+        return StepResult(
+            loss=loss_total / predictions if predictions else 0.0,
+            gradient_norm=norm,
+            predictions=int(predictions),
+            rate=chosen,
+            skipped=not finite,
+        )
+
+    def _backward(self, batches: Sequence[Batch], predictions: float, sync: Synchroniser | None) -> torch.Tensor:
+        """Accumulate this rank's gradients of the mean loss; returns the summed loss where the head is here."""
         for module in self.compute.modules:
             module.train()
-        (predictions,) = self._sum(sum(batch.predictions for batch in batches) if self.counts else 0)
         if sync is not None and self.scale == 1.0 and not self.assembly.tied:
             # What the backward pass leaves is what is exchanged, so that may begin while it goes on.
-            sync.before_step(predictions)  # type: ignore[attr-defined]
+            sync.before_step(predictions)
         averaged = self.layout.grid.data_ranks if self.together else self.layout.grid.shards
-        loss_sum = self.compute.train(batches, averaged / max(1.0, predictions) * self.scale)
+        return self.compute.train(batches, averaged / max(1.0, predictions) * self.scale)
+
+    def _collect_gradients(self) -> list[torch.Tensor]:
+        """Hand the rows of each gradient to the optimizer's tensors, unscaled; returns those that are present."""
         with self.clock("communication"):
             self._tie()
         gradients = [part.gradient for part in self.parts]
@@ -94,35 +123,26 @@ class Engine:
         present = [g for g in gradients if g is not None]
         if self.scale != 1.0 and present:
             torch._foreach_mul_(present, 1.0 / self.scale)
-        if sync is not None:
-            with self.clock("communication"):
-                sync.reduce_gradients(predictions)  # type: ignore[attr-defined]
-        with self.clock("optimizer"):
-            for part, anchor in zip(self.parts, self.anchor, strict=False):
-                if part.gradient is not None:  # gradient of mu/2 |w - w_received|^2
-                    part.gradient.add_(part.tensor.detach() - anchor, alpha=self.settings.proximal)
-            counted = [p.gradient for p in self.parts if p.gradient is not None and not p.copy]
-            # Replicas that step together hold the same gradient: each counts its part of the squares.
-            copies = self.layout.grid.replicas if self.together else 1
-            loss_total, squares = self._sum(
-                loss_sum if self.compute.tells_loss else 0.0, squared_norm(counted, self.ranks.device) / copies
-            )
-            norm_value = math.sqrt(squares) if squares >= 0 else math.nan
-            finite = math.isfinite(loss_total) and math.isfinite(norm_value)
-            chosen = rate()
-            if finite:
-                clip(present, norm_value, self.settings.clip_norm)
-                for group in self.optimizer.param_groups:
-                    group["lr"] = chosen
-                self.optimizer.step()
-            for part in self.parts:
-                part.tensor.grad = part.parameter.grad = None
-        self.clock.settle()
-        self._count(finite, norm_value, loss_total)
-        loss = loss_total / predictions if predictions else 0.0
-        return StepResult(
-            loss=loss, gradient_norm=norm_value, predictions=int(predictions), rate=chosen, skipped=not finite
+        return present
+
+    def _measure(self, loss_sum: torch.Tensor) -> tuple[float, float]:
+        """Add the proximal term's gradient; returns the batch's summed loss and the gradient's norm."""
+        for part, anchor in zip(self.parts, self.anchor, strict=False):
+            if part.gradient is not None:  # gradient of mu/2 |w - w_received|^2
+                part.gradient.add_(part.tensor.detach() - anchor, alpha=self.settings.proximal)
+        counted = [p.gradient for p in self.parts if p.gradient is not None and not p.copy]
+        # Replicas that step together hold the same gradient: each counts its part of the squares.
+        copies = self.layout.grid.replicas if self.together else 1
+        loss_total, squares = self._sum(
+            loss_sum if self.compute.tells_loss else 0.0, squared_norm(counted, self.ranks.device) / copies
         )
+        return loss_total, math.sqrt(squares) if squares >= 0 else math.nan
+
+    def _update(self, rate: float) -> None:
+        """One optimizer step at the learning rate `rate`."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
 
     def _tie(self) -> None:
         """A tied head away from its embedding: both ranks take the sum of both gradients."""

@@ -84,122 +84,158 @@ def assemble(
     structure: ModelStructure | None,
     chunk_rows: int = 0,
 ) -> Assembly:
-    """Cut, shard, and give memory to this rank's part of a drawn model only; `chunk_rows`: see `facility.training.head`."""
+    """Cut, shard and allocate this rank's part of a meta model; `chunk_rows`: see `facility.training.head`."""
     found = names_of(skeleton, checkpoint)
     names = found.disk
     trained = {names[n]: tuple(p.shape) for n, p in skeleton.named_parameters() if p.requires_grad}
     parameters = sum(p.numel() for p in skeleton.parameters())
-    dtype = getattr(torch, settings.compute_dtype)
-    grid = layout.grid
-    replica, row, column = grid.place(ranks.rank)
-    mesh = None
-    if ranks.world > 1:
-        mesh = DeviceMesh(ranks.device.type, torch.from_numpy(grid.ranks), mesh_dim_names=("replica", "stage", "shard"))
-    in_mesh = layout.replicas_in_mesh and grid.replicas > 1
-    copies = in_mesh and layout.agrees_once and not layout.units
-    sharded = (grid.shards > 1 or in_mesh) and not copies
-    precision = Precision(ranks.device, dtype, casts_itself=sharded)
-
-    def cut(module: nn.Module, blocks: list[nn.Module], output: torch.dtype | None) -> None:
-        if sharded:
-            assert mesh is not None
-            chosen = mesh["replica", "shard"] if in_mesh else mesh["shard"]
-            shard(
-                module,
-                blocks,
-                chosen,
-                compute_dtype=dtype,
-                reshard=layout.reshard and not layout.units,
-                offload=settings.layout.offload,
-                root_output=output,
-            )
-            time_collectives(module, clock, replicas=in_mesh)
-        initialise_parameters(module, ranks.device)
-
-    def parts(model: nn.Module, keep: bool = True) -> list[LocalShard]:
-        return [shard_of(names.get(name, name), parameter) for name, parameter in model.named_parameters()]
-
+    sharder = Sharder(layout, ranks, settings, clock)
+    tied: list[LocalShard] = []
+    group: dist.ProcessGroup | None = None
     if not layout.units:
-        prepare_blocks(skeleton, settings)
-        chunked = ChunkedHead(skeleton, chunk_rows) if chunk_rows else None
-        cut(skeleton, list(find_blocks(skeleton)[1]), torch.float32)
-        replicated = None
-        if copies:
-            assert mesh is not None
-            among = mesh["replica"].get_group()
-            replicated = DistributedDataParallel(
-                skeleton,
-                process_group=among,
-                broadcast_buffers=False,
-                init_sync=False,
-                gradient_as_bucket_view=True,
-                find_unused_parameters=True,
-            )
-            time_all_reduce(replicated, among, clock)
-        return Assembly(
-            compute=Whole(skeleton, task, precision, clock, replicated=replicated, chunked=chunked),
-            parts=parts(skeleton),
-            shapes=trained,
-            names=found,
-            buffers=buffers_of(skeleton, found),
-            tied=[],
-            tied_group=None,
-            model_group=model_group(grid, ranks),
-            mesh=mesh,
-            structure=structure,
-            parameters=parameters,
-            trained=sum(torch.Size(s).numel() for s in trained.values()),
-        )
-
-    assert mesh is not None and structure is not None
-    stages: dict[int, Stage] = {}
-    held: list[LocalShard] = []
-    tied_names = tied_to_embedding(skeleton, structure)
-    for index in range(row, len(layout.units), grid.stages):
-        first, end = layout.units[index]
-        model = copy.deepcopy(skeleton)
-        prepare_blocks(model, settings)  # after the copy: a wrapped forward would call the original's parameters
-        last = index == len(layout.units) - 1
-        stage = Stage(model, structure, first, end, torch.float32 if last else dtype, chunk_rows=chunk_rows)
-        blocks = model.get_submodule(structure.blocks)
-        assert isinstance(blocks, nn.ModuleList)
-        cut(stage, list(blocks)[max(0, first - 1) : max(0, min(end, structure.count + 1) - 1)], None)
-        stages[index] = stage
-        for part in parts(model):
-            alias = tied_names.get(part.name)
-            if alias is not None and first > 0:
-                part = dataclasses.replace(part, name=names[alias], copy=True)
-            held.append(part)
-    group, first_rank_only = tied_group(grid, ranks, bool(tied_names))
-    originals = {names[alias] for alias in tied_names.values()}
-    tied = [p for p in held if p.trained and (p.copy or (first_rank_only and p.name in originals))]
-    pipeline = Pipeline(
-        stages,
-        len(layout.units),
-        structure,
-        task,
-        precision,
-        clock,
-        group=mesh["stage"].get_group(),
-        schedule=layout.schedule,
-        micro_batches=layout.shape.micro_batches[grid.data_rank(ranks.rank)],
-        micro_batch_sequences=layout.shape.micro_batch_sequences,
-        block_tokens=layout.block_tokens,
-    )
+        compute: Compute = assemble_whole(skeleton, task, sharder, chunk_rows)
+        held, buffers = shards_of(skeleton, names), buffers_of(skeleton, found)
+    else:
+        assert structure is not None
+        tied_names = tied_to_embedding(skeleton, structure)
+        stages = cut_stages(skeleton, structure, sharder, chunk_rows)
+        held = shards_of_stages(stages, names, tied_names)
+        buffers = [part for stage in stages.values() for part in buffers_of(stage.model, found)]
+        group, first_rank_only = tied_group(layout.grid, ranks, bool(tied_names))
+        originals = {names[alias] for alias in tied_names.values()} if first_rank_only else set()
+        if group is not None:
+            tied = [p for p in held if p.trained and (p.copy or p.name in originals)]
+        compute = assemble_pipeline(stages, structure, task, sharder)
     return Assembly(
-        compute=pipeline,
+        compute=compute,
         parts=held,
         shapes=trained,
         names=found,
-        buffers=[part for stage in stages.values() for part in buffers_of(stage.model, found)],
-        tied=tied if group is not None else [],
+        buffers=buffers,
+        tied=tied,
         tied_group=group,
-        model_group=model_group(grid, ranks),
-        mesh=mesh,
+        model_group=model_group(layout.grid, ranks),
+        mesh=sharder.mesh,
         structure=structure,
         parameters=parameters,
         trained=sum(torch.Size(s).numel() for s in trained.values()),
     )
+
+
+class Sharder:
+    """Shards and allocates the modules of one rank as the layout says."""
+
+    def __init__(self, layout: Layout, ranks: Ranks, settings: TrainingSettings, clock: Clock) -> None:
+        self.layout, self.ranks, self.settings, self.clock = layout, ranks, settings, clock
+        self.dtype: torch.dtype = getattr(torch, settings.compute_dtype)
+        grid = layout.grid
+        self.mesh: DeviceMesh | None = None
+        """Every rank by (replica, stage, shard); None for a single rank."""
+        if ranks.world > 1:
+            names = ("replica", "stage", "shard")
+            self.mesh = DeviceMesh(ranks.device.type, torch.from_numpy(grid.ranks), mesh_dim_names=names)
+        self.in_mesh = layout.replicas_in_mesh and grid.replicas > 1
+        """True if torch averages gradients over replicas, by FSDP2 or DDP."""
+        self.copies = self.in_mesh and layout.agrees_once and not layout.units
+        """True if that is DDP: whole copies of the model, one exchange a step."""
+        self.sharded = (grid.shards > 1 or self.in_mesh) and not self.copies
+        """True if FSDP2 shards this rank's modules."""
+        self.precision = Precision(ranks.device, self.dtype, casts_itself=self.sharded)
+
+    def allocate(self, module: nn.Module, blocks: list[nn.Module], output: torch.dtype | None) -> None:
+        """Apply FSDP2 where the layout asks for it, then give the module's parameters memory."""
+        if self.sharded:
+            assert self.mesh is not None
+            chosen = self.mesh["replica", "shard"] if self.in_mesh else self.mesh["shard"]
+            shard(
+                module,
+                blocks,
+                chosen,
+                compute_dtype=self.dtype,
+                reshard=self.layout.reshard and not self.layout.units,
+                offload=self.settings.layout.offload,
+                root_output=output,
+            )
+            time_collectives(module, self.clock, replicas=self.in_mesh)
+        initialise_parameters(module, self.ranks.device)
+
+
+def assemble_whole(model: nn.Module, task: Task, sharder: Sharder, chunk_rows: int) -> Whole:
+    """The whole model on this rank: sharded, among copies of itself, or alone."""
+    prepare_blocks(model, sharder.settings)
+    chunked = ChunkedHead(model, chunk_rows) if chunk_rows else None
+    sharder.allocate(model, list(find_blocks(model)[1]), torch.float32)
+    replicated = None
+    if sharder.copies:
+        assert sharder.mesh is not None
+        among = sharder.mesh["replica"].get_group()
+        replicated = DistributedDataParallel(
+            model,
+            process_group=among,
+            broadcast_buffers=False,
+            init_sync=False,
+            gradient_as_bucket_view=True,
+            find_unused_parameters=True,
+        )
+        time_all_reduce(replicated, among, sharder.clock)
+    return Whole(model, task, sharder.precision, sharder.clock, replicated=replicated, chunked=chunked)
+
+
+def cut_stages(skeleton: nn.Module, structure: ModelStructure, sharder: Sharder, chunk_rows: int) -> dict[int, Stage]:
+    """This rank's stages of the model, allocated, by their number."""
+    layout = sharder.layout
+    _, row, _ = layout.grid.place(sharder.ranks.rank)
+    stages: dict[int, Stage] = {}
+    for index in range(row, len(layout.units), layout.grid.stages):
+        first, end = layout.units[index]
+        model = copy.deepcopy(skeleton)
+        prepare_blocks(
+            model, sharder.settings
+        )  # after the copy: a wrapped forward would call the original's parameters
+        output = torch.float32 if index == len(layout.units) - 1 else sharder.dtype
+        stage = Stage(model, structure, first, end, output, chunk_rows=chunk_rows)
+        blocks = model.get_submodule(structure.blocks)
+        assert isinstance(blocks, nn.ModuleList)
+        own = list(blocks)[max(0, first - 1) : max(0, min(end, structure.count + 1) - 1)]
+        sharder.allocate(stage, own, None)
+        stages[index] = stage
+    return stages
+
+
+def assemble_pipeline(stages: dict[int, Stage], structure: ModelStructure, task: Task, sharder: Sharder) -> Pipeline:
+    """The schedule over this rank's stages and those of its pipeline's other ranks."""
+    layout = sharder.layout
+    assert sharder.mesh is not None
+    return Pipeline(
+        stages,
+        len(layout.units),
+        structure,
+        task,
+        sharder.precision,
+        sharder.clock,
+        group=sharder.mesh["stage"].get_group(),
+        schedule=layout.schedule,
+        micro_batches=layout.shape.micro_batches[layout.grid.data_rank(sharder.ranks.rank)],
+        micro_batch_sequences=layout.shape.micro_batch_sequences,
+        block_tokens=layout.block_tokens,
+    )
+
+
+def shards_of(model: nn.Module, names: dict[str, str]) -> list[LocalShard]:
+    """What this rank holds of every parameter of the model, by name on disk."""
+    return [shard_of(names.get(name, name), parameter) for name, parameter in model.named_parameters()]
+
+
+def shards_of_stages(stages: dict[int, Stage], names: dict[str, str], tied_names: dict[str, str]) -> list[LocalShard]:
+    """The same of a rank's stages; a tied head away from its embedding is a copy under the embedding's name."""
+    held = []
+    for stage in stages.values():
+        for part in shards_of(stage.model, names):
+            alias = tied_names.get(part.name)
+            if alias is not None and stage.first > 0:
+                part = dataclasses.replace(part, name=names[alias], copy=True)
+            held.append(part)
+    return held
 
 
 def buffers_of(model: nn.Module, names: Names) -> list[LocalShard]:
