@@ -24,6 +24,7 @@ from facility.exchange.errors import TryAgain, exit_on_error
 from facility.launching.devices import Devices, cleaned, detect
 from facility.launching.notes import Notes
 from facility.launching.place import Place, Tasks, master_port, place, read_tasks
+from facility.launching.rendezvous import private_directory
 from facility.launching.supervise import Ending, Limits, supervise
 from facility.launching.tables import RANKS_PER_NODE, TORCHRUN
 
@@ -69,9 +70,13 @@ def launch(
         others = [note for note in notes.failures() if note.get("task") != tasks.task]
         return f"another node failed first: {others[0].get('reason')}" if others else ""
 
-    ending = supervise(
-        [sys.executable, *arguments], environments, limits=limits, elsewhere=elsewhere if several else None
-    )
+    with private_directory(tasks, notes, meeting_seconds) as meeting:
+        ending = supervise(
+            [sys.executable, *arguments],
+            [environment | meeting for environment in environments],
+            limits=limits,
+            elsewhere=elsewhere if several else None,
+        )
     if ending.code and several:
         notes.write(f"failed-{tasks.task}", asdict(ending) | {"task": tasks.task, "node": tasks.node})
     return ending

@@ -35,7 +35,8 @@ from facility.measuring.running import measure_running
 from facility.measuring.tournament import groups_of
 from facility.measuring.traffic_control import Way, script
 from facility.measuring.wire import Wire
-from facility.training.parallel.ranks import Ranks, end, from_environment, start, together
+from facility.training.parallel.ranks import Ranks, end, from_environment, together
+from facility.training.parallel.rendezvous import start
 
 
 def parser() -> argparse.ArgumentParser:

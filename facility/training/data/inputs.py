@@ -2,17 +2,75 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from facility.dataset import PreparedDataset
+import torch
+
+from facility.dataset import PreparedDataset, open_dataset
 from facility.exchange.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from facility.exchange.checkpoints.tokenizer import differ, tokenizer_digest
 from facility.exchange.errors import ConfigurationError, InputError, ManifestError
 from facility.exchange.messages import manifest as manifests
 from facility.exchange.messages.settings import FacilitySettings
 from facility.preparing.tokenizer import load_tokenizer
+from facility.training.data.tasks import Task, task_for
+from facility.training.model import Attention, choose_attention, count_blocks, read_config
 from facility.training.parallel.ranks import Ranks
+from facility.training.request import RoundRequest
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundInputs:
+    """What a round starts from, opened and checked; no weight has been read."""
+
+    received: Checkpoint
+    base: manifests.Manifest | None
+    """The received model's manifest, where it carries one."""
+    checkpoint: Checkpoint
+    """What the frozen and initial weights are loaded from: the received model, or `training.lora.base`."""
+    dataset: PreparedDataset
+    config: Any
+    """The model's transformers configuration."""
+    task: Task
+    attention: Attention
+    blocks: int
+    """Repeated blocks of the model."""
+
+    @property
+    def base_sha256(self) -> str:
+        """Digest of the received model; empty where it carries no manifest."""
+        return self.base.content_sha256 if self.base else ""
+
+    @property
+    def block_tokens(self) -> int:
+        return self.dataset.manifest.block_tokens
+
+
+def read_inputs(request: RoundRequest, ranks: Ranks) -> RoundInputs:
+    """Open the model and the dataset, refuse what cannot be trained. Raises `InputError`."""
+    received, base = read_model(request.model, request.round, ranks, evaluation=request.evaluates_only)
+    base_model = request.base_model
+    checkpoint = received if base_model == request.model else open_checkpoint(base_model)
+    dataset = open_dataset(request.dataset)
+    config = read_config(base_model)
+    check_inputs(request.round, request.out, request.settings, dataset, config)
+    if ranks.first:
+        check_vocabulary(base_model, dataset)
+    task = task_for(dataset, config)
+    dtype = getattr(torch, request.training.compute_dtype)
+    attention = choose_attention(config, task.factory, ranks.device, dtype)
+    return RoundInputs(
+        received=received,
+        base=base,
+        checkpoint=checkpoint,
+        dataset=dataset,
+        config=config,
+        task=task,
+        attention=attention,
+        blocks=count_blocks(config, task.factory, attention),
+    )
 
 
 def read_model(

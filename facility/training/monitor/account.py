@@ -83,6 +83,11 @@ def steady(ends: list[float], tokens: int) -> float | None:
     return (len(ends) - 2) * tokens / (ends[-1] - ends[1]) if len(ends) > 2 else None
 
 
+def rounded(seconds: dict[str, float]) -> dict[str, float]:
+    """Seconds by part with the digits that the report shows."""
+    return {part: round(value, 4) for part, value in seconds.items()}
+
+
 def details(
     held: Assembly,
     layout: Layout,

@@ -1,32 +1,69 @@
-"""What the first rank tells while it works, on stderr."""
+"""Progress of a round: a log line and `progress.json` in the job's directory, at most once a second.
+
+`progress.json` is for programs: step, steps, loss (nats per prediction), tokens_per_second, seconds_left and time
+(seconds since 1970) of the latest step. It is replaced atomically.
+"""
 
 from __future__ import annotations
 
-import sys
+import json
+import logging
+import math
+import os
 import time
+from pathlib import Path
 
-from facility.exchange.messages.settings import FacilitySettings
 from facility.training.engine import StepResult
 from facility.training.parallel.ranks import Ranks
 
+log = logging.getLogger(__name__)
+FILE = "progress.json"
+SECONDS = 1.0
+"""Between two reports at least, unless every step is asked for."""
+
 
 class Progress:
-    """One line per event; steps at most once a second unless `always`."""
+    """The first rank's account of its steps; other ranks report nothing."""
 
-    def __init__(self, ranks: Ranks, settings: FacilitySettings, round: int, *, always: bool) -> None:
-        self.speaks, self.always, self.total = ranks.first, always, settings.training.steps
-        self.prefix = f"[{settings.facility} round {round}]"
-        self._last = 0.0
+    def __init__(self, ranks: Ranks, directory: Path, *, steps: int, step_tokens: int, done: int, always: bool) -> None:
+        """`steps` of the round, of which `done` lie before this start; `always`: log each."""
+        self.first, self.always, self.steps, self.step_tokens = ranks.first, always, steps, step_tokens
+        self._file = directory / FILE
+        self._began, self._done_before, self._last = time.monotonic(), done, -math.inf
 
-    def say(self, text: str) -> None:
-        if self.speaks:
-            print(f"{self.prefix} {text}", file=sys.stderr, flush=True)
-
-    def step(self, step: int, result: StepResult) -> None:
+    def step(self, done: int, result: StepResult) -> None:
+        """Report step number `done`, counted from 1."""
         now = time.monotonic()
-        if self.always or step == self.total or now - self._last >= 1.0:
+        due = done == self.steps or now - self._last >= SECONDS
+        if not self.first or not (self.always or due):
+            return
+        log.info(
+            "step %d/%d  loss %.4f  gradient norm %.3f  learning rate %.2e",
+            done,
+            self.steps,
+            result.loss,
+            result.gradient_norm,
+            result.rate,
+        )
+        if due:
             self._last = now
-            self.say(
-                f"step {step}/{self.total}  loss {result.loss:.4f}  "
-                f"gradient norm {result.gradient_norm:.3f}  learning rate {result.rate:.2e}"
-            )
+            self._write(done, result.loss, now - self._began)
+
+    def _write(self, done: int, loss: float, seconds: float) -> None:
+        """Replace `progress.json`; a disk that is full must not end the round."""
+        speed = (done - self._done_before) / seconds if seconds > 0 else 0.0
+        value = {
+            "step": done,
+            "steps": self.steps,
+            "loss": loss if math.isfinite(loss) else None,
+            "tokens_per_second": round(speed * self.step_tokens, 3),
+            "seconds_left": round(max(0, self.steps - done) / speed, 3) if speed else None,
+            "time": round(time.time(), 3),
+        }
+        temporary = self._file.with_name(f".{FILE}.{os.getpid()}")
+        try:
+            temporary.write_text(json.dumps(value) + "\n")
+            temporary.replace(self._file)
+        except OSError as error:
+            log.warning("%s cannot be written: %s", self._file, error)
+            self.first = False

@@ -8,7 +8,6 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch
@@ -16,6 +15,8 @@ import torch.distributed as dist
 
 from facility.exchange.errors import ConfigurationError, CrossFedError, InputError, TryAgain, exit_on_error
 from facility.training.parallel.exchange import all_gather_json, broadcast_json
+
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +28,10 @@ class Ranks:
     local_rank: int
     local_world: int
     device: torch.device
+    number: int = 0
+    """RANK as the launcher gave it; a plan may number the ranks that it uses anew."""
+    one_node: bool = True
+    """True if every rank of the job, idle ones included, is on this node."""
     hosts: bool = False
     """Does the store run in this process at which the ranks meet? (Not with torchrun, which runs it itself.)"""
 
@@ -56,27 +61,17 @@ def from_environment(device: str = "auto") -> Ranks:
         chosen = torch.device("cuda", local_rank % torch.cuda.device_count())
     else:
         chosen = torch.device("cpu")
-    return Ranks(rank=rank, world=world, local_rank=local_rank, local_world=local_world, device=chosen, hosts=rank == 0)
-
-
-def start(ranks: Ranks, *, threads: int, timeout_seconds: float) -> None:
-    """Set the process's device and threads, and meet the other ranks. A hung peer is noticed after the timeout."""
-    if ranks.device.type == "cuda":
-        torch.cuda.set_device(ranks.device)
-    cores = len(os.sched_getaffinity(0))
-    torch.set_num_threads(threads or int(os.environ.get("OMP_NUM_THREADS", max(1, cores // ranks.local_world))))
-    if ranks.world > 1 and not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if ranks.device.type == "cuda" else "gloo"
-        limit = timedelta(seconds=timeout_seconds)
-        try:
-            store = None
-            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-                # A plan may number ranks anew; the store stays with the process that MASTER_ADDR names.
-                where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-                store = dist.TCPStore(*where, world_size=ranks.world, is_master=ranks.hosts, timeout=limit)
-            dist.init_process_group(backend, store=store, timeout=limit, rank=ranks.rank, world_size=ranks.world)
-        except dist.DistError as error:
-            raise TryAgain(f"rank {ranks.rank} of {ranks.world} could not meet the others: {error}") from None
+    return Ranks(
+        rank=rank,
+        world=world,
+        local_rank=local_rank,
+        local_world=local_world,
+        device=chosen,
+        number=rank,
+        one_node=local_world == world
+        and ("LOCAL_WORLD_SIZE" in os.environ or os.environ.get("MASTER_ADDR", "localhost") in LOOPBACK),
+        hosts=rank == 0,
+    )
 
 
 @contextmanager

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 from pathlib import Path
-
-import torch.distributed as dist
 
 from facility.sync.policies.alone import Alone
 from facility.sync.protocol import Place, Synchroniser, connect
@@ -13,7 +12,8 @@ from facility.sync.runtime.sampling import ReplicaOrder
 from facility.sync.runtime.wire import address_of_this_node
 from facility.training.engine import Engine
 from facility.training.parallel.arrange import Layout
-from facility.training.parallel.ranks import Ranks, broadcast
+from facility.training.parallel.ranks import Ranks
+from facility.training.parallel.rendezvous import further_store
 from facility.training.seeds import derive
 
 
@@ -32,8 +32,8 @@ def order_of(layout: Layout, ranks: Ranks, *, sequences: int, seed: int) -> Repl
     )
 
 
-def paces(layout: Layout, ranks: Ranks, engine: Engine) -> tuple[int, int]:
-    """How many replicas have weights and a pace of their own, and which of them this rank is part of."""
+def independent_replicas(layout: Layout, ranks: Ranks, engine: Engine) -> tuple[int, int]:
+    """Number of replicas that have weights of their own, and which of them this rank is part of."""
     return (1, 0) if engine.together else (layout.grid.replicas, layout.grid.place(ranks.rank)[0])
 
 
@@ -46,11 +46,6 @@ def synchroniser(
         return Alone(steps, done)
     replica, row, column = grid.place(ranks.rank)
     address = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    if ranks.first:
-        store = dist.TCPStore(address, 0, None, is_master=True, wait_for_workers=False)
-        broadcast(ranks, str(store.port))
-    else:
-        store = dist.TCPStore(address, int(broadcast(ranks, None)), None, is_master=False, wait_for_workers=False)
     return connect(
         layout.sync,
         place=Place(
@@ -64,7 +59,7 @@ def synchroniser(
         steps=steps,
         done=done,
         samples=samples,
-        store=store,
+        store=further_store(f"sync-{round}", ranks, timedelta(seconds=layout.sync.timeout_seconds)),
         backwards_per_step=layout.shape.micro_batches[grid.data_rank(ranks.rank)],
         device=ranks.device,
         address=address_of_this_node(address),

@@ -89,7 +89,7 @@ class MidRoundCheckpoint:
     """Vectors over the parameters that the policy between replicas keeps."""
     format: int = PAUSE_FORMAT
 
-    def standing(self, replica: int, replicas: int) -> ReplicaProgress:
+    def progress_of(self, replica: int, replicas: int) -> ReplicaProgress:
         """Where a replica goes on: at its own place, or, laid out otherwise than before, at the mean of all."""
         if len(self.replicas) == replicas:
             return self.replicas[replica]
@@ -285,7 +285,7 @@ def load_checkpoint(
     """Put weights and moments back: this replica's own, or, where replicas were others, the mean and the first's."""
     written = len(pause.replicas)
     sources = [replica] if written == replicas else list(range(written))
-    steps = pause.standing(replica, replicas).optimizer_steps
+    steps = pause.progress_of(replica, replicas).optimizer_steps
     load_moments(directory / PAUSED, optimizer, parts, steps, replica=sources[0])
     checkpoint, weights = open_checkpoint(directory / PAUSED), weights_of(parts)
     load_shards(of_replica(sources[0], weights), checkpoint)

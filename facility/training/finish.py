@@ -1,0 +1,140 @@
+"""The last stages of a round: state for the next one, the report, and the update."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from facility.exchange.errors import ConfigurationError
+from facility.exchange.messages import report as reports
+from facility.training.monitor import account
+from facility.training.parallel.ranks import gather
+from facility.training.round import Round
+from facility.training.state import state
+from facility.training.state.update import outgoing_parts, outgoing_tensors, write_evaluation, write_update
+
+
+def finish_evaluation(round: Round) -> None:
+    """Write the report of a round that only evaluates the final model."""
+    request, times = round.request, round.times
+    write_evaluation(
+        request.out,
+        request.settings,
+        round.inputs.base,
+        round.ranks,
+        round.progress.loss_received,
+        times.loaded - request.began,
+        times.evaluated - times.loaded,
+    )
+
+
+def finish_round(round: Round) -> None:
+    """Keep the state for the next round and write the update with its report. Raises `ConfigurationError`."""
+    save_state(round)
+    if not any(loss >= 0 for loss in round.progress.losses):
+        raise ConfigurationError("every step of the round was skipped: no loss was finite")
+    request, inputs, held = round.request, round.inputs, round.engine.assembly
+    figures = measure(round)
+    adapters = held.shapes if request.training.lora.rank else None
+    write_update(
+        request.out,
+        request.model,
+        inputs.checkpoint,
+        outgoing_tensors(inputs.checkpoint, adapters, request.training.export_dtype),
+        held.names,
+        inputs.base,
+        outgoing_parts(held.parts, held.names.repeats),
+        round.ranks,
+        round.writes,
+        request.settings,
+        request.round,
+        lambda: report_of(round, figures),
+    )
+
+
+def save_state(round: Round) -> None:
+    """Write `round-N` of the state directory."""
+    request, settings, training = round.request, round.request.settings, round.request.training
+    kept = training.keep_optimizer
+    message = state.RoundState(
+        federation=settings.federation,
+        facility=settings.facility,
+        seed=settings.seed,
+        round=request.round,
+        position=round.progress.position,
+        optimizer_steps=round.progress.optimizer_steps if kept else 0,
+        sync=sorted(round.sync_vectors) if kept else [],
+    )
+    state.save_state(
+        request.state,
+        message,
+        round.ranks,
+        round.engine.assembly.shapes,
+        round.engine.optimizer if kept else None,
+        round.engine.parts,
+        vectors=round.sync_vectors,
+        writes=round.writes,
+    )
+
+
+def measure(round: Round) -> dict[str, Any]:
+    """Figures that need every rank: sequences, seconds, per-rank times and memory, details. Called on all ranks."""
+    setup, inputs, training = round.setup, round.inputs, round.request.training
+    shape, engine, ranks = setup.layout.shape, round.engine, round.ranks
+    data_rank = setup.layout.grid.data_rank(ranks.rank)
+    share = shape.bounds[data_rank + 1] - shape.bounds[data_rank] if engine.counts else 0
+    sequences = sum(gather(ranks, round.progress.done * share))
+    seconds = round.progress.seconds_before + round.times.trained - round.times.evaluated
+    here = {
+        "rank": ranks.rank,
+        "device": account.device_name(ranks.device),
+        "peak_memory_bytes": account.peak_memory_bytes(ranks),
+        "seconds": account.rounded(round.clock.seconds),
+    }
+    per_rank = gather(ranks, here)
+    tokens = sequences * inputs.block_tokens
+    details = account.details(
+        engine.assembly, setup.layout, inputs.config, seconds, tokens, per_rank, training.peak_flops
+    )
+    details |= {
+        "tokens_per_second_steady": account.steady(round.step_ends, shape.batch_sequences * inputs.block_tokens),
+        "sync": round.sync_report,
+        "steps_skipped": engine.skipped,
+        "interruptions": round.progress.interruptions,
+        "attention": {"name": inputs.attention.name, "reason": inputs.attention.reason},
+        "loss": setup.head.reason,
+    }
+    return {"sequences": sequences, "tokens": tokens, "seconds": seconds, "per_rank": per_rank, "details": details}
+
+
+def report_of(round: Round, figures: dict[str, Any]) -> reports.Report:
+    """`report.json` of a trained round."""
+    request, settings, times, progress = round.request, round.request.settings, round.times, round.progress
+    good = [loss for loss in progress.losses if loss >= 0]
+    return reports.Report(
+        federation=settings.federation,
+        facility=settings.facility,
+        round=request.round,
+        samples=figures["sequences"],
+        tokens=figures["tokens"],
+        steps=progress.done,
+        loss_received=progress.loss_received,
+        loss_returned=round.loss_returned,
+        perplexity_received=account.perplexity(progress.loss_received),
+        perplexity_returned=account.perplexity(round.loss_returned),
+        training_loss=sum(good) / len(good),
+        tokens_per_second=figures["tokens"] / figures["seconds"],
+        seconds=reports.Seconds(
+            load=times.loaded - request.began,
+            train=figures["seconds"],
+            save=time.perf_counter() - times.evaluated_again,
+            evaluate=times.evaluated - times.loaded + times.evaluated_again - times.trained,
+        ),
+        peak_memory_bytes=max(r["peak_memory_bytes"] for r in figures["per_rank"]),
+        seed=settings.seed,
+        position=progress.position,
+        ranks=round.ranks.world,
+        devices=sorted({r["device"] for r in figures["per_rank"]}),
+        versions=account.versions(),
+        details=figures["details"],
+    )

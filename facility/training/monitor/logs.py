@@ -1,0 +1,20 @@
+"""The trainer's log: Python's standard logging on stderr, one format, the first rank's messages and all warnings."""
+
+from __future__ import annotations
+
+import logging
+
+from facility.training.parallel.ranks import Ranks
+
+FORMAT = "%(asctime)s %(levelname)s [{name}] %(message)s"
+
+
+def start_logging(ranks: Ranks, name: str) -> None:
+    """Log to stderr under `name`; ranks other than the first log warnings only, with their number."""
+    who = name if ranks.first else f"{name} rank {ranks.rank}"
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter(FORMAT.format(name=who.replace("%", "%%")), datefmt="%H:%M:%S"))
+    logger = logging.getLogger("facility")
+    logger.handlers = [handler]
+    logger.setLevel(logging.INFO if ranks.first else logging.WARNING)
+    logger.propagate = False

@@ -1,0 +1,210 @@
+"""Where the ranks of one facility meet: a store that nobody outside the job can use.
+
+torch's TCPStore listens on every interface and asks nobody for a name, so any process that knew the port could take a
+rank's place. Here
+
+- on one node, where the launcher made a private directory, the store is a file in it (`FileStore`, directory mode 0700)
+  and gloo listens on the loopback interface only;
+- otherwise a TCPStore listens on the job's own address alone, all keys lie below a prefix that follows from the job's
+  secret, and every rank proves that it knows the secret before the first process group is made;
+- under torchrun the ranks meet at torchrun's own store, as torchrun made it.
+
+`CROSSFED_RENDEZVOUS` names the launcher's directory; the secret is the file `secret` in it, mode 0600.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import hmac
+import os
+import socket
+import stat
+import struct
+from datetime import timedelta
+from ipaddress import ip_address
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from facility.exchange.errors import ConfigurationError, TryAgain
+from facility.launching.rendezvous import DIRECTORY, SECRET
+from facility.training.parallel.exchange import broadcast_json
+from facility.training.parallel.ranks import Ranks
+
+SIOCGIFADDR = 0x8915
+
+
+def start(ranks: Ranks, *, threads: int, timeout_seconds: float) -> None:
+    """Set the process's device and threads, and join the other ranks. A hung peer is noticed after the timeout."""
+    if ranks.device.type == "cuda":
+        torch.cuda.set_device(ranks.device)
+    cores = len(os.sched_getaffinity(0))
+    torch.set_num_threads(threads or int(os.environ.get("OMP_NUM_THREADS", max(1, cores // ranks.local_world))))
+    if ranks.world == 1 or dist.is_initialized():
+        return
+    limit = timedelta(seconds=timeout_seconds)
+    backend = "cpu:gloo,cuda:nccl" if ranks.device.type == "cuda" else "gloo"
+    listen_locally(ranks.one_node)
+    store = first_store(ranks, limit)
+    try:
+        dist.init_process_group(backend, store=store, timeout=limit, rank=ranks.rank, world_size=ranks.world)
+    except dist.DistError as error:
+        raise TryAgain(f"rank {ranks.rank} of {ranks.world} could not join the others: {error}") from None
+
+
+def first_store(ranks: Ranks, limit: timedelta) -> dist.Store | None:
+    """The store at which the ranks make their first process group; None under torchrun, which has its own.
+
+    Raises `TryAgain` where the others do not come within `limit`.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return None
+    if (store := file_store("ranks", ranks)) is not None:
+        return store
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        # A plan may number ranks anew; the store stays with the process that MASTER_ADDR names.
+        found = serve(address, port, ranks, limit) if ranks.hosts else join(address, port, limit)
+        return admitted("ranks", found, ranks)
+    except (dist.DistError, OSError) as error:
+        raise TryAgain(f"rank {ranks.rank} of {ranks.world} could not join the others: {error}") from None
+
+
+def further_store(name: str, ranks: Ranks, limit: timedelta) -> dist.Store:
+    """Another store of all ranks, once they have a process group; served by the first rank. `name`: never used before."""
+    if (private := file_store(name, ranks)) is not None:
+        return private
+    address = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    if ranks.first:
+        store = serve(address, 0, ranks, limit)
+        broadcast_json(store.port)
+    else:
+        store = join(address, int(broadcast_json(None)), limit)
+    return admitted(name, store, ranks)
+
+
+def file_store(name: str, ranks: Ranks) -> dist.FileStore | None:
+    """A file in the launcher's directory on this node; None where ranks have several launchers or none."""
+    directory = private_directory()
+    if directory is None or read_secret(directory):
+        return None
+    return dist.FileStore(str(directory / name), ranks.world)
+
+
+def serve(address: str, port: int, ranks: Ranks, limit: timedelta) -> dist.TCPStore:
+    """A TCPStore that listens on this node's address alone; port 0: any free one."""
+    listener = socket.create_server((address_of(address, ranks.one_node), port), backlog=4096)
+    bound = listener.getsockname()[1]
+    return dist.TCPStore(
+        address,
+        bound,
+        None,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=limit,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def join(address: str, port: int, limit: timedelta) -> dist.TCPStore:
+    """The TCPStore that another rank serves."""
+    return dist.TCPStore(address, port, None, is_master=False, wait_for_workers=False, timeout=limit)
+
+
+def address_of(host: str, one_node: bool) -> str:
+    """What to listen on to be reached as `host`: its IPv4 address here.
+
+    All interfaces where several nodes know this one by a name that means loopback here, as Debian's /etc/hosts does.
+    """
+    if one_node:
+        return "127.0.0.1"
+    try:
+        found = socket.gethostbyname(host)
+    except OSError:
+        return ""
+    return "" if ip_address(found).is_loopback else found
+
+
+def admitted(name: str, store: dist.Store, ranks: Ranks) -> dist.Store:
+    """The part of the store that only ranks find that know the job's secret, once each has proved it."""
+    secret = read_secret(private_directory())
+    if not secret:
+        return store
+    store = dist.PrefixStore(proof(secret, f"store {name}"), store)
+    admit(store, secret, rank=ranks.rank, world=ranks.world)
+    return store
+
+
+def admit(store: dist.Store, secret: bytes, *, rank: int, world: int) -> None:
+    """Prove to all ranks that this one knows the secret, and wait for every other's proof. Raises `TryAgain`."""
+    store.set(f"rank/{rank}", proof(secret, f"rank {rank} of {world}"))
+    for other in range(world):
+        shown = store.get(f"rank/{other}").decode(errors="replace")
+        if not hmac.compare_digest(shown, proof(secret, f"rank {other} of {world}")):
+            raise TryAgain(f"rank {other} does not know the job's secret: it is no process of this job")
+
+
+def proof(secret: bytes, text: str) -> str:
+    """HMAC-SHA256 of the text under the job's secret, in hexadecimal."""
+    return hmac.new(secret, text.encode(), hashlib.sha256).hexdigest()
+
+
+def private_directory() -> Path | None:
+    """The launcher's directory. Raises `ConfigurationError` where others than this user may enter it."""
+    if not (name := os.environ.get(DIRECTORY)):
+        return None
+    directory = Path(name)
+    try:
+        found = directory.lstat()
+    except OSError as error:
+        raise ConfigurationError(f"{DIRECTORY} names {directory}, which cannot be read: {error}") from None
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        raise ConfigurationError(
+            f"{DIRECTORY} names {directory}, expected a directory of this user with mode 0700: remove it and start again"
+        )
+    return directory
+
+
+def read_secret(directory: Path | None) -> bytes:
+    """The job's secret; empty where ranks were started without the launcher."""
+    file = directory / SECRET if directory is not None else None
+    return file.read_bytes() if file is not None and file.is_file() else b""
+
+
+def listen_locally(one_node: bool) -> None:
+    """Bind gloo (and NCCL's bootstrap) to loopback on one node, else to the interface that reaches the first node.
+
+    What the environment sets stays.
+    """
+    address = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    name = "lo" if one_node else interface_of(address_towards(address))
+    if name:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+
+
+def address_towards(host: str) -> str:
+    """The address of this node by which `host` is reached; empty where it is unknown."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))  # no packet is sent: only the route is looked up
+            return str(probe.getsockname()[0])
+    except OSError:
+        return ""
+
+
+def interface_of(address: str) -> str:
+    """Name of the network interface that has this IPv4 address; empty where none has."""
+    if not address:
+        return ""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:  # no IPv4 address
+                continue
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    return ""

@@ -1,0 +1,104 @@
+"""The first stages of a round: the process joins its ranks, the layout is chosen, the model is built and loaded."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from facility.training import lora, memory
+from facility.training.data.inputs import RoundInputs
+from facility.training.data.loader import DataLoader
+from facility.training.engine import Engine
+from facility.training.head import HeadChoice, choose_head
+from facility.training.monitor.clock import Clock
+from facility.training.parallel import arrange
+from facility.training.parallel.arrange import Layout
+from facility.training.parallel.assemble import assemble, build_meta_model
+from facility.training.parallel.ranks import Ranks, from_environment, together
+from facility.training.parallel.rendezvous import start
+from facility.training.parallel.replicas import order_of
+from facility.training.parallel.split import ModelStructure, inspect_model
+from facility.training.request import RoundRequest
+from facility.training.seeds import derive
+from facility.training.state.load import load_shards
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """How the round is laid over the ranks, and this rank's share of the data."""
+
+    layout: Layout
+    head: HeadChoice
+    structure: ModelStructure | None
+    """Where the model's units are; None where no stage is cut."""
+    loader: DataLoader
+
+
+def prepare_ranks(request: RoundRequest) -> Ranks | None:
+    """Join the other ranks and make torch deterministic; None where the plan leaves this process idle."""
+    training = request.training
+    ranks = from_environment(training.device)
+    if request.plan is not None:
+        remapped = arrange.remapped_rank(ranks, request.plan, training.layout.shards or 1)
+        if remapped is None:
+            return None
+        ranks = remapped
+    start(ranks, threads=training.threads, timeout_seconds=training.stall_seconds)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.manual_seed(derive(request.settings.seed, "round", request.round, request.settings.facility))
+    return ranks
+
+
+def choose_setup(request: RoundRequest, inputs: RoundInputs, ranks: Ranks) -> Setup:
+    """Lay the model and the batch over the ranks. Raises `ConfigurationError` where they do not fit."""
+    training, task, tokens = request.training, inputs.task, inputs.block_tokens
+    if request.plan is not None:
+        layout = arrange.layout_of_plan(request.plan, ranks, training, blocks=inputs.blocks, block_tokens=tokens)
+    else:
+        layout = arrange.layout_of_settings(ranks, training, blocks=inputs.blocks, block_tokens=tokens)
+    attention = inputs.attention.name
+    head = choose_head(
+        training,
+        inputs.config,
+        task.factory,
+        attention,
+        sequences=layout.shape.micro_batch_sequences,
+        tokens=tokens,
+        device=ranks.device.type,
+    )
+    structure = inspect_model(inputs.config, task.factory, attention, tokens) if layout.units else None
+    seed, sequences = request.settings.seed, len(inputs.dataset.split("train"))
+    loader = DataLoader(
+        inputs.dataset,
+        task,
+        layout.shape,
+        seed=seed,
+        facility=request.settings.facility,
+        data_rank=layout.grid.data_rank(ranks.rank),
+        data_ranks=layout.grid.data_ranks,
+        evaluation_sequences=training.evaluation_sequences,
+        apart=order_of(layout, ranks, sequences=sequences, seed=seed),
+    )
+    return Setup(layout=layout, head=head, structure=structure, loader=loader)
+
+
+def build_engine(request: RoundRequest, inputs: RoundInputs, setup: Setup, ranks: Ranks, clock: Clock) -> Engine:
+    """This rank's part of the received model in memory, with its optimizer."""
+    training, layout, structure = request.training, setup.layout, setup.structure
+    with together(ranks):
+        skeleton = build_meta_model(inputs.config, inputs.task, inputs.attention, training)
+        needed = memory.predicted_bytes(skeleton, structure, layout, ranks, training, inputs.config, setup.head.rows)
+        memory.check(needed, ranks, training)
+    checkpoint, rows = inputs.checkpoint, setup.head.rows
+    held = assemble(skeleton, inputs.task, checkpoint, layout, ranks, training, clock, structure, rows)
+    with together(ranks):
+        weights = [part for part in held.parts if not lora.is_adapter(part.name)]
+        load_shards([*weights, *held.buffers], checkpoint, held.names.conversion)
+        if training.lora.rank:
+            log.info("%s", lora.load_adapters(held.parts, inputs.received, request.settings.seed))
+    return Engine(held, layout, ranks, training, clock)

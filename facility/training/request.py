@@ -1,0 +1,73 @@
+"""What one round is asked to do: the command line and the settings file, read."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+from facility.exchange.messages.plan import Plan, read_plan
+from facility.exchange.messages.settings import FacilitySettings, TrainingSettings, read_facility_settings
+from facility.rounds.kept import default_directory
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundRequest:
+    """One round of one facility."""
+
+    settings: FacilitySettings
+    round: int
+    """From 0; one past the last asks for the evaluation of the final model."""
+    model: Path
+    """The received checkpoint."""
+    dataset: Path
+    out: Path
+    """The update; must not exist."""
+    state: Path
+    """What this facility keeps between rounds."""
+    unsent: Path | None
+    """What earlier updates left out; None: nothing."""
+    plan: Plan | None
+    """The layout by a planner; None: by the settings."""
+    every_step: bool
+    """Log each step, not one a second at most."""
+    began: float
+    """Start of the process (time.perf_counter), seconds."""
+
+    @property
+    def training(self) -> TrainingSettings:
+        return self.settings.training
+
+    @property
+    def evaluates_only(self) -> bool:
+        """True if the round takes no step."""
+        return self.round == self.settings.rounds
+
+    @property
+    def base_model(self) -> Path:
+        """The checkpoint that configuration and weights come from: the received one, or a base that never travels."""
+        return Path(self.training.lora.base) if self.training.lora.base else self.model
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of all rounds together."""
+        return self.settings.rounds * self.training.steps
+
+
+def read_request(arguments: argparse.Namespace, began: float) -> RoundRequest:
+    """Read the settings and the plan that the command line names. Raises `ConfigurationError`."""
+    settings = read_facility_settings(arguments.settings)
+    planned = settings.training.layout.plan
+    plan = arguments.plan or (Path(planned) if planned else None)
+    return RoundRequest(
+        settings=settings,
+        round=arguments.round,
+        model=arguments.model,
+        dataset=arguments.dataset,
+        out=arguments.out,
+        state=arguments.state or default_directory(settings, arguments.dataset),
+        unsent=arguments.unsent,
+        plan=read_plan(plan) if plan else None,
+        every_step=arguments.progress,
+        began=began,
+    )

@@ -1,0 +1,222 @@
+"""One round on one rank, stage by stage; what it knows lies in the attributes of `Round`."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from dataclasses import dataclass
+
+import torch
+
+from facility.exchange.checkpoints.checkpoint import open_checkpoint
+from facility.sync.protocol import Synchroniser
+from facility.training.data.inputs import RoundInputs
+from facility.training.engine import StepResult
+from facility.training.monitor.account import perplexity
+from facility.training.monitor.clock import Clock
+from facility.training.monitor.progress import Progress
+from facility.training.monitor.trace import Trace
+from facility.training.monitor.tracker import Tracker
+from facility.training.parallel.ranks import Ranks, gather, together
+from facility.training.parallel.replicas import independent_replicas, synchroniser
+from facility.training.prepare import Setup, build_engine
+from facility.training.request import RoundRequest
+from facility.training.schedule import learning_rate
+from facility.training.seeds import derive
+from facility.training.state import state
+from facility.training.state.load import add_shards
+from facility.training.state.resume import SavedState, restore, restore_vectors
+from facility.training.state.update import round_in_place
+from facility.training.stop import Stop
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class Times:
+    """When stages ended, in seconds of time.perf_counter."""
+
+    loaded: float = 0.0
+    evaluated: float = 0.0
+    """The received model's evaluation."""
+    trained: float = 0.0
+    evaluated_again: float = 0.0
+    """The returned model's evaluation."""
+
+
+class Round:
+    """Stages in the order in which they are called; each uses what the earlier ones left."""
+
+    sync: Synchroniser
+
+    def __init__(self, request: RoundRequest, ranks: Ranks, inputs: RoundInputs, setup: Setup) -> None:
+        """Build the received model on this rank."""
+        self.request, self.ranks, self.inputs, self.setup = request, ranks, inputs, setup
+        self.clock = Clock(ranks.device)
+        self.engine = build_engine(request, inputs, setup, ranks, self.clock)
+        self.replicas, self.replica = independent_replicas(setup.layout, ranks, self.engine)
+        self.writes = setup.layout.grid.place(ranks.rank)[0] == 0
+        """True on the ranks of the first replica, which writes what all replicas agree on."""
+        self.times = Times()
+        self.step_ends: list[float] = []
+        """When each step of this start ended (time.perf_counter)."""
+
+    def restore(self, saved: SavedState) -> None:
+        """Put optimizer state back; mid-round also weights and counts."""
+        self.saved = saved
+        self.progress = restore(
+            self.request, saved, self.engine, self.ranks, replica=self.replica, replicas=self.replicas
+        )
+        self.times.loaded = time.perf_counter()
+
+    def evaluate_received(self) -> None:
+        """Evaluate the received model (once per round), then add what earlier updates left out."""
+        if self.saved.checkpoint is None:
+            self.progress.loss_received = self.engine.evaluate(self.setup.loader.evaluation())
+            if self.request.unsent is not None:
+                with together(self.ranks):
+                    unsent = open_checkpoint(self.request.unsent)
+                    add_shards(self.engine.parts, unsent, self.engine.assembly.names.conversion)
+        else:
+            log.info("resuming after step %d of %d", self.progress.done, self.request.training.steps)
+        loss = self.progress.loss_received
+        log.info("received: loss %.4f, perplexity %.2f", loss, perplexity(loss))
+        self.times.evaluated = time.perf_counter()
+
+    def connect_replicas(self) -> None:
+        """Join the other replicas of this facility under the policy of `training.sync`."""
+        request, progress = self.request, self.progress
+        name = f"sync-{request.round}.{progress.interruptions}" if progress.interruptions else f"sync-{request.round}"
+        self.sync = synchroniser(
+            self.setup.layout,
+            self.ranks,
+            self.engine,
+            steps=request.training.steps,
+            done=progress.done,
+            samples=progress.samples,
+            round=request.round,
+            log=request.state / name,
+        )
+        vectors = self.sync.state_dict()
+        with together(self.ranks):
+            restore_vectors(
+                request, self.saved, progress, self.engine, vectors, replica=self.replica, replicas=self.replicas
+            )
+        self.sync.load_state_dict(vectors)
+
+    def train(self, stop: Stop) -> bool:
+        """Take the round's steps; False where `stop` ended them early and a mid-round checkpoint was written."""
+        request, engine, sync, progress = self.request, self.engine, self.sync, self.progress
+        training, settings = request.training, request.settings
+        batch = self.setup.layout.shape.batch_sequences
+        run = f"{settings.federation}-{settings.facility}-{request.round}"
+        tracker = Tracker(training.tracker, request.state, run, self.ranks)
+        if tracker.reason:
+            log.info("%s", tracker.reason)
+        trace = Trace(training.trace, request.state, request.round, self.ranks)
+        shown = Progress(
+            self.ranks,
+            request.out.absolute().parent,
+            steps=training.steps,
+            step_tokens=batch * self.inputs.block_tokens,
+            done=progress.done,
+            always=request.every_step,
+        )
+        while sync.wants_more() and not self._pausing(stop):
+            overall = self.overall_step
+            result = self._step()
+            progress.step(result.loss, skipped=result.skipped, batch=batch)
+            shown.step(progress.done, result)
+            self.step_ends.append(time.perf_counter())
+            tracker.log(overall, loss=result.loss, gradient_norm=result.gradient_norm, learning_rate=result.rate)
+            trace.step()
+            if training.limits.save_every and progress.done % training.limits.save_every == 0 and engine.together:
+                self._checkpoint()
+        finished = sync.finish()
+        if not finished:
+            self._checkpoint()
+            reason = stop.reason or "requested by another rank"
+            log.info(
+                "stopped after step %d of %d (%s); the same command resumes here", progress.done, training.steps, reason
+            )
+        elif not engine.together:  # replicas went at speeds of their own: the next round begins where all are past
+            progress.position += (training.steps - progress.done) * batch
+        self.sync_report, self.sync_vectors = (sync.report(), sync.state_dict()) if finished else ({}, {})
+        for resource in (sync, tracker, trace):
+            resource.close()
+        self.times.trained = time.perf_counter()
+        return finished
+
+    @property
+    def overall_step(self) -> int:
+        """Steps since round 0, on average over the replicas: what the learning rate follows."""
+        return self.request.round * self.request.training.steps + int(self.sync.progress)
+
+    def _pausing(self, stop: Stop) -> bool:
+        """True once this replica takes no further step for now."""
+        wanted = stop.wanted(self.progress.done)
+        if self.engine.agree_to_stop(wanted) if self.engine.together else wanted:
+            self.sync.ask_to_pause()
+        return self.sync.pausing
+
+    def _step(self) -> StepResult:
+        """One optimizer step on the next batch, and what the policy does after it."""
+        request, settings, done = self.request, self.request.settings, self.progress.done
+        torch.manual_seed(derive(settings.seed, "step", request.round, settings.facility, done, self.ranks.rank))
+        with self.clock("data"):
+            batches = self.setup.loader.step(self.progress.position)
+
+        def rate() -> float:
+            return self.sync.influence * learning_rate(self.overall_step, request.total_steps, request.training)
+
+        result = self.engine.step(batches, rate, None if self.engine.together else self.sync)
+        self.sync.after_step(result.predictions)
+        return result
+
+    def _checkpoint(self) -> None:
+        """Write a mid-round checkpoint of every replica."""
+        request, progress, settings = self.request, self.progress, self.request.settings
+        mine = state.ReplicaProgress(
+            steps=progress.done,
+            position=progress.position,
+            optimizer_steps=progress.optimizer_steps,
+            losses=progress.losses,
+            scale=self.engine.scale,
+            skipped=self.engine.skipped,
+            samples=self.sync.samples,
+        )
+        gathered = gather(self.ranks, [self.replica, dataclasses.asdict(mine)])
+        first_of = {replica: state.ReplicaProgress(**found) for replica, found in gathered[::-1]}
+        vectors = self.sync.state_dict()
+        message = state.MidRoundCheckpoint(
+            federation=settings.federation,
+            facility=settings.facility,
+            seed=settings.seed,
+            round=request.round,
+            base_sha256=self.inputs.base_sha256,
+            loss_received=progress.loss_received,
+            seconds=progress.seconds_before + time.perf_counter() - self.times.evaluated,
+            interruptions=progress.interruptions,
+            replicas=[first_of[replica] for replica in range(self.replicas)],
+            sync=sorted(vectors),
+        )
+        state.save_checkpoint(
+            request.state,
+            message,
+            self.ranks,
+            self.engine.assembly.shapes,
+            self.engine.optimizer,
+            self.engine.parts,
+            vectors=vectors,
+            replica=self.replica,
+            writes=self.writes or not self.engine.together,
+        )
+
+    def evaluate_returned(self) -> None:
+        """Round the weights to the dtype they are sent in, then evaluate them."""
+        with together(self.ranks):
+            round_in_place(self.engine.parts, self.request.training.export_dtype)
+        self.loss_returned = self.engine.evaluate(self.setup.loader.evaluation())
+        log.info("returned: loss %.4f, perplexity %.2f", self.loss_returned, perplexity(self.loss_returned))
+        self.times.evaluated_again = time.perf_counter()

@@ -1,0 +1,108 @@
+"""Where a round begins: fresh, after the previous round's state, or at a mid-round checkpoint."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+
+from facility.training.engine import Engine
+from facility.training.parallel.ranks import Ranks, together
+from facility.training.request import RoundRequest
+from facility.training.state import state
+
+
+@dataclass(kw_only=True)
+class RoundProgress:
+    """How far this rank's replica is in the round."""
+
+    position: int
+    """Sequences consumed since round 0."""
+    done: int = 0
+    """Steps of this round, those before interruptions included."""
+    optimizer_steps: int = 0
+    """Steps that the optimizer's moments have seen."""
+    losses: list[float] = field(default_factory=list)
+    """Loss of each step; -1 for a skipped one."""
+    samples: float = 0.0
+    """What the policy between replicas counted before an interruption."""
+    loss_received: float = math.nan
+    interruptions: int = 0
+    seconds_before: float = 0.0
+    """Training time before interruptions."""
+
+    def step(self, loss: float, *, skipped: bool, batch: int) -> None:
+        """Count one step on `batch` sequences."""
+        self.losses.append(-1.0 if skipped else loss)
+        self.done, self.position = self.done + 1, self.position + batch
+        self.optimizer_steps += not skipped
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedState:
+    """What the state directory holds for this round."""
+
+    previous: state.RoundState | None
+    """The previous round's; None: none that fits, for the reason."""
+    reason: str
+    checkpoint: state.MidRoundCheckpoint | None
+    """Of an interrupted attempt at this round."""
+
+
+def read_saved_state(request: RoundRequest, base_sha256: str) -> SavedState:
+    """Find what this round continues from. Raises `CheckpointError` where it is unreadable."""
+    previous, reason = state.read_state(request.state, request.settings, request.round)
+    checkpoint = state.read_checkpoint(request.state, request.settings, request.round, base_sha256)
+    return SavedState(previous=previous, reason=reason, checkpoint=checkpoint)
+
+
+def restore(
+    request: RoundRequest, saved: SavedState, engine: Engine, ranks: Ranks, *, replica: int, replicas: int
+) -> RoundProgress:
+    """Load optimizer state (and weights, mid-round); `replica` of `replicas` that have weights of their own."""
+    training, previous, found = request.training, saved.previous, saved.checkpoint
+    if found is not None:
+        with together(ranks):
+            state.load_checkpoint(
+                request.state, found, engine.optimizer, engine.parts, replica=replica, replicas=replicas
+            )
+        here = found.progress_of(replica, replicas)
+        engine.scale, engine.skipped = here.scale, here.skipped
+        return RoundProgress(
+            position=here.position,
+            done=here.steps,
+            optimizer_steps=here.optimizer_steps,
+            losses=here.losses,
+            samples=here.samples,
+            loss_received=found.loss_received,
+            interruptions=found.interruptions + 1,
+            seconds_before=found.seconds,
+        )
+    position = previous.position if previous else request.round * training.steps * engine.layout.shape.batch_sequences
+    progress = RoundProgress(position=position)
+    if previous is not None and previous.optimizer_steps and training.keep_optimizer:
+        with together(ranks):
+            directory = request.state / f"round-{request.round - 1}"
+            state.load_moments(directory, engine.optimizer, engine.parts, previous.optimizer_steps)
+        progress.optimizer_steps = previous.optimizer_steps
+    return progress
+
+
+def restore_vectors(
+    request: RoundRequest,
+    saved: SavedState,
+    progress: RoundProgress,
+    engine: Engine,
+    vectors: dict[str, torch.Tensor],
+    *,
+    replica: int,
+    replicas: int,
+) -> None:
+    """Fill what the policy between replicas keeps, from the same place as the optimizer's state."""
+    found, previous = saved.checkpoint, saved.previous
+    if found is not None:
+        which = replica if len(found.replicas) == replicas else 0
+        state.load_vectors(request.state / state.PAUSED, found.sync, vectors, engine.parts, replica=which)
+    elif progress.optimizer_steps and previous is not None and previous.sync:
+        state.load_vectors(request.state / f"round-{request.round - 1}", previous.sync, vectors, engine.parts)

@@ -1,0 +1,154 @@
+"""Laws of how ranks meet: nobody outside the job takes a seat, and nothing listens beyond the job's own addresses."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from facility.exchange.errors import ConfigurationError, TryAgain
+from facility.launching.rendezvous import DIRECTORY, SECRET
+from facility.training.parallel import rendezvous
+from facility.training.parallel.ranks import Ranks
+from tests.distributed import free_port
+
+LIMIT = timedelta(seconds=20)
+
+RANK = """
+import os, socket, sys, time
+from pathlib import Path
+import torch, torch.distributed as dist
+from facility.training.parallel.exchange import all_gather_json
+from facility.training.parallel.ranks import from_environment
+from facility.training.parallel.rendezvous import further_store, start
+from datetime import timedelta
+ranks = from_environment("cpu")
+start(ranks, threads=1, timeout_seconds=60)
+store = further_store("more", ranks, timedelta(seconds=20))
+store.set(f"here/{ranks.rank}", "yes"); store.wait([f"here/{other}" for other in range(ranks.world)])
+shared = Path(sys.argv[1])
+(shared / f"port-{ranks.rank}").write_text(os.environ["MASTER_PORT"] + " " + os.environ["CROSSFED_RENDEZVOUS"])
+while not (shared / "go").exists():
+    time.sleep(0.05)
+total = torch.ones(1); dist.all_reduce(total)
+(shared / f"sum-{ranks.rank}").write_text(f"{int(total)} {all_gather_json(ranks.rank)}")
+dist.barrier(); os._exit(0)
+"""
+
+
+def ranks_of(rank: int, world: int = 2, *, one_node: bool = True) -> Ranks:
+    return Ranks(
+        rank=rank,
+        world=world,
+        local_rank=rank,
+        local_world=world,
+        device=torch.device("cpu"),
+        number=rank,
+        one_node=one_node,
+        hosts=rank == 0,
+    )
+
+
+def listeners(pids: set[int]) -> set[str]:
+    """Addresses (hexadecimal, as the kernel shows them) on which these processes listen."""
+    inodes = set()
+    for pid in pids:
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            try:
+                inodes.add(os.readlink(link).removeprefix("socket:[").removesuffix("]"))
+            except OSError:
+                continue
+    lines = [line.split() for file in ("tcp", "tcp6") for line in open(f"/proc/net/{file}").readlines()[1:]]
+    return {fields[1].split(":")[0] for fields in lines if fields[3] == "0A" and fields[9] in inodes}
+
+
+def children(pid: int) -> set[int]:
+    found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True).stdout
+    return {int(word) for word in found.split()}
+
+
+def test_a_job_on_one_node_has_no_seat_for_a_stranger(tmp_path: Path):
+    """While both ranks have met, a process that knows the port tries to be rank 1; the job ends as if alone."""
+    command = [sys.executable, "-m", "facility.launch", "--cpu", "--ranks", "2", "--shared", str(tmp_path)]
+    job = subprocess.Popen(
+        [*command, "--", "-c", RANK, str(tmp_path)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while len(list(tmp_path.glob("port-*"))) < 2 and job.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert job.poll() is None, job.communicate()[0]
+        port, directory = (tmp_path / "port-0").read_text().split()
+        assert Path(directory).stat().st_mode & 0o777 == 0o700
+        assert listeners(children(job.pid)) <= {"0100007F"}, "gloo listens on loopback alone"
+        with pytest.raises((dist.DistError, OSError)):
+            rendezvous.join("127.0.0.1", int(port), timedelta(seconds=1))
+        (tmp_path / "go").touch()
+        output, _ = job.communicate(timeout=60)
+    finally:
+        job.kill()
+    assert job.returncode == 0, output
+    assert [(tmp_path / f"sum-{rank}").read_text() for rank in range(2)] == ["2 [0, 1]"] * 2
+    assert not Path(directory).exists()
+
+
+def test_several_launchers_admit_only_ranks_that_know_the_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A stranger at the store writes every name it can guess before rank 1 comes, and changes nothing."""
+    directory = tmp_path / "private"
+    directory.mkdir(mode=0o700)
+    (directory / SECRET).write_bytes(b"s" * 32)
+    monkeypatch.setenv(DIRECTORY, str(directory))
+    port, met = free_port(), {}
+    server = rendezvous.serve("127.0.0.1", port, ranks_of(0), LIMIT)
+    stranger = rendezvous.join("127.0.0.1", port, LIMIT)
+    for name in ("rank/1", "default_pg/0//cpu//0/1", "store ranks/rank/1"):
+        stranger.set(name, "stranger")
+    others = [threading.Thread(target=lambda: met.update({0: rendezvous.admitted("ranks", server, ranks_of(0))}))]
+    others[0].start()
+    joined = rendezvous.join("127.0.0.1", port, LIMIT)
+    met[1] = rendezvous.admitted("ranks", joined, ranks_of(1))
+    others[0].join(20)
+    met[1].set("hello", "from 1")
+    assert met[0].get("hello") == b"from 1"
+    with pytest.raises(dist.DistError):
+        stranger.wait(["hello"], timedelta(seconds=0.2))
+
+
+def test_a_rank_with_another_secret_is_refused():
+    store = dist.HashStore()
+    store.set("rank/1", rendezvous.proof(b"another", "rank 1 of 2"))
+    with pytest.raises(TryAgain, match="rank 1 does not know the job's secret"):
+        rendezvous.admit(store, b"s" * 32, rank=0, world=2)
+
+
+def test_a_store_listens_on_the_address_of_the_job_alone():
+    store = rendezvous.serve("127.0.0.1", 0, ranks_of(0), LIMIT)
+    assert "0100007F" in listeners({os.getpid()})
+    with open("/proc/net/tcp6") as file:
+        assert f":{store.port:04X}" not in {line.split()[1][-5:] for line in file.readlines()[1:] if " 0A " in line}
+    assert rendezvous.address_of(socket.gethostname(), one_node=True) == "127.0.0.1"
+    assert rendezvous.address_of("localhost", one_node=False) == "", "another node cannot reach a loopback address"
+    assert rendezvous.interface_of("127.0.0.1") == "lo" and rendezvous.interface_of("203.0.113.9") == ""
+
+
+def test_a_directory_that_others_may_enter_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(DIRECTORY, str(tmp_path / "open"))
+    with pytest.raises(ConfigurationError, match="cannot be read"):
+        rendezvous.private_directory()
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o755)
+    with pytest.raises(ConfigurationError, match="mode 0700"):
+        rendezvous.private_directory()
