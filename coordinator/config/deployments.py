@@ -5,7 +5,7 @@
       host: login.example.org             # its login node
       user: alice
       workdir: /scratch/alice/crossfed
-      template: ../templates/slurm.sh
+      template: slurm
       fill: {account: proj42, partition: gpu}
 
 StreamFlow's own connectors, stacked with `wraps`. Host keys are always checked, and only paths of keys are written.

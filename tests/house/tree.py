@@ -14,7 +14,7 @@ FOLDERS = {
     "cwl": "what runs: main and one thin tool a step, by hand; round.cwl rendered",
     "facility": "Python package: everything that runs inside a facility, which installs only this",
     "coordinator": "Python package: everything that runs between facilities",
-    "templates": "how a job is asked for: one self-contained file a site or scheduler",
+    "templates": "how a job is asked for: one file per site or scheduler",
     "docs": "tutorials, how-to guides, reference, explanation; `make docs`",
     "tests": "laws, oracles, golden files; testbed/ (real sshd and Slurm), bench/ (JSON, side by side)",
     ".ci": "what the integration server calls",

@@ -15,7 +15,7 @@ from coordinator.config.federation import read_federation
 from coordinator.engine.render import render
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.job_template import Environment, fill_template
-from facility.exchange.messages.template_inheritance import read_template, unfilled
+from facility.exchange.messages.template_inheritance import find_template, read_template, unfilled
 
 ROOT = Path(__file__).resolve().parents[2]
 TEMPLATES = sorted((ROOT / "templates").glob("*.sh"))
@@ -269,3 +269,31 @@ def test_streamflow_accepts_what_is_rendered(tmp_path: Path, kind: str):
     from streamflow.config.validator import SfValidator
 
     SfValidator().validate(yaml.safe_load(rendered["workflow/streamflow.yml"]))
+
+
+def test_a_template_of_ones_own_extends_a_shipped_one(tmp_path: Path):
+    """Found by its path, its parent in templates/; what looks like jinja2 in the result reaches the job as it is."""
+    (tmp_path / "mine.sh").write_text(
+        '{% extends "leonardo.sh" %}\n{% block environment %}\necho {{ "${#array[@]}" }}\n{% endblock %}\n'
+    )
+    text = filled(find_template("mine.sh", tmp_path))
+    script = strictly(text)
+    assert "#SBATCH --partition=boost_usr_prod\n" in script and "\necho ${#array[@]}\n" in script and COMMAND in script
+    assert find_template("leonardo", tmp_path) == ROOT / "templates" / "leonardo.sh"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{% extends "slrm.sh" %}', "extends slrm.sh, which is neither beside it nor one of deucalion.sh"),
+        ('{% extends "mine.sh" %}', "extends mine.sh, which is neither"),
+        ('{% extends "slurm.sh" %}\n{% block about %}\n{{ acount }}\n{% endblock %}\n', "'acount' is undefined"),
+        ('{% extends "slurm.sh" %}\n{% block about %}\n', "mine.sh"),
+    ],
+)
+def test_a_template_that_cannot_be_made_is_told_by_name(tmp_path: Path, text: str, message: str):
+    (tmp_path / "mine.sh").write_text(text)
+    with pytest.raises(ConfigurationError, match=re.escape(message)):
+        read_template(find_template("mine.sh", tmp_path))
+    with pytest.raises(ConfigurationError, match="there is no template 'lmi', expected a path or one of deucalion"):
+        find_template("lmi", tmp_path)
