@@ -222,6 +222,8 @@ class _Run:
         first = min(own or failed, key=lambda r: (r.code in (-15, -9), r.traceback_at or r.ended_at or 0.0))
         assert first.code is not None
         code = first.code if first.code > 0 else 128 - first.code
+        if first.code < 0 and any(rank.code == 75 for rank in failed):
+            code = 75  # a rank was killed, and the others ended as they do when contact is lost: a transient error
         return Ending(code=code, reason=_sentence(first, len(self.ranks)), tail="\n".join(first.tail), time=time.time())
 
     def kill_all(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -109,6 +110,19 @@ def barrier(ranks: Ranks) -> None:
         dist.barrier()
 
 
+def lost_contact(error: BaseException | None) -> str:
+    """The first line of a collective's failure because a peer is gone or hangs; empty for any other error."""
+    while error is not None:
+        text = str(error).strip()
+        closed = isinstance(error, RuntimeError) and re.search(
+            r"gloo/transport|Connection (closed|reset) by peer", text
+        )
+        if isinstance(error, dist.DistError) or closed:
+            return text.splitlines()[0] if text else type(error).__name__
+        error = error.__cause__ or error.__context__
+    return ""
+
+
 def end(main: Callable[[], int]) -> NoReturn:
     """Run a rank's `main` and leave the process with its code.
 
@@ -119,10 +133,15 @@ def end(main: Callable[[], int]) -> NoReturn:
         code = exit_on_error(main)
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else 1
-    except BaseException:
+    except BaseException as error:
         rank = os.environ.get("RANK", "0")
-        print(f"rank {rank} failed:\n{traceback.format_exc()}", file=sys.stderr)
-        code = 1
+        if reason := lost_contact(error):
+            again = "the same command, run again, starts the round from its last checkpoint"
+            print(f"error: rank {rank} lost contact with another rank ({reason}); {again}", file=sys.stderr)
+            code = 75
+        else:
+            print(f"rank {rank} failed:\n{traceback.format_exc()}", file=sys.stderr)
+            code = 1
     if code == 0 and dist.is_available() and dist.is_initialized():
         dist.barrier()
     sys.stdout.flush()
