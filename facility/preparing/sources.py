@@ -20,6 +20,7 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 JSON_LINES = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz")
 TEXT = (".txt", ".text", ".md", ".txt.gz")
 PARQUET = (".parquet",)
+SURROGATE = re.compile("[\\ud800-\\udfff]")
 TextUnit = Literal["line", "paragraph", "file"]
 
 
@@ -164,6 +165,11 @@ def _document(record: Any, fields: Fields, place: str, done: float) -> Document:
     for name in fields.names[: 2 if fields.pair else 1]:
         if not isinstance(record[name], str):
             raise DatasetError(f"{place}: field {name!r} is {record[name]!r:.60}, expected text")
+        if not record[name].isascii() and (found := SURROGATE.search(record[name])):
+            raise DatasetError(
+                f"{place}: field {name!r} holds half of a surrogate pair ({found[0]!a} at character {found.start()}), "
+                "which is no Unicode text; remove it, or write the whole pair"
+            )
     label = ""
     if fields.label is not None:
         value = record[fields.label]

@@ -24,6 +24,8 @@ from facility.training.seeds import derive
 from facility.training.state.load import LocalShard, load_shards
 
 PREFIX = "base_model.model."
+STATE_SPACE = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
+"""Families whose kernels use the weight of `out_proj` directly, so that peft refuses an adapter on it."""
 
 
 def is_adapter(name: str) -> bool:
@@ -38,11 +40,19 @@ def targets_of(model: nn.Module, settings: LoraSettings) -> list[str]:
         for name, module in model.named_modules()
         if name.startswith(blocks + ".") and (isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D")
     ]
+    family = getattr(getattr(model, "config", None), "model_type", "")
+    if not settings.targets and family in STATE_SPACE:
+        linear = [name for name in linear if name.rpartition(".")[2] != "out_proj"]
     chosen = [
         name
         for name in linear
         if not settings.targets or any(name == t or name.endswith("." + t) for t in settings.targets)
     ]
+    if family in STATE_SPACE and any(name.rpartition(".")[2] == "out_proj" for name in chosen):
+        raise ConfigurationError(
+            f"training.lora.targets {settings.targets} name out_proj, whose weight a {family} model uses without calling "
+            "the layer: an adapter there would do nothing; name others, such as in_proj and x_proj"
+        )
     if not chosen:
         ends = sorted({name.rpartition(".")[2] for name in linear})
         raise ConfigurationError(

@@ -185,3 +185,15 @@ def test_pairs_with_labels_become_padded_rows(tmp_path: Path):
 
         PreparedDataset(directory=tmp_path, manifest=dataclasses.replace(manifest, task="causal-lm")).rows("train")
     assert manifest.splits["train"].blocks == 18
+
+
+def test_half_a_surrogate_pair_is_named_with_its_line_and_a_whole_one_is_text(make, tmp_path: Path):
+    file = tmp_path / "half.jsonl"
+    pair, half = "\\ud83d\\ude00", "\\ud83d"
+    file.write_text(f'{{"text": "whole {pair}"}}\n{{"text": "half {half}"}}\n')
+    with pytest.raises(
+        DatasetError, match=r"half\.jsonl:2: field 'text' holds half of a surrogate pair .* character 5"
+    ):
+        make(file)
+    file.write_text(f'{{"text": "whole {pair} {" and more" * 20}"}}\n' * 20)
+    assert len(make(file))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from facility.dataset import DatasetManifest, SplitEntry
 from facility.exchange.messages.manifest import read_manifest
 from facility.exchange.messages.report import read_report
 from tests.pico import pico_config, save_pico
+from tests.training.families import save_tiny
 from tests.training.federation import largest_difference, weights, write_dataset, write_masked_words
 from tests.training.layouts import TWO, arguments, rounds_in
 
@@ -224,3 +226,29 @@ def test_activation_checkpointing_changes_nothing(tmp_path: Path):
     rounds_in([("staged", arguments(tmp_path / "staged", model, dataset, layout=staged))], ranks=2)
     for kind in ("selective", "full", "staged"):
         assert largest_difference(tmp_path / "none/out", tmp_path / kind / "out") < 1e-5
+
+
+def test_a_family_that_no_stage_can_hold_is_refused_in_one_sentence_and_mamba_gets_adapters(tmp_path: Path):
+    words, text = write_masked_words(tmp_path / "words"), write_dataset(tmp_path / "data")
+    save = partial(save_tiny, factory="AutoModelForMaskedLM")
+    refused = {
+        "deberta": save(tmp_path / "deberta-model", "deberta"),
+        "modernbert": save(tmp_path / "modernbert-model", "modernbert"),
+    }
+    whole = save(tmp_path / "deberta-v2-model", "deberta-v2")
+    mamba = save_tiny(tmp_path / "mamba-model", "mamba", state_size=8)
+    lora = {"rank": 2}
+    rounds_in([("mamba", arguments(tmp_path / "mamba", mamba, text, lora=lora))])
+    assert not any("out_proj" in name for name in weights(tmp_path / "mamba/out"))
+    said = rounds_in(
+        [("out", arguments(tmp_path / "out", mamba, text, lora=lora | {"targets": ["out_proj"]}))], expect=2
+    )
+    assert "out_proj" in said["out"][0] and "Traceback" not in said["out"][0]
+    said = rounds_in(
+        [(n, arguments(tmp_path / n, m, words, **PIPELINE)) for n, m in refused.items()], ranks=2, expect=2
+    )
+    for name in refused:
+        assert all("cannot be split into stages" in text for text in said[name]), name
+    rounds_in([("one", arguments(tmp_path / "one", whole, words))])
+    rounds_in([("two", arguments(tmp_path / "two", whole, words, **PIPELINE))], ranks=2)
+    assert largest_difference(tmp_path / "one/out", tmp_path / "two/out") < 1e-5

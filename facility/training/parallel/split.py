@@ -34,8 +34,8 @@ class ModelStructure:
     """Modules with parameters of their own that run before the first block."""
     after: tuple[str, ...]
     """The same after the last block, or never."""
-    returns_tuple: bool
-    """Does a block return a tuple, of which the activation is the first?"""
+    tuple_length: int
+    """Items of the tuple that a block returns, of which the activation is the first; 0: it returns the activation alone."""
     hidden: int
     """Width of the activation between blocks."""
     logits: tuple[int, ...]
@@ -54,7 +54,7 @@ class ModelStructure:
 
 def inspect_model(config: Any, factory: Any, attention: str, tokens: int) -> ModelStructure:
     """Run one forward pass without memory or arithmetic (FakeTensor) and note what runs when."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
     config = copy.deepcopy(config)
     config.use_cache = False
@@ -62,8 +62,13 @@ def inspect_model(config: Any, factory: Any, attention: str, tokens: int) -> Mod
     after: list[str] = []
     seen: dict[str, Any] = {}
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        model = factory.from_config(config, dtype=torch.bfloat16, attn_implementation=attention)
-        model.eval()
+        try:
+            model = factory.from_config(config, dtype=torch.bfloat16, attn_implementation=attention).eval()
+        except DataDependentOutputException as error:
+            raise InputError(
+                f"a {config.model_type} cannot be split into stages: it cannot be built without values "
+                f"({_sentence(error)}); train it with layout.stages 1"
+            ) from None
         name, blocks = find_blocks(model)
         kind = type(model).__name__
         base = getattr(model, getattr(model, "base_model_prefix", "") or "-", None)
@@ -85,7 +90,13 @@ def inspect_model(config: Any, factory: Any, attention: str, tokens: int) -> Mod
                 (after if "hidden" in seen else before).append(module_name)
 
             model.get_submodule(module_name).register_forward_hook(note)
-        logits = model(input_ids=torch.zeros(1, tokens, dtype=torch.int64)).logits
+        try:
+            logits = model(input_ids=torch.zeros(1, tokens, dtype=torch.int64)).logits
+        except Exception as error:  # whatever a family's own code raises where values are asked of a tensor without any
+            raise InputError(
+                f"{kind} cannot be split into stages: its forward pass cannot be followed without values "
+                f"({_sentence(error)}); train it with layout.stages 1"
+            ) from None
     if not isinstance(seen.get("hidden"), torch.Tensor):
         raise InputError(
             f"{kind} cannot be split into stages: looked for {name}[0] being called with the activation first, "
@@ -99,41 +110,75 @@ def inspect_model(config: Any, factory: Any, attention: str, tokens: int) -> Mod
             f"{tuple(seen['hidden'].shape)}, found {type(output).__name__}"
         )
     early = tuple(n for n in own if n in before and n not in after)
-    return ModelStructure(
+    structure = ModelStructure(
         blocks=name,
         count=len(blocks),
         before=early,
         after=tuple(n for n in own if n not in early),
-        returns_tuple=isinstance(output, tuple),
+        tuple_length=len(output) if isinstance(output, tuple) else 0,
         hidden=first.shape[-1],
         logits=tuple(logits.shape[1:]),
     )
+    try_stages(config, factory, attention, structure, tokens)
+    return structure
+
+
+def try_stages(config: Any, factory: Any, attention: str, structure: ModelStructure, tokens: int) -> None:
+    """Run two stages cut in the middle, again without memory. Raises `InputError` where one needs what it does not hold.
+
+    Whatever cannot be decided without values is left to training.
+    """
+    from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+    middle = structure.units // 2
+    value = torch.zeros(1, tokens, dtype=torch.int64)
+    for first, end in ((0, middle), (middle, structure.units)):
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+            model = factory.from_config(config, dtype=torch.bfloat16, attn_implementation=attention).eval()
+            try:
+                value = Stage(model, structure, first, end, torch.bfloat16)(value)
+            except DataDependentOutputException:
+                return
+            except Exception as error:  # whatever a family's own code raises without the modules that it looks for
+                raise InputError(
+                    f"{type(model).__name__} cannot be split into stages: one that holds units {first} to {end - 1} alone "
+                    f"cannot run ({_sentence(error)}); train it with layout.stages 1"
+                ) from None
+
+
+def _sentence(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]:.160}"
+
+
+def as_block_returns(value: Any, tuple_length: int) -> Any:
+    """The activation alone, or first in a tuple as long as the one that the model's blocks return."""
+    return (value, *(None for _ in range(tuple_length - 1))) if tuple_length else value
 
 
 class PassThrough(nn.Module):
     """Stands where another stage's module is: hands its first input on; for an embedding, adds nothing."""
 
-    def __init__(self, *, embedding: bool = False, wrap: bool = False) -> None:
+    def __init__(self, *, embedding: bool = False, tuple_length: int = 0) -> None:
         super().__init__()
-        self.embedding, self.wrap = embedding, wrap
+        self.embedding, self.tuple_length = embedding, tuple_length
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.embedding:
             return torch.zeros(())
         value = args[0] if args else next(iter(kwargs.values()))
-        return (value,) if self.wrap else value
+        return as_block_returns(value, self.tuple_length)
 
 
 class ActivationInput(nn.Module):
     """Stands for the block before a stage's first: returns the activation received from the previous stage."""
 
-    def __init__(self, *, wrap: bool) -> None:
+    def __init__(self, *, tuple_length: int) -> None:
         super().__init__()
-        self.wrap = wrap
+        self.tuple_length = tuple_length
         self.received: torch.Tensor | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return (self.received,) if self.wrap else self.received
+        return as_block_returns(self.received, self.tuple_length)
 
 
 class Stage(nn.Module):
@@ -155,13 +200,13 @@ class Stage(nn.Module):
         self.is_first, self.is_last = first == 0, end == structure.units
         blocks = model.get_submodule(structure.blocks)
         assert isinstance(blocks, nn.ModuleList)
-        wrap = structure.returns_tuple
+        length = structure.tuple_length
         for number in range(structure.count):
             if not first <= number + 1 < end:
-                blocks[number] = PassThrough(wrap=wrap)
+                blocks[number] = PassThrough(tuple_length=length)
         self._inject: ActivationInput | None = None
         if first >= 2:
-            self._inject = ActivationInput(wrap=wrap)
+            self._inject = ActivationInput(tuple_length=length)
             blocks[first - 2] = self._inject
         elif first == 1:
             self._received: torch.Tensor | None = None
