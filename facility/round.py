@@ -14,6 +14,7 @@ import shutil
 import sys
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,7 +24,15 @@ from facility.exchange.files.durable import new_directory
 from facility.exchange.files.links import link_tree
 from facility.exchange.files.paths import resolve
 from facility.exchange.messages import report
-from facility.exchange.messages.manifest import NAME, read_manifest, verify_manifest
+from facility.exchange.messages.manifest import (
+    NAME,
+    Manifest,
+    read_manifest,
+    run_of,
+    verify_manifest,
+    with_run,
+    write_manifest,
+)
 from facility.exchange.messages.outcome import Outcome
 from facility.exchange.messages.settings import FacilitySettings, read_facility_settings
 from facility.exchange.messages.signatures import sign
@@ -85,13 +94,14 @@ class Job:
 
 def run(job: Job) -> Ending:
     """The first task's part: find the update finished, or train it. Raises `CrossFedError`."""
-    base = digest_of(read_manifest(job.arguments.model))
+    received = read_manifest(job.arguments.model)
+    base = digest_of(received)
     if not job.dataset.is_dir():
         raise InputError(
             f"the dataset {job.dataset} is no directory here; expected the output of `python -m facility.prepare`"
         )
     finished = Finished(job.state)
-    key = key_of(base, job.arguments.settings, job.dataset)
+    key = key_of(f"{base} {run_of(received)}".rstrip(), job.arguments.settings, job.dataset)
     with finished.alone(job.round):
         for path in sweep(Path.cwd(), job.settings, job.round):
             print(f"round: removed {path}, of an earlier round", file=sys.stderr)
@@ -125,6 +135,7 @@ def run(job: Job) -> Ending:
                 )
             if job.keeps_models:
                 tell(job.out, base)
+            with_run(job.out, run_of(received))
             if job.settings.training.signing_key:
                 sign(job.out, resolve(job.settings.training.signing_key))
             finished.keep(key, job.round, job.out)
@@ -202,6 +213,7 @@ def first(job: Job) -> int:
         report.Failure(
             facility=job.settings.facility, round=job.round, reason=reason, log_tail=ending.tail[-8000:], again=again
         ),
+        job.settings,
     )
     return Outcome.SKIPPED
 
@@ -219,11 +231,20 @@ def _earliest(job: Job, ending: Ending) -> Ending:
     return replace(ending, code=note["code"], reason=f"on node {note['node']}: {note['reason']}", tail=note["tail"])
 
 
-def fail(out: Path, failure: report.Failure) -> None:
-    """Leave `failure.json` alone in `out`."""
+def fail(out: Path, failure: report.Failure, settings: FacilitySettings | None = None) -> None:
+    """Leave `failure.json` alone in `out`; with the `settings` of a facility that signs, under a signed manifest."""
     _clear(out)
     with new_directory(out) as temporary:
         report.write(temporary, failure)
+        if settings is not None and settings.training.signing_key:
+            write_manifest(
+                temporary,
+                Manifest(
+                    kind="update", federation=settings.federation, facility=settings.facility, round=failure.round
+                ),
+            )
+            with suppress(CrossFedError):  # a key that is away is perhaps the failure that is reported
+                sign(temporary, resolve(settings.training.signing_key))
 
 
 def _clear(out: Path) -> None:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,7 +31,7 @@ from typing import Any
 
 from facility.exchange.errors import InputError
 from facility.exchange.files.durable import new_directory, write_json, write_text
-from facility.exchange.messages.manifest import Manifest, read_manifest, verify_manifest, write_manifest
+from facility.exchange.messages.manifest import Manifest, read_manifest, verify_manifest, with_run, write_manifest
 from facility.exchange.validation import parse, validated
 
 FORMAT = 1
@@ -147,6 +148,7 @@ class Archive:
             with new_directory(initial) as temporary:
                 shutil.copytree(model, temporary / "model", ignore=shutil.ignore_patterns("manifest.json"))
                 _describe(temporary / "model", federation)
+                with_run(temporary / "model", secrets.token_hex(16))
         kept = verify_manifest(initial / "model")
         if kept.federation != federation:
             raise InputError(

@@ -33,7 +33,15 @@ from coordinator.config.aggregation import AggregationSettings
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.errors import ConfigurationError, InputError, UpdateRefused, exit_on_error
 from facility.exchange.files.durable import write_json
-from facility.exchange.messages.manifest import NAME, Manifest, read_manifest, verify_manifest, write_manifest
+from facility.exchange.messages.manifest import (
+    NAME,
+    Manifest,
+    read_manifest,
+    run_of,
+    verify_manifest,
+    with_run,
+    write_manifest,
+)
 from facility.exchange.messages.report import REPORT, read_report
 from facility.exchange.scheduling.groups import Group, GroupRules, GroupScheduler
 
@@ -286,6 +294,7 @@ class SemiDecentralised:
                 extra={"group": group.number, "members": list(group.members), "final": group.final},
             ),
         )
+        with_run(out, run_of(read_manifest(first)))
         total = sum(weights.values())
         return out, {member: weight / total for member, weight in weights.items()}
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
+import traceback
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,11 +23,12 @@ from coordinator.steps.decide import decide
 from coordinator.steps.outputs import write_outputs
 from coordinator.steps.send import Outgoing, bytes_of, make_message, outgoing
 from coordinator.steps.weight_limit import cap
-from facility.exchange.errors import CrossFedError, exit_on_error
+from facility.exchange.errors import CrossFedError, InputError, UpdateRefused, exit_on_error
 from facility.exchange.files.durable import write_json
 from facility.exchange.files.paths import resolve
-from facility.exchange.messages.manifest import KEEPS, read_manifest, verify_manifest
+from facility.exchange.messages.manifest import KEEPS, read_manifest, run_of, verify_manifest, with_run
 from facility.exchange.messages.report import Failure, Report, read_failure, read_report
+from facility.exchange.messages.strict_json import clean
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,18 +40,46 @@ class Arrived:
     failures: dict[str, Failure]
 
 
-def sort_out(directories: Sequence[Path]) -> Arrived:
-    """Split the received directories into sound updates and failures, by facility."""
+def sort_out(directories: Sequence[Path], facilities: Sequence[str], number: int) -> Arrived:
+    """Split the received directories into sound updates and failures, by facility.
+
+    The receive steps hand on one directory for each of `facilities`, in that order: whose a directory is follows from its
+    place. One that cannot be read, or is not of the facility whose place it has, is that facility's failure.
+    """
     updates: dict[str, Path] = {}
     reports: dict[str, Report] = {}
     failures: dict[str, Failure] = {}
-    for directory in directories:
-        if (failure := read_failure(directory)) is not None:
-            failures[failure.facility] = failure
+    in_order = len(directories) == len(facilities)
+    for place, directory in enumerate(directories):
+        known = facilities[place] if in_order else None
+        try:
+            failure = read_failure(directory)
+            report = read_report(directory) if failure is None else None
+            name = (failure or report).facility  # type: ignore[union-attr]
+            if name not in facilities or (known is not None and name != known):
+                raise InputError(f"{directory} is of facility {name!r}, expected {known or 'one of the federation'!r}")
+        except Exception as error:
+            if known is None:
+                print(f"an update cannot be read and is left out: {clean(str(error))}")
+                continue
+            reason = f"what was received of it cannot be read: {clean(str(error), 300)}"
+            failures[known] = Failure(facility=known, round=number, reason=reason, kind="refused")
             continue
-        report = read_report(directory)
-        updates[report.facility], reports[report.facility] = directory, report
+        if failure is not None:
+            failures[name] = failure
+        elif report is not None:
+            updates[name], reports[name] = directory, report
     return Arrived(updates=updates, reports=reports, failures=failures)
+
+
+def drop(arrived: Arrived, name: str, number: int, reason: str) -> Arrived:
+    """The same without the update of one facility, whose failure it becomes."""
+    failure = Failure(facility=name, round=number, reason=clean(reason), kind="refused")
+    return Arrived(
+        updates={other: path for other, path in arrived.updates.items() if other != name},
+        reports={other: report for other, report in arrived.reports.items() if other != name},
+        failures=arrived.failures | {name: failure},
+    )
 
 
 def close_round(
@@ -59,22 +89,49 @@ def close_round(
     if number >= settings.rounds:
         return _close_evaluation(archive, settings, model, arrived)
     attempt = _attempt(archive, number)
-    wants_more_time = any(failure.again for failure in arrived.failures.values())
-    if arrived.failures and (attempt <= settings.retries or (wants_more_time and attempt <= settings.come_backs)):
+    asked = _asked(archive, number, arrived)
+    more_time = any(asked[name] <= settings.come_backs for name, one in arrived.failures.items() if one.again)
+    if arrived.failures and (attempt <= settings.retries or more_time):
         whole = sorted(name for name, failure in arrived.failures.items() if not failure.again)
         archive.write_note(
             "attempts",
-            {"round": number, "count": attempt, "failures": _told(arrived), "whole": _whole(archive, number, whole)},
+            {
+                "round": number,
+                "count": attempt,
+                "asked": asked,
+                "failures": _told(arrived),
+                "whole": _whole(archive, number, whole),
+            },
         )
         print(f"round {number} is asked for again (attempt {attempt + 1}): {_told(arrived)}")
         emit("again", round=number, reason=f"attempt {attempt + 1}: {_told(arrived)}")
         return model, number, True
-    if len(arrived.updates) < settings.minimum_facilities:
-        found, wanted = len(arrived.updates), settings.minimum_facilities
-        reason = f"round {number} got {found} sound updates, minimum_facilities is {wanted}: {_told(arrived)}"
-        archive.write_note("stopped", {"round": number, "reason": reason})
-        print(reason)
-        return model, number, False
+    while True:
+        if len(arrived.updates) < settings.minimum_facilities:
+            return _too_few(archive, settings, model, number, arrived)
+        try:
+            return _commit(archive, settings, model, number, arrived, attempt)
+        except UpdateRefused as error:
+            if error.facility not in arrived.updates:
+                raise
+            print(f"round {number} is averaged without {error.facility}: {clean(str(error))}")
+            arrived = drop(arrived, error.facility, number, str(error))
+
+
+def _too_few(
+    archive: Archive, settings: CoordinatorSettings, model: Path, number: int, arrived: Arrived
+) -> tuple[Path, int, bool]:
+    found, wanted = len(arrived.updates), settings.minimum_facilities
+    reason = f"round {number} got {found} sound updates, minimum_facilities is {wanted}: {_told(arrived)}"
+    archive.write_note("stopped", {"round": number, "reason": reason})
+    print(reason)
+    return model, number, False
+
+
+def _commit(
+    archive: Archive, settings: CoordinatorSettings, model: Path, number: int, arrived: Arrived, attempt: int
+) -> tuple[Path, int, bool]:
+    """Average the updates and append the round. Raises `UpdateRefused`; then the archive is as it was."""
     verify_manifest(model)
     aggregation, capped = settings.aggregation, cap(settings, arrived.reports, model)
     if capped.weights:
@@ -88,6 +145,7 @@ def close_round(
             state_in=archive.state_for(number),
             state_out=directory / "state",
         )
+        with_run(directory / "model", run_of(read_manifest(model)))
         message = make_message(directory, model, settings.sending)
         weights = {entry.facility: entry.weight for entry in record.participants}
         rows = [
@@ -153,6 +211,14 @@ def _attempt(archive: Archive, number: int) -> int:
     """1 for the first try of round `number`."""
     note = archive.read_note("attempts")
     return int(note["count"]) + 1 if note.get("round") == number else 1
+
+
+def _asked(archive: Archive, number: int, arrived: Arrived) -> dict[str, int]:
+    """How often each facility has asked for more time in round `number`, this time included."""
+    note = archive.read_note("attempts")
+    before = note.get("asked", {}) if note.get("round") == number else {}
+    now = {name for name, failure in arrived.failures.items() if failure.again}
+    return {name: int(before.get(name, 0)) + (name in now) for name in sorted({*before, *now})}
 
 
 def _whole(archive: Archive, number: int, failed: list[str]) -> list[str]:
@@ -221,12 +287,15 @@ def main() -> int:
     arguments = parser.parse_args()
     settings = read_coordinator_settings(arguments.federation)
     archive = Archive(resolve(arguments.archive))
-    arrived = sort_out(arguments.updates)
     try:
+        arrived = sort_out(arguments.updates, settings.facilities, arguments.round)
         outputs = close_round(archive, settings, model=arguments.model, number=arguments.round, arrived=arrived)
-    except (CrossFedError, OSError) as error:
+    except Exception as error:  # a step that fails inside the loop hangs the engine
+        if not isinstance(error, CrossFedError | OSError):
+            traceback.print_exc()
+        reason = str(error) if isinstance(error, CrossFedError | OSError) else repr(error)
         with failures_of("aggregate"):
-            archive.write_note("stopped", {"round": arguments.round, "reason": str(error)})
+            archive.write_note("stopped", {"round": arguments.round, "reason": reason})
         print(f"round {arguments.round} cannot be closed: {error}")
         outputs = arguments.model, arguments.round, False
     write_outputs(model=outputs[0], round=outputs[1], proceed=outputs[2])

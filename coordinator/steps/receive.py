@@ -49,7 +49,7 @@ def receive(
     try:
         check_files(update, facility)
         if settings.allowed_signers:
-            verify(update, facility, resolve(settings.allowed_signers))
+            check_signature(update, facility, settings.allowed_signers)
         if (failure := report.read_failure(update)) is not None:
             return _failure(update, failure, facility, round, signed=bool(settings.allowed_signers))
         if evaluation:
@@ -114,6 +114,16 @@ def check_evaluation(update: Path, sent: Sent, facility: str, round: int) -> Non
     check_report(claimed, sent, facility)
     if claimed.round != round:
         raise UpdateRefused(facility, f"its report.json is of round {claimed.round}, expected {round}")
+
+
+def check_signature(update: Path, facility: str, allowed_signers: str) -> None:
+    """Raise `InputError` unless the facility signed the manifest; what an unsigned failure.json says is quoted as such."""
+    try:
+        verify(update, facility, resolve(allowed_signers))
+    except InputError as error:
+        if (told := report.read_failure(update)) is None:
+            raise
+        raise UpdateRefused(facility, f"{error}; its failure.json, which nobody signed, says: {told.reason}") from None
 
 
 def check_report(claimed: report.Report, sent: Sent, facility: str) -> None:

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from facility.exchange.messages import report as reports
-from facility.exchange.messages.manifest import NAME, Manifest, read_manifest, write_manifest
+from facility.exchange.messages.manifest import NAME, Manifest, read_manifest, run_of, with_run, write_manifest
 from facility.exchange.messages.settings import read_facility_settings
 
 
@@ -42,6 +42,7 @@ def make_update(model: Path, out: Path, *, federation: str, facility: str, round
         kind="update", federation=federation, facility=facility, round=round, base_sha256=sent.content_sha256
     )
     write_manifest(out, update)
+    with_run(out, run_of(sent))
 
 
 def main() -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 import yaml
 
 from facility.exchange.messages import report as reports
-from facility.exchange.messages.manifest import Manifest, read_manifest, write_manifest
+from facility.exchange.messages.manifest import Manifest, read_manifest, run_of, with_run, write_manifest
 from facility.exchange.messages.settings import read_facility_settings
 
 
@@ -57,6 +57,7 @@ def main() -> int:
         base_sha256=sent.content_sha256,
     )
     write_manifest(a.out, update)
+    with_run(a.out, run_of(sent))
     return 0
 
 
