@@ -40,23 +40,24 @@ class Arrived:
     failures: dict[str, Failure]
 
 
-def sort_out(directories: Sequence[Path], facilities: Sequence[str], number: int) -> Arrived:
+def sort_out(directories: Sequence[Path], facilities: Sequence[str] = (), number: int = 0) -> Arrived:
     """Split the received directories into sound updates and failures, by facility.
 
     The receive steps hand on one directory for each of `facilities`, in that order: whose a directory is follows from its
-    place. One that cannot be read, or is not of the facility whose place it has, is that facility's failure.
+    place. One that cannot be read, or is not of the facility whose place it has, is that facility's failure. Without
+    `facilities` the directories are taken at their word.
     """
     updates: dict[str, Path] = {}
     reports: dict[str, Report] = {}
     failures: dict[str, Failure] = {}
-    in_order = len(directories) == len(facilities)
+    in_order = bool(facilities) and len(directories) == len(facilities)
     for place, directory in enumerate(directories):
         known = facilities[place] if in_order else None
         try:
             failure = read_failure(directory)
             report = read_report(directory) if failure is None else None
             name = (failure or report).facility  # type: ignore[union-attr]
-            if name not in facilities or (known is not None and name != known):
+            if (facilities and name not in facilities) or (known is not None and name != known):
                 raise InputError(f"{directory} is of facility {name!r}, expected {known or 'one of the federation'!r}")
         except Exception as error:
             if known is None:

@@ -9,7 +9,7 @@ import torch
 
 from facility.exchange.checkpoints.checkpoint import open_checkpoint, save_tensors
 from facility.exchange.messages import report
-from facility.exchange.messages.manifest import Manifest, read_manifest, write_manifest
+from facility.exchange.messages.manifest import Manifest, read_manifest, run_of, with_run, write_manifest
 
 
 def write_update(
@@ -49,4 +49,5 @@ def write_update(
             kind="update", federation=base.federation, round=round, facility=facility, base_sha256=base.content_sha256
         ),
     )
+    with_run(directory, run_of(base))
     return directory
