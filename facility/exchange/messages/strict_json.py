@@ -49,7 +49,7 @@ def read_json(path: Path, *, most_bytes: int) -> dict[str, Any]:
     except RecursionError:
         raise ManifestError(f"{path} is malformed: lists or mappings are nested more than {DEPTH} deep") from None
     except ValueError as error:
-        raise ManifestError(f"{path} is malformed: {clean(str(error), 200)}") from None
+        raise ManifestError(f"{path} cannot be read, it is malformed: {clean(str(error), 200)}") from None
     if not isinstance(value, dict):
         raise ManifestError(f"{path} is malformed: it holds a {type(value).__name__}, expected a mapping")
     _bounded(value, path)
@@ -187,7 +187,9 @@ def _text(path: Path, most_bytes: int) -> str:
     try:
         return content.decode()
     except UnicodeDecodeError as error:
-        raise ManifestError(f"{path} is malformed: not UTF-8 ({error.reason} at byte {error.start})") from None
+        raise ManifestError(
+            f"{path} cannot be read, it is malformed: not UTF-8 ({error.reason} at byte {error.start})"
+        ) from None
 
 
 def _whole(text: str) -> int:
