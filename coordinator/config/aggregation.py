@@ -13,7 +13,7 @@ from coordinator.aggregation.server_optimizers.registry import SERVER_OPTIMIZERS
 from coordinator.config.rule_parameters import declared, unset, with_rule_parameters
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.registry import Declaration, Value
-from facility.exchange.text import Pattern
+from facility.exchange.text import Line, Pattern
 from facility.exchange.validation import NonNegative, Positive, validated
 
 
@@ -97,7 +97,7 @@ class AggregationSettings:
     """LoRA updates: mean of the factors, or the exact mean of the products factorised again at the same rank."""
     statistics: Literal["exact", "sample", "off"] = "exact"
     """Norms and cosines in round.json: over every element, over one piece in sixteen, or none."""
-    allowed_signers: str = ""
+    allowed_signers: Line = ""
     """File at the coordinator (ssh-keygen(1), ALLOWED SIGNERS) with a key for each facility's name; empty: updates need
     no signature."""
     screen: ScreenSettings = field(default_factory=ScreenSettings)

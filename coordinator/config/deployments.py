@@ -25,6 +25,7 @@ from coordinator.schedulers.none import MARK
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.job_template import Environment, fill_template
 from facility.exchange.messages.template_inheritance import find_template, read_template
+from facility.exchange.text import Line
 from facility.exchange.validation import AtLeastOne, NonNegative, parse, validated
 
 HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(:\d{1,5})?|\[[0-9A-Fa-f:.]+\](:\d{1,5})?")
@@ -32,7 +33,8 @@ USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@+-]*")
 WORKDIR = re.compile(r"/[A-Za-z0-9_./@%+=:,-]*")
 Kind = Literal["local", "ssh", "slurm", "pbs", "flux"]
 QUEUES = ("slurm", "pbs", "flux")
-SERVICE = "train"
+SHELL = re.compile(r"[$`\\;\"'<>\x00-\x1f\x7f]")
+SERVICE, PREFIX = "train", "crossfed-"
 FACILITY = "facility-"
 """Begins the name of every facility's deployment in streamflow.yml, and of no other's: what comes from there is not trusted."""
 
@@ -47,7 +49,7 @@ class Connection:
     """Login name there; empty: what ~/.ssh/config says."""
     key: str = ""
     """Private key on this machine; empty: ssh-agent, or what ~/.ssh/config says. A certificate lies beside it as `<key>-cert.pub`."""
-    passphrase_file: str = ""
+    passphrase_file: Line = ""
     """File on this machine that holds the key's passphrase; better: ssh-agent."""
 
     def __post_init__(self) -> None:
@@ -83,7 +85,7 @@ class Deployment(Connection):
     """Host for data transfers, where the site has a separate one that sees the same file system."""
     workdir: str = ""
     """Absolute path at the facility for models and updates: fast, shared by its nodes, with room for three models."""
-    template: str = ""
+    template: Line = ""
     """Job template: the name of one of `templates/`, such as `leonardo`, or the path of your own, relative to
     federation.yml."""
     fill: dict[str, Any] = field(default_factory=dict)
@@ -111,7 +113,7 @@ class Deployment(Connection):
     """Time for one try."""
     gpu_memory_gb: NonNegative[float] = 0.0
     """Memory of one GPU in GB, for the check's estimate; 0: unknown."""
-    known_hosts: str = ""
+    known_hosts: Line = ""
     """File with the hosts' keys, for `crossfed check`; StreamFlow reads ~/.ssh/known_hosts, or what UserKnownHostsFile in
     ~/.ssh/config says for the host."""
 
@@ -209,6 +211,17 @@ def job_name(federation: str, facility: str) -> str:
     return f"crossfed-{federation}-{facility}"
 
 
+def workflow_name(federation: str) -> str:
+    """The federation's name in streamflow.yml, where StreamFlow wants a lower-case letter first."""
+    plain = federation[0].islower() and not federation.startswith(PREFIX)
+    return federation if plain else PREFIX + federation
+
+
+def federation_of(workflow: str) -> str:
+    """The inverse of `workflow_name`."""
+    return workflow.removeprefix(PREFIX)
+
+
 def _ssh(deployment: Deployment) -> dict[str, Any]:
     one = deployment.streamflow()
     config: dict[str, Any] = {"nodes": [one.pop("hostname")]} | one
@@ -231,6 +244,18 @@ def _home(path: str) -> str:
     return str(Path(path).expanduser()) if path else ""
 
 
+def _check_option(name: str, value: Any) -> None:
+    """Refuse what a shell would not take as one plain value: StreamFlow writes options into a command line."""
+    for one in value if isinstance(value, list) else [value]:
+        if not isinstance(one, str | int | float):
+            raise ConfigurationError(f"options.{name} is {one!r}, expected text or a number", key=f"options.{name}")
+        if found := SHELL.search(str(one)):
+            raise ConfigurationError(
+                f"options.{name} is {one!r}, expected plain text; {found[0]!r} means something to the shell",
+                key=f"options.{name}",
+            )
+
+
 def _check_options(kind: str, options: dict[str, Any]) -> None:
     """Refuse options that StreamFlow's connector does not know, by its own schema."""
     found = importlib.util.find_spec("streamflow")
@@ -238,7 +263,8 @@ def _check_options(kind: str, options: dict[str, Any]) -> None:
         return  # checked where StreamFlow is installed
     folder = Path(next(iter(found.submodule_search_locations))) / "deployment" / "connector" / "schemas"
     known = json.loads((folder / f"{kind}.json").read_text())["$defs"]["service"]["properties"]
-    for name in options:
+    for name, value in options.items():
+        _check_option(name, value)
         if name in ("file", "jobName"):
             raise ConfigurationError(f"options.{name} is set by CrossFed itself; remove it", key=f"options.{name}")
         if name not in known:

@@ -156,6 +156,18 @@ def check_paths(federation: Federation) -> None:
             "model",
         )
     for number, facility in enumerate(federation.facilities):
+        training = facility.training
+        for key, path in (
+            ("layout.plan", training.layout.plan),
+            ("lora.base", training.lora.base),
+            ("sync.emulation.trace", training.sync.emulation.trace),
+        ):
+            if facility.deployment.type == "local" and path and not federation.path(path).exists():
+                where = f"facilities[{number}].training.{key}"
+                raise lined.error(
+                    f"training.{key} of facility {facility.name!r} is {federation.path(path)}, which does not exist",
+                    where if where in lined.lines else f"training.{key}",
+                )
         if facility.deployment.type == "local" and not federation.path(facility.dataset).is_dir():
             raise lined.error(
                 f"dataset of facility {facility.name!r} is {federation.path(facility.dataset)}, which is not a directory; expected the output "

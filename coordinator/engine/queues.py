@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from coordinator.config.deployments import job_name
+from coordinator.config.deployments import federation_of, job_name
 from coordinator.schedulers.registry import scheduler, schedulers
 from coordinator.schedulers.scheduler import Job, Scheduler
 from facility.exchange.errors import TryAgain
@@ -105,7 +105,7 @@ def read_queues(streamflow: Path, patience: dict[str, float] | None = None) -> l
     out: nothing could be told from other people's jobs. `patience`: seconds by facility, see `Queue`."""
     data = yaml.safe_load(streamflow.read_text())
     deployments = data.get("deployments", {})
-    federation = next(iter(data.get("workflows", {})), "")
+    federation = federation_of(next(iter(data.get("workflows", {})), ""))
     found = []
     for binding in _bindings(data):
         target = deployments.get(binding["deployment"], {})

@@ -17,14 +17,14 @@ import yaml
 
 from coordinator.asynchronous.workflow import HAND_WRITTEN as OF_GROUPS
 from coordinator.asynchronous.workflow import chain_step, groups_workflow
-from coordinator.config.deployments import job_name, job_template, streamflow_deployments
+from coordinator.config.deployments import job_name, job_template, streamflow_deployments, workflow_name
 from coordinator.config.federation import Facility, Federation
 from coordinator.config.settings import CoordinatorSettings, RoundSettings
 from coordinator.config.yaml_lines import Lined
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.files.durable import write_text
 from facility.exchange.files.paths import CHECKOUT, shipped
-from facility.exchange.messages.settings import FacilitySettings
+from facility.exchange.messages.settings import FacilitySettings, TrainingSettings
 
 HEAD = "# Rendered by `crossfed render` from federation.yml: edit that file and render again.\n"
 HAND_WRITTEN = (
@@ -58,7 +58,7 @@ def render(federation: Federation) -> dict[str, str]:
             facility=facility.name,
             rounds=federation.rounds,
             seed=federation.seed,
-            training=facility.training,
+            training=_training(federation, facility),
             include=federation.aggregation.include,
             exclude=federation.aggregation.exclude,
             model_encoding=federation.sending.encoding,
@@ -127,6 +127,24 @@ def coordinator_settings(federation: Federation) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name != "groups" or value is not None}
 
 
+def _training(federation: Federation, facility: Facility) -> TrainingSettings:
+    """A facility's settings with its paths as it resolves them: a local one counts them from federation.yml's folder."""
+    training = facility.training
+    if facility.deployment.type != "local":
+        return training
+
+    def here(path: str) -> str:
+        return _for_a_step(federation.path(path)) if path else ""
+
+    emulation = dataclasses.replace(training.sync.emulation, trace=here(training.sync.emulation.trace))
+    return dataclasses.replace(
+        training,
+        layout=dataclasses.replace(training.layout, plan=here(training.layout.plan)),
+        lora=dataclasses.replace(training.lora, base=here(training.lora.base)),
+        sync=dataclasses.replace(training.sync, emulation=emulation),
+    )
+
+
 def _sequences(facility: Facility) -> int:
     """At most, in a round; replicas that go at speeds of their own divide the round's updates unevenly."""
     training = facility.training
@@ -174,7 +192,7 @@ def streamflow(federation: Federation) -> dict[str, Any]:
     return {
         "version": "v1.0",
         "workflows": {
-            federation.name: {
+            workflow_name(federation.name): {
                 "type": "cwl",
                 "config": {
                     "file": f"../cwl/{'groups' if federation.groups else 'main'}.cwl",

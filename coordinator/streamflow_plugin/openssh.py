@@ -8,7 +8,16 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-ALWAYS = ("-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes", "-o", "PasswordAuthentication=no")
+ALWAYS = (
+    "-o",
+    "BatchMode=yes",
+    "-o",
+    "StrictHostKeyChecking=yes",
+    "-o",
+    "PasswordAuthentication=no",
+    "-o",
+    "ForwardAgent=no",
+)
 
 
 @dataclass(frozen=True, kw_only=True)

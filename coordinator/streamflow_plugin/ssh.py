@@ -38,6 +38,13 @@ LOGIN_SHELL = "sh -c " + shlex.quote(
 class CarefulContext(SSHContext):
     """A connection that is not tried again when trying again cannot help."""
 
+    async def _get_connection(self, config: SSHConfig | None) -> asyncssh.SSHClientConnection | None:
+        """The original's, but the user's ssh-agent is never within a facility's reach, whatever ~/.ssh/config says."""
+        connection = await super()._get_connection(config)
+        if connection is not None:
+            connection._agent_forward_path = None  # as `agent_forwarding=False`, which the original does not pass on
+        return connection
+
     async def get_connection(self) -> asyncssh.SSHClientConnection:
         try:
             return await super().get_connection()

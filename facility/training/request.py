@@ -6,6 +6,7 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
+from facility.exchange.files.paths import resolve
 from facility.exchange.messages.plan import Plan, read_plan
 from facility.exchange.messages.settings import FacilitySettings, TrainingSettings, read_facility_settings
 from facility.rounds.kept import default_directory
@@ -46,7 +47,7 @@ class RoundRequest:
     @property
     def base_model(self) -> Path:
         """The checkpoint that configuration and weights come from: the received one, or a base that never travels."""
-        return Path(self.training.lora.base) if self.training.lora.base else self.model
+        return resolve(self.training.lora.base) if self.training.lora.base else self.model
 
     @property
     def total_steps(self) -> int:
@@ -58,7 +59,7 @@ def read_request(arguments: argparse.Namespace, began: float) -> RoundRequest:
     """Read the settings and the plan that the command line names. Raises `ConfigurationError`."""
     settings = read_facility_settings(arguments.settings)
     planned = settings.training.layout.plan
-    plan = arguments.plan or (Path(planned) if planned else None)
+    plan = arguments.plan or (resolve(planned) if planned else None)
     return RoundRequest(
         settings=settings,
         round=arguments.round,

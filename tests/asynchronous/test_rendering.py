@@ -104,7 +104,7 @@ def test_defaults_are_told_by_the_section_alone(tmp_path: Path):
             8,
             "unknown key 'groups.window_second'; did you mean 'window_seconds'?",
         ),
-        ("{window_seconds: 60}", "{window_seconds: -1}", 8, "window_seconds is -1.0, expected 0 or more"),
+        ("{window_seconds: 60}", "{window_seconds: -1}", 8, "window_seconds is -1, expected 0 or more"),
         ("{window_seconds: 60}", "{window_seconds: .inf}", 8, "window_seconds is inf, expected a finite number"),
         ("{window_seconds: 60}", "{bound: -1}", 8, "bound is -1, expected 0 or more"),
         ("{window_seconds: 60}", "{minimum: 3}", 8, "groups.minimum is 3, expected 1 to 2"),

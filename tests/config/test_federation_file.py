@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 
 from coordinator.config.federation import check_paths, read_federation
 from facility.exchange.errors import ConfigurationError
+from facility.exchange.messages.settings import read_facility_settings
 from tests.federations import write_federation
 
 GOOD = """\
@@ -69,6 +71,28 @@ def test_defaults_are_merged_facility_by_facility(tmp_path: Path):
             15,
             "facilities[1].deployment: host is 'a b', expected a name or address",
         ),
+        ("/data/b", '"/data/b\\nrm -rf x"', 12, "expected one line of text"),
+        ("/data/b", '"/data/\\u2028b"', 12, "expected one line of text"),
+        ("../model", '"m\\tx"', 2, "expected one line of text"),
+        ("name: two-sites.v1", 'name: "a\\nb"', 1, "expected 1-63 letters"),
+        ("name: two-sites.v1", "name: /etc", 1, "a name, not a path"),
+        ("{rule: mean}", '{rule: mean, exclude: ["a\\nb"]}', 13, "expected one line of text"),
+        *(
+            (
+                "    dataset: /data/b\n",
+                "    dataset: /data/b\n    deployment:\n      type: slurm\n      host: h\n      workdir: /w\n"
+                f"      template: t.sh\n      options: {{comment: {value}}}\n",
+                18,
+                words,
+            )
+            for value, words in (
+                ('"$(id)"', "'$' means something to the shell"),
+                ("'`id`'", "'`' means something to the shell"),
+                ('"a\\nb"', "'\\n' means something to the shell"),
+                ("a;b", "';' means something to the shell"),
+                ("{a: b}", "expected text or a number"),
+            )
+        ),
     ],
 )
 def test_a_mistake_is_one_error_with_file_and_line(tmp_path: Path, old: str, new: str, line: int | None, words: str):
@@ -111,3 +135,25 @@ def test_the_command_writes_nothing_on_bad_input(tmp_path: Path):
     assert result.returncode == 2
     assert result.stderr.count("\n") == 1 and "rounds is 0" in result.stderr and f"{path}:" in result.stderr
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("key", ["layout: {plan: PATH}", "lora: {base: PATH}", "sync: {emulation: {trace: PATH}}"])
+def test_a_local_facilitys_paths_count_from_the_file_and_must_be_there(tmp_path: Path, key: str):
+    path = write_federation(tmp_path, ["a"])
+    path.write_text(path.read_text().replace("training:\n", f"training:\n  {key.replace('PATH', '../here/x')}\n"))
+    with pytest.raises(ConfigurationError, match=f"is {tmp_path / 'here' / 'x'}, which does not exist") as caught:
+        check_paths(read_federation(path))
+    assert caught.value.line is not None and "../here/x" in path.read_text().splitlines()[caught.value.line - 1]
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "x").touch()
+    check_paths(read_federation(path))
+
+
+@pytest.mark.parametrize("name", ["/abs", "..", "../x", "a/b", "", "a\nb"])
+def test_names_in_a_facilitys_settings_are_never_paths(tmp_path: Path, name: str):
+    file = tmp_path / "settings.json"
+    for key in ("federation", "facility"):
+        values = {"federation": "f", "facility": "a", "rounds": 1, "seed": 0} | {key: name}
+        file.write_text(json.dumps(values))
+        with pytest.raises(ConfigurationError, match=f"{key} is .*, expected 1-63 letters"):
+            read_facility_settings(file)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
+import pytest
 import yaml
+from streamflow.config.validator import SfValidator
 
+from coordinator.config.deployments import federation_of
 from coordinator.config.federation import read_federation
 from coordinator.engine.render import render, stale, write
+from facility.exchange.files import paths
+from facility.exchange.messages.sync import EmulationSettings
 from tests.conftest import ROOT
 from tests.federations import write_federation
 
@@ -79,3 +85,36 @@ def test_every_dataset_travels_as_text(tmp_path: Path):
 def test_checkpoint_manager_is_never_enabled(tmp_path: Path):
     text = render(read_federation(write_federation(tmp_path, ["a"])))["workflow/streamflow.yml"]
     assert "checkpointManager" not in text
+
+
+@pytest.mark.parametrize("name", ["demo", "Demo", "2026-a", "crossfed-Demo"])
+def test_streamflow_accepts_every_name_that_we_accept(tmp_path: Path, name: str):
+    federation = read_federation(write_federation(tmp_path, ["A", "2nd.site"], name=name))
+    written = yaml.safe_load(render(federation)["workflow/streamflow.yml"])
+    SfValidator().validate(written)
+    assert [federation_of(workflow) for workflow in written["workflows"]] == [name]
+
+
+def test_paths_in_settings_are_those_of_the_machine_that_reads_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    keys = {"layout": {"plan": "~/plan.json"}, "lora": {"base": "../base"}, "sync": {"emulation": {"trace": "/t.json"}}}
+    path = write_federation(tmp_path, ["here", "far"], training=keys)
+    described = yaml.safe_load(path.read_text())
+    described["facilities"][1]["deployment"] = {"type": "ssh", "host": "h", "workdir": "/w"}
+    path.write_text(yaml.safe_dump(described))
+    files = render(read_federation(path))
+
+    def found(name: str) -> list[str]:
+        training = json.loads(files[f"workflow/facilities/{name}.json"])["training"]
+        return [training["layout"]["plan"], training["lora"]["base"], training["sync"]["emulation"]["trace"]]
+
+    assert found("here") == [str(tmp_path / "plan.json"), str(tmp_path / "base"), "/t.json"]
+    assert found("far") == ["~/plan.json", "../base", "/t.json"]
+
+
+def test_a_trace_is_read_from_the_accounts_home_and_from_crossfeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "trace.json").write_text('{"format": 1, "workers": {"0": [[0, 2]]}}')
+    monkeypatch.setenv("CROSSFED_HOME", str(tmp_path))
+    monkeypatch.setattr(paths, "account_home", lambda: tmp_path)
+    for trace in ("trace.json", "~/trace.json", str(tmp_path / "trace.json")):
+        assert EmulationSettings(trace=trace).build().factor(0) == 2

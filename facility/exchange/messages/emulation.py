@@ -13,9 +13,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import field, fields
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from annotated_types import Ge, Le
 
@@ -32,19 +32,29 @@ def uniform(*key: int | str) -> float:
 
 
 @validated(frozen=True, kw_only=True)
-class Emulation:
-    """How workers are slowed down for rehearsal. The defaults slow nobody down."""
+class Stalls:
+    """What slows workers down, apart from a trace. The defaults slow nobody down."""
 
     probability: Annotated[float, Ge(0), Le(1)] = 0.0
     """Probability of a stall before one forward or one backward of one stage; 0 is off."""
     seconds: NonNegative[float] = 0.0
     """Length of one stall."""
     factors: tuple[Positive[float], ...] = ()
-    """Worker w's compute takes factors[w] times as long, always; workers beyond the list take 1."""
-    trace: Mapping[int, tuple[tuple[float, float], ...]] = field(default_factory=dict)
-    """worker -> ((second, factor), ...) in rising order: from that second on, compute takes factor times as long."""
+    """Worker (replica) w's compute takes factors[w] times as long, always; workers beyond the list take 1."""
     seed: int = 0
     """Another seed, other stalls."""
+
+    def stalls(self) -> dict[str, Any]:
+        """These values alone, by name."""
+        return {field.name: getattr(self, field.name) for field in fields(Stalls)}
+
+
+@validated(frozen=True, kw_only=True)
+class Emulation(Stalls):
+    """How workers are slowed down for rehearsal."""
+
+    trace: Mapping[int, tuple[tuple[float, float], ...]] = field(default_factory=dict)
+    """worker -> ((second, factor), ...) in rising order: from that second on, compute takes factor times as long."""
 
     def __post_init__(self) -> None:
         for worker, steps in self.trace.items():

@@ -15,6 +15,7 @@ from typing import Literal
 
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.template_inheritance import PLACEHOLDER, unfilled
+from facility.exchange.text import Line
 from facility.exchange.validation import validated
 
 PLAIN = re.compile(r"[A-Za-z0-9_.,:/@+=%-]+")
@@ -28,19 +29,19 @@ ENTER = re.compile(r"^\. '<home>/env\.sh'$", re.MULTILINE)
 class Environment:
     """Where a facility's Python comes from."""
 
-    home: str = "~/crossfed"
+    home: Line = "~/crossfed"
     """CrossFed's directory at the facility: `facility/setup.sh` wrote `env.sh` there."""
     modules: list[str] = field(default_factory=list)
     """`module load` these first."""
-    venv: str = ""
+    venv: Line = ""
     """Directory of a virtual environment to use instead of `<home>/env.sh`."""
-    conda: str = ""
+    conda: Line = ""
     """Name or path of a conda environment to use instead of `<home>/env.sh`."""
-    image: str = ""
+    image: Line = ""
     """Apptainer or Singularity image to run the command in."""
     gpu: Literal["none", "nvidia", "amd"] = "none"
     """Which GPUs the image shall see: `nvidia` is --nv, `amd` is --rocm."""
-    bind: list[str] = field(default_factory=list)
+    bind: list[Line] = field(default_factory=list)
     """Paths that the image sees besides the working directory and the home."""
 
     def __post_init__(self) -> None:

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Lt
 
 from facility.exchange.errors import ConfigurationError
+from facility.exchange.text import Line
 from facility.exchange.validation import AtLeastOne, NonNegative, validated
 
 Sharding = Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", "NO_SHARD"]
@@ -33,8 +34,9 @@ class LayoutSettings:
     """[first, end) of every chunk over units 0 = embedding, 1..L = blocks, L+1 = head; empty: even cuts."""
     schedule: ScheduleName = "1f1b"
     """Order of forward and backward passes in a pipeline; without effect with one stage."""
-    plan: str = ""
-    """Path of a plan.json at the facility; it replaces replicas, stages, units, schedule and micro-batches."""
+    plan: Line = ""
+    """A plan.json at the facility: absolute, `~/...`, or relative to CrossFed's directory there; for a local facility
+    relative to federation.yml. It replaces replicas, stages, units, schedule and micro-batches."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """full: a block keeps its input only and runs again in backward; selective: it also keeps matrix products."""
     offload: bool = False
@@ -60,8 +62,8 @@ class LoraSettings:
     """Scale: an adapter adds alpha / rank * B A."""
     dropout: Annotated[float, Ge(0), Lt(1)] = 0.0
     """Probability that an adapter's input is dropped in training."""
-    base: str = ""
-    """Path at the facility of the base model, when adapters alone travel both ways; empty: the received model."""
+    base: Line = ""
+    """The base model at the facility (as `layout.plan`), when adapters alone travel both ways; empty: the received model."""
     targets: list[str] = field(default_factory=list)
     """Ends of the names of the linear layers that get one; empty: every linear layer of the blocks."""
 

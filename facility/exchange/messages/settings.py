@@ -10,7 +10,7 @@ from typing import Literal, TypeVar
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.layout import LayoutSettings, LimitSettings, LoraSettings
 from facility.exchange.messages.sync import SyncSettings
-from facility.exchange.text import Name, Pattern
+from facility.exchange.text import Line, Name, Pattern
 from facility.exchange.validation import NonNegative, Positive, Share, parse, validated
 
 FORMAT = 1
@@ -70,7 +70,7 @@ class TrainingSettings:
     """At most so many validation blocks per evaluation; 0: all."""
     encoding: Encoding = "full"
     """How the update travels: whole, or as the difference to the received model (51, 27 or 25 % of bfloat16)."""
-    signing_key: str = ""
+    signing_key: Line = ""
     """Private ssh key at the facility that signs its updates' manifests; empty: they are not signed."""
     sparse_density: Share = SPARSE_DENSITY
     """Share of the values that `sparse` sends each round, in 1 + 4 x this many bits a value; the rest is kept, trained on and
@@ -90,7 +90,7 @@ class TrainingSettings:
     """Parameters that stay as received: shell patterns over their names, for instance `*.layers.[0-3].*`."""
     limits: LimitSettings = field(default_factory=LimitSettings)
     """When a round stops early, and how much memory it may use."""
-    tracker: str = ""
+    tracker: Line = ""
     """Where to log steps, by accelerate's name of it (tensorboard, wandb, ...), if it is installed; empty: nowhere."""
     trace: bool = False
     """Write a Chrome trace of the first steps beside the state."""

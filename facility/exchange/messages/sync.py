@@ -8,9 +8,11 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Lt
 
 from facility.exchange.errors import ConfigurationError
-from facility.exchange.messages.emulation import Emulation, read_trace
-from facility.exchange.scheduling.groups import GroupRules
-from facility.exchange.validation import NonNegative, Positive, validated
+from facility.exchange.files.paths import resolve
+from facility.exchange.messages.emulation import Emulation, Stalls, read_trace
+from facility.exchange.scheduling.group import GroupLimits, GroupRules
+from facility.exchange.text import Line
+from facility.exchange.validation import AtLeastOne, NonNegative, Positive, validated
 
 PolicyName = Literal[
     "allreduce",
@@ -26,55 +28,35 @@ PolicyName = Literal[
 
 
 @validated(frozen=True, kw_only=True)
-class EmulationSettings:
+class EmulationSettings(Stalls):
     """Slow replicas down for rehearsal: SD-PIPE's random stalls, static factors, a trace of speeds."""
 
-    probability: float = 0.0
-    """Probability of a stall before each forward and each backward; 0 is off."""
-    seconds: float = 0.0
-    """Length of one stall."""
-    factors: list[float] = field(default_factory=list)
-    """Compute of replica r takes factors[r] times as long; replicas beyond the list: 1."""
-    trace: str = ""
-    """File `{"format": 1, "workers": {"0": [[second, factor], ...]}}`; empty: none."""
-    seed: int = 0
-    """Another seed, other stalls."""
-
-    def __post_init__(self) -> None:
-        Emulation(probability=self.probability, seconds=self.seconds, factors=tuple(self.factors), seed=self.seed)
+    trace: Line = ""
+    """File `{"format": 1, "workers": {"0": [[second, factor], ...]}}`; empty: none. At the facility: absolute, `~/...`, or
+    relative to CrossFed's directory there; for a local facility relative to federation.yml."""
 
     def build(self) -> Emulation:
         """The pure law; reads the trace file. Raises `ConfigurationError`."""
-        return Emulation(
-            probability=self.probability,
-            seconds=self.seconds,
-            factors=tuple(self.factors),
-            trace=read_trace(self.trace) if self.trace else {},  # type: ignore[arg-type]
-            seed=self.seed,
-        )
+        return Emulation(**self.stalls(), trace=read_trace(resolve(self.trace)) if self.trace else {})
 
 
 @validated(frozen=True, kw_only=True)
-class SyncSettings:
-    """The policy between replicas and its knobs; a knob that the policy does not use changes nothing."""
+class SyncSettings(GroupLimits):
+    """The policy between replicas and its settings; one that the policy does not use has no effect.
+
+    bound, minimum, maximum, patience, the windows, debias, step and relay are of partial_reduce.
+    """
 
     policy: PolicyName = "allreduce"
     """allreduce, central_ps, sharded_ps: gradients every step, in lockstep. partial_reduce: groups form as replicas
     become ready. adpsgd: gossip with a random peer, without waiting; adpsgd_blocking: the same in lockstep pairs (a
     baseline). wave: push and pull every `every` steps within `staleness` waves. local: average every `every` steps.
     diloco: the same with an outer Nesterov step."""
-    bound: int = 10
-    """partial_reduce: groups are connected at least every `bound` rounds; 1: everybody always; 0: no bound."""
-    minimum: int = 1
-    """partial_reduce: replicas in a group at least, when more can come."""
-    maximum: int = 0
-    """partial_reduce: replicas in a group at most (except to keep the bound); 0: no limit."""
+    bound: NonNegative[int] = 10
+    minimum: AtLeastOne[int] = 1
     patience: float = 0.01
     """partial_reduce: a replica waits for others that are expected soon, so long a part of its usual step for each step
     that both are likely to make together until one of them is late again, by their records; 0: a window."""
-    window_seconds: float = 0.001
-    """partial_reduce: how long a first arrival waits for company where nothing is known of the others' steps yet, or
-    always with patience 0; it adapts."""
     window_maximum_seconds: float = 0.005
     """partial_reduce: the window never grows beyond this."""
     debias: bool = True
@@ -129,16 +111,14 @@ class SyncSettings:
                 f"missing_seconds is {self.missing_seconds}, expected more than two heartbeats "
                 f"({self.heartbeat_seconds} s each)"
             )
+        super().__post_init__()
         self.rules()
 
     def rules(self, *, budget: int = 0) -> GroupRules:
         """Rules of the group scheduler under `partial_reduce`."""
         return GroupRules(
-            bound=self.bound,
-            minimum=self.minimum,
-            maximum=self.maximum,
+            **self.limits(),
             patience=self.patience,
-            window_seconds=self.window_seconds,
             window_maximum_seconds=self.window_maximum_seconds,
             debias=self.debias,
             relay=self.relay if self.common_step else 0.0,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TypeAlias, TypeVar
+from dataclasses import dataclass, fields
+from typing import Any, TypeAlias, TypeVar
 
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.validation import AtLeastOne, NonNegative, validated
@@ -14,21 +14,40 @@ AnyMember = TypeVar("AnyMember", bound=Member)
 
 
 @validated(frozen=True, kw_only=True)
-class GroupRules:
-    """How groups form."""
+class GroupLimits:
+    """How large groups are and how long they wait: the keys of `groups:` and `training.sync` that are alike."""
 
     bound: NonNegative[int] = 5
-    """P: the union of groups is connected at least every P x N updates; 1: every group is everybody; 0: no bound."""
+    """P: for N members, the union of groups is connected at least every P x N updates, and members that are ahead wait
+    for that; 1: every group is all members; 0: no bound."""
     minimum: AtLeastOne[int] = 2
-    """Members a group has at least (fewer only when nobody else can come); 1: who comes alone goes on alone."""
+    """Members of a group at least (fewer only when nobody else can come); 1: a member whose window has passed goes on
+    alone."""
     maximum: NonNegative[int] = 0
-    """Members a group has at most, except to keep the bound; 0: no limit."""
+    """Members of a group at most, except to keep the bound; 0: no limit."""
+    window_seconds: NonNegative[float] = 0.001
+    """How long a first arrival waits for more than `minimum`, at first; then it adapts, member by member: twice as long
+    after a group that was too small, a tenth shorter after another."""
+
+    def __post_init__(self) -> None:
+        if 0 < self.maximum < self.minimum:
+            raise ConfigurationError(
+                f"maximum is {self.maximum}, expected 0 (no limit) or at least minimum, {self.minimum}"
+            )
+
+    def limits(self) -> dict[str, Any]:
+        """These keys alone, by name."""
+        return {field.name: getattr(self, field.name) for field in fields(GroupLimits)}
+
+
+@validated(frozen=True, kw_only=True)
+class GroupRules(GroupLimits):
+    """How groups form."""
+
     patience: NonNegative[float] = 0.0
     """A member waits for others whose own steps say that they will come soon: so long a part of its usual step for each
     step that both are likely to make before one of them is late again. 0: the windows below are used. Members without
     a record wait by the windows in any case."""
-    window_seconds: NonNegative[float] = 0.001
-    """How long a first arrival waits for company, at first; then it adapts, member by member."""
     window_minimum_seconds: NonNegative[float] = 0.00001
     window_maximum_seconds: float = 0.01
     target: AtLeastOne[int] = 2
@@ -44,10 +63,7 @@ class GroupRules:
     """Updates of all members together after which `stop` is told; 0: no limit."""
 
     def __post_init__(self) -> None:
-        if 0 < self.maximum < self.minimum:
-            raise ConfigurationError(
-                f"maximum is {self.maximum}, expected 0 (no limit) or at least minimum, {self.minimum}"
-            )
+        super().__post_init__()
         if self.window_maximum_seconds < max(self.window_minimum_seconds, self.window_seconds):
             raise ConfigurationError(
                 f"window_maximum_seconds is {self.window_maximum_seconds}, expected at least window_seconds "

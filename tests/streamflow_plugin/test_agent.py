@@ -1,0 +1,62 @@
+"""The user's ssh-agent stays here: no login to a facility forwards it, whatever ~/.ssh/config says."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import asyncssh
+import pytest
+from streamflow.deployment.connector.ssh import SSHConfig, SSHContext
+
+from coordinator.streamflow_plugin.openssh import Login, command
+from coordinator.streamflow_plugin.ssh import CarefulContext
+
+
+class Anybody(asyncssh.SSHServer):
+    def begin_auth(self, username: str) -> bool:
+        return False
+
+
+def answer(process: asyncssh.SSHServerProcess) -> None:
+    process.stdout.write(f"agent: {process.channel.get_agent_path()}")
+    process.exit(0)
+
+
+async def agent_at_the_facility(kind: type[SSHContext]) -> str:
+    """What a facility's process sees of the agent when `kind` logs in."""
+    key = asyncssh.generate_private_key("ssh-ed25519")
+    async with await asyncssh.listen(
+        "127.0.0.1", 0, server_factory=Anybody, server_host_keys=[key], process_factory=answer, agent_forwarding=True
+    ) as server:
+        config = SSHConfig(
+            check_host_key=False,
+            client_keys=[],
+            connect_timeout=10,
+            hostname=f"127.0.0.1:{server.get_port()}",
+            password_file=None,
+            ssh_key_passphrase_file=None,
+            tunnel=None,
+            username="me",
+        )
+        context = object.__new__(kind)
+        context._streamflow_config_dir = ""
+        connection = await kind._get_connection(context, config)
+        assert connection is not None
+        async with connection:
+            return str((await connection.run("x")).stdout)
+
+
+def test_no_agent_reaches_a_facility(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / ".ssh").mkdir()
+    (tmp_path / ".ssh" / "config").write_text("Host *\n  ForwardAgent yes\n")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("SSH_AUTH_SOCK", str(tmp_path / "agent"))
+    assert asyncio.run(agent_at_the_facility(SSHContext)) != "agent: None"
+    assert asyncio.run(agent_at_the_facility(CarefulContext)) == "agent: None"
+
+
+def test_the_systems_ssh_forwards_none_either():
+    words = command(Login(host="h", jump=Login(host="j")), connect_seconds=1)
+    assert "ForwardAgent=no" in words
+    assert next(word for word in words if word.startswith("ProxyCommand=")).count("ForwardAgent=no") == 1
