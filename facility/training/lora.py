@@ -95,9 +95,11 @@ def load_adapters(parts: Sequence[LocalShard], received: Checkpoint, seed: int) 
     A beginning is drawn from the federation's seed and the name: every facility begins with the same.
     """
     adapters = [part for part in parts if part.name.startswith(PREFIX)]
+    heads = sorted({part.name.partition(".")[0] for part in parts} & {"score", "classifier"})
+    note = f"; the classification head ({heads[0]}) stays as received: only adapters are trained" if heads else ""
     if all(part.name in received.tensors for part in adapters):
         load_shards(adapters, received)
-        return f"{len(adapters)} adapter tensors received"
+        return f"{len(adapters)} adapter tensors received{note}"
     for part in adapters:
         if ".lora_B." in part.name:
             part.tensor.zero_()
@@ -106,7 +108,7 @@ def load_adapters(parts: Sequence[LocalShard], received: Checkpoint, seed: int) 
         generator = torch.Generator().manual_seed(derive(seed, "lora", part.name))
         whole = (torch.rand(part.shape, generator=generator) * 2 - 1) * bound
         part.tensor.copy_(whole[part.first : part.first + part.tensor.shape[0]])
-    return f"{len(adapters)} adapter tensors begun from the federation's seed"
+    return f"{len(adapters)} adapter tensors begun from the federation's seed{note}"
 
 
 def write_adapter_config(directory: Path, settings: LoraSettings, adapters: Sequence[str], base: str) -> None:

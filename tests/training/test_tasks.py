@@ -203,7 +203,8 @@ def test_a_classifier_that_knows_another_padding_token_or_none_is_refused(tmp_pa
     for name, (_, sentence) in cases.items():
         assert sentence in said[name][0] and "Traceback" not in said[name][0]
     bert = save_classifier(tmp_path / "c", 2, "bert", pad_token_id=None)  # it pools the first token
-    rounds_in([("bert", arguments(tmp_path / "bert", bert, classes))])
+    said = rounds_in([("bert", arguments(tmp_path / "bert", bert, classes, lora={"rank": 2}))])
+    assert "the classification head (classifier) stays as received" in said["bert"][0]
 
 
 @pytest.mark.slow
