@@ -15,6 +15,8 @@ from coordinator.engine.queues import read_queues
 from coordinator.engine.render import write
 from coordinator.engine.run import engine_command
 from coordinator.engine.supervise import Limits, Supervisor
+from coordinator.events.event import VARIABLE
+from coordinator.events.follow import EventFile
 from coordinator.testbed.layout import Site, Testbed, load
 from coordinator.testbed.rehearsal import records, write_federation
 
@@ -58,10 +60,12 @@ class Run:
     def supervisor(self, **limits) -> Supervisor:
         federation = read_federation(self.file)
         archive = Archive(federation.archive_path)
+        events = EventFile(self.file.parent.parent / "events.jsonl")
         return Supervisor(
             command=lambda: engine_command(federation),
             directory=self.file.parent,
-            environment=self.environment(),
+            environment=self.environment() | {VARIABLE: str(events.path)},
+            events=events,
             queues=read_queues(self.file.parent / "streamflow.yml"),
             on_line=self.log.append,
             say=self.said.append,
