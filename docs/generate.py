@@ -72,13 +72,13 @@ def registries() -> str:
     from docs.registries import REGISTRIES
 
     lines = []
-    for title, registry in REGISTRIES.items():
+    for title, describe in REGISTRIES.items():
         lines += [f"## {title}", "", "| name | what it does | parameters | source |", "|---|---|---|---|"]
-        for one in registry.describe():
+        for one in describe():
             parameters = ", ".join(
-                f"`{p}`" if isinstance(p, str) else f"`{p.name}` = {p.default}" for p in one.parameters
+                f"`{p['name']}` = {p['default']}" if "default" in p else f"`{p['name']}`" for p in one["parameters"]
             )
-            lines.append(f"| `{one.name}` | {_cell(one.summary)} | {parameters} | {_cell(one.citation)} |")
+            lines.append(f"| `{one['name']}` | {_cell(one['summary'])} | {parameters} | {_cell(one['citation'])} |")
         lines.append("")
     return "\n".join(lines)
 

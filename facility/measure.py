@@ -26,7 +26,6 @@ from torch.distributed import distributed_c10d
 
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.files.durable import write_text
-from facility.measuring.devices import device_id, device_name, free_bytes
 from facility.measuring.layers import TASKS, LayerSettings, measure_units
 from facility.measuring.links import LinkSettings, MeasuredLinks, measure_links
 from facility.measuring.pretend import DISTRIBUTIONS, Pretended, read_pretended
@@ -35,6 +34,7 @@ from facility.measuring.running import measure_running
 from facility.measuring.tournament import groups_of
 from facility.measuring.traffic_control import Way, script
 from facility.measuring.wire import Wire
+from facility.training.devices import device_id, device_name, free_bytes
 from facility.training.parallel.ranks import Ranks, end, from_environment, together
 from facility.training.parallel.rendezvous import start
 

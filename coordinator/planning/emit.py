@@ -12,7 +12,7 @@ from coordinator.planning.chain import Assignment, Chain, Infeasible
 from coordinator.planning.placement.place import Placement
 from coordinator.problem.problem import ChainProblem, PlacementProblem, Problem
 from coordinator.simulation.pipelines.plans import layout_of, simulate
-from facility.exchange.messages.plan import CompressedLink, DeviceLoad, Plan, Schedule, Sync, SyncName
+from facility.exchange.messages.plan import DeviceLoad, Plan, Sync
 
 
 def gap(value: float, bound: float) -> float | None:
@@ -93,10 +93,9 @@ def plan_on(
     *,
     micro_batches: Sequence[int],
     micro_batch_samples: int,
-    schedule: Schedule,
-    sync: SyncName,
+    schedule: str,
+    sync: str,
     virtual_stages: int = 1,
-    compressed_links: tuple[CompressedLink, ...] = (),
 ) -> Plan:
     """A bare plan of a whole problem: the layout alone, nothing predicted."""
     return Plan(
@@ -109,7 +108,6 @@ def plan_on(
         micro_batch_samples=micro_batch_samples,
         schedule=schedule,
         sync=Sync(name=sync, options={"every": problem.local_steps} if problem.local_steps > 1 else {}),
-        compressed_links=compressed_links,
         device_ids=tuple(device.id for device in problem.devices),
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +22,8 @@ from coordinator.planning.stop import Stop
 from coordinator.problem.problem import ChainProblem, PlacementProblem, Problem, chain_of, placement_of
 from coordinator.problem.read import AnyProblem
 from facility.exchange.errors import ConfigurationError
-from facility.exchange.messages.plan import Plan, Schedule, SyncName
+from facility.exchange.messages.plan import Plan
+from facility.exchange.schedules.registry import interleaved
 
 METHODS = ("joint", "place", "exact", "dynamic", "even")
 DEFAULT_SECONDS = 3.0
@@ -104,10 +105,10 @@ def _chain(problem: AnyProblem, method: str, stop: Stop, seed: int, order: str) 
                 [(a, b) for a, b in plan.stage_units],
                 micro_batches=[max(1, problem.batch_samples // samples)],
                 micro_batch_samples=samples,
-                schedule=cast(Schedule, schedule),
-                sync=cast(SyncName, problem.syncs[0]),
+                schedule=schedule,
+                sync=problem.syncs[0],
             )
-            for schedule in [s for s in problem.schedules if not s.startswith("interleaved")] or ["1f1b"]
+            for schedule in [s for s in problem.schedules if not interleaved(s)] or ["1f1b"]
         ),
     )
     assert best.predicted_seconds is not None
@@ -158,7 +159,7 @@ def placed(problem: Problem, stages: int, replicas: int, stop: Stop, *, seed: in
     found = plan_place(network, stop, seed=seed)
     samples = min(problem.micro_batch_samples)
     plans = []
-    for schedule in [s for s in problem.schedules if not s.startswith("interleaved")] or ["1f1b"]:
+    for schedule in [s for s in problem.schedules if not interleaved(s)] or ["1f1b"]:
         cost = Cost(problem, stages, replicas, samples, schedule)
         share = even_share(cost.micro_batches, replicas)
         cuts = even_cuts(len(problem.units), stages)
@@ -172,8 +173,8 @@ def placed(problem: Problem, stages: int, replicas: int, stop: Stop, *, seed: in
                 list(zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True)),
                 micro_batches=share.tolist(),
                 micro_batch_samples=samples,
-                schedule=cast(Schedule, schedule),
-                sync=cast(SyncName, sync),
+                schedule=schedule,
+                sync=sync,
             )
             for sync in problem.syncs
         ]

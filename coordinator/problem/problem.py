@@ -27,13 +27,12 @@ import numpy as np
 from coordinator.problem.runtime import Runtime
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.emulation import Emulation
-from facility.exchange.messages.plan import SyncName
+from facility.exchange.schedules.registry import SCHEDULES
+from facility.exchange.scheduling.policies import POLICIES, lockstep_names
 from facility.exchange.validation import validated
 
 FORMAT = 1
-SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble")
-SYNCS = ("allreduce", "central_ps", "sharded_ps")
-POLICIES: tuple[SyncName, ...] = ("partial_reduce", "adpsgd")
+
 OBJECTIVES = ("iteration_seconds", "tokens_per_second", "device_hours")
 Matrix = tuple[tuple[float, ...], ...]
 
@@ -200,11 +199,12 @@ class Problem:
     schedules: tuple[str, ...] = ("gpipe", "1f1b")
     syncs: tuple[str, ...] = ("allreduce", "sharded_ps", "central_ps")
     codecs: tuple[Codec, ...] = ()
+    """Of the compressed links that a plan to be simulated may have; no planner plans any, as the trainer has none."""
     local_steps: int = 1
     """Optimizer steps between two agreements of the replicas."""
     runtime: Runtime = field(default_factory=Runtime)
-    policies: tuple[SyncName, ...] = ()
-    """Policies without lockstep that the replicas may follow: some of `POLICIES`."""
+    policies: tuple[str, ...] = ()
+    """Policies without lockstep that the replicas may follow: those declared as `planned`."""
     stalls: Emulation = field(default_factory=Emulation)
     """What devices lose at random before a forward or backward (only `policies` are judged by it)."""
     objective: str = "iteration_seconds"
@@ -227,7 +227,12 @@ class Problem:
         for name in ("micro_batch_samples", "stages", "replicas"):
             _require(all(v >= 1 for v in getattr(self, name)), f"{name} holds a number below 1")
         _require(bool(self.micro_batch_samples), "micro_batch_samples is empty, expected at least one size")
-        for name, known in (("schedules", SCHEDULES), ("syncs", SYNCS), ("policies", POLICIES)):
+        planned = [name for name, policy in POLICIES.built_in.items() if policy.planned]
+        for name, known in (
+            ("schedules", tuple(SCHEDULES.built_in)),
+            ("syncs", lockstep_names()),
+            ("policies", tuple(planned)),
+        ):
             for value in getattr(self, name):
                 _require(value in known, f"{name} holds {value!r}, expected some of {', '.join(known)}")
             _require(

@@ -21,8 +21,9 @@ from coordinator.simulation.pipelines.longest import Costs, times
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.emulation import Emulation
 from facility.exchange.messages.sync import SyncSettings
-from facility.exchange.scheduling.gossip import GossipScheduler, PairScheduler, WaveScheduler
-from facility.exchange.scheduling.groups import Group, GroupRules, GroupScheduler
+from facility.exchange.scheduling.group import Group
+from facility.exchange.scheduling.groups import GroupScheduler
+from facility.exchange.scheduling.policies import Exchange
 
 Step = Callable[[int, int, float], float]
 """(replica, number of its step, seconds since the start) -> seconds that the step computes."""
@@ -79,13 +80,13 @@ class ExchangeCosts:
         """All parameters, one way."""
         return self.latency_seconds + self.parameter_bytes / self.bytes_per_second
 
-    def lockstep(self, policy: str, members: int) -> float:
+    def lockstep(self, exchange: Exchange, members: int) -> float:
         """One exchange of gradients among all."""
         if members < 2:
             return 0.0
-        if policy == "central_ps":
+        if exchange == "central":
             return self.fixed_seconds + 2 * (members - 1) * self.message()
-        if policy == "sharded_ps":
+        if exchange == "sharded":
             share = self.parameter_bytes / members / self.bytes_per_second
             return self.fixed_seconds + 2 * (members - 1) * (self.latency_seconds + share)
         return max(0.0, self.ring(members) - self.hidden_seconds)
@@ -113,24 +114,6 @@ class PolicyResult:
     """Mean over replicas: exchanging."""
     log: tuple[Group, ...] = ()
     """Every group, when asked for."""
-
-
-def scheduler_of(settings: SyncSettings, replicas: int, steps: int) -> GroupScheduler:
-    """The scheduler that the facility would run for `steps` steps of each of `replicas` replicas."""
-    accumulated = settings.progress == "accumulated"
-    budget = steps * replicas if accumulated else 0
-    members = range(replicas)
-    seed = settings.emulation.seed
-    if settings.policy == "partial_reduce":
-        return GroupScheduler(members, settings.rules(budget=budget))
-    if settings.policy == "adpsgd":
-        return GossipScheduler(members, GroupRules(debias=False, budget=budget), seed=seed)
-    if settings.policy == "adpsgd_blocking":
-        return PairScheduler(members, GroupRules(debias=False), seed=seed)
-    if settings.policy == "wave":
-        waves = GroupRules(debias=False, budget=-(-budget // settings.every))
-        return WaveScheduler(members, waves, staleness=settings.staleness)
-    return GroupScheduler(members, GroupRules(bound=1, debias=False))
 
 
 ANNOUNCE, PUSH, FINISH = range(3)
@@ -168,16 +151,16 @@ class _Driver:
 
     def compute(self, replica: int, now: float) -> None:
         """The steps up to the next announcement."""
-        policy, mine = self.settings.policy, self.replicas[replica]
+        policy, mine = self.settings.declaration, self.replicas[replica]
         count = 1
-        if policy in ("local", "diloco", "wave"):
+        if policy.periodic:
             count = self.settings.every
             if not self.accumulated:
                 count = min(count, self.steps - mine.done)
         for _ in range(count):
             now += self.step(replica, mine.done, now)
             mine.done += 1
-        if policy == "wave":
+        if policy.exchange == "server":
             self.push(now, replica, PUSH)
         else:
             self.push(now + self.costs.decision_seconds, replica, ANNOUNCE)
@@ -233,17 +216,17 @@ class _Driver:
                 self.compute(replica, end)
 
     def exchange(self, group: Group, now: float) -> float:
-        policy, members = self.settings.policy, group.members
-        if policy == "wave":
+        policy, members = self.settings.declaration, group.members
+        if policy.exchange == "server":
             return self.serve(now)
-        if policy == "adpsgd":
+        if policy.exchange == "pair":
             return now + self.costs.fixed_seconds + 2 * self.costs.message() if len(self.replicas) > 1 else now
         if group.partner is not None:
             now += self.costs.relay(swap=group.pairs)
         if len(members) < 2:
             return now
-        if policy in ("allreduce", "central_ps", "sharded_ps"):
-            return now + self.costs.lockstep(policy, len(members))
+        if policy.lockstep:
+            return now + self.costs.lockstep(policy.exchange, len(members))
         key = tuple(members)
         build = 0.0 if key in self.cache else self.costs.new_group_seconds
         self.seen.add(key)
@@ -266,7 +249,7 @@ def simulate_policy(
     """Run `replicas` replicas for `steps` steps each (or as many together) under `settings.policy`."""
     if replicas < 1 or steps < 1:
         raise ConfigurationError(f"replicas={replicas}, steps={steps}, expected 1 or more each")
-    scheduler = scheduler_of(settings, replicas, steps)
+    scheduler = settings.scheduler(replicas=replicas, steps=steps, members=range(replicas))
     driver = _Driver(
         settings=settings,
         scheduler=scheduler,

@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
+from facility.exchange.one_of import OneOf
+
 Path = Sequence[str | int]
 """A key as its parts: `facilities[0].training` is ("facilities", 0, "training")."""
 
@@ -70,6 +72,9 @@ def limits(hint: Any) -> str:
 
 def _allowed(hint: Any) -> str:
     plain = _plain(hint)
+    for mark in _marks(hint):
+        if isinstance(mark, OneOf):
+            return f"one of {', '.join(map(repr, mark.names))}, or a dotted path"
     origin, arguments = typing.get_origin(plain), typing.get_args(plain)
     if origin is Literal:
         return f"one of {', '.join(map(repr, arguments))}"

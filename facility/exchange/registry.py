@@ -192,19 +192,25 @@ class Registry(Generic[D]):
             raise ConfigurationError(f"{self.kind} {name!r} cannot be loaded: {error}") from error
 
     def describe(self) -> list[dict[str, Any]]:
-        """Name, summary, citation, needs and parameters (default, allowed values, text) of each, for documentation."""
+        """Name, summary, citation, needs and parameters (default, allowed values, text) of each, for documentation.
+
+        Of a setting that several entries share and `shared` does not return, only the name.
+        """
         return [self._description(self.get(name)) for name in self.names()]
 
     def _description(self, entry: D) -> dict[str, Any]:
         shared = {p.name: p for p in self.shared()}
-        parameters = [p if isinstance(p, Parameter) else shared[p] for p in entry.parameters]
+        parameters = [shared.get(p, p) if isinstance(p, str) else p for p in entry.parameters]
         return {
             "name": entry.name,
             "summary": entry.summary,
             "citation": entry.citation,
             "needs": list(entry.needs),
             "parameters": [
-                {"name": p.name, "default": p.default, "expected": p.expected, "text": p.text} for p in parameters
+                {"name": p}
+                if isinstance(p, str)
+                else {"name": p.name, "default": p.default, "expected": p.expected, "text": p.text}
+                for p in parameters
             ],
         }
 

@@ -17,12 +17,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 from facility.measuring.layers import LayerSettings, Unit, a_block
 from facility.measuring.links import MeasuredLinks
 from facility.measuring.profile import RunningCosts
-from facility.training.parallel.compute import SCHEDULES
 from facility.training.parallel.ranks import Ranks
 from facility.training.parallel.shard import shard
 
@@ -128,7 +127,7 @@ def _empty_pass(ranks: Ranks, repeats: int) -> float:
     stage = PipelineStage(
         _Through().to(ranks.device), ranks.rank, ranks.world, ranks.device, input_args=(shape,), output_args=(shape,)
     )
-    schedule = SCHEDULES["gpipe"](stage, micro_batches, loss_fn=lambda y, t: (y - t).sum())
+    schedule = ScheduleGPipe(stage, micro_batches, loss_fn=lambda y, t: (y - t).sum())
     first, last = ranks.rank == 0, ranks.rank == ranks.world - 1
     batch = torch.zeros(micro_batches, 8, device=ranks.device)
     found = []

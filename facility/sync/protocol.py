@@ -22,16 +22,10 @@ replicas, and with whom is decided once per replica.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
-
-from facility.exchange.messages.sync import SyncSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,80 +107,3 @@ class Synchroniser(Protocol):
 
     def close(self) -> None:
         """Leave: threads, sockets and process groups are gone afterwards."""
-
-
-def connect(
-    settings: SyncSettings,
-    *,
-    place: Place,
-    parameters: Sequence[torch.Tensor],
-    steps: int,
-    store: dist.Store,
-    done: int = 0,
-    samples: float = 0.0,
-    optimizer: torch.optim.Optimizer | None = None,
-    backwards_per_step: int = 1,
-    device: torch.device | None = None,
-    address: str = "127.0.0.1",
-    log: Path | None = None,
-    namespace: str = "sync",
-    endless: bool = False,
-) -> Synchroniser:
-    """Meet the other replicas and return the policy's synchroniser. A single replica never communicates.
-
-    Parameters
-    ----------
-    parameters
-        This rank's trained parameters, float32: plain, or DTensors of which the local shard is taken; the same
-        shapes on the same position of every replica. Their `grad` is what `reduce_gradients` exchanges.
-    steps
-        Steps that one replica is to make; all make `steps * replicas` together where progress is accumulated.
-    store
-        A store that all ranks reach (TCPStore); used below `namespace` only, another one for every round.
-    done, samples
-        Of `steps`, those that this replica made before a pause, and the samples it saw in them.
-    backwards_per_step
-        Backward passes whose gradients accumulate into one step, so that exchange can start during the last one.
-    address
-        This node's address, on which the scheduler and peers listen.
-    endless
-        The ranks of a replica are at different steps at a time: stages of a pipeline that never flushes. Except in
-        lockstep, each stage then has groups of its own (as in SDPipe), in which nobody waits for another stage.
-    log
-        Directory for `groups.jsonl` and `trace.json` (first rank only); None: no files.
-    """
-    from facility.sync.policies.alone import Alone
-    from facility.sync.policies.registry import build
-    from facility.sync.runtime.emulated import Emulated
-    from facility.sync.runtime.permission import Permission
-
-    emulation, stage = settings.emulation.build(), place
-    if place.replicas == 1:
-        alone = Alone(steps, done)
-        return Emulated(alone, emulation, place, backwards_per_step) if emulation.active else alone
-    store = dist.PrefixStore(namespace, store)
-    may_hold = None
-    if endless and not settings.lockstep:
-        if settings.bound != 1:  # with 1, all wait for all in one order, as under all-reduce
-            may_hold = Permission(store, str(place.position))
-        store = dist.PrefixStore(f"stage-{place.position}", store)
-        # An exchange is on the way of every gradient here, and weights are stashed: no relay.
-        settings = dataclasses.replace(settings, minimum=1, relay=0.0)
-        place, endless = Place(replica=place.replica, replicas=place.replicas), False
-    synchroniser = build(
-        settings,
-        place=place,
-        parameters=list(parameters),
-        steps=steps,
-        done=done,
-        samples=samples,
-        store=store,
-        may_hold=may_hold,
-        optimizer=optimizer,
-        backwards_per_step=backwards_per_step,
-        device=device or parameters[0].device,
-        address=address,
-        log=log,
-        endless=endless,
-    )
-    return Emulated(synchroniser, emulation, stage, backwards_per_step) if emulation.active else synchroniser

@@ -10,6 +10,7 @@ from torch import nn
 
 from facility.exchange.errors import InputError
 from facility.exchange.messages.settings import TrainingSettings
+from facility.exchange.schedules.registry import SCHEDULES
 from facility.training.parallel.arrange import Layout
 from facility.training.parallel.ranks import Ranks
 from facility.training.parallel.split import ModelStructure
@@ -59,7 +60,13 @@ def predicted_bytes(
     hidden, count = getattr(config, "hidden_size", 0), getattr(config, "num_hidden_layers", 0)
     blocks = sum(end - first for first, end in mine) if mine else count
     tokens = layout.shape.micro_batch_sequences * layout.block_tokens
-    in_flight = 1 if not mine else grid.stages if layout.schedule != "gpipe" else max(layout.shape.micro_batches)
+    in_flight = (
+        1
+        if not mine
+        else grid.stages
+        if not SCHEDULES.get(layout.schedule).holds_all
+        else max(layout.shape.micro_batches)
+    )
     per_token = {"none": 17 * width, "selective": 10 * width, "full": width}[settings.layout.activation_checkpointing]
     vocabulary, once_more = getattr(config, "vocab_size", 0), 4 * hidden if chunk_rows else 0
     has_head = not mine or mine[-1][1] == count + 2

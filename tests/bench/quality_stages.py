@@ -13,9 +13,10 @@ from torch import nn
 
 from facility.exchange.messages.emulation import Emulation
 from facility.exchange.messages.sync import SyncSettings
-from facility.sync.protocol import Place, connect
+from facility.sync.protocol import Place
 from facility.sync.runtime.sampling import ReplicaOrder
 from tests.reproductions.pipedream import run
+from tests.reproductions.stagewise import connect_stage
 from tests.reproductions.stash import WeightStash
 
 STAGES = 2
@@ -142,7 +143,7 @@ def train_stages(
     pipe = dist.ProcessGroupGloo(
         dist.PrefixStore(f"{tag}/pipe/{replica}", store.clone()), stage, STAGES, timedelta(seconds=60)
     )
-    sync = connect(
+    sync = connect_stage(
         SyncSettings(policy=job["policy"], missing_seconds=60.0, **job["options"]),
         place=Place(replica=replica, replicas=pipelines, position=stage, positions=STAGES),
         parameters=list(half.parameters()),
@@ -150,7 +151,6 @@ def train_stages(
         store=store,
         optimizer=work.optimizer,
         namespace=tag,
-        endless=True,
     )
     begin = time.monotonic()
     run(work, Until(sync, job["seconds"]), pipe, activation=torch.zeros(batch, data.shape[1], model.config.hidden_size))

@@ -122,7 +122,8 @@ def shape(done: float) -> float:
 def train(rank: int, store: Any, job: dict[str, Any], data: Any, validation: Any, tag: str) -> dict[str, Any]:
     import torch
 
-    from facility.sync.protocol import Place, connect
+    from facility.sync.connect import connect
+    from facility.sync.protocol import Place
     from facility.sync.runtime.sampling import ReplicaOrder
     from tests.bench.quality_stages import sleep_until, train_stages
 
@@ -278,7 +279,7 @@ def main() -> int:
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")  # see CONTRIBUTING.md: torch's store asks for names
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        ["torch", "transformers.models.llama.modeling_llama", "facility.sync.policies.registry"]
+        ["torch", "transformers.models.llama.modeling_llama", "facility.sync.policies.partial_reduce"]
     )
     queue = context.Queue()
     world = WORKERS * (2 if PIPELINED in a.rows else 1)

@@ -26,8 +26,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from facility.exchange.messages.emulation import Emulation, uniform
+from facility.exchange.messages.emulation import Emulation
 from facility.exchange.messages.sync import SyncSettings
+from facility.exchange.scheduling.draws import uniform
 
 FORWARD, BACKWARD, JITTER = 0.070, 0.140, 0.02
 ELEMENTS = 250_000
@@ -101,7 +102,7 @@ class SleepingStage:
 
 def ring_seconds(row: str, members: int) -> float:
     """Of an exchange over the row's emulated link; 0 where it has none."""
-    from facility.sync.runtime.replica import ring_bytes
+    from facility.sync.runtime.buckets import ring_bytes
 
     size, speed = WIRE.get(row, (0, 1.0))
     return ring_bytes(size, members) / speed
@@ -138,8 +139,10 @@ def run_row(rank: int, store: Any, row: str, policy: str, options: dict[str, Any
     import torch
     import torch.distributed as dist
 
-    from facility.sync.protocol import Place, connect
+    from facility.sync.connect import connect
+    from facility.sync.protocol import Place
     from tests.reproductions.pipedream import run
+    from tests.reproductions.stagewise import connect_stage
 
     emulation, replicas, stages = (Emulation(), *CALIBRATION[row]) if row in CALIBRATION else ROWS[row]
     if rank >= replicas * stages:
@@ -154,14 +157,13 @@ def run_row(rank: int, store: Any, row: str, policy: str, options: dict[str, Any
         pipe = dist.ProcessGroupGloo(
             dist.PrefixStore(f"{tag}/pipe/{replica}", store.clone()), stage, stages, timedelta(seconds=60)
         )
-    sync = connect(
+    sync = (connect_stage if stages > 1 else connect)(
         settings_of(policy, options),
         place=place,
         parameters=[parameter],
         steps=steps,
         store=store,
         namespace=tag,
-        endless=stages > 1,
     )
     begin, warm = time.monotonic(), WARM if row in CALIBRATION and pipe is None else 0
     if pipe is not None:
@@ -294,7 +296,7 @@ def main() -> int:
         port = probe.getsockname()[1]
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")  # see CONTRIBUTING.md: torch's store asks for names
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "facility.sync.policies.registry"])
+    context.set_forkserver_preload(["torch", "facility.sync.policies.partial_reduce"])
     queue = context.Queue()
     processes = [context.Process(target=worker, args=(r, world, port, jobs, queue)) for r in range(world)]
     for process in processes:

@@ -14,7 +14,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from coordinator.simulation.replicas import scheduler_of
 from facility.exchange.messages.sync import SyncSettings
 from facility.exchange.scheduling.groups import Group
 
@@ -27,10 +26,12 @@ class _Run:
     def __init__(
         self, settings: SyncSettings, pipelines: int, stages: int, compute: Compute, steps: int, exchange_seconds: float
     ) -> None:
-        settings = replace(settings, minimum=1, relay=0.0)  # as `facility.sync.protocol.connect` does for such stages
+        settings = replace(settings, minimum=1, relay=0.0)  # as `tests.reproductions.stagewise` does for such stages
         self.pipelines, self.stages, self.compute, self.steps = pipelines, stages, compute, steps
         self.exchange_seconds, self.lockstep = exchange_seconds, settings.lockstep
-        self.schedulers = [scheduler_of(settings, pipelines, steps) for _ in range(stages)]
+        self.schedulers = [
+            settings.scheduler(replicas=pipelines, steps=steps, members=range(pipelines)) for _ in range(stages)
+        ]
         self._holder: int | None = None
         for stage, scheduler in enumerate(self.schedulers):
             if settings.bound != 1:
@@ -124,7 +125,7 @@ class _Run:
         return None
 
     def may_hold(self, stage: int, wanted: bool) -> bool:
-        """One stage at a time holds pipelines back for a connection, as `facility.sync.runtime.service` arranges."""
+        """One stage at a time holds pipelines back for a connection, as `tests.reproductions.permission` arranges."""
         if wanted and self._holder is None:
             self._holder = stage
         elif not wanted and self._holder == stage:

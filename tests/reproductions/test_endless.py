@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from facility.exchange.messages.emulation import Emulation, uniform
+from facility.exchange.messages.emulation import Emulation
 from facility.exchange.messages.sync import SyncSettings
+from facility.exchange.scheduling.draws import uniform
 from tests.reproductions.endless import _Run, simulate_endless
 
 

@@ -75,8 +75,9 @@ def pipeline(
 ) -> dict[str, Any]:
     import torch.distributed as dist
 
-    from facility.sync.protocol import Place, connect
+    from facility.sync.protocol import Place
     from tests.reproductions.pipedream import run
+    from tests.reproductions.stagewise import connect_stage
 
     replica, stage = divmod(rank, stages)
     work = LinearStage(last=stage == stages - 1)
@@ -85,13 +86,12 @@ def pipeline(
     )
     place = Place(replica=replica, replicas=world // stages, position=stage, positions=stages)
     work.optimizer = torch.optim.AdamW([work.weight], lr=0.01) if adamw else None
-    sync = connect(
+    sync = connect_stage(
         settings,
         place=place,
         parameters=[work.weight],
         steps=steps,
         store=store,
-        endless=True,
         optimizer=work.optimizer,
     )
     made = run(work, sync, group, activation=torch.zeros(1))

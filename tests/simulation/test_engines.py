@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from coordinator.simulation.pipelines.iteration import simulate_layout
-from coordinator.simulation.pipelines.orders import Kind, order
+from coordinator.simulation.pipelines.orders import order
 from facility.exchange.errors import ConfigurationError, InputError
+from facility.exchange.schedules.ops import Kind
 from tests.simulation.layouts import random_layout, uniform
 
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_zero_bubble", 2)]

@@ -47,7 +47,7 @@ class Fleet:
     def __init__(self, function: Callable[..., Any], world: int, *arguments: Any) -> None:
         # A server that has torch imported once and forks before any thread starts: 30 ms a process, not seconds.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.sync.quadratic", "facility.sync.policies.registry"])
+        context.set_forkserver_preload(["tests.sync.quadratic", "facility.sync.policies.partial_reduce"])
         self.queue = context.Queue()
         port = free_port()
         self._start = partial(context.Process, target=_entry)

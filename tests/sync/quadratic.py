@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from facility.sync.protocol import Place, connect
+from facility.sync.connect import connect
+from facility.sync.protocol import Place
 
 SHAPES = [(7, 3), (5,), (11, 2)]
 

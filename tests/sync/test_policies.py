@@ -7,8 +7,9 @@ from functools import partial
 import pytest
 import torch
 
-from facility.sync.policies.registry import POLICIES
-from facility.sync.protocol import Place, connect
+from facility.exchange.scheduling.policies import POLICIES
+from facility.sync.connect import connect
+from facility.sync.protocol import Place
 from tests.sync.fleet import run_fleet, settings_of
 from tests.sync.quadratic import SHAPES, make_parameters, solve, target
 
@@ -23,7 +24,7 @@ def by_hand(weights: list[float], steps: int = STEPS) -> torch.Tensor:
     return centre + 0.9**steps * (start - centre)
 
 
-@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("policy", sorted(POLICIES.built_in))
 def test_every_policy_ends_with_one_model(policy: str):
     results = run_fleet(partial(solve), 3, settings_of(policy=policy, every=4), STEPS)
     for result in results[1:]:

@@ -13,7 +13,7 @@ from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.messages.manifest import sha256_of
 from facility.exchange.messages.outcome import Outcome
 from facility.exchange.messages.report import read_report
-from facility.sync.policies.registry import POLICIES
+from facility.exchange.scheduling.policies import POLICIES
 from tests.distributed import run_distributed
 from tests.pico import save_pico
 from tests.training.federation import largest_difference, write_dataset, write_masked_words
@@ -47,7 +47,7 @@ def rounds(world: int, cases: list[tuple[str, list[str]]], timeout: float = 240)
 def test_every_policy_trains_every_layout(tmp_path: Path):
     dataset, model = write_dataset(tmp_path / "data", train=200), save_pico(tmp_path / "model")
     cases = []
-    for policy in sorted(POLICIES):
+    for policy in sorted(POLICIES.built_in):
         for name, layout in LAYOUTS.items():
             place = tmp_path / policy / name
             case = arguments(place, model, dataset, layout=layout, sync=sync_of(policy), **TRAINING)
@@ -209,7 +209,7 @@ def test_bert_in_stages_under_partial_reduce(tmp_path: Path):
 def test_bert_in_four_stages_under_every_policy(tmp_path: Path):
     """SD-PIPE's experiment in small; longer than a minute: eight processes, nine policies."""
     layout = {"replicas": 2, "stages": 4, "units": [[0, 2], [2, 3], [3, 4], [4, 6]]}
-    bert_under(tmp_path, sorted(POLICIES), world=8, layout=layout)
+    bert_under(tmp_path, sorted(POLICIES.built_in), world=8, layout=layout)
 
 
 def bert_under(tmp_path: Path, policies: list[str], *, world: int, layout: dict[str, Any]) -> None:

@@ -28,6 +28,7 @@ import numpy as np
 from coordinator.planning.placement.cost import spanning_tree
 from coordinator.problem.objective import weights
 from coordinator.problem.problem import Problem
+from facility.exchange.schedules.registry import interleaved
 
 _NAMES = ("pouring", "passing", "agreeing", "streaming")
 
@@ -59,8 +60,7 @@ class _Facts:
         least = float((gradients[timed] / self.cheapest[timed]).min()) if timed.any() else 0.0
         self.gradient = least * self.work
         """Bytes that surely go with the work: every unit has at least this share."""
-        squeeze = min([1.0, *(codec.ratio for codec in problem.codecs)])
-        self.per_byte = squeeze / problem.bandwidth + np.diag(np.full(len(problem.devices), np.inf))
+        self.per_byte = 1 / problem.bandwidth + np.diag(np.full(len(problem.devices), np.inf))
         cuts = problem.per_unit("activation_bytes")[:-1]
         self.activation = samples * float(cuts.min()) if len(cuts) else 0.0
         both = np.maximum(self.per_byte, self.per_byte.T)
@@ -77,7 +77,7 @@ class _Facts:
         speed = float(self.speeds[: stages * replicas].sum())
         batches, work = self.micro_batches, self.work
         rest = max(0, batches - replicas) * work / speed
-        if any(schedule.startswith("interleaved") for schedule in self.problem.schedules):
+        if any(interleaved(schedule) for schedule in self.problem.schedules):
             rest = 0.0
         return batches * work / speed, work, rest + self._agreeing(stages, replicas), self._streaming(stages, replicas)
 

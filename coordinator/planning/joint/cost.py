@@ -20,6 +20,7 @@ import numpy as np
 from coordinator.problem.objective import weights
 from coordinator.problem.problem import Problem
 from coordinator.simulation.pipelines.plans import BUCKET_BYTES
+from facility.exchange.schedules.registry import SCHEDULES
 
 
 @dataclass
@@ -83,7 +84,7 @@ class Cost:
 
     def in_flight(self, share: np.ndarray) -> np.ndarray:
         """[layout, stage, replica] micro-batches whose activations a device holds at once."""
-        if self.schedule == "gpipe":
+        if SCHEDULES.get(self.schedule).holds_all:
             return np.broadcast_to(share[:, None, :], (len(share), self.stages, self.replicas))
         depth = np.arange(self.stages, 0, -1)[None, :, None]
         return np.minimum(depth, share[:, None, :])
@@ -112,7 +113,7 @@ class Cost:
         wf, wb = size * there, size * back
         tf, tb = wf + self.latency[left, right], wb + self.latency[right, left]
         more = (share - 1).astype(float)
-        if self.schedule == "gpipe":
+        if SCHEDULES.get(self.schedule).holds_all:
             flow_f = worst(np.concatenate([f, wf], axis=1).transpose(0, 2, 1))
             flow_b = worst(np.concatenate([b, wb], axis=1).transpose(0, 2, 1))
             total = (f + b).sum(axis=1) + (tf + tb).sum(axis=1) + more * (flow_f + flow_b)

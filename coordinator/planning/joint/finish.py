@@ -1,24 +1,21 @@
-"""What is settled for the best grid alone: interleaving (several chunks a device) and which links compress."""
+"""What is decided for the best grid alone: interleaving (several chunks a device)."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import cast
-
 import numpy as np
 
-from coordinator.planning.emit import plan_on, simulated_seconds
+from coordinator.planning.emit import plan_on
 from coordinator.planning.joint.incumbent import Best
 from coordinator.planning.stop import Stop
 from coordinator.problem.problem import Problem
-from facility.exchange.messages.plan import CompressedLink, Schedule
+from facility.exchange.schedules.registry import interleaved
 
 
 def interleave(problem: Problem, best: Best, stop: Stop) -> None:
     """Try to give every device of the best grid several chunks, where allowed; cuts by equal share of each device's work."""
     base = best.plan
     assert base is not None
-    names = [s for s in problem.schedules if s.startswith("interleaved")]
+    names = [s for s in problem.schedules if interleaved(s)]
     if not names or base.stages < 2:
         return
     samples = base.micro_batch_samples
@@ -40,7 +37,7 @@ def interleave(problem: Problem, best: Best, stop: Stop) -> None:
                     list(zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True)),
                     micro_batches=counts,
                     micro_batch_samples=samples,
-                    schedule=cast(Schedule, schedule),
+                    schedule=schedule,
                     sync=base.sync.name,
                     virtual_stages=virtual,
                 )
@@ -50,31 +47,3 @@ def interleave(problem: Problem, best: Best, stop: Stop) -> None:
 def _countable(counts: tuple[int, ...], stages: int) -> list[tuple[int, ...]]:
     """Interleaving goes in equal rounds of at least `stages` micro-batches: keep the counts only where they divide so."""
     return [counts] if all(count % max(1, count // stages) == 0 for count in counts) else []
-
-
-def compress(problem: Problem, best: Best) -> None:
-    """Compress the slowest boundaries first, one pair of stages after another, as long as that saves at least 1 %."""
-    for codec in problem.codecs:
-        for _ in range(best.plan.stages if best.plan else 0):
-            base = best.plan
-            assert base is not None
-            options: list[tuple[float, int]] = []
-            done = {(link.source, link.destination) for link in base.compressed_links}
-            for stage in range(base.stages - 1):
-                pairs = list(zip(base.grid[stage], base.grid[stage + 1], strict=True))
-                if pairs[0] in done:
-                    continue
-                options.append((max(1 / problem.bandwidth[a, b] for a, b in pairs), stage))
-            if not options:
-                break
-            stage = max(options)[1]
-            pairs = list(zip(base.grid[stage], base.grid[stage + 1], strict=True))
-            links = tuple(
-                CompressedLink(source=s, destination=d, codec=codec.name, ratio=codec.ratio)
-                for a, b in pairs
-                for s, d in ((a, b), (b, a))
-            )
-            trial = replace(base, compressed_links=base.compressed_links + links)
-            if simulated_seconds(problem, trial) > 0.99 * best.seconds:
-                break
-            best.offer(trial, f"{codec.name} on the boundary after stage {stage}")

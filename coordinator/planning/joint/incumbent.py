@@ -35,7 +35,6 @@ class Best:
             plan.micro_batch_samples,
             plan.schedule,
             plan.sync.name,
-            plan.compressed_links,
         )
         if key in self.seen:
             return self.seen[key]

@@ -3,7 +3,7 @@
 1. All allowed shapes (stages x replicas, micro-batch size, schedule) get structured layouts (`joint_starts`), costed together.
 2. The shapes race (`joint_race`): the promising ones are annealed (`joint_search`), the best of them get the remaining time.
 3. The best states of every round are scored by the simulator, which alone decides; with it are chosen the mode of agreement,
-   interleaving (several chunks a device), which links compress (`joint_finish`), and whether replicas wait for each other
+   interleaving (several chunks a device, `finish`), and whether replicas wait for each other
    where devices stall (`joint_policy`).
 
 The even split and the exact split of one pipeline take part as well, so a plan is never slower than those.
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import cast
 
 import numpy as np
 
@@ -23,7 +22,7 @@ from coordinator.planning.even import even_spans
 from coordinator.planning.exact.free_order import plan_exact
 from coordinator.planning.joint.bound import joint_bound
 from coordinator.planning.joint.cost import Cost, Layouts
-from coordinator.planning.joint.finish import compress, interleave
+from coordinator.planning.joint.finish import interleave
 from coordinator.planning.joint.incumbent import Best
 from coordinator.planning.joint.policy import policy_of
 from coordinator.planning.joint.portfolio import race
@@ -31,7 +30,8 @@ from coordinator.planning.joint.shapes import shapes_of
 from coordinator.planning.stop import Stop
 from coordinator.problem.objective import stated
 from coordinator.problem.problem import Problem, chain_of
-from facility.exchange.messages.plan import Plan, Schedule, SyncName
+from facility.exchange.messages.plan import Plan
+from facility.exchange.schedules.registry import interleaved
 
 
 def plan_joint(problem: Problem, stop: Stop, *, seed: int = 0, extra: Iterable[Plan] = ()) -> Plan:
@@ -48,7 +48,6 @@ def plan_joint(problem: Problem, stop: Stop, *, seed: int = 0, extra: Iterable[P
     if best.plan is None:
         raise _nothing_fits(problem)
     interleave(problem, best, stop)
-    compress(problem, best)
     assert best.plan is not None
     found, why = policy_of(problem, best.plan)
     fields = predicted(problem, found)
@@ -100,15 +99,15 @@ def one_pipeline(problem: Problem) -> list[tuple[Plan, str]]:
     for name, spans in layouts.items():
         if problem.stages and len(spans) not in problem.stages:
             continue
-        for schedule in [s for s in problem.schedules if not s.startswith("interleaved")] or ["1f1b"]:
+        for schedule in [s for s in problem.schedules if not interleaved(s)] or ["1f1b"]:
             plan = plan_on(
                 problem,
                 [(device,) for device, _, _ in spans],
                 [(first, end) for _, first, end in spans],
                 micro_batches=[problem.batch_samples // samples],
                 micro_batch_samples=samples,
-                schedule=cast(Schedule, schedule),
-                sync=cast(SyncName, problem.syncs[0]),
+                schedule=schedule,
+                sync=problem.syncs[0],
             )
             found.append((plan, f"{name}, one pipeline, {schedule}"))
     return found
@@ -136,8 +135,6 @@ def _reasons(problem: Problem, best: Best, plan: Plan, rounds: int) -> tuple[str
     counts = plan.replica_micro_batches
     if len(set(counts)) > 1:
         reasons.append(f"replicas take {min(counts)} to {max(counts)} micro-batches, by their speed")
-    if plan.compressed_links:
-        reasons.append(f"{len(plan.compressed_links)} links are compressed: that saves more than coding costs")
     return tuple(reasons)
 
 

@@ -6,8 +6,6 @@ last scored one: closed forms are optimistic for 1F1B, by up to a fifth.
 
 from __future__ import annotations
 
-from typing import cast
-
 import numpy as np
 
 from coordinator.planning.emit import plan_on
@@ -18,7 +16,6 @@ from coordinator.planning.joint.shapes import Shape
 from coordinator.planning.joint.starts import best_cuts, even_share
 from coordinator.planning.stop import Stop
 from coordinator.problem.problem import Problem
-from facility.exchange.messages.plan import Schedule, SyncName
 
 HEATS = ((10, 100, 32, 0.2, 1.25), (5, 300, 48, 0.4, 1.1), (3, 600, 64, 0.6, 1.04))
 """(shapes, steps, chains, share of the time at which it ends, worst standing against the best): one round each, best first."""
@@ -115,8 +112,8 @@ def _score(problem: Problem, best: Best, shape: Shape, count: int, how: str) -> 
                     list(zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True)),
                     micro_batches=shape.pool.share[number].tolist(),
                     micro_batch_samples=cost.samples,
-                    schedule=cast(Schedule, schedule),
-                    sync=cast(SyncName, sync),
+                    schedule=schedule,
+                    sync=sync,
                 )
                 name = f"{cost.stages} x {cost.replicas}, micro-batches of {cost.samples}, {schedule}"
                 seconds = best.offer(plan, f"{name}, {sync}, {how}")

@@ -11,6 +11,7 @@ from coordinator.planning.joint.starts import grids, starts
 from coordinator.planning.stop import Stop
 from coordinator.problem.problem import Problem
 from facility.exchange.errors import ConfigurationError
+from facility.exchange.schedules.registry import interleaved
 
 
 @dataclass
@@ -42,7 +43,7 @@ def shapes_of(problem: Problem, stop: Stop) -> list[Shape]:
             f"batch_samples {problem.batch_samples} is no multiple of any allowed micro_batch_samples "
             f"{list(problem.micro_batch_samples)}; change one of them"
         )
-    schedules = [s for s in problem.schedules if not s.startswith("interleaved")] or ["1f1b"]
+    schedules = [s for s in problem.schedules if not interleaved(s)] or ["1f1b"]
     depths = problem.stages or range(1, min(devices, units) + 1)
     found: list[Shape] = []
     for stages in depths:

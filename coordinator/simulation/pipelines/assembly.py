@@ -9,7 +9,7 @@ from coordinator.simulation.pipelines import collectives
 from coordinator.simulation.pipelines.events import Task
 from coordinator.simulation.pipelines.graph import Compute, template
 from coordinator.simulation.pipelines.layout import Layout
-from coordinator.simulation.pipelines.orders import Kind
+from facility.exchange.schedules.ops import Kind
 
 LETTERS = {Kind.FORWARD: "F", Kind.BACKWARD: "B", Kind.INPUT: "I", Kind.WEIGHT: "W"}
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from coordinator.simulation.pipelines.orders import Kind, order
+from coordinator.simulation.pipelines.orders import order
+from facility.exchange.schedules.ops import Kind
 
 Transport = Literal["streaming", "blocking"]
 

@@ -15,14 +15,15 @@ from coordinator.simulation.pipelines.events import run
 from coordinator.simulation.pipelines.graph import Compute, Template, template
 from coordinator.simulation.pipelines.layout import Layout
 from coordinator.simulation.pipelines.longest import Costs, times
-from coordinator.simulation.pipelines.orders import Kind, order
+from coordinator.simulation.pipelines.orders import order
 from coordinator.simulation.pipelines.result import SimulationResult, Span
+from facility.exchange.schedules.ops import Kind
+from facility.exchange.scheduling.policies import POLICIES
 
 Array = NDArray[np.float64]
 Stall = Callable[[int, int, int], float]
 """(replica, stage, number of the forward or backward) -> seconds lost before it."""
 
-SYNCHRONOUS = ("allreduce", "central_ps", "sharded_ps", "local", "diloco", "none")
 LETTERS = {Kind.FORWARD: "F", Kind.BACKWARD: "B", Kind.INPUT: "I", Kind.WEIGHT: "W"}
 
 
@@ -43,7 +44,7 @@ def simulate_layout(
     Synchronous policies only; `sync_every` > 1 averages iterations with and without synchronisation. `engine`:
     `auto`, `longest path` (refuses nothing, but divides no link) or `events`.
     """
-    assert layout.sync in SYNCHRONOUS, layout.sync
+    assert layout.sync == "none" or POLICIES.get(layout.sync).synchronous, layout.sync
     shared = any(layout.uplinks_of(a, b) for a, b in _traffic(layout))
     events = engine == "events" or (engine == "auto" and shared)
     count = iterations if stall is not None else 1
@@ -52,7 +53,7 @@ def simulate_layout(
         moments, spans = _by_events(layout, count, stall, timeline)
     else:
         moments, spans = _by_longest_path(layout, count, stall, timeline)
-    every = layout.sync_every if layout.sync in ("local", "diloco") else 1
+    every = layout.sync_every if layout.sync != "none" and POLICIES.get(layout.sync).periodic else 1
     synced = 0.0 if layout.sync == "none" else float((moments.synced - moments.pipeline).mean()) / every
     update = float((moments.finished - moments.synced).mean())
     total = moments.pipeline + update + (moments.synced - moments.pipeline) / every

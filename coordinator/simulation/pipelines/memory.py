@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from coordinator.simulation.pipelines.orders import Kind, Op
+from facility.exchange.schedules.ops import Kind, Op
 
 
 def peak(ops: Sequence[Op], bytes_of_chunk: Sequence[float]) -> float:

@@ -10,7 +10,6 @@ and before every backward of every stage, with a probability, sleep for a number
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import field, fields
@@ -20,15 +19,10 @@ from typing import Annotated, Any
 from annotated_types import Ge, Le
 
 from facility.exchange.errors import ConfigurationError
+from facility.exchange.scheduling.draws import uniform
 from facility.exchange.validation import NonNegative, Positive, validated
 
 FORMAT = 1
-
-
-def uniform(*key: int | str) -> float:
-    """A number in [0, 1) that depends on `key` alone (53 bits of a BLAKE2b digest)."""
-    digest = hashlib.blake2b("\x1f".join(map(str, key)).encode(), digest_size=8).digest()
-    return (int.from_bytes(digest, "big") >> 11) / (1 << 53)
 
 
 @validated(frozen=True, kw_only=True)

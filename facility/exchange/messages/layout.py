@@ -8,11 +8,12 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Lt
 
 from facility.exchange.errors import ConfigurationError
+from facility.exchange.one_of import either
+from facility.exchange.schedules.registry import SCHEDULES
 from facility.exchange.text import Line
 from facility.exchange.validation import AtLeastOne, NonNegative, validated
 
 Sharding = Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", "NO_SHARD"]
-ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble"]
 
 
 @validated(frozen=True, kw_only=True)
@@ -32,7 +33,7 @@ class LayoutSettings:
     """Chunks of the model that a rank of the pipeline holds; more than 1 with interleaved schedules."""
     units: list[list[int]] = field(default_factory=list)
     """[first, end) of every chunk over units 0 = embedding, 1..L = blocks, L+1 = head; empty: even cuts."""
-    schedule: ScheduleName = "1f1b"
+    schedule: Annotated[str, either(SCHEDULES.built_in)] = "1f1b"
     """Order of forward and backward passes in a pipeline; without effect with one stage."""
     plan: Line = ""
     """A plan.json at the facility: absolute, `~/...`, or relative to CrossFed's directory there; for a local facility
@@ -45,7 +46,7 @@ class LayoutSettings:
     """Compile every block with torch.compile."""
 
     def __post_init__(self) -> None:
-        if self.virtual_stages > 1 and not self.schedule.startswith("interleaved"):
+        if not SCHEDULES.get(self.schedule, "schedule").interleaved and self.virtual_stages > 1:
             raise ConfigurationError(
                 f"virtual_stages is {self.virtual_stages} with schedule {self.schedule!r}; "
                 "use interleaved_1f1b or interleaved_zero_bubble, or 1"

@@ -15,15 +15,15 @@ import math
 from collections import Counter
 from dataclasses import field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.files.durable import write_json
+from facility.exchange.schedules.registry import SCHEDULES
+from facility.exchange.scheduling.policies import POLICIES
 from facility.exchange.validation import parse, validated
 
 FORMAT = 1
-Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble"]
-SyncName = Literal["allreduce", "central_ps", "sharded_ps", "partial_reduce", "adpsgd", "wave", "local", "diloco"]
 
 
 @validated(frozen=True, kw_only=True)
@@ -39,9 +39,13 @@ class Span:
 class Sync:
     """How the replicas of a stage agree."""
 
-    name: SyncName = "allreduce"
+    name: str = "allreduce"
+    """Name of a synchronisation policy."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of that policy, by the policy's own names."""
+
+    def __post_init__(self) -> None:
+        POLICIES.get(self.name, "sync.name")
 
 
 @validated(frozen=True, kw_only=True)
@@ -90,7 +94,7 @@ class Plan:
     """Micro-batches an iteration, for each replica (one number: the same for all)."""
     micro_batch_samples: int = 1
     """Samples (sequences) in a micro-batch."""
-    schedule: Schedule = "1f1b"
+    schedule: str = "1f1b"
     sync: Sync = field(default_factory=Sync)
     compressed_links: tuple[CompressedLink, ...] = ()
     predicted_seconds: float | None = None
@@ -149,7 +153,7 @@ class Plan:
             if end <= first:
                 raise ConfigurationError(f"stage_units[{number}] = [{first}, {end}) is empty; leave such a stage out")
             expected = end
-        if self.virtual_stages > 1 and not self.schedule.startswith("interleaved"):
+        if not SCHEDULES.get(self.schedule, "schedule").interleaved and self.virtual_stages > 1:
             raise ConfigurationError(
                 f"schedule {self.schedule!r} with virtual_stages={self.virtual_stages}; "
                 "use interleaved_1f1b or interleaved_zero_bubble, or virtual_stages 1"

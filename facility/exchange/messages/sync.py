@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Lt
 
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.files.paths import resolve
 from facility.exchange.messages.emulation import Emulation, Stalls, read_trace
+from facility.exchange.one_of import either
 from facility.exchange.scheduling.group import GroupLimits, GroupRules
+from facility.exchange.scheduling.groups import GroupScheduler
+from facility.exchange.scheduling.policies import POLICIES, SchedulerInputs, SyncPolicy, scheduler_of
 from facility.exchange.text import Line
 from facility.exchange.validation import AtLeastOne, NonNegative, Positive, validated
-
-PolicyName = Literal[
-    "allreduce",
-    "central_ps",
-    "sharded_ps",
-    "partial_reduce",
-    "adpsgd",
-    "adpsgd_blocking",
-    "wave",
-    "local",
-    "diloco",
-]
 
 
 @validated(frozen=True, kw_only=True)
@@ -47,11 +39,10 @@ class SyncSettings(GroupLimits):
     bound, minimum, maximum, patience, the windows, debias, step and relay are of partial_reduce.
     """
 
-    policy: PolicyName = "allreduce"
-    """allreduce, central_ps, sharded_ps: gradients every step, in lockstep. partial_reduce: groups form as replicas
-    become ready. adpsgd: gossip with a random peer, without waiting; adpsgd_blocking: the same in lockstep pairs (a
-    baseline). wave: push and pull every `every` steps within `staleness` waves. local: average every `every` steps.
-    diloco: the same with an outer Nesterov step."""
+    policy: Annotated[str, either(POLICIES.built_in)] = "allreduce"
+    """Name of a synchronisation policy, or a dotted path `package.module:Class` of one's own."""
+    parameters: dict[str, bool | int | float | str] = field(default_factory=dict)
+    """Parameters that the policy declares for itself (one from outside this package)."""
     bound: NonNegative[int] = 10
     minimum: AtLeastOne[int] = 1
     patience: float = 0.01
@@ -106,6 +97,7 @@ class SyncSettings(GroupLimits):
     """Slows replicas down for a rehearsal."""
 
     def __post_init__(self) -> None:
+        self.declaration.values(self.parameters)
         if not self.missing_seconds > 2 * self.heartbeat_seconds:
             raise ConfigurationError(
                 f"missing_seconds is {self.missing_seconds}, expected more than two heartbeats "
@@ -114,7 +106,7 @@ class SyncSettings(GroupLimits):
         super().__post_init__()
         self.rules()
 
-    def rules(self, *, budget: int = 0) -> GroupRules:
+    def rules(self) -> GroupRules:
         """Rules of the group scheduler under `partial_reduce`."""
         return GroupRules(
             **self.limits(),
@@ -122,7 +114,6 @@ class SyncSettings(GroupLimits):
             window_maximum_seconds=self.window_maximum_seconds,
             debias=self.debias,
             relay=self.relay if self.common_step else 0.0,
-            budget=budget,
         )
 
     @property
@@ -133,11 +124,47 @@ class SyncSettings(GroupLimits):
         return self.optimizer_state
 
     @property
+    def declaration(self) -> SyncPolicy:
+        """What the policy is. Raises `ConfigurationError` for a name that is unknown."""
+        return POLICIES.get(self.policy, "policy")
+
+    @property
     def common_step(self) -> bool:
-        """Do groups meet before the optimizer's step?"""
-        return self.policy == "partial_reduce" and self.step == "common"
+        """Whether groups exchange before the optimizer's step."""
+        return self.declaration.common_steps and self.step == "common"
 
     @property
     def lockstep(self) -> bool:
-        """Do all replicas take every step together?"""
-        return self.policy in ("allreduce", "central_ps", "sharded_ps")
+        """Whether all replicas take every step together."""
+        return self.declaration.lockstep
+
+    @property
+    def accumulated(self) -> bool:
+        """Whether updates of all replicas are counted together."""
+        return self.declaration.accumulated and self.progress == "accumulated"
+
+    def scheduler(self, *, replicas: int, steps: int, members: Sequence[int] = ()) -> GroupScheduler:
+        """The scheduler for `steps` steps of each of `replicas` replicas; `members` are present from the start."""
+        policy = self.declaration
+        inputs = SchedulerInputs(
+            members=tuple(members),
+            budget=steps * replicas if self.accumulated else 0,
+            rules=self.rules(),
+            seed=self.emulation.seed,
+            every=self.every,
+            staleness=self.staleness,
+            parameters=policy.values(self.parameters),
+        )
+        return scheduler_of(policy, inputs)
+
+
+def describe_policies() -> list[dict[str, Any]]:
+    """What each policy declares, with defaults and texts of the settings it uses, for documentation."""
+    fields = SyncSettings.__pydantic_fields__  # type: ignore[attr-defined]
+    entries = POLICIES.describe()
+    for entry in entries:
+        for parameter in entry["parameters"]:
+            if set(parameter) == {"name"}:
+                field = fields[parameter["name"]]
+                parameter |= {"default": field.default, "text": field.description or ""}
+    return entries

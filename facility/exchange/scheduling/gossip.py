@@ -10,8 +10,9 @@
 
 from __future__ import annotations
 
-from facility.exchange.messages.emulation import uniform
+from facility.exchange.scheduling.draws import uniform
 from facility.exchange.scheduling.groups import Group, GroupRules, GroupScheduler, Member
+from facility.exchange.scheduling.policies import SchedulerInputs
 
 
 class GossipScheduler(GroupScheduler):
@@ -91,3 +92,19 @@ class WaveScheduler(GroupScheduler):
                 standing.returning = False
                 return self._group([member], now, f"at most {self.staleness} waves ahead", connected=False)
         return None
+
+
+def gossip(inputs: SchedulerInputs) -> GroupScheduler:
+    """The scheduler of `adpsgd`."""
+    return GossipScheduler(inputs.members, GroupRules(debias=False, budget=inputs.budget), seed=inputs.seed)
+
+
+def pairs(inputs: SchedulerInputs) -> GroupScheduler:
+    """The scheduler of `adpsgd_blocking`."""
+    return PairScheduler(inputs.members, GroupRules(debias=False), seed=inputs.seed)
+
+
+def waves(inputs: SchedulerInputs) -> GroupScheduler:
+    """The scheduler of `wave`; it counts waves where settings count steps."""
+    rules = GroupRules(debias=False, budget=-(-inputs.budget // inputs.every))
+    return WaveScheduler(inputs.members, rules, staleness=inputs.staleness)

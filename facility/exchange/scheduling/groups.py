@@ -80,11 +80,6 @@ class GroupScheduler:
         self._relays: deque[float] = deque(maxlen=TIMED)
         """Seconds, in parts of a usual step, that the last ones took who averaged with a partner."""
         self._refused = 0
-        self.may_hold: Callable[[bool], bool] = lambda wanted: wanted
-        """Asked with True before somebody is held back until the bound's connection can be made, told False once it
-        is made. Schedulers of the stages of never-flushing pipelines share one permission: two that held back members
-        of one another's pipelines would wait for ever. Without permission a group closes all the same, and the bound
-        is made up for as soon as there is permission."""
         self.ended: Callable[[int], bool] = lambda number: True
         """Asked whether all members of that group have told of its good end (`failed` tells of a bad one)."""
         self.wake: float | None = None
@@ -183,6 +178,14 @@ class GroupScheduler:
         self._pending[member] = now
         self._note_connection()
         return self._form(now)
+
+    def may_hold(self, wanted: bool) -> bool:
+        """May members be held back until the bound's connection can be made? Asked with True before, told False after.
+
+        Here: always. A subclass may refuse: then a group closes all the same, and the bound is made up for as soon as
+        it agrees.
+        """
+        return wanted
 
     def tick(self, now: float) -> list[Group]:
         return self._form(now)

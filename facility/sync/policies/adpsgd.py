@@ -14,22 +14,28 @@ import time
 
 import torch
 
-from facility.exchange.scheduling.gossip import GossipScheduler
-from facility.exchange.scheduling.groups import GroupRules, GroupScheduler
+from facility.exchange.scheduling.policies import SyncPolicy
 from facility.sync.runtime.peers import Peers
 from facility.sync.runtime.process_groups import ExchangeFailed
 from facility.sync.runtime.replica import Replica
+
+DECLARATION = SyncPolicy(
+    name="adpsgd",
+    summary="average with a random peer after every step, without waiting",
+    citation="Lian et al., Asynchronous Decentralized Parallel Stochastic Gradient Descent, ICML 2018 (arXiv 1710.06952)",
+    implementation="AdPsgd",
+    parameters=("progress",),
+    accumulated=True,
+    planned=True,
+    exchange="pair",
+    scheduler="facility.exchange.scheduling.gossip:gossip",
+)
 
 SWAP, PULL = 1, 2
 
 
 class AdPsgd(Replica):
     """True asynchronous gossip."""
-
-    accumulated = True
-
-    def scheduler(self, budget: int) -> GroupScheduler:
-        return GossipScheduler(rules=GroupRules(debias=False, budget=budget), seed=self.settings.emulation.seed)
 
     def prepare(self) -> None:
         self._lock = threading.Lock()

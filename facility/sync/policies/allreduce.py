@@ -11,11 +11,23 @@ from typing import Any
 
 import torch
 
-from facility.sync.policies.gradients import Lockstep, weighted
+from facility.exchange.scheduling.policies import SyncPolicy
+from facility.sync.runtime.buckets import ring_bytes
 from facility.sync.runtime.flat import Flat, local
 from facility.sync.runtime.link import Decision
+from facility.sync.runtime.lockstep import Lockstep, weighted
 from facility.sync.runtime.process_groups import Channel, ExchangeFailed
-from facility.sync.runtime.replica import Context, ring_bytes
+from facility.sync.runtime.replica import Context
+
+DECLARATION = SyncPolicy(
+    name="allreduce",
+    summary="gradients every step, in lockstep, while the backward pass goes on",
+    citation="Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, VLDB 2020",
+    implementation="AllReduce",
+    parameters=("weights", "bucket_bytes"),
+    lockstep=True,
+    synchronous=True,
+)
 
 
 class _Bucket:

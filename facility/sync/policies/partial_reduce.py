@@ -23,8 +23,6 @@ SDPipe asks for a group at the first exchange of the backward pass). Parameters 
 members none was in the group before takes that one's gradient along, as if one member more had come, and who would go
 on alone also averages parameters with a member of it, as in AD-PSGD (`relay.Shelf`). Nobody waits: the other computes
 meanwhile and takes its half of the difference at its next group.
-
-`AdPsgdBlocking` is the papers' exchange between pairs that wait for each other (SDPipe's baseline).
 """
 
 from __future__ import annotations
@@ -35,14 +33,38 @@ from typing import Any
 
 import torch
 
-from facility.exchange.scheduling.gossip import PairScheduler
-from facility.exchange.scheduling.groups import GroupRules, GroupScheduler
+from facility.exchange.scheduling.policies import SyncPolicy
 from facility.sync.runtime.filling import Beside, Filling
 from facility.sync.runtime.flat import begin_state, gradients, moments, zero
 from facility.sync.runtime.link import Decision
 from facility.sync.runtime.process_groups import Channel, ExchangeFailed
 from facility.sync.runtime.relay import Shelf
 from facility.sync.runtime.replica import Context, Replica
+
+DECLARATION = SyncPolicy(
+    name="partial_reduce",
+    summary="average in small groups that form as replicas become ready",
+    citation="Miao et al., Heterogeneity-Aware Distributed Machine Learning Training via Partial Reduce, SIGMOD 2021; SDPipe, PVLDB 16(9), 2023",
+    implementation="PartialReduce",
+    parameters=(
+        "bound",
+        "minimum",
+        "maximum",
+        "patience",
+        "window_seconds",
+        "window_maximum_seconds",
+        "debias",
+        "step",
+        "relay",
+        "optimizer_state",
+        "progress",
+        "bucket_bytes",
+    ),
+    accumulated=True,
+    common_steps=True,
+    planned=True,
+    scheduler="facility.exchange.scheduling.policies:groups",
+)
 
 log = logging.getLogger("facility.sync")
 
@@ -53,8 +75,6 @@ class PartialReduce(Replica):
     What a failed exchange has averaged before it failed stays averaged: parameters, moments and gradients of each are
     sound, and members that were in a failed group send everything again when they meet.
     """
-
-    accumulated = True
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -68,9 +88,6 @@ class PartialReduce(Replica):
             self._filling = Filling(context.parameters, self.settings.bucket_bytes, context.backwards_per_step)
             # Now: later, in a pipeline that never flushes, autograd holds forward passes on these parameters.
             begin_state(context.optimizer)
-
-    def scheduler(self, budget: int) -> GroupScheduler:
-        return GroupScheduler(rules=self.settings.rules(budget=budget))
 
     def prepare(self) -> None:
         self._shelf = Shelf(self.context, self.flat) if self.settings.rules().relay else None
@@ -204,12 +221,3 @@ class PartialReduce(Replica):
             self._filling.close()
         if self._shelf is not None:
             self._shelf.close()
-
-
-class AdPsgdBlocking(PartialReduce):
-    """In iteration k everybody waits for its partner of iteration k."""
-
-    accumulated = False
-
-    def scheduler(self, budget: int) -> GroupScheduler:
-        return PairScheduler(rules=GroupRules(debias=False), seed=self.settings.emulation.seed)

@@ -15,11 +15,22 @@ import time
 import torch
 
 from facility.exchange.errors import TryAgain
-from facility.exchange.scheduling.gossip import WaveScheduler
-from facility.exchange.scheduling.groups import GroupRules, GroupScheduler
+from facility.exchange.scheduling.policies import SyncPolicy
 from facility.sync.runtime.peers import Peers
 from facility.sync.runtime.process_groups import ExchangeFailed
 from facility.sync.runtime.replica import Replica
+
+DECLARATION = SyncPolicy(
+    name="wave",
+    summary="push and pull every `every` steps, within `staleness` waves of the slowest",
+    citation="Park et al., HetPipe: Enabling Large DNN Training on (Whimpy) Heterogeneous GPU Clusters, USENIX ATC 2020",
+    implementation="Wave",
+    parameters=("every", "staleness", "progress"),
+    accumulated=True,
+    periodic=True,
+    exchange="server",
+    scheduler="facility.exchange.scheduling.gossip:waves",
+)
 
 PUSH, PULL = 1, 2
 SERVER = 0
@@ -27,14 +38,6 @@ SERVER = 0
 
 
 class Wave(Replica):
-    accumulated = True
-
-    def scheduler(self, budget: int) -> GroupScheduler:
-        # The scheduler counts waves, the settings steps.
-        waves = -(-budget // self.settings.every)
-        rules = GroupRules(debias=False, budget=waves)
-        return WaveScheduler(rules=rules, staleness=self.settings.staleness)
-
     def rounds(self, steps: int) -> int:
         return steps // self.settings.every
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from facility.sync.runtime.buckets import buckets
 from facility.sync.runtime.flat import local
-from facility.sync.runtime.replica import buckets
 
 
 class Filling:

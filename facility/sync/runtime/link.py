@@ -76,7 +76,6 @@ class Link:
         settings: SyncSettings,
         place: Place,
         *,
-        endless: bool = False,
         rounds: int = 0,
         told: tuple[int, float] = (0, 0.0),
     ) -> None:
@@ -98,7 +97,6 @@ class Link:
         self._lost = ""
         self._closing = threading.Event()
         self._heard = time.monotonic()
-        self.endless = endless
         self.updates, self.samples = told
         """Counters told along with every announcement (position 0 speaks for its replica)."""
         self._send(
@@ -163,7 +161,6 @@ class Link:
             {
                 "t": "told",
                 "vote": True,
-                "own": self.endless,
                 "uid": decision.uid,
                 "round": number,
                 "ok": ok,

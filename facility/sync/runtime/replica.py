@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from facility.exchange.messages.sync import SyncSettings
-from facility.exchange.scheduling.groups import GroupRules, GroupScheduler
 from facility.sync.protocol import Place
+from facility.sync.runtime.buckets import buckets, ring_bytes
 from facility.sync.runtime.flat import Flat, begin_state, moments, zero
 from facility.sync.runtime.journal import Journal
 from facility.sync.runtime.link import Decision, Link
@@ -26,7 +26,7 @@ EXACT_ELEMENTS = 4_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
-    """All that a policy is built from; see `policy.connect`."""
+    """All that a policy is built from; see `facility.sync.connect.connect`."""
 
     settings: SyncSettings
     place: Place
@@ -40,27 +40,20 @@ class Context:
     device: torch.device
     address: str
     log: Path | None
-    endless: bool
-    may_hold: Callable[[bool], bool] | None
 
 
 class Replica:
     """One rank under a policy; policies override what differs."""
 
-    accumulated = False
-    """Does the policy count updates of all replicas together (where settings ask so)?"""
-
     def __init__(self, context: Context) -> None:
         self.context, self.settings, self.place = context, context.settings, context.place
-        self.accumulated = type(self).accumulated and self.settings.progress == "accumulated"
+        self.accumulated = self.settings.accumulated
+        """Are updates of all replicas counted together?"""
         self.service: SchedulerService | None = None
         if self.place.chief:
-            budget = context.steps * self.place.replicas if self.accumulated else 0
             journal = Journal(directory=context.log)
-            scheduler = self.scheduler(budget)
-            scheduler.may_hold = context.may_hold or scheduler.may_hold
             self.service = SchedulerService(
-                scheduler,
+                self.settings.scheduler(replicas=self.place.replicas, steps=context.steps),
                 self.settings,
                 replicas=self.place.replicas,
                 positions=self.place.positions,
@@ -74,7 +67,6 @@ class Replica:
             context.store,
             self.settings,
             self.place,
-            endless=context.endless,
             rounds=self.rounds(context.done),
             told=(context.done, context.samples),
         )
@@ -87,10 +79,6 @@ class Replica:
         self._buffer: torch.Tensor | None = None
 
     # -- what policies override -----------------------------------------------------------------------------------------
-    def scheduler(self, budget: int) -> GroupScheduler:
-        """The pure scheduler on the chief. Here: everybody, always."""
-        return GroupScheduler(rules=GroupRules(bound=1, debias=False, budget=budget))
-
     def prepare(self) -> None:
         """Called before the first contact with the others."""
 
@@ -313,22 +301,3 @@ class Replica:
             channel.all_reduce(wide)
             out.copy_(wide.div_(counts))
         return ring_bytes(2 * self.flat.bytes, len(decision.members))
-
-
-def buckets(tensors: list[torch.Tensor], limit: int) -> Iterator[list[torch.Tensor]]:
-    """Runs of tensors of at most `limit` bytes in float32 together; a larger one is a run of its own."""
-    run: list[torch.Tensor] = []
-    size = 0
-    for tensor in tensors:
-        if run and size + 4 * tensor.numel() > limit:
-            yield run
-            run, size = [], 0
-        run.append(tensor)
-        size += 4 * tensor.numel()
-    if run:
-        yield run
-
-
-def ring_bytes(size: int, members: int) -> int:
-    """Bytes one member sends in a ring all-reduce of `size` bytes."""
-    return 2 * size * (members - 1) // members

@@ -35,12 +35,10 @@ class _Open:
     group: Group
     channel: int
     standing: bool
-    votes: dict[tuple[int, int | None], set[tuple[int, int]]] = field(default_factory=dict)
-    """(round of the group, position that votes for itself or None) -> ranks that succeeded in it."""
+    votes: dict[int, set[tuple[int, int]]] = field(default_factory=dict)
+    """Round of the group -> ranks that succeeded in it."""
     apart: bool = False
     """Has a rank told that it did not average with the group's partner?"""
-    closed: set[int] = field(default_factory=set)
-    """Positions that have voted for themselves, of a group that is not standing."""
 
 
 @dataclass(kw_only=True)
@@ -284,21 +282,13 @@ class SchedulerService:
         if key[1] == 0:
             self.scheduler.exchanged(key[0], self.now)
         turn = int(message.get("round", 0))
-        # A pipeline that never flushes has its stages at different steps: each position votes for itself.
-        # The final average is voted on by all, so that nobody leaves while others are still under way.
-        scope = key[1] if message.get("own") and not opened.group.final else None
-        votes = opened.votes.setdefault((turn, scope), set())
+        votes = opened.votes.setdefault(turn, set())
         votes.add(key)
         self.journal.told(number, good=True, seconds=float(message["seconds"]), sent=int(message["bytes"]), at=self.now)
         opened.apart = opened.apart or not message.get("relayed")
-        if len(votes) < len(opened.group) * (self.positions if scope is None else 1):
+        if len(votes) < len(opened.group) * self.positions:
             return
-        del opened.votes[turn, scope]
-        if scope is not None and not opened.standing:
-            if len(opened.closed | {scope}) < self.positions:
-                opened.closed.add(scope)
-                self._commit(opened, turn, scope, renew=False)
-                return
+        del opened.votes[turn]
         renew = opened.standing and tuple(sorted(self.members.present)) != opened.group.members
         if not opened.standing or renew:
             del self._open[number]
@@ -307,17 +297,8 @@ class SchedulerService:
             assert opened.group.partner is not None
             self._carry_out(self.scheduler.relayed(opened.group.members[0], opened.group.partner, self.now))
         if message.get("vote"):
-            self._commit(opened, turn, scope, renew=renew)
-        if renew and scope is not None:
-            # The other positions are elsewhere: what they have under way is repeated by the next group.
-            self._forget(opened.channel)
-            self._push(opened.group.members, {"t": "abort", "uid": number})
-
-    def _commit(self, opened: _Open, turn: int, scope: int | None, *, renew: bool) -> None:
-        verdict = {"t": "commit", "uid": opened.group.number, "round": turn, "renew": renew, "pause": self._pausing}
-        for member in opened.group.members:
-            for position in range(self.positions) if scope is None else (scope,):
-                self._send((int(member), position), verdict)
+            verdict = {"t": "commit", "uid": number, "round": turn, "renew": renew, "pause": self._pausing}
+            self._push(opened.group.members, verdict)
 
     # -- groups -----------------------------------------------------------------------------------------------------
     def _carry_out(self, groups: list[Group]) -> None:

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from facility.exchange.errors import ConfigurationError
-from facility.exchange.messages.layout import ScheduleName
 from facility.exchange.messages.plan import Plan
 from facility.exchange.messages.settings import TrainingSettings
 from facility.exchange.messages.sync import SyncSettings
-from facility.measuring.devices import device_id
+from facility.exchange.schedules.registry import interleaved
 from facility.training.data.loader import Shape, even_shape
+from facility.training.devices import device_id
 from facility.training.parallel.grid import Grid, checked_units, even_units, grid, sharded_grid
 from facility.training.parallel.ranks import Ranks
 
@@ -24,7 +24,7 @@ class Layout:
     grid: Grid
     units: list[tuple[int, int]]
     """[first, end) of every chunk; empty: the model is whole."""
-    schedule: ScheduleName
+    schedule: str
     shape: Shape
     block_tokens: int
     replicas_in_mesh: bool
@@ -149,9 +149,7 @@ def layout_of_settings(ranks: Ranks, settings: TrainingSettings, *, blocks: int,
         meaning += f"; units {units} under {layout.schedule}"
     elif layout.units:
         raise ConfigurationError("layout.units names stages, but layout.stages is 1")
-    shape = even_shape(
-        settings, arrangement.data_ranks, stages=layout.stages, interleaved=layout.schedule.startswith("interleaved")
-    )
+    shape = even_shape(settings, arrangement.data_ranks, stages=layout.stages, interleaved=interleaved(layout.schedule))
     return Layout(
         grid=arrangement,
         units=units,

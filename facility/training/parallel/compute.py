@@ -14,17 +14,11 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from torch.nn.parallel import DistributedDataParallel
 
 from facility.exchange.errors import ConfigurationError
+from facility.exchange.schedules.registry import SCHEDULES
 from facility.training.data.tasks import Batch, Task
 from facility.training.head import ChunkedHead
 from facility.training.monitor.clock import Clock
 from facility.training.parallel.split import ModelStructure, Stage
-
-SCHEDULES: dict[str, Any] = {
-    "gpipe": torch_schedules.ScheduleGPipe,
-    "1f1b": torch_schedules.Schedule1F1B,
-    "interleaved_1f1b": torch_schedules.ScheduleInterleaved1F1B,
-    "interleaved_zero_bubble": torch_schedules.ScheduleInterleavedZeroBubble,
-}
 
 
 class Compute(Protocol):
@@ -144,7 +138,7 @@ class Pipeline:
         for stage in built:  # what is not inside these is waiting for other stages: the bubble
             for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
                 setattr(stage, name, clock.timed("busy", getattr(stage, name)))
-        kind = SCHEDULES[schedule]
+        kind = getattr(torch_schedules, SCHEDULES.get(schedule).torch_class)
         several = issubclass(kind, torch_schedules.PipelineScheduleMulti)
         try:
             self.schedule = kind(

@@ -6,10 +6,11 @@ import os
 from datetime import timedelta
 from pathlib import Path
 
-from facility.sync.policies.alone import Alone
-from facility.sync.protocol import Place, Synchroniser, connect
+from facility.sync.connect import connect
+from facility.sync.protocol import Place, Synchroniser
 from facility.sync.runtime.sampling import ReplicaOrder
 from facility.sync.runtime.wire import address_of_this_node
+from facility.sync.single import SingleReplica
 from facility.training.engine import Engine
 from facility.training.parallel.arrange import Layout
 from facility.training.parallel.ranks import Ranks
@@ -43,7 +44,7 @@ def synchroniser(
     """The policy at work on this rank, for `steps` steps of which `done` (on so many samples) lie before a pause."""
     grid = layout.grid
     if engine.together:
-        return Alone(steps, done)
+        return SingleReplica(steps, done)
     replica, row, column = grid.place(ranks.rank)
     address = os.environ.get("MASTER_ADDR", "127.0.0.1")
     return connect(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 
-class Alone:
+class SingleReplica:
     """The synchroniser of one replica: counts steps, communicates with nobody."""
 
     def __init__(self, steps: int, done: int = 0) -> None:

@@ -1,9 +1,7 @@
-"""Gradient exchange in lockstep, in three ways: `allreduce`, `central_ps`, `sharded_ps`.
+"""Gradient exchange in lockstep: a standing group exchanges step after step.
 
-The three data-parallel modes of Yuan et al., "Decentralized Training of Foundation Models in Heterogeneous
-Environments", NeurIPS 2022 (arXiv 2206.01288). Every step ends with a vote: either all ranks take the mean gradient
-over the same members or none does and the step's exchange is repeated by those that are left. So a worker's death
-changes nothing for the others but the mean.
+Every step ends with a vote: either all ranks take the mean gradient over the same members, or none does and the step's
+exchange is repeated by those that are left. So a worker's death changes nothing for the others but the mean.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ import torch
 from facility.sync.runtime.flat import Flat, begin_state, gradients, moments
 from facility.sync.runtime.link import Decision
 from facility.sync.runtime.process_groups import Channel, ExchangeFailed
-from facility.sync.runtime.replica import Context, Replica, ring_bytes
+from facility.sync.runtime.replica import Context, Replica
 
 
 class Lockstep(Replica):
@@ -113,37 +111,6 @@ class Lockstep(Replica):
         if not took_place:
             self.spoiled(decision)
         return took_place, renew
-
-
-class CentralServer(Lockstep):
-    """Gradients are reduced to one replica and the mean is sent back (DT-FM's `central_ps`)."""
-
-    def summed(
-        self, channel: Channel, decision: Decision, flat: Flat, samples: float
-    ) -> tuple[list[torch.Tensor], int]:
-        vector = weighted(flat, samples)
-        channel.reduce(vector, 0)
-        channel.broadcast(vector, 0)
-        here = decision.members[0] == self.me
-        return [vector], flat.bytes * (len(decision.members) - 1 if here else 1)
-
-
-class ShardedServer(Lockstep):
-    """Every replica is the server of an equal share of the gradient (DT-FM's `sharded_ps`)."""
-
-    def summed(
-        self, channel: Channel, decision: Decision, flat: Flat, samples: float
-    ) -> tuple[list[torch.Tensor], int]:
-        members = len(decision.members)
-        vector = weighted(flat, samples)
-        size = vector.numel()
-        share = -(-size // members)
-        padded = torch.zeros(share * members, dtype=torch.float32, device=vector.device)
-        padded[:size] = vector
-        mine = torch.empty(share, dtype=torch.float32, device=vector.device)
-        channel.reduce_scatter(mine, padded)
-        channel.all_gather(padded, mine)
-        return [padded[:size]], ring_bytes(flat.bytes, members)
 
 
 def weighted(flat: Flat, samples: float) -> torch.Tensor:

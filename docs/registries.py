@@ -1,0 +1,19 @@
+"""The registries whose entries the reference lists."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from coordinator.aggregation.rules.registry import RULES
+from coordinator.aggregation.server_optimizers.registry import SERVER_OPTIMIZERS
+from facility.exchange.messages.sync import describe_policies
+from facility.exchange.schedules.registry import SCHEDULES
+
+REGISTRIES: dict[str, Callable[[], list[dict[str, Any]]]] = {
+    "Aggregation rules": RULES.describe,
+    "Server optimizers": SERVER_OPTIMIZERS.describe,
+    "Synchronisation policies": describe_policies,
+    "Pipeline schedules": SCHEDULES.describe,
+}
+"""Title -> a function that describes every entry."""

@@ -1,0 +1,25 @@
+"""Marks a key that takes a registered name, for its JSON schema and its explanation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic_core import CoreSchema
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """One of these names, or a dotted path to an entry of one's own."""
+
+    names: tuple[str, ...]
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: Any) -> dict[str, Any]:
+        own = {"type": "string", "pattern": r"^[A-Za-z_][\w.]*[.:][A-Za-z_]\w*$"}
+        return {"anyOf": [{"enum": list(self.names)}, own]}
+
+
+def either(names: Iterable[str]) -> OneOf:
+    """The mark for a key that takes one of `names`."""
+    return OneOf(tuple(names))

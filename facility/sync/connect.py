@@ -1,0 +1,76 @@
+"""Connect this rank to the other replicas, under the policy that the settings name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from facility.exchange.messages.sync import SyncSettings
+from facility.exchange.scheduling.policies import POLICIES
+from facility.sync.protocol import Place, Synchroniser
+from facility.sync.runtime.emulated import Emulated
+from facility.sync.runtime.replica import Context
+from facility.sync.single import SingleReplica
+
+
+def connect(
+    settings: SyncSettings,
+    *,
+    place: Place,
+    parameters: Sequence[torch.Tensor],
+    steps: int,
+    store: dist.Store,
+    done: int = 0,
+    samples: float = 0.0,
+    optimizer: torch.optim.Optimizer | None = None,
+    backwards_per_step: int = 1,
+    device: torch.device | None = None,
+    address: str = "127.0.0.1",
+    log: Path | None = None,
+    namespace: str = "sync",
+) -> Synchroniser:
+    """Meet the other replicas and return the policy's synchroniser. A single replica never communicates.
+
+    Parameters
+    ----------
+    parameters
+        This rank's trained parameters, float32: plain, or DTensors of which the local shard is taken; the same
+        shapes on the same position of every replica. Their `grad` is what `reduce_gradients` exchanges.
+    steps
+        Steps that one replica is to make; all make `steps * replicas` together where progress is accumulated.
+    store
+        A store that all ranks reach (TCPStore); used below `namespace` only, another one for every round.
+    done, samples
+        Of `steps`, those that this replica made before a pause, and the samples it saw in them.
+    backwards_per_step
+        Backward passes whose gradients accumulate into one step, so that exchange can start during the last one.
+    address
+        This node's address, on which the scheduler and peers listen.
+    log
+        Directory for `groups.jsonl` and `trace.json` (first rank only); None: no files.
+    """
+    emulation = settings.emulation.build()
+    if place.replicas == 1:
+        synchroniser: Synchroniser = SingleReplica(steps, done)
+    else:
+        policy = POLICIES.load(settings.policy)
+        synchroniser = policy(
+            Context(
+                settings=settings,
+                place=place,
+                parameters=list(parameters),
+                steps=steps,
+                done=done,
+                samples=samples,
+                store=dist.PrefixStore(namespace, store),
+                optimizer=optimizer,
+                backwards_per_step=backwards_per_step,
+                device=device or parameters[0].device,
+                address=address,
+                log=log,
+            )
+        )
+    return Emulated(synchroniser, emulation, place, backwards_per_step) if emulation.active else synchroniser
