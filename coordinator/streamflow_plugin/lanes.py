@@ -123,10 +123,23 @@ async def receive(
             raise TransferFailed(f"`{command:.120}` gave {count} bytes, expected {length}")
 
 
-async def output(lane: SSHContextFactory, command: str, text: bytes = b"") -> bytes:
-    """A remote command's whole output."""
+MOST_OUTPUT = 64 << 20
+"""Bytes that a remote command may answer, unless the caller knows better."""
+
+
+async def output(lane: SSHContextFactory, command: str, text: bytes = b"", *, most: int = MOST_OUTPUT) -> bytes:
+    """A remote command's whole output; more than `most` bytes raise `TransferFailed`, and are not kept."""
     blocks: list[bytes] = []
-    await receive(lane, command, blocks.append, None, text)
+    count = 0
+
+    def take(block: bytes) -> None:
+        nonlocal count
+        count += len(block)
+        if count > most:
+            raise TransferFailed(f"`{command:.60}` answered more than {most} bytes")
+        blocks.append(block)
+
+    await receive(lane, command, take, None, text)
     return b"".join(blocks)
 
 

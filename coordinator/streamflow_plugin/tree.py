@@ -6,7 +6,9 @@ import asyncio
 import io
 import os
 import posixpath
+import re
 import shlex
+import shutil
 import tarfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
@@ -29,7 +31,7 @@ from coordinator.streamflow_plugin.lanes import (
 )
 from coordinator.streamflow_plugin.pieces import Entry, Piece, piece_size, split
 from coordinator.streamflow_plugin.swift import SwiftLane
-from coordinator.streamflow_plugin.targets import check_name, check_new
+from coordinator.streamflow_plugin.targets import check_name, check_new, shown
 
 NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 """Opens what did not exist before."""
@@ -208,7 +210,7 @@ async def pull(
     place = shlex.quote(source)
     command = f"find -L {place} -type f -printf '%s %m %P\\0' -o -type d -printf 'd %m %P\\0'"
     listing = await persist(lambda: output(lanes[0], command))
-    directories, files = read_listing(listing)
+    directories, files = read_listing(listing, room(target))
     small, large, pieces = split(files, piece_size(files, len(lanes)))
     single = len(files) == 1 and not directories and files[0].path == ""
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -240,37 +242,77 @@ async def pull(
     return sum(entry.size for entry in files)
 
 
-def read_listing(listing: bytes) -> tuple[list[str], list[Entry]]:
-    """Directories and files of find's answer. Paths that are not plain names below the directory raise `TransferFailed`."""
+MOST_FILES = 20_000
+MOST_DEPTH = 8
+LISTED = re.compile(rb"(\d{1,15}|d) ([0-7]{1,4}) ([^\0]*)")
+
+
+def read_listing(listing: bytes, most_bytes: int | None = None) -> tuple[list[str], list[Entry]]:
+    """Directories and files of find's answer, before anything is made for them.
+
+    Raises `TransferFailed` for a malformed answer, for paths that are not plain names below the directory, for one path listed
+    twice, and for more than `MOST_FILES`, `MOST_DEPTH` or `most_bytes` in all.
+    """
     directories, files = [], []
-    for line in listing.split(b"\0")[:-1]:
-        kind, mode, path = os.fsdecode(line).split(" ", 2)
+    lines = listing.split(b"\0")
+    if lines.pop() or len(lines) > MOST_FILES:
+        raise TransferFailed(
+            f"the facility lists {len(lines)} files, or stops within a name; expected at most {MOST_FILES}"
+        )
+    for line in lines:
+        if (found := LISTED.fullmatch(line)) is None:
+            raise TransferFailed(f"the facility lists {shown(os.fsdecode(line))}, which is not size, mode and path")
+        path = os.fsdecode(found[3])
         if path:
             check_name(path)
-        if kind != "d":
-            files.append(Entry(path=path, size=int(kind), mode=int(mode, 8) & 0o777))
+        if path.count("/") >= MOST_DEPTH:
+            raise TransferFailed(f"the facility lists {shown(path)}, which is more than {MOST_DEPTH} directories deep")
+        if found[1] != b"d":
+            files.append(Entry(path=path, size=int(found[1]), mode=int(found[2], 8) & 0o777))
         elif path:
             directories.append(path)
+    names = [*directories, *(entry.path for entry in files)]
+    if len(set(names)) != len(names):
+        raise TransferFailed("the facility lists one path twice")
+    total = sum(entry.size for entry in files)
+    if most_bytes is not None and total > most_bytes:
+        raise TransferFailed(f"the facility lists {total} bytes, at most {most_bytes} are taken")
     return sorted(directories), sorted(files, key=lambda entry: entry.path)
+
+
+def room(target: Path) -> int:
+    """Bytes that one update may take here: half of what is free, so that no facility can fill the disk for the others."""
+    place = next(parent for parent in target.absolute().parents if parent.exists())
+    return shutil.disk_usage(place).free // 2
 
 
 async def _pull_small(lane: SSHContextFactory, source: str, target: Path, small: list[Entry], single: bool) -> None:
     """Small files through one tar that is read in memory, file by file; only what was listed is written."""
     if single:
-        content = await persist(lambda: output(lane, f"cat -- {shlex.quote(source)}"))
+        content = await persist(lambda: output(lane, f"cat -- {shlex.quote(source)}", most=small[0].size))
         _write(target, content, small[0])
         return
     names = b"".join(os.fsencode(entry.path) + b"\0" for entry in small)
     command = f"tar chf - -C {shlex.quote(source)} --no-recursion --null --verbatim-files-from -T -"
-    data = await persist(lambda: output(lane, command, names))
+    # Each file: header, contents, padding, and a longer name's own header and block.
+    most = sum(entry.size + 4 * tarfile.BLOCKSIZE + len(entry.path) for entry in small) + (1 << 20)
+    data = await persist(lambda: output(lane, command, names, most=most))
+    try:
+        _unpack(data, target, small)
+    except (tarfile.TarError, ValueError, EOFError, OverflowError, RecursionError) as error:
+        raise TransferFailed(f"the facility sent a malformed archive: {type(error).__name__}") from None
+
+
+def _unpack(data: bytes, target: Path, small: list[Entry]) -> None:
+    """Write the files of a tar stream that were listed, and nothing else."""
     wanted = {entry.path: entry for entry in small}
     with tarfile.open(fileobj=io.BytesIO(data), mode="r:", bufsize=BLOCK_BYTES) as archive:
         for member in archive:
             entry = wanted.pop(member.name, None)
             file = archive.extractfile(member) if member.isreg() or member.islnk() else None
             if entry is None or file is None:
-                raise TransferFailed(f"the facility sent {member.name!r}, which is not among the files it listed")
-            _write(_inside(target, entry.path), file.read(), entry)
+                raise TransferFailed(f"the facility sent {shown(member.name)}, which is not among the files it listed")
+            _write(_inside(target, entry.path), file.read(entry.size + 1), entry)  # a sparse member may claim terabytes
     if wanted:
         raise TransferFailed(
             f"the facility did not send {sorted(wanted)[0]!r} and {len(wanted) - 1} more files it listed"

@@ -1,0 +1,74 @@
+"""What a facility answers to a pull: every oddity is a failed transfer, before anything is allocated or written."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from coordinator.streamflow_plugin.lanes import TransferFailed
+from coordinator.streamflow_plugin.pieces import Entry
+from coordinator.streamflow_plugin.tree import MOST_FILES, _unpack, read_listing
+
+
+@pytest.mark.parametrize(
+    "listing",
+    [
+        b"9223372036854775807 644 model.safetensors\0",
+        b"4398046511104 644 model.safetensors\0",
+        b"-5 644 x\0",
+        b"5 x y\0",
+        b"5\0",
+        b"\0",
+        b"5 644 cut short",
+        b"5 999 x\0",
+        b"1e9 644 x\0",
+        b"5 644 x\x005 644 x\0",
+        b"d 755 x\x005 644 x\0",
+        b"5 644 " + b"a/" * 9 + b"x\0",
+        b"0 644 x\0" * (MOST_FILES + 1),
+    ],
+    ids=range(13),
+)
+def test_a_listing_that_makes_no_sense_is_refused(listing: bytes):
+    with pytest.raises(TransferFailed):
+        read_listing(listing, 1 << 40)
+
+
+def archive(*members: tuple[tarfile.TarInfo, bytes]) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as file:
+        for info, content in members:
+            info.size = len(content)
+            file.addfile(info, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+def link(name: str, target: str, kind: bytes) -> tuple[tarfile.TarInfo, bytes]:
+    info = tarfile.TarInfo(name)
+    info.type, info.linkname = kind, target
+    return info, b""
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"not a tar at all" * 100,
+        archive((tarfile.TarInfo("../x"), b"12345")),
+        archive((tarfile.TarInfo("y"), b"12345")),
+        archive((tarfile.TarInfo("x"), b"123456")),
+        archive((tarfile.TarInfo("x"), b"12345"), (tarfile.TarInfo("x"), b"54321")),
+        archive(link("x", "/etc/passwd", tarfile.SYMTYPE)),
+        archive(link("x", "x", tarfile.LNKTYPE)),
+        archive((tarfile.TarInfo("x"), b"12345"))[:600],
+        b"",
+    ],
+    ids=range(9),
+)
+def test_an_archive_that_is_not_what_was_listed_is_refused(tmp_path: Path, data: bytes):
+    (tmp_path / "update").mkdir()
+    with pytest.raises((TransferFailed, tarfile.TarError, KeyError, RecursionError)):
+        _unpack(data, tmp_path / "update", [Entry(path="x", size=5)])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["update"]
