@@ -161,10 +161,13 @@ class SyncSettings(GroupLimits):
 def describe_policies() -> list[dict[str, Any]]:
     """What each policy declares, with defaults and texts of the settings it uses, for documentation."""
     fields = SyncSettings.__pydantic_fields__  # type: ignore[attr-defined]
+    above = GroupLimits.__pydantic_fields__  # type: ignore[attr-defined]
     entries = POLICIES.describe()
     for entry in entries:
         for parameter in entry["parameters"]:
             if set(parameter) == {"name"}:
-                field = fields[parameter["name"]]
-                parameter |= {"default": field.default, "text": field.description or ""}
+                name = parameter["name"]
+                declared = [fields[name], above.get(name)]  # a key may have its text where it is declared first
+                text = next((one.description for one in declared if one is not None and one.description), "")
+                parameter |= {"default": fields[name].default, "text": text}
     return entries
