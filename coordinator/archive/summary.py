@@ -6,6 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
 from coordinator.archive.rounds import Archive, RoundFile
@@ -58,7 +59,7 @@ def table(data: dict[str, Any]) -> Table:
             result.add_row(
                 str(entry["round"]) if number == 0 else "",
                 row["facility"],
-                "ok" if row["status"] == "ok" else f"[red]{row['status']}: {row['reason']}[/red]",
+                _status(row),
                 f"{row['tokens']:,}",
                 f"{row['seconds']:.1f}",
                 f"{row['weight']:.3f}",
@@ -68,7 +69,7 @@ def table(data: dict[str, Any]) -> Table:
                 end_section=last,
             )
     for row in data["final_evaluation"]:
-        status = "ok" if row["status"] == "ok" else f"[red]{row['status']}: {row['reason']}[/red]"
+        status = _status(row)
         result.add_row(
             "final",
             row["facility"],
@@ -85,3 +86,9 @@ def table(data: dict[str, Any]) -> Table:
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
+
+
+def _status(row: dict[str, Any]) -> str:
+    """`ok`, or why not; a reason is text, whatever brackets it holds."""
+    status, reason = row["status"], row["reason"]
+    return "ok" if status == "ok" else f"[red]{escape(status + ': ' + reason)}[/red]"
