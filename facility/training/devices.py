@@ -28,25 +28,40 @@ def device_name(device: torch.device) -> str:
 
 
 def free_bytes(device: torch.device, local_world: int) -> float:
-    """Free memory of a GPU, or this rank's part of the host's (within the job's limit)."""
+    """Free memory of a GPU, or this rank's part of the host's: what the planner is told and the trainer checks."""
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0])
-    available = _available_bytes()
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    return free_host_bytes() / max(1, local_world)
+
+
+def free_host_bytes(root: Path = Path("/")) -> float:
+    """Memory that the kernel can give, within the job's cgroup limit; page cache of the job counts as free."""
+    available = _available_bytes(root)
+    for folder, limit, used in (
+        ("sys/fs/cgroup", "memory.max", "memory.current"),
+        ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
     ):
         try:
-            found = Path(limit).read_text().strip()
+            found = (root / folder / limit).read_text().strip()
             if found != "max":
-                available = min(available, max(0.0, float(found) - float(Path(used).read_text())))
+                occupied = float((root / folder / used).read_text()) - _page_cache(root / folder)
+                available = min(available, max(0.0, float(found) - occupied))
         except (OSError, ValueError):
             continue
-    return available / max(1, local_world)
+    return available
 
 
-def _available_bytes() -> float:
-    for line in Path("/proc/meminfo").read_text().splitlines():
+def _page_cache(folder: Path) -> float:
+    """Bytes of files that the cgroup holds in memory and the kernel may drop."""
+    try:
+        figures = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return 0.0
+    return sum(float(figures.get(name, 0)) for name in ("inactive_file", "active_file"))
+
+
+def _available_bytes(root: Path) -> float:
+    for line in (root / "proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return 1024.0 * float(line.split()[1])
     return float("inf")

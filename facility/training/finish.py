@@ -7,6 +7,7 @@ from typing import Any
 
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages import report as reports
+from facility.measuring.devices import device_name
 from facility.training.monitor import account
 from facility.training.parallel.ranks import gather
 from facility.training.round import Round
@@ -87,7 +88,7 @@ def measure(round: Round) -> dict[str, Any]:
     seconds = round.progress.seconds_before + round.times.trained - round.times.evaluated
     here = {
         "rank": ranks.rank,
-        "device": account.device_name(ranks.device),
+        "device": device_name(ranks.device),
         "peak_memory_bytes": account.peak_memory_bytes(ranks),
         "seconds": account.rounded(round.clock.seconds),
     }

@@ -2,36 +2,24 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
-import torch
 from torch import nn
 
 from facility.exchange.errors import InputError
 from facility.exchange.messages.settings import TrainingSettings
 from facility.exchange.schedules.registry import SCHEDULES
+from facility.measuring.devices import free_bytes
 from facility.training.parallel.arrange import Layout
 from facility.training.parallel.ranks import Ranks
 from facility.training.parallel.split import ModelStructure
 
 
 def available_bytes(ranks: Ranks, settings: TrainingSettings) -> int:
-    """Memory for this rank: the limit set, or what is free on its GPU, or its share of the machine's."""
+    """Memory for this rank: the limit set, or what is free as `facility.measure` tells the planner."""
     if settings.limits.memory_bytes:
         return settings.limits.memory_bytes
-    if ranks.device.type == "cuda":
-        return torch.cuda.mem_get_info(ranks.device)[0]
-    with open("/proc/meminfo") as file:
-        kilobytes = dict(line.split(":") for line in file)
-    machine = int(kilobytes["MemAvailable"].split()[0]) * 1024
-    try:
-        with open("/sys/fs/cgroup/memory.max") as file:
-            text = file.read().strip()
-        machine = min(machine, int(text)) if text.isdigit() else machine
-    except OSError:
-        pass
-    return machine // max(1, min(ranks.local_world, os.cpu_count() or 1))
+    return int(free_bytes(ranks.device, ranks.local_world))
 
 
 def predicted_bytes(

@@ -26,12 +26,6 @@ def peak_memory_bytes(ranks: Ranks) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return platform.processor() or platform.machine()
-
-
 def versions() -> dict[str, str]:
     import transformers
 

@@ -16,6 +16,7 @@ from facility.exchange.files.durable import new_directory
 from facility.exchange.messages import manifest as manifests
 from facility.exchange.messages import report as reports
 from facility.exchange.messages.settings import FacilitySettings
+from facility.measuring.devices import device_name
 from facility.training import lora
 from facility.training.model import Names
 from facility.training.monitor import account
@@ -144,7 +145,7 @@ def write_evaluation(
                     peak_memory_bytes=peak,
                     ranks=ranks.world,
                     seconds=reports.Seconds(load=load, evaluate=evaluate),
-                    devices=[account.device_name(ranks.device)],
+                    devices=[device_name(ranks.device)],
                     versions=account.versions(),
                 ),
             )

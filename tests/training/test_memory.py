@@ -1,0 +1,47 @@
+"""One law of free memory for the planner's measurements and the trainer's check."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from facility.exchange.messages.settings import TrainingSettings
+from facility.measuring import devices
+from facility.training import memory
+from facility.training.parallel.ranks import Ranks
+
+
+def write_host(root: Path, *, available: int, limit: str = "max", used: int = 0, cache: int = 0) -> Path:
+    (root / "proc").mkdir(parents=True)
+    (root / "proc/meminfo").write_text(f"MemTotal: 99999999 kB\nMemAvailable: {available // 1024} kB\n")
+    group = root / "sys/fs/cgroup"
+    group.mkdir(parents=True)
+    (group / "memory.max").write_text(f"{limit}\n")
+    (group / "memory.current").write_text(f"{used}\n")
+    (group / "memory.stat").write_text(f"anon {used - cache}\ninactive_file {cache}\nactive_file 0\n")
+    return root
+
+
+@pytest.mark.parametrize(
+    "host, expected",
+    [
+        ({"available": 8 << 30}, 8 << 30),
+        ({"available": 8 << 30, "limit": str(4 << 30), "used": 1 << 30}, 3 << 30),
+        ({"available": 8 << 30, "limit": str(4 << 30), "used": 4 << 30, "cache": 3 << 30}, 3 << 30),
+        ({"available": 2 << 30, "limit": str(4 << 30), "used": 1 << 30}, 2 << 30),
+    ],
+    ids=["no limit", "limit", "page cache is free", "the machine has less"],
+)
+def test_free_memory_is_the_kernel_s_within_the_job_s_limit(tmp_path: Path, host: dict, expected: int):
+    assert devices.free_host_bytes(write_host(tmp_path / "root", **host)) == expected
+
+
+def test_trainer_and_planner_agree(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(devices, "free_host_bytes", lambda: 12e9)
+    cpu = torch.device("cpu")
+    rank = Ranks(rank=0, world=3, local_rank=0, local_world=3, device=cpu)
+    assert (
+        memory.available_bytes(rank, TrainingSettings(steps=1, batch_sequences=1)) == devices.free_bytes(cpu, 3) == 4e9
+    )
