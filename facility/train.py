@@ -19,8 +19,8 @@ import time
 from pathlib import Path
 
 from facility.exchange.messages.outcome import Outcome
-from facility.measuring.devices import device_name
 from facility.training.data.inputs import RoundInputs, read_inputs
+from facility.training.devices import device_name
 from facility.training.finish import finish_evaluation, finish_round
 from facility.training.monitor.logs import start_logging
 from facility.training.parallel.arrange import check_devices

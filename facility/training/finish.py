@@ -7,7 +7,7 @@ from typing import Any
 
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages import report as reports
-from facility.measuring.devices import device_name
+from facility.training.devices import device_name
 from facility.training.monitor import account
 from facility.training.parallel.ranks import gather
 from facility.training.round import Round

@@ -9,7 +9,7 @@ from torch import nn
 from facility.exchange.errors import InputError
 from facility.exchange.messages.settings import TrainingSettings
 from facility.exchange.schedules.registry import SCHEDULES
-from facility.measuring.devices import free_bytes
+from facility.training.devices import free_bytes
 from facility.training.parallel.arrange import Layout
 from facility.training.parallel.ranks import Ranks
 from facility.training.parallel.split import ModelStructure

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from facility.exchange.messages.settings import TrainingSettings
-from facility.measuring import devices
-from facility.training import memory
+from facility.training import devices, memory
 from facility.training.parallel.ranks import Ranks
 
 

@@ -16,8 +16,8 @@ from facility.exchange.files.durable import new_directory
 from facility.exchange.messages import manifest as manifests
 from facility.exchange.messages import report as reports
 from facility.exchange.messages.settings import FacilitySettings
-from facility.measuring.devices import device_name
 from facility.training import lora
+from facility.training.devices import device_name
 from facility.training.model import Names
 from facility.training.monitor import account
 from facility.training.parallel.ranks import Ranks, barrier, broadcast, gather, together
