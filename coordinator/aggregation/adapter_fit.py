@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from coordinator.aggregation import lora
+from facility.exchange.checkpoints.adapters import PREFIX, A, is_adapter
 from facility.exchange.checkpoints.checkpoint import Checkpoint
 from facility.exchange.errors import InputError, UpdateRefused
-
-PREFIX = "base_model.model."
-"""What peft puts before the names of the layers."""
+from facility.exchange.messages.layout import LoraSettings
 
 
 def check_adapters(base: Checkpoint, update: Checkpoint, facility: str) -> None:
@@ -18,14 +17,14 @@ def check_adapters(base: Checkpoint, update: Checkpoint, facility: str) -> None:
         raise UpdateRefused(facility, str(error)) from None
     if not names:
         raise UpdateRefused(facility, "its manifest says encoding lora, but it holds no adapter")
-    own = {name: entry for name, entry in base.tensors.items() if lora.is_adapter(name)}
+    own = {name: entry for name, entry in base.tensors.items() if is_adapter(name)}
     if own:
         if {n: e.shape for n, e in own.items()} != {n: e.shape for n, e in update.tensors.items()}:
             odd = sorted(set(own) ^ set(update.tensors)) or [n for n in own if own[n].shape != update.tensors[n].shape]
             raise UpdateRefused(facility, f"its adapters are not the base model's: {odd[:3]} differ in name or shape")
         return
     for a, b in names:
-        layer = a.removeprefix(PREFIX).partition(lora.A)[0] + ".weight"
+        layer = a.removeprefix(PREFIX).partition(A)[0] + ".weight"
         first, second = update.tensors[a], update.tensors[b]
         whole = base.tensors.get(layer)
         if whole is None:
@@ -39,3 +38,23 @@ def check_adapters(base: Checkpoint, update: Checkpoint, facility: str) -> None:
                 facility,
                 f"adapter {a!r} is for a layer of shape {[second.shape[0], first.shape[1]]}, not {list(whole.shape)}",
             )
+
+
+def check_told(base: Checkpoint, update: Checkpoint, told: LoraSettings, facility: str) -> None:
+    """Refuse adapters of another rank or for other layers than the facilities were told to train."""
+    layers = set()
+    for a, _ in lora.pairs(update.tensors):
+        layers.add(a.removeprefix(PREFIX).partition(A)[0])
+        if (rank := update.tensors[a].shape[0]) != told.rank:
+            raise UpdateRefused(facility, f"adapter {a!r} has rank {rank}, expected {told.rank} (training.lora.rank)")
+    if not told.targets or any(map(is_adapter, base.tensors)):
+        return
+
+    def chosen(layer: str) -> bool:
+        return any(layer == target or layer.endswith("." + target) for target in told.targets)
+
+    if strangers := sorted(layer for layer in layers if not chosen(layer)):
+        raise UpdateRefused(facility, f"it has adapters for {strangers[:3]}, which training.lora.targets do not name")
+    matrices = {n.removesuffix(".weight") for n, e in base.tensors.items() if len(e.shape) == 2 and ".weight" in n}
+    if missing := sorted(layer for layer in matrices - layers if chosen(layer)):
+        raise UpdateRefused(facility, f"it lacks adapters for {missing[:3]}, which training.lora.targets name")

@@ -7,6 +7,8 @@ model holds the base's own tensors, if any, as they were, and the averaged adapt
 from __future__ import annotations
 
 import dataclasses
+import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,44 +16,50 @@ from typing import Any
 import numpy as np
 
 from coordinator.aggregation import lora
-from coordinator.aggregation.adapter_fit import check_adapters
+from coordinator.aggregation.expected import Layout
 from coordinator.aggregation.updates import Update
+from facility.exchange.checkpoints.adapters import CONFIG, A, is_adapter
 from facility.exchange.checkpoints.checkpoint import FLOATS, SINGLE, Checkpoint, TensorEntry, open_checkpoint
 from facility.exchange.checkpoints.floats import STORAGE, Array, narrow, widen
-from facility.exchange.checkpoints.writer import Layout, Planned, TensorWriter, layout_like
-from facility.exchange.errors import CheckpointError, InputError, UpdateRefused
-from facility.exchange.messages.manifest import NAME, read_manifest
+from facility.exchange.checkpoints.writer import Layout as FileLayout
+from facility.exchange.checkpoints.writer import Planned, TensorWriter, layout_like
+from facility.exchange.errors import InputError
+from facility.exchange.messages.layout import LoraSettings
 
 
-def are_adapters(directories: Sequence[Path]) -> bool:
-    """Whether the updates are adapters alone; `InputError` when only some are."""
-    found = [(Path(d) / NAME).exists() and read_manifest(d).encoding == "lora" for d in directories if Path(d).is_dir()]
-    if any(found) and not all(found):
-        raise InputError("some updates are adapters (encoding lora) and some are whole models: all must be alike")
-    return any(found)
-
-
-def adapter_base(base: Checkpoint, updates: Sequence[Path], scratch: Path) -> tuple[Checkpoint, bool]:
-    """The adapters that updates are compared with, and whether they are new: zeros at `scratch` where the base has none."""
-    own = {name: entry for name, entry in base.tensors.items() if lora.is_adapter(name)}
+def adapter_base(base: Checkpoint, layout: Layout, scratch: Path) -> tuple[Checkpoint, bool]:
+    """The adapters that updates are compared with, and whether they are new: then zeros at `scratch`."""
+    own = {name: entry for name, entry in base.tensors.items() if is_adapter(name)}
     if own:
         return dataclasses.replace(base, tensors=own), False
-    first = sorted(map(Path, updates), key=lambda d: read_manifest(d).facility or "")[0]
-    facility = read_manifest(first).facility or first.name
-    try:
-        model = open_checkpoint(first)
-    except CheckpointError as error:
-        raise UpdateRefused(facility, str(error)) from None
-    check_adapters(base, model, facility)
-    planned = [
-        Planned(name=n, dtype=e.dtype, shape=e.shape) for n, e in sorted(model.tensors.items()) if e.dtype in FLOATS
-    ]
+    planned = [Planned(name=n, dtype=d, shape=shape) for n, (d, shape) in sorted(layout.items()) if d in FLOATS]
     with TensorWriter(scratch, {SINGLE: planned}):
         pass  # files of the final size, all zero
     return dataclasses.replace(open_checkpoint(scratch), directory=base.directory), True
 
 
-def layout_with(base: Checkpoint, adapters: Checkpoint, dtypes: Mapping[str, str]) -> Layout:
+def settings_of(updates: Sequence[Update], told: LoraSettings | None) -> LoraSettings:
+    """Rank and scale for adapter_config.json: as the facilities were told, else as most of their own files say."""
+    if told is not None and told.rank:
+        return told
+    rank = next(e.shape[0] for n, e in updates[0].checkpoint.tensors.items() if A in n)
+    claimed = Counter(filter(None, (_alpha(update.directory / CONFIG) for update in updates)))
+    alpha = next((value for value, count in claimed.most_common(1) if 2 * count > len(updates)), None)
+    if alpha is None and claimed:
+        raise InputError(f"the updates' {CONFIG} differ in lora_alpha ({sorted(claimed)}): set training.lora.alpha")
+    return LoraSettings(rank=rank, alpha=alpha or float(rank))
+
+
+def _alpha(path: Path) -> float | None:
+    """`lora_alpha` of an adapter_config.json that a facility wrote; None where there is no plausible one."""
+    try:
+        value = json.loads(path.read_bytes()[:1_000_000])["lora_alpha"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return float(value) if type(value) in (int, float) and 0 < value < 1e6 else None
+
+
+def layout_with(base: Checkpoint, adapters: Checkpoint, dtypes: Mapping[str, str]) -> FileLayout:
     """The base's own files, and one more for adapters that it does not hold yet."""
     own = layout_like(base, {name: entry.dtype for name, entry in base.tensors.items()} | dict(dtypes))
     new = [

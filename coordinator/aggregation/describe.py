@@ -5,18 +5,19 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from coordinator.aggregation.kernel import Passed
-from coordinator.aggregation.plan import Plan
 from coordinator.aggregation.record import Participant, RoundRecord
+from coordinator.aggregation.round import Aggregation
+from coordinator.aggregation.rules.contract import Plan
+from coordinator.aggregation.screening import threads_of
 from coordinator.aggregation.server_optimizers.registry import SERVER_OPTIMIZERS
 from coordinator.aggregation.updates import Update
 from coordinator.config.aggregation import AggregationSettings
-from facility.exchange.checkpoints.checkpoint import FLOATS, Checkpoint, TensorEntry
+from facility.exchange.checkpoints.checkpoint import FLOATS, TensorEntry
 from facility.exchange.checkpoints.floats import Array
-from facility.exchange.messages.manifest import Manifest
 
 
 def participants(
@@ -64,57 +65,57 @@ def dtype_decisions(
     return decisions
 
 
-def describe(
-    *,
-    opened: Sequence[Update],
-    weights: Sequence[float],
-    settings: AggregationSettings,
-    plan: Plan,
-    measured: Passed | None,
-    passed: Passed,
-    base: Checkpoint,
-    base_manifest: Manifest | None,
-    floats: Mapping[str, TensorEntry],
-    dtypes: Mapping[str, str],
-    suspects: Mapping[str, str],
-    quarantined: Mapping[str, str],
-    threads: int,
-) -> RoundRecord:
-    """The record, without the seconds."""
-    known = measured or (passed if settings.statistics != "off" else None)
-    # A sample stands for all elements: squared norms are scaled up.
-    scale = known.elements / known.counted if known and known.counted else 1.0
-    gram = known.gram * scale if known else None
-    shares = np.asarray(weights)
-    step = None
-    if passed.counted:
-        if plan.coefficients is not None and settings.server_optimizer == "plain" and gram is not None:
-            rate = settings.values_of(SERVER_OPTIMIZERS.get("plain"))["server_learning_rate"]
-            factors = np.asarray(plan.coefficients) * rate
-            step = math.sqrt(max(float(factors @ gram @ factors), 0.0))
-        else:
-            step = math.sqrt(passed.step_squared * passed.elements / passed.counted)
-    tensors = base.tensors
+def describe(aggregation: Aggregation) -> RoundRecord:
+    """The last stage: the record, without the seconds."""
+    settings, measured, passed = aggregation.settings, aggregation.measured, aggregation.passed
+    opened, floats, tensors = aggregation.opened, aggregation.floats, aggregation.whole.tensors
+    gram = _inner_products(aggregation)
     return RoundRecord(
-        federation=base_manifest.federation if base_manifest else "",
-        round=base_manifest.round if base_manifest else 0,
+        federation=aggregation.sent.federation if aggregation.sent else "",
+        round=aggregation.number,
         rule=settings.rule,
         combiner=settings.aggregation_rule,
         outer=settings.server_optimizer,
-        participants=participants(opened, weights, plan, gram),
-        quarantined=dict(quarantined),
-        suspects={name: reason for name, reason in suspects.items() if name not in quarantined},
+        participants=participants(opened, aggregation.weights, aggregation.plan, gram),
+        quarantined=dict(aggregation.quarantined),
+        suspects={n: reason for n, reason in aggregation.suspects.items() if n not in aggregation.quarantined},
+        dropped=dict(aggregation.dropped),
         tensors_matched=len(floats),
         tensors_personal=sum(1 for name, e in tensors.items() if e.dtype in FLOATS and name not in floats),
         tensors_copied=sum(1 for e in tensors.values() if e.dtype not in FLOATS),
         parameters=passed.elements,
-        dtypes=dtype_decisions(opened, floats, dtypes, settings),
-        mean_norm=math.sqrt(max(float(shares @ gram @ shares), 0.0)) if gram is not None else None,
-        step_norm=step,
+        dtypes=dtype_decisions(opened, floats, aggregation.dtypes, settings),
+        mean_norm=_norm(aggregation.weights, gram) if gram is not None else None,
+        step_norm=_step_norm(aggregation, gram),
         statistics="exact" if measured else settings.statistics,
         settings=dataclasses.asdict(settings),
         bytes_read=passed.bytes_read + (measured.bytes_read if measured else 0),
         bytes_written=passed.bytes_written,
-        threads=threads,
-        details=plan.details,
+        threads=threads_of(aggregation),
+        details=aggregation.plan.details,
     )
+
+
+def _inner_products(aggregation: Aggregation) -> Array | None:
+    """Of the steps, over all elements; a sample stands for all. None: nothing was measured."""
+    known = aggregation.measured or (aggregation.passed if aggregation.settings.statistics != "off" else None)
+    if known is None:
+        return None
+    return known.gram * (known.elements / known.counted if known.counted else 1.0)
+
+
+def _norm(coefficients: Any, gram: Array) -> float:
+    """L2 norm of a weighted sum of the steps."""
+    factors = np.asarray(coefficients)
+    return math.sqrt(max(float(factors @ gram @ factors), 0.0))
+
+
+def _step_norm(aggregation: Aggregation, gram: Array | None) -> float | None:
+    """L2 norm of the master's change; None where nothing was measured."""
+    plan, passed, settings = aggregation.plan, aggregation.passed, aggregation.settings
+    if not passed.counted:
+        return None
+    if plan.coefficients is not None and settings.server_optimizer == "plain" and gram is not None:
+        rate = float(settings.values_of(SERVER_OPTIMIZERS.get("plain"))["server_learning_rate"])
+        return _norm(np.asarray(plan.coefficients) * rate, gram)
+    return math.sqrt(passed.step_squared * passed.elements / passed.counted)

@@ -18,11 +18,12 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
+from typing import Any
 
 import numpy as np
 
-from coordinator.aggregation.plan import Combine
+from coordinator.aggregation.rules.contract import Combine
+from coordinator.aggregation.server_optimizers.contract import Step
 from coordinator.aggregation.steps import Steps, add_products
 from coordinator.aggregation.streams import PIECE, Files, Span, pieces, spans_of
 from facility.exchange.checkpoints.checkpoint import ITEM_BYTES, TensorEntry
@@ -36,8 +37,6 @@ READ_BYTES = 24 << 20
 """Buffer bytes of one thread for what it reads, whatever the number of updates (a piece of each at least)."""
 SAMPLE = 16
 """With sampled statistics, one piece in so many of each tensor counts, its first among them."""
-Outer = Callable[[Array, Array, Sequence[Array]], tuple[Array, list[Array]]]
-"""(master, step, slots) -> (next master, next slots)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +55,7 @@ class Work:
     slots: Sequence[Mapping[str, TensorEntry]] = ()
     """The server optimiser's tensors of the round before, by slot; absent ones start from `slot_starts`."""
     slot_starts: Sequence[float] = ()
-    outer: Outer | None = None
+    step: Step | None = None
     """None: the step is added."""
     float64: bool = False
     statistics: str = "exact"
@@ -157,72 +156,137 @@ def run(work: Work, *, threads: int) -> Passed:
     return total
 
 
+@dataclass
+class _Part:
+    """One part of a span, as read: what its pieces are worked on with."""
+
+    work: Work
+    name: str
+    begin: int
+    """First element, within the tensor."""
+    dtype: str
+    """Of the arithmetic."""
+    dtypes: list[str]
+    """As stored, of the base and the updates."""
+    sources: list[Array]
+    master: Array | None
+    slots: list[Array | None]
+    buffers: _Buffers
+    added: bool
+    """The weighted sum is added to the base in one go."""
+
+    def take(self, piece: slice, **wanted: Any) -> tuple[Array, Array | None, Array]:
+        """(base, steps, weighted sum) of a piece (`Steps.take`)."""
+        steps = self.buffers.steps(len(self.work.updates), self.dtype)
+        return steps.take([source[piece] for source in self.sources], self.dtypes, **wanted)
+
+
 def _span(work: Work, span: Span, files: Files, buffers: _Buffers) -> Passed:
     """One span, read in parts of the buffers' size, worked on in pieces."""
     result = Passed(gram=np.zeros((len(work.updates), len(work.updates))), elements=span.count)
-    base = work.base[span.name]
-    dtype = "float64" if work.float64 or base.dtype == "F64" else "float32"
-    dtypes = [base.dtype, *(update[span.name].dtype for update in work.updates)]
     for begin in range(span.start, span.start + span.count, buffers.elements):
         count = min(buffers.elements, span.start + span.count - begin)
-        entries = [source.get(span.name) for source in (work.base, *work.updates, work.master, *work.slots)]
-        arrays = [
-            None if entry is None else files.read(entry, begin, count, buffer)
-            for entry, buffer in zip(entries, buffers.raw, strict=True)
-        ]
-        result.bytes_read += sum(count * ITEM_BYTES[entry.dtype] for entry in entries if entry is not None)
-        sources, (master_raw, *slot_raws) = arrays[: 1 + len(work.updates)], arrays[1 + len(work.updates) :]
+        part = _read(work, span.name, begin, count, files, buffers, result)
         outputs = _Outputs(work, span.name, begin, count, buffers)
-        added = work.model is not None and work.coefficients is not None and work.outer is None and master_raw is None
         for piece in pieces(count):
-            n = piece.stop - piece.start
-            number = (begin + piece.start) // PIECE
-            counted = work.statistics == "exact" or (work.statistics == "sample" and number % SAMPLE == 0)
-            stored = [source[piece] for source in sources if source is not None]
-            take = partial(buffers.steps(len(work.updates), dtype).take, stored, dtypes)
-            b, steps, c = take(
-                gram=result.gram if counted else None,
-                coefficients=work.coefficients,
-                rows=work.observe is not None or work.combine is not None,
-                add=added,
-            )
-            if counted:
-                result.counted += n
-            elif work.combine is not None:  # a sum carries NaN to the result, a median may hide it
-                _refuse_not_finite(span.name, base.dtype, steps)
-            if work.observe:
-                assert steps is not None
-                work.observe(steps)
-            if work.model is None:
-                continue
-            if work.combine is not None:
-                assert steps is not None
-                c = work.combine(steps, span.name, begin + piece.start)
-            scratch = buffers.block("scratch", dtype)[:n]
-            m = b
-            if master_raw is not None:
-                m = buffers.block("master", dtype)[:n]
-                np.copyto(m, master_raw[piece], casting="same_kind")
-            slots: list[Array] = []
-            for number, (stored_slot, start) in enumerate(zip(slot_raws, work.slot_starts, strict=True)):
-                slot = buffers.block(f"slot{number}", dtype)[:n]
-                slot[:] = start if stored_slot is None else stored_slot[piece]
-                slots.append(slot)
-            if work.outer is None and not added:
-                np.add(m, c, out=m)
-            elif work.outer is not None:
-                old = m
-                m, slots = work.outer(old, c, slots)
-                if counted:
-                    np.subtract(m, old, out=scratch)
-                    square = np.zeros((1, 1))
-                    add_products(square, scratch[None])
-                    result.step_squared += float(square[0, 0])
-            if not outputs.put(piece, m, slots, buffers.block("bits", "uint32")[:n]):
-                _refuse_not_finite(span.name, outputs.sinks[0][1], take(gram=None, coefficients=None, rows=True)[1])
-                raise NotFinite(span.name, outputs.sinks[0][1], None)
+            step = _combined(part, piece, result)
+            if work.model is not None:
+                _move(part, piece, *step, outputs, result)
         result.bytes_written += outputs.flush()
     return result
+
+
+def _read(work: Work, name: str, begin: int, count: int, files: Files, buffers: _Buffers, result: Passed) -> _Part:
+    """The same elements of every source."""
+    base, updates = work.base[name], len(work.updates)
+    entries = [source.get(name) for source in (work.base, *work.updates, work.master, *work.slots)]
+    arrays = [
+        None if entry is None else files.read(entry, begin, count, buffer)
+        for entry, buffer in zip(entries, buffers.raw, strict=True)
+    ]
+    result.bytes_read += sum(count * ITEM_BYTES[entry.dtype] for entry in entries if entry is not None)
+    master = arrays[1 + updates]
+    return _Part(
+        work=work,
+        name=name,
+        begin=begin,
+        dtype="float64" if work.float64 or base.dtype == "F64" else "float32",
+        dtypes=[base.dtype, *(update[name].dtype for update in work.updates)],
+        sources=[array for array in arrays[: 1 + updates] if array is not None],
+        master=master,
+        slots=arrays[2 + updates :],
+        buffers=buffers,
+        added=work.model is not None and work.coefficients is not None and work.step is None and master is None,
+    )
+
+
+def _combined(part: _Part, piece: slice, result: Passed) -> tuple[Array, Array, bool]:
+    """(base, combined step, whether the piece counts for the statistics); adds to the statistics."""
+    work, number = part.work, (part.begin + piece.start) // PIECE
+    counted = work.statistics == "exact" or (work.statistics == "sample" and number % SAMPLE == 0)
+    base, steps, combined = part.take(
+        piece,
+        gram=result.gram if counted else None,
+        coefficients=work.coefficients,
+        rows=work.observe is not None or work.combine is not None,
+        add=part.added,
+    )
+    if counted:
+        result.counted += piece.stop - piece.start
+    elif work.combine is not None:  # a sum carries NaN to the result, a median may hide it
+        _refuse_not_finite(part.name, part.dtypes[0], steps)
+    if work.observe:
+        assert steps is not None
+        work.observe(steps)
+    if work.model is not None and work.combine is not None:
+        assert steps is not None
+        combined = work.combine(steps, part.name, part.begin + piece.start)
+    return base, combined, counted
+
+
+def _move(
+    part: _Part, piece: slice, base: Array, combined: Array, counted: bool, outputs: _Outputs, result: Passed
+) -> None:
+    """Move the master by the combined step, and round the result into the outputs."""
+    work, buffers, n = part.work, part.buffers, piece.stop - piece.start
+    master = base
+    if part.master is not None:
+        master = buffers.block("master", part.dtype)[:n]
+        np.copyto(master, part.master[piece], casting="same_kind")
+    slots: list[Array] = []
+    for number, (stored, start) in enumerate(zip(part.slots, work.slot_starts, strict=True)):
+        slot = buffers.block(f"slot{number}", part.dtype)[:n]
+        slot[:] = start if stored is None else stored[piece]
+        slots.append(slot)
+    if work.step is not None:
+        before = master
+        master, slots = work.step(before, combined, slots)
+        if counted:
+            result.step_squared += _squared(master, before, buffers.block("scratch", part.dtype)[:n])
+    elif not part.added:
+        np.add(master, combined, out=master)
+    if not outputs.put(piece, master, slots, buffers.block("bits", "uint32")[:n]):
+        _blame(part, piece, outputs.sinks[0][1])
+
+
+def _squared(after: Array, before: Array, scratch: Array) -> float:
+    """Squared L2 norm of a change."""
+    np.subtract(after, before, out=scratch)
+    square = np.zeros((1, 1))
+    add_products(square, scratch[None])
+    return float(square[0, 0])
+
+
+def _blame(part: _Part, piece: slice, dtype: str) -> None:
+    """Raise `NotFinite`, naming the update whose own values do not fit, if one's do not."""
+    base, steps, _ = part.take(piece, gram=None, coefficients=None, rows=True)
+    _refuse_not_finite(part.name, dtype, steps)
+    assert steps is not None
+    for number, row in enumerate(steps):
+        values, bits = base + row, np.empty(len(row), np.uint32)
+        if not narrow(values, dtype, np.empty(len(row), STORAGE[dtype]), bits):
+            raise NotFinite(part.name, dtype, number)
+    raise NotFinite(part.name, dtype, None)
 
 
 def _refuse_not_finite(name: str, dtype: str, steps: Array | None) -> None:

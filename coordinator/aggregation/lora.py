@@ -15,14 +15,9 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from facility.exchange.checkpoints.adapters import A, B
 from facility.exchange.checkpoints.floats import Array
 from facility.exchange.errors import InputError
-
-A, B = ".lora_A.", ".lora_B."
-
-
-def is_adapter(name: str) -> bool:
-    return A in name or B in name
 
 
 def pairs(names: Iterable[str]) -> list[tuple[str, str]]:

@@ -6,8 +6,10 @@ its content is, byte for byte, another tensor that both have; anything else is r
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Container
+from functools import cached_property
 
 from facility.exchange.checkpoints.checkpoint import FLOATS, Checkpoint, TensorEntry, read_exactly
 from facility.exchange.errors import UpdateRefused
@@ -34,13 +36,44 @@ def same_bytes(first: TensorEntry, second: TensorEntry) -> bool:
     return True
 
 
-def _twin(checkpoint: Checkpoint, name: str) -> str | None:
-    """Another tensor of the same checkpoint with the same bytes."""
-    entry = checkpoint.tensors[name]
-    for other, candidate in sorted(checkpoint.tensors.items()):
-        if other != name and candidate.size == entry.size and same_bytes(entry, candidate):
-            return other
-    return None
+class _Twins:
+    """Which tensors of one checkpoint hold the same bytes; every tensor is read at most once."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.tensors = checkpoint.tensors
+        self._groups: dict[str, list[str]] = {}
+
+    @cached_property
+    def _by_kind(self) -> dict[tuple[str, tuple[int, ...]], list[str]]:
+        """Names by dtype and shape."""
+        names: dict[tuple[str, tuple[int, ...]], list[str]] = {}
+        for name, entry in sorted(self.tensors.items()):
+            names.setdefault((entry.dtype, entry.shape), []).append(name)
+        return names
+
+    def of(self, name: str, among: Container[str]) -> str | None:
+        """Another tensor with the same bytes, one of `among`."""
+        if name not in self._groups:
+            by_content: dict[bytes, list[str]] = {}
+            for other in self._by_kind[self.tensors[name].dtype, self.tensors[name].shape]:
+                group = by_content.setdefault(content_digest(self.tensors[other]), [])
+                group.append(other)
+                self._groups[other] = group
+        return next((other for other in self._groups[name] if other != name and other in among), None)
+
+
+def content_digest(entry: TensorEntry) -> bytes:
+    """sha256 of a tensor's bytes, streaming."""
+    digest, buffer = hashlib.sha256(), bytearray(min(CHUNK, entry.size))
+    descriptor = os.open(entry.file, os.O_RDONLY)
+    try:
+        for offset in range(0, entry.size, CHUNK):
+            view = memoryview(buffer)[: min(CHUNK, entry.size - offset)]
+            read_exactly(descriptor, view, entry.start + offset, entry.file)
+            digest.update(view)
+    finally:
+        os.close(descriptor)
+    return digest.digest()
 
 
 def match_tensors(
@@ -52,13 +85,15 @@ def match_tensors(
     differs from the base's. Tensors that are not federated may be absent and are not looked at.
     """
     matched: dict[str, TensorEntry] = {}
-    missing, surplus = [], []
+    missing: list[str] = []
+    surplus: list[str] = []
+    own_twins, their_twins = _Twins(base), _Twins(update)
     for name in base.tensors:
         if not federated(name):
             continue
         entry = update.tensors.get(name)
         if entry is None:
-            twin = _twin(base, name)
+            twin = own_twins.of(name, update.tensors)
             entry = update.tensors.get(twin) if twin else None
         if entry is None:
             missing.append(name)
@@ -66,8 +101,7 @@ def match_tensors(
             matched[name] = entry
     for name in update.tensors:
         if name not in base.tensors and federated(name):
-            twin = _twin(update, name)
-            if twin is None or twin not in base.tensors:
+            if len(surplus) >= 3 or their_twins.of(name, base.tensors) is None:
                 surplus.append(name)
     if missing or surplus:
         raise UpdateRefused(

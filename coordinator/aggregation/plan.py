@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 
 from coordinator.aggregation import clipping
+from coordinator.aggregation.adapters import errors
+from coordinator.aggregation.round import Aggregation
 from coordinator.aggregation.rules.contract import (
     HISTOGRAMS,
     INNER_PRODUCTS,
@@ -18,7 +20,7 @@ from coordinator.aggregation.rules.contract import (
     RoundUpdates,
 )
 from coordinator.aggregation.rules.registry import RULES, decide
-from coordinator.config.aggregation import AggregationSettings
+from coordinator.config.aggregation import AUTOMATIC, AggregationSettings
 from facility.exchange.checkpoints.floats import Array
 
 
@@ -27,14 +29,37 @@ def needs_histograms(settings: AggregationSettings) -> bool:
     return HISTOGRAMS in RULES.get(settings.aggregation_rule).needs
 
 
-def needs_measuring(settings: AggregationSettings) -> bool:
-    """Whether all steps must be seen once before they can be combined."""
+def needs_measuring(settings: AggregationSettings, count: int) -> bool:
+    """Whether all steps of `count` updates must be seen once before they can be combined."""
     return bool(
         {INNER_PRODUCTS, HISTOGRAMS} & set(RULES.get(settings.aggregation_rule).needs)
         or settings.clip_norm
-        or settings.clip_ratio
-        or settings.screen.action == "quarantine"
+        or clip_ratio(settings, count)
+        or (settings.screen.action in ("auto", "quarantine") and count >= settings.screen.minimum_updates)
     )
+
+
+def clip_ratio(settings: AggregationSettings, count: int) -> float:
+    """Multiple of the median norm to which steps are clipped; 0: they are not."""
+    if settings.clip_ratio == AUTOMATIC:
+        return 1.0 if count >= settings.screen.minimum_updates else 0.0
+    return settings.clip_ratio
+
+
+def plan_round(aggregation: Aggregation) -> None:
+    """The third stage: fill in how the steps become one."""
+    plan = make_plan(
+        aggregation.settings,
+        aggregation.names,
+        aggregation.weights,
+        gram=aggregation.measured.gram if aggregation.measured else None,
+        histograms=aggregation.histograms,
+        round=aggregation.number,
+    )
+    details = {"capped_shares": aggregation.capped} if aggregation.capped else {}
+    if aggregation.with_adapters:
+        details |= {"lora": aggregation.settings.lora} | errors(aggregation.opened, aggregation.weights)
+    aggregation.plan = dataclasses.replace(plan, details=plan.details | details)
 
 
 def make_plan(
@@ -49,7 +74,7 @@ def make_plan(
     """The plan for updates of facilities `names`; `gram` and `histograms` as measured, where the rule needs them."""
     details: dict[str, Any] = {}
     factors: list[float] = []
-    if settings.clip_norm or settings.clip_ratio:
+    if settings.clip_norm or clip_ratio(settings, len(names)):
         assert gram is not None
         limit, factors = _clipped(settings, gram)
         details = {"clip_limit": limit, "clip_factors": dict(zip(names, factors, strict=True))}
@@ -78,7 +103,7 @@ def make_plan(
 def _clipped(settings: AggregationSettings, gram: Array) -> tuple[float, list[float]]:
     """The largest norm, and what each update's step is multiplied by."""
     norms = [float(np.sqrt(max(value, 0.0))) for value in gram.diagonal()]
-    limit = clipping.limit_of(norms, clip_norm=settings.clip_norm, clip_ratio=settings.clip_ratio)
+    limit = clipping.limit_of(norms, clip_norm=settings.clip_norm, clip_ratio=clip_ratio(settings, len(gram)))
     return limit, clipping.factors(norms, limit)
 
 

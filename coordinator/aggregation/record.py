@@ -45,9 +45,11 @@ class RoundRecord:
     outer: str
     participants: list[Participant]
     quarantined: dict[str, str] = field(default_factory=dict)
-    """Facilities left out by the screen, with the reason."""
+    """Outliers that were left out of the round, with the reason."""
     suspects: dict[str, str] = field(default_factory=dict)
-    """Facilities that the screen reports but that took part."""
+    """Outliers that are reported but took part."""
+    dropped: dict[str, str] = field(default_factory=dict)
+    """Facilities whose updates were refused, with the reason; the mean was made without them."""
     tensors_matched: int = 0
     tensors_personal: int = 0
     """Not federated: kept from the base model."""

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from coordinator.aggregation.matching import match_tensors
 from coordinator.aggregation.verify import check_identity, check_tokenizer
 from coordinator.config.aggregation import AggregationSettings
 from facility.exchange.checkpoints.checkpoint import Checkpoint, TensorEntry, open_checkpoint
-from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.errors import CheckpointError, ConfigurationError, InputError, UpdateRefused
 from facility.exchange.messages.manifest import NAME, Manifest, read_manifest
 from facility.exchange.messages.report import REPORT, Report, read_failure, read_report
@@ -24,29 +22,36 @@ class Update:
     facility: str
     directory: Path
     checkpoint: Checkpoint
-    entries: dict[str, TensorEntry]
-    """By the base's tensor names; federated tensors only."""
+    entries: dict[str, TensorEntry] = field(default_factory=dict)
+    """By the base's tensor names; federated tensors only. Empty until they are matched."""
+    adapters: bool = False
+    """Whether it holds adapters alone, by its manifest."""
     report: Report | None
     staleness: int
     """Rounds it is late."""
 
 
 def open_updates(
-    directories: Sequence[Path],
+    directories: Mapping[str, Path] | Sequence[Path],
     base: Checkpoint,
     base_manifest: Manifest | None,
     settings: AggregationSettings,
+    drop: Callable[[UpdateRefused], None],
 ) -> list[Update]:
-    """Open every update and refuse what does not fit the base; sorted by facility.
+    """Open every update, sorted by facility; what does not belong to the round is given to `drop`.
 
-    The facility's name comes from the manifest, else from the report, else from the directory's own name.
+    Whose an update is, a mapping says; else its manifest, its report, or the name of its directory.
     """
     if not directories:
         raise InputError("there are no updates: expected at least one --update DIR")
-    patterns = Patterns(tuple(settings.include), tuple(settings.exclude))
+    named = directories.items() if isinstance(directories, Mapping) else ((None, path) for path in directories)
     found: dict[str, Update] = {}
-    for directory in map(Path, directories):
-        update = _open(directory, base, base_manifest, settings, patterns)
+    for facility, directory in named:
+        try:
+            update = _open(Path(directory), base, base_manifest, settings, facility)
+        except UpdateRefused as refusal:
+            drop(refusal)
+            continue
         if update.facility in found:
             raise InputError(
                 f"{directory} and {found[update.facility].directory} are both updates of facility "
@@ -61,32 +66,23 @@ def _open(
     base: Checkpoint,
     base_manifest: Manifest | None,
     settings: AggregationSettings,
-    patterns: Patterns,
+    known: str | None,
 ) -> Update:
-    facility = directory.resolve().name
+    """One update; every refusal names the facility `known`, where the caller knows it."""
+    facility = known or directory.resolve().name
     try:
         if not directory.is_dir():
-            raise CheckpointError(f"{directory} is no directory")
+            raise CheckpointError(f"{directory} is not a directory")
         if failure := read_failure(directory):
-            raise UpdateRefused(failure.facility, f"it reports a failure: {failure.reason}")
+            raise UpdateRefused(known or failure.facility, f"it reports a failure: {failure.reason}")
         manifest = read_manifest(directory) if (directory / NAME).exists() else None
         report = read_report(directory) if (directory / REPORT).exists() else None
-        facility = (manifest and manifest.facility) or (report and report.facility) or facility
+        facility = known or (manifest and manifest.facility) or (report and report.facility) or facility
         if report and report.facility != facility:
             raise UpdateRefused(facility, f"its report.json is of facility {report.facility!r}")
-        staleness = 0
-        if manifest and base_manifest:
-            check_identity(
-                manifest, base_manifest, facility, base_manifest.round, maximum_staleness=settings.maximum_staleness
-            )
-            staleness = base_manifest.round - manifest.round
-        elif base_manifest:
-            raise UpdateRefused(
-                facility, f"{directory} holds no {NAME}, but the base has one: the update is incomplete"
-            )
+        staleness = _staleness(directory, manifest, base_manifest, facility, settings)
         checkpoint = open_checkpoint(directory)
         check_tokenizer(base.directory, directory, facility)
-        entries = match_tensors(base, checkpoint, facility, federated=patterns.federated)
     except UpdateRefused:
         raise
     except CheckpointError as error:
@@ -95,10 +91,40 @@ def _open(
         facility=facility,
         directory=directory,
         checkpoint=checkpoint,
-        entries=entries,
+        adapters=manifest is not None and manifest.encoding == "lora",
         report=report,
         staleness=staleness,
     )
+
+
+def _staleness(
+    directory: Path, manifest: Manifest | None, base: Manifest | None, facility: str, settings: AggregationSettings
+) -> int:
+    """Rounds that an update is late. Raises `UpdateRefused` for one of another round, model or federation."""
+    if base is None:
+        return 0
+    if manifest is None:
+        raise UpdateRefused(facility, f"{directory} holds no {NAME}, but the base has one: the update is incomplete")
+    check_identity(manifest, base, facility, base.round, maximum_staleness=settings.maximum_staleness)
+    return base.round - manifest.round
+
+
+def capped(weights: Sequence[float], most: float) -> list[float]:
+    """Shares of which none is above `most`, the rest in their proportions; they sum to 1.
+
+    With so few updates that all would exceed it, the shares are equal.
+    """
+    if most * len(weights) <= 1:
+        return [1 / len(weights)] * len(weights)
+    over: set[int] = set()
+    while True:
+        left = 1 - most * len(over)
+        mass = math.fsum(weight for i, weight in enumerate(weights) if i not in over)
+        shares = [most if i in over else weight / mass * left for i, weight in enumerate(weights)]
+        more = {i for i, share in enumerate(shares) if share > most} - over
+        if not more:
+            return shares
+        over |= more
 
 
 def weights_of(updates: Sequence[Update], settings: AggregationSettings) -> list[float]:

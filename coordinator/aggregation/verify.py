@@ -10,6 +10,7 @@ import numpy as np
 from coordinator.aggregation.adapter_fit import check_adapters
 from coordinator.aggregation.matching import match_tensors
 from facility.exchange.checkpoints.checkpoint import FLOATS, Checkpoint, TensorEntry, open_checkpoint, read_exactly
+from facility.exchange.checkpoints.companions import EXECUTABLE
 from facility.exchange.checkpoints.floats import STORAGE
 from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.errors import CheckpointError, UpdateRefused
@@ -17,22 +18,6 @@ from facility.exchange.messages.manifest import Manifest, sha256_of, verify_mani
 from facility.exchange.messages.report import read_failure, read_report
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
-EXECUTABLE = (
-    ".bin",
-    ".pt",
-    ".pth",
-    ".pkl",
-    ".pickle",
-    ".ckpt",
-    ".joblib",
-    ".npy",
-    ".npz",
-    ".h5",
-    ".msgpack",
-    ".py",
-    ".so",
-)
-"""Suffixes of files whose usual readers execute or unpickle what they hold."""
 CHUNK = 4 << 20
 
 

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from coordinator.aggregate import aggregate
-from coordinator.config.aggregation import AggregationSettings
+from coordinator.config.aggregation import AggregationSettings, ScreenSettings
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.errors import ConfigurationError, InputError, UpdateRefused, exit_on_error
 from facility.exchange.files.durable import write_json
@@ -279,7 +279,12 @@ class SemiDecentralised:
                 updates=list(directories.values()),
                 out=out,
                 settings=dataclasses.replace(
-                    self.aggregation, rule="mean", weights={m: weights[m] for m in directories}
+                    self.aggregation,
+                    rule="mean",
+                    weights={m: weights[m] for m in directories},
+                    clip_ratio=0.0,  # the first update is the base: norms of the others say nothing
+                    maximum_share=1.0,
+                    screen=ScreenSettings(action="off"),
                 ),
             )
         made = open_checkpoint(out)

@@ -14,7 +14,9 @@ from coordinator.config.rule_parameters import declared, unset, with_rule_parame
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.registry import Declaration, Value
 from facility.exchange.text import Line, Pattern
-from facility.exchange.validation import NonNegative, Positive, validated
+from facility.exchange.validation import NonNegative, Positive, Share, validated
+
+AUTOMATIC = -1.0
 
 
 def split_rule(rule: str) -> tuple[str, str]:
@@ -49,16 +51,17 @@ def _is_optimizer(path: str) -> bool:
 
 @validated(frozen=True, kw_only=True)
 class ScreenSettings:
-    """Which updates look unlike the others, and what happens to them."""
+    """Outlier detection: which updates are unlike the others, and what happens to them."""
 
-    action: Literal["off", "report", "quarantine"] = "report"
-    """`report` names them in round.json; `quarantine` also leaves them out of the round."""
+    action: Literal["auto", "off", "report", "quarantine"] = "auto"
+    """`report` names outliers in round.json; `quarantine` also leaves them out of the round; `auto` leaves out those that
+    are far out (twice `norm_ratio`, or below `cosine_minimum`) unless they are half of all or more."""
     norm_ratio: NonNegative[float] = 5.0
-    """An update whose norm is more than so many times the median norm, or less than its inverse, is out of line; 0: off."""
+    """An update whose norm is more than so many times the median norm, or less than its inverse, is an outlier; 0: off."""
     cosine_minimum: Annotated[float, Ge(-1), Le(1)] = -0.5
-    """An update whose cosine to the mean of the others is lower is out of line; -1: off."""
+    """An update whose median cosine to the others is lower is an outlier; -1: off."""
     minimum_updates: Annotated[int, Ge(2)] = 3
-    """Fewer updates than this are not screened: there is no majority to be out of line with."""
+    """Fewer updates than this have no majority: outliers are reported only, nothing is clipped or capped."""
 
     def __post_init__(self) -> None:
         if self.norm_ratio and self.norm_ratio <= 1:
@@ -79,8 +82,12 @@ class AggregationSettings:
     """What an update counts: its report's tokens or samples, the same for all, or numbers by facility."""
     clip_norm: NonNegative[float] = 0.0
     """Updates with a larger L2 norm are scaled down to it; 0: off."""
-    clip_ratio: NonNegative[float] = 0.0
-    """The same, as a multiple of the median norm of the round; 0: off."""
+    clip_ratio: Annotated[float, Ge(AUTOMATIC)] = AUTOMATIC
+    """The same, as a multiple of the median norm of the round; 0: off; -1: automatic, which is 1 for three updates and
+    more (as a facility that moves further than half of the others counts no more than them), else off."""
+    maximum_share: Share = 0.5
+    """Largest share of the mean that one of three facilities and more may have; what exceeds it goes to the others in their
+    proportions. 0.5: nobody outweighs all others together; 1: off."""
     maximum_staleness: NonNegative[int] = 0
     """Rounds an update may be late; 0 refuses every update of another round."""
     staleness_exponent: NonNegative[float] = 0.5
@@ -105,6 +112,8 @@ class AggregationSettings:
 
     def __post_init__(self) -> None:
         self._check_parameters()
+        if self.clip_ratio < 0 and self.clip_ratio != AUTOMATIC:
+            raise ConfigurationError(f"clip_ratio is {self.clip_ratio}, expected 0 or more, or -1 for automatic")
         if self.lora == "product" and (self.aggregation_rule, self.server_optimizer) != ("mean", "plain"):
             raise ConfigurationError(
                 f"lora is 'product', which is a mean of its own; rule is {self.rule!r}, expected 'mean'"

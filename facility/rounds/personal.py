@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from facility.exchange.checkpoints.checkpoint import Checkpoint, open_checkpoint, save_tensors
-from facility.exchange.checkpoints.delta_parts import copy_companions
+from facility.exchange.checkpoints.companions import copy_companions
 from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.files.durable import new_directory
 from facility.exchange.messages.manifest import read_manifest, write_manifest
@@ -52,7 +52,7 @@ class Personal:
         own, model = open_checkpoint(kept), open_checkpoint(received)
         shutil.rmtree(self.model, ignore_errors=True)
         with new_directory(self.model) as temporary:
-            copy_companions(received, temporary)
+            copy_companions(received, temporary, leave=())
             save_tensors(temporary, _overlay(model, own))
             write_manifest(temporary, read_manifest(received))
         return self.model
@@ -69,7 +69,7 @@ class Personal:
         slim = update.with_name(f".{update.name}.federated")
         shutil.rmtree(slim, ignore_errors=True)
         with new_directory(slim) as temporary:
-            copy_companions(update, temporary)
+            copy_companions(update, temporary, leave=())
             save_tensors(temporary, ((name, trained.read(name)) for name in trained.tensors if name not in names))
             remaining = open_checkpoint(temporary)
             write_manifest(

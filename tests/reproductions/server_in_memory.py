@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from coordinator.aggregation import outliers as screen
+from coordinator.aggregation.outliers import screened
 from coordinator.aggregation.plan import make_plan, needs_histograms
 from coordinator.aggregation.rules import mean
 from coordinator.aggregation.server_optimizers.registry import SERVER_OPTIMIZERS, build
 from coordinator.aggregation.steps import add_products
 from coordinator.aggregation.streams import PIECE
+from coordinator.aggregation.updates import capped
 from coordinator.config.aggregation import AggregationSettings
 from facility.exchange.checkpoints import magnitudes
 
@@ -64,12 +65,16 @@ class Server:
         for name in floats:
             for piece in _pieces(steps[name].shape[1]):
                 add_products(self.gram, steps[name][:, piece])
-        found = screen.suspects(names, self.gram, shares, settings.screen)
-        kept = screen.quarantined(names, found, settings.screen)
+        if len(names) >= settings.screen.minimum_updates:
+            shares = capped(shares, settings.maximum_share) if max(shares) > settings.maximum_share else shares
+        found = screened(names, self.gram, settings.screen)
+        kept = [i for i, name in enumerate(names) if name not in found.quarantined]
         if len(kept) < len(names):
             names = [names[i] for i in kept]
-            total = math.fsum(shares[i] for i in kept)
-            shares = [shares[i] / total for i in kept]
+            total = math.fsum(weights[name] for name in names)
+            shares = [weights[name] / total for name in names]
+            if len(names) >= settings.screen.minimum_updates and max(shares) > settings.maximum_share:
+                shares = capped(shares, settings.maximum_share)
             steps = {name: block[kept] for name, block in steps.items()}
             self.gram = self.gram[np.ix_(kept, kept)]
         histograms = None
@@ -78,7 +83,7 @@ class Server:
                 np.sum([magnitudes.histogram(steps[name][k]) for name in floats], axis=0) for k in range(len(names))
             ]
         plan = make_plan(settings, names, shares, gram=self.gram, histograms=histograms, round=self.round)
-        self.details = plan.details | {"suspects": found}
+        self.details = plan.details | {"suspects": found.suspects}
         optimizer = SERVER_OPTIMIZERS.get(settings.server_optimizer)
         outer, slot_starts = build(settings.server_optimizer, self.round, settings.values_of(optimizer))
         result = dict(base)

@@ -34,8 +34,9 @@ import numpy as np
 from facility.exchange.checkpoints import magnitudes
 from facility.exchange.checkpoints.checkpoint import FLOATS, Checkpoint, TensorEntry, open_checkpoint
 from facility.exchange.checkpoints.codecs import PART, sparse
+from facility.exchange.checkpoints.companions import copy_companions
 from facility.exchange.checkpoints.delta_decoding import decode
-from facility.exchange.checkpoints.delta_parts import CODECS, FILE, as_bytes, copy_companions, difference, parts, raw
+from facility.exchange.checkpoints.delta_parts import CODECS, FILE, as_bytes, difference, parts, raw
 from facility.exchange.checkpoints.floats import Array
 from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.checkpoints.writer import Planned, TensorWriter, layout_like
@@ -121,7 +122,7 @@ def encode(
                 if rest is not None:
                     rest.write(name, start * 4, as_bytes(missed))
         writers.close()
-        copy_companions(Path(full), directory)
+        copy_companions(Path(full), directory, leave=())
         write_manifest(
             directory,
             dataclasses.replace(

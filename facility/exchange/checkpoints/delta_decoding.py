@@ -19,7 +19,8 @@ from facility.exchange.checkpoints.checkpoint import (
     read_header,
 )
 from facility.exchange.checkpoints.codecs import sparse
-from facility.exchange.checkpoints.delta_parts import CODECS, FILE, as_bytes, copy_companions, parts, raw
+from facility.exchange.checkpoints.companions import copy_companions
+from facility.exchange.checkpoints.delta_parts import CODECS, FILE, as_bytes, parts, raw
 from facility.exchange.checkpoints.floats import STORAGE, Array, narrow, widen
 from facility.exchange.checkpoints.writer import TensorWriter, layout_like
 from facility.exchange.errors import CheckpointError
@@ -70,7 +71,7 @@ def decode(message: Path, *, reference: Path, out: Path) -> Manifest:
                         narrow(values, kinds[name], block, np.empty(len(values), np.uint32))
                     writer.write(name, offset, as_bytes(block))
                     offset += block.nbytes
-        copy_companions(Path(message), directory)
+        copy_companions(Path(message), directory, leave=())
         extra = {
             key: value for key, value in manifest.extra.items() if key not in ("reference_sha256", "decoded_sha256")
         }

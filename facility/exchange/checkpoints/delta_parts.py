@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -65,11 +63,3 @@ def raw(entry: TensorEntry) -> Iterator[tuple[int, memoryview]]:
 
 def as_bytes(array: Array) -> memoryview:
     return np.ascontiguousarray(array).data.cast("B") if array.size else memoryview(b"")
-
-
-def copy_companions(source: Path, target: Path) -> None:
-    """Everything that is neither tensors, index nor manifest."""
-    for path in sorted(source.iterdir()):
-        if path.is_file() and path.suffix != ".safetensors" and not path.name.endswith(".index.json"):
-            if path.name != "manifest.json":
-                shutil.copyfile(path, target / path.name)

@@ -1,0 +1,52 @@
+"""The first stage: open the model and every update, and refuse what does not fit."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from coordinator.aggregation.adapters import adapter_base
+from coordinator.aggregation.expected import agreed_encoding, agreed_layout
+from coordinator.aggregation.matching import match_tensors
+from coordinator.aggregation.round import Aggregation
+from coordinator.aggregation.updates import Update, open_updates
+from facility.exchange.checkpoints.checkpoint import FLOATS, open_checkpoint
+from facility.exchange.checkpoints.patterns import Patterns
+from facility.exchange.errors import ConfigurationError, UpdateRefused
+from facility.exchange.messages.manifest import NAME, read_manifest
+
+
+def open_round(aggregation: Aggregation, scratch: Path) -> None:
+    """Fill in the model, the federated tensors and the updates that fit. `scratch`: for adapters that are new."""
+    request, settings = aggregation.request, aggregation.settings
+    aggregation.whole = aggregation.source = whole = open_checkpoint(request.base)
+    aggregation.sent = read_manifest(request.base) if (Path(request.base) / NAME).exists() else None
+    found = open_updates(request.updates, whole, aggregation.sent, settings, aggregation.drop)
+    aggregation.with_adapters, found = agreed_encoding(found, request.adapters, aggregation.drop)
+    if aggregation.with_adapters:
+        layout, found = agreed_layout(found, whole, request.adapters, aggregation.drop)
+        aggregation.source, begun = adapter_base(whole, layout, scratch)
+        if begun:  # there is no step yet that a server optimizer could take
+            aggregation.settings = settings.without_optimizer()
+    patterns = Patterns(tuple(settings.include), tuple(settings.exclude))
+    tensors = aggregation.source.tensors
+    aggregation.floats = {n: e for n, e in tensors.items() if e.dtype in FLOATS and patterns.federated(n)}
+    if not aggregation.floats:
+        raise ConfigurationError("include and exclude leave no floating-point tensor to federate")
+    aggregation.opened = _matched(found, aggregation, patterns)
+    aggregation.check_enough(len(aggregation.opened))
+    aggregation.clock("open")
+
+
+def _matched(found: list[Update], aggregation: Aggregation, patterns: Patterns) -> list[Update]:
+    """The updates whose tensors are the base's, with their places."""
+    fitting: list[Update] = []
+    for update in found:
+        try:
+            entries = match_tensors(
+                aggregation.source, update.checkpoint, update.facility, federated=patterns.federated
+            )
+            fitting.append(dataclasses.replace(update, entries=entries))
+        except UpdateRefused as refusal:
+            aggregation.drop(refusal)
+    return fitting

@@ -1,0 +1,119 @@
+"""One aggregation from its request to its record: the object that the stages open, screen, plan, write, describe fill."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from coordinator.aggregation.kernel import Passed
+from coordinator.aggregation.rules.contract import Plan
+from coordinator.aggregation.updates import Update
+from coordinator.config.aggregation import AggregationSettings
+from facility.exchange.checkpoints.checkpoint import Checkpoint, TensorEntry
+from facility.exchange.checkpoints.floats import Array
+from facility.exchange.errors import InputError, UpdateRefused
+from facility.exchange.messages.layout import LoraSettings
+from facility.exchange.messages.manifest import Manifest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What is asked for."""
+
+    base: Path
+    """The model that was sent."""
+    updates: Mapping[str, Path] | Sequence[Path]
+    """Directories, by facility where the caller knows whose they are."""
+    out: Path
+    settings: AggregationSettings
+    state_in: Path | None = None
+    state_out: Path | None = None
+    record: Path | None = None
+    """Of round.json; None: in `state_out`, else beside `out`."""
+    threads: int = 0
+    """0: automatic."""
+    adapters: LoraSettings | None = None
+    """What the facilities were told to train; None: not known, the base model and the majority decide."""
+    drop_refused: bool = False
+    """Go on without an update that is refused, instead of raising."""
+    minimum_updates: int = 1
+    """Fewer left than this is an error."""
+
+
+@dataclass(kw_only=True)
+class Aggregation:
+    """What is known of a round so far. Fields are in the order in which the stages fill them."""
+
+    request: Request
+    settings: AggregationSettings
+    started: float = field(default_factory=time.perf_counter)
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Wall time by stage."""
+    dropped: dict[str, str] = field(default_factory=dict)
+    """Facilities whose updates were refused, with the reason."""
+
+    # open
+    whole: Checkpoint = field(init=False)
+    """The model that was sent."""
+    source: Checkpoint = field(init=False)
+    """Those of its tensors that updates hold."""
+    sent: Manifest | None = None
+    """The manifest of the model that was sent."""
+    with_adapters: bool = False
+    floats: dict[str, TensorEntry] = field(default_factory=dict)
+    """The federated floating-point tensors."""
+    opened: list[Update] = field(default_factory=list)
+
+    # screen
+    weights: list[float] = field(default_factory=list)
+    """Share of each opened update; they sum to 1."""
+    capped: dict[str, float] = field(default_factory=dict)
+    """The share of each facility before it was capped."""
+    measured: Passed | None = None
+    """What a first pass found, where one was needed."""
+    histograms: list[Array] | None = None
+    suspects: dict[str, str] = field(default_factory=dict)
+    """Outliers, with the reason."""
+    quarantined: dict[str, str] = field(default_factory=dict)
+    """Those of them that are left out of the round."""
+
+    # plan and write
+    plan: Plan = field(init=False)
+    passed: Passed = field(init=False)
+    """What the pass that wrote the model found."""
+    dtypes: dict[str, str] = field(default_factory=dict)
+    """Of the next model, by tensor."""
+    made: Manifest | None = None
+    """Of the next model."""
+
+    @property
+    def names(self) -> list[str]:
+        """Facilities of the opened updates, in their order."""
+        return [update.facility for update in self.opened]
+
+    @property
+    def number(self) -> int:
+        """Of the round, from 0."""
+        return self.sent.round if self.sent else 0
+
+    def clock(self, stage: str) -> None:
+        """Note what has passed since the last note."""
+        self.seconds[stage] = time.perf_counter() - self.started - sum(self.seconds.values())
+
+    def drop(self, refusal: UpdateRefused) -> None:
+        """Go on without a refused update. Raises the refusal where that is not asked for."""
+        if not self.request.drop_refused:
+            raise refusal
+        self.dropped[refusal.facility] = refusal.reason
+        self.opened = [update for update in self.opened if update.facility != refusal.facility]
+        self.check_enough(len(self.opened))
+
+    def check_enough(self, left: int) -> None:
+        """Raise `InputError` when too few updates are left."""
+        if self.dropped and left < max(1, self.request.minimum_updates):
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in sorted(self.dropped.items()))
+            raise InputError(
+                f"{left} updates are left, expected at least {max(1, self.request.minimum_updates)} ({reasons})"
+            )

@@ -1,0 +1,53 @@
+"""The story of an aggregation: open the updates, screen them, plan, write the next model, describe the round."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from coordinator.aggregation.describe import describe
+from coordinator.aggregation.opening import open_round
+from coordinator.aggregation.plan import plan_round
+from coordinator.aggregation.record import RoundRecord
+from coordinator.aggregation.round import Aggregation, Request
+from coordinator.aggregation.screening import screen_round
+from coordinator.aggregation.state import make_way
+from coordinator.aggregation.writing import new_outputs, seal_outputs, write_tensors
+from facility.exchange.errors import TryAgain, UpdateRefused
+
+
+def run(request: Request) -> RoundRecord:
+    """Write the next model and the state, whole or not at all; returns what round.json says."""
+    aggregation = Aggregation(request=request, settings=request.settings)
+    with _clear_about_space(request.out), tempfile.TemporaryDirectory(prefix=".adapters.") as scratch:
+        make_way(request.state_out, request.out)
+        open_round(aggregation, Path(scratch))
+        while True:
+            try:
+                screen_round(aggregation)
+                plan_round(aggregation)
+                with new_outputs(request) as outputs:
+                    write_tensors(aggregation, outputs)
+                    record = describe(aggregation)
+                    return seal_outputs(aggregation, outputs, record)
+            except UpdateRefused as refusal:  # only a pass over its values could find this; nothing was left behind
+                aggregation.drop(refusal)
+
+
+@contextmanager
+def _clear_about_space(out: Path) -> Iterator[None]:
+    """A full disk, quota or file-size limit as one sentence."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        free = shutil.disk_usage(Path(out).absolute().parent).free
+        raise TryAgain(
+            f"{out} could not be written: {error.strerror} ({free / 1e6:.0f} MB are free there); nothing was left "
+            "behind, make space and run the same command again"
+        ) from None

@@ -1,0 +1,110 @@
+"""The second stage: what each update counts, and which ones are outliers."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import threading
+from typing import Any
+
+import numpy as np
+
+from coordinator.aggregation import kernel
+from coordinator.aggregation.outliers import screened
+from coordinator.aggregation.plan import needs_histograms, needs_measuring
+from coordinator.aggregation.round import Aggregation
+from coordinator.aggregation.updates import capped, weights_of
+from facility.exchange.checkpoints import magnitudes
+from facility.exchange.errors import UpdateRefused
+
+
+def screen_round(aggregation: Aggregation) -> None:
+    """Fill in weights, measurements and outliers; updates that are quarantined leave the round."""
+    settings = aggregation.settings
+    aggregation.measured = aggregation.histograms = None
+    aggregation.suspects, aggregation.quarantined = {}, {}
+    _weigh(aggregation)
+    product = aggregation.with_adapters and settings.lora == "product"
+    if not (product or needs_measuring(settings, len(aggregation.opened))):
+        return
+    _measure(aggregation)
+    aggregation.clock("measure")
+    assert aggregation.measured is not None
+    gram = aggregation.measured.gram
+    found = screened(aggregation.names, gram, settings.screen)
+    aggregation.suspects, aggregation.quarantined = found.suspects, found.quarantined
+    kept = [i for i, name in enumerate(aggregation.names) if name not in found.quarantined]
+    if len(kept) < len(aggregation.opened):
+        if aggregation.histograms is not None:
+            aggregation.histograms = [aggregation.histograms[i] for i in kept]
+        aggregation.opened = [aggregation.opened[i] for i in kept]
+        aggregation.measured = dataclasses.replace(aggregation.measured, gram=gram[np.ix_(kept, kept)])
+        _weigh(aggregation)
+
+
+def screen_afterwards(aggregation: Aggregation) -> None:
+    """Report outliers from what the writing pass measured, where nothing was measured before it."""
+    if aggregation.measured is None and aggregation.settings.statistics == "exact":
+        found = screened(aggregation.names, aggregation.passed.gram, aggregation.settings.screen)
+        aggregation.suspects = found.suspects
+
+
+def threads_of(aggregation: Aggregation) -> int:
+    """Worker threads: as many as pay."""
+    return aggregation.request.threads or min(2, os.cpu_count() or 1)
+
+
+def run_pass(aggregation: Aggregation, work: kernel.Work) -> kernel.Passed:
+    """A pass over the tensors, whose faults name the facility."""
+    opened = aggregation.opened
+    try:
+        passed = kernel.run(work, threads=threads_of(aggregation))
+    except kernel.NotFinite as error:
+        if error.update is None:
+            raise
+        raise UpdateRefused(
+            opened[error.update].facility, f"tensor {error.name!r} holds NaN, infinity or absurdly large values"
+        ) from None
+    for update, squared in zip(opened, passed.gram.diagonal(), strict=True):
+        if not math.isfinite(squared):
+            raise UpdateRefused(update.facility, "it holds NaN, infinity or absurdly large values")
+    return passed
+
+
+def _weigh(aggregation: Aggregation) -> None:
+    """The share of each update; one that has no weight is refused, one that has too much is capped."""
+    while True:
+        try:
+            shares = weights_of(aggregation.opened, aggregation.settings)
+            break
+        except UpdateRefused as refusal:
+            aggregation.drop(refusal)
+    most = aggregation.settings.maximum_share
+    aggregation.weights, aggregation.capped = shares, {}
+    if len(shares) >= aggregation.settings.screen.minimum_updates and max(shares) > most:
+        aggregation.weights = capped(shares, most)
+        pairs = zip(aggregation.names, shares, aggregation.weights, strict=True)
+        aggregation.capped = {name: share for name, share, after in pairs if after < share}
+
+
+def _measure(aggregation: Aggregation) -> None:
+    """One pass that only reads: inner products of the steps, and histograms where the rule wants them."""
+    histograms = [np.zeros(magnitudes.BINS, np.int64) for _ in aggregation.opened]
+    lock = threading.Lock()
+
+    def observe(steps: Any) -> None:
+        for total, row in zip(histograms, steps, strict=True):
+            counts = magnitudes.histogram(row)
+            with lock:
+                total += counts
+
+    wanted = needs_histograms(aggregation.settings)
+    work = kernel.Work(
+        base=aggregation.floats,
+        updates=[update.entries for update in aggregation.opened],
+        float64=aggregation.settings.accumulate == "float64",
+        observe=observe if wanted else None,
+    )
+    aggregation.measured = run_pass(aggregation, work)
+    aggregation.histograms = histograms if wanted else None

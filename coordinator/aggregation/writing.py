@@ -1,0 +1,164 @@
+"""The fourth stage: stream the next model and state to disk; both appear whole or not at all, the state first."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from coordinator.aggregation import kernel
+from coordinator.aggregation.adapters import layout_with, settings_of, write_products
+from coordinator.aggregation.record import ROUND, RoundRecord, write_record
+from coordinator.aggregation.round import Aggregation, Request
+from coordinator.aggregation.screening import run_pass, screen_afterwards
+from coordinator.aggregation.server_optimizers import plain
+from coordinator.aggregation.server_optimizers.registry import SERVER_OPTIMIZERS, build
+from coordinator.aggregation.state import MASTER, fitting, open_state, seal
+from facility.exchange.checkpoints.adapters import CONFIG, write_adapter_config
+from facility.exchange.checkpoints.checkpoint import FLOATS, Checkpoint, open_checkpoint
+from facility.exchange.checkpoints.companions import copy_companions
+from facility.exchange.checkpoints.writer import TensorWriter, layout_like
+from facility.exchange.files.durable import new_directory
+from facility.exchange.messages.manifest import Manifest, write_manifest
+
+OUTPUT = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+COPY_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outputs:
+    """Temporary directories that take their names when the stage ends well."""
+
+    model: Path
+    state: Path | None
+
+
+@contextmanager
+def new_outputs(request: Request) -> Iterator[Outputs]:
+    """The directories to write to. An error removes them."""
+    with ExitStack() as stack:
+        model = stack.enter_context(new_directory(request.out))
+        state = stack.enter_context(new_directory(request.state_out)) if request.state_out else None
+        yield Outputs(model=model, state=state)
+
+
+def write_tensors(aggregation: Aggregation, outputs: Outputs) -> None:
+    """Write every tensor of the model and the state, and the files beside them."""
+    settings, whole = aggregation.settings, aggregation.whole
+    aggregation.dtypes = {
+        name: OUTPUT.get(settings.output_dtype, entry.dtype) if entry.dtype in FLOATS else entry.dtype
+        for name, entry in aggregation.source.tensors.items()
+    }
+    with ExitStack() as stack:
+        layout = layout_with(whole, aggregation.source, aggregation.dtypes)
+        model = stack.enter_context(TensorWriter(outputs.model, layout, whole.metadata))
+        work = _work(aggregation, outputs, stack, model)
+        if aggregation.with_adapters and settings.lora == "product":
+            assert aggregation.measured is not None
+            write_products(aggregation.opened, aggregation.weights, model, work.new_master)
+            aggregation.passed = aggregation.measured
+        else:
+            aggregation.passed = run_pass(aggregation, work)
+        for name in sorted(whole.tensors.keys() - aggregation.floats.keys()):
+            _copy_tensor(whole, name, model, aggregation.dtypes.get(name, whole.tensors[name].dtype))
+    aggregation.clock("stream")
+    screen_afterwards(aggregation)
+    copy_companions(whole.directory, outputs.model)
+    if aggregation.with_adapters and not (outputs.model / CONFIG).exists():
+        told = settings_of(aggregation.opened, aggregation.request.adapters)
+        write_adapter_config(outputs.model, told, aggregation.source.tensors)
+
+
+def seal_outputs(aggregation: Aggregation, outputs: Outputs, record: RoundRecord) -> RoundRecord:
+    """Write the manifests and round.json, last of all; returns the record with its seconds."""
+    request = aggregation.request
+    made = _seal_model(outputs.model, aggregation.sent, request.settings.rule) if aggregation.sent else None
+    aggregation.clock("hash")
+    seconds = {name: round(value, 4) for name, value in aggregation.seconds.items()}
+    record = dataclasses.replace(record, seconds=seconds)
+    if outputs.state is not None:
+        write_record(outputs.state / ROUND, record)
+        seal(
+            outputs.state,
+            federation=record.federation,
+            round=record.round + 1,
+            outer=aggregation.settings.server_optimizer,
+            parameters=aggregation.source.parameters,
+            model=made,
+            model_path=Path(request.out),
+        )
+    if request.record or request.state_out is None:
+        beside = Path(request.out).with_name(Path(request.out).name + f".{ROUND}")
+        write_record(Path(request.record) if request.record else beside, record)
+    return record
+
+
+def _work(aggregation: Aggregation, outputs: Outputs, stack: ExitStack, model: TensorWriter) -> kernel.Work:
+    """The pass that combines the updates, moves the master and writes both."""
+    settings, floats = aggregation.settings, aggregation.floats
+    optimizer = SERVER_OPTIMIZERS.get(settings.server_optimizer)
+    step, starts = build(settings.server_optimizer, aggregation.number, settings.values_of(optimizer))
+    old = open_state(aggregation.request.state_in, aggregation.sent, [MASTER, *optimizer.slots])
+    writers = _state_writers(aggregation, outputs.state, stack, [MASTER, *optimizer.slots])
+    statistics = "off" if aggregation.measured and settings.statistics != "exact" else settings.statistics
+    return kernel.Work(
+        base=floats,
+        updates=[update.entries for update in aggregation.opened],
+        coefficients=aggregation.plan.coefficients,
+        combine=aggregation.plan.combine,
+        master=fitting(old.get(MASTER), floats),
+        slots=[fitting(old.get(name), floats) for name in optimizer.slots],
+        slot_starts=starts,
+        step=None if step is plain.add else step,
+        float64=settings.accumulate == "float64",
+        statistics=statistics,
+        model=model,
+        new_master=writers[0] if writers else None,
+        new_slots=writers[1:],
+    )
+
+
+def _state_writers(
+    aggregation: Aggregation, state: Path | None, stack: ExitStack, names: Sequence[str]
+) -> list[TensorWriter]:
+    """A writer for the master and each slot, in float32 or the master's float64; none without a state."""
+    if state is None:
+        return []
+    kinds = {name: "F64" if entry.dtype == "F64" else "F32" for name, entry in aggregation.floats.items()}
+    writers = []
+    for name in names:
+        (state / name).mkdir()
+        layout = layout_like(aggregation.source, kinds)
+        writers.append(stack.enter_context(TensorWriter(state / name, layout, {"format": "pt"})))
+    return writers
+
+
+def _seal_model(directory: Path, sent: Manifest, rule: str) -> Manifest:
+    made = open_checkpoint(directory)
+    return write_manifest(
+        directory,
+        Manifest(
+            kind="model",
+            federation=sent.federation,
+            round=sent.round + 1,
+            dtypes=made.dtypes(),
+            parameters=made.parameters,
+            extra={"rule": rule},
+        ),
+    )
+
+
+def _copy_tensor(checkpoint: Checkpoint, name: str, writer: TensorWriter, dtype: str) -> None:
+    """Take a tensor that is not federated from the base, streaming."""
+    entry = checkpoint.tensors[name]
+    if dtype != entry.dtype:
+        same = {name: entry}
+        work = kernel.Work(base=same, updates=[same], coefficients=[1.0], statistics="off", model=writer)
+        kernel.run(work, threads=1)
+        return
+    with open(entry.file, "rb", buffering=0) as file:
+        for offset in range(0, entry.size, COPY_BYTES):
+            file.seek(entry.start + offset)
+            writer.write(name, offset, memoryview(file.read(min(COPY_BYTES, entry.size - offset))))

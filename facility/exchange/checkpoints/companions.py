@@ -1,0 +1,37 @@
+"""The files beside a checkpoint's tensors: configuration, tokenizer, generation settings, a report."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Container
+from pathlib import Path
+
+EXECUTABLE = (
+    ".bin",
+    ".pt",
+    ".pth",
+    ".pkl",
+    ".pickle",
+    ".ckpt",
+    ".joblib",
+    ".npy",
+    ".npz",
+    ".h5",
+    ".msgpack",
+    ".py",
+    ".so",
+)
+"""Suffixes of files whose usual readers execute or unpickle what they hold."""
+TENSORS = (".safetensors",)
+OWN = ("manifest.json", "manifest.json.sig")
+"""Files that speak of one directory only and are never copied."""
+OF_A_ROUND = ("round.json", "report.json")
+"""Files that speak of one round."""
+
+
+def copy_companions(source: Path, target: Path, *, leave: Container[str] = OF_A_ROUND) -> None:
+    """Copy every regular file of `source` that holds neither tensors, index, manifest nor code, but the names `leave`."""
+    for path in sorted(Path(source).iterdir()):
+        kept = path.suffix.lower() not in (*TENSORS, *EXECUTABLE) and not path.name.endswith(".index.json")
+        if path.is_file() and kept and path.name not in OWN and path.name not in leave:
+            shutil.copyfile(path, target / path.name)
