@@ -12,10 +12,13 @@ import numpy as np
 
 
 def limit_of(norms: Sequence[float], *, clip_norm: float, clip_ratio: float) -> float:
-    """The smaller of the absolute limit and the multiple of the median norm; infinity when both are off."""
+    """The smaller of the absolute limit and the multiple of the median norm; infinity when both are off.
+
+    A median of zero (most facilities did not move) limits nothing.
+    """
     limits = [clip_norm] if clip_norm else []
-    if clip_ratio:
-        limits.append(clip_ratio * float(np.median(norms)))
+    if clip_ratio and (median := float(np.median(norms))) > 0:
+        limits.append(clip_ratio * median)
     return min(limits, default=float("inf"))
 
 

@@ -63,7 +63,7 @@ def agreed_layout(
     if own or not fitting:
         return own, fitting
     shapes = _wanted_shapes(fitting, base)
-    kept = []
+    kept: list[Update] = []
     for update in fitting:
         if _shapes(update) == shapes:
             kept.append(update)

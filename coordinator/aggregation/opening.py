@@ -22,9 +22,12 @@ def open_round(aggregation: Aggregation, scratch: Path) -> None:
     aggregation.whole = aggregation.source = whole = open_checkpoint(request.base)
     aggregation.sent = read_manifest(request.base) if (Path(request.base) / NAME).exists() else None
     found = open_updates(request.updates, whole, aggregation.sent, settings, aggregation.drop)
+    aggregation.check_enough(found)
     aggregation.with_adapters, found = agreed_encoding(found, request.adapters, aggregation.drop)
+    aggregation.check_enough(found)
     if aggregation.with_adapters:
         layout, found = agreed_layout(found, whole, request.adapters, aggregation.drop)
+        aggregation.check_enough(found)
         aggregation.source, begun = adapter_base(whole, layout, scratch)
         if begun:  # there is no step yet that a server optimizer could take
             aggregation.settings = settings.without_optimizer()
@@ -34,7 +37,7 @@ def open_round(aggregation: Aggregation, scratch: Path) -> None:
     if not aggregation.floats:
         raise ConfigurationError("include and exclude leave no floating-point tensor to federate")
     aggregation.opened = _matched(found, aggregation, patterns)
-    aggregation.check_enough(len(aggregation.opened))
+    aggregation.check_enough(aggregation.opened)
     aggregation.clock("open")
 
 

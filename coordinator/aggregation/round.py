@@ -108,10 +108,10 @@ class Aggregation:
             raise refusal
         self.dropped[refusal.facility] = refusal.reason
         self.opened = [update for update in self.opened if update.facility != refusal.facility]
-        self.check_enough(len(self.opened))
 
-    def check_enough(self, left: int) -> None:
+    def check_enough(self, updates: Sequence[Update]) -> None:
         """Raise `InputError` when too few updates are left."""
+        left = len(updates)
         if self.dropped and left < max(1, self.request.minimum_updates):
             reasons = "; ".join(f"{name}: {reason}" for name, reason in sorted(self.dropped.items()))
             raise InputError(

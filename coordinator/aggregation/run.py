@@ -36,6 +36,7 @@ def run(request: Request) -> RoundRecord:
                     return seal_outputs(aggregation, outputs, record)
             except UpdateRefused as refusal:  # only a pass over its values could find this; nothing was left behind
                 aggregation.drop(refusal)
+                aggregation.check_enough(aggregation.opened)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from coordinator.aggregation.outliers import screened
 from coordinator.aggregation.plan import needs_histograms, needs_measuring
 from coordinator.aggregation.round import Aggregation
 from coordinator.aggregation.updates import capped, weights_of
+from coordinator.aggregation.verify import check_finite
 from facility.exchange.checkpoints import magnitudes
 from facility.exchange.errors import UpdateRefused
 
@@ -68,6 +69,7 @@ def run_pass(aggregation: Aggregation, work: kernel.Work) -> kernel.Passed:
         ) from None
     for update, squared in zip(opened, passed.gram.diagonal(), strict=True):
         if not math.isfinite(squared):
+            check_finite(update.entries, update.facility)  # names the tensor
             raise UpdateRefused(update.facility, "it holds NaN, infinity or absurdly large values")
     return passed
 
@@ -80,6 +82,7 @@ def _weigh(aggregation: Aggregation) -> None:
             break
         except UpdateRefused as refusal:
             aggregation.drop(refusal)
+            aggregation.check_enough(aggregation.opened)
     most = aggregation.settings.maximum_share
     aggregation.weights, aggregation.capped = shares, {}
     if len(shares) >= aggregation.settings.screen.minimum_updates and max(shares) > most:

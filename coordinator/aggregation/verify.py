@@ -7,13 +7,14 @@ from pathlib import Path
 
 import numpy as np
 
-from coordinator.aggregation.adapter_fit import check_adapters
+from coordinator.aggregation.adapter_fit import check_adapters, check_told
 from coordinator.aggregation.matching import match_tensors
 from facility.exchange.checkpoints.checkpoint import FLOATS, Checkpoint, TensorEntry, open_checkpoint, read_exactly
 from facility.exchange.checkpoints.companions import EXECUTABLE
 from facility.exchange.checkpoints.floats import STORAGE
 from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.errors import CheckpointError, UpdateRefused
+from facility.exchange.messages.layout import LoraSettings
 from facility.exchange.messages.manifest import Manifest, sha256_of, verify_manifest
 from facility.exchange.messages.report import read_failure, read_report
 
@@ -30,10 +31,12 @@ def check_update(
     *,
     maximum_staleness: int = 0,
     patterns: Patterns | None = None,
+    adapters: LoraSettings | None = None,
 ) -> None:
     """Raise `UpdateRefused` naming `facility` unless `directory` is its usable update of `round` to `base`.
 
-    Reads every byte once for the manifest and once for finiteness.
+    `adapters`: what the facilities were told to train; None: not known. Reads every byte once for the manifest and once
+    for finiteness.
     """
     directory = Path(directory)
     if failure := (read_failure(directory) if directory.is_dir() else None):
@@ -50,8 +53,13 @@ def check_update(
             )
         update = open_checkpoint(directory)
         patterns = patterns or Patterns()
+        if adapters is not None and (manifest.encoding == "lora") != (adapters.rank > 0):
+            wanted = "adapters" if adapters.rank else "a whole model"
+            raise UpdateRefused(facility, f"its encoding is {manifest.encoding!r}, expected {wanted} as agreed")
         if manifest.encoding == "lora":
             check_adapters(base, update, facility)
+            if adapters is not None:
+                check_told(base, update, adapters, facility)
             matched = dict(update.tensors)
         else:
             matched = match_tensors(base, update, facility, federated=patterns.federated)

@@ -8,6 +8,7 @@ from typing import Literal
 
 from coordinator.config.aggregation import AggregationSettings
 from coordinator.config.buffering import GroupSettings
+from facility.exchange.messages.layout import LoraSettings
 from facility.exchange.messages.settings import SPARSE_DENSITY, Encoding, read_settings
 from facility.exchange.text import Name
 from facility.exchange.validation import AtLeastOne, NonNegative, Share, validated
@@ -88,6 +89,8 @@ class CoordinatorSettings(RoundSettings):
     """Names, in the order of federation.yml."""
     sequences: dict[str, int] = field(default_factory=dict)
     """By facility, the sequences that it trains on in a round: steps x batch."""
+    lora: LoraSettings | None = None
+    """The adapters that updates must hold; a rank of 0: whole models; null: not known."""
     format: int = FORMAT
 
 

@@ -121,6 +121,7 @@ def coordinator_settings(federation: Federation) -> dict[str, Any]:
         federation=federation.name,
         facilities=[facility.name for facility in federation.facilities],
         sequences={facility.name: _sequences(facility) for facility in federation.facilities},
+        lora=federation.facilities[0].training.lora,
         **{key.name: getattr(federation, key.name) for key in dataclasses.fields(RoundSettings)},
     )
     values = {"federation": federation.name} | dataclasses.asdict(settings)

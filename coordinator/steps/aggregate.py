@@ -140,21 +140,25 @@ def _commit(
     with archive.append(number) as directory:
         record = aggregate(
             base=model,
-            updates=list(arrived.updates.values()),
+            updates=arrived.updates,
             out=directory / "model",
             settings=aggregation,
             state_in=archive.state_for(number),
             state_out=directory / "state",
+            adapters=settings.lora,
+            drop_refused=True,
+            minimum_updates=settings.minimum_facilities,
         )
         with_run(directory / "model", run_of(read_manifest(model)))
+        left_out = record.quarantined | record.dropped
         message = make_message(directory, model, settings.sending)
         weights = {entry.facility: entry.weight for entry in record.participants}
         rows = [
-            _row(name, number, arrived, weights, record.quarantined, outgoing(archive, settings, name, number))
+            _row(name, number, arrived, weights, left_out, outgoing(archive, settings, name, number))
             for name in sorted({*arrived.reports, *arrived.failures})
         ]
         losses = [archive.read_round(earlier).global_loss for earlier in range(number)]
-        loss = _mean([report.loss_received for report in arrived.reports.values()])
+        loss = _mean([r.loss_received for name, r in arrived.reports.items() if name not in record.dropped])
         decision = decide(settings, [*losses, loss])
         round_file = RoundFile(
             round=number,

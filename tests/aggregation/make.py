@@ -14,6 +14,8 @@ from facility.exchange.messages import report
 from facility.exchange.messages.manifest import Manifest, read_manifest, write_manifest
 
 Tensors = dict[str, torch.Tensor]
+UNBOUNDED: dict[str, Any] = {"clip_ratio": 0.0, "maximum_share": 1.0}
+"""Aggregation settings under which the mean of three updates and more is the textbook's."""
 
 
 def checkpoint(

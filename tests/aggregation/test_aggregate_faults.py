@@ -256,7 +256,7 @@ def test_float64_is_the_correctly_rounded_mean(tmp_path: Path):
         base=base,
         updates=updates,
         out=tmp_path / "out",
-        settings=AggregationSettings(rule="mean", accumulate="float64", weights="equal"),
+        settings=AggregationSettings(rule="mean", accumulate="float64", weights="equal", **make.UNBOUNDED),
     )
     exact = sum(t["w"].double() for t in sent) / 4
     # Rounded once: torch goes through float32, so compare distances, not torch's own rounding.

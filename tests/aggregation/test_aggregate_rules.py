@@ -63,7 +63,9 @@ def test_one_hostile_facility_of_five(kind: str):
     updates, base, honest = attacked(kind)
     distance = {}
     for rule in ("mean", "median", "trimmed_mean", "geometric_median", "krum", "multi_krum"):
-        server = Server(AggregationSettings(rule=rule, byzantine=1, weights="equal"))
+        server = Server(
+            AggregationSettings(rule=rule, byzantine=1, screen=ScreenSettings(action="report"), **make.UNBOUNDED)
+        )
         step = server.step({"w": base}, updates, dict.fromkeys(updates, 1.0))["w"] - base
         distance[rule] = float((step - honest).norm() / honest.norm())
     assert distance.pop("mean") > 2
@@ -75,9 +77,10 @@ def test_the_screen_names_the_hostile_one_and_quarantines_it(kind: str, tmp_path
     updates, base, honest = attacked(kind)
     model = make.model(tmp_path / "base", {"w": base})
     paths = [make.update(tmp_path / who, tensors, base=model, facility=who) for who, tensors in updates.items()]
-    reported = aggregate(base=model, updates=paths, out=tmp_path / "reported")
+    report = AggregationSettings(rule="mean", screen=ScreenSettings(action="report"))
+    reported = aggregate(base=model, updates=paths, out=tmp_path / "reported", settings=report)
     assert list(reported.suspects) == ["f2"] and "times the median" in reported.suspects["f2"]
-    settings = AggregationSettings(rule="mean", screen=ScreenSettings(action="quarantine"))
+    settings = AggregationSettings(rule="mean", screen=ScreenSettings(action="quarantine"), **make.UNBOUNDED)
     record = aggregate(base=model, updates=paths, out=tmp_path / "screened", settings=settings)
     assert list(record.quarantined) == ["f2"] and len(record.participants) == 4
     step = make.read_all(tmp_path / "screened")["w"] - base

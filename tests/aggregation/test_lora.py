@@ -79,7 +79,7 @@ def adapter_update(directory: Path, tensors: make.Tensors, base: Path, facility:
 def test_two_rounds_of_adapters_beside_a_model(tmp_path: Path, mode: str):
     body = {"layer.weight": torch.ones(LAYER, dtype=torch.bfloat16), "steps": torch.arange(3)}
     base, state = make.model(tmp_path / "m0", body), None
-    settings = AggregationSettings(rule="mean", lora=mode, weights="equal")
+    settings = AggregationSettings(rule="mean", lora=mode, weights="equal", **make.UNBOUNDED)
     for number in range(2):
         sent = [adapters(10 * number + i) for i in range(3)]
         updates = [adapter_update(tmp_path / f"u{number}-{i}", t, base, f"f{i}") for i, t in enumerate(sent)]
