@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -77,7 +78,8 @@ def make_plan(
     if settings.clip_norm or clip_ratio(settings, len(names)):
         assert gram is not None
         limit, factors = _clipped(settings, gram)
-        details = {"clip_limit": limit, "clip_factors": dict(zip(names, factors, strict=True))}
+        if math.isfinite(limit):
+            details = {"clip_limit": limit, "clip_factors": dict(zip(names, factors, strict=True))}
         scale = np.array(factors)
         gram = gram * scale[:, None] * scale[None, :]
     rule = RULES.get(settings.aggregation_rule)
