@@ -213,7 +213,7 @@ def status(
 ) -> None:
     """Print rounds, facilities and perplexities from the archive, at any time; with --queues also why jobs wait and what to do."""
     from coordinator.archive.rounds import Archive
-    from coordinator.archive.summary import summary, table
+    from coordinator.archive.summary import shown, summary, table
     from coordinator.asynchronous import summary as account
     from coordinator.config.federation import read_federation
 
@@ -243,9 +243,9 @@ def status(
         if data["rounds"]:
             console.print(table(data))
     if data["stopped"]:
-        console.print(f"[red]stopped: {data['stopped']}[/red]")
+        console.print(f"stopped: {shown(data['stopped'])}", style="red", markup=False, highlight=False)
     for job in data.get("jobs", []):
-        console.print(" ".join(filter(None, job.values())), markup=False, highlight=False)
+        console.print(shown(" ".join(filter(None, job.values()))), markup=False, highlight=False)
 
 
 @app.command(rich_help_panel=WATCH)

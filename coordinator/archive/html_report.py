@@ -10,6 +10,7 @@ import plotly.graph_objects as graph
 import plotly.io
 from markupsafe import Markup
 
+from coordinator.archive.summary import shown
 from facility.exchange.files.durable import write_text
 
 PAGE = """<!doctype html>
@@ -21,7 +22,7 @@ th:nth-child(2), td:nth-child(2), th:nth-child(3), td:nth-child(3) { text-align:
 .figures b { display: block; font-size: 1.6rem }
 </style></head><body>
 <h1>Federation {{ data.federation }}</h1>
-{% if data.stopped %}<p class="bad">Stopped: {{ data.stopped }}</p>{% endif %}
+{% if data.stopped %}<p class="bad">Stopped: {{ data.stopped | shown }}</p>{% endif %}
 <div class="figures">
 <div><b>{{ data.rounds | length }}</b>complete rounds</div>
 <div><b>{{ "{:,}".format(tokens) }}</b>tokens trained on</div>
@@ -32,7 +33,7 @@ th:nth-child(2), td:nth-child(2), th:nth-child(3), td:nth-child(3) { text-align:
 <h2>Rounds</h2>
 <table><tr><th>round</th><th>facility</th><th>status</th><th>tokens</th><th>seconds</th><th>tokens/s</th><th>weight</th><th>perplexity received</th><th>returned</th></tr>
 {% for entry in data.rounds %}{% for row in entry.facilities %}<tr><td>{{ entry.round }}</td><td>{{ row.facility }}</td>
-<td{% if row.status != "ok" %} class="bad"{% endif %}>{{ row.status }}{% if row.reason %}: {{ row.reason }}{% endif %}</td>
+<td{% if row.status != "ok" %} class="bad"{% endif %}>{{ row.status }}{% if row.reason %}: {{ row.reason | shown }}{% endif %}</td>
 <td>{{ "{:,}".format(row.tokens) }}</td><td>{{ "%.1f" | format(row.seconds) }}</td><td>{{ "%.0f" | format(row.tokens_per_second) }}</td><td>{{ "%.3f" | format(row.weight) }}</td>
 <td>{{ number(row.perplexity_received) }}</td><td>{{ number(row.perplexity_returned) }}</td></tr>{% endfor %}{% endfor %}
 </table>
@@ -46,6 +47,7 @@ def write_page(data: dict[str, Any], path: Path) -> Path:
     known = [data["initial_perplexity"], *(entry["global_perplexity"] for entry in data["rounds"])]
     told = [value for value in known if value is not None]
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    environment.filters["shown"] = shown
     text = environment.from_string(PAGE).render(
         data=data,
         tokens=sum(row["tokens"] for entry in data["rounds"] for row in entry["facilities"]),

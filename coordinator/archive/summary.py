@@ -10,10 +10,19 @@ from rich.markup import escape
 from rich.table import Table
 
 from coordinator.archive.rounds import Archive, RoundFile
+from facility.exchange.messages.strict_json import clean
+
+LONGEST_SHOWN = 2000
+"""Characters."""
 
 
 def perplexity(loss: float | None) -> float | None:
     return None if loss is None or not math.isfinite(loss) or loss > 700 else math.exp(loss)
+
+
+def shown(text: object) -> str:
+    """Text that may have come from a facility, as a person is shown it: one line of printable characters, of limited length."""
+    return clean(str(text), LONGEST_SHOWN)
 
 
 def summary(archive: Archive) -> dict[str, Any]:
@@ -91,4 +100,4 @@ def _number(value: float | None) -> str:
 def _status(row: dict[str, Any]) -> str:
     """`ok`, or why not; a reason is text, whatever brackets it holds."""
     status, reason = row["status"], row["reason"]
-    return "ok" if status == "ok" else f"[red]{escape(status + ': ' + reason)}[/red]"
+    return "ok" if status == "ok" else f"[red]{escape(status + ': ' + shown(reason))}[/red]"

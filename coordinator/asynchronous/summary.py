@@ -8,6 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from coordinator.archive.rounds import Archive
+from coordinator.archive.summary import shown
 from coordinator.asynchronous.buffer import FOLDER
 from coordinator.asynchronous.semidecentral import STATE, SemiDecentralised
 
@@ -75,12 +76,12 @@ def table(data: dict[str, Any]) -> Table:
                 f"{group['weights'][name]:.3f}",
                 f"{group['wait_seconds'][name]:.1f} s",
                 "-" if told is None else f"{told:.3f}",
-                group["reason"] if number == 0 else "",
+                escape(shown(group["reason"])) if number == 0 else "",
                 end_section=number == len(group["members"]) - 1,
             )
     for name, facility in data["facilities"].items():
         if facility["status"] == "out":
             result.add_row(
-                "", name, str(facility["rounds"]), "", "", "", f"[red]out: {escape(facility['reason'])}[/red]"
+                "", name, str(facility["rounds"]), "", "", "", f"[red]out: {escape(shown(facility['reason']))}[/red]"
             )
     return result

@@ -14,10 +14,11 @@ from typing import TextIO
 
 from rich.console import Console
 from rich.live import Live
+from rich.markup import escape
 from rich.table import Table
 
 from coordinator.archive.rounds import Archive
-from coordinator.archive.summary import perplexity, summary, table
+from coordinator.archive.summary import perplexity, shown, summary, table
 from coordinator.asynchronous import summary as account
 from coordinator.asynchronous.progress import GroupProgress
 from coordinator.config.federation import Federation, check_paths, read_federation
@@ -69,9 +70,8 @@ def run_federation(file: Path, *, live: bool, log: Path | None = None) -> int:
         data["stopped"] or ended,
         f"{len(data['groups'])} groups" if groups else f"{len(data['rounds'])} complete rounds",
     )
-    console.print(
-        f"[red]the run ended with code {code}: {reason}[/red]\nThe archive holds {holds}; the same command goes on from there."
-    )
+    console.print(f"the run ended with code {code}: {shown(reason)}", style="red", markup=False, highlight=False)
+    console.print(f"The archive holds {holds}; the same command goes on from there.")
     return code
 
 
@@ -153,7 +153,7 @@ def _follow(
     """Exit code and reason of the supervised run; every line goes to `sink`, what matters to the console."""
 
     def say(sentence: str) -> None:
-        console.print(f"{time.strftime('%H:%M:%S')} {sentence}", markup=False, highlight=False)
+        console.print(f"{time.strftime('%H:%M:%S')} {shown(sentence)}", markup=False, highlight=False)
 
     def on_line(line: str) -> None:
         with suppress(OSError):  # a log that cannot be written stops no federation
@@ -198,11 +198,11 @@ def _display(progress: Progress, archive: Archive, console: Console) -> Live:
 
 
 def _picture(progress: Progress, archive: Archive) -> Table:
-    result = Table(title=f"{progress.heading}: {progress.step}", title_justify="left")
+    result = Table(title=escape(f"{progress.heading}: {shown(progress.step)}"), title_justify="left")
     for name in ("facility", "state", "seconds"):
         result.add_column(name)
     for name, state in progress.states.items():
-        result.add_row(name, state, f"{progress.clock() - progress.since[name]:.0f}")
+        result.add_row(escape(name), escape(shown(state)), f"{progress.clock() - progress.since[name]:.0f}")
     history = archive.history()
     if history:
         told = ", ".join(f"{value:.3f}" for entry in history if (value := perplexity(entry.global_loss)) is not None)

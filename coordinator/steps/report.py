@@ -10,7 +10,7 @@ from rich.console import Console
 
 from coordinator.archive.html_report import write_page
 from coordinator.archive.rounds import Archive
-from coordinator.archive.summary import summary, table
+from coordinator.archive.summary import shown, summary, table
 from coordinator.asynchronous import summary as account
 from coordinator.config.settings import read_coordinator_settings
 from coordinator.events.event import emit
@@ -44,7 +44,7 @@ def main() -> int:
             emit("problem", text=f"the report page cannot be written ({error}): mend that, then `crossfed report`")
     Console(width=140).print(account.table(data) if groups else table(data))
     if data["stopped"]:
-        print(f"error: federation {settings.federation} stopped: {data['stopped']}", file=sys.stderr)
+        print(f"error: federation {settings.federation} stopped: {shown(data['stopped'])}", file=sys.stderr)
         return 1
     return 0
 

@@ -163,7 +163,7 @@ def read_header(file: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from None
     try:
-        header = json.loads(raw, object_pairs_hook=_no_duplicates)
+        header = json.loads(raw.decode(), object_pairs_hook=_no_duplicates)  # of bytes, json would take UTF-16 as well
     except (UnicodeDecodeError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} has a header that is not valid JSON: {str(error):.200}") from None
     if not isinstance(header, dict):
@@ -232,7 +232,9 @@ def open_checkpoint(directory: Path) -> Checkpoint:
         try:
             if (directory / INDEX).stat().st_size > MAX_HEADER_BYTES:
                 raise CheckpointError(f"{directory / INDEX} is larger than {MAX_HEADER_BYTES} bytes")
-            weight_map = json.loads((directory / INDEX).read_text(), object_pairs_hook=_no_duplicates)["weight_map"]
+            weight_map = json.loads((directory / INDEX).read_bytes().decode(), object_pairs_hook=_no_duplicates)[
+                "weight_map"
+            ]
             names = sorted(set(weight_map.values()))
         except CheckpointError:
             raise

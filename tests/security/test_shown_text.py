@@ -1,0 +1,105 @@
+"""What a facility wrote is text wherever a person is shown it: no markup, no terminal commands, no page elements, no flood."""
+
+from __future__ import annotations
+
+import io
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from coordinator.archive.html_report import write_page
+from coordinator.archive.rounds import Archive
+from coordinator.archive.summary import summary, table
+from coordinator.asynchronous import summary as by_groups
+from coordinator.engine.progress import Progress
+from coordinator.engine.run import _picture
+from coordinator.events.event import Event
+from coordinator.steps import report as report_step
+
+HOSTILE = {
+    "a closing tag": "[/] [/red] [bold]",
+    "terminal commands": "\x1b[2J\x1b]0;title\x07\x9b31m\rgone",
+    "a page element": "<script>alert(1)</script>",
+    "30 MB": "[/x]" * 7_500_000,
+}
+
+
+def row(reason: str) -> dict[str, object]:
+    return {
+        "round": 0,
+        "facility": "odd",
+        "status": "refused",
+        "reason": reason,
+        "tokens": 0,
+        "seconds": 0.0,
+        "tokens_per_second": 0.0,
+        "weight": 0.0,
+        "perplexity_received": None,
+        "perplexity_returned": None,
+    }
+
+
+def printed(*things: object) -> str:
+    console = Console(file=io.StringIO(), width=140, force_terminal=False)
+    for thing in things:
+        console.print(thing)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def federation(reason: str, place: Path) -> dict[str, object]:
+    data = summary(Archive(place))
+    data["rounds"] = [{"round": 0, "global_perplexity": 3.0, "facilities": [row(reason)]}]
+    return data | {"stopped": reason, "federation": "f", "final_evaluation": [row(reason)]}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_tables_show_reasons_as_text(case: str, tmp_path: Path):
+    reason, begun = HOSTILE[case], time.monotonic()
+    groups = {
+        "groups": [
+            {
+                "members": ["odd"],
+                "final": False,
+                "number": 0,
+                "rounds": {"odd": 1},
+                "weights": {"odd": 1.0},
+                "wait_seconds": {"odd": 0.0},
+                "perplexity_returned": {},
+                "reason": reason,
+            }
+        ],
+        "facilities": {"odd": {"status": "out", "rounds": 1, "reason": reason}},
+    }
+    live = Progress(["odd"], 2)
+    live.feed(Event(kind="refused", fields={"facility": "odd", "round": 0, "reason": reason}))
+    text = printed(table(federation(reason, tmp_path)), by_groups.table(groups), _picture(live, Archive(tmp_path)))
+    assert text.isascii() or all(letter == "\n" or letter.isprintable() for letter in text)
+    assert "\x1b" not in text and len(text) < 200_000
+    if case != "30 MB":
+        assert text.replace("\n", "").count(reason[:4].replace("\x1b", "?")) >= 4
+    assert time.monotonic() - begun < 20
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_the_page_shows_reasons_as_text(case: str, tmp_path: Path):
+    page = write_page(federation(HOSTILE[case], tmp_path), tmp_path / "page.html").read_text()
+    harmless = write_page(federation("harmless", tmp_path), tmp_path / "harmless.html").read_text()
+    assert "alert(1)</script>" not in page and "\x1b" not in page and "\x9b" not in page
+    assert len(page) < len(harmless) + 20_000
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_the_report_step_says_why_it_stopped_in_one_line(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "coordinator.json").write_text('{"federation": "f", "rounds": 1, "facilities": ["odd"]}')
+    monkeypatch.setattr(report_step, "summary", lambda archive: federation(HOSTILE[case], tmp_path))
+    arguments = ["--federation", str(tmp_path / "coordinator.json"), "--archive", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["report", *arguments, "--out", str(tmp_path / "out.json")])
+    assert report_step.main() == 1
+    said = capsys.readouterr()
+    assert said.err.count("\n") == 1 and len(said.err) < 3000
+    assert "\x1b" not in said.err + said.out and "\x9b" not in said.err + said.out
