@@ -91,8 +91,9 @@ def read_settings(path: Path | None = None, rule: str | None = None, weights: st
 def rule_help() -> str:
     """The names that `--rule` takes, from the registries."""
     return (
-        f"aggregation rule ({', '.join(RULES.names())}), server optimizer ({', '.join(SERVER_OPTIMIZERS.names())}), one of "
-        "each joined by '+', or the dotted path of your own; overrides the settings' rule (default: mean, or the file's)"
+        f"aggregation rule ({', '.join(RULES.names())}), server optimizer ({', '.join(SERVER_OPTIMIZERS.names())}), "
+        "one of each joined by '+', or the dotted path of your own; overrides the settings' rule (default: mean, or "
+        "the file's)"
     )
 
 

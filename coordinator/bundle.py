@@ -85,7 +85,7 @@ def copy_code(target: Path) -> None:
 
 
 def download(wheelhouse: Path, *, python: str, platform: str, index: str) -> list[str]:
-    """The pip command that fetches wheels for another platform. Older manylinux tags fit newer systems, so they are asked for too."""
+    """The pip command that fetches wheels for another platform, older manylinux tags (newer systems run them) too."""
     dependencies = tomllib.loads(shipped("pyproject.toml").read_text())["project"]["dependencies"]
     found = re.fullmatch(r"(?:many|musl)linux_(\d+)_(\d+)_(.+)", platform)
     platforms = [platform]

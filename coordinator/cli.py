@@ -64,7 +64,10 @@ def render(
     check: Annotated[bool, typer.Option("--check", help="Write nothing; exit 1 if a rendered file is stale.")] = False,
     paths: Annotated[bool, typer.Option(help="Refuse when the model or a local dataset is not there yet.")] = True,
 ) -> None:
-    """Turn federation.yml into streamflow.yml, settings.yml, coordinator.json, facilities/*.json and ../cwl/round.cwl (with groups: groups.cwl)."""
+    """Render federation.yml: streamflow.yml, settings.yml, coordinator.json, facilities/*.json and ../cwl/round.cwl.
+
+    With groups, ../cwl/groups.cwl instead of round.cwl.
+    """
     from coordinator.config.federation import check_paths, read_federation
     from coordinator.engine.render import stale, write
 
@@ -94,7 +97,8 @@ def init(
     from coordinator.config.scaffold import init as write_scaffold
 
     print(
-        f"{write_scaffold(folder, name, facility)}: fill in what is in <angle brackets>, then: cd {folder}; crossfed check"
+        f"{write_scaffold(folder, name, facility)}: fill in what is in <angle brackets>, then: cd {folder}; crossfed "
+        "check"
     )
 
 
@@ -173,7 +177,7 @@ def check(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     link: Annotated[bool, typer.Option(help="Measure each link by sending 16 MB.")] = True,
 ) -> None:
-    """Look at everything that can be known before a job is submitted; a fix for each failing row. Exit 1 when one fails."""
+    """Check what can be known before a job is submitted; each failing row comes with a fix. Exit 1 if one fails."""
     from coordinator.preflight.check import check as look
     from coordinator.preflight.check import show
 
@@ -211,7 +215,7 @@ def status(
         bool, typer.Option("--queues", help="Also ask the facilities for our jobs: a login each.")
     ] = False,
 ) -> None:
-    """Print rounds, facilities and perplexities from the archive, at any time; with --queues also why jobs wait and what to do."""
+    """Print rounds, facilities and perplexities from the archive; with --queues also why jobs wait and what to do."""
     from coordinator.archive.rounds import Archive
     from coordinator.archive.summary import shown, summary, table
     from coordinator.asynchronous import summary as account
@@ -238,7 +242,8 @@ def status(
         console.print(account.table(data))
     else:
         console.print(
-            f"federation {described.name}: {len(data['rounds'])} of {described.rounds} rounds are complete in {data['archive']}"
+            f"federation {described.name}: {len(data['rounds'])} of {described.rounds} rounds are complete in "
+            f"{data['archive']}"
         )
         if data["rounds"]:
             console.print(table(data))
@@ -253,7 +258,7 @@ def report(
     federation: FederationOption,
     out: Annotated[Path | None, typer.Option(help="File to write; default report.html in the archive.")] = None,
 ) -> None:
-    """Write one HTML page of the federation so far: perplexities, time, tokens, who took part. Needs no network to open."""
+    """Write one self-contained HTML page of the federation so far: perplexities, time, tokens and facilities."""
     from coordinator.archive.html_report import write_page
     from coordinator.archive.rounds import Archive
     from coordinator.archive.summary import summary

@@ -6,8 +6,9 @@
     DIR/datasets/<facility>/                       both texts prepared (python -m facility.prepare)
     DIR/material.json                              what was made, written last
 
-The two texts are the source code of the standard library (`stdlib`) and the prose of Python's reference manual as `help()`
-shows it (`manual`). The result depends on the seed and on the Python that runs it. A complete DIR is recognised.
+The two texts are the source code of the standard library (`stdlib`) and the prose of Python's reference manual as
+`help()` shows it (`manual`). The result depends on the seed and on the Python that runs it. A complete DIR is
+recognised.
 """
 
 from __future__ import annotations
@@ -221,7 +222,7 @@ def prepare_datasets(out: Path, sizes: Sizes) -> None:
 
 
 def make(out: Path, *, seed: int = 1, sizes: Sizes | None = None) -> tuple[dict[str, Any], bool]:
-    """Make the demo's material below `out`, or recognise it; returns what `material.json` says and whether it was there.
+    """Make the demo's material below `out` unless it exists; returns the content of `material.json` and if it existed.
 
     Raises `InputError` when `out` holds something else under one of the names, or material made otherwise.
     """
@@ -258,7 +259,7 @@ def make(out: Path, *, seed: int = 1, sizes: Sizes | None = None) -> tuple[dict[
 
 
 def make_federation(out: Path) -> Path:
-    """Make the demo's material and a federation over it below `out`; returns its federation.yml, which stays if it is there."""
+    """Make the demo's material and its federation below `out`; returns federation.yml; an existing one is unchanged."""
     make(out / ".crossfed" / "demo")
     file = out / "workflow" / "federation.yml"
     if not file.exists():

@@ -1,4 +1,4 @@
-"""`python -m coordinator.model`: bring an initial model into the form that a federation sends, and check it by loading it.
+"""`python -m coordinator.model`: convert an initial model to the form that a federation sends; check that it loads.
 
     python -m coordinator.model --source ORG/NAME --out models/NAME
 

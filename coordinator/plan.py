@@ -1,8 +1,8 @@
 """Plan a facility, or the work of a round over facilities: `python -m coordinator.plan --problem FILE --out FILE`.
 
-The problem is a JSON file: devices, links and units (see coordinator/problem/problem.py; `facility.measure` writes it), a
-published placement or chain case, or {"facilities": [...], "round_samples": N} for the work per round; or a federation.yml,
-whose archive tells how long its rounds took.
+The problem is a JSON file: devices, links and units (see coordinator/problem/problem.py; `facility.measure` writes
+it), a published placement or chain case, or {"facilities": [...], "round_samples": N} for the work per round; or a
+federation.yml, whose archive tells how long its rounds took.
 """
 
 from __future__ import annotations
@@ -101,7 +101,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(json.dumps(plan.to_json()))
     else:
         print(
-            f"{plan.method}: {plan.stages} stages x {plan.replicas} replicas, {plan.objective or 'cost'} {plan.cost:.6g}"
+            f"{plan.method}: {plan.stages} stages x {plan.replicas} replicas, {plan.objective or 'cost'} "
+            f"{plan.cost:.6g}"
         )
         bound = f"; lower bound {plan.lower_bound_seconds:.6g}" if plan.lower_bound_seconds else ""
         proven = " (proven optimal)" if plan.gap == 0 else f", gap {plan.gap:.1%}" if plan.gap is not None else ""

@@ -60,7 +60,7 @@ def _facility(federation: Federation, name: str) -> Facility:
 
 
 def _send(deployment: Deployment, folder: Path, bundle: Path | None) -> None:
-    """Replace HOME/code by `folder` and, where there is one, the bundle; the old one stays until the new one is whole."""
+    """Replace HOME/code by `folder` (and the bundle, if any); the old one stays until the new one is complete."""
     parts = ["-C", str(folder), "."]
     if bundle is not None:
         if not (bundle / "bundle.json").is_file():
@@ -69,8 +69,8 @@ def _send(deployment: Deployment, folder: Path, bundle: Path | None) -> None:
         parts += ["-C", str(bundle.resolve()), "."]
     home = shell_word(deployment.environment.home)
     script = (
-        f"umask 077; mkdir -p {home} && cd {home} && rm -rf code.new code.old && mkdir code.new && tar xf - -C code.new "
-        "&& { [ ! -d code ] || mv code code.old; } && mv code.new code && rm -rf code.old"
+        f"umask 077; mkdir -p {home} && cd {home} && rm -rf code.new code.old && mkdir code.new && tar xf - -C "
+        "code.new && { [ ! -d code ] || mv code code.old; } && mv code.new code && rm -rf code.old"
     )
     packing = subprocess.Popen(["tar", "cf", "-", *parts], stdout=subprocess.PIPE)
     sent = subprocess.run([*ssh_command(deployment), shlex.join(["bash", "-c", script])], stdin=packing.stdout)

@@ -44,8 +44,8 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument(
         "--transport",
         choices=("streaming", "blocking"),
-        help="streaming: messages overlap computation; blocking: as torch.distributed.pipelining sends them (default: the "
-        "problem's runtime.transport)",
+        help="streaming: messages overlap computation; blocking: as torch.distributed.pipelining sends them (default: "
+        "the problem's runtime.transport)",
     )
     top.add_argument("--no-overlap", action="store_true", help="replicas synchronise only after the last backward")
     top.add_argument("--out", type=Path, help="write the summary here (JSON)")

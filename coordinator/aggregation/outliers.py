@@ -67,7 +67,8 @@ def _of_few(names: Sequence[str], norms: Array, settings: ScreenSettings) -> dic
     if not settings.norm_ratio or least <= 0:
         return {}
     return {
-        name: f"norm {norm:.4g} is {norm / least:.3g} times the least, {least:.4g}; {len(names)} updates have no majority"
+        name: f"norm {norm:.4g} is {norm / least:.3g} times the least, {least:.4g}; {len(names)} updates have no "
+        "majority"
         for name, norm in zip(names, norms, strict=True)
         if norm > settings.norm_ratio * least
     }

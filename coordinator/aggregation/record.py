@@ -64,7 +64,7 @@ class RoundRecord:
     step_norm: float | None = None
     """L2 norm of the change from the old to the new float32 master."""
     statistics: str = "exact"
-    """Whether norms and cosines cover every element (`exact`), one piece in sixteen (`sample`), or are absent (`off`)."""
+    """Coverage of norms and cosines: every element (`exact`), one piece in sixteen (`sample`) or none (`off`)."""
     settings: dict[str, Any] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     """Wall time by phase."""

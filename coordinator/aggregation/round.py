@@ -1,4 +1,4 @@
-"""One aggregation from its request to its record: the object that the stages open, screen, plan, write, describe fill."""
+"""One aggregation from request to record: the object that the stages open, screen, plan, write and describe fill."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def belong_to(directory: Path, model: Manifest) -> None:
 
 
 def draw_near(directory: Path, model: Checkpoint, share: float) -> None:
-    """Move a sealed state's float32 master by `share` of the way to `model`, in place of what it was, and seal it again."""
+    """Move a sealed state's float32 master in place by `share` of the way to `model`, and seal it again."""
     master, manifest = open_checkpoint(directory / MASTER), read_manifest(directory)
     aside = directory.with_name(f".{directory.name}.{MASTER}")
     shutil.rmtree(aside, ignore_errors=True)

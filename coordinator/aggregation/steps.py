@@ -1,4 +1,4 @@
-"""What the kernel does with every piece of every update: steps from the base, their inner products, their weighted sum."""
+"""The kernel's work on each piece of each update: steps from the base, their inner products, their weighted sum."""
 
 from __future__ import annotations
 

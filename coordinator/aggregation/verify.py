@@ -49,7 +49,8 @@ def check_update(
         if (report.facility, report.round) != (facility, manifest.round):
             raise UpdateRefused(
                 facility,
-                f"report.json is of {report.facility!r} and round {report.round}, the manifest of round {manifest.round}",
+                f"report.json is of {report.facility!r} and round {report.round}, the manifest of round "
+                f"{manifest.round}",
             )
         update = open_checkpoint(directory)
         patterns = patterns or Patterns()

@@ -1,8 +1,9 @@
 """Where the facilities' chains meet: the state below the archive, what an arrival changes, and where a chain goes on.
 
     ARCHIVE/groups/
-        state.json          the scheduler, every facility's model and round, groups, failures (coordinator.asynchronous.semidecentral)
-        group-000004/       the mean that group made, until nobody goes on from it
+        state.json          the scheduler, every facility's model and round, groups, failures
+                            (coordinator.asynchronous.semidecentral)
+        group-000004/       the mean of that group, while a facility still trains from it
         updates/NAME-0003/  the last update of each facility: of its group, then of the final mean
 
 Every change happens under a lock, by whichever step sees it first: the step of one facility carries out the group of
@@ -98,8 +99,8 @@ class Meeting:
         """Raise `InputError` unless the state is of this federation as it is now."""
         if (found := sorted(driver.rounds)) != (expected := sorted(self.settings.facilities)):
             raise InputError(
-                f"{driver.state} was begun with facilities {', '.join(found)}, federation.yml has {', '.join(expected)}: "
-                "choose another archive"
+                f"{driver.state} was begun with facilities {', '.join(found)}, federation.yml has "
+                f"{', '.join(expected)}: choose another archive"
             )
         if driver.weights != (wanted := self.settings.aggregation.weights):
             raise InputError(
@@ -109,7 +110,8 @@ class Meeting:
             if self.finished(driver, name) and driver.rounds[name] < self.settings.rounds:
                 raise InputError(
                     f"facility {name!r} has finished after {driver.rounds[name]} rounds, federation.yml now has "
-                    f"{self.settings.rounds}: choose another archive, with {driver.final or 'the final mean'} as its model"
+                    f"{self.settings.rounds}: choose another archive, with {driver.final or 'the final mean'} as its "
+                    "model"
                 )
 
     # -- an arrival -------------------------------------------------------------------------------------------------
@@ -177,7 +179,7 @@ class Meeting:
         return reduced
 
     def _recall(self, driver: SemiDecentralised, now: float, besides: str = "") -> None:
-        """Where nobody goes on except `besides`, those that will ask again become members: the final mean waits for them."""
+        """If only `besides` continues, admit the facilities that will rejoin, so that the final mean waits for them."""
         if set(driver.scheduler.active) - {besides}:
             return
         lost = self.lost(driver)
@@ -192,7 +194,7 @@ class Meeting:
 
     # -- where a chain stands ---------------------------------------------------------------------------------------
     def lost(self, driver: SemiDecentralised) -> dict[str, str]:
-        """Facilities that have failed more often than `retries` (`come_backs`) allow in their round and this run, and why."""
+        """Facilities whose failures in their round and this run exceed `retries` or `come_backs`, with the reason."""
         result = {}
         for name, round in driver.rounds.items():
             mine = [f for f in driver.failures if (f["facility"], f["round"], f["run"]) == (name, round, driver.runs)]
@@ -241,7 +243,7 @@ class Meeting:
         return driver.rounds[facility] >= self.settings.rounds and not (waits or driver.final)
 
     def _prune(self, driver: SemiDecentralised) -> None:
-        """Remove the means that nobody goes on from, except the last `keep_rounds`, and updates that others replaced."""
+        """Remove means that no facility trains from, except the last `keep_rounds`, and updates that were replaced."""
         needed = {Path(path).name for path in [*driver.models.values(), driver.final] if path}
         if keep := self.settings.keep_rounds:
             needed |= {Path(group["model"]).name for group in driver.groups[-keep:]}

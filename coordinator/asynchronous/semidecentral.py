@@ -4,10 +4,10 @@
     python -m coordinator.asynchronous.semidecentral --state DIR ready it --update DIR
     python -m coordinator.asynchronous.semidecentral --state DIR tick | leave de | join de | finish it
 
-The same pure scheduler that groups replicas inside a facility (`facility.exchange.scheduling.groups`): "ready" is that a
-facility's update has arrived, "reduce" is the weighted mean of the group's files, which becomes the next model of
-every member. Nothing stays alive between calls: the state is a directory, written after the models it names, so a
-call that was killed is simply made again. `finish` of every member gives the final mean over all.
+The same pure scheduler that groups replicas inside a facility (`facility.exchange.scheduling.groups`): "ready" is that
+a facility's update has arrived, "reduce" is the weighted mean of the group's files, which becomes the next model of
+every member. Nothing stays alive between calls: the state is a directory, written after the models it names, so a call
+that was killed is simply made again. `finish` of every member gives the final mean over all.
 
 A facility's update here is a whole checkpoint (not a difference), since members of a group started from different
 models. `coordinator.asynchronous` makes a federation's workflow of it.
@@ -70,10 +70,10 @@ class SemiDecentralised:
     def __init__(
         self, state: Path, *, aggregation: AggregationSettings | None = None, base: Path | None = None
     ) -> None:
-        """`aggregation`: which tensors take part and in which dtype they are written; its rule and weights do not count.
+        """`aggregation`: which tensors take part and in which dtype they are written; rule and weights are ignored.
 
-        `base`: the model whose other tensors and files every mean takes over; None: those of the group's first update.
-        Raises `InputError` when there is no state, `ConfigurationError` when it is none of this command.
+        `base`: the model whose other tensors and files every mean copies; None: those of the group's first update.
+        Raises `InputError` without a state, `ConfigurationError` for a state of another command.
         """
         self.state = Path(state)
         self.aggregation, self.base = aggregation or AggregationSettings(rule="mean"), base
@@ -212,7 +212,8 @@ class SemiDecentralised:
     def _check(self, facility: str, update: Path) -> None:
         if facility not in self.scheduler.members:
             raise InputError(
-                f"{facility!r} is no member; members are {', '.join(map(str, self.scheduler.members))} (`join` adds one)"
+                f"{facility!r} is no member; members are {', '.join(map(str, self.scheduler.members))} (`join` adds "
+                "one)"
             )
         manifest = verify_manifest(Path(update))
         if manifest.facility not in (None, facility):

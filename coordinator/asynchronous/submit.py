@@ -1,7 +1,7 @@
-"""`python -m coordinator.asynchronous.submit`: one facility's update meets others; ends when its group has been carried out.
+"""`python -m coordinator.asynchronous.submit`: submit one facility's update; ends once its group is aggregated.
 
-Without `--update` it tells where the facility's chain goes on, which is how every chain begins. It always ends with 0,
-for a step that fails inside a loop hangs the engine: what went wrong stands in the archive, and the report step fails.
+Without `--update` it reports where the facility's chain continues, which is how each chain begins. It always exits with
+0, because a step that fails inside a loop hangs the engine: the archive records the error, and the report step fails.
 """
 
 from __future__ import annotations

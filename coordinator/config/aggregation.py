@@ -54,10 +54,10 @@ class ScreenSettings:
     """Outlier detection: which updates are unlike the others, and what happens to them."""
 
     action: Literal["auto", "off", "report", "quarantine"] = "auto"
-    """`report` names outliers in round.json; `quarantine` also leaves them out of the round; `auto` leaves out those that
-    are far out (twice `norm_ratio`, or below `cosine_minimum`) unless they are half of all or more."""
+    """`report` names outliers in round.json; `quarantine` also excludes them from the round; `auto` excludes those
+    far out (twice `norm_ratio`, or below `cosine_minimum`) unless they are half of all or more."""
     norm_ratio: NonNegative[float] = 5.0
-    """An update whose norm is more than so many times the median norm, or less than its inverse, is an outlier; 0: off."""
+    """An update is an outlier if its norm exceeds this multiple of the median norm, or is below 1/this; 0: off."""
     cosine_minimum: Annotated[float, Ge(-1), Le(1)] = -0.5
     """An update whose median cosine to the others is lower is an outlier; -1: off."""
     minimum_updates: Annotated[int, Ge(2)] = 3
@@ -86,8 +86,8 @@ class AggregationSettings:
     """The same, as a multiple of the median norm of the round; 0: off; -1: automatic, which is 1 for three updates and
     more (as a facility that moves further than half of the others counts no more than them), else off."""
     maximum_share: Share = 0.5
-    """Largest share of the mean that one of three facilities and more may have; what exceeds it goes to the others in their
-    proportions. 0.5: nobody outweighs all others together; 1: off."""
+    """Largest share of the mean that one of three or more facilities may have; the excess goes to the others in
+    proportion. 0.5: none outweighs all others together; 1: off."""
     maximum_staleness: NonNegative[int] = 0
     """Rounds an update may be late; 0 refuses every update of another round."""
     staleness_exponent: NonNegative[float] = 0.5

@@ -15,7 +15,7 @@ AGGREGATION = ("rule", "weights", "accumulate", "output_dtype", "include", "excl
 
 
 def check_groups(data: Mapping[str, Any], federation: Federation) -> None:
-    """Raise `ConfigurationError`, with the key, for what makes no sense beside `groups:`. `data`: the file as written."""
+    """Raise `ConfigurationError`, with the key, for settings that `groups:` excludes. `data`: the file as written."""
     assert federation.groups is not None
     groups, count = federation.groups, len(federation.facilities)
     if count < 2:
@@ -25,7 +25,8 @@ def check_groups(data: Mapping[str, Any], federation: Federation) -> None:
     if (encoding := federation.sending.encoding) != "full":
         raise _error(
             "sending.encoding",
-            f"sending.encoding is {encoding!r}, but facilities of different groups hold different models: with groups it is 'full'",
+            f"sending.encoding is {encoding!r}, but facilities of different groups hold different models: with "
+            "groups it is 'full'",
         )
     aggregation = federation.aggregation
     for key in data.get("aggregation") or {}:
@@ -33,7 +34,8 @@ def check_groups(data: Mapping[str, Any], federation: Federation) -> None:
             known = ", ".join(AGGREGATION)
             raise _error(
                 f"aggregation.{key}",
-                f"aggregation.{key} has no meaning with groups, which average by the mean: remove it ({known} may stay)",
+                f"aggregation.{key} has no meaning with groups, which average by the mean: remove it ({known} may "
+                "stay)",
             )
         if key == "rule" and (aggregation.aggregation_rule, aggregation.server_optimizer) != ("mean", "plain"):
             raise _error(
@@ -59,7 +61,8 @@ def check_groups(data: Mapping[str, Any], federation: Federation) -> None:
             own = "lora" in (data["facilities"][number].get("training") or {})
             raise _error(
                 f"facilities[{number}].training.lora" if own else "training.lora",
-                f"facility {facility.name!r} trains adapters (lora.rank {facility.training.lora.rank}): groups average whole models",
+                f"facility {facility.name!r} trains adapters (lora.rank {facility.training.lora.rank}): groups "
+                "average whole models",
             )
 
 

@@ -36,7 +36,7 @@ QUEUES = ("slurm", "pbs", "flux")
 SHELL = re.compile(r"[$`\\;\"'<>\x00-\x1f\x7f]")
 SERVICE, PREFIX = "train", "crossfed-"
 FACILITY = "facility-"
-"""Begins the name of every facility's deployment in streamflow.yml, and of no other's: what comes from there is not trusted."""
+"""Prefix of facilities' deployment names in streamflow.yml, and of no others: data from these is not trusted."""
 
 
 @validated(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class Connection:
     user: str = ""
     """Login name there; empty: what ~/.ssh/config says."""
     key: str = ""
-    """Private key on this machine; empty: ssh-agent, or what ~/.ssh/config says. A certificate lies beside it as `<key>-cert.pub`."""
+    """Private key on this machine; empty: ssh-agent or ~/.ssh/config. A certificate is `<key>-cert.pub` beside it."""
     passphrase_file: Line = ""
     """File on this machine that holds the key's passphrase; better: ssh-agent."""
 
@@ -91,7 +91,7 @@ class Deployment(Connection):
     fill: dict[str, Any] = field(default_factory=dict)
     """Values of the template's placeholders: account, partition, ..."""
     options: dict[str, Any] = field(default_factory=dict)
-    """The scheduler's limits by StreamFlow's names (`time: "04:00:00"`, `nodes: "4"`, ...); they win over the template's."""
+    """Scheduler limits by StreamFlow's names (`time: "04:00:00"`, `nodes: "4"`, ...); they override the template's."""
     environment: Environment = field(default_factory=Environment)
     """Where the facility's Python comes from."""
     max_jobs: AtLeastOne[int] = 2
@@ -99,8 +99,8 @@ class Deployment(Connection):
     polling_seconds: AtLeastOne[int] = 10
     """How often the queue is asked."""
     give_up_minutes: NonNegative[int] = 120
-    """How long a job may wait for a reason that does not clear by itself (held, partition down, no such nodes, budget spent)
-    before it is cancelled and the round goes on without the facility; 0: for ever."""
+    """Minutes that a stuck job (held, partition down, no such nodes, budget spent) may wait before it is cancelled and
+    the round continues without the facility; 0: for ever."""
     connections: AtLeastOne[int] = 1
     """ssh connections at once."""
     sessions: AtLeastOne[int] = 10
@@ -114,8 +114,8 @@ class Deployment(Connection):
     gpu_memory_gb: NonNegative[float] = 0.0
     """Memory of one GPU in GB, for the check's estimate; 0: unknown."""
     known_hosts: Line = ""
-    """File with the hosts' keys, for `crossfed check`; StreamFlow reads ~/.ssh/known_hosts, or what UserKnownHostsFile in
-    ~/.ssh/config says for the host."""
+    """File of host keys for `crossfed check`; StreamFlow reads ~/.ssh/known_hosts, or the UserKnownHostsFile that
+    ~/.ssh/config sets for the host."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -133,7 +133,8 @@ class Deployment(Connection):
             raise ConfigurationError("host is missing, expected the facility's login node", key="type")
         if (self.host or self.workdir) and not WORKDIR.fullmatch(self.workdir):
             raise ConfigurationError(
-                f"workdir is {self.workdir!r}, expected an absolute path at the facility, without blanks or quotes (StreamFlow does not quote it)",
+                f"workdir is {self.workdir!r}, expected an absolute path at the facility, without blanks or quotes "
+                "(StreamFlow does not quote it)",
                 key="workdir",
             )
         if self.type in QUEUES and not self.template:
@@ -157,7 +158,7 @@ def read_deployment(raw: dict[str, Any], where: str) -> Deployment:
 
 
 def job_template(deployment: Deployment, folder: Path, name: str = "") -> str | None:
-    """Text of the facility's job template, or None where it has none. `folder`: of federation.yml; `name`: of its jobs."""
+    """Text of the facility's job template, or None without one. `folder`: of federation.yml; `name`: of its jobs."""
     if deployment.type == "ssh" and name:
         rest = job_template(deployment, folder) or "#!/bin/bash\n{{ streamflow_command }}\n"
         return re.sub(r"^#!.*\n", lambda first: f"{first[0]}export {MARK}={name}\n", rest, count=1, flags=re.MULTILINE)
@@ -207,7 +208,7 @@ def streamflow_deployments(
 
 
 def job_name(federation: str, facility: str) -> str:
-    """What our jobs are called in the facility's queue: how they are found again, and how only ours are cancelled."""
+    """Name of our jobs in the facility's queue, by which they are found and cancelled."""
     return f"crossfed-{federation}-{facility}"
 
 
@@ -245,7 +246,7 @@ def _home(path: str) -> str:
 
 
 def _check_option(name: str, value: Any) -> None:
-    """Refuse what a shell would not take as one plain value: StreamFlow writes options into a command line."""
+    """Reject values that a shell would not read as one plain word: StreamFlow writes options into a command line."""
     for one in value if isinstance(value, list) else [value]:
         if not isinstance(one, str | int | float):
             raise ConfigurationError(f"options.{name} is {one!r}, expected text or a number", key=f"options.{name}")
@@ -257,7 +258,7 @@ def _check_option(name: str, value: Any) -> None:
 
 
 def _check_options(kind: str, options: dict[str, Any]) -> None:
-    """Refuse options that StreamFlow's connector does not know, by its own schema."""
+    """Reject options that are not in the schema of StreamFlow's connector."""
     found = importlib.util.find_spec("streamflow")
     if found is None or not found.submodule_search_locations:
         return  # checked where StreamFlow is installed

@@ -53,7 +53,7 @@ class FederationFile(RoundSettings):
     model: Line
     """Directory of the initial Hugging Face checkpoint, relative to the file."""
     facilities: list[Facility]
-    """Who takes part, one entry each."""
+    """The participating facilities, one entry each."""
     training: TrainingSettings = field(default_factory=TrainingSettings)
     """What every facility does in a round; an entry of `facilities:` may change any key of it."""
     seed: NonNegative[int] = 0
@@ -170,7 +170,7 @@ def check_paths(federation: Federation) -> None:
                 )
         if facility.deployment.type == "local" and not federation.path(facility.dataset).is_dir():
             raise lined.error(
-                f"dataset of facility {facility.name!r} is {federation.path(facility.dataset)}, which is not a directory; expected the output "
-                "of `python -m facility.prepare`",
+                f"dataset of facility {facility.name!r} is {federation.path(facility.dataset)}, which is not a "
+                "directory; expected the output of `python -m facility.prepare`",
                 f"facilities[{number}].dataset",
             )

@@ -1,4 +1,4 @@
-"""Find the federation of the folder one is in."""
+"""Find the federation of the working directory."""
 
 from __future__ import annotations
 

@@ -14,7 +14,8 @@ HEAD = """\
 # Fill in what is in <angle brackets>. Then, in {folder}: crossfed check, crossfed run
 name: {name}
 # The model of round 0: a directory with a Hugging Face checkpoint (config.json, *.safetensors), absolute or relative to
-# this file. `crossfed model ORG/NAME --out DIR` fetches one from the hub, or converts a local one to the dtype that is sent.
+# this file. `crossfed model ORG/NAME --out DIR` fetches one from the hub, or converts a local one to the dtype that is
+# sent.
 model: <directory of the initial model>
 rounds: 5
 training: # for every facility; each may change any of it
@@ -32,9 +33,10 @@ QUEUES = ("pbs", "flux", "ssh")
 
 
 def init(folder: Path, name: str, facilities: list[str]) -> Path:
-    """Write `folder/workflow/federation.yml` and its schema. `facilities`: `NAME=TEMPLATE`, or a template's name for both, or `NAME=local`.
+    """Write `folder/workflow/federation.yml` and its schema.
 
-    Raises `InputError` when the file is there already or a template is not.
+    `facilities`: `NAME=TEMPLATE`, a template's name for both, or `NAME=local`. Raises `InputError` if the file exists
+    or a template does not.
     """
     file = folder / "workflow" / "federation.yml"
     if file.exists():

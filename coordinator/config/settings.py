@@ -23,29 +23,29 @@ class StopSettings:
     target_perplexity: NonNegative[float] = 0.0
     """Stop once the global model's perplexity (geometric mean over facilities) is at or below this; 0 is off."""
     patience: NonNegative[int] = 0
-    """Stop after so many rounds without a better global perplexity; 0 is off."""
+    """Stop after this many rounds without a better global perplexity; 0 is off."""
     divergence: NonNegative[float] = 4.0
-    """Stop, with an error, when the global loss exceeds the best so far by this much (nats per token) or is not finite; 0 is off."""
+    """Stop with an error if the global loss exceeds the best by this many nats per token or is not finite; 0: off."""
 
 
 @validated(frozen=True, kw_only=True)
 class SendingSettings:
-    """How a round's model travels to the facilities; how their updates come back is `training.encoding`."""
+    """How a round's model is sent to the facilities; `training.encoding` sets how updates are returned."""
 
     encoding: Encoding = "full"
     """Whole, or as the difference to the model of the round before (51, 27 or 25 % of bfloat16); whole to a facility
     that does not hold that one."""
     sparse_density: Share = SPARSE_DENSITY
-    """Share of the values that `sparse` sends each round, in 1 + 4 x this many bits a value; the rest is sent rounds later. The
-    default harms nothing measurable in 10 rounds, 0.35 nothing in 30."""
+    """Share of the values that `sparse` sends each round, in 1 + 4 x share bits a value; the rest is sent in later
+    rounds. The default shows no measurable loss over 10 rounds, 0.35 none over 30."""
 
 
 @validated(frozen=True, kw_only=True)
 class ClaimSettings:
-    """An update counts by the tokens that its report claims; what happens to a claim that its settings do not allow."""
+    """Weight validation: what happens to an update whose report claims more tokens than its settings allow."""
 
     action: Literal["refuse", "cap", "off"] = "refuse"
-    """`refuse` the update by name, or `cap` the claim to steps x batch x the longest sequence and say so in round.json."""
+    """`refuse` the update, or `cap` the claim to steps x batch x longest sequence and record that in round.json."""
     sequence_tokens: NonNegative[int] = 0
     """Longest sequence of any facility's dataset; 0: the positions that the model has."""
 
@@ -71,7 +71,7 @@ class RoundSettings:
     aggregation: AggregationSettings = field(default_factory=AggregationSettings)
     """How the updates of a round become the next model."""
     sending: SendingSettings = field(default_factory=SendingSettings)
-    """How models travel to the facilities."""
+    """How models are sent to the facilities."""
     claims: ClaimSettings = field(default_factory=ClaimSettings)
     """The largest weight that an update may claim."""
     stop: StopSettings = field(default_factory=StopSettings)

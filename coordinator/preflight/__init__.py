@@ -1,1 +1,1 @@
-"""What `crossfed check` looks at, one subject per module; each gives rows with what was found and how to fix it."""
+"""Preflight checks of `crossfed check`, one subject per module; each returns rows with a finding and a fix."""

@@ -1,4 +1,4 @@
-"""`crossfed check`: everything that can be known before a node-hour is spent. Submits nothing, changes nothing."""
+"""`crossfed check`: all checks possible before a node-hour is spent. Submits nothing, changes nothing."""
 
 from __future__ import annotations
 

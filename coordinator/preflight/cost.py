@@ -70,7 +70,8 @@ def check_link(facility: Facility, deployment: Deployment, model: ModelFigures, 
     return ok(
         facility.name,
         "link",
-        f"{size(there)} there and {size(back)} back a round: about {(there + back) / speed:,.0f} s at {size(speed)}/s (one stream)",
+        f"{size(there)} there and {size(back)} back a round: about {(there + back) / speed:,.0f} s at "
+        f"{size(speed)}/s (one stream)",
     )
 
 

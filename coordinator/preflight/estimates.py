@@ -1,4 +1,4 @@
-"""What a round will cost, before it is paid: memory of a GPU, room on disks, bytes on the link, node-hours."""
+"""Estimates of a round's cost: GPU memory, disk space, bytes on the link, node-hours."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MODELS_AT_A_FACILITY = 5
 """Received model and update of this round and of the one before, and one being written."""
 VALUE_BYTES = {"delta-int8": 1 + 4 / int8.BLOCK, "delta-int4": 0.5 + 2 / int4.BLOCK}
-"""Of a difference, a value: the number and its share of the block's scale; `sparse` has a bit, and half a byte if it is kept."""
+"""Bytes per value of a delta, its share of the block's scale included; `sparse`: one bit, half a byte more if sent."""
 MOMENTS_BYTES = 8
 """AdamW's two float32 moments, a parameter; kept at the facility for two rounds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFigures:
-    """What estimates need to know of a model."""
+    """A model's properties that the estimates use."""
 
     parameters: int
     bytes: int
@@ -47,7 +47,7 @@ class ModelFigures:
 
 
 def model_figures(directory: Path) -> ModelFigures:
-    """Raises `InputError` for weights or a tokenizer.json that are damaged, `OSError` and `ValueError` for a config.json that is."""
+    """Raises `InputError` for damaged weights or tokenizer.json, `OSError` or `ValueError` for damaged config.json."""
     checkpoint = open_checkpoint(directory)
     config: dict[str, Any] = json.loads((directory / "config.json").read_text())
     config = config.get("text_config") or config
@@ -74,10 +74,11 @@ def state_bytes(model: ModelFigures, training: TrainingSettings) -> int:
 
 
 def activation_bytes(model: ModelFigures, training: TrainingSettings, block_tokens: int, ranks: int) -> int:
-    """Of one forward pass on one rank: s b h (34 + 5 a s / h) a layer in 16 bit (Korthikanti et al. 2022, arXiv 2205.05198, eq. 2),
+    """Activation bytes of one forward pass on one rank.
 
-    without its quadratic term, since attention here is never stored whole; twice that in float32; and the logits with their
-    gradient in float32.
+    s b h (34 + 5 a s / h) a layer in 16 bit (Korthikanti et al. 2022, arXiv 2205.05198, eq. 2), without its quadratic
+    term, since attention is never stored whole here; twice that in float32; and the logits with their gradient in
+    float32.
     """
     micro = training.micro_batch_sequences or max(1, -(-training.batch_sequences // ranks))
     wide = BYTES[training.compute_dtype] / 2
@@ -101,7 +102,7 @@ def smallest_ranks(model: ModelFigures, training: TrainingSettings, block_tokens
 
 
 def facility_bytes(model: ModelFigures, training: TrainingSettings, sending: str = "full") -> int:
-    """Room that a facility needs in its working directory and its state; `sending`: the encoding in which models come."""
+    """Bytes that a facility needs in its working and state directories; `sending`: the encoding of received models."""
     largest = max(model.bytes, model.written(training))
     moments = 2 * MOMENTS_BYTES * model.parameters if training.keep_optimizer else 0
     references = 2 * model.bytes if sending != "full" else 0  # the models that differences refer to

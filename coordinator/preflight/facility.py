@@ -1,4 +1,4 @@
-"""What a facility says of itself: environment, versions, dataset, room. One script, one answer (`facility.probe`)."""
+"""Checks of a facility's environment, versions, dataset and free space, by one remote script (`facility.probe`)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FILES = 1000
 
 
 def probe(deployment: Deployment, dataset: str, workdir: str, reserve: int) -> tuple[dict[str, Any] | None, Row | None]:
-    """The facility's answer, or the row that says why there is none (its subject is empty)."""
+    """The facility's answer, or a row (with an empty subject) that gives the reason for its absence."""
     arguments = shlex.join(
         ["-m", "facility.probe", "--dataset", dataset, "--workdir", workdir, "--reserve", str(reserve)]
     )
@@ -39,7 +39,8 @@ def probe(deployment: Deployment, dataset: str, workdir: str, reserve: int) -> t
         inside = f"apptainer exec {shlex.quote(deployment.environment.image)} " if deployment.environment.image else ""
         script = (
             f"{there}{enter_lines(deployment.environment)}\n"
-            "python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { python3 --version >&2; echo crossfed-old-python >&2; exit 67; }\n"
+            "python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || "
+            "{ python3 --version >&2; echo crossfed-old-python >&2; exit 67; }\n"
             f"echo {BEGIN}\n{inside}python3 {arguments}\n"
         )
     said = run(deployment, script, seconds=180)
@@ -172,7 +173,8 @@ def _dataset(facility: Facility, answer: dict[str, Any], path: str, model: Model
             fail(
                 name,
                 "tokenizer",
-                f"the dataset was tokenised with {answer['vocabulary_size']} tokens, the model has {model.vocabulary}: another tokenizer",
+                f"the dataset was tokenised with {answer['vocabulary_size']} tokens, the model has "
+                f"{model.vocabulary}: another tokenizer",
                 "prepare the dataset with the model's own tokenizer",
             )
         )
@@ -181,7 +183,8 @@ def _dataset(facility: Facility, answer: dict[str, Any], path: str, model: Model
             fail(
                 name,
                 "tokenizer",
-                f"the dataset was tokenised with {answer['tokenizer_sha256']}, the model carries {model.tokenizer}: another tokenizer of the same size",
+                f"the dataset was tokenised with {answer['tokenizer_sha256']}, the model carries {model.tokenizer}: "
+                "another tokenizer of the same size",
                 "prepare the dataset with the model's own tokenizer",
             )
         )
@@ -200,7 +203,8 @@ def _dataset(facility: Facility, answer: dict[str, Any], path: str, model: Model
             fail(
                 name,
                 "dataset",
-                f"{blocks.get('train', 0)} training blocks are fewer than one batch of {facility.training.batch_sequences}",
+                f"{blocks.get('train', 0)} training blocks are fewer than one batch of "
+                f"{facility.training.batch_sequences}",
                 "prepare more text or shorter blocks, or lower `batch_sequences`",
             )
         )
@@ -217,7 +221,8 @@ def _dataset(facility: Facility, answer: dict[str, Any], path: str, model: Model
         ok(
             name,
             "dataset",
-            f"{blocks['train']:,} training and {blocks['validation']:,} validation blocks of {answer['block_tokens']} tokens",
+            f"{blocks['train']:,} training and {blocks['validation']:,} validation blocks of "
+            f"{answer['block_tokens']} tokens",
         )
     ]
 
@@ -242,7 +247,8 @@ def _room(name: str, answer: dict[str, Any], workdir: str, reserve: int) -> Row:
             return fail(
                 name,
                 "room",
-                f"the quota of {quota['of']} leaves {size(quota['free'])}, the rounds need {size(reserve)} at {workdir}",
+                f"the quota of {quota['of']} leaves {size(quota['free'])}, the rounds need {size(reserve)} at "
+                f"{workdir}",
                 "free some, ask the site for more, or choose another file system for `workdir:`",
             )
         if quota["files_free"] is not None and quota["files_free"] < FILES:

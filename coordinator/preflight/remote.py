@@ -91,7 +91,8 @@ def check_connection(name: str, deployment: Deployment) -> Row:
             return fail(
                 name,
                 "key",
-                f"{deployment.host} let in {accepted[-1]}, which ~/.ssh/config names, not `key: {key}`, and StreamFlow will offer only that",
+                f"{deployment.host} let in {accepted[-1]}, which ~/.ssh/config names, not `key: {key}`, and "
+                "StreamFlow will offer only that",
                 f"give {key}.pub to the site, or set `key: {accepted[-1]}`",
             )
         return ok(
@@ -113,13 +114,15 @@ def explain(name: str, deployment: Deployment, answer: Answer) -> Row:
             "REMOTE HOST IDENTIFICATION HAS CHANGED",
             "host key",
             f"{host} shows another host key than known_hosts has: a reinstalled host, or somebody in between",
-            f"ask the site for its key's fingerprint; only if it changed: ssh-keygen -R '{host if not port else f'[{bare}]:{port}'}', then add the new one",
+            "ask the site for its key's fingerprint; only if it changed: ssh-keygen -R "
+            f"'{host if not port else f'[{bare}]:{port}'}', then add the new one",
         ),
         (
             "Host key verification failed",
             "host key",
             f"the host key of {host} is not in known_hosts",
-            f"compare `{scan} | ssh-keygen -lf -` with the fingerprint the site publishes, then append `{scan}` to ~/.ssh/known_hosts",
+            f"compare `{scan} | ssh-keygen -lf -` with the fingerprint the site publishes, then append `{scan}` to "
+            "~/.ssh/known_hosts",
         ),
         (
             "Could not resolve hostname",
@@ -155,7 +158,8 @@ def explain(name: str, deployment: Deployment, answer: Answer) -> Row:
             "Permission denied",
             "login",
             f"{host} does not accept our key for {deployment.user or 'this user'}",
-            "is the public key in ~/.ssh/authorized_keys there, or the certificate still valid? with ssh-agent: does `ssh-add -l` list it? `user:` right?",
+            "is the public key in ~/.ssh/authorized_keys there, or the certificate still valid? with ssh-agent: does "
+            "`ssh-add -l` list it? `user:` right?",
         ),
         (
             "Too many authentication failures",

@@ -10,7 +10,7 @@ Verdict = Literal["ok", "warning", "fail", "skipped"]
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What was looked at, what was found, and what to do."""
+    """Subject, finding and fix of one check."""
 
     subject: str
     """`federation`, `coordinator`, or a facility's name."""

@@ -22,7 +22,8 @@ def check_scheduler(name: str, deployment: Deployment, template: str) -> list[Ro
                 name,
                 "scheduler",
                 f"there is no {command} command at {deployment.host or 'this machine'}",
-                f"is `type: {deployment.type}` right, and `host:` a login node? some sites want a module loaded in ~/.bash_profile for it",
+                f"is `type: {deployment.type}` right, and `host:` a login node? some sites want a module loaded in "
+                "~/.bash_profile for it",
             )
         ]
     rows = [ok(name, "scheduler", answer.out.strip().splitlines()[-1])]

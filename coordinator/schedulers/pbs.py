@@ -10,13 +10,13 @@ from typing import Any
 from coordinator.schedulers.scheduler import FORGOTTEN, BatchScheduler, Ending, Job
 
 ANSWERS = (0, 35, 153)
-"""Codes of qstat that are answers: all is well, a job has finished, an id is unknown. A server that is down gives 255."""
+"""Exit codes of qstat that are answers: success, job finished, unknown id. A server that is down gives 255."""
 FINISHED = re.compile(r"qstat: (\S+) Job has finished")
 UNKNOWN = re.compile(r"qstat: Unknown Job Id (\S+)")
 
 
 class PBS(BatchScheduler):
-    """Asks `qstat` without -x: with it, a server that keeps no history (the default) answers 0 and names no job at all."""
+    """Queries `qstat` without -x: with it, a server without job history (the default) exits 0 and lists no jobs."""
 
     name, title, program = "pbs", "PBS", "qsub"
     connector = "streamflow.deployment.connector.queue_manager:PBSConnector"
@@ -36,7 +36,8 @@ class PBS(BatchScheduler):
         (r"held=.*", "the site's staff or a dependency hold it: `qstat -f {id}` shows Hold_Types and depend"),
         (
             r"(?i).*can never run.*",
-            "no node of the queue has what it asks for: lower `select` in the template; `pbsnodes -a` shows what there is",
+            "no node of the queue has what it asks for: lower `select` in the template; `pbsnodes -a` shows what "
+            "there is",
         ),
         (
             r"(?i).*queue not (started|enabled).*",

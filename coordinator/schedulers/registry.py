@@ -1,6 +1,6 @@
-"""All schedulers: every module of this package that defines `SCHEDULER`, and entry points of the group `crossfed.schedulers`.
+"""All schedulers: modules of this package that define `SCHEDULER`, and entry points in group `crossfed.schedulers`.
 
-An entry point names a `Scheduler` instance of another package; one of the same name takes the place of ours.
+An entry point names a `Scheduler` instance of another package; one of the same name replaces the built-in.
 """
 
 from __future__ import annotations

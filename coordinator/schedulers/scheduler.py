@@ -77,7 +77,7 @@ class Scheduler(ABC):
     job_id: ClassVar[re.Pattern[str]] = re.compile(r"\d[\w.\[\]@-]*")
     """What a line of a listing begins with; banners and complaints do not."""
     advice: ClassVar[Sequence[tuple[str, str]]] = ()
-    """Patterns of reasons that do not clear by themselves, and what to do; whatever is not listed is ordinary waiting."""
+    """Patterns of reasons that mark a stuck job, and what to do; any other reason is ordinary waiting."""
 
     @abstractmethod
     def listing(self, name: str) -> str:

@@ -11,7 +11,7 @@ UNKNOWN = "invalid job id"
 
 
 class Slurm(BatchScheduler):
-    """Asks `squeue` for all states, since lists of states miss some: SIGNALING is a running job that was just signalled."""
+    """Queries `squeue` for all states, since lists of states miss some: SIGNALING is a running job just signalled."""
 
     name, title, program = "slurm", "Slurm", "sbatch"
     connector = "streamflow.deployment.connector.queue_manager:SlurmConnector"

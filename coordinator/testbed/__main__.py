@@ -11,15 +11,18 @@ from coordinator.testbed import daemons, link, rehearsal, stand
 from coordinator.testbed.layout import DEFAULT_ROOT, Testbed, load
 from facility.exchange.errors import exit_on_error
 
-SHAPE = "[FACILITY:]rate=200mbit,rtt=100ms,loss=0.1%%: bandwidth and loss each way, round-trip time added; any of the three; without FACILITY for all; may be given again"
+SHAPE = (
+    "[FACILITY:]rate=200mbit,rtt=100ms,loss=0.1%%: bandwidth and loss each way, round-trip time added; any of the "
+    "three; without FACILITY for all; may be given again"
+)
 
 
 def parser() -> argparse.ArgumentParser:
     """Every option with its unit and default."""
     result = argparse.ArgumentParser(
         prog="crossfed testbed",
-        description="Two real facilities on this machine: sshd, munge and a Slurm cluster of two nodes with stand-in GPUs each, in "
-        "namespaces of their own. Needs root on Debian or Ubuntu.",
+        description="Two real facilities on this machine: sshd, munge and a Slurm cluster of two nodes with stand-in "
+        "GPUs each, in namespaces of their own. Needs root on Debian or Ubuntu.",
     )
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument(
@@ -108,8 +111,8 @@ def _tell(as_json: bool, status: dict, headline: str) -> None:
         services = status["services"][site["name"]]
         off = [name for name, alive in services.items() if not alive]
         lines.append(
-            f"  {site['name']}: {site['user']}@{site['host']}, Slurm partition {site['partition']}, nodes {' '.join(site['nodes'])}"
-            + (f"; NOT RUNNING: {', '.join(off)}" if off else "")
+            f"  {site['name']}: {site['user']}@{site['host']}, Slurm partition {site['partition']}, nodes "
+            f"{' '.join(site['nodes'])}" + (f"; NOT RUNNING: {', '.join(off)}" if off else "")
         )
     first = status["facilities"][0]["name"]
     lines += [

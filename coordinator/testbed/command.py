@@ -43,7 +43,7 @@ def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> None
 
 
 def started_at(pid: int) -> int | None:
-    """Start time of a living process in clock ticks since boot (proc(5), stat field 22); None when it is gone or a zombie."""
+    """Start time of a live process in clock ticks since boot (proc(5), stat field 22); None for exited and zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -97,7 +97,8 @@ LogLevel VERBOSE
 
 
 def hosts(site: Site) -> str:
-    return f"127.0.0.1 localhost\n{site.address} {site.name} {' '.join(site.nodes)}\n{site.coordinator_address} coordinator\n"
+    names = f"{site.name} {' '.join(site.nodes)}"
+    return f"127.0.0.1 localhost\n{site.address} {names}\n{site.coordinator_address} coordinator\n"
 
 
 def ssh_config_entry(site: Site, key: str, known_hosts: str) -> str:

@@ -1,4 +1,4 @@
-"""munge, Slurm and sshd of one facility: start, stop and ask, one by one, so that their absence can be rehearsed."""
+"""Start, stop and query munge, Slurm and sshd of one facility, each on its own, to rehearse their failure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SERVICES = ("munged", "slurmctld", "slurmd", "sshd")
 
 
 def start(site: Site, service: str, *, clean: bool = False) -> None:
-    """Start one service inside the facility and wait until its pid file is there; `clean` forgets Slurm's saved jobs."""
+    """Start one service inside the facility and wait for its pid file; `clean` discards Slurm's saved jobs."""
     _known(service)
     fresh = ["-c"] if clean else []
     if service == "munged":

@@ -1,4 +1,4 @@
-"""What stands where: the testbed's facilities, their addresses, users and files, and the state file that `down` reads."""
+"""Layout of the testbed: its facilities, their addresses, users and files, and the state file that `down` reads."""
 
 from __future__ import annotations
 

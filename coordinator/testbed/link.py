@@ -1,7 +1,7 @@
 """The link between coordinator and a facility: bandwidth, round-trip time and loss.
 
-The kernel's token bucket (tbf) limits bandwidth and netem adds delay and loss where the kernel has it; elsewhere a relay
-in user space (`coordinator.testbed.relay`) carries every packet.
+The kernel's token bucket (tbf) limits bandwidth and netem adds delay and loss where the kernel has it; elsewhere a
+relay in user space (`coordinator.testbed.relay`) carries every packet.
 """
 
 from __future__ import annotations

@@ -34,13 +34,13 @@ def covered_paths(exposed: list[Path], root: Path) -> list[Path]:
 
 
 def python_prefixes() -> list[Path]:
-    """Where this interpreter lives: the virtual environment and what it is built on. Raises `InputError` when others may not read them."""
+    """This interpreter's prefixes: environment and base. Raises `InputError` if other users cannot read them."""
     prefixes = sorted({Path(sys.prefix), Path(sys.base_prefix).resolve()} - {Path("/usr")})
     for prefix in prefixes:
         if prefix.stat().st_mode & 0o005 != 0o005:
             raise InputError(
-                f"{prefix} (Python's) has mode {prefix.stat().st_mode & 0o777:o}, so the facilities' users cannot run it; "
-                f"`chmod -R o+rX {prefix}`, or use another environment"
+                f"{prefix} (Python's) has mode {prefix.stat().st_mode & 0o777:o}, so the facilities' users cannot "
+                f"run it; `chmod -R o+rX {prefix}`, or use another environment"
             )
     return prefixes
 
@@ -84,7 +84,8 @@ def make(testbed: Testbed, site: Site) -> None:
     def ready() -> bool:
         if process.poll() is not None:
             raise TryAgain(
-                f"facility {site.name}: its namespaces could not be made: {(site.log / 'view.log').read_text().strip()[-400:]}"
+                f"facility {site.name}: its namespaces could not be made: "
+                f"{(site.log / 'view.log').read_text().strip()[-400:]}"
             )
         return (site.run / "ready").exists()
 
@@ -92,7 +93,7 @@ def make(testbed: Testbed, site: Site) -> None:
 
 
 def enter(site: Site, *command: str | Path, user: bool = False) -> list[str]:
-    """The command line that runs `command` inside the facility: as root, or as its user with the user's home and Slurm."""
+    """Command line that runs `command` inside the facility: as root, or as its user with the user's home and Slurm."""
     holder = recall(site.run / "holder.pid")
     if holder is None:
         raise TryAgain(f"facility {site.name} is not up: no process holds its namespaces")

@@ -1,4 +1,4 @@
-"""The Debian packages that the testbed needs: which are missing, and installing them without starting their services."""
+"""Find the Debian packages that the testbed lacks, and install them without starting their services."""
 
 from __future__ import annotations
 
@@ -73,7 +73,8 @@ def _install(packages: list[str]) -> None:
             first = subprocess.run(install, env=environment, capture_output=True, text=True)
         if first.returncode:
             raise TryAgain(
-                f"`{' '.join(install)}` ended with code {first.returncode}: {(first.stderr or first.stdout).strip()[-500:]}"
+                f"`{' '.join(install)}` ended with code {first.returncode}: "
+                f"{(first.stderr or first.stdout).strip()[-500:]}"
             )
     finally:
         if ours:

@@ -1,4 +1,4 @@
-"""Everything a federation over the testbed needs: text at each facility, prepared there by its own user, and a small model."""
+"""Material of a federation over the testbed: a dataset at each facility, prepared by its user, and a small model."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def copy_to(testbed: Testbed, site: Site, source: Path, target: str) -> None:
 def prepare_sites(testbed: Testbed, sizes: Sizes = SIZES) -> tuple[Path, dict[str, str]]:
     """Make a small model on the coordinator and a prepared dataset at every facility, each of another text.
 
-    Returns the model's directory and the datasets' paths by facility. The text is written and tokenised at the facility,
-    by its own user; nobody else can read it. What is there already is recognised.
+    Returns the model's directory and the datasets' paths by facility. The text is written and tokenised at the
+    facility, by its own user; nobody else can read it. What is there already is recognised.
     """
     material = testbed.root / "coordinator" / "material"
     make(material, sizes=sizes)
@@ -153,7 +153,7 @@ def write_federation(
 
 
 def run(testbed: Testbed, *, rounds: int, quiet: bool = True) -> int:
-    """Run (or resume) a federation over the testbed, two ranks under srun at its first facility; the shell's exit code."""
+    """Run or resume a federation over the testbed, two ranks under srun at its first site; returns the exit code."""
     model, datasets = prepare_sites(testbed)
     folder = testbed.root / "coordinator" / "federation"
     tasks = {testbed.sites[0].name: 2}

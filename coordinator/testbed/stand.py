@@ -113,7 +113,8 @@ def _free_network() -> int:
 def _reserve(testbed: Testbed) -> None:
     """Make the users while the lock is held: they mark the network as taken."""
     for site in testbed.sites:
-        # An asterisk as password: no password fits, but the account is not locked (sshd without PAM refuses locked ones).
+        # An asterisk as password: no password fits, but the account is not locked (sshd without PAM refuses locked
+        # ones).
         command = ["useradd", "--no-create-home", "--home-dir", str(site.home), "--shell", "/bin/bash"]
         call(*command, "--password", "*", site.user)
 
@@ -186,7 +187,8 @@ def _check_python(testbed: Testbed, site: Site) -> None:
     result = call(*command, check=False)
     if result.returncode:
         raise InputError(
-            f"user {site.user} cannot run {testbed.python} -c {code!r}: {(result.stderr or result.stdout).strip()[-300:]}"
+            f"user {site.user} cannot run {testbed.python} -c {code!r}: "
+            f"{(result.stderr or result.stdout).strip()[-300:]}"
         )
 
 

@@ -4,9 +4,10 @@ A. Douillard et al., "DiLoCo: distributed low-communication training of language
 algorithm 1, with the form of Nesterov momentum of I. Sutskever et al. 2013 that PyTorch's SGD uses:
 v = mu v + step,  w = w + eta (step + mu v).
 
-The momentum grows with the rounds, t / (t + 3) in round t = 0, 1, ..., up to mu: Y. Nesterov's own sequence, as written in
-W. Su, S. Boyd, E. Candes, "A differential equation for modeling Nesterov's accelerated gradient method", JMLR 17 (2016),
-arXiv 1503.01243, eq. 1. The steps of the first rounds say little of those to come, most of all from random weights.
+The momentum grows with the rounds, t / (t + 3) in round t = 0, 1, ..., up to mu: Y. Nesterov's own sequence, as
+written in W. Su, S. Boyd, E. Candes, "A differential equation for modeling Nesterov's accelerated gradient method",
+JMLR 17 (2016), arXiv 1503.01243, eq. 1. The steps of the first rounds predict later ones poorly, above all from random
+weights.
 """
 
 from __future__ import annotations
