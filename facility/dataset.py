@@ -1,6 +1,6 @@
 """A prepared dataset on disk, and how the trainer opens it.
 
-    DIR/train.npy, DIR/validation.npy   int32, one row of `block_tokens` token ids per block (NumPy's format, memory mapped)
+    DIR/train.npy, DIR/validation.npy   int32, one row of `block_tokens` token ids per block (NumPy, memory-mapped)
     DIR/train.rows.npy, ...             classification only: int32, one row (label, length, second_start) per block
     DIR/tokenizer/                      a copy of the tokenizer that made the ids
     DIR/dataset.json                    `DatasetManifest`, written last: a directory without it is no dataset
@@ -60,7 +60,7 @@ class SplitEntry:
     tokens: int
     """Tokens that the documents gave, template included."""
     tail_tokens: int
-    """Tokens at the end of the stream that filled no whole block: the only ones left out of it. 0 for classification."""
+    """Tokens dropped at the end of the stream, where they fill no whole block. 0 for classification."""
     truncated_documents: int = 0
     """Classification only: documents longer than a block."""
     sha256: str
@@ -109,7 +109,8 @@ class PreparedDataset:
     def split(self, name: str) -> numpy.memmap:
         """Token ids of split `train` or `validation`: int32 of shape (blocks, block_tokens), mapped, read-only.
 
-        Raises `DatasetError` for an unknown split, or a file that is missing or of another shape than the manifest says.
+        Raises `DatasetError` for an unknown split, or a file that is missing or of another shape than the manifest
+        says.
         """
         entry = self._entry(name)
         return _mapped(self.directory / f"{name}.npy", (entry.blocks, self.manifest.block_tokens))
@@ -123,7 +124,7 @@ class PreparedDataset:
         return _mapped(self.directory / f"{name}.rows.npy", (entry.blocks, 3))
 
     def verify(self) -> None:
-        """Read everything and compare it with the manifest; raises `DatasetError` naming the first file that differs."""
+        """Read all files and compare them with the manifest; raises `DatasetError` naming the first that differs."""
         for name, entry in self.manifest.splits.items():
             blocks = self.split(name)
             files = [(f"{name}.npy", entry.sha256)]

@@ -120,8 +120,8 @@ def _free_port(tasks: Tasks) -> int:
 def _refuse_taken(where: Place) -> None:
     if _taken("", where.master_port):
         raise TryAgain(
-            f"port {where.master_port} on {socket.gethostname()} is taken, so the ranks cannot meet there; set MASTER_PORT in the "
-            "job's template, or submit again (the port follows from the job's number)"
+            f"port {where.master_port} on {socket.gethostname()} is taken, so the ranks cannot meet there; set "
+            "MASTER_PORT in the job's template, or submit again (the port follows from the job's number)"
         )
 
 

@@ -4,8 +4,8 @@
     python -m facility.launch -- -m facility.measure --model DIR --out profile.json   all ranks of an allocation
 
 Every rank times each kind of unit of the model (embedding, blocks, head), forwards and backwards, at the given
-micro-batch sizes; then all pairs of ranks measure latency and bandwidth in both directions in a tournament, and groups of
-ranks load their common ways out. Unequal devices and links can be pretended for rehearsal. The result is a planning
+micro-batch sizes; then all pairs of ranks measure latency and bandwidth in both directions in a tournament, and groups
+of ranks load their common ways out. Unequal devices and links can be pretended for rehearsal. The result is a planning
 problem without a batch: `python -m coordinator.plan` takes it together with a batch size.
 """
 
@@ -268,7 +268,8 @@ def _table(profile: Profile) -> str:
     lines = ["device                          slowdown  free memory  site"]
     for device in raw["devices"]:
         lines.append(
-            f"{device['id']:<30}  {device['slowdown']:>8.2f}  {device['memory_bytes'] / 2**30:>7.1f} GiB  {device['site']}"
+            f"{device['id']:<30}  {device['slowdown']:>8.2f}  {device['memory_bytes'] / 2**30:>7.1f} GiB  "
+            f"{device['site']}"
         )
     lines.append("unit            count  forward   backward  of one sample;   parameters    kept a sample")
     for unit in raw["units"]:

@@ -3,8 +3,8 @@
     python -m facility.prepare --input train.jsonl --validation validation.jsonl --tokenizer tokenizer/ \\
         --out prepared/it --block-tokens 512 --template "Scrivi un documento: {text}{eos}"
 
-The same command again recognises its own result and does nothing. The output depends on the inputs and the settings, not
-on the number of processes.
+The same command again recognises its own result and does nothing. The output depends on the inputs and the settings,
+not on the number of processes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""`python -m facility.probe`: what `crossfed check` asks a facility about itself; one JSON object on stdout, nothing changed.
+"""`python -m facility.probe`: report a facility's environment to `crossfed check` as one JSON object; changes nothing.
 
-Imports no torch, so that it answers at once on a login node.
+Does not import torch, so that it answers at once on a login node.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def dataset(path: Path) -> dict[str, Any]:
 
 
 def disk(path: Path, reserve: int) -> dict[str, Any]:
-    """Room at `path`, or at the nearest folder above that exists; tries to take `reserve` bytes, as a quota would refuse."""
+    """Free space at `path` or its nearest existing parent; allocates `reserve` bytes to detect a quota."""
     folder = path
     while not (folder.exists() or folder.is_symlink()) and folder != folder.parent:
         folder = folder.parent

@@ -1,6 +1,7 @@
 """What a file system's quota leaves to this account, asked by the commands of the file system itself.
 
-- Lustre: `lfs quota` of user, group and project (https://doc.lustre.org/lustre_manual.xhtml, chapter "Configuring and Managing Quotas")
+- Lustre: `lfs quota` of user, group and project (https://doc.lustre.org/lustre_manual.xhtml, chapter "Configuring and
+  Managing Quotas")
 - GPFS / Storage Scale: `mmlsquota -Y` (https://www.ibm.com/docs/en/storage-scale, mmlsquota command)
 - everything else, NFS homes for one: `quota -w` (quota(1))
 """

@@ -1,4 +1,4 @@
-"""`python -m facility.selfcheck`: train three steps of a pico model as a job of a federation would, and tell what was found.
+"""`python -m facility.selfcheck`: train a pico model for three steps as a federation's job would; report the result.
 
 With `--template` the job goes through the template's queue (sbatch, qsub or flux, by its directives), and this command
 waits for it; without, it runs here.
@@ -121,7 +121,8 @@ def run(folder: Path, template: Path | None, fill: dict[str, str], home: Path, l
         )
     except subprocess.TimeoutExpired:
         raise InputError(
-            f"the job did not end within {limit_seconds:.0f} s (it may still wait in the queue); its directory is {folder}"
+            f"the job did not end within {limit_seconds:.0f} s (it may still wait in the queue); its directory is "
+            f"{folder}"
         ) from None
     sys.stderr.write(result.stdout + result.stderr)
     if not (folder / "job" / "update").is_dir():
@@ -139,7 +140,8 @@ def verdict(folder: Path, seconds: float) -> str:
     if not told.loss_returned < told.loss_received:
         raise InputError(f"three steps did not lower the loss: {told.loss_received:.3f} to {told.loss_returned:.3f}")
     devices = ", ".join(sorted(set(told.devices))) or "unknown device"
-    return f"{told.ranks} rank(s) on {devices}, loss {told.loss_received:.3f} to {told.loss_returned:.3f} in three steps, {seconds:.0f} s in all"
+    loss = f"loss {told.loss_received:.3f} to {told.loss_returned:.3f}"
+    return f"{told.ranks} rank(s) on {devices}, {loss} in three steps, {seconds:.0f} s in all"
 
 
 def main() -> int:

@@ -2,9 +2,9 @@
 
     python -m facility.train --model DIR --dataset DIR --settings FILE --round N --out DIR
 
-Run by one process, or by several whose environment says which ranks they are (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR,
-MASTER_PORT): `python -m facility.launch` and torchrun both set it. Exit codes: 0 the update is complete; 85 time ran
-out, the same command resumes; 2 the input must be changed; 75 a transient error; 1 a bug.
+Run by one process, or by several whose environment says which ranks they are (RANK, WORLD_SIZE, LOCAL_RANK,
+MASTER_ADDR, MASTER_PORT): `python -m facility.launch` and torchrun both set it. Exit codes: 0 the update is complete;
+85 time ran out, the same command resumes; 2 the input must be changed; 75 a transient error; 1 a bug.
 
 Round N = rounds, one past the last, asks for the evaluation of the final model: no step is taken, no state is touched,
 and the update holds `report.json` and `manifest.json` alone.

@@ -113,8 +113,9 @@ def read_tasks(environ: Mapping[str, str], host_file: str | None = None) -> Task
         if nodes > 1:
             name = allocation.name if allocation else HOSTS
             raise ConfigurationError(
-                f"{name} gave this job {nodes} nodes ({', '.join(sorted(set(hosts))[:4])}, ...), but this process was started on "
-                "one of them only: start it on each (srun, flux run, mpiexec, pbsdsh), as the files in templates/ do"
+                f"{name} gave this job {nodes} nodes ({', '.join(sorted(set(hosts))[:4])}, ...), but this process "
+                "was started on one of them only: start it on each (srun, flux run, mpiexec, pbsdsh), as the files "
+                "in templates/ do"
             )
         name = allocation.name if allocation else "none"
         return Tasks(
@@ -147,8 +148,9 @@ def _of_table(environ: Mapping[str, str], table: TaskTable, hosts: list[str], co
     local_tasks: int | None
     if table is PBSDSH and len(names) < len(hosts):
         raise ConfigurationError(
-            f"PBS starts {len(hosts)} tasks on {len(names)} nodes, and those of one node cannot be told apart: ask for one "
-            "chunk a node without mpiprocs (`select=NODES:ncpus=...`, `place=scatter`), as templates/pbs.sh does"
+            f"PBS starts {len(hosts)} tasks on {len(names)} nodes, and those of one node cannot be told apart: ask "
+            "for one chunk a node without mpiprocs (`select=NODES:ncpus=...`, `place=scatter`), as templates/pbs.sh "
+            "does"
         )
     if table is PBSDSH:
         nodes, node, local_tasks, local_task = tasks, task, 1, 0
@@ -180,8 +182,9 @@ def _of_table(environ: Mapping[str, str], table: TaskTable, hosts: list[str], co
 def place(tasks: Tasks, environ: Mapping[str, str], *, ranks: int, counts: Sequence[int] = (), port: int = 0) -> Place:
     """Which ranks this process starts.
 
-    `ranks`: how many this node shall have, where it stands for its node. `counts`: ranks of every node, in order; needed
-    for several nodes with one task each, unless all have `ranks`. `port`: master port; 0 derives it from the job.
+    `ranks`: how many this node shall have, where it stands for its node. `counts`: ranks of every node, in order;
+    needed for several nodes with one task each, unless all have `ranks`. `port`: master port; 0 derives it from the
+    job.
     """
     if environ.get("MASTER_PORT") and (tasks.scheduler == TORCHRUN.name or not port):
         port = int(environ["MASTER_PORT"])

@@ -25,8 +25,8 @@ SECRET_BYTES = 32
 def private_directory(tasks: Tasks, notes: Notes, seconds: float) -> Iterator[dict[str, str]]:
     """The environment that tells ranks where to meet; the directory or its secret is gone afterwards.
 
-    One launcher: a directory on this node. Several: one below `notes`, which all nodes see, with a secret that the first
-    task writes and the others wait for, `seconds` at most.
+    One launcher: a directory on this node. Several: one below `notes`, which all nodes see, with a secret that the
+    first task writes and the others wait for, `seconds` at most.
     """
     if tasks.scheduler == TORCHRUN.name:
         yield {}

@@ -79,7 +79,8 @@ FLUX = TaskTable(
     local_task=("FLUX_TASK_LOCAL_ID",),
     nodes=("FLUX_JOB_NNODES",),
 )
-# https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES; sbatch sets SLURM_PROCID too, but no SLURM_STEP_ID
+# https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES; sbatch sets SLURM_PROCID too, but no
+# SLURM_STEP_ID
 SRUN = TaskTable(
     name="Slurm",
     marks=("SLURM_STEP_ID", "SLURM_PROCID"),
@@ -90,7 +91,8 @@ SRUN = TaskTable(
     nodes=("SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_NNODES"),
     counts=("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"),
 )
-# https://cpe.ext.hpe.com/docs/latest/getting_started/HPE-Cray-Programming-Environment-User-Guide-HPCM.html (PALS: mpiexec under PBS)
+# https://cpe.ext.hpe.com/docs/latest/getting_started/HPE-Cray-Programming-Environment-User-Guide-HPCM.html (PALS:
+# mpiexec under PBS)
 PALS = TaskTable(
     name="PALS",
     marks=("PALS_RANKID", "PMI_SIZE"),
@@ -100,7 +102,8 @@ PALS = TaskTable(
     local_tasks=("PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE"),
     node=("PALS_NODEID",),
 )
-# https://github.com/pmodels/mpich/blob/main/doc/wiki/how_to/Using_the_Hydra_Process_Manager.md (MPICH, Intel MPI, MVAPICH)
+# https://github.com/pmodels/mpich/blob/main/doc/wiki/how_to/Using_the_Hydra_Process_Manager.md (MPICH, Intel MPI,
+# MVAPICH)
 PMI = TaskTable(
     name="PMI",
     marks=("PMI_RANK", "PMI_SIZE"),
@@ -109,8 +112,9 @@ PMI = TaskTable(
     local_task=("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
     local_tasks=("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
 )
-# https://2022.help.altair.com/2022.1.0/PBS%20Professional/PBSUserGuide2022.1.pdf, "pbsdsh": one task for each line of the node
-# file, which lies on the first node only (templates/pbs.sh hands it on); PBS_NODENUM counts nodes, so one task a node
+# https://2022.help.altair.com/2022.1.0/PBS%20Professional/PBSUserGuide2022.1.pdf, "pbsdsh": one task for each line of
+# the node file, which lies on the first node only (templates/pbs.sh hands it on); PBS_NODENUM counts nodes, so one
+# task a node
 PBSDSH = TaskTable(
     name="pbsdsh",
     marks=("PBS_JOBID", "PBS_NODENUM", "CROSSFED_HOSTS"),
@@ -130,9 +134,11 @@ SLURM_JOB = AllocationTable(
     devices_per_node=("SLURM_GPUS_PER_NODE",),
     end=("SLURM_JOB_END_TIME",),
 )
-# https://2022.help.altair.com/2022.1.0/PBS%20Professional/PBSUserGuide2022.1.pdf, "Environment Variables Provided by PBS"
+# https://2022.help.altair.com/2022.1.0/PBS%20Professional/PBSUserGuide2022.1.pdf, "Environment Variables Provided by
+# PBS"
 PBS_JOB = AllocationTable(name="PBS", job=("PBS_JOBID",), host_file=("PBS_NODEFILE",))
-# https://flux-framework.readthedocs.io/projects/flux-core/en/latest/man7/flux-environment.html; no host list there: the template asks `flux hostlist`
+# https://flux-framework.readthedocs.io/projects/flux-core/en/latest/man7/flux-environment.html; no host list there:
+# the template asks `flux hostlist`
 FLUX_JOB = AllocationTable(name="Flux", job=("FLUX_JOB_ID", "FLUX_ENCLOSING_ID"))
 ALLOCATIONS = (FLUX_JOB, SLURM_JOB, PBS_JOB)
 

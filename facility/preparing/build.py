@@ -186,7 +186,7 @@ def _settings(request: Request) -> dict[str, Any]:
 
 
 def _recognised(request: Request, wanted: dict[str, Any]) -> PreparedDataset | None:
-    """The dataset at `out` if this very request made it; None if it may be replaced; else an error that says what differs."""
+    """The dataset at `out` if the same request made it; None if replaceable; else an error naming the differences."""
     if not (request.out / NAME).is_file():
         raise DatasetError(f"{request.out} exists and is no prepared dataset: choose another --out")
     try:
@@ -204,7 +204,8 @@ def _recognised(request: Request, wanted: dict[str, Any]) -> PreparedDataset | N
     if request.replace:
         return None
     raise DatasetError(
-        f"{request.out} holds a dataset prepared otherwise (differing: {', '.join(differing)}); --replace makes it again"
+        f"{request.out} holds a dataset prepared otherwise (differing: {', '.join(differing)}); --replace makes it "
+        "again"
     )
 
 

@@ -1,4 +1,4 @@
-"""Where a facility keeps what outlives a round: optimizer state, finished updates, personal tensors, what was not sent."""
+"""State directory of a facility, kept across rounds: optimizer state, updates, local parameters, residual."""
 
 from __future__ import annotations
 

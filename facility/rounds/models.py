@@ -1,8 +1,8 @@
 """The models of the last two rounds, kept at a facility as references for models that arrive as differences.
 
-A message (`facility.exchange.checkpoints.delta`) names the digest of its reference and of the model it decodes to. What the facility
-keeps is found by digest; without the reference nothing is guessed: the round fails with the reason, and the coordinator
-sends the whole model in the next.
+A message (`facility.exchange.checkpoints.delta`) names the digest of its reference and of the model it decodes to.
+Kept models are looked up by digest; without the reference the round fails with the reason, and the coordinator sends
+the whole model in the next.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Models:
         return (self.place(digest) / NAME).is_file() and read_manifest(self.place(digest)).content_sha256 == digest
 
     def whole(self, received: Path) -> Path:
-        """Keep the received model and return where it lies whole. Raises `InputError` where its reference is not here."""
+        """Keep the received model; returns the full model's directory. Raises `InputError` without its reference."""
         manifest = read_manifest(received)
         digest, keep = digest_of(manifest), set()
         if manifest.encoding == "full":
@@ -57,8 +57,8 @@ class Models:
         if not self.holds(reference):
             kept = ", ".join(sorted(path.name[:12] for path in self.directory.glob("[!.]*"))) or "none"
             raise InputError(
-                f"the model arrived as a difference to the one with sha256 {reference:.12}, and this facility keeps {kept} "
-                f"in {self.directory}: it has to be sent in full, which the coordinator does in the next round"
+                f"the model arrived as a difference to the one with sha256 {reference:.12}, and this facility keeps "
+                f"{kept} in {self.directory}: it has to be sent in full, which the coordinator does in the next round"
             )
         shutil.rmtree(self.place(digest), ignore_errors=True)
         try:

@@ -49,7 +49,7 @@ def make_smaller(
 
 
 def unsent(state: Path, round: int, settings: TrainingSettings) -> Path | None:
-    """What messages before `round` left out, a float32 checkpoint of the tensors concerned; None where there is nothing."""
+    """The residual of messages before `round`: a float32 checkpoint of the tensors concerned; None if there is none."""
     found = None if settings.encoding == "full" else latest_before(_home(state), round)
     return found if found is not None and any(found.glob("*.safetensors")) else None
 

@@ -1,4 +1,4 @@
-"""Whatever happens to the facilities, every chain ends, every update counts once, and the last mean is over all that are left."""
+"""Whatever happens to the facilities, each chain ends, each update counts once, and the last mean covers all left."""
 
 from __future__ import annotations
 

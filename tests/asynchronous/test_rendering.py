@@ -1,4 +1,4 @@
-"""A federation by groups as it is written and rendered: absent it changes nothing, and nonsense is told with its line."""
+"""Rendering a federation by groups: without `groups:` nothing changes, and invalid values are reported with a line."""
 
 from __future__ import annotations
 

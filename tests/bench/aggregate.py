@@ -33,11 +33,16 @@ import json, sys, pathlib, shutil, torch
 from safetensors.torch import load_file, save_file
 base, out, *rest = sys.argv[1:]
 updates, weights = rest[: len(rest) // 2], [float(w) for w in rest[len(rest) // 2 :]]
-models = [{k: v for f in sorted(pathlib.Path(u).glob("*.safetensors")) for k, v in load_file(f).items()} for u in updates]
-mean = {k: sum(m[k].float() * (w / sum(weights)) for m, w in zip(models, weights)).to(models[0][k].dtype) for k in models[0]}
+def load(update):
+    return {k: v for f in sorted(pathlib.Path(update).glob("*.safetensors")) for k, v in load_file(f).items()}
+models = [load(update) for update in updates]
+def average(k):
+    return sum(m[k].float() * (w / sum(weights)) for m, w in zip(models, weights)).to(models[0][k].dtype)
+mean = {k: average(k) for k in models[0]}
 pathlib.Path(out).mkdir()
 for file in sorted(pathlib.Path(base).glob("*.safetensors")):
-    names = [k for k, f in json.load(open(base + "/model.safetensors.index.json"))["weight_map"].items() if f == file.name]
+    places = json.load(open(base + "/model.safetensors.index.json"))["weight_map"]
+    names = [k for k, f in places.items() if f == file.name]
     save_file({k: mean[k] for k in names}, out + "/" + file.name, metadata={"format": "pt"})
 shutil.copy(base + "/model.safetensors.index.json", out)
 """
@@ -67,7 +72,8 @@ started = time.perf_counter()
 child = os.posix_spawnp(sys.argv[1], sys.argv[1:], os.environ)
 _, status, usage = os.wait4(child, 0)
 print("\\n" + json.dumps({"seconds": round(time.perf_counter() - started, 2),
-    "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 2), "peak_mb": round(usage.ru_maxrss / 1024, 1)}), file=sys.stderr)
+    "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 2),
+    "peak_mb": round(usage.ru_maxrss / 1024, 1)}), file=sys.stderr)
 sys.exit(os.waitstatus_to_exitcode(status))
 """
 

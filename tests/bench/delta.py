@@ -4,8 +4,8 @@
 
 One bfloat16 model of normally distributed weights (rms 0.02) and a float32 update that moved by rms 1e-4. Prints JSON:
 for each encoding the bytes over those of the full bfloat16 checkpoint, the error over the update's rms, and megabytes
-of bfloat16 checkpoint a second for encoding (with a residual kept) and decoding: of the codec, from arrays to arrays, and of
-whole commands over files with their headers, manifests and hashes, warm cache.
+of bfloat16 checkpoint a second for encoding (with a residual kept) and decoding: of the codec, from arrays to arrays,
+and of whole commands over files with their headers, manifests and hashes, warm cache.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from facility.exchange.messages.settings import SPARSE_DENSITY  # noqa: E402
 
 
 def codec_alone(encoding: str, base: Path, update: Path, megabytes: float) -> dict[str, int]:
-    """MB of bfloat16 a second from stored base and update to message and residual, and from base and message to values."""
+    """MB of bfloat16 a second: stored base and update to message and residual, and base and message to values."""
     codec, old, new = CODECS[encoding], open_checkpoint(base).tensors, open_checkpoint(update).tensors
     seconds = dict.fromkeys(("encode", "decode"), 0.0)
     values, missed, scratch = (np.empty(PART, np.float32) for _ in range(3))

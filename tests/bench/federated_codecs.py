@@ -1,4 +1,4 @@
-"""The delta codecs of `facility.exchange.checkpoints.codecs` between tensors in memory; what a sender loses, it keeps."""
+"""The delta codecs of `facility.exchange.checkpoints.codecs` on tensors in memory, with the sender's residual."""
 
 from __future__ import annotations
 

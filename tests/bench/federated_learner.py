@@ -1,7 +1,7 @@
-"""Federated and pooled training in one process, for experiments: the trainer's and coordinator's arithmetic, no workflow.
+"""Federated and pooled training in one process, for experiments: trainer's and coordinator's arithmetic, no workflow.
 
-What travels is rounded to bfloat16 as in the real rounds; the coordinator keeps a float32 master and applies the rules of
-`coordinator.aggregation`; a facility's AdamW moments stay with it; its learning-rate schedule spans the federation.
+What travels is rounded to bfloat16 as in the real rounds; the coordinator keeps a float32 master and applies the rules
+of `coordinator.aggregation`; a facility's AdamW moments stay with it; its learning-rate schedule spans the federation.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     python tests/bench/federated_pooled.py --out /tmp/it-cs
 
 Runs `facility.prepare`, `facility.train` and `coordinator.aggregate` as commands, one after the other, on
-`../shared/data` (JSONL). A Llama of 1.3 M parameters with random weights; 5 rounds. The pooled model sees both texts with
-the batches of both facilities in every step. Prints the table as Markdown and the figures as JSON.
+`../shared/data` (JSONL). A Llama of 1.3 M parameters with random weights; 5 rounds. The pooled model sees both texts
+with the batches of both facilities in every step. Prints the table as Markdown and the figures as JSON.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@
 
 A Llama of 2 layers with tied embeddings (0.16 M parameters at width 64, 0.53 M at 128) and a BPE of 1,024 tokens.
 Experiment `it-cs`: pretrained on German and French (500 steps), then federated over Italian and Czech; `all-four`: the
-same, federated over all four. Every run is kept in OUT/results.jsonl and not repeated. Table and plot: `federated_quality_report.py`.
+same, federated over all four. Every run is kept in OUT/results.jsonl and not repeated. Table and plot:
+`federated_quality_report.py`.
 """
 
 from __future__ import annotations

@@ -2,11 +2,12 @@
 
     python -m tests.bench.pipeline_agreement [--ranks 4] [--iterations 4]
 
-Each rank runs the schedule classes that the trainer uses (`facility.training.parallel.compute.SCHEDULES`) over stages whose forward and
-backward sleep, so that two cores can play any number of devices. Cases: equal stages, unequal stages, random stalls (the
-seeded ones, so that the simulator meets the same). A busy machine wakes sleepers late, so the simulator is told three things:
-`error`: what every single pass lost (late or stalled); `error_by_means`: the mean seconds of a pass on each rank, as measuring
-would tell; `error_by_what_was_asked`: the sleeping times alone. The latency of a message is measured in the same processes.
+Each rank runs the schedule classes that the trainer uses (`facility.training.parallel.compute.SCHEDULES`) over stages
+whose forward and backward sleep, so that two cores can play any number of devices. Cases: equal stages, unequal
+stages, random stalls (the seeded ones, so that the simulator meets the same). A busy machine wakes sleepers late, so
+the simulator is told three things: `error`: what every single pass lost (late or stalled); `error_by_means`: the mean
+seconds of a pass on each rank, as measuring would tell; `error_by_what_was_asked`: the sleeping times alone. The
+latency of a message is measured in the same processes.
 """
 
 from __future__ import annotations

@@ -3,9 +3,10 @@
     python -m tests.bench.plan [--suite chain place joint] [--seconds 3] [--clock cpu]
 
 chain  Sky Computing's 483 units on 16, 32 and 64 devices: even, dynamic, exact (given and free order).
-place  DT-FM's five cases, then renumbered, disturbed, asymmetric and larger ones: ours, and the published search given ten
-       times our seconds. Curves are (seconds, best cost).
-joint  the five networks with unequal devices: DT-FM's layout, the best layer split on it, and joint planning, all simulated.
+place  DT-FM's five cases, then renumbered, disturbed, asymmetric and larger ones: ours, and the published search with
+       ten times our seconds. Curves are (seconds, best cost).
+joint  the five networks with unequal devices: DT-FM's layout, the best layer split on it, and joint planning; all
+       simulated.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def placement(
     noise: int | None = None,
     symmetric: bool = False,
 ) -> PlacementProblem:
-    """A published case, each device `tile` times, renumbered, every link disturbed by 0.7-1.4 (delay), 0.6-1.2 (bandwidth)."""
+    """A published case, each device `tile` times, renumbered, links scaled by 0.7-1.4 (delay), 0.6-1.2 (bandwidth)."""
     raw = json.loads(published(name).read_text())
     for key, spread in (("delay_ms", (0.7, 1.4)), ("bandwidth_gbit_per_s", (0.6, 1.2))):
         matrix = np.kron(np.array(raw[key]), np.ones((tile, tile)))

@@ -1,15 +1,18 @@
 """The trainer under different plans on four gloo processes of unequal emulated speed. Prints JSON.
 
-    python -m tests.bench.simulate_end_to_end [--settings few many fast] [--factors 1,2,4,1 1,1,3,3] [--steps 4] [--repeats 2]
+    python -m tests.bench.simulate_end_to_end [--settings few many fast] [--factors 1,2,4,1 1,1,3,3] [--steps 4]
+        [--repeats 2]
 
-For every setting `facility.measure` first measures the model, the links and what replicas and pipelines cost on the four
-processes; to that come the seconds that every unit of the model will sleep, as its device's factor says. The problem is then
-planned by `even`, by `exact` (layers to devices in the best order, placed on the line of stages as they come), by placing first and
-splitting the layers best afterwards, and by `joint`; `facility.train` runs the plans in turns in the same processes. Seconds a step are
-the trainer's own, of its steady steps; beside them stands what the simulator predicts. No plan is told the results of another.
+For every setting `facility.measure` first measures the model, the links and what replicas and pipelines cost on the
+four processes; the seconds that each unit of the model sleeps, by its device's factor, are added. The
+problem is then planned by `even`, by `exact` (layers to devices in the best order, placed on the line of stages as
+they come), by placing first and splitting the layers best afterwards, and by `joint`; `facility.train` runs the plans
+in turns in the same processes. Seconds a step are the trainer's own, of its steady steps, beside the simulator's
+prediction. Plans are independent of each other's results.
 
-`few`: four sequences a step, so that filling and draining a pipeline weighs. `many`: eight. `fast`: eight, on units three times as fast, so that
-messages, collectives and the trainer's own work weigh. `--factors`: slowness of the four ranks.
+`few`: four sequences a step, so that filling and draining a pipeline weighs. `many`: eight. `fast`: eight, on units
+three times as fast, so that messages, collectives and the trainer's own work weigh. `--factors`: slowness of the four
+ranks.
 """
 
 from __future__ import annotations

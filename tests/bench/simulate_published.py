@@ -2,9 +2,9 @@
 
     python -m tests.bench.simulate_published [--cases DIR] [--table]
 
-`--cases`: the published network cases (`worldwide.json` and others); rows that need them are left out where it is absent.
-"Published" figures are those of the cited abstracts and schedules' papers; "elsewhere" marks an earlier independent
-simulation of the same setting. Nothing here was measured on the authors' hardware.
+`--cases`: the published network cases (`worldwide.json` and others); rows that need them are left out where it is
+absent. "Published" figures are those of the cited abstracts and schedules' papers; "elsewhere" marks an earlier
+independent simulation of the same setting. Nothing here was measured on the authors' hardware.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def schedules() -> list[Row]:
 
 
 def sequential_versus_pipelined() -> list[Row]:
-    """Sky Computing (arXiv 2202.11836) walks one batch through all devices; pipelining the micro-batches is the larger gain."""
+    """Sky Computing (arXiv 2202.11836) passes one batch through all devices; pipelining micro-batches gains more."""
     stages = 16
     one = simulate_layout(uniform(stages, 1)).iteration_seconds
     many = simulate_layout(uniform(stages, 64, forward=1 / 64, backward=2 / 64)).iteration_seconds

@@ -3,8 +3,9 @@
     SLOW_FACTORS=1,2,4,1 SLOW_UNITS='[[0.001, 0.002], ...]' python -m tests.bench.slow_rank RUNS.json
 
 RUNS.json: [{"port": 1234, "arguments": [...]}, ...], runs of facility.train one after the other in the same processes.
-SLOW_UNITS: [forward, backward] seconds a sequence of every unit on a device of factor 1. The trainer's code is as it is; its
-stages are wrapped, so that what it computes and sends stays the same. The rank's own number chooses its factor.
+SLOW_UNITS: [forward, backward] seconds a sequence of every unit on a device of factor 1. The trainer's code is as it
+is; its stages are wrapped, so that what it computes and sends stays the same. The rank's own number chooses its
+factor.
 """
 
 from __future__ import annotations

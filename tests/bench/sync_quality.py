@@ -6,7 +6,8 @@ not; `--pretrain 0`: from random weights). A forward and a backward pass last 70
 the shared law as in `sync_speed.py`: what the real ones leave of that is slept. For each row: all-reduce makes N steps
 and takes T seconds; each policy then makes as many updates as all-reduce made, and once more runs for T seconds (its
 learning rate decays over the updates that its speed promises). What is compared is the validation loss of the averaged
-model that `finish` leaves on every process. The row of pipelines is scaled down to four pipelines of two stages (eight processes), never flushed, weights stashed.
+model that `finish` leaves on every process. The row of pipelines is scaled down to four pipelines of two stages (eight
+processes), never flushed, weights stashed.
 
     python tests/bench/sync_quality.py --steps 120 --out sync_quality.json
 """

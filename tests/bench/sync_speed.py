@@ -2,8 +2,8 @@
 
 Eight workers (or four pipelines of four stages, never flushed) are real processes that exchange real tensors over
 gloo; a forward and a backward pass are sleeps of 70 and 140 ms with 2 % jitter, stalled and slowed by the shared law
-(`facility.exchange.messages.emulation`). All rows and policies of a call run in the same processes one after the other. Beside
-each figure stands what the simulator predicts for the same stalls (`coordinator.simulation.replicas`).
+(`facility.exchange.messages.emulation`). All rows and policies of a call run in the same processes one after the
+other. Beside each figure stands what the simulator predicts for the same stalls (`coordinator.simulation.replicas`).
 
     python tests/bench/sync_speed.py --steps 40 --out sync_speed.json
 """
@@ -55,8 +55,8 @@ ROWS: dict[str, tuple[Emulation, int, int]] = {
     "4x4 stall 0.1, 110 MB over 10 Gbit/s": (Emulation(probability=0.1, seconds=0.1, seed=4), 4, 4),
 }
 WIRE = {"4x4 stall 0.1, 110 MB over 10 Gbit/s": (110_000_000, 1.25e9)}
-"""Bytes of a stage's parameters and bytes a second of its link; an exchange then lasts as long as a ring of its members,
-by sleeping: a quarter of BERT-base (110 M parameters in float32) a stage."""
+"""Bytes of a stage's parameters and bytes a second of its link; an exchange then sleeps as long as a ring of its
+members takes: a quarter of BERT-base (110 M parameters in float32) a stage."""
 OWN_STEPS = set(WIRE)
 """Rows in which partial_reduce exchanges parameters alone, after each member's own step, and waits by a window (as
 SDPipe does): where an exchange costs half a step, waiting for more of them does not pay."""

@@ -26,7 +26,10 @@ sys.path.insert(0, str(ROOT))
 
 def imported_bytes() -> int:
     """Resident memory of a process that has imported what the trainer imports."""
-    code = "import resource, facility.train, transformers.models.llama.modeling_llama, peft; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    code = (
+        "import resource, facility.train, transformers.models.llama.modeling_llama, peft; "
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    )
     output = subprocess.run(
         [sys.executable, "-c", code],
         env=os.environ | {"PYTHONPATH": str(ROOT)},

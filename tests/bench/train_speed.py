@@ -3,9 +3,9 @@
     python tests/bench/train_speed.py [--ranks 2] [--repeats 3] [--device cuda --dtype bfloat16 ...]
 
 One process: our trainer against `Trainer`. Several: our FSDP2 against `Trainer` over transformers' own FSDP2
-(`DistributedConfig(fsdp_size=N)`, where this transformers has it), and our replicas against `Trainer` under DDP. The two
-take turns, `--repeats` times; first in turn; a turn's rate is that of its steps from the second on, the median over turns counts. With
-the default sizes a kind takes about a minute on an idle machine of two cores. Prints JSON.
+(`DistributedConfig(fsdp_size=N)`, where this transformers has it), and our replicas against `Trainer` under DDP. The
+two take turns, `--repeats` times; first in turn; a turn's rate is that of its steps from the second on, the median
+over turns counts. With the default sizes a kind takes about a minute on an idle machine of two cores. Prints JSON.
 """
 
 from __future__ import annotations

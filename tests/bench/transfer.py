@@ -2,7 +2,7 @@
 
     python tests/bench/transfer.py speed [--megabytes 1000]     a plain link: MB/s both ways
     python tests/bench/transfer.py wan   [--megabytes 400]      100 ms round trip: one stream and several connections
-    python tests/bench/transfer.py rounds [--rounds 3]          seconds from the end of a round's last job to the next round's first
+    python tests/bench/transfer.py rounds [--rounds 3]          seconds from a round's last job to the next's first
 
 Needs root, sshd and Slurm (see coordinator/testbed). What it makes below /var/tmp is removed.
 """

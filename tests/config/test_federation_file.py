@@ -67,7 +67,8 @@ def test_defaults_are_merged_facility_by_facility(tmp_path: Path):
         ("rounds: 3", "rounds: 3\nminimum_facilities: 5", 4, "expected 1 to 2"),
         (
             "    dataset: /data/b\n",
-            "    dataset: /data/b\n    deployment:\n      type: slurm\n      host: a b\n      workdir: /w\n      template: t.sh\n",
+            "    dataset: /data/b\n    deployment:\n      type: slurm\n      host: a b\n      workdir: /w\n"
+            "      template: t.sh\n",
             15,
             "facilities[1].deployment: host is 'a b', expected a name or address",
         ),

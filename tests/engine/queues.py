@@ -1,7 +1,8 @@
 """Stand-ins for the commands of PBS and Flux, for machines without their servers: a job is a process on this machine.
 
-They answer as OpenPBS and Flux were recorded to (`tests/schedulers/recorded`): the server keeps no history of ended jobs,
-pbsdsh exits with 0 and prints the codes of its tasks. What they cannot show is a real queue: waiting, limits, several nodes.
+They answer as OpenPBS and Flux were recorded to (`tests/schedulers/recorded`): the server keeps no history of ended
+jobs, pbsdsh exits with 0 and prints the codes of its tasks. What they cannot show is a real queue: waiting, limits,
+several nodes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ echo "$out" > "$QUEUE/$id.output"; echo "$id"
 QSELECT = r"""#!/bin/bash
 # qselect -u USER -N NAME [-s STATES]: ids that have not ended; none of ours ever waits
 case "$*" in *" -s "*) exit 0 ;; esac
-for script in "$QUEUE"/*.script; do id=$(basename "$script" .script); [ -e "$script" ] && [ ! -f "$QUEUE/$id.status" ] && echo "$id"; done
+for script in "$QUEUE"/*.script; do
+  id=$(basename "$script" .script); [ -e "$script" ] && [ ! -f "$QUEUE/$id.status" ] && echo "$id"
+done
 exit 0
 """
 QSTAT = r"""#!/bin/bash
@@ -45,13 +48,22 @@ verb=$1; shift
 case "$verb" in
 batch)
   cwd=$PWD; for word in "$@"; do case "$word" in --cwd=*) cwd=${word#--cwd=} ;; esac; done
-  id=f$(( $(cat "$QUEUE/last" 2>/dev/null || echo 0) + 1 )); echo "${id#f}" > "$QUEUE/last"; cat > "$QUEUE/$id.script"; echo "$*" > "$QUEUE/$id.arguments"
-  ( cd "$cwd"; FLUX_JOB_ID=$id FLUX_JOB_SIZE=1 FLUX_JOB_NNODES=1 bash "$QUEUE/$id.script" > "$QUEUE/$id.out" 2>&1; echo $? > "$QUEUE/$id.status" ) < /dev/null > /dev/null 2>&1 &
+  id=f$(( $(cat "$QUEUE/last" 2>/dev/null || echo 0) + 1 )); echo "${id#f}" > "$QUEUE/last"
+  cat > "$QUEUE/$id.script"; echo "$*" > "$QUEUE/$id.arguments"
+  ( cd "$cwd"
+    FLUX_JOB_ID=$id FLUX_JOB_SIZE=1 FLUX_JOB_NNODES=1 bash "$QUEUE/$id.script" > "$QUEUE/$id.out" 2>&1
+    echo $? > "$QUEUE/$id.status" ) < /dev/null > /dev/null 2>&1 &
   echo "$id" ;;
 jobs) case "$*" in
   *returncode*) id=${!#}; status=$(cat "$QUEUE/$id.status" 2>/dev/null)
-    if [ -z "$status" ]; then echo "$id  RUN RUN"; elif [ "$status" = 0 ]; then echo "$id 0 COMPLETED COMPLETED"; else echo "$id $status FAILED FAILED"; fi ;;
-  *) for script in "$QUEUE"/*.script; do id=$(basename "$script" .script); [ -e "$script" ] && [ ! -f "$QUEUE/$id.status" ] && echo "$id RUN urgency=16 queue= "; done; exit 0 ;; esac ;;
+    if [ -z "$status" ]; then echo "$id  RUN RUN"
+    elif [ "$status" = 0 ]; then echo "$id 0 COMPLETED COMPLETED"
+    else echo "$id $status FAILED FAILED"; fi ;;
+  *) for script in "$QUEUE"/*.script; do
+      id=$(basename "$script" .script)
+      [ -e "$script" ] && [ ! -f "$QUEUE/$id.status" ] && echo "$id RUN urgency=16 queue= "
+    done
+    exit 0 ;; esac ;;
 queue) printf 'Job submission is enabled\nScheduling is started\n' ;;
 hostlist) hostname ;;
 resource) echo 1 ;;

@@ -1,4 +1,4 @@
-"""What queues say of jobs that wait, by the schedulers' own words and through stand-ins for their commands; giving up."""
+"""Stuck jobs, from schedulers' recorded answers and through stand-ins for their commands; and cancelling them."""
 
 from __future__ import annotations
 
@@ -112,7 +112,10 @@ def test_status_shows_jobs_reasons_and_silent_facilities():
 
 
 def test_banners_and_complaints_are_no_jobs():
-    text = "Welcome TO the site\n\n12 PENDING ReqNodeNotAvail, Reserved for maintenance\n13 RUNNING None\nqstat: Unknown Job\n"
+    text = (
+        "Welcome TO the site\n\n12 PENDING ReqNodeNotAvail, Reserved for maintenance\n13 RUNNING None\n"
+        "qstat: Unknown Job\n"
+    )
     assert SLURM.read_listing(text) == [
         Job(id="12", state="PENDING", began=False, reason="ReqNodeNotAvail, Reserved for maintenance"),
         Job(id="13", state="RUNNING", began=True),

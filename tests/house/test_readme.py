@@ -67,7 +67,10 @@ def test_the_commands_of_the_readme_run_as_written(tmp_path: Path):
     again = run("\n".join(second).replace(".venv/", f"{environment}/"), clone, variables)
     assert "COMPLETED workflow execution" in again
     assert f"{rounds} of {rounds} rounds" in run("python -m coordinator.cli status", clone, variables)
-    load = "import sys; from transformers import AutoModelForCausalLM as M; print(M.from_pretrained(sys.argv[1]).num_parameters())"
+    load = (
+        "import sys; from transformers import AutoModelForCausalLM as M; "
+        "print(M.from_pretrained(sys.argv[1]).num_parameters())"
+    )
     assert int(run(f'python -c "{load}" {last}', clone, variables).split()[-1]) > 100_000
 
 

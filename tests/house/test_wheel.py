@@ -1,7 +1,7 @@
-"""A wheel stands on its own: everything CrossFed needs is in it, and a federation runs from it with no checkout in reach.
+"""The wheel is self-contained: a federation runs from it without a checkout.
 
-The environment is new; for speed it borrows the dependencies of the one that runs the tests. With CROSSFED_WHEEL=install
-(`make wheel`) pip installs them from the index, as a user would.
+The environment is new; for speed it borrows the dependencies of the one that runs the tests. With
+CROSSFED_WHEEL=install (`make wheel`) pip installs them from the index, as a user would.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ class Installed:
         borrowed = [path for path in sys.path if path.endswith("site-packages")]
         (site / "borrowed.pth").write_text("\n".join(borrowed) + "\n")
         (program,) = entry_points(group="console_scripts", name="streamflow")
-        script = f"#!{self.bin}/python\nimport sys\nfrom {program.module} import {program.attr}\nsys.exit({program.attr}())\n"
+        load = f"from {program.module} import {program.attr}"
+        script = f"#!{self.bin}/python\nimport sys\n{load}\nsys.exit({program.attr}())\n"
         (self.bin / "streamflow").write_text(script)
         (self.bin / "streamflow").chmod(0o755)
 

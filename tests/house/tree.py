@@ -1,4 +1,4 @@
-"""The file tree of CONTRIBUTING.md, made from what is tracked: `python -m tests.house.tree --write` puts it in place."""
+"""Make the file tree of CONTRIBUTING.md from the tracked files: `python -m tests.house.tree --write` inserts it."""
 
 from __future__ import annotations
 

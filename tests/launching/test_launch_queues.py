@@ -30,7 +30,8 @@ def test_a_round_through_the_queue(tmp_path: Path, kind: str):
     for folder in (home, work, queue):
         folder.mkdir()
     (home / "env.sh").write_text(
-        f"export PATH={Path(sys.executable).parent}:$PATH PYTHONPATH={ROOT} CROSSFED_STATE='{tmp_path}/state' OMP_NUM_THREADS=1\n"
+        f"export PATH={Path(sys.executable).parent}:$PATH PYTHONPATH={ROOT} CROSSFED_STATE='{tmp_path}/state' "
+        "OMP_NUM_THREADS=1\n"
     )
     described = yaml.safe_load(file.read_text())
     far = described["facilities"][0]

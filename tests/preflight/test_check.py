@@ -49,7 +49,10 @@ cat > "$SITE/job"
 if [ -s "$SITE/sbatch-says" ]; then cat "$SITE/sbatch-says" >&2; exit 1; fi
 echo "sbatch: Job 42 to start at 2026-01-01T00:00:00 using 128 processors on nodes n1 in partition main" >&2
 """
-QSTAT = '#!/bin/bash\n[ "$2" = work ] && { echo "Queue: work"; cat "$SITE/queue"; exit 0; }\necho "qstat: Unknown queue $2" >&2; exit 170\n'
+QSTAT = """#!/bin/bash
+[ "$2" = work ] && { echo "Queue: work"; cat "$SITE/queue"; exit 0; }
+echo "qstat: Unknown queue $2" >&2; exit 170
+"""
 FLUX = '#!/bin/bash\ncat "$SITE/flux-$1-$2"\n'
 
 FEDERATION = """\
@@ -250,7 +253,8 @@ def missing_package(site: Site) -> None:
     trick.mkdir()
     (trick / "sitecustomize.py").write_text(
         "import importlib.metadata as m\nold = m.version\n"
-        "def version(name):\n    if name == 'transformers':\n        raise m.PackageNotFoundError(name)\n    return old(name)\nm.version = version\n"
+        "def version(name):\n    if name == 'transformers':\n        raise m.PackageNotFoundError(name)\n"
+        "    return old(name)\nm.version = version\n"
     )
     site.env(f"export PYTHONPATH=$PYTHONPATH:{trick}")
 
@@ -286,7 +290,8 @@ MISTAKES: list[Mistake] = [
         "unknown host key",
         says(
             "ssh",
-            "No ED25519 host key is known for login.example.org and you have requested strict checking.\nHost key verification failed.",
+            "No ED25519 host key is known for login.example.org and you have requested strict checking.\n"
+            "Host key verification failed.",
         ),
         "host key",
         "is not in known_hosts",
@@ -509,7 +514,7 @@ def test_room_and_bytes_by_hand():
 
 
 def test_memory_by_hand():
-    """1000 parameters in bf16: 4 master + 4 gradient + 8 moments + 2 copy bytes each; 2 sequences of 10 tokens on one rank."""
+    """1000 bf16 parameters: 4 master + 4 gradient + 8 moments + 2 copy bytes each; 2 sequences of 10 tokens."""
     model = ModelFigures(parameters=1000, bytes=2000, vocabulary=50, positions=0, hidden=8, layers=2, heads=2)
     training = TrainingSettings(batch_sequences=2, compute_dtype="bfloat16")
     assert state_bytes(model, training) == 18_000

@@ -21,7 +21,10 @@ QUOTA = """Disk quotas for user alice (uid 1000):
 server:/export/home   7560*   5000    9000   7days      82       0       0
 /dev/sda1     400     500     600              12       0      50
 """
-MMLSQUOTA = """mmlsquota::HEADER:version:reserved:reserved:filesystemName:quotaType:id:name:blockUsage:blockQuota:blockLimit:blockInDoubt:blockGrace:filesUsage:filesQuota:filesLimit:filesInDoubt:filesGrace:remarks:quota:defQuota:fid:filesetname:
+MMLSQUOTA = """\
+mmlsquota::HEADER:version:reserved:reserved:filesystemName:quotaType:id:name:blockUsage:blockQuota:blockLimit:\
+blockInDoubt:blockGrace:filesUsage:filesQuota:filesLimit:filesInDoubt:filesGrace:remarks:quota:defQuota:fid:\
+filesetname:
 mmlsquota::0:1:::fs1:USR:1000:alice:1048576:2097152:3145728:0:none:500:0:0:0:none:i:on:off:::
 """
 

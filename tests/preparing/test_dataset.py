@@ -40,7 +40,10 @@ def test_opening_maps_the_blocks_read_only(prepared: Path):
 
 
 def test_opening_needs_neither_torch_nor_transformers(prepared: Path):
-    code = f"import sys, facility.dataset as d; d.open_dataset({str(prepared)!r}).verify(); sys.exit(any(m in sys.modules for m in ('torch', 'transformers', 'datasets')))"
+    code = (
+        f"import sys, facility.dataset as d; d.open_dataset({str(prepared)!r}).verify(); "
+        "sys.exit(any(m in sys.modules for m in ('torch', 'transformers', 'datasets')))"
+    )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

@@ -49,7 +49,8 @@ def queue(tmp_path: Path) -> str:
         "export SLURM_JOB_ID=7 SLURM_JOB_NODELIST=n1 SLURM_CPUS_PER_TASK=1\nbash job.sh > slurm-7.out 2>&1\n"
     )
     (programs / "srun").write_text(
-        '#!/bin/bash\nwhile [ "${1#--}" != "$1" ]; do shift; done\nexport SLURM_STEP_ID=0 SLURM_PROCID=0 SLURM_NODEID=0 SLURM_LOCALID=0 '
+        '#!/bin/bash\nwhile [ "${1#--}" != "$1" ]; do shift; done\n'
+        "export SLURM_STEP_ID=0 SLURM_PROCID=0 SLURM_NODEID=0 SLURM_LOCALID=0 "
         'SLURM_STEP_NUM_TASKS=1 SLURM_STEP_NUM_NODES=1\nexec "$@"\n'
     )
     for program in programs.iterdir():

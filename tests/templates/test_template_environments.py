@@ -1,4 +1,4 @@
-"""Modules, conda, virtual environments and images, entered by a rendered job that is run under bash with stand-ins for them."""
+"""Modules, conda, virtual environments and images, entered by a rendered job under bash with stand-ins for them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ENTERED=image exec "$@"
 
 @pytest.fixture
 def machine(tmp_path: Path) -> dict[str, str]:
-    """A PATH with a batch system's launchers, conda and a container runtime; `module` is a function, as on real machines."""
+    """A PATH with a batch system's launchers, conda and a container runtime; `module` is a function, as on clusters."""
     programs, home = tmp_path / "bin", tmp_path / HOME_NAME
     programs.mkdir()
     (home / "crossfed").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Laws of the job templates: self-contained, strict, whole under hostile names, and run as their scheduler runs them."""
+"""Laws of the job templates: self-contained, strict, safe under hostile names, and run as their scheduler runs them."""
 
 from __future__ import annotations
 
@@ -239,7 +239,8 @@ def test_the_home_may_be_filled_in_like_any_placeholder(tmp_path: Path):
 def test_jump_host_transfer_host_and_plain_ssh(tmp_path: Path):
     text = FACILITY.replace(
         "user: alice",
-        "user: alice\n      key: ~/.ssh/fl\n      tunnel: {{host: jump.example.org:2222, user: bob}}\n      transfer: {{host: data.example.org}}",
+        "user: alice\n      key: ~/.ssh/fl\n      tunnel: {{host: jump.example.org:2222, user: bob}}\n"
+        "      transfer: {{host: data.example.org}}",
     )
     config = yaml.safe_load(render(read_federation(federation(tmp_path, text)))["workflow/streamflow.yml"])[
         "deployments"

@@ -118,7 +118,7 @@ def federate(
     polling: int = 1,
     prelude: str = "",
 ) -> Run:
-    """Write and render a federation over the testbed. Jobs wait `delay` seconds, and five minutes where `~/slow` exists."""
+    """Write and render a federation over the testbed. Jobs wait `delay` seconds, or five minutes if `~/slow` exists."""
     prelude = prelude or f"if [ -e ~/slow ]; then sleep 300; fi; sleep {delay}"
     file = write_federation(
         testbed,

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.testbed, pytest.mark.slow, pytest.mark.timeout(1800)] 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Path:
-    """The bundle; CROSSFED_BUNDLE names one that is there already, CROSSFED_TORCH_INDEX an index with torch for processors."""
+    """The bundle; CROSSFED_BUNDLE names an existing one, CROSSFED_TORCH_INDEX an index with torch for CPUs."""
     if ready := os.environ.get("CROSSFED_BUNDLE"):
         return Path(ready)
     out = tmp_path_factory.mktemp("bundle")

@@ -1,4 +1,4 @@
-"""What goes wrong at facilities, rehearsed: each ends in a round without the facility, in patience, or in a clear sentence."""
+"""Failures at facilities, rehearsed: each ends in a round without the facility, in waiting, or in a clear message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A new user's first hour: setup.sh unaided on a site without network or modules, then from the coordinator over ssh."""
+"""A new user's first hour: setup.sh alone on a site without network or modules, then from the coordinator over ssh."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ways in and ways to wait: certificate, jump host, data-transfer host, no queue at all, and jobs that will not begin."""
+"""Logins and queues: certificate, jump host, data-transfer host, no queue at all, and stuck jobs."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def at_rest(site: Site) -> tuple[list[str], set[str]]:
 
 @pytest.fixture(scope="module")
 def finished(testbed, material, tmp_path_factory) -> tuple[Run, list]:
-    """A finished federation of two rounds, two ranks under srun at site-a, and what stood at each facility between them."""
+    """A finished federation of two rounds, two ranks under srun at site-a, and each facility's files between them."""
     model, datasets = material
     run = federate(
         testbed, tmp_path_factory.mktemp("rounds"), model, datasets, name="rounds", tasks={"site-a": 2}, minimum=2
@@ -93,7 +93,8 @@ def test_the_data_stayed_at_its_facility(finished, testbed):
             run.file.parent.parent,
             testbed.coordinator_home,
         ]:
-            # material/text below the coordinator's folder is where this rehearsal made the text: not part of the federation
+            # material/text below the coordinator's folder is where this rehearsal made the text: not part of the
+            # federation
             found = subprocess.run(
                 ["grep", "-rlF", "--", text.decode(errors="ignore"), str(other)], capture_output=True, text=True
             )

@@ -77,7 +77,8 @@ def test_srun_spans_two_nodes_with_stand_in_gpus(testbed):
     result = ssh(
         testbed,
         site,
-        "srun --nodes=2 --ntasks-per-node=2 --gpus-per-node=2 sh -c 'echo $SLURM_PROCID $(hostname) $CUDA_VISIBLE_DEVICES'",
+        "srun --nodes=2 --ntasks-per-node=2 --gpus-per-node=2 sh -c 'echo $SLURM_PROCID $(hostname) "
+        "$CUDA_VISIBLE_DEVICES'",
     )
     assert result.returncode == 0, result.stderr
     assert sorted(result.stdout.splitlines()) == [

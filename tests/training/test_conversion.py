@@ -1,4 +1,4 @@
-"""Laws of checkpoints whose tensor names transformers converts: read as `from_pretrained` reads them, sent as published."""
+"""Laws of checkpoints whose tensor names transformers converts: read as by `from_pretrained`, sent as published."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def plan(**fields) -> Plan:
 
 
 def test_replicas_of_a_whole_model_may_make_unlike_numbers_of_micro_batches(tmp_path: Path):
-    """Three micro-batches beside one of two sequences; and a plan that names other devices ends every rank with code 2."""
+    """Three micro-batches beside one of two sequences; a plan that names other devices ends each rank with code 2."""
     model, dataset = save_pico(tmp_path / "model"), write_dataset(tmp_path / "data")
     one = arguments(tmp_path / "one", model, dataset, batch_sequences=8)
     here = [f"{socket.gethostname()}:cpu{rank}" for rank in range(2)]

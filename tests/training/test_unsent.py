@@ -1,4 +1,4 @@
-"""Law: training goes on from the received model plus what earlier updates left out, on one process, over shards and in pipelines."""
+"""Law: training continues from the received model plus the residual: on one process, over shards and in pipelines."""
 
 from __future__ import annotations
 
