@@ -285,6 +285,20 @@ def run(
 
 
 @app.command(rich_help_panel=RUN)
+def login(
+    facility: Annotated[str, typer.Argument(help="A facility of the federation.")],
+    federation: FederationOption,
+) -> None:
+    """Renew a facility's login by its `renew:` command, if it has one, and try it; a run that waits for it then goes on."""
+    from coordinator.config.federation import read_federation
+    from coordinator.login import log_in
+
+    row = log_in(read_federation(federation), facility)
+    print(f"{facility}: {row.found}" + (f"\n-> {row.fix}" if row.fix else ""))
+    raise typer.Exit(ExitCode.OK if row.verdict == "ok" else ExitCode.FOUND)
+
+
+@app.command(rich_help_panel=RUN)
 def rewind(
     federation: FederationOption,
     to: Annotated[int, typer.Option("--to", help="Round that is to come next, from 0.")],

@@ -17,6 +17,7 @@ import difflib
 import importlib.util
 import json
 import re
+import shlex
 from dataclasses import field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -113,6 +114,9 @@ class Deployment(Connection):
     """Time for one try."""
     gpu_memory_gb: NonNegative[float] = 0.0
     """Memory of one GPU in GB, for the check's estimate; 0: unknown."""
+    renew: Line = ""
+    """The site's own command that renews the login, such as `step ssh login ...`; `crossfed login` runs it on the terminal,
+    without a shell."""
     known_hosts: Line = ""
     """File of host keys for `crossfed check`; StreamFlow reads ~/.ssh/known_hosts, or the UserKnownHostsFile that
     ~/.ssh/config sets for the host."""
@@ -122,8 +126,12 @@ class Deployment(Connection):
         if "home" in self.fill:  # the same place under its other name
             object.__setattr__(self, "environment", replace(self.environment, home=str(self.fill["home"])))
             object.__setattr__(self, "fill", {key: value for key, value in self.fill.items() if key != "home"})
+        try:
+            shlex.split(self.renew)
+        except ValueError as error:
+            raise ConfigurationError(f"renew is {self.renew!r}, expected a command: {error}", key="renew") from None
         if self.type == "local":
-            for name in ("host", "user", "key", "template", "fill", "options"):
+            for name in ("host", "user", "key", "template", "fill", "options", "renew"):
                 if getattr(self, name):
                     raise ConfigurationError(
                         f"{name} is set, but a local facility needs none; is `type` missing?", key=name

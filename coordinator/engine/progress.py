@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from coordinator.engine.queues import facility_of
 from coordinator.events.event import Event
 
+WAITS_FOR_LOGIN = "waiting for login"
+"""State of a facility that refuses the login."""
 STEPS = {"start": "looking at the archive", "aggregate": "averaging", "report": "reporting"}
 
 
@@ -28,6 +30,8 @@ class Progress:
     since: dict[str, float] = field(default_factory=dict)
     """When each facility's state began."""
     problems: list[str] = field(default_factory=list)
+    _before_login: dict[str, str] = field(default_factory=dict)
+    """By facility that refuses the login: its state before."""
 
     def __post_init__(self) -> None:
         for name in self.facilities:
@@ -84,6 +88,27 @@ class Progress:
 
     def _on_again(self, event: Event) -> str:
         return f"round {event['round']} is asked for again: {event['reason']}"
+
+    def _on_login_refused(self, event: Event) -> str:
+        name = self._facility(event)
+        self._before_login[name] = self.states.get(name, "")
+        self._set(name, WAITS_FOR_LOGIN)
+        return (
+            f"{name} is {WAITS_FOR_LOGIN}: {event['host']} refuses it ({event['reason']}). `crossfed login {name}` in another "
+            "terminal, or renew the key or certificate by hand; its jobs and the other facilities go on, nothing is lost"
+        )
+
+    def _on_login_works(self, event: Event) -> str:
+        name = self._facility(event)
+        before = self._before_login.pop(name, "")
+        if self.states.get(name) == WAITS_FOR_LOGIN:
+            self._set(name, before)
+        return f"{name}: the login works again, going on"
+
+    def _facility(self, event: Event) -> str:
+        """Whose login it is: a queue's ssh deployment is named after the facility, with `-ssh` at the end."""
+        name = str(event["facility"])
+        return name if name in self.facilities else name.removesuffix("-ssh")
 
     def _on_problem(self, event: Event) -> str:
         self.problems.append(event["text"])

@@ -89,7 +89,7 @@ async def _login(queue: Queue, command: str) -> tuple[str, int]:
 
     from coordinator.streamflow_plugin.ssh import ParallelSSHConnector
 
-    settings = {**queue.ssh, "retries": 2, "retryDelay": 2, "connectTimeout": 20}
+    settings = {**queue.ssh, "retries": 2, "retryDelay": 2, "connectTimeout": 20, "waits_for_login": False}
     connector = ParallelSSHConnector(queue.facility, str(queue.directory), **settings)
     host = next(iter(connector.nodes))
     location = ExecutionLocation(name=host, deployment=queue.facility, hostname=host, local=False)

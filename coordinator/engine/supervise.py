@@ -97,9 +97,6 @@ def fatal_reason(event: Event) -> str:
             f"the host key of {host} is not the one in known_hosts. If the facility announced a new key, remove the old one "
             f"(`ssh-keygen -R {host}`) and log in once by hand; otherwise ask its staff: someone may be listening in between"
         )
-    if event.kind == "login_refused":
-        host = event["host"]
-        return f"{host} refuses the login: load the key into the agent or name it in federation.yml, and try `ssh {host}` by hand"
     if event.kind == "failed" and (event["futile"] or event["step"].strip("/") == "start"):
         return f"{event['step'].strip('/')}: {event['reason']}"
     return ""

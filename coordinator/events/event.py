@@ -33,7 +33,8 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "failed": ("step", "reason", "futile"),
     "problem": ("text",),
     "host_key": ("host", "reason"),
-    "login_refused": ("host", "reason"),
+    "login_refused": ("facility", "host", "reason"),
+    "login_works": ("facility", "host"),
 }
 """Every kind of event and its fields."""
 QUOTED_CHARACTERS = 2000

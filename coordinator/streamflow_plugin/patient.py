@@ -24,6 +24,8 @@ from coordinator.schedulers.scheduler import BatchScheduler, Ending, Job
 
 PATIENCE_SECONDS = 3600.0
 """How long a scheduler may be silent."""
+HELD_UP_SECONDS = 60.0
+"""A question that took longer waited for the connection or the login."""
 OUTPUT_BYTES = 1 << 16
 """What is read of a job's output: its end."""
 
@@ -41,16 +43,23 @@ class PatientQueue(QueueManagerConnector):
         self._endings = {}
         self._outputs: dict[str, str] = {}
         self._silent_since: dict[str, float] = {}
+        self._held_up = 0.0
 
     async def _shell(self, location: ExecutionLocation, line: str) -> tuple[str, int]:
         """Run a shell line at the login node; returns all that it printed, and its code."""
+        start = asyncio.get_running_loop().time()
         answer = await self.run(location=location, command=[f"{{ {line}; }} 2>&1"], capture_output=True)
+        if (took := asyncio.get_running_loop().time() - start) > HELD_UP_SECONDS:
+            self._held_up += took
         return answer if answer is not None else ("", 1)
+
+    def _now(self) -> float:
+        """Seconds, without those in which the login node could not be asked: they are not the scheduler's silence."""
+        return asyncio.get_running_loop().time() - self._held_up
 
     async def _ask(self, location: ExecutionLocation, command: str, read: Callable[[str, int], T | None]) -> T:
         """Run a scheduler's command at the login node until `read` finds an answer; it returns None for silence."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + PATIENCE_SECONDS
+        deadline = self._now() + PATIENCE_SECONDS
         told = False
         who = f"{self.scheduler.title} of {self.deployment_name}"
         while True:
@@ -60,7 +69,7 @@ class PatientQueue(QueueManagerConnector):
                     tell(f"{who} answers again", logging.INFO)
                 return found
             said = f"code {code}: {text.strip()[-200:]}"
-            if loop.time() > deadline:
+            if self._now() > deadline:
                 raise WorkflowExecutionException(
                     f"{who} did not answer `{command}` for {PATIENCE_SECONDS / 60:g} minutes, last with {said}"
                 )
@@ -96,7 +105,7 @@ class PatientQueue(QueueManagerConnector):
 
     def _note_silence(self, silent: list[str]) -> None:
         """Tell when a scheduler says nothing of jobs, once, and when it has said nothing for too long."""
-        now = asyncio.get_running_loop().time()
+        now = self._now()
         since = self._silent_since
         for gone in since.keys() - set(silent):
             del since[gone]
@@ -144,8 +153,7 @@ class PatientQueue(QueueManagerConnector):
         if self.scheduler.output_file and workdir and rest.get("stdout") == asyncio.subprocess.STDOUT:
             output = f"{workdir}/{self.scheduler.output_file}"
             rest |= {"stdout": output, "stderr": output}
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + PATIENCE_SECONDS
+        deadline = self._now() + PATIENCE_SECONDS
         while True:
             try:
                 text = await super()._run_batch_command(
@@ -157,7 +165,7 @@ class PatientQueue(QueueManagerConnector):
                     **rest,
                 )
             except WorkflowExecutionException as error:
-                if not self.scheduler.is_silence(str(error)) or loop.time() > deadline:
+                if not self.scheduler.is_silence(str(error)) or self._now() > deadline:
                     raise
                 tell(
                     f"{self.scheduler.title} of {self.deployment_name} takes no job now ({str(error)[-200:]}); trying again"

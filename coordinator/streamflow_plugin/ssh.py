@@ -1,4 +1,4 @@
-"""StreamFlow's ssh connector with transfers over several connections, and a wrong host key that ends the run."""
+"""StreamFlow's ssh connector with transfers over several connections, patience with a refused login, none with a host key."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ from streamflow.core.utils import get_local_to_remote_destination
 from streamflow.deployment.connector.ssh import SSHConfig, SSHConnector, SSHContext, SSHContextFactory
 from streamflow.log_handler import logger
 
+from coordinator.config.deployments import FACILITY
 from coordinator.events.event import emit
 from coordinator.schedulers.scheduler import step_code
 from coordinator.streamflow_plugin.lanes import CHANNELS, TransferFailed, worth
 from coordinator.streamflow_plugin.patient import step_of, tell
+from coordinator.streamflow_plugin.patient_login import REFUSED, PatientLogin
 from coordinator.streamflow_plugin.swift import SwiftLane, swift_lanes
 from coordinator.streamflow_plugin.tree import pull, push
 
@@ -36,7 +38,11 @@ LOGIN_SHELL = "sh -c " + shlex.quote(
 
 
 class CarefulContext(SSHContext):
-    """A connection that is not tried again when trying again cannot help."""
+    """A connection that waits for a refused login, and is not tried again after a wrong host key."""
+
+    def __init__(self, *args, login: PatientLogin | None = None, **settings) -> None:
+        super().__init__(*args, **settings)
+        self._login = login
 
     async def _get_connection(self, config: SSHConfig | None) -> asyncssh.SSHClientConnection | None:
         """The original's, but the user's ssh-agent is never within a facility's reach, whatever ~/.ssh/config says."""
@@ -46,6 +52,11 @@ class CarefulContext(SSHContext):
         return connection
 
     async def get_connection(self) -> asyncssh.SSHClientConnection:
+        if self._login is None:
+            return await self._connect()
+        return await self._login.through(self.get_hostname(), self._connect)
+
+    async def _connect(self) -> asyncssh.SSHClientConnection:
         try:
             return await super().get_connection()
         except asyncssh.HostKeyNotVerifiable as error:
@@ -53,17 +64,24 @@ class CarefulContext(SSHContext):
             raise WorkflowExecutionException(
                 f"the host key of {self.get_hostname()} is not the one in known_hosts: {error}"
             ) from error
-        except asyncssh.PermissionDenied as error:
-            emit("login_refused", host=self.get_hostname(), reason=str(error))
+        except REFUSED as error:
+            await self.close()
+            self._connect_event.clear()
+            if self._login is not None:
+                raise
             raise WorkflowExecutionException(f"{self.get_hostname()} refuses the login: {error}") from error
 
 
 class ParallelSSHConnector(SSHConnector):
-    """`type: ssh`, the same settings. `maxConnections` is also the number of streams of one transfer (at least 8)."""
+    """`type: ssh`, the same settings. `maxConnections` is also the number of streams of one transfer (at least 8).
 
-    def __init__(self, *args, **settings) -> None:
+    `waits_for_login`: a refused login is waited for; otherwise it is an error at once.
+    """
+
+    def __init__(self, *args, waits_for_login: bool = True, **settings) -> None:
         super().__init__(*args, **settings)
-        self._cls_context = CarefulContext
+        login = PatientLogin(facility=self.deployment_name.removeprefix(FACILITY)) if waits_for_login else None
+        self._cls_context = partial(CarefulContext, login=login)
         self._lanes: dict[str, list[SSHContextFactory]] = {}
         self._worth: dict[str, asyncio.Future[int]] = {}
 

@@ -46,14 +46,14 @@ def test_pauses_double_and_stay_below_five_minutes():
     assert pauses[:3] == [10, 20, 40] and max(pauses) == 300
 
 
-def test_only_a_person_can_fix_a_wrong_host_key_a_refused_login_or_a_refusing_start():
+def test_only_a_person_can_fix_a_wrong_host_key_or_a_refusing_start():
     def of(kind: str, **fields) -> str:
         assert set(fields) == set(KINDS[kind])
         return fatal_reason(Event(kind=kind, fields=fields))
 
     told = of("host_key", host="10.1.1.2", reason="Host key is not trusted")
     assert "host key of 10.1.1.2" in told and "ssh-keygen -R" in told
-    assert "refuses the login" in of("login_refused", host="login.site", reason="Permission denied")
+    assert of("login_refused", facility="a", host="login.site", reason="Permission denied") == "", "it is waited for"
     assert of("failed", step="/start", reason="the archive is damaged", futile=False) == "start: the archive is damaged"
     assert "disk" in of("failed", step="/rounds/aggregate", reason="the disk is full", futile=True)
     assert of("failed", step="/rounds/receive_a", reason="it ended with code 137: ", futile=False) == ""
