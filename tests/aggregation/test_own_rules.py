@@ -86,9 +86,9 @@ def command(tmp_path: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("rule", "settings", "expected"),
     [
-        ("my_package.my_rule", "{}", 3.5),
+        ("my_package.my_rule", "{clip_ratio: 0}", 3.5),
         ("my_package.my_rule:plan", "{parameters: {lean: 0}}", 1.0),
-        ("midrange", "{parameters: {lean: 1}}", 6.0),
+        ("midrange", "{clip_ratio: 0, parameters: {lean: 1}}", 6.0),
         ("midrange+my_package.signs", "{parameters: {size: 0.25}}", 0.25),
         ("my_package.signs+median", "{}", 1.0),
     ],
