@@ -17,8 +17,10 @@ PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{{ data.federation }}</title>
 <style>
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; color: #1c2330 }
-table { border-collapse: collapse; width: 100%; margin: 1rem 0 } th, td { padding: .25rem .6rem; text-align: right; border-bottom: 1px solid #d8dde6 }
-th:nth-child(2), td:nth-child(2), th:nth-child(3), td:nth-child(3) { text-align: left } .bad { color: #b3261e } .figures { display: flex; gap: 2rem }
+table { border-collapse: collapse; width: 100%; margin: 1rem 0 }
+th, td { padding: .25rem .6rem; text-align: right; border-bottom: 1px solid #d8dde6 }
+th:nth-child(2), td:nth-child(2), th:nth-child(3), td:nth-child(3) { text-align: left }
+.bad { color: #b3261e } .figures { display: flex; gap: 2rem }
 .figures b { display: block; font-size: 1.6rem }
 </style></head><body>
 <h1>Federation {{ data.federation }}</h1>
@@ -26,18 +28,24 @@ th:nth-child(2), td:nth-child(2), th:nth-child(3), td:nth-child(3) { text-align:
 <div class="figures">
 <div><b>{{ data.rounds | length }}</b>complete rounds</div>
 <div><b>{{ "{:,}".format(tokens) }}</b>tokens trained on</div>
-{% if first and last %}<div><b>{{ "%.2f" | format(first) }} &rarr; {{ "%.2f" | format(last) }}</b>perplexity of the global model</div>{% endif %}
+{% if first and last %}<div><b>{{ "%.2f" | format(first) }} &rarr; {{ "%.2f" | format(last)
+}}</b>perplexity of the global model</div>{% endif %}
 </div>
 {{ perplexities }}
 {{ seconds }}
 <h2>Rounds</h2>
-<table><tr><th>round</th><th>facility</th><th>status</th><th>tokens</th><th>seconds</th><th>tokens/s</th><th>weight</th><th>perplexity received</th><th>returned</th></tr>
+<table><tr><th>round</th><th>facility</th><th>status</th><th>tokens</th><th>seconds</th><th>tokens/s</th>
+<th>weight</th><th>perplexity received</th><th>returned</th></tr>
 {% for entry in data.rounds %}{% for row in entry.facilities %}<tr><td>{{ entry.round }}</td><td>{{ row.facility }}</td>
-<td{% if row.status != "ok" %} class="bad"{% endif %}>{{ row.status }}{% if row.reason %}: {{ row.reason | shown }}{% endif %}</td>
-<td>{{ "{:,}".format(row.tokens) }}</td><td>{{ "%.1f" | format(row.seconds) }}</td><td>{{ "%.0f" | format(row.tokens_per_second) }}</td><td>{{ "%.3f" | format(row.weight) }}</td>
-<td>{{ number(row.perplexity_received) }}</td><td>{{ number(row.perplexity_returned) }}</td></tr>{% endfor %}{% endfor %}
+<td{% if row.status != "ok" %} class="bad"{% endif %}>{{ row.status
+}}{% if row.reason %}: {{ row.reason | shown }}{% endif %}</td>
+<td>{{ "{:,}".format(row.tokens) }}</td><td>{{ "%.1f" | format(row.seconds) }}</td>
+<td>{{ "%.0f" | format(row.tokens_per_second) }}</td><td>{{ "%.3f" | format(row.weight) }}</td>
+<td>{{ number(row.perplexity_received) }}</td><td>{{ number(row.perplexity_returned) }}</td></tr>
+{%- endfor %}{% endfor %}
 </table>
-<p>Model: <code>{{ data.model }}</code>. Perplexities are of each facility's own validation split; the global one is their geometric mean.</p>
+<p>Model: <code>{{ data.model }}</code>. Perplexities are of each facility's own validation split; the global one
+is their geometric mean.</p>
 </body></html>
 """
 

@@ -14,8 +14,8 @@ from facility.exchange.messages.manifest import verify_manifest
 def rewind(archive: Archive, to: int) -> Path:
     """Make `to` the next round; returns the folder that now holds the rounds from `to` on.
 
-    The caller holds the federation's lock. Raises `InputError` when there is no such round, or when the model that round
-    `to` starts from was pruned or is damaged itself.
+    The caller holds the federation's lock. Raises `InputError` when there is no such round, or when the model that
+    round `to` starts from was pruned or is damaged itself.
     """
     done = archive.rounds()
     if not 0 <= to < len(done):

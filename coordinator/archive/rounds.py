@@ -5,13 +5,14 @@
         round-0003/               appears whole, by rename
             model/                global model made by round 3 = input of round 4
             state/                float32 master and optimizer moments (coordinator.aggregate)
-            message/              the model as a difference to the one before, where `sending` asks for it (coordinator.steps.send)
+            message/              the model as a difference to the one before, if `sending` says so
+                                  (coordinator.steps.send)
             round.json            RoundFile: outcomes by facility, decision, the aggregation's own record
         evaluation.json           the final model's perplexity by facility
         stopped.json              why a run ended early for a reason that needs a person; removed by the next start
         attempts.json             how often the round under way was asked for
         history.jsonl             one row a facility and round; derived from the round files
-        groups/                   in place of rounds, where the federation runs by groups (coordinator.asynchronous.buffer)
+        groups/                   instead of rounds, for a federation by groups (coordinator.asynchronous.buffer)
 
 Weights of old rounds may be pruned (`keep_rounds`); round.json stays.
 """
@@ -102,7 +103,8 @@ class Archive:
         found = sorted(int(m[1]) for entry in self.path.iterdir() if (m := ROUND.fullmatch(entry.name)))
         if found != list(range(len(found))):
             raise InputError(
-                f"archive {self.path} holds rounds {found}, expected 0 to {len(found) - 1} without gaps; restore what is missing"
+                f"archive {self.path} holds rounds {found}, expected 0 to {len(found) - 1} without gaps; restore "
+                "what is missing"
             )
         return found
 
@@ -152,16 +154,18 @@ class Archive:
         kept = verify_manifest(initial / "model")
         if kept.federation != federation:
             raise InputError(
-                f"archive {self.path} belongs to federation {kept.federation!r}, not {federation!r}; choose another archive"
+                f"archive {self.path} belongs to federation {kept.federation!r}, not {federation!r}; choose another "
+                "archive"
             )
         if given is not None and not self.rounds() and given.content_sha256 != kept.content_sha256:
             raise InputError(
-                f"archive {self.path} began with another initial model than {model}; remove {initial} to begin with this one"
+                f"archive {self.path} began with another initial model than {model}; remove {initial} to begin with "
+                "this one"
             )
 
     @contextmanager
     def append(self, number: int) -> Iterator[Path]:
-        """Yield a directory to fill with model/, state/ and round.json; it appears as round `number`, whole or not at all."""
+        """Yield a directory to fill with model/, state/ and round.json; it appears atomically as round `number`."""
         with new_directory(self.round_directory(number)) as temporary:
             yield temporary
         self.write_history()

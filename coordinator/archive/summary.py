@@ -21,14 +21,15 @@ def perplexity(loss: float | None) -> float | None:
 
 
 def shown(text: object) -> str:
-    """Text that may have come from a facility, as a person is shown it: one line of printable characters, of limited length."""
+    """Text that may come from a facility, as one line of printable characters of limited length."""
     return clean(str(text), LONGEST_SHOWN)
 
 
 def summary(archive: Archive) -> dict[str, Any]:
     """Rounds, final evaluation and the reason of an early stop, as JSON data.
 
-    `global_perplexity` of a round is that of the model it *made*: told by the next round's facilities, which receive it.
+    `global_perplexity` of a round is that of the model it *made*: told by the next round's facilities, which receive
+    it.
     """
     history = archive.history()
     evaluation = archive.read_note("evaluation")

@@ -1,8 +1,8 @@
-"""What the coordinator's working directory no longer needs once a round is in the archive.
+"""Remove what the coordinator's working directory no longer needs once a round is in the archive.
 
 The engine gives every step and transfer a directory and never removes one: without this, N updates and a model a round
-stay for ever. What remains is bounded by the updates of the round under way and one model's links, whatever the number of
-rounds.
+stay for ever. What remains is bounded by the updates of the round under way and one model's links, whatever the number
+of rounds.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from facility.exchange.messages.manifest import manifest_if_any
 def sweep_round(job_directory: Path, federation: str, round: int) -> list[Path]:
     """Remove updates of rounds up to `round`, which is complete, and models of rounds before it; returns them.
 
-    `job_directory` is the directory of a step that the engine runs at the coordinator: its neighbours are looked at. Call
-    it only after the round is in the archive: a run that is killed in between reads models from there.
+    `job_directory` is the directory of a step that the engine runs at the coordinator: its neighbours are looked at.
+    Call it only after the round is in the archive: a run that is killed in between reads models from there.
     """
 
     def is_over(directory: Path) -> bool:

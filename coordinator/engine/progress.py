@@ -94,8 +94,9 @@ class Progress:
         self._before_login[name] = self.states.get(name, "")
         self._set(name, WAITS_FOR_LOGIN)
         return (
-            f"{name} is {WAITS_FOR_LOGIN}: {event['host']} refuses it ({event['reason']}). `crossfed login {name}` in another "
-            "terminal, or renew the key or certificate by hand; its jobs and the other facilities go on, nothing is lost"
+            f"{name} is {WAITS_FOR_LOGIN}: {event['host']} refuses it ({event['reason']}). `crossfed login {name}` "
+            "in another terminal, or renew the key or certificate by hand; its jobs and the other facilities go on, "
+            "nothing is lost"
         )
 
     def _on_login_works(self, event: Event) -> str:

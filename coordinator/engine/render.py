@@ -1,4 +1,4 @@
-"""federation.yml -> streamflow.yml, settings.yml, coordinator.json, facilities/*.json and round.cwl (with groups: groups.cwl).
+"""Render federation.yml: streamflow.yml, settings.yml, coordinator.json, facilities/*.json, round.cwl or groups.cwl.
 
 Pure and deterministic: the same federation gives the same bytes on any machine, so the rendered files can be shipped,
 compared and kept under version control. `write` puts them in place whole or not at all.
@@ -70,7 +70,8 @@ def render(federation: Federation) -> dict[str, str]:
 def write(federation: Federation) -> list[Path]:
     """Write the rendered files beside federation.yml and in `../cwl`; returns those that changed.
 
-    Hand-written CWL that is absent there is copied from what ships with CrossFed; settings of facilities that are gone are removed.
+    Hand-written CWL that is absent there is copied from what ships with CrossFed; settings of facilities that are gone
+    are removed.
     """
     root = federation.file.parent.parent
     changed = []
@@ -129,7 +130,7 @@ def coordinator_settings(federation: Federation) -> dict[str, Any]:
 
 
 def _training(federation: Federation, facility: Facility) -> TrainingSettings:
-    """A facility's settings with its paths as it resolves them: a local one counts them from federation.yml's folder."""
+    """A facility's settings with resolved paths; a local facility's are relative to federation.yml's folder."""
     training = facility.training
     if facility.deployment.type != "local":
         return training
@@ -263,7 +264,8 @@ def round_workflow(federation: Federation) -> dict[str, Any]:
     return {
         "cwlVersion": "v1.2",
         "class": "Workflow",
-        "doc": "One round: each facility trains and its update is received as soon as it is ready; then the updates are averaged.",
+        "doc": "One round: each facility trains and its update is received as soon as it is ready; then the updates "
+        "are averaged.",
         "requirements": {"MultipleInputFeatureRequirement": {}, "StepInputExpressionRequirement": {}},
         "inputs": {
             "federation": "File",
@@ -287,7 +289,7 @@ def _relative(federation: Federation, text: str) -> str:
 
 
 def _for_a_step(absolute: Path) -> str:
-    """A path on this machine as `facility.exchange.files.paths.resolve` reads it in a job: relative inside the checkout."""
+    """A path here in the form that `facility.exchange.files.paths.resolve` reads in a job: relative in the checkout."""
     return str(absolute.relative_to(CHECKOUT)) if absolute.is_relative_to(CHECKOUT) else str(absolute)
 
 

@@ -51,7 +51,8 @@ def run_federation(file: Path, *, live: bool, log: Path | None = None) -> int:
         done, groups = complete(federation, archive), federation.groups is not None
         going_on = _going_on(federation, done)
         console.print(
-            f"federation [bold]{federation.name}[/bold]: {len(federation.facilities)} facilities, {federation.rounds} rounds"
+            f"federation [bold]{federation.name}[/bold]: {len(federation.facilities)} facilities, "
+            f"{federation.rounds} rounds"
             + (" each, by groups" if groups else "")
             + going_on
             + f"; StreamFlow's log is {log}"
@@ -112,7 +113,8 @@ def engine_command(federation: Federation) -> list[str]:
     program = Path(sys.executable).parent / "streamflow"
     if not program.exists():
         raise InputError(
-            f"{program} does not exist: install the coordinator's part (`pip install 'crossfed[coordinator]'`, or `make demo`)"
+            f"{program} does not exist: install the coordinator's part (`pip install 'crossfed[coordinator]'`, or "
+            "`make demo`)"
         )
     stamp = time.strftime("%Y%m%d-%H%M%S")
     outputs = federation.workdir_path / "outputs"

@@ -13,7 +13,7 @@ from coordinator.schedulers.scheduler import Job
 
 
 def present(queues: list[Queue]) -> list[dict[str, str]]:
-    """Our jobs everywhere now, facility by facility, with what to do; a facility that does not answer is one entry too."""
+    """Our current jobs by facility, with what to do; a facility that does not answer is one entry too."""
     silent: list[str] = []
     found: list[dict[str, str]] = []
 
@@ -39,7 +39,7 @@ def present(queues: list[Queue]) -> list[dict[str, str]]:
 
 @dataclass(kw_only=True)
 class Watch:
-    """Looks at the queues now and then; tells of a stuck job once for each reason, and gives it up after the queue's patience."""
+    """Polls the queues; reports a stuck job once per reason, and cancels it after the queue's limit."""
 
     queues: list[Queue]
     say: Callable[[str], None]
@@ -86,7 +86,8 @@ class Watch:
                 queue.cancel(waiting_only=True)
                 self._since.pop(key, None)
                 self.say(
-                    f"{queue.facility}: job {job.id} waited {_span(limit)} with {job.reason}: cancelled, the round goes on without it"
+                    f"{queue.facility}: job {job.id} waited {_span(limit)} with {job.reason}: cancelled, the round "
+                    "goes on without it"
                 )
         return jobs
 

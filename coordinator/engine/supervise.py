@@ -2,7 +2,8 @@
 
 StreamFlow leaves its jobs in the queues when it stops, and some failures make it hang. The archive makes starting again
 cheap: the workflow goes on after the last complete round, and facilities that are done answer at once. A job that still
-runs is waited for by the Slurm connector of `coordinator.streamflow_plugin`; one that waits in a queue is cancelled first.
+runs is waited for by the Slurm connector of `coordinator.streamflow_plugin`; one that waits in a queue is cancelled
+first.
 """
 
 from __future__ import annotations
@@ -94,8 +95,9 @@ def fatal_reason(event: Event) -> str:
     if event.kind == "host_key":
         host = event["host"]
         return (
-            f"the host key of {host} is not the one in known_hosts. If the facility announced a new key, remove the old one "
-            f"(`ssh-keygen -R {host}`) and log in once by hand; otherwise ask its staff: someone may be listening in between"
+            f"the host key of {host} is not the one in known_hosts. If the facility announced a new key, remove the "
+            f"old one (`ssh-keygen -R {host}`) and log in once by hand; otherwise ask its staff: someone may be "
+            "listening in between"
         )
     if event.kind == "failed" and (event["futile"] or event["step"].strip("/") == "start"):
         return f"{event['step'].strip('/')}: {event['reason']}"
@@ -120,7 +122,7 @@ class _Watched:
 
 @dataclass(kw_only=True)
 class Supervisor:
-    """Runs one command to its end, through hangs and failures. `run` blocks; `stop` may be called from a signal handler."""
+    """Runs one command to its end despite hangs and failures. `run` blocks; a signal handler may call `stop`."""
 
     command: Callable[[], list[str]]
     """Makes the command line anew for every start (each run of StreamFlow wants a name of its own)."""
@@ -256,7 +258,7 @@ class Supervisor:
             self._signal(signal.SIGKILL)
 
     def _at_work(self, process: subprocess.Popen[str]) -> bool:
-        """True when a job of ours is in a queue or running, here or there; a facility that does not answer may be at work."""
+        """True if a job of ours is queued or running, locally or remotely; a silent facility counts as busy."""
         if children(process.pid):
             return True
         found = at_all(self.queues, lambda one: one.jobs(), self.say)
@@ -287,7 +289,7 @@ class Supervisor:
 
 
 def children(pid: int) -> list[int]:
-    """Living processes below `pid` that do something: StreamFlow's jobs on this machine, not the shells it keeps open, nor
+    """Live processes below `pid` that do work: StreamFlow's jobs on this machine, not the shells it keeps open, nor
     steps that wait for other facilities."""
     parents: dict[int, list[tuple[int, str]]] = {}
     for task in Path("/proc").glob("[0-9]*/stat"):

@@ -1,8 +1,8 @@
 """One event, and appending it to the file that $CROSSFED_EVENTS names.
 
 The file lies in the federation's work directory and belongs to its owner alone (mode 0600). Only processes of the
-coordinator write it: its workflow steps and its StreamFlow plug-in. What a facility printed can stand in a field, quoted;
-it can never be an event.
+coordinator write it: its workflow steps and its StreamFlow plug-in. A facility's output may be quoted in a field; it
+can never be an event.
 """
 
 from __future__ import annotations

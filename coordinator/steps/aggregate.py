@@ -1,4 +1,4 @@
-"""`python -m coordinator.steps.aggregate`: average a round's updates, append the round to the archive, decide what follows.
+"""`python -m coordinator.steps.aggregate`: average a round's updates, append it to the archive, decide what follows.
 
 Never fails for a facility's fault (a step that fails inside the loop hangs the engine): it ends the loop and leaves the
 reason in the archive, where the report step finds it.
@@ -43,9 +43,9 @@ class Arrived:
 def sort_out(directories: Sequence[Path], facilities: Sequence[str] = (), number: int = 0) -> Arrived:
     """Split the received directories into sound updates and failures, by facility.
 
-    The receive steps hand on one directory for each of `facilities`, in that order: whose a directory is follows from its
-    place. One that cannot be read, or is not of the facility whose place it has, is that facility's failure. Without
-    `facilities` the directories are taken at their word.
+    The receive steps hand on one directory for each of `facilities`, in that order: whose a directory is follows from
+    its place. One that cannot be read, or is not of the facility whose place it has, is that facility's failure.
+    Without `facilities` the directories are taken at their word.
     """
     updates: dict[str, Path] = {}
     reports: dict[str, Report] = {}

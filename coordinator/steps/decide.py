@@ -32,7 +32,8 @@ def decide(settings: CoordinatorSettings, losses: Sequence[float | None]) -> Dec
     if current is not None and stop.divergence and current > best + stop.divergence:
         return Decision(
             proceed=False,
-            reason=f"the global loss {current:.4f} is more than {stop.divergence} above the best ({best:.4f}, received by round {best_round})",
+            reason=f"the global loss {current:.4f} is more than {stop.divergence} above the best ({best:.4f}, "
+            f"received by round {best_round})",
             broken=True,
         )
     if current is not None and stop.target_perplexity and math.exp(current) <= stop.target_perplexity:
@@ -43,7 +44,8 @@ def decide(settings: CoordinatorSettings, losses: Sequence[float | None]) -> Dec
     if stop.patience and known and len(losses) - 1 - best_round >= stop.patience:
         return Decision(
             proceed=False,
-            reason=f"no better global perplexity for {stop.patience} rounds (best {math.exp(best):.3f}, received by round {best_round})",
+            reason=f"no better global perplexity for {stop.patience} rounds (best {math.exp(best):.3f}, received by "
+            f"round {best_round})",
         )
     if len(losses) >= settings.rounds:
         return Decision(proceed=False, reason=f"all {settings.rounds} rounds are done")

@@ -13,7 +13,7 @@ from facility.exchange.files.links import link_tree
 from facility.exchange.messages.manifest import NAME, read_manifest
 
 WAITS = "crossfed-waits"
-"""Name of a process that waits for others (proc(5), comm: at most 15 characters): it is no sign that an engine is at work."""
+"""Name of a process that waits for others (proc(5), comm: at most 15 characters): it does not count as activity."""
 
 
 def wait(seconds: float) -> None:

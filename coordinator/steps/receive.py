@@ -117,7 +117,7 @@ def check_evaluation(update: Path, sent: Sent, facility: str, round: int) -> Non
 
 
 def check_signature(update: Path, facility: str, allowed_signers: str) -> None:
-    """Raise `InputError` unless the facility signed the manifest; what an unsigned failure.json says is quoted as such."""
+    """Raise `InputError` unless the facility signed the manifest; an unsigned failure.json is quoted as unsigned."""
     try:
         verify(update, facility, resolve(allowed_signers))
     except InputError as error:

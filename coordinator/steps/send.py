@@ -1,8 +1,9 @@
-"""`python -m coordinator.steps.send`: what travels to one facility, the whole model or the difference to the one it holds.
+"""`python -m coordinator.steps.send`: send one facility the whole model, or the difference to the one it holds.
 
-The message is made once a round, when the round that makes the model is closed, and lies beside the model in the archive.
-Who gets it follows from the archive alone: a facility whose update of the round before says that it keeps the model of
-that round. All others (new, absent, refused, failed at this round before) get the whole model, and round.json says why.
+The message is made once a round, when the round that makes the model is closed, and lies beside the model in the
+archive. Who gets it follows from the archive alone: a facility whose update of the round before says that it keeps the
+model of that round. All others (new, absent, refused, failed at this round before) get the whole model, and round.json
+says why.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from facility.exchange.files.paths import resolve
 from facility.exchange.messages.manifest import Manifest, read_manifest
 
 FORGOTTEN = 0.5
-"""Share of what a `sparse` message leaves out that the float32 master forgets. Facilities that never saw it make the same
-steps again; keeping all of it would count them twice, keeping nothing would lose what no facility makes again
+"""Share of a `sparse` message's residual that the float32 master drops. Facilities that never received it repeat the
+same steps; keeping all of it would count them twice, keeping nothing would lose what no facility repeats
 (tests/bench/README.md)."""
 
 
@@ -55,7 +56,8 @@ def bytes_of(manifest: Manifest) -> int:
 def outgoing(archive: Archive, settings: CoordinatorSettings, facility: str, number: int) -> Outgoing:
     """What `facility` is sent in round `number`, from what the archive knows.
 
-    The final evaluation, which may follow an early end, has the number of rounds; its model is that of the last one made.
+    The final evaluation, which may follow an early end, has the number of rounds; its model is that of the last one
+    made.
     """
     number = min(number, len(archive.rounds()))
     wanted, whole = settings.sending.encoding, archive.model_for(number)
@@ -126,7 +128,8 @@ def _unlike(model: Path, reference: Path) -> str:
         return f"tensor {names[0]!r} is in one model only, of this round and the round before"
     for name, entry in new.items():
         if (entry.dtype, entry.shape) != (old[name].dtype, old[name].shape):
-            return f"tensor {name!r} is {entry.dtype} {list(entry.shape)}, and {old[name].dtype} {list(old[name].shape)} before"
+            before = f"{old[name].dtype} {list(old[name].shape)} before"
+            return f"tensor {name!r} is {entry.dtype} {list(entry.shape)}, and {before}"
     return ""
 
 

@@ -19,7 +19,8 @@ from facility.exchange.messages.manifest import verify_manifest
 def start(archive: Archive, model: Path, settings: CoordinatorSettings) -> tuple[Path, int, bool]:
     """Directory of the model to train next, number of the next round, and whether there is one.
 
-    With groups, which count in place of rounds, every facility's chain is told its own model and round by `groups.meet`.
+    With groups, which count in place of rounds, every facility's chain is told its own model and round by
+    `groups.meet`.
 
     Raises `InputError` when the archive does not fit the federation, `ManifestError` when its last model is damaged.
     """

@@ -1,9 +1,9 @@
-"""What a facility's step hands on to the workflow: its one output directory, or nothing. The rest of what it says is not read.
+"""Restrict the output of a facility's step to one directory or nothing; all else that it writes is ignored.
 
-StreamFlow 0.2.0rc3 takes a `cwl.output.json` in a job's directory for the step's outputs, whoever left it there, and copies
-files to the `basename` in it (docs/streamflow-output-path-traversal.md). Here the steps of facilities cannot have such a
-file, their output is one directory of a fixed name, and whatever fails in fetching it is that facility's absence: the
-receive step is told the reason, and the round goes on.
+StreamFlow 0.2.0rc3 takes a `cwl.output.json` in a job's directory for the step's outputs, whoever left it there, and
+copies files to the `basename` in it (docs/streamflow-output-path-traversal.md). Here the steps of facilities cannot
+have such a file, their output is one directory of a fixed name, and whatever fails in fetching it is that facility's
+absence: the receive step is told the reason, and the round goes on.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def executing(original: Any) -> Any:
 
 
 def retrieving(original: Any) -> Any:
-    """`CWLExecuteStep._retrieve_output`: of a facility's step, the directory `OUTPUT` where there is one, and null otherwise."""
+    """`CWLExecuteStep._retrieve_output`: a facility's step yields the directory `OUTPUT` if it exists, else null."""
 
     async def retrieve(
         self: CWLExecuteStep, job: Job, output_name: str, output_port: Port, command_output: Any, connector: Any = None
@@ -116,7 +116,7 @@ async def _directory(step: CWLExecuteStep, job: Job) -> Token | None:
 
 
 def transferring(original: Any) -> Any:
-    """`CWLTransferStep.transfer`: an update that cannot be fetched from its facility is null, with the reason in the log."""
+    """`CWLTransferStep.transfer`: an update that cannot be fetched is null, with the reason in the log."""
 
     async def transfer(self: CWLTransferStep, job: Job, token: Token) -> Token:
         context = self.workflow.context
@@ -143,7 +143,7 @@ def _source(context: Any, token: Token) -> str | None:
 
 
 class CarefulDataManager(DefaultDataManager):
-    """`dataManager: default`; what comes from a facility is written below the coordinator's own working directory alone."""
+    """`dataManager: default`; a facility's data is written only below the coordinator's working directory."""
 
     async def transfer_data(
         self, src_location: Any, src_path: str, dst_locations: Any, dst_path: str, writable: bool = False
@@ -158,7 +158,7 @@ class CarefulDataManager(DefaultDataManager):
 
 
 def install() -> None:
-    """Put these in the place of StreamFlow's own, once. Raises `RuntimeError` where StreamFlow's insides are not the known ones."""
+    """Replace StreamFlow's own classes by these, once. Raises `RuntimeError` if StreamFlow's internals are unknown."""
     if getattr(cwl_command, "StreamFlowPath", None) is output_path:
         return
     source = inspect.getsource(CWLCommand.execute)

@@ -42,8 +42,8 @@ class TransferFailed(WorkflowExecutionException):
 
 
 async def worth(lane: SSHContextFactory, most: int) -> int:
-    """Log in, and return how many connections this distance is worth: two next door, where one process can fill the link and
-    more only wait for each other, and `most` from about 100 ms of round trip on."""
+    """Log in, and return the number of connections for this distance: two at a short one, where one process can fill
+    the link and more only wait for each other, and `most` from about 100 ms of round trip on."""
     await persist(functools.partial(output, lane, ":"))
     start = time.monotonic()
     await persist(functools.partial(output, lane, ":"))

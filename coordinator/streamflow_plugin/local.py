@@ -1,4 +1,4 @@
-"""StreamFlow's local connector, which tells the supervisor what it executes and which of the coordinator's steps fail."""
+"""StreamFlow's local connector, which reports its commands and the coordinator's failed steps to the supervisor."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def _identity(login: Login) -> list[str]:
 
 
 def _files(account: Path, *, with_keys: bool) -> list[str]:
-    """Options that make ssh read the same files as StreamFlow, which goes by $HOME where ssh goes by the `account`'s own home."""
+    """Options that make ssh read the same files as StreamFlow, which uses $HOME where ssh uses the `account`'s home."""
     place = Path.home() / ".ssh"
     if place == account / ".ssh":
         return []

@@ -79,7 +79,7 @@ class PatientQueue(QueueManagerConnector):
             await asyncio.sleep(self.pollingInterval)
 
     async def _states(self, ids: list[str], location: ExecutionLocation) -> dict[str, str]:
-        """State of those that the scheduler names; asked once, since silence about one job must not hold up the others."""
+        """States of the jobs that the scheduler lists; one query, since a missing job must not delay the others."""
         scheduler = self.scheduler
 
         async def once(asked: list[str]) -> dict[str, str]:
@@ -168,7 +168,8 @@ class PatientQueue(QueueManagerConnector):
                 if not self.scheduler.is_silence(str(error)) or self._now() > deadline:
                     raise
                 tell(
-                    f"{self.scheduler.title} of {self.deployment_name} takes no job now ({str(error)[-200:]}); trying again"
+                    f"{self.scheduler.title} of {self.deployment_name} takes no job now ({str(error)[-200:]}); "
+                    "trying again"
                 )
                 await asyncio.sleep(self.pollingInterval)
                 if not (name and (jobs := await self._jobs_named(name, location))):

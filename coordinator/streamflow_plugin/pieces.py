@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 MOST_BYTES, LEAST_BYTES = 64 << 20, 4 << 20
-"""Bounds of a piece: small enough that a broken connection repeats little, large enough that a command's two round trips
-cost little."""
+"""Bounds of a piece: small enough that a broken connection repeats little, large enough that a command's two round
+trips cost little."""
 TURNS = 4
 """Pieces that each connection gets, so that all of them end at about the same time."""
 SMALL_BYTES = 1 << 20

@@ -1,7 +1,8 @@
 """The plug-in that `streamflow run` finds by its entry point.
 
-Its connectors take the place of StreamFlow's `local`, `ssh`, `slurm`, `pbs`, `flux` and whatever else `coordinator.schedulers`
-finds, with the same settings, so that a rendered streamflow.yml also runs where this package is not installed.
+Its connectors take the place of StreamFlow's `local`, `ssh`, `slurm`, `pbs`, `flux` and whatever else
+`coordinator.schedulers` finds, with the same settings, so that a rendered streamflow.yml also runs where this package
+is not installed.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ class ParallelSSHConnector(SSHConnector):
         timeout: int | None = None,
         job_name: str | None = None,
     ) -> tuple[str, int] | None:
-        """The original's, but a job lives no longer than its connection, and its code is one that the workflow knows."""
+        """As the original, but a job ends with its connection, and its exit code is one that the workflow knows."""
         if job_name is None:
             return await super().run(
                 location, private(command), environment, workdir, stdin, stdout, stderr, capture_output, timeout
@@ -138,7 +138,7 @@ class ParallelSSHConnector(SSHConnector):
         return (str(result.stdout or "").strip(), step_code(result.returncode)) if capture_output else None
 
     async def _create_shell(self, command: MutableSequence[str], location: ExecutionLocation) -> Shell:
-        """A login shell, as `crossfed check` uses: sites put the scheduler on the PATH in /etc/profile.d or ~/.bash_profile."""
+        """A login shell, as in `crossfed check`: sites put the scheduler on PATH in /etc/profile.d or ~/.bash_profile."""
         return await super()._create_shell([LOGIN_SHELL] if list(command) == ["sh"] else command, location)
 
     def _get_ssh_context_factory(self, location: ExecutionLocation) -> SSHContextFactory:
@@ -210,13 +210,13 @@ def tethered(command: str) -> str:
     """
     return (
         f"exec 3<&0; setsid bash -c {shlex.quote(command)} </dev/null 3<&- & job=$!; "
-        "{ while read -r _ <&3; do :; done; kill -TERM -- -$job; sleep 20; kill -KILL -- -$job; } >/dev/null 2>&1 & tether=$!; "
-        "wait $job; code=$?; kill $tether 2>/dev/null; exit $code"
+        "{ while read -r _ <&3; do :; done; kill -TERM -- -$job; sleep 20; kill -KILL -- -$job; } >/dev/null 2>&1 & "
+        "tether=$!; wait $job; code=$?; kill $tether 2>/dev/null; exit $code"
     )
 
 
 def private(command: MutableSequence[str]) -> MutableSequence[str]:
-    """The same command; a directory that StreamFlow would open to everybody (`mkdir -m 777`) is made for its owner alone.
+    """The same command, but a directory that StreamFlow would open to all (`mkdir -m 777`) is made for its owner only.
 
     Models, updates and logs lie there, often on a file system that all users of a site share.
     """

@@ -1,8 +1,9 @@
-"""Large files through the system's own ssh, whose cryptography is compiled: one Python process fills a core long before a link.
+"""Large files through the system's ssh, whose cryptography is compiled: Python fills a core long before a link.
 
 A lane is one connection: an ssh that stays for one transfer and shares itself (ControlMaster), and for every piece a
 client that hands the pipe with its bytes over to it. Files and pipes are joined by the kernel where it can (splice), so
-the bytes do not pass through Python. What breaks here is moved again by StreamFlow's own connections, with their patience.
+the bytes do not pass through Python. What breaks here is moved again by StreamFlow's own connections, with their
+patience.
 """
 
 from __future__ import annotations
@@ -158,7 +159,7 @@ class SwiftLane:
 
 @contextlib.asynccontextmanager
 async def swift_lanes(config: SSHConfig, count: int, channels: int) -> AsyncIterator[list[SwiftLane]]:
-    """As many of `count` connections as could be made, closed in the end; none where the system's ssh cannot be used."""
+    """Up to `count` connections, closed at the end; none if the system's ssh cannot be used."""
     login = login_of(config)
     if login is None or not count:
         yield []
@@ -265,7 +266,7 @@ def _drain(file: int, offset: int, length: int, pipe: _Pipe, command: str) -> No
 def _joined(
     source: int, target: int, count: int, *, source_offset: int | None = None, target_offset: int | None = None
 ) -> int:
-    """Move up to `count` bytes between a file and a pipe; 0 at the end. Without splice on that file system: read and write."""
+    """Move up to `count` bytes between a file and a pipe; 0 at the end. Falls back to read and write without splice."""
     try:
         return os.splice(source, target, count, offset_src=source_offset, offset_dst=target_offset)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""A directory, or one file, to a facility and back over lanes. Nothing but a shell, GNU tar, dd and find is needed there."""
+"""Copy a directory or file to a facility and back over lanes. The facility needs a shell, GNU tar, dd and find."""
 
 from __future__ import annotations
 
@@ -123,7 +123,8 @@ async def push(
 ) -> int:
     """Copy `source` on this machine to `target` at the facility; returns bytes; `moved` hears of every piece's.
 
-    What stood at `target` is replaced. Raises `TransferFailed` with the facility's words, for one `No space left on device`.
+    What stood at `target` is replaced. Raises `TransferFailed` with the facility's words, for one `No space left on
+    device`.
     """
     directories, files = local_entries(source)
     small, large, pieces = split(files, piece_size(files, len(lanes)))
@@ -202,7 +203,7 @@ def _header(path: str, kind: bytes, size: int, mode: int) -> bytes:
 async def pull(
     lanes: list[SSHContextFactory], swift: Swift, source: str, target: Path, moved: Callable[[int], None]
 ) -> int:
-    """Copy `source` at the facility to `target` here, which must not exist; returns bytes; `moved` hears of every piece's.
+    """Copy `source` at the facility to `target` here, which must not exist; returns bytes; `moved` gets each piece's.
 
     Raises `TransferFailed`, and writes nothing, where `target` exists or the facility lists names that are not plain.
     """
@@ -250,8 +251,8 @@ LISTED = re.compile(rb"(\d{1,15}|d) ([0-7]{1,4}) ([^\0]*)")
 def read_listing(listing: bytes, most_bytes: int | None = None) -> tuple[list[str], list[Entry]]:
     """Directories and files of find's answer, before anything is made for them.
 
-    Raises `TransferFailed` for a malformed answer, for paths that are not plain names below the directory, for one path listed
-    twice, and for more than `MOST_FILES`, `MOST_DEPTH` or `most_bytes` in all.
+    Raises `TransferFailed` for a malformed answer, for paths that are not plain names below the directory, for one
+    path listed twice, and for more than `MOST_FILES`, `MOST_DEPTH` or `most_bytes` in all.
     """
     directories, files = [], []
     lines = listing.split(b"\0")
@@ -281,7 +282,7 @@ def read_listing(listing: bytes, most_bytes: int | None = None) -> tuple[list[st
 
 
 def room(target: Path) -> int:
-    """Bytes that one update may take here: half of what is free, so that no facility can fill the disk for the others."""
+    """Maximum bytes of one update here: half of the free space, so that one facility cannot fill the disk."""
     place = next(parent for parent in target.absolute().parents if parent.exists())
     return shutil.disk_usage(place).free // 2
 
