@@ -289,7 +289,7 @@ def login(
     facility: Annotated[str, typer.Argument(help="A facility of the federation.")],
     federation: FederationOption,
 ) -> None:
-    """Renew a facility's login by its `renew:` command, if it has one, and try it; a run that waits for it then goes on."""
+    """Renew a facility's login by its `renew:` command, if any, and test it; a run that waits for it then continues."""
     from coordinator.config.federation import read_federation
     from coordinator.login import log_in
 

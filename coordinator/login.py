@@ -12,7 +12,7 @@ from facility.exchange.errors import InputError
 
 
 def log_in(federation: Federation, facility: str) -> Row:
-    """What the login says after `deployment.renew` was run on this terminal. Raises `InputError` for an unknown facility."""
+    """Run `deployment.renew` on this terminal, then test the login. Raises `InputError` for an unknown facility."""
     found = {one.name: one.deployment for one in federation.facilities}
     if facility not in found:
         raise InputError(f"{facility!r} is no facility of this federation, expected one of {', '.join(found)}")

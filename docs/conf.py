@@ -1,4 +1,4 @@
-"""Sphinx configuration. `make docs` builds with warnings as errors; pages under reference/generated come from the code."""
+"""Sphinx configuration. `make docs` builds with warnings as errors; reference/generated is made from the code."""
 
 from __future__ import annotations
 

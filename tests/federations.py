@@ -18,7 +18,7 @@ from tests.pico import save_pico
 def write_dataset(
     directory: Path, *, seed: int = 0, blocks: int = 64, block_tokens: int = 16, vocabulary_size: int = 128
 ) -> Path:
-    """A prepared dataset whose sequences count upwards by a step that depends on `seed`: easy to learn, unlike its siblings."""
+    """A prepared dataset whose sequences count upwards by a step that depends on `seed`: easy to learn, distinct."""
     directory.mkdir(parents=True)
     random = numpy.random.default_rng(seed)
     splits = {}

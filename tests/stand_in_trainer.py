@@ -1,7 +1,7 @@
-"""Stands in for `facility.train` where a test is about what surrounds it: same arguments, no torch, ends in milliseconds.
+"""Stand-in for `facility.train` in tests of what surrounds it: same arguments, no torch, ends in milliseconds.
 
-What it does is named by $STAND_IN: `train` (the default; writes an update), `wait` (says "step" and sleeps), `raise`, `nothing`
-(exit 0 without an update), `come-back` (on SIGUSR1), `wrong-round`, `code:N`.
+What it does is named by $STAND_IN: `train` (the default; writes an update), `wait` (says "step" and sleeps), `raise`,
+`nothing` (exit 0 without an update), `come-back` (on SIGUSR1), `wrong-round`, `code:N`.
 """
 
 from __future__ import annotations

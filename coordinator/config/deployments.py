@@ -115,8 +115,8 @@ class Deployment(Connection):
     gpu_memory_gb: NonNegative[float] = 0.0
     """Memory of one GPU in GB, for the check's estimate; 0: unknown."""
     renew: Line = ""
-    """The site's own command that renews the login, such as `step ssh login ...`; `crossfed login` runs it on the terminal,
-    without a shell."""
+    """The site's command that renews the login, such as `step ssh login ...`; `crossfed login` runs it on the
+    terminal, without a shell."""
     known_hosts: Line = ""
     """File of host keys for `crossfed check`; StreamFlow reads ~/.ssh/known_hosts, or the UserKnownHostsFile that
     ~/.ssh/config sets for the host."""

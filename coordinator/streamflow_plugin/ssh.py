@@ -1,4 +1,4 @@
-"""StreamFlow's ssh connector with transfers over several connections, patience with a refused login, none with a host key."""
+"""StreamFlow's ssh connector: transfers over several connections; refused logins are retried, host keys are not."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class ParallelSSHConnector(SSHConnector):
         return (str(result.stdout or "").strip(), step_code(result.returncode)) if capture_output else None
 
     async def _create_shell(self, command: MutableSequence[str], location: ExecutionLocation) -> Shell:
-        """A login shell, as in `crossfed check`: sites put the scheduler on PATH in /etc/profile.d or ~/.bash_profile."""
+        """A login shell, as in `crossfed check`: sites put schedulers on PATH in /etc/profile.d or ~/.bash_profile."""
         return await super()._create_shell([LOGIN_SHELL] if list(command) == ["sh"] else command, location)
 
     def _get_ssh_context_factory(self, location: ExecutionLocation) -> SSHContextFactory:

@@ -1,4 +1,4 @@
-"""Updates made by hand: a model whose weights moved by a known amount, with report and manifest as a facility writes them."""
+"""Handmade updates: a model whose weights moved by a known amount, with report and manifest as from a facility."""
 
 from __future__ import annotations
 

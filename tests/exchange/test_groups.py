@@ -433,7 +433,7 @@ def apart(steps: list[float]) -> GroupScheduler:
 
 
 def test_the_steadier_they_are_the_longer_they_wait_for_one_another():
-    """By hand: after n and n - 1 steady steps 0.005 / (0.1/(n + 5) + 0.1/(n + 4)) is 0.19 s for n = 3, 0.21 for n = 4."""
+    """By hand: after n and n - 1 steps 0.005 / (0.1/(n + 5) + 0.1/(n + 4)) is 0.19 s for n = 3, 0.21 for n = 4."""
     assert not apart([1.0] * 3).waiting
     scheduler = apart([1.0] * 4)
     assert scheduler.waiting == ("a",) and scheduler.ready("b", 5.2)[0].members == ("a", "b")
@@ -443,8 +443,8 @@ def test_the_steadier_they_are_the_longer_they_wait_for_one_another():
 @pytest.mark.parametrize(("late", "longest"), [(0.05, 0.05), (0.3, 0.153)])
 def test_small_lateness_parts_nobody_who_would_wait_longer(late: float, longest: float):
     """Every fifth step is late. 0.05 s is less than two steady members wait for each other (a quarter of a step);
-    0.3 s is more than two wait of whom each is late as often (after 20 steps 0.05 / (4.1/25 + 4.1/25) = 0.152 s), so they
-    part."""
+    0.3 s is more than two wait of whom each is late as often (after 20 steps 0.05 / (4.1/25 + 4.1/25) = 0.152 s), so
+    they part."""
     scheduler = under_way("ab", GroupRules(bound=0, minimum=1, patience=0.05, window_seconds=0.0))
     steps = {m: [1.0 + late * (n % 5 == start) for n in range(40)] for start, m in enumerate("ab")}
     formed: list[Group] = []

@@ -114,5 +114,8 @@ def test_a_wrong_call_is_a_type_error_as_of_any_class():
 
 
 def test_the_agreement_of_both_sides_loads_no_torch():
-    code = "import sys, facility.exchange.messages.settings, facility.exchange.validation as v; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys, facility.exchange.messages.settings, facility.exchange.validation as v; "
+        "sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

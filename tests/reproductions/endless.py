@@ -1,8 +1,8 @@
 """Pipelines that never flush (1F1B, one update a micro-batch) under a synchronisation policy: updates per second.
 
 Every stage of every pipeline is a small program that computes, sends, receives and meets others; an event loop moves
-time on. The order of work is that of `tests.reproductions.pipedream`, the groups are the facility's own pure schedulers'.
-After Miao et al., "SDPipe", PVLDB 16(9), 2023, whose experiments use this schedule.
+time on. The order of work is that of `tests.reproductions.pipedream`, the groups are the facility's own pure
+schedulers'. After Miao et al., "SDPipe", PVLDB 16(9), 2023, whose experiments use this schedule.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ starts S - s - 1 forwards ahead, then alternates one forward and one backward. W
 more steps it sends an end down the pipeline, and all stages make the same number of updates.
 
 A stage's synchroniser exchanges right after its own update, in groups of its own stage. Only one stage at a time may
-hold pipelines back (`tests.reproductions.permission`), so stages of different pipelines never wait for each other in a circle.
+hold pipelines back (`tests.reproductions.permission`), so stages of different pipelines never wait for each other in a
+circle.
 """
 
 from __future__ import annotations

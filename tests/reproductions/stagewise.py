@@ -1,7 +1,7 @@
 """Synchronises each stage of a non-flushing pipeline in groups of its own, as SDPipe does.
 
-The ranks of such a pipeline are at different steps at a time. Only one stage's scheduler at a time may hold pipelines back
-(`tests.reproductions.permission`), so that stages of different pipelines never wait for each other in a circle.
+The ranks of such a pipeline are at different steps at a time. Only one stage's scheduler at a time may hold pipelines
+back (`tests.reproductions.permission`), so that stages of different pipelines never wait for each other in a circle.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def connect_stage(
 ) -> Synchroniser:
     """As `facility.sync.connect.connect`, among the ranks at this rank's position only.
 
-    An exchange is on the way of every gradient here and weights are stashed, so nothing is relayed and nobody waits for a
-    minimum. With a bound of 1, all wait for all in one order, as under all-reduce, and no permission is needed.
+    An exchange is on the way of every gradient here and weights are stashed, so nothing is relayed and nobody waits
+    for a minimum. With a bound of 1, all wait for all in one order, as under all-reduce, and no permission is needed.
     """
     shared = dist.PrefixStore(namespace, store)
     stage = dist.PrefixStore(f"stage-{place.position}", shared)

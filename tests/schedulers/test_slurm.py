@@ -10,8 +10,8 @@ from facility.exchange.messages.outcome import Outcome
 DOWN = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
 FORGOT = "slurm_load_jobs error: Invalid job id specified"
 ALIVE = (
-    "COMPLETING CONFIGURING PENDING POWER_UP_NODE REQUEUED REQUEUE_FED REQUEUE_HOLD RESIZING RESV_DEL_HOLD REVOKED RUNNING "
-    "SIGNALING SPECIAL_EXIT STAGE_OUT STOPPED SUSPENDED UPDATE_DB SOMETHING_NEW"
+    "COMPLETING CONFIGURING PENDING POWER_UP_NODE REQUEUED REQUEUE_FED REQUEUE_HOLD RESIZING RESV_DEL_HOLD REVOKED "
+    "RUNNING SIGNALING SPECIAL_EXIT STAGE_OUT STOPPED SUSPENDED UPDATE_DB SOMETHING_NEW"
 ).split()
 """States of squeue(1) that a job leaves again, and one that no version has yet."""
 

@@ -106,7 +106,7 @@ async def _pump(source: Any, sink: Any) -> None:
 def attacked_federation(
     root: Path, behaviour: dict[str, Any], *, deployment: dict[str, Any] | None = None, **changes: Any
 ) -> Path:
-    """federation.yml of an honest local facility and a hostile one (`deployment`: how that one is reached), rendered."""
+    """federation.yml of an honest local facility and a hostile one (reached by `deployment`), rendered."""
     path = write_federation(root, [HONEST, HOSTILE], **({"rounds": 1, "final_evaluation": False} | changes))
     for name, wanted in ((HONEST, {}), (HOSTILE, behaviour)):
         (root / "sites" / name / "dataset" / "behaviour.json").write_text(json.dumps(wanted))

@@ -1,8 +1,8 @@
 """A facility's round without training: it returns the received model, a little changed, and then misbehaves as told.
 
-Its dataset is a directory with `behaviour.json`: {"leaves": {"cwl.output.json": "...", ...}, "python": "..."}. The files are
-left in the job's working directory; the Python text runs there, with `update` the path of the finished update. The
-update is sound unless the text changes it.
+Its dataset is a directory with `behaviour.json`: {"leaves": {"cwl.output.json": "...", ...}, "python": "..."}. The
+files are left in the job's working directory; the Python text runs there, with `update` the path of the finished
+update. The update is sound unless the text changes it.
 """
 
 from __future__ import annotations

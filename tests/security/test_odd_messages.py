@@ -1,4 +1,4 @@
-"""Odd fields in manifest.json, report.json and failure.json: each is its facility's absence, told by name, and nobody else's.
+"""Odd fields in manifest.json, report.json and failure.json exclude their own facility, by name, and no other.
 
 CROSSFED_FUZZ=N tries N odd files more.
 """

@@ -1,4 +1,4 @@
-"""What a facility wrote is text wherever a person is shown it: no markup, no terminal commands, no page elements, no flood."""
+"""A facility's text is displayed as text: no markup, terminal commands, page elements or flood."""
 
 from __future__ import annotations
 

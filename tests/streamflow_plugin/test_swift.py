@@ -41,7 +41,7 @@ def config(**changes: object) -> SSHConfig:
 
 @pytest.fixture
 def far(tmp_path: Path, monkeypatch) -> Path:
-    """A folder that is the facility's, and an ssh that gets there; `refuse` in it: no login. What it was called with is in `calls`."""
+    """The facility's folder, and an ssh that reaches it; a file `refuse` there: no login. `calls` logs the arguments."""
     place = tmp_path / "far"
     (tmp_path / "bin").mkdir()
     place.mkdir()
