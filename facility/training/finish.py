@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
+from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages import report as reports
 from facility.training.devices import device_name
 from facility.training.monitor import account
 from facility.training.parallel.ranks import gather
 from facility.training.round import Round
-from facility.training.state import state
+from facility.training.state import second_moments, state
 from facility.training.state.update import outgoing_parts, outgoing_tensors, write_evaluation, write_update
 
 
@@ -49,8 +51,22 @@ def finish_round(round: Round) -> None:
         round.writes,
         request.settings,
         request.round,
-        lambda: report_of(round, figures),
+        lambda directory: add_files(round, figures, directory),
     )
+
+
+def add_files(round: Round, figures: dict[str, Any], directory: Path) -> None:
+    """What an update holds beside its tensors: the report, and second moments where facilities share them."""
+    reports.write(directory, report_of(round, figures))
+    request = round.request
+    if request.training.optimizer_state == "shared":
+        second_moments.write_outgoing(
+            directory,
+            request.state / f"round-{request.round}",
+            beta2=request.training.beta2,
+            steps=round.progress.optimizer_steps,
+            federated=Patterns(tuple(request.settings.include), tuple(request.settings.exclude)),
+        )
 
 
 def save_state(round: Round) -> None:

@@ -78,6 +78,10 @@ class TrainingSettings:
     keep_optimizer: bool = True
     """Keep AdamW's moments at the facility between rounds: 12 to 19 % lower perplexity than beginning them anew at ten
     steps a round, 4 to 9 % at thirty (tests/bench/README.md)."""
+    optimizer_state: Literal["personal", "shared"] = "personal"
+    """`shared`: AdamW's second moments are averaged over the facilities between rounds, as row and column means (0.1 % of
+    the bytes of a large model); every facility then scales coordinates alike, and unlike facilities' steps add up. The
+    first moments stay personal. Needs `keep_optimizer`, and the same value at all facilities."""
     stall_seconds: Positive[float] = 600.0
     """A rank that hears nothing from its peers for so long ends the job."""
     sync: SyncSettings = field(default_factory=SyncSettings)
@@ -100,6 +104,11 @@ class TrainingSettings:
             raise ConfigurationError(
                 f"encoding is {self.encoding!r} with export_dtype {self.export_dtype!r}: a difference needs export_dtype "
                 "'float32' (it does not travel, and half precision would round small steps away before they are encoded)"
+            )
+        if self.optimizer_state == "shared" and not self.keep_optimizer:
+            raise ConfigurationError(
+                "optimizer_state is 'shared' with keep_optimizer false: moments that are not kept cannot be shared; set "
+                "keep_optimizer to true, or optimizer_state to 'personal'"
             )
 
 

@@ -10,7 +10,7 @@ import torch
 from facility.training.engine import Engine
 from facility.training.parallel.ranks import Ranks, together
 from facility.training.request import RoundRequest
-from facility.training.state import state
+from facility.training.state import second_moments, state
 
 
 @dataclass(kw_only=True)
@@ -86,6 +86,11 @@ def restore(
             directory = request.state / f"round-{request.round - 1}"
             state.load_moments(directory, engine.optimizer, engine.parts, previous.optimizer_steps)
         progress.optimizer_steps = previous.optimizer_steps
+    if training.optimizer_state == "shared":
+        with together(ranks):
+            progress.optimizer_steps, _ = second_moments.take_over(
+                request.model, engine.optimizer, engine.parts, beta2=training.beta2, steps=progress.optimizer_steps
+            )
     return progress
 
 

@@ -23,14 +23,19 @@ STORED = "exp_avg_sq."
 def write_outgoing(update: Path, state: Path, *, beta2: float, steps: int, federated: Patterns) -> None:
     """Write `update`/second_moments from the optimizer state in `state`; nothing before the first step.
 
-    Only parameters that are federated leave the facility, as with the weights.
+    Only parameters that are federated leave the facility, as with the weights, and only those that the update holds by
+    the same name: experts that are fused here and apart on disk keep second moments of their own.
     """
     if steps == 0:
         return
     scale = 1.0 / (1.0 - beta2**steps)
-    stored = open_checkpoint(state).tensors
-    names = sorted(name.removeprefix(STORED) for name in stored if name.startswith(STORED))
-    factors = {name: factors_of(stored[STORED + name], scale) for name in names if federated.federated(name)}
+    stored, sent = open_checkpoint(state).tensors, open_checkpoint(update).tensors
+    factors = {
+        name: factors_of(entry, scale)
+        for key, entry in sorted(stored.items())
+        if (name := key.removeprefix(STORED)) != key and federated.federated(name)
+        if name in sent and sent[name].shape == entry.shape
+    }
     write_factors(update, factors, steps=steps)
 
 

@@ -54,9 +54,9 @@ def write_update(
     writes: bool,
     settings: FacilitySettings,
     round: int,
-    report: Callable[[], reports.Report],
+    add_files: Callable[[Path], None],
 ) -> None:
-    """Write the update directory whole: `tensors` (name, dtype, shape) in that order.
+    """Write the update directory whole: `tensors` (name, dtype, shape) in that order, then what `add_files` writes.
 
     What no rank holds of the checkpoint is sent as received; `writes`: this rank's replica writes.
     """
@@ -82,7 +82,7 @@ def write_update(
         copy_companions(model, temporary, settings.training.export_dtype)
         if adapters.rank:
             lora.write_adapter_config(temporary, adapters, list(slots), "")
-        reports.write(temporary, report())
+        add_files(temporary)
         counts = {d: sum(1 for _, x, _ in tensors if x == d) for d in sorted({x for _, x, _ in tensors})}
         manifests.write_manifest(
             temporary,

@@ -1,0 +1,70 @@
+"""Laws of `optimizer_state: shared`: what leaves is the state's own factors, and the next round steps by those that came."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from facility.exchange.checkpoints.checkpoint import open_checkpoint
+from facility.exchange.checkpoints.second_moments import Factors, factors_of, has_factors, read_factors, write_factors
+from facility.exchange.errors import ConfigurationError
+from facility.exchange.messages.settings import TrainingSettings
+from tests.pico import save_pico
+from tests.training.federation import largest_difference, write_dataset
+from tests.training.layouts import arguments, rounds_in
+from tests.training.test_layouts import TWO
+
+SHARED = {"optimizer_state": "shared"}
+BETA2 = TrainingSettings().beta2
+
+
+def with_factors_of_another(model: Path, out: Path) -> Path:
+    """The model as it comes back from a federation whose other facility's second moments are far larger."""
+    shutil.copytree(model, out)
+    rng = np.random.default_rng(0)
+    factors = {}
+    for name, entry in open_checkpoint(model).tensors.items():
+        rows = (rng.random(entry.shape[0]) * 1e-2).astype(np.float32)
+        columns = rng.random(entry.elements // entry.shape[0]).astype(np.float32) if len(entry.shape) > 1 else None
+        factors[name] = Factors(rows, columns)
+    write_factors(out, factors, steps=9)
+    return out
+
+
+def test_the_layouts_send_and_take_over_the_same_second_moments(tmp_path: Path):
+    dataset = write_dataset(tmp_path / "data")
+    received = save_pico(tmp_path / "received")
+    following = with_factors_of_another(received, tmp_path / "following")
+    layouts = {"one": {}} | {name: TWO[name] for name in ("fsdp", "1f1b")}
+    for ranks, names in ((1, ["one", "personal"]), (2, ["fsdp", "1f1b"])):
+        cases = []
+        for name in names:
+            settings = {} if name == "personal" else SHARED | layouts[name]
+            first = arguments(tmp_path / name / "0", received, dataset, **settings)
+            second = arguments(tmp_path / name / "1", following, dataset, 1, **settings)
+            second[second.index("--state") + 1] = str(tmp_path / name / "0" / "state")
+            cases += [(f"{name} 0", first), (f"{name} 1", second)]
+        rounds_in(cases, ranks=ranks)
+
+    shapes = {name: entry.shape for name, entry in open_checkpoint(received).tensors.items()}
+    one, steps = read_factors(tmp_path / "one" / "0" / "out", shapes)
+    state = open_checkpoint(tmp_path / "one" / "0" / "state" / "round-0").tensors
+    assert steps == 3 and one.keys() == shapes.keys()
+    for name, found in one.items():
+        expected = factors_of(state[f"exp_avg_sq.{name}"], 1 / (1 - BETA2**3))
+        assert np.array_equal(found.rows, expected.rows)
+    for name in ("fsdp", "1f1b"):
+        other, _ = read_factors(tmp_path / name / "0" / "out", shapes)
+        assert all(np.allclose(other[key].rows, one[key].rows, rtol=1e-3, atol=1e-10) for key in one)
+        assert largest_difference(tmp_path / "one" / "1" / "out", tmp_path / name / "1" / "out") < 1e-5, name
+    assert not has_factors(tmp_path / "personal" / "0" / "out")
+    assert largest_difference(tmp_path / "one" / "0" / "out", tmp_path / "personal" / "0" / "out") == 0
+    assert largest_difference(tmp_path / "one" / "1" / "out", tmp_path / "personal" / "1" / "out") > 1e-4
+
+
+def test_moments_that_are_not_kept_cannot_be_shared():
+    with pytest.raises(ConfigurationError, match="keep_optimizer"):
+        TrainingSettings(optimizer_state="shared", keep_optimizer=False)
