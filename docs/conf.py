@@ -22,4 +22,4 @@ myst_enable_extensions = ["deflist", "colon_fence"]
 myst_heading_anchors = 3
 html_theme = "furo"
 html_title = "CrossFed"
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "reference/generated"]

@@ -18,6 +18,8 @@ COMMANDS = (
     "status",
     "report",
     "explain",
+    "schema",
+    "setup",
     "plan",
     "demo",
     "bundle",
