@@ -13,6 +13,7 @@ from coordinator.aggregation.adapters import layout_with, settings_of, write_pro
 from coordinator.aggregation.record import ROUND, RoundRecord, write_record
 from coordinator.aggregation.round import Aggregation, Request
 from coordinator.aggregation.screening import run_pass, screen_afterwards
+from coordinator.aggregation.second_moments import write_second_moments
 from coordinator.aggregation.server_optimizers import plain
 from coordinator.aggregation.server_optimizers.registry import SERVER_OPTIMIZERS, build
 from coordinator.aggregation.state import MASTER, fitting, open_state, seal
@@ -66,6 +67,7 @@ def write_tensors(aggregation: Aggregation, outputs: Outputs) -> None:
     aggregation.clock("stream")
     screen_afterwards(aggregation)
     copy_companions(whole.directory, outputs.model)
+    write_second_moments(aggregation, outputs.model)
     if aggregation.with_adapters and not (outputs.model / CONFIG).exists():
         told = settings_of(aggregation.opened, aggregation.request.adapters)
         write_adapter_config(outputs.model, told, aggregation.source.tensors)

@@ -14,6 +14,8 @@ from coordinator.archive.rounds import Archive
 from coordinator.archive.summary import summary
 from coordinator.config.federation import read_federation
 from coordinator.engine.render import write
+from facility.exchange.checkpoints.checkpoint import open_checkpoint
+from facility.exchange.checkpoints.second_moments import read_factors
 from tests.engine.engines import crossfed, cwltool, killed_at, streamflow, weights
 from tests.federations import write_federation
 
@@ -148,3 +150,19 @@ def test_an_archive_of_another_federation_is_refused(undisturbed: Path, tmp_path
     )
     assert result.returncode == 2 and "belongs to federation 'pico', not 'other'" in result.stderr
     assert {p: p.stat().st_mtime_ns for p in archive.rglob("*")} == before
+
+
+@pytest.mark.slow  # the quicker laws are in tests/aggregation and tests/training
+def test_shared_second_moments_go_round_with_models_and_updates_sent_as_differences(tmp_path: Path):
+    encoded = {"encoding": "delta-int8", "export_dtype": "float32", "optimizer_state": "shared"}
+    path = make(tmp_path, rounds=3, training=encoded, sending={"encoding": "delta-int8"})
+    result = streamflow(path, tmp_path / "engine")
+    assert result.returncode == 0, result.stdout[-4000:]
+    archive = archive_of(path)
+    for number in range(3):
+        model = archive.model_for(number + 1)
+        shapes = {name: entry.shape for name, entry in open_checkpoint(model).tensors.items()}
+        factors, steps = read_factors(model, shapes)
+        assert factors.keys() == shapes.keys() and steps > 0
+    assert [row["status"] for entry in summary(archive)["rounds"] for row in entry["facilities"]] == ["ok"] * 6
+    assert "delta-int8" in (archive.path / "round-0002" / "round.json").read_text()

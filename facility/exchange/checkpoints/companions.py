@@ -25,13 +25,21 @@ EXECUTABLE = (
 TENSORS = (".safetensors",)
 OWN = ("manifest.json", "manifest.json.sig")
 """Files that speak of one directory only and are never copied."""
-OF_A_ROUND = ("round.json", "report.json")
-"""Files that speak of one round."""
+FOLDERS = ("second_moments",)
+"""Folders that belong to a checkpoint (`facility.exchange.checkpoints.second_moments`)."""
+OF_A_ROUND = ("round.json", "report.json", *FOLDERS)
+"""Files and folders that speak of one round."""
 
 
 def copy_companions(source: Path, target: Path, *, leave: Container[str] = OF_A_ROUND) -> None:
-    """Copy every regular file of `source` that holds neither tensors, index, manifest nor code, but the names `leave`."""
+    """Copy every regular file of `source` that holds neither tensors, index, manifest nor code, but the names `leave`.
+
+    Folders that belong to a checkpoint are copied with their files.
+    """
     for path in sorted(Path(source).iterdir()):
         kept = path.suffix.lower() not in (*TENSORS, *EXECUTABLE) and not path.name.endswith(".index.json")
         if path.is_file() and kept and path.name not in OWN and path.name not in leave:
             shutil.copyfile(path, target / path.name)
+    for name in FOLDERS:
+        if name not in leave and (Path(source) / name).is_dir() and not (Path(source) / name).is_symlink():
+            shutil.copytree(Path(source) / name, Path(target) / name, symlinks=True)

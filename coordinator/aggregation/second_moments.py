@@ -1,0 +1,34 @@
+"""Second moments that facilities share: checked with an update, averaged, and laid beside the next model.
+
+They are small (`facility.exchange.checkpoints.second_moments`), so that one update's are held at a time, and their mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from coordinator.aggregation.round import Aggregation
+from coordinator.aggregation.verify import check_second_moments
+from facility.exchange.checkpoints.second_moments import Factors, has_factors, mean_of, read_factors, write_factors
+
+
+def write_second_moments(aggregation: Aggregation, model: Path) -> None:
+    """Write the weighted mean of the updates' second moments below `model`; nothing where no update brings any.
+
+    A parameter's mean is over the updates that bring it: facilities that keep theirs personal take no part. Raises
+    `UpdateRefused`.
+    """
+    steps: dict[str, float] = {}
+
+    def each() -> Iterator[tuple[Mapping[str, Factors], float]]:
+        for update, weight in zip(aggregation.opened, aggregation.weights, strict=True):
+            if has_factors(update.directory):
+                check_second_moments(update.directory, update.checkpoint, update.facility)
+                shapes = {name: entry.shape for name, entry in update.checkpoint.tensors.items()}
+                factors, seen = read_factors(update.directory, shapes)
+                steps[update.facility] = seen
+                yield {name: one for name, one in factors.items() if name in aggregation.floats}, weight
+
+    if mean := mean_of(each()):
+        write_factors(model, mean, steps=sum(steps.values()) / len(steps))
