@@ -42,6 +42,7 @@ from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.checkpoints.writer import Planned, TensorWriter, layout_like
 from facility.exchange.errors import CheckpointError, ConfigurationError
 from facility.exchange.files.durable import new_directory
+from facility.exchange.files.links import link_tree
 from facility.exchange.messages.manifest import NAME, read_manifest, write_manifest
 from facility.exchange.messages.settings import SPARSE_DENSITY
 
@@ -164,7 +165,7 @@ def encode_model(
         made = decode(temporary, reference=reference, out=decoded)
         with new_directory(out) as directory:
             for path in sorted(temporary.iterdir()):
-                os.link(path, directory / path.name)
+                link_tree(path, directory / path.name) if path.is_dir() else os.link(path, directory / path.name)
             (directory / NAME).unlink()
             sent = read_manifest(temporary)
             write_manifest(
