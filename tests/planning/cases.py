@@ -86,10 +86,10 @@ def problem(**arguments: Any) -> Problem:
 def heterogeneous(name: str, seed: int = 0, *, schedules: tuple[str, ...] = ("gpipe",), **change: Any) -> Problem:
     """A published network with unequal devices: speeds 1, 1/2, 1/4 and room for 6, 4, 3 of 24 layers, at random.
 
-    GPT3-XL as in arXiv 2206.01288: 24 layers, 0.65 GB of gradients a stage of three, about 8.3 MB of activations a sample,
-    61 micro-batches of one sample in each of 8 pipelines; a stage of three takes 13 ms forward and 40 ms backward on the
-    fast device (assumed). The data centre's bandwidths are gigabytes per second in fact (its authors' text says 25 Gbit/s
-    where the matrix has 3.125), so they are taken times 8.
+    GPT3-XL as in arXiv 2206.01288: 24 layers, 0.65 GB of gradients a stage of three, about 8.3 MB of activations a
+    sample, 61 micro-batches of one sample in each of 8 pipelines; a stage of three takes 13 ms forward and 40 ms
+    backward on the fast device (assumed). The data centre's bandwidths are gigabytes per second in fact (its authors'
+    text says 25 Gbit/s where the matrix has 3.125), so they are taken times 8.
     """
     import json
 

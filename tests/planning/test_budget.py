@@ -113,7 +113,7 @@ def test_a_plan_gives_the_pace(tmp_path):
 
 
 def ran_federation(folder, steps=(20, 20)):
-    """A federation.yml with an archive of three rounds: `a` is four times as fast as `b`; the first round was slow at both."""
+    """A federation.yml and an archive of three rounds: `a` is four times as fast as `b`; the first is slow at both."""
     from coordinator.archive.rounds import FacilityRow, RoundFile
     from facility.exchange.files.durable import write_json
 

@@ -1,4 +1,4 @@
-"""Joint planning: laws on small problems, the surrogate against the simulator, gains on unequal devices, re-planning."""
+"""Joint planning: laws on small problems, surrogate against simulator, gains on unequal devices, re-planning."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_split_for_a_grid_is_brute_force(seed):
 
 @pytest.mark.parametrize("name", ["universities", "datacenter"])
 def test_gain_over_placing_first_and_splitting_after(name):
-    """At least 1.27 times faster in simulation, same schedule, same shape, same agreement; all cases in tests/bench/plan.py."""
+    """At least 1.27 times faster in simulation, same schedule, shape, agreement; all cases in tests/bench/plan.py."""
     one = replace(heterogeneous(name), stages=(8,), replicas=(8,))
     before = placed(one, 8, 8, Stop(60, iterations=0), split="best")
     after = plan_joint(one, Stop(600, iterations=2))

@@ -141,7 +141,7 @@ def test_running_costs_only_add_and_both_engines_agree_on_them(seed):
 
 
 def test_agreeing_is_paid_once_a_unit_after_the_last_backward():
-    """By hand: two replicas of one stage, four units, no bytes to speak of: 4 collectives of 50 ms after the backward."""
+    """By hand: two replicas of one stage, four units, negligible bytes: 4 collectives of 50 ms after the backward."""
     raw = whole(devices=2, blocks=2, stages=[1], replicas=[2], batch_samples=2)
     for device in raw["devices"]:
         device["slowdown"] = 1.0

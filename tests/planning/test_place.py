@@ -132,7 +132,7 @@ def test_many_stages_are_ordered_without_held_karp():
 
 
 def test_what_is_reported_is_what_is_emitted():
-    """The published search reported one cost and emitted another layout; here every partition is emitted and costed again."""
+    """The published search reported one cost and emitted another layout; here each is emitted and re-costed."""
     costs = costs_of(case("regional", renumber=3, noise=4))
     rng = np.random.default_rng(0)
     for _ in range(10):

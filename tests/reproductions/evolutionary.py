@@ -1,13 +1,15 @@
 """The published search for placements, as a baseline: a memetic algorithm over balanced partitions.
 
 Yuan et al. 2022, arXiv 2206.01288, section 3.3 ("GCMA") and github.com/DS3Lab/DT-FM (MIT licence),
-`scheduler/heuristic_evolutionary_solver/scheduler.py`; written anew. A population of 100 random balanced partitions; each
-trial crosses two parents at five devices with capacity repair, improves the child by cyclic moves (a stage gives away the
-device that is closest to a neighbour of its own, to the stage where [mean pipeline cost to there] - [that least cost] is
-largest; the receiving stage gives next, until a cycle closes), and puts it in place of the worse parent.
+`scheduler/heuristic_evolutionary_solver/scheduler.py`; written anew. A population of 100 random balanced partitions;
+each trial crosses two parents at five devices with capacity repair, improves the child by cyclic moves (a stage gives
+away the device that is closest to a neighbour of its own, to the stage where [mean pipeline cost to there] - [that
+least cost] is largest; the receiving stage gives next, until a cycle closes), and puts it in place of the worse
+parent.
 
-Mended: the generator is really seeded; a child is rejected if it is worse than both parents (a comparison with a truth value
-made that "than the first"); the last cycle counts too; parents differ; the matching that is emitted is the one that was scored.
+Mended: the generator is really seeded; a child is rejected if it is worse than both parents (a comparison with a truth
+value made that "than the first"); the last cycle counts too; parents differ; the matching that is emitted is the one
+that was scored.
 """
 
 from __future__ import annotations
@@ -68,7 +70,7 @@ def _score(costs: Costs, labels: np.ndarray) -> tuple[float, list[int]]:
 
 
 def _cross(costs: Costs, first: np.ndarray, second: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Five labels of `first` copied into `second`; stages then too full give devices, in order, to the first with room."""
+    """Copy five labels of `first` into `second`; overfull stages give devices, in order, to the first with room."""
     child = second.copy()
     points = rng.choice(len(child), min(5, len(child)), replace=False)
     child[points] = first[points]
@@ -102,8 +104,8 @@ class _Gains:
 def _improve(costs: Costs, labels: np.ndarray) -> np.ndarray:
     """One pass: up to as many cycles as stages, every device moved at most once; kept as far as gains add up to the most.
 
-    A cycle may be closed after any of its moves, by sending that device to the stage where the cycle began; it is closed
-    where the sum of gains is largest (Kernighan and Lin 1970, for cycles).
+    A cycle may be closed after any of its moves, by sending that device to the stage where the cycle began; it is
+    closed where the sum of gains is largest (Kernighan and Lin 1970, for cycles).
     """
     stages, weights = costs.stages, costs.pipeline
     free, touched = np.ones(len(labels), dtype=bool), np.zeros(stages, dtype=bool)

@@ -41,7 +41,7 @@ def config(**changes: object) -> SSHConfig:
 
 @pytest.fixture
 def far(tmp_path: Path, monkeypatch) -> Path:
-    """The facility's folder, and an ssh that reaches it; a file `refuse` there: no login. `calls` logs the arguments."""
+    """The facility's folder, and an ssh that reaches it; with `refuse` there: no login. `calls` has the arguments."""
     place = tmp_path / "far"
     (tmp_path / "bin").mkdir()
     place.mkdir()
