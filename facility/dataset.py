@@ -63,6 +63,8 @@ class SplitEntry:
     """Tokens dropped at the end of the stream, where they fill no whole block. 0 for classification."""
     truncated_documents: int = 0
     """Classification only: documents longer than a block."""
+    overlapping_documents: int = 0
+    """Validation only: documents whose content is in training too; 0 in datasets made before this was counted."""
     sha256: str
     """Hex digest of the `.npy` file."""
     rows_sha256: str | None = None

@@ -102,6 +102,11 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="read hub datasets as they download and keep nothing (with sample caps)",
     )
+    add(
+        "--allow-overlap",
+        action="store_true",
+        help="accept validation documents that are in training too (default: at most 1 in 100, compared by content)",
+    )
     add("--replace", action="store_true", help="make --out again if it holds a dataset made otherwise")
     add("--json", action="store_true", help="print the manifest as JSON instead of a summary")
     return arguments
@@ -137,6 +142,7 @@ def summary(dataset: PreparedDataset, reused: bool) -> str:
     for name, split in manifest.splits.items():
         more = f", {split.truncated_documents:,} documents cut" if split.truncated_documents else ""
         more += f", {split.empty_documents:,} empty documents skipped" if split.empty_documents else ""
+        more += f", {split.overlapping_documents:,} documents also in training" if split.overlapping_documents else ""
         lines.append(
             f"  {name}: {split.documents:,} documents, {split.tokens:,} tokens, {split.blocks:,} blocks of "
             f"{manifest.block_tokens}, tail of {split.tail_tokens:,} tokens left out{more}"
@@ -171,6 +177,7 @@ def main(argv: list[str] | None = None) -> int:
         model=options.model,
         processes=options.processes,
         replace=options.replace,
+        allow_overlap=options.allow_overlap,
     )
     with progress_bar() as progress:
         prepared = prepare(request, progress=progress)

@@ -28,6 +28,7 @@ from facility.dataset import (
 from facility.exchange.files.durable import new_directory, write_json
 from facility.exchange.messages.manifest import sha256_of
 from facility.preparing.encoding import Batch, Encoding, encode_all, encoding_of
+from facility.preparing.overlap import ContentDigests, check_overlap
 from facility.preparing.packing import Packer
 from facility.preparing.rows import LabelledRows, class_names, pad_token_id
 from facility.preparing.sources import Document, Fields, Source, find_sources, read
@@ -75,6 +76,8 @@ class Request:
     processes: int = 1
     replace: bool = False
     """Make `out` again when it holds a dataset made otherwise."""
+    allow_overlap: bool = False
+    """Accept any number of validation documents that are in training too."""
 
     def __post_init__(self) -> None:
         for name, value, least in (
@@ -130,6 +133,8 @@ def prepare(request: Request, *, progress: Progress | None = None) -> Prepared:
     if request.out.exists() and any(request.out.iterdir() if request.out.is_dir() else [request.out]):
         found = _recognised(request, wanted)
         if found is not None:
+            if not request.allow_overlap:
+                check_overlap(found.manifest.splits["validation"])
             return Prepared(dataset=found, reused=True)
     tokenizer = load_tokenizer(request.tokenizer)
     encoding = _checked_encoding(request, template, tokenizer)
@@ -249,6 +254,7 @@ class _Reading:
         self.request, self.sources, self.progress = request, sources, progress
         self.documents = dict.fromkeys(SPLITS, 0)
         self.empty = dict.fromkeys(SPLITS, 0)
+        self.digests = ContentDigests()
 
     def batches(self) -> Iterator[Batch]:
         held: dict[str, list[Document]] = {split: [] for split in SPLITS}
@@ -257,11 +263,15 @@ class _Reading:
             held[split].append(document)
             characters[split] += len(document.text) + len(document.pair)
             if len(held[split]) >= BATCH_DOCUMENTS or characters[split] >= BATCH_CHARACTERS:
-                yield Batch(split=split, documents=held[split])
+                yield self._batch(split, held[split])
                 held[split], characters[split] = [], 0
         for split in SPLITS:
             if held[split]:
-                yield Batch(split=split, documents=held[split])
+                yield self._batch(split, held[split])
+
+    def _batch(self, split: str, documents: list[Document]) -> Batch:
+        self.digests.add(split, documents)
+        return Batch(split=split, documents=documents)
 
     def _assigned(self) -> Iterator[tuple[str, Document]]:
         caps = {"train": self.request.train_samples, "validation": self.request.validation_samples}
@@ -339,7 +349,10 @@ def _write(
             tokens=writer.tokens,
             tail_tokens=writer.tail_tokens,
             truncated_documents=writer.truncated if isinstance(writer, LabelledRows) else 0,
+            overlapping_documents=reading.digests.overlapping() if split == "validation" else 0,
             sha256=sha256_of(directory / f"{split}.npy"),
             rows_sha256=sha256_of(directory / f"{split}.rows.npy") if labelled else None,
         )
+    if not request.allow_overlap:
+        check_overlap(splits["validation"])
     return {"classes": classes, "pad_token_id": pad, "splits": splits}

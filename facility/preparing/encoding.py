@@ -18,6 +18,7 @@ from typing import Any
 import numpy
 
 from facility.exchange.errors import TryAgain
+from facility.preparing.pieces import encode_texts
 from facility.preparing.sources import Document
 from facility.preparing.template import Special, Template
 
@@ -69,16 +70,18 @@ def encoding_of(
 def encoder(encoding: Encoding) -> Callable[[list[Document]], EncodedBatch]:
     """A function that encodes a batch in this process."""
     rows = _fast_rows(encoding, encoding.backend) if encoding.backend is not None else _slow_rows(encoding)
+    specials = {name: numpy.array([number], dtype=numpy.int32) for name, number in encoding.specials.items()}
 
     def encode(documents: list[Document]) -> EncodedBatch:
         if encoding.max_tokens is not None:
             found = rows.paired([(d.text, d.pair) for d in documents])
-            return _batch([r.ids for r in found], [r.second for r in found], sum(r.cut for r in found))
+            ids = [numpy.array(r.ids, dtype=numpy.int32) for r in found]
+            return _batch(ids, [r.second for r in found], sum(r.cut for r in found))
         filled = [encoding.template.fill(document.text) for document in documents]
         encoded = iter(rows.whole([piece for pieces in filled for piece in pieces if isinstance(piece, str)]))
         return _batch(
             [
-                [i for p in pieces for i in ([encoding.specials[p.name]] if isinstance(p, Special) else next(encoded))]
+                numpy.concatenate([specials[p.name] if isinstance(p, Special) else next(encoded) for p in pieces])
                 for pieces in filled
             ]
         )
@@ -97,7 +100,7 @@ class _Pair:
 class _Rows:
     """The two ways of encoding: whole texts without their cut, or (pairs of) texts cut to a length."""
 
-    whole: Callable[[list[str]], list[list[int]]]
+    whole: Callable[[list[str]], list[numpy.ndarray]]
     paired: Callable[[list[tuple[str, str]]], list[_Pair]]
 
 
@@ -111,8 +114,8 @@ def _fast_rows(encoding: Encoding, backend: str) -> _Rows:
     if encoding.max_tokens is not None:
         fast.enable_truncation(encoding.max_tokens)
 
-    def whole(texts: list[str]) -> list[list[int]]:
-        return [e.ids for e in fast.encode_batch_fast(texts, add_special_tokens=encoding.wrap)]
+    def whole(texts: list[str]) -> list[numpy.ndarray]:
+        return encode_texts(texts, fast, special_tokens=encoding.wrap)
 
     def paired(texts: list[tuple[str, str]]) -> list[_Pair]:
         inputs = [(first, second) if second else first for first, second in texts]
@@ -129,8 +132,9 @@ def _slow_rows(encoding: Encoding) -> _Rows:
 
     slow = load_tokenizer(encoding.directory)
 
-    def whole(texts: list[str]) -> list[list[int]]:
-        return [slow(t, add_special_tokens=encoding.wrap, split_special_tokens=True)["input_ids"] for t in texts]
+    def whole(texts: list[str]) -> list[numpy.ndarray]:
+        found = (slow(t, add_special_tokens=encoding.wrap, split_special_tokens=True)["input_ids"] for t in texts)
+        return [numpy.array(ids, dtype=numpy.int32) for ids in found]
 
     def paired(texts: list[tuple[str, str]]) -> list[_Pair]:
         found = []
@@ -156,10 +160,10 @@ def _first(sequences: list[int | None]) -> int:
     return sequences.index(1) if 1 in sequences else len(sequences)
 
 
-def _batch(rows: list[list[int]], seconds: list[int] | None = None, truncated: int = 0) -> EncodedBatch:
+def _batch(rows: list[numpy.ndarray], seconds: list[int] | None = None, truncated: int = 0) -> EncodedBatch:
     lengths = numpy.array([len(row) for row in rows], dtype=numpy.int64)
     return EncodedBatch(
-        tokens=numpy.fromiter((i for row in rows for i in row), dtype=numpy.int32, count=int(lengths.sum())),
+        tokens=numpy.concatenate(rows) if rows else numpy.empty(0, dtype=numpy.int32),
         lengths=lengths,
         seconds=lengths if seconds is None else numpy.array(seconds, dtype=numpy.int64),
         truncated=truncated,

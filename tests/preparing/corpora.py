@@ -12,9 +12,14 @@ WORDS = "il gatto nero dorme sul tetto della casa e sogna un pesce rosso che nuo
 
 
 def sentences(count: int, start: int = 0) -> list[str]:
-    """Different short texts of 3 to 13 words."""
+    """Different short texts of 3 to 13 words: the first three spell the text's number (below 8,000)."""
+    base = len(WORDS)
     return [
-        " ".join(WORDS[(7 * i + 3 * j) % len(WORDS)] for j in range(3 + i % 11)) for i in range(start, start + count)
+        " ".join(
+            [WORDS[i // base**2 % base], WORDS[i // base % base], WORDS[i % base]]
+            + [WORDS[(7 * i + 3 * j) % base] for j in range(i % 11)]
+        )
+        for i in range(start, start + count)
     ]
 
 

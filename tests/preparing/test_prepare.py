@@ -183,6 +183,7 @@ def test_a_failure_in_the_middle_leaves_nothing(request_: Request):
 
 def test_a_killed_run_leaves_no_dataset_and_the_next_one_succeeds(request_: Request, tmp_path: Path):
     write_json_lines(Path(request_.inputs[0]), ({"text": s} for s in sentences(8_000)))
+    write_json_lines(Path(request_.validation[0]), ({"text": f"altro {s}"} for s in sentences(20)))
     command = [
         sys.executable,
         "-m",
@@ -330,6 +331,23 @@ def test_blocks_longer_than_the_tokenizer_or_model_allows_are_refused(request_: 
 def test_the_same_text_for_training_and_validation_is_refused(request_: Request):
     with pytest.raises(DatasetError, match="for training and for validation"):
         prepare(change(request_, validation=request_.inputs))
+
+
+def test_the_same_documents_in_other_files_are_counted_and_refused_above_a_small_share(request_: Request):
+    held = [{"text": f"  {s}\n", "id": i} for i, s in enumerate(sentences(3))] + [
+        {"text": s} for s in sentences(97, 500)
+    ]
+    write_json_lines(Path(request_.validation[0]), held)
+    with pytest.raises(DatasetError, match="3 of 100 documents are in training too.*--allow-overlap"):
+        prepare(request_)
+    assert not request_.out.exists()
+    made = prepare(change(request_, allow_overlap=True)).dataset
+    assert made.manifest.splits["validation"].overlapping_documents == 3
+    with pytest.raises(DatasetError, match="3 of 100"):
+        prepare(request_)  # the dataset that is there was made with the option
+    write_json_lines(Path(request_.validation[0]), [*held[2:], {"text": "un testo"}, {"text": "un altro"}])
+    made = prepare(change(request_, replace=True)).dataset
+    assert made.manifest.splits["validation"].overlapping_documents == 1  # of 100
 
 
 def test_a_dead_worker_is_an_error_not_a_hang(request_: Request, monkeypatch: pytest.MonkeyPatch):

@@ -1,0 +1,101 @@
+"""Long texts in pieces, so that memory does not grow with the longest document; the ids stay the same.
+
+A fast tokenizer keeps some 200 bytes for each character while it encodes a text. A text is therefore cut where the
+tokenizer itself ends a word: there the ids of the whole are the ids of the left part followed by those of the right.
+Every cut is verified on the characters around it. A tokenizer without a pre-tokenizer merges across words, so its
+texts stay whole, and so does text without white space.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy
+
+PIECE_CHARACTERS = 100_000
+"""Texts up to this length are encoded whole."""
+BATCH_CHARACTERS = 4 * PIECE_CHARACTERS
+"""Characters that are given to the tokenizer at once, unless one piece is longer."""
+WINDOW_CHARACTERS = 1_000
+"""Characters on each side of a cut that are encoded to verify it."""
+CANDIDATES = 20
+"""Word ends that are tried before a piece is allowed to grow."""
+WORD_END = re.compile(r"\S(?=\s)")
+
+
+def split_text(text: str, tokenizer: Any) -> list[str]:
+    """Parts of the text whose ids, one part after the other, are the ids of the text."""
+    if len(text) <= PIECE_CHARACTERS or tokenizer.pre_tokenizer is None:
+        return [text]
+    parts, start, target = [], 0, PIECE_CHARACTERS
+    while target < len(text):
+        cut = _last_cut(text, max(start, target - PIECE_CHARACTERS // 2), target, tokenizer)
+        if cut is None:
+            target += PIECE_CHARACTERS // 2
+            continue
+        parts.append(text[start:cut])
+        start, target = cut, cut + PIECE_CHARACTERS
+    return [*parts, text[start:]]
+
+
+def encode_texts(texts: list[str], tokenizer: Any, *, special_tokens: bool) -> list[numpy.ndarray]:
+    """The int32 ids of each text; with `special_tokens`, between those that the tokenizer adds by itself."""
+    parts = [split_text(text, tokenizer) for text in texts]
+    encoded = _encode(
+        ((part, special_tokens and len(of_text) == 1) for of_text in parts for part in of_text), tokenizer
+    )
+    before, after = _special_tokens(tokenizer) if special_tokens else ([], [])
+    rows = []
+    for of_text in parts:
+        ids = [next(encoded) for _ in of_text]
+        if len(ids) > 1:
+            ids = [numpy.array(before, numpy.int32), *ids, numpy.array(after, numpy.int32)]
+        rows.append(numpy.concatenate(ids) if len(ids) > 1 else ids[0])
+    return rows
+
+
+def _encode(parts: Iterable[tuple[str, bool]], tokenizer: Any) -> Iterator[numpy.ndarray]:
+    """Ids of each part, in order; True beside a part: with the special tokens around it."""
+    for special_tokens, texts in _batches(parts):
+        for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=special_tokens):
+            yield numpy.array(encoding.ids, dtype=numpy.int32)
+
+
+def _batches(parts: Iterable[tuple[str, bool]]) -> Iterator[tuple[bool, list[str]]]:
+    held: list[str] = []
+    characters, kind = 0, False
+    for text, special_tokens in parts:
+        if held and (special_tokens != kind or characters + len(text) > BATCH_CHARACTERS):
+            yield kind, held
+            held, characters = [], 0
+        kind = special_tokens
+        held.append(text)
+        characters += len(text)
+    if held:
+        yield kind, held
+
+
+def _last_cut(text: str, low: int, high: int, tokenizer: Any) -> int | None:
+    """The last verified cut in text[low:high]; None where none of the last word ends is one."""
+    ends = [match.end() for match in WORD_END.finditer(text, low, high)]
+    return next((end for end in reversed(ends[-CANDIDATES:]) if _separates(text, end, tokenizer)), None)
+
+
+def _separates(text: str, cut: int, tokenizer: Any) -> bool:
+    """Whether the tokenizer ends a word at `cut`, and encodes both sides on their own as it does together."""
+    left, right = text[max(0, cut - WINDOW_CHARACTERS) : cut], text[cut : cut + WINDOW_CHARACTERS]
+    whole, first, second = (tokenizer.encode(t, add_special_tokens=False) for t in (left + right, left, right))
+    if not first.ids or not second.ids or whole.ids != first.ids + second.ids:
+        return False
+    words = whole.word_ids
+    return words[len(first.ids) - 1] != words[len(first.ids)]
+
+
+def _special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """Ids that the tokenizer adds before and after a text."""
+    alone = tokenizer.encode("a", add_special_tokens=False).ids
+    whole = tokenizer.encode("a", add_special_tokens=True).ids
+    at = next(i for i in range(len(whole)) if whole[i : i + len(alone)] == alone)
+    return whole[:at], whole[at + len(alone) :]

@@ -1,0 +1,102 @@
+"""Long texts are encoded in pieces: the ids are those of the whole text, and memory does not grow with it."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy
+import pytest
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+
+from facility.preparing import pieces
+from tests.preparing.corpora import WORDS, save_tokenizer, sentences, write_json_lines
+
+WORDS_OF_LLAMA_3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+PRE_TOKENIZERS = {
+    "byte level": pre_tokenizers.ByteLevel(add_prefix_space=False),
+    "byte level with a space before": pre_tokenizers.ByteLevel(add_prefix_space=True),
+    "llama 3": pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(WORDS_OF_LLAMA_3), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    ),
+    "phrases": pre_tokenizers.Split(Regex(r"[^.]+\.?"), "isolated"),
+    "metaspace": pre_tokenizers.Metaspace(prepend_scheme="first"),
+    "metaspace, whole": pre_tokenizers.Metaspace(split=False),
+    "bert": pre_tokenizers.BertPreTokenizer(),
+    "none": None,
+}
+
+
+def hostile_text(words: int) -> str:
+    """Words, runs of white space, ends of lines, numbers, marks that combine, half of them without a space between."""
+    draw = random.Random(5)
+    between = [" ", " ", " ", "  ", "\n", " \n\n ", "\t", ". ", ".\n", "'s ", "", "\u00a0", "\u0301 "]
+    known = [*WORDS, "123456", "l'uomo", "città", "漢字", "😀", "<|end|>"]
+    return "".join(draw.choice(known) + draw.choice(between) for _ in range(words))
+
+
+@pytest.mark.parametrize("name", PRE_TOKENIZERS)
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_the_pieces_have_the_ids_of_the_whole(name: str, wrapped: bool, monkeypatch: pytest.MonkeyPatch):
+    tokenizer = Tokenizer(models.BPE(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.NFC()
+    if PRE_TOKENIZERS[name] is not None:
+        tokenizer.pre_tokenizer = PRE_TOKENIZERS[name]
+    text = hostile_text(3_000)
+    special = ["[UNK]", "[CLS]", "[SEP]", "<|end|>"]
+    tokenizer.train_from_iterator(
+        [text], trainers.BpeTrainer(vocab_size=600, special_tokens=special, show_progress=False)
+    )
+    tokenizer.post_processor = processors.BertProcessing(("[SEP]", 2), ("[CLS]", 1))
+    whole = tokenizer.encode(text, add_special_tokens=wrapped).ids
+    monkeypatch.setattr(pieces, "PIECE_CHARACTERS", 700)
+    monkeypatch.setattr(pieces, "BATCH_CHARACTERS", 1_500)
+    monkeypatch.setattr(pieces, "WINDOW_CHARACTERS", 100)
+    parts = pieces.split_text(text, tokenizer)
+    assert "".join(parts) == text
+    if name == "none":
+        assert parts == [text]
+    elif name != "metaspace, whole":  # which ends a word at an added token only
+        assert len(parts) > 10
+    found = pieces.encode_texts(["un gatto", text, "dorme"], tokenizer, special_tokens=wrapped)
+    assert found[1].tolist() == whole
+    assert [found[0].tolist(), found[2].tolist()] == [
+        tokenizer.encode(t, add_special_tokens=wrapped).ids for t in ("un gatto", "dorme")
+    ]
+
+
+def test_text_without_white_space_stays_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(pieces, "PIECE_CHARACTERS", 100)
+    tokenizer = Tokenizer.from_file(str(save_tokenizer(tmp_path / "tokenizer") / "tokenizer.json"))
+    assert pieces.split_text("gatto" * 100, tokenizer) == ["gatto" * 100]
+
+
+def test_a_line_of_ten_megabytes_needs_little_memory(tmp_path: Path):
+    text = " ".join(sentences(7_000))
+    text = " ".join([text] * (10_000_000 // len(text) + 1))
+    train = write_json_lines(tmp_path / "train.jsonl", [{"text": text}])
+    validation = write_json_lines(tmp_path / "validation.jsonl", [{"text": s} for s in sentences(50)])
+    tokenizer = save_tokenizer(tmp_path / "tokenizer")
+    arguments = ["--input", train, "--validation", validation, "--tokenizer", tokenizer, "--out", tmp_path / "out"]
+    program = (
+        "import json, resource, sys; from facility.prepare import main; code = main(sys.argv[1:]); "
+        "print(json.dumps([code, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, *map(str, arguments), "--block-tokens", "64"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    code, peak_megabytes = json.loads(done.stdout.splitlines()[-1])
+    assert code == 0 and peak_megabytes < 600
+    reference = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
+    blocks = numpy.load(tmp_path / "out" / "train.npy", mmap_mode="r")
+    assert blocks[:100].ravel().tolist() == reference.encode(text[:50_000]).ids[:6_400]
