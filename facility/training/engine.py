@@ -51,7 +51,7 @@ class Engine:
         self.counts = row == 0
         """Does this rank count its predictions? The other stages of its pipeline read the same."""
         self.together = layout.grid.replicas == 1 or layout.replicas_in_mesh
-        """True if all replicas step in lockstep on one shared batch, False if a policy of `facility.sync` joins them."""
+        """True if replicas step in lockstep on a shared batch, False if a policy of `facility.sync` joins them."""
         self.scale = 2.0**15 if settings.compute_dtype == "float16" else 1.0
         self.skipped = self.bad_in_a_row = self._good = 0
 
@@ -165,8 +165,9 @@ class Engine:
         self.bad_in_a_row += 1
         if self.bad_in_a_row >= self.settings.limits.bad_losses:
             raise InputError(
-                f"{self.bad_in_a_row} steps in a row gave a loss ({loss}) or gradient norm ({norm}) that is not finite: "
-                "training diverged; lower training.learning_rate, or clip (training.clip_norm), or train in float32"
+                f"{self.bad_in_a_row} steps in a row gave a loss ({loss}) or gradient norm ({norm}) "
+                "that is not finite: training diverged; lower training.learning_rate, "
+                "or clip (training.clip_norm), or train in float32"
             )
 
     @torch.no_grad()

@@ -3,9 +3,9 @@
 The output layer is asked for the summed loss instead of logits: it walks over the positions in chunks and computes a
 chunk's gradients while its logits are there (Liger Kernel: Hsu et al. 2024, arXiv 2410.10989, section 3.2; here without
 kernels of its own). Peak memory falls from three times tokens x vocabulary in float32 (logits, their log-softmax, its
-gradient) to one chunk and a second gradient of the output layer's weight; on a CPU, whose caches hold a chunk but not the
-logits of all, it is faster too. Where several forward passes wait for their backward (pipelines), a chunk's logits are
-computed again in backward instead of keeping a gradient of the weight for each.
+gradient) to one chunk and a second gradient of the output layer's weight; on a CPU, whose caches hold a chunk but not
+the logits of all, it is faster too. Where several forward passes wait for their backward (pipelines), a chunk's logits
+are computed again in backward instead of keeping a gradient of the weight for each.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ not notice."""
 CHUNK_BYTES = {"cpu": 8 * 2**20, "cuda": 128 * 2**20}
 """Logits of one chunk in float32."""
 CHUNK_ROWS = {"cpu": 128, "cuda": 1024}
-"""Positions of a chunk at the least, whatever the vocabulary: each chunk passes once over the weight and its gradient."""
+"""Least positions of a chunk, whatever the vocabulary: each chunk reads the weight and its gradient once."""
 CHUNKS = 4
-"""Chunks of a forward pass at the least."""
+"""Least chunks of a forward pass."""
 
 
 @dataclass(frozen=True, kw_only=True)

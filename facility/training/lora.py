@@ -50,8 +50,8 @@ def targets_of(model: nn.Module, settings: LoraSettings) -> list[str]:
     ]
     if family in STATE_SPACE and any(name.rpartition(".")[2] == "out_proj" for name in chosen):
         raise ConfigurationError(
-            f"training.lora.targets {settings.targets} name out_proj, whose weight a {family} model uses without calling "
-            "the layer: an adapter there would do nothing; name others, such as in_proj and x_proj"
+            f"training.lora.targets {settings.targets} name out_proj, whose weight a {family} model uses without "
+            "calling the layer: an adapter there would do nothing; name others, such as in_proj and x_proj"
         )
     if not chosen:
         ends = sorted({name.rpartition(".")[2] for name in linear})

@@ -73,6 +73,7 @@ def check(parts: dict[str, int], ranks: Ranks, settings: TrainingSettings) -> No
     if total > there:
         listed = ", ".join(f"{name} {value / 1e9:.3g} GB" for name, value in parts.items())
         raise InputError(
-            f"rank {ranks.rank} will need about {total / 1e9:.3g} GB of memory ({listed}), it has {there / 1e9:.3g} GB: "
-            "use more ranks, a smaller training.micro_batch_sequences, layout.activation_checkpointing, or LoRA"
+            f"rank {ranks.rank} will need about {total / 1e9:.3g} GB of memory ({listed}), it has "
+            f"{there / 1e9:.3g} GB: use more ranks, a smaller training.micro_batch_sequences, "
+            "layout.activation_checkpointing, or LoRA"
         )

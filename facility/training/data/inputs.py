@@ -94,7 +94,8 @@ def check_inputs(round: int, out: Path, settings: FacilitySettings, dataset: Pre
     """Refuse what cannot work before anything is loaded."""
     if not 0 <= round <= settings.rounds:
         raise ConfigurationError(
-            f"--round is {round}, the federation has rounds 0 to {settings.rounds - 1} (and {settings.rounds} to evaluate)"
+            f"--round is {round}, the federation has rounds 0 to {settings.rounds - 1} "
+            f"(and {settings.rounds} to evaluate)"
         )
     if out.exists():
         raise ConfigurationError(f"--out {out} exists already; remove it or choose another name")
@@ -131,8 +132,8 @@ def check_vocabulary(model: Path, dataset: PreparedDataset) -> None:
         else "the same tokens, merged otherwise"
     )
     raise InputError(
-        f"{dataset.directory} was tokenised with another vocabulary than that of {model}: {how} ({ours} against {theirs}); "
-        "prepare the dataset with the model's own tokenizer"
+        f"{dataset.directory} was tokenised with another vocabulary than that of {model}: {how} "
+        f"({ours} against {theirs}); prepare the dataset with the model's own tokenizer"
     )
 
 

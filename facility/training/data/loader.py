@@ -34,8 +34,10 @@ class Shape:
 
 
 def even_shape(settings: TrainingSettings, data_ranks: int, *, stages: int, interleaved: bool) -> Shape:
-    """Every data-parallel rank the same share. A pipeline gets two micro-batches a stage unless told, and a multiple of its stages
-    if interleaved."""
+    """An equal share for every data-parallel rank.
+
+    By default a pipeline gets two micro-batches a stage; an interleaved one a multiple of its stages.
+    """
     batch = settings.batch_sequences
     if batch < data_ranks:
         raise ConfigurationError(

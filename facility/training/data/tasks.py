@@ -141,7 +141,7 @@ class Classification:
 
 
 def check_padding(dataset: PreparedDataset, config: Any, factory: Any) -> None:
-    """Refuse a model that takes other tokens for padding than fill the dataset's rows, or that must know and does not."""
+    """Refuse a model whose padding token differs from the dataset's, or that needs one and names none."""
     theirs, ours = dataset.manifest.pad_token_id, config.get_text_config().pad_token_id
     if theirs == ours:
         return

@@ -61,9 +61,11 @@ def flops_per_token(parameters: int, embedding: int, blocks: int, hidden: int, t
 
 
 def bubble_theory(schedule: str, stages: int, virtual: int, micro_batches: int) -> float:
-    """Share of a pipeline step that a rank idles, for equal stages (Narayanan et al. 2021, arXiv 2104.04473, section 2.2:
-    (p-1)/m of the ideal time, over v with interleaving). Zero bubble (Qi et al. 2023, arXiv 2401.10241, table 1, H1
-    with equal F, B, W): a third of it."""
+    """Share of a pipeline step in which a rank idles, for equal stages.
+
+    (p-1)/m of the ideal time, divided by v with interleaving (Narayanan et al. 2021, arXiv 2104.04473, section 2.2);
+    a third of it for zero bubble (Qi et al. 2023, arXiv 2401.10241, table 1, H1 with equal F, B, W).
+    """
     if stages == 1:
         return 0.0
     ratio = (stages - 1) / (micro_batches * virtual)

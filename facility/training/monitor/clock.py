@@ -79,7 +79,7 @@ class Clock:
         return event
 
     def span(self, part: str, began: Moment, ended: Moment) -> None:
-        """Work that others of its part may overlap, from any thread: `settle` counts the time that they cover together."""
+        """Record work that may overlap others of its part, from any thread; `settle` counts their union."""
         self._spans.setdefault(part, []).append((began, ended))
 
     @contextmanager

@@ -54,11 +54,12 @@ def remapped_rank(ranks: Ranks, plan: Plan, shards: int) -> Ranks | None:
     """This process's place among the ranks that the plan uses; None where the plan leaves it idle."""
     if ranks.world % shards:
         raise ConfigurationError(f"{ranks.world} ranks are no multiple of layout.shards {shards}")
-    # torch sorts the ranks of a group, so ranks are numbered anew in the plan's order: replica by replica, stage by stage.
+    # torch sorts the ranks of a group, so ranks are renumbered in the plan's order: by replica, then by stage.
     seats = [device for replica in zip(*plan.grid, strict=True) for device in replica]
     if max(seats) >= ranks.world // shards:
         raise ConfigurationError(
-            f"the plan uses {len(seats)} devices of {shards} rank(s) each, up to number {max(seats)}, but {ranks.world} ranks came; plan again"
+            f"the plan uses {len(seats)} devices of {shards} rank(s) each, up to number "
+            f"{max(seats)}, but {ranks.world} ranks came; plan again"
         )
     group, within = divmod(ranks.rank, shards)
     if group not in seats:
@@ -78,8 +79,8 @@ def check_devices(plan: Plan, number: int, ranks: Ranks) -> None:
     if planned != found:
         known = f"; it knows {found} as device {plan.device_ids.index(found)}" if found in plan.device_ids else ""
         raise ConfigurationError(
-            f"device {number} of the plan is {planned}, but rank {number} came on {found}{known}: the allocation is not the "
-            "one that was measured; measure and plan again, or make a plan for any devices of this kind "
+            f"device {number} of the plan is {planned}, but rank {number} came on {found}{known}: the allocation is "
+            "not the one that was measured; measure and plan again, or make a plan for any devices of this kind "
             "(coordinator.plan --any-devices)"
         )
 

@@ -73,7 +73,7 @@ def first_store(ranks: Ranks, limit: timedelta) -> dist.Store | None:
 
 
 def further_store(name: str, ranks: Ranks, limit: timedelta) -> dist.Store:
-    """Another store of all ranks, once they have a process group; served by the first rank. `name`: never used before."""
+    """Another store of all ranks, served by the first; needs the process group and a `name` never used before."""
     if (private := file_store(name, ranks)) is not None:
         return private
     address = os.environ.get("MASTER_ADDR", "127.0.0.1")
@@ -162,7 +162,8 @@ def private_directory() -> Path | None:
         raise ConfigurationError(f"{DIRECTORY} names {directory}, which cannot be read: {error}") from None
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
         raise ConfigurationError(
-            f"{DIRECTORY} names {directory}, expected a directory of this user with mode 0700: remove it and start again"
+            f"{DIRECTORY} names {directory}, expected a directory of this user with mode 0700: "
+            "remove it and start again"
         )
     return directory
 

@@ -54,7 +54,7 @@ def shard(
 
 
 def drop_gathered(modules: Iterable[nn.Module]) -> None:
-    """Free what FSDP2 keeps gathered after a forward pass without backward, a copy that no longer follows the shards."""
+    """Free the parameters that FSDP2 keeps gathered after a forward pass without backward: they become stale."""
     for root in modules:
         for module in root.modules():
             if isinstance(module, FSDPModule):

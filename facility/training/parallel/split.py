@@ -35,7 +35,7 @@ class ModelStructure:
     after: tuple[str, ...]
     """The same after the last block, or never."""
     tuple_length: int
-    """Items of the tuple that a block returns, of which the activation is the first; 0: it returns the activation alone."""
+    """Items of the tuple that a block returns, the activation first; 0: it returns the activation alone."""
     hidden: int
     """Width of the activation between blocks."""
     logits: tuple[int, ...]
@@ -124,9 +124,10 @@ def inspect_model(config: Any, factory: Any, attention: str, tokens: int) -> Mod
 
 
 def try_stages(config: Any, factory: Any, attention: str, structure: ModelStructure, tokens: int) -> None:
-    """Run two stages cut in the middle, again without memory. Raises `InputError` where one needs what it does not hold.
+    """Run two stages cut in the middle, on the meta device.
 
-    Whatever cannot be decided without values is left to training.
+    Raises `InputError` where a stage needs a module that it does not hold. Whatever cannot be decided without
+    values is left to training.
     """
     from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
@@ -141,8 +142,8 @@ def try_stages(config: Any, factory: Any, attention: str, structure: ModelStruct
                 return
             except Exception as error:  # whatever a family's own code raises without the modules that it looks for
                 raise InputError(
-                    f"{type(model).__name__} cannot be split into stages: one that holds units {first} to {end - 1} alone "
-                    f"cannot run ({_sentence(error)}); train it with layout.stages 1"
+                    f"{type(model).__name__} cannot be split into stages: one that holds units {first} to {end - 1} "
+                    f"alone cannot run ({_sentence(error)}); train it with layout.stages 1"
                 ) from None
 
 

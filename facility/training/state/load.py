@@ -111,7 +111,10 @@ def read_pieces(pieces: Pieces, checkpoint: Checkpoint, part: LocalShard, target
 
 
 def load_shards(parts: Iterable[LocalShard], checkpoint: Checkpoint, conversion: Conversion | None = None) -> None:
-    """Fill each part from the checkpoint's tensor of that name, or from those it is made of. Raises `CheckpointError`."""
+    """Fill each part from the checkpoint's tensor of that name, or from those that it is made of.
+
+    Raises `CheckpointError`.
+    """
     pieces = conversion.pieces if conversion is not None else {}
     for part in parts:
         if part.name in pieces:
@@ -129,7 +132,7 @@ def load_shards(parts: Iterable[LocalShard], checkpoint: Checkpoint, conversion:
 
 
 def add_shards(parts: Iterable[LocalShard], checkpoint: Checkpoint, conversion: Conversion | None = None) -> None:
-    """Add the checkpoint's tensors of these names to what the parts hold. Raises `CheckpointError` for another shape."""
+    """Add the checkpoint's tensors of these names to the parts. Raises `CheckpointError` for another shape."""
     pieces = conversion.pieces if conversion is not None else {}
     for part in parts:
         made_of = pieces.get(part.name)

@@ -140,8 +140,8 @@ def rounded(name: str, piece: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         if finite.numel() < piece.numel():
             raise CheckpointError(f"tensor {name!r} holds weights that are not finite: training diverged")
         raise CheckpointError(
-            f"tensor {name!r} holds {finite.abs().max().item():.6g}, beyond {dtype}'s largest {torch.finfo(dtype).max:g}; "
-            "export in bfloat16 (training.export_dtype)"
+            f"tensor {name!r} holds {finite.abs().max().item():.6g}, beyond {dtype}'s largest "
+            f"{torch.finfo(dtype).max:g}; export in bfloat16 (training.export_dtype)"
         )
     return result
 

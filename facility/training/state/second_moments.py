@@ -1,4 +1,4 @@
-"""Second moments that facilities share (`optimizer_state: shared`): sent with the update, taken over with the next model.
+"""Second moments that facilities share (`optimizer_state: shared`): sent with the update, received with the model.
 
 The first moments stay the facility's own. Factors are made from the state directory that was just written, in which
 tensors lie whole, so that every layout sends the same bytes; every rank rebuilds the rows it holds.
@@ -48,7 +48,7 @@ def take_over(
     beta2: float,
     steps: int,
 ) -> tuple[int, str]:
-    """Replace AdamW's second moments by those that came with the model; returns the optimizer's step count and a reason.
+    """Replace AdamW's second moments by those received with the model; returns the step count and a reason.
 
     A facility without state of its own (`steps` is 0) begins with the others' step count, since a zero step count would
     make AdamW divide the shared moments by 1 - beta2. Parameters that the model brings none for keep their own.

@@ -118,7 +118,7 @@ def read_state(directory: Path, settings: FacilitySettings, round: int) -> tuple
 
 
 def moments_of(optimizer: torch.optim.Optimizer, parts: Sequence[LocalShard]) -> list[LocalShard]:
-    """AdamW's moments, those of copies left out, as parts named `exp_avg.<parameter>`; absent ones are made, filled with zeros."""
+    """AdamW's moments, without those of copies, as parts named `exp_avg.<parameter>`; absent ones are made as zeros."""
     moments = []
     for part in parts:
         state = optimizer.state[part.tensor]
@@ -165,7 +165,7 @@ def publish(
     parts: Sequence[LocalShard],
     message: object,
 ) -> None:
-    """Write a directory whole: float32 tensors of which every rank holds some rows, and `state.json`; replaces `path`."""
+    """Write float32 tensors, of which every rank holds some rows, and `state.json`; replaces `path` atomically."""
     slots, headers = plan_files([(name, "F32", shape) for name, shape in tensors])
 
     def write_mine(temporary: Path) -> None:
