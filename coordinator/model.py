@@ -2,7 +2,10 @@
 
     python -m coordinator.model --source ORG/NAME --out models/NAME
 
-The source is a model of the Hugging Face hub or a Hugging Face checkpoint on disk, as safetensors.
+    python -m coordinator.model --export-adapter ROUND_MODEL --base BASE --out DIR [--merged]
+
+The source is a model of the Hugging Face hub or a Hugging Face checkpoint on disk, as safetensors. The second form writes
+what a federation of adapters ends with as peft loads it.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from coordinator.adapter_export import export_adapter
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.conversion import check_names
 from facility.exchange.errors import CheckpointError, InputError, TryAgain, exit_on_error
@@ -101,7 +105,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m coordinator.model", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--source", required=True, metavar="NAME|DIR", help="hub name, or Hugging Face checkpoint")
+    subject = parser.add_mutually_exclusive_group(required=True)
+    subject.add_argument("--source", metavar="NAME|DIR", help="hub name, or Hugging Face checkpoint")
+    subject.add_argument("--export-adapter", type=Path, metavar="DIR", help="model of a round whose adapters to export")
+    parser.add_argument("--base", type=Path, metavar="DIR", help="with --export-adapter: the model that they adapt")
+    parser.add_argument(
+        "--merged",
+        action="store_true",
+        help="with --export-adapter: also write DIR/merged, base and adapters as one model",
+    )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory to make")
     parser.add_argument(
         "--dtype",
@@ -111,6 +123,12 @@ def main() -> int:
     )
     parser.add_argument("--revision", default="main", metavar="NAME", help="revision of a hub model (default main)")
     arguments = parser.parse_args()
+    if (arguments.export_adapter is None) != (arguments.base is None):
+        parser.error("--export-adapter and --base belong together")
+    if arguments.export_adapter is not None:
+        base, out = arguments.base.resolve(), arguments.out.resolve()
+        print(export_adapter(arguments.export_adapter, base=base, out=out, merged=arguments.merged))
+        return 0
     print(convert(arguments.source, arguments.out.resolve(), dtype=arguments.dtype, revision=arguments.revision))
     return 0
 

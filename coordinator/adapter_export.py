@@ -1,0 +1,109 @@
+"""What a federation of adapters ends with, as a directory that `peft.PeftModel.from_pretrained` loads.
+
+OUT/adapter_model.safetensors, OUT/adapter_config.json   the adapters
+OUT/merged/                                              on request: base and adapters as one plain checkpoint
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from facility.exchange.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from facility.exchange.errors import InputError
+from facility.exchange.files.durable import new_directory, write_json
+from facility.exchange.messages.strict_json import Fields, read_json
+
+WEIGHTS, CONFIGURATION, MERGED = "adapter_model.safetensors", "adapter_config.json", "merged"
+MOST_BYTES, MOST_TARGETS = 8 << 20, 100_000
+TOKENIZER = ("tokenizer", "special_tokens_map", "added_tokens", "vocab", "merges", "chat_template")
+"""Beginnings of the names of a tokenizer's files."""
+
+
+def export_adapter(model: Path, *, base: Path, out: Path, merged: bool = False) -> str:
+    """Write the adapters of `model`, a round's model, to `out`, which appears atomically; returns what was written.
+
+    peft loads the result over `base` before it appears. Raises `InputError` where they do not belong together.
+    """
+    if out.exists():
+        raise InputError(f"{out} exists; choose another --out")
+    checkpoint = open_checkpoint(model)
+    names = sorted(name for name in checkpoint.tensors if ".lora_A." in name or ".lora_B." in name)
+    if not names:
+        raise InputError(f"{model} holds no adapters: expected the model of a federation with training.lora")
+    configuration = read_configuration(model / CONFIGURATION)
+    loaded = load_base(base)
+    if type(loaded).__name__.endswith("ForCausalLM"):
+        configuration["task_type"] = "CAUSAL_LM"
+    with new_directory(out) as temporary:
+        write_adapter(temporary, checkpoint, names, configuration | {"base_model_name_or_path": str(base)})
+        adapted = load_adapter(temporary, loaded, names)
+        if merged:
+            write_merged(temporary / MERGED, adapted, base)
+    written = f"{out}: {len(names)} adapter tensors of rank {configuration['r']}, loaded by peft over {base}"
+    return written + (f"; merged model in {out / MERGED}" if merged else "")
+
+
+def read_configuration(file: Path) -> dict[str, Any]:
+    """The known keys of a facility's `adapter_config.json`; raises `ManifestError` for other types or kinds."""
+    fields = Fields(raw=read_json(file, most_bytes=MOST_BYTES), where=str(file))
+    targets = fields.raw.get("target_modules")
+    if not isinstance(targets, list) or len(targets) > MOST_TARGETS or not all(isinstance(t, str) for t in targets):
+        raise InputError(f"{file}: target_modules must be a list of names of layers")
+    return {
+        "peft_type": fields.one_of("peft_type", "LORA", ("LORA",)),
+        "r": fields.whole("r", least=1),
+        "lora_alpha": fields.number("lora_alpha"),
+        "lora_dropout": fields.number("lora_dropout", 0.0, most=1.0),
+        "target_modules": targets,
+        "bias": "none",
+        "inference_mode": True,
+    }
+
+
+def load_base(base: Path) -> Any:
+    """The base model in the class that its config.json names, in its own dtype."""
+    import transformers
+
+    try:
+        configuration = transformers.AutoConfig.from_pretrained(base, trust_remote_code=False)
+        factory = getattr(transformers, (configuration.architectures or ["AutoModelForCausalLM"])[0])
+        return factory.from_pretrained(base, dtype="auto", use_safetensors=True).eval()
+    except (OSError, ValueError, AttributeError) as error:
+        raise InputError(f"{base} is no model that transformers loads: {str(error).splitlines()[0]}") from None
+
+
+def write_adapter(directory: Path, checkpoint: Checkpoint, names: list[str], configuration: dict[str, Any]) -> None:
+    """Write both files as peft names them."""
+    from safetensors.torch import save_file
+
+    save_file({name: checkpoint.read(name) for name in names}, directory / WEIGHTS, metadata={"format": "pt"})
+    os.chmod(directory / WEIGHTS, 0o644)  # safetensors writes 0600 whatever the umask
+    write_json(directory / CONFIGURATION, configuration)
+
+
+def load_adapter(directory: Path, base: Any, names: list[str]) -> Any:
+    """`PeftModel` over the base; raises `InputError` where a tensor has no place, another shape, or is missing."""
+    from peft import PeftModel, get_peft_model_state_dict
+
+    try:
+        adapted = PeftModel.from_pretrained(base, str(directory))
+    except (ValueError, RuntimeError, KeyError) as error:
+        raise InputError(f"the adapters do not fit the base model: {str(error).splitlines()[0]}") from None
+    if differing := sorted(set(get_peft_model_state_dict(adapted)) ^ set(names)):
+        raise InputError(
+            f"the adapters do not fit the base model: {differing[0]!r} ({len(differing)} in all) is only in one of both"
+        )
+    return adapted
+
+
+def write_merged(directory: Path, adapted: Any, base: Path) -> None:
+    """The base's weights plus alpha / rank * B A, as a plain checkpoint beside the base's tokenizer."""
+    adapted.merge_and_unload().save_pretrained(directory)
+    for path in base.iterdir():
+        if path.is_file() and not (directory / path.name).exists() and path.name.startswith(TOKENIZER):
+            shutil.copyfile(path, directory / path.name)
+    for path in directory.iterdir():
+        path.chmod(0o644)

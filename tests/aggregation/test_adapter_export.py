@@ -1,0 +1,74 @@
+"""Exported adapters are peft's own: the same logits as the model they were taken from, merged or beside the base."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from coordinator.adapter_export import export_adapter
+from facility.exchange.errors import InputError
+from tests.pico import save_pico
+
+TARGETS = {"llama": ["q_proj", "down_proj"], "gpt2": ["c_attn", "c_proj"]}
+IDS = torch.arange(12).reshape(2, 6)
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(IDS).logits
+
+
+def round_model(directory: Path, base: Path, family: str, *, whole: bool) -> torch.Tensor:
+    """A round's model as aggregation leaves it, with the base's tensors in it or adapters alone; returns peft's logits."""
+    torch.manual_seed(3)
+    settings = LoraConfig(r=2, lora_alpha=8, target_modules=TARGETS[family], fan_in_fan_out=family == "gpt2")
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(base), settings)
+    for name, parameter in adapted.named_parameters():
+        if ".lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    tensors = {name: tensor.contiguous() for name, tensor in get_peft_model_state_dict(adapted).items()}
+    targets = sorted({name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in tensors})
+    directory.mkdir()
+    save_file((load_file(base / "model.safetensors") if whole else {}) | tensors, directory / "model.safetensors")
+    configuration = {
+        "peft_type": "LORA",
+        "r": 2,
+        "lora_alpha": 8.0,
+        "target_modules": targets,
+        "auto_mapping": {"x": 1},
+    }
+    (directory / "adapter_config.json").write_text(json.dumps(configuration))
+    return logits(adapted)
+
+
+@pytest.mark.parametrize(("family", "whole"), [("llama", True), ("llama", False), ("gpt2", True)])
+def test_peft_and_transformers_load_what_was_exported(tmp_path: Path, family: str, whole: bool):
+    base = save_pico(tmp_path / "base", family)
+    expected = round_model(tmp_path / "round", base, family, whole=whole)
+    assert (expected - logits(AutoModelForCausalLM.from_pretrained(base))).abs().max() > 1e-2
+    command = [sys.executable, "-m", "coordinator.model", "--export-adapter", tmp_path / "round", "--base", base]
+    done = subprocess.run([*command, "--out", tmp_path / "out", "--merged"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "loaded by peft" in done.stdout
+    exported = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "out")
+    assert logits(exported).equal(expected)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "merged")
+    torch.testing.assert_close(logits(merged), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_what_does_not_belong_together_is_refused(tmp_path: Path):
+    base, other = save_pico(tmp_path / "base", "llama"), save_pico(tmp_path / "other", "gpt2")
+    round_model(tmp_path / "round", base, "llama", whole=False)
+    with pytest.raises(InputError, match="do not fit the base model"):
+        export_adapter(tmp_path / "round", base=other, out=tmp_path / "out")
+    with pytest.raises(InputError, match="holds no adapters"):
+        export_adapter(base, base=base, out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
