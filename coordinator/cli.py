@@ -277,9 +277,22 @@ def run(
     federation: FederationOption,
     quiet: Annotated[bool, typer.Option("--quiet", help="No live display; events as plain lines.")] = False,
     log: Annotated[Path | None, typer.Option(help="StreamFlow's whole log; default <workdir>/streamflow.log.")] = None,
+    despite_check: Annotated[
+        bool, typer.Option("--despite-check", help="Run even when a check of the coordinator's own part fails.")
+    ] = False,
 ) -> None:
-    """Render, then `streamflow run`, showing rounds, facilities and steps; the same command resumes after any stop."""
+    """Check the coordinator's part, render, `streamflow run`, show rounds and steps; the same command resumes after any stop."""
+    from coordinator.config.federation import check_paths, read_federation
     from coordinator.engine.run import run_federation
+    from coordinator.preflight.coordinator import check_here
+
+    if not despite_check:
+        described = read_federation(federation)
+        check_paths(described)
+        failing = [row for row in check_here(described)[0] if row.verdict == "fail"]
+        if failing:
+            told = "; ".join(f"{row.check}: {row.found} ({row.fix})" for row in failing)
+            raise InputError(f"{told}. Correct this, or run with --despite-check")
 
     raise typer.Exit(run_federation(federation, live=not quiet and sys.stdout.isatty(), log=log))
 

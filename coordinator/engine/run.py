@@ -21,6 +21,7 @@ from coordinator.archive.rounds import Archive
 from coordinator.archive.summary import perplexity, shown, summary, table
 from coordinator.asynchronous import summary as account
 from coordinator.asynchronous.progress import GroupProgress
+from coordinator.certificates import certificates_watched
 from coordinator.config.federation import Federation, check_paths, read_federation
 from coordinator.engine.place import RunPlace, run_place, unwritable
 from coordinator.engine.progress import Progress
@@ -186,7 +187,10 @@ def _follow(
     wanted = (signal.SIGINT, signal.SIGTERM)
     handlers = {number: signal.signal(number, lambda number, _: supervisor.stop(number)) for number in wanted}
     try:
-        with _display(progress, archive, console) if live else nullcontext():
+        with (
+            certificates_watched(federation.facilities, say),
+            _display(progress, archive, console) if live else nullcontext(),
+        ):
             return supervisor.run()
     finally:
         for number, handler in handlers.items():

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from coordinator.certificates import lifetime
 from coordinator.config.deployments import QUEUES, job_template
 from coordinator.config.federation import Facility, Federation, read_federation
 from coordinator.engine.render import render
@@ -21,7 +22,7 @@ from coordinator.preflight.estimates import ModelFigures
 from coordinator.preflight.facility import check_site
 from coordinator.preflight.remote import check_connection
 from coordinator.preflight.row import Row, fail, ok, skipped
-from coordinator.preflight.scheduler import check_scheduler
+from coordinator.preflight.scheduler import check_scheduler, wanted_hours
 from facility.exchange.errors import ConfigurationError
 
 
@@ -41,16 +42,22 @@ def check(file: Path, *, link: bool = True) -> list[Row]:
 
 def check_facility(federation: Federation, facility: Facility, model: ModelFigures | None, link: bool) -> list[Row]:
     deployment = facility.deployment
+    template = job_template(deployment, federation.file.parent) or ""
+    one = lifetime(facility.name, deployment, wanted_hours(deployment, template))
+    certificates = (
+        [Row(subject=facility.name, check="certificate", verdict=one.verdict, found=one.found, fix=one.fix)]
+        if one
+        else []
+    )
     connection = check_connection(facility.name, deployment)
     if connection.verdict != "ok":
-        return [connection, skipped(facility.name, "everything else", "the facility cannot be reached")]
-    rows = [connection]
+        return [connection, *certificates, skipped(facility.name, "everything else", "the facility cannot be reached")]
+    rows = [connection, *certificates]
     local = deployment.type == "local"
     dataset = str(federation.path(facility.dataset)) if local else facility.dataset
     workdir = deployment.workdir or str(federation.workdir_path / facility.name)
     rows_of_site, answer = check_site(facility, deployment, model, dataset, workdir, federation.sending.encoding)
     rows += rows_of_site
-    template = job_template(deployment, federation.file.parent) or ""
     if deployment.type in QUEUES:
         rows += check_scheduler(facility.name, deployment, template)
         rows.append(check_hours(facility, deployment, federation.rounds, template))

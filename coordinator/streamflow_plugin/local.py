@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import MutableSequence
 from typing import Any
 
+from streamflow.core.deployment import ExecutionLocation
 from streamflow.deployment.connector.local import LocalConnector
 
-from coordinator.events.event import emit
+from coordinator.config.deployments import FACILITY
+from coordinator.events.event import VARIABLE, emit
 from coordinator.streamflow_plugin.patient import step_of
 
 STEPS = ("start", "send", "receive", "aggregate", "meet", "report")
@@ -17,12 +20,21 @@ LAST_LINES = 3
 class TellingLocalConnector(LocalConnector):
     """`type: local`, the same settings."""
 
-    async def run(self, *args: Any, job_name: str | None = None, **rest: Any) -> tuple[str, int] | None:
+    async def run(
+        self,
+        location: ExecutionLocation,
+        command: MutableSequence[str],
+        *args: Any,
+        job_name: str | None = None,
+        **rest: Any,
+    ) -> tuple[str, int] | None:
         if job_name is None:
-            return await super().run(*args, job_name=job_name, **rest)
+            return await super().run(location, command, *args, job_name=job_name, **rest)
+        if self.deployment_name.startswith(FACILITY):  # the event file is the coordinator's alone
+            command = ["unset", VARIABLE, "&&", *command]
         step = step_of(job_name)
         emit("executing", step=step)
-        answer = await super().run(*args, job_name=job_name, **rest)
+        answer = await super().run(location, command, *args, job_name=job_name, **rest)
         if answer is not None and answer[1] and step.rpartition("/")[2].partition("_")[0] in STEPS:
             said = " ".join((answer[0] or "").strip().splitlines()[-LAST_LINES:])
             emit("failed", step=step, reason=f"it ended with code {answer[1]}: {said}", futile=False)
