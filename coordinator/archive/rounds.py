@@ -56,6 +56,8 @@ class FacilityRow:
     seconds: float = 0.0
     """Load + train + evaluate + save at the facility."""
     tokens_per_second: float = 0.0
+    loss_received: float | None = None
+    """Validation loss of the model as received; nats per token."""
     perplexity_received: float | None = None
     perplexity_returned: float | None = None
     sent: str = "full"
@@ -74,7 +76,9 @@ class RoundFile:
     round: int
     facilities: list[FacilityRow]
     global_loss: float | None
-    """Mean over facilities of the validation loss of the model that this round *received*; nats per token."""
+    """Validation loss of the model that this round *received* (`coordinator.steps.global_loss`); nats per token."""
+    global_loss_over: list[str] = field(default_factory=list)
+    """Facilities whose figures of this round count in `global_loss`."""
     decision: str
     """`go on`, or why this was the last round."""
     ended: bool = False

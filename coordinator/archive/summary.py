@@ -28,17 +28,19 @@ def shown(text: object) -> str:
 def summary(archive: Archive) -> dict[str, Any]:
     """Rounds, final evaluation and the reason of an early stop, as JSON data.
 
-    `global_perplexity` of a round is that of the model it *made*: told by the next round's facilities, which receive
-    it.
+    `global_perplexity` of a round is that of the model it *made*: told by the next round's
+    facilities, which receive it; `global_perplexity_over` names those whose figures count.
     """
     history = archive.history()
     evaluation = archive.read_note("evaluation")
     after = evaluation.get("global_loss") if evaluation.get("after_round") == len(history) - 1 else None
     losses = [entry.global_loss for entry in history] + [after]
+    last = evaluation.get("global_loss_over", []) if after is not None else []
+    overs = [entry.global_loss_over for entry in history] + [last]
     rounds = []
-    for entry, made in zip(history, losses[1:], strict=True):
+    for entry, made, over in zip(history, losses[1:], overs[1:], strict=True):
         row = {"round": entry.round, "decision": entry.decision, "finished": entry.finished, "attempts": entry.attempts}
-        row["global_perplexity"] = perplexity(made)
+        row["global_perplexity"], row["global_perplexity_over"] = perplexity(made), over
         row["facilities"] = [dataclasses.asdict(facility) for facility in entry.facilities]
         rounds.append(row)
     return {
@@ -64,18 +66,18 @@ def table(data: dict[str, Any]) -> Table:
     result.add_column("perplexity returned", justify="right")
     result.add_column("global model", justify="right")
     for entry in data["rounds"]:
-        for number, row in enumerate(entry["facilities"]):
-            last = number == len(entry["facilities"]) - 1
+        for place, row in enumerate(entry["facilities"]):
+            last = place == len(entry["facilities"]) - 1
             result.add_row(
-                str(entry["round"]) if number == 0 else "",
+                str(entry["round"]) if place == 0 else "",
                 row["facility"],
                 _status(row),
                 f"{row['tokens']:,}",
                 f"{row['seconds']:.1f}",
                 f"{row['weight']:.3f}",
-                _number(row["perplexity_received"]),
-                _number(row["perplexity_returned"]),
-                _number(entry["global_perplexity"]) if last else "",
+                number(row["perplexity_received"]),
+                number(row["perplexity_returned"]),
+                number(entry["global_perplexity"]) if last else "",
                 end_section=last,
             )
     for row in data["final_evaluation"]:
@@ -87,15 +89,15 @@ def table(data: dict[str, Any]) -> Table:
             "",
             f"{row['seconds']:.1f}",
             "",
-            _number(row["perplexity_received"]),
+            number(row["perplexity_received"]),
             "",
             "",
         )
     return result
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
+def number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}" if value < 1e9 else f"{value:.3g}"
 
 
 def _status(row: dict[str, Any]) -> str:

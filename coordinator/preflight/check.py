@@ -24,6 +24,7 @@ from coordinator.preflight.remote import check_connection
 from coordinator.preflight.row import Row, fail, ok, skipped
 from coordinator.preflight.scheduler import check_scheduler, wanted_hours
 from facility.exchange.errors import ConfigurationError
+from facility.exchange.messages.strict_json import clean
 
 
 def check(file: Path, *, link: bool = True) -> list[Row]:
@@ -84,7 +85,9 @@ def show(
     colours = {"ok": "green", "warning": "yellow", "fail": "red", "skipped": "dim"}
     for row in rows:
         found = row.found + (f"\n-> {row.fix}" if row.fix else "")
-        table.add_row(row.subject, row.check, f"[{colours[row.verdict]}]{row.verdict}[/]", escape(found))
+        table.add_row(
+            row.subject, row.check, f"[{colours[row.verdict]}]{row.verdict}[/]", escape(clean(found, 4000, lines=True))
+        )
     console.print(table)
     console.print(f"{failing} to fix before a job is submitted" if failing else "all checks passed")
     return int(failing > 0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
+import tempfile
 import traceback
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -17,13 +18,15 @@ from pathlib import Path
 from coordinator.aggregate import aggregate
 from coordinator.archive.rounds import Archive, FacilityRow, RoundFile
 from coordinator.archive.sweep import sweep_round
+from coordinator.config.aggregation import AggregationSettings
 from coordinator.config.settings import CoordinatorSettings, read_coordinator_settings
-from coordinator.events.event import emit, failures_of
+from coordinator.events.event import FUTILE, emit, failures_of
 from coordinator.steps.decide import decide
+from coordinator.steps.global_loss import global_losses, losses_of, losses_of_rows, plausible, without_each
 from coordinator.steps.outputs import write_outputs
 from coordinator.steps.send import Outgoing, bytes_of, make_message, outgoing
 from coordinator.steps.weight_limit import cap
-from facility.exchange.errors import CrossFedError, InputError, UpdateRefused, exit_on_error
+from facility.exchange.errors import CrossFedError, InputError, TryAgain, UpdateRefused, exit_on_error
 from facility.exchange.files.durable import write_json
 from facility.exchange.files.paths import resolve
 from facility.exchange.messages.manifest import KEEPS, read_manifest, run_of, verify_manifest, with_run
@@ -91,7 +94,10 @@ def close_round(
         return _close_evaluation(archive, settings, model, arrived)
     attempt = _attempt(archive, number)
     asked = _asked(archive, number, arrived)
-    more_time = any(asked[name] <= settings.come_backs for name, one in arrived.failures.items() if one.again)
+    in_time = attempt <= settings.retries + settings.come_backs  # also where several ask in turns
+    more_time = in_time and any(
+        asked[name] <= settings.come_backs for name, one in arrived.failures.items() if one.again
+    )
     if arrived.failures and (attempt <= settings.retries or more_time):
         whole = sorted(name for name, failure in arrived.failures.items() if not failure.again)
         archive.write_note(
@@ -112,11 +118,42 @@ def close_round(
             return _too_few(archive, settings, model, number, arrived)
         try:
             return _commit(archive, settings, model, number, arrived, attempt)
-        except UpdateRefused as error:
-            if error.facility not in arrived.updates:
+        except Exception as error:
+            blamed = to_blame(error, archive, settings, model, arrived, number)
+            if not blamed:
                 raise
-            print(f"round {number} is averaged without {error.facility}: {clean(str(error))}")
-            arrived = drop(arrived, error.facility, number, str(error))
+            print(f"round {number} is averaged without {', '.join(sorted(blamed))}: {clean(str(error) or repr(error))}")
+            for name, reason in blamed.items():
+                arrived = drop(arrived, name, number, reason)
+
+
+def to_blame(
+    error: Exception, archive: Archive, settings: CoordinatorSettings, model: Path, arrived: Arrived, number: int
+) -> dict[str, str]:
+    """The facilities whose updates made the round fail, and why; {} where it is nobody's fault.
+
+    An `UpdateRefused` names one. Of any other exception but a fault of this machine, an update is to blame whose plain
+    mean with nothing else fails too, while that of another facility succeeds.
+    """
+    if isinstance(error, UpdateRefused):
+        return {error.facility: str(error)} if error.facility in arrived.updates else {}
+    if isinstance(error, TryAgain | MemoryError) or (isinstance(error, OSError) and error.errno in FUTILE):
+        return {}
+    failed: dict[str, str] = {}
+    for name, update in arrived.updates.items():
+        try:
+            with tempfile.TemporaryDirectory(prefix=".alone.", dir=archive.path) as scratch:
+                _alone(settings, model, name, update, Path(scratch))
+        except Exception as own:
+            failed[name] = f"its update cannot be averaged: {clean(str(own) or repr(own), 300)}"
+    return failed if len(failed) < len(arrived.updates) else {}
+
+
+def _alone(settings: CoordinatorSettings, model: Path, name: str, update: Path, scratch: Path) -> None:
+    """The plain mean of one update. Raises whatever is wrong with it."""
+    bytes_of(read_manifest(update))
+    plain = AggregationSettings(rule="mean", weights=settings.aggregation.weights)
+    aggregate(base=model, updates={name: update}, out=scratch / "model", settings=plain, adapters=settings.lora)
 
 
 def _too_few(
@@ -157,16 +194,17 @@ def _commit(
             _row(name, number, arrived, weights, left_out, outgoing(archive, settings, name, number))
             for name in sorted({*arrived.reports, *arrived.failures})
         ]
-        losses = [archive.read_round(earlier).global_loss for earlier in range(number)]
-        loss = _mean([r.loss_received for name, r in arrived.reports.items() if name not in record.dropped])
-        decision = decide(settings, [*losses, loss])
+        told = plausible([*map(losses_of, archive.history()), losses_of_rows(rows)])
+        losses = global_losses(told)
+        decision = decide(settings, losses, without_each(told))
         round_file = RoundFile(
             round=number,
             facilities=[
                 dataclasses.replace(row, reason=row.reason or capped.told.get(row.facility, "")) for row in rows
             ],
             message=message,
-            global_loss=loss,
+            global_loss=losses[-1],
+            global_loss_over=sorted(told[-1]),
             decision=decision.reason,
             ended=not decision.proceed and number + 1 < settings.rounds,
             broken=decision.broken,
@@ -199,12 +237,13 @@ def _close_evaluation(
         _row(name, settings.rounds, arrived, {}, {}, outgoing(archive, settings, name, settings.rounds))
         for name in sorted({*arrived.reports, *arrived.failures})
     ]
-    loss = _mean([report.loss_received for report in arrived.reports.values()])
+    told = plausible([*map(losses_of, archive.history()), losses_of_rows(rows)])
     archive.write_note(
         "evaluation",
         {
             "after_round": len(archive.rounds()) - 1,
-            "global_loss": loss,
+            "global_loss": global_losses(told)[-1],
+            "global_loss_over": sorted(told[-1]),
             "facilities": [dataclasses.asdict(row) for row in rows],
         },
     )
@@ -239,10 +278,6 @@ def _told(arrived: Arrived) -> str:
     )
 
 
-def _mean(values: list[float]) -> float | None:
-    return sum(values) / len(values) if values else None
-
-
 def _row(
     name: str,
     number: int,
@@ -273,6 +308,7 @@ def _row(
         steps=report.steps,
         seconds=report.seconds.load + report.seconds.train + report.seconds.evaluate + report.seconds.save,
         tokens_per_second=report.tokens_per_second,
+        loss_received=report.loss_received,
         perplexity_received=report.perplexity_received,
         perplexity_returned=report.perplexity_returned,
     )
@@ -301,7 +337,7 @@ def main() -> int:
         reason = str(error) if isinstance(error, CrossFedError | OSError) else repr(error)
         with failures_of("aggregate"):
             archive.write_note("stopped", {"round": arguments.round, "reason": reason})
-        print(f"round {arguments.round} cannot be closed: {error}")
+        print(f"round {arguments.round} cannot be closed: {clean(reason)}")
         outputs = arguments.model, arguments.round, False
     write_outputs(model=outputs[0], round=outputs[1], proceed=outputs[2])
     return 0

@@ -18,11 +18,27 @@ class Decision:
     """True when a person must look: the loss diverged."""
 
 
-def decide(settings: CoordinatorSettings, losses: Sequence[float | None]) -> Decision:
+def decide(
+    settings: CoordinatorSettings, losses: Sequence[float | None], without: Sequence[Sequence[float | None]] = ()
+) -> Decision:
     """Decide after round `len(losses) - 1`.
 
-    `losses[r]`: mean validation loss (nats per token) of the model that round r received; None when no facility told.
+    `losses[r]`: global validation loss (nats per token) of the model that round r received; None when no facility told.
+    `without`: the same without one facility each. An early end needs that each of them asks for it too: what one facility
+    claims never ends a federation of several.
     """
+    found = _early_end(settings, losses)
+    if found is not None:
+        others = [_early_end(settings, other) for other in without]
+        if all(other is not None and other.broken == found.broken for other in others):
+            return found
+    if len(losses) >= settings.rounds:
+        return Decision(proceed=False, reason=f"all {settings.rounds} rounds are done")
+    return Decision(proceed=True, reason="go on")
+
+
+def _early_end(settings: CoordinatorSettings, losses: Sequence[float | None]) -> Decision | None:
+    """Divergence, target or patience; None: nothing ends the federation early."""
     stop = settings.stop
     current = losses[-1]
     if current is not None and not math.isfinite(current):
@@ -30,23 +46,16 @@ def decide(settings: CoordinatorSettings, losses: Sequence[float | None]) -> Dec
     known = [(number, loss) for number, loss in enumerate(losses) if loss is not None and math.isfinite(loss)]
     best_round, best = min(known, key=lambda pair: (pair[1], pair[0])) if known else (0, math.inf)
     if current is not None and stop.divergence and current > best + stop.divergence:
-        return Decision(
-            proceed=False,
-            reason=f"the global loss {current:.4f} is more than {stop.divergence} above the best ({best:.4f}, "
-            f"received by round {best_round})",
-            broken=True,
+        reason = (
+            f"the global loss {current:.4f} is more than {stop.divergence} above the best "
+            f"({best:.4f}, received by round {best_round})"
         )
-    if current is not None and stop.target_perplexity and math.exp(current) <= stop.target_perplexity:
-        return Decision(
-            proceed=False,
-            reason=f"the global perplexity {math.exp(current):.3f} reached the target {stop.target_perplexity}",
-        )
+        return Decision(proceed=False, reason=reason, broken=True)
+    if current is not None and stop.target_perplexity and current <= math.log(stop.target_perplexity):
+        reached = f"the global perplexity {math.exp(current):.3f} reached the target {stop.target_perplexity}"
+        return Decision(proceed=False, reason=reached)
     if stop.patience and known and len(losses) - 1 - best_round >= stop.patience:
-        return Decision(
-            proceed=False,
-            reason=f"no better global perplexity for {stop.patience} rounds (best {math.exp(best):.3f}, received by "
-            f"round {best_round})",
-        )
-    if len(losses) >= settings.rounds:
-        return Decision(proceed=False, reason=f"all {settings.rounds} rounds are done")
-    return Decision(proceed=True, reason="go on")
+        told = f"{math.exp(best):.3f}" if best < 700 else f"e^{best:.0f}"
+        reason = f"no better global perplexity for {stop.patience} rounds (best {told}, received by round {best_round})"
+        return Decision(proceed=False, reason=reason)
+    return None

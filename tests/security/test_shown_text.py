@@ -51,7 +51,9 @@ def printed(*things: object) -> str:
 
 def federation(reason: str, place: Path) -> dict[str, object]:
     data = summary(Archive(place))
-    data["rounds"] = [{"round": 0, "global_perplexity": 3.0, "facilities": [row(reason)]}]
+    data["rounds"] = [
+        {"round": 0, "global_perplexity": 3.0, "global_perplexity_over": ["odd"], "facilities": [row(reason)]}
+    ]
     return data | {"stopped": reason, "federation": "f", "final_evaluation": [row(reason)]}
 
 

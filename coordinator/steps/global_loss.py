@@ -1,0 +1,104 @@
+"""The global model's validation loss, round by round, as no single facility can bend it.
+
+Each facility evaluates the model it receives on its own data. While the same facilities tell, the global loss is the mean
+over them. Where one joins or is missing, levels cannot be compared: from there on the loss goes on by the mean *change* of
+the facilities that told in both rounds, so that who takes part never looks like learning or divergence. A facility whose
+figure is implausible beside the others' is left out of that round.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+
+from coordinator.archive.rounds import FacilityRow, RoundFile
+
+MOST_CHANGE = 3.0
+"""Nats per token that one facility's change may differ from the others' in a round: a factor of 20 in perplexity."""
+MOST_LEVEL = 10.0
+"""Nats per token that the first figure of a facility may differ from the others': a factor of 22,000."""
+
+Told = Mapping[str, float]
+"""Loss of the received model by facility, in one round."""
+
+
+def plausible(told: Sequence[Told]) -> list[dict[str, float]]:
+    """The same rounds without the figures that the other facilities make implausible.
+
+    A change is measured against the facility's own last figure or its last plausible one, whichever is nearer. Of two facilities that disagree, the one that
+    changed more is left out; of two newcomers, the one with the larger loss.
+    """
+    kept: list[dict[str, float]] = []
+    last: dict[str, tuple[float, float]] = {}
+    for current in told:
+        changes = {
+            name: min((loss - before for before in last[name]), key=abs)
+            for name, loss in current.items()
+            if name in last
+        }
+        odd = _outliers(changes, MOST_CHANGE)
+        sound = {name: loss for name, loss in current.items() if name not in odd}
+        odd |= _outliers(sound, MOST_LEVEL) - set(changes)
+        kept.append({name: loss for name, loss in current.items() if name not in odd})
+        for name, loss in current.items():
+            last[name] = (loss, loss if name not in odd or name not in last else last[name][1])
+    return kept
+
+
+def global_losses(told: Sequence[Told]) -> list[float | None]:
+    """The global loss of each round, None where nobody told. `told` is what `plausible` returned."""
+    losses: list[float | None] = []
+    for number, current in enumerate(told):
+        if not current:
+            losses.append(None)
+        elif all(set(earlier) == set(current) for earlier in told[:number]):
+            losses.append(_mean(list(current.values())))
+        else:
+            losses.append(_chained(told[:number], losses, current))
+    return losses
+
+
+def without_each(told: Sequence[Told]) -> list[list[float | None]]:
+    """The global losses as they were without one facility, for each whose absence leaves another in the last round."""
+    names = sorted({name for one in told for name in one})
+    series = [global_losses([{name: one[name] for name in one if name != out} for one in told]) for out in names]
+    return [losses for losses in series if losses[-1] is not None]
+
+
+def losses_of(entry: RoundFile) -> dict[str, float]:
+    """What the facilities that took part in an archived round told of the model that it received."""
+    return losses_of_rows(entry.facilities)
+
+
+def losses_of_rows(rows: Iterable[FacilityRow]) -> dict[str, float]:
+    """The same of rows; those of older archives tell perplexities only."""
+    told = {}
+    for row in rows:
+        if row.status == "ok" and row.loss_received is not None:
+            told[row.facility] = row.loss_received
+        elif row.status == "ok" and row.perplexity_received is not None and row.perplexity_received >= 1.0:
+            told[row.facility] = math.log(row.perplexity_received)
+    return told
+
+
+def _chained(told: Sequence[Told], losses: Sequence[float | None], current: Told) -> float:
+    """The loss of the latest earlier round with a facility in common, and the mean change since then of those in common."""
+    for number in reversed(range(len(told))):
+        common = [name for name in current if name in told[number]]
+        before = losses[number]
+        if common and before is not None:
+            return before + _mean([current[name] - told[number][name] for name in common])
+    return _mean(list(current.values()))
+
+
+def _outliers(values: Mapping[str, float], most: float) -> set[str]:
+    """Names whose value is further than `most` from the median; of two values, from the smaller one in size."""
+    if len(values) < 2:
+        return set()
+    centre = min(values.values(), key=abs) if len(values) == 2 else statistics.median_low(values.values())
+    return {name for name, value in values.items() if not abs(value - centre) <= most}
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
