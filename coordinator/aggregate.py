@@ -23,7 +23,7 @@ from coordinator.aggregation.round import Request
 from coordinator.aggregation.rules.registry import RULES
 from coordinator.aggregation.run import run
 from coordinator.aggregation.server_optimizers.registry import SERVER_OPTIMIZERS
-from coordinator.config.aggregation import AggregationSettings
+from coordinator.aggregation.settings import AggregationSettings
 from facility.exchange.errors import ConfigurationError, exit_on_error
 from facility.exchange.messages.layout import LoraSettings
 from facility.exchange.validation import parse

@@ -14,8 +14,8 @@ from coordinator.aggregation.round import Aggregation
 from coordinator.aggregation.rules.contract import Plan
 from coordinator.aggregation.screening import threads_of
 from coordinator.aggregation.server_optimizers.registry import SERVER_OPTIMIZERS
+from coordinator.aggregation.settings import AggregationSettings
 from coordinator.aggregation.updates import Update
-from coordinator.config.aggregation import AggregationSettings
 from facility.exchange.checkpoints.checkpoint import FLOATS, TensorEntry
 from facility.exchange.checkpoints.floats import Array
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from coordinator.config.aggregation import ScreenSettings
+from coordinator.aggregation.settings import ScreenSettings
 from facility.exchange.checkpoints.floats import Array
 from facility.exchange.errors import InputError
 

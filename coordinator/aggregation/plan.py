@@ -21,7 +21,7 @@ from coordinator.aggregation.rules.contract import (
     RoundUpdates,
 )
 from coordinator.aggregation.rules.registry import RULES, decide
-from coordinator.config.aggregation import AUTOMATIC, AggregationSettings
+from coordinator.aggregation.settings import AUTOMATIC, AggregationSettings
 from facility.exchange.checkpoints.floats import Array
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from coordinator.aggregation.kernel import Passed
 from coordinator.aggregation.rules.contract import Plan
+from coordinator.aggregation.settings import AggregationSettings
 from coordinator.aggregation.updates import Update
-from coordinator.config.aggregation import AggregationSettings
 from facility.exchange.checkpoints.checkpoint import Checkpoint, TensorEntry
 from facility.exchange.checkpoints.floats import Array
 from facility.exchange.errors import InputError, UpdateRefused

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from coordinator.aggregation.settings import AggregationSettings
 from coordinator.aggregation.verify import check_identity, check_tokenizer
-from coordinator.config.aggregation import AggregationSettings
 from facility.exchange.checkpoints.checkpoint import Checkpoint, TensorEntry, open_checkpoint
 from facility.exchange.errors import CheckpointError, ConfigurationError, InputError, UpdateRefused
 from facility.exchange.messages.manifest import NAME, Manifest, read_manifest

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from coordinator.aggregate import aggregate
-from coordinator.config.aggregation import AggregationSettings, ScreenSettings
+from coordinator.aggregation.settings import AggregationSettings, ScreenSettings
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.errors import ConfigurationError, InputError, UpdateRefused, exit_on_error
 from facility.exchange.files.durable import write_json

@@ -17,7 +17,7 @@ from coordinator.archive.rounds import Archive
 from coordinator.asynchronous.buffer import Meeting, Next, meeting_of
 from coordinator.config.settings import read_coordinator_settings
 from coordinator.events.event import emit
-from coordinator.steps.outputs import wait, write_outputs
+from coordinator.events.outputs import wait, write_outputs
 from facility.exchange.errors import CrossFedError, TryAgain, exit_on_error
 from facility.exchange.files.paths import resolve
 

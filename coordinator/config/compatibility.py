@@ -3,32 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from coordinator.config.settings import RoundSettings
 from facility.exchange.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from coordinator.config.federation import Federation
+from facility.exchange.messages.settings import TrainingSettings
 
 AGGREGATION = ("rule", "weights", "accumulate", "output_dtype", "include", "exclude", "allowed_signers", "statistics")
 """Keys of `aggregation:` that mean something for a mean of whole models."""
 
 
-def check_groups(data: Mapping[str, Any], federation: Federation) -> None:
-    """Raise `ConfigurationError`, with the key, for settings that `groups:` excludes. `data`: the file as written."""
-    assert federation.groups is not None
-    groups, count = federation.groups, len(federation.facilities)
+def check_groups(data: Mapping[str, Any], settings: RoundSettings, training: Mapping[str, TrainingSettings]) -> None:
+    """Raise `ConfigurationError`, with the key, for settings that `groups:` excludes.
+
+    `data`: the file as written. `training`: each facility's settings by its name, in the order of the file.
+    """
+    assert settings.groups is not None
+    groups, count = settings.groups, len(training)
     if count < 2:
         raise _error("groups", f"groups needs two facilities or more, found {count}: leave it out or add a facility")
     if groups.minimum > count:
         raise _error("groups.minimum", f"groups.minimum is {groups.minimum}, expected 1 to {count} (the facilities)")
-    if (encoding := federation.sending.encoding) != "full":
+    if (encoding := settings.sending.encoding) != "full":
         raise _error(
             "sending.encoding",
-            f"sending.encoding is {encoding!r}, but facilities of different groups hold different models: with "
-            "groups it is 'full'",
+            f"sending.encoding is {encoding!r}, but facilities of different groups hold different models: "
+            "with groups it is 'full'",
         )
-    aggregation = federation.aggregation
+    aggregation = settings.aggregation
     for key in data.get("aggregation") or {}:
         if key not in AGGREGATION:
             known = ", ".join(AGGREGATION)
@@ -46,7 +48,7 @@ def check_groups(data: Mapping[str, Any], federation: Federation) -> None:
             "aggregation.weights",
             f"aggregation.weights is {aggregation.weights!r}, expected tokens or equal with groups",
         )
-    if federation.claims.action == "cap":
+    if settings.claims.action == "cap":
         raise _error("claims.action", "claims.action is 'cap', expected 'refuse' or 'off' with groups")
     for key in data.get("stop") or {}:
         raise _error(
@@ -56,12 +58,12 @@ def check_groups(data: Mapping[str, Any], federation: Federation) -> None:
         raise _error(
             "final_evaluation", "final_evaluation is true, but groups do not evaluate their final mean: remove it"
         )
-    for number, facility in enumerate(federation.facilities):
-        if facility.training.lora.rank:
+    for number, (name, own_training) in enumerate(training.items()):
+        if own_training.lora.rank:
             own = "lora" in (data["facilities"][number].get("training") or {})
             raise _error(
                 f"facilities[{number}].training.lora" if own else "training.lora",
-                f"facility {facility.name!r} trains adapters (lora.rank {facility.training.lora.rank}): groups "
+                f"facility {name!r} trains adapters (lora.rank {own_training.lora.rank}): groups "
                 "average whole models",
             )
 

@@ -130,7 +130,7 @@ def _build(lined: Lined) -> Federation:
     keys = {key.name: getattr(declared, key.name) for key in dataclasses.fields(declared)}
     federation = Federation(file=lined.file, **keys)
     if federation.groups is not None:
-        check_groups(lined.data, federation)
+        check_groups(lined.data, federation, {one.name: one.training for one in federation.facilities})
     return federation
 
 

@@ -6,7 +6,7 @@ from dataclasses import field
 from pathlib import Path
 from typing import Literal
 
-from coordinator.config.aggregation import AggregationSettings
+from coordinator.aggregation.settings import AggregationSettings
 from coordinator.config.buffering import GroupSettings
 from facility.exchange.messages.layout import LoraSettings
 from facility.exchange.messages.settings import SPARSE_DENSITY, Encoding, read_settings

@@ -20,9 +20,9 @@ from rich.table import Table
 from coordinator.archive.rounds import Archive
 from coordinator.archive.summary import perplexity, shown, summary, table
 from coordinator.asynchronous import summary as account
-from coordinator.asynchronous.progress import GroupProgress
 from coordinator.certificates import certificates_watched
 from coordinator.config.federation import Federation, check_paths, read_federation
+from coordinator.engine.group_progress import GroupProgress
 from coordinator.engine.place import RunPlace, run_place, unwritable
 from coordinator.engine.progress import Progress
 from coordinator.engine.queues import read_queues

@@ -26,7 +26,7 @@ from coordinator.engine.queues import Queue, at_all
 from coordinator.engine.stuck_jobs import Watch
 from coordinator.events.event import Event
 from coordinator.events.follow import EventFile
-from coordinator.steps.outputs import WAITS
+from coordinator.events.outputs import WAITS
 
 TICK_SECONDS = 0.5
 """How often events are looked for."""

@@ -18,12 +18,12 @@ from pathlib import Path
 from coordinator.aggregate import aggregate
 from coordinator.archive.rounds import Archive, FacilityRow, RoundFile
 from coordinator.archive.sweep import sweep_round
-from coordinator.config.aggregation import AggregationSettings
+from coordinator.aggregation.settings import AggregationSettings
 from coordinator.config.settings import CoordinatorSettings, read_coordinator_settings
 from coordinator.events.event import FUTILE, emit, failures_of
+from coordinator.events.outputs import write_outputs
 from coordinator.steps.decide import decide
 from coordinator.steps.global_loss import global_losses, losses_of, losses_of_rows, plausible, without_each
-from coordinator.steps.outputs import write_outputs
 from coordinator.steps.send import Outgoing, bytes_of, make_message, outgoing
 from coordinator.steps.weight_limit import cap
 from facility.exchange.errors import CrossFedError, InputError, TryAgain, UpdateRefused, exit_on_error

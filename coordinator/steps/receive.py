@@ -8,8 +8,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from coordinator.aggregation.settings import AggregationSettings
 from coordinator.aggregation.verify import check_files, check_identity, check_update
-from coordinator.config.aggregation import AggregationSettings
 from coordinator.config.settings import read_coordinator_settings
 from coordinator.events.event import emit
 from coordinator.steps.weight_limit import Allowance, allowance_of

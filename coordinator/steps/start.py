@@ -10,7 +10,7 @@ from coordinator.archive.rounds import Archive
 from coordinator.asynchronous.buffer import FOLDER, meeting_of
 from coordinator.config.settings import CoordinatorSettings, read_coordinator_settings
 from coordinator.events.event import emit, failures_of
-from coordinator.steps.outputs import write_outputs
+from coordinator.events.outputs import write_outputs
 from facility.exchange.errors import InputError, exit_on_error
 from facility.exchange.files.paths import resolve
 from facility.exchange.messages.manifest import verify_manifest

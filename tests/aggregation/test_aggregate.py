@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from coordinator.aggregate import aggregate
+from coordinator.aggregation.settings import AggregationSettings
 from coordinator.aggregation.verify import check_update
-from coordinator.config.aggregation import AggregationSettings
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.errors import UpdateRefused
 from facility.exchange.messages.manifest import read_manifest, verify_manifest

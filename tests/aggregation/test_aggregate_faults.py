@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from coordinator.aggregate import aggregate, main, read_settings
+from coordinator.aggregation.settings import AggregationSettings
 from coordinator.aggregation.streams import Files
 from coordinator.aggregation.verify import check_update
-from coordinator.config.aggregation import AggregationSettings
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.writer import TensorWriter
 from facility.exchange.errors import CheckpointError, ConfigurationError, CrossFedError, InputError, UpdateRefused

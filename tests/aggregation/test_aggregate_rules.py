@@ -10,7 +10,7 @@ import torch
 from coordinator.aggregate import aggregate
 from coordinator.aggregation.rules.registry import RULES
 from coordinator.aggregation.server_optimizers.registry import SERVER_OPTIMIZERS
-from coordinator.config.aggregation import AggregationSettings, ScreenSettings
+from coordinator.aggregation.settings import AggregationSettings, ScreenSettings
 from facility.exchange.errors import InputError
 from tests.aggregation import make
 from tests.reproductions.server_in_memory import Server

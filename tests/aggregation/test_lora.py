@@ -11,8 +11,8 @@ import torch
 
 from coordinator.aggregate import aggregate
 from coordinator.aggregation import lora
+from coordinator.aggregation.settings import AggregationSettings
 from coordinator.aggregation.verify import check_update
-from coordinator.config.aggregation import AggregationSettings
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.errors import ConfigurationError, InputError, UpdateRefused
 from facility.exchange.files.durable import write_json

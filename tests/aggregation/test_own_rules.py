@@ -12,7 +12,7 @@ import torch
 
 from coordinator.aggregation.rules.registry import RULES
 from coordinator.aggregation.server_optimizers.registry import SERVER_OPTIMIZERS
-from coordinator.config.aggregation import AggregationSettings
+from coordinator.aggregation.settings import AggregationSettings
 from facility.exchange.errors import ConfigurationError
 from tests.aggregation import make
 

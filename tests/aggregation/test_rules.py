@@ -10,7 +10,7 @@ from coordinator.aggregation.plan import make_plan
 from coordinator.aggregation.rules import bulyan, dare, geometric_median, krum, mean, median, ties, trimmed_mean
 from coordinator.aggregation.server_optimizers import fedadagrad, fedadam, fedavgm, fedyogi, nesterov, slowmo
 from coordinator.aggregation.server_optimizers.registry import SERVER_OPTIMIZERS, build
-from coordinator.config.aggregation import AggregationSettings, split_rule
+from coordinator.aggregation.settings import AggregationSettings, split_rule
 from facility.exchange.checkpoints import magnitudes
 from facility.exchange.errors import ConfigurationError, InputError
 

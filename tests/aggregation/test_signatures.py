@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from coordinator.config.aggregation import AggregationSettings
+from coordinator.aggregation.settings import AggregationSettings
 from coordinator.steps.receive import receive
 from facility.exchange.errors import ConfigurationError, ManifestError
 from facility.exchange.messages.manifest import SIGNATURE, read_manifest, verify_manifest, write_manifest

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from coordinator.config.aggregation import AggregationSettings
+from coordinator.aggregation.settings import AggregationSettings
 from coordinator.steps.receive import receive
 from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.errors import ConfigurationError

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from coordinator.aggregate import aggregate
 from coordinator.aggregation.outliers import screened
+from coordinator.aggregation.settings import AggregationSettings, ScreenSettings
 from coordinator.aggregation.updates import capped
 from coordinator.aggregation.verify import check_update
-from coordinator.config.aggregation import AggregationSettings, ScreenSettings
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.errors import InputError, UpdateRefused
 from facility.exchange.files.durable import write_json

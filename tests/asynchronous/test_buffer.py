@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from coordinator.aggregation.settings import AggregationSettings
 from coordinator.archive.rounds import Archive
 from coordinator.asynchronous.buffer import Meeting, Next
 from coordinator.asynchronous.semidecentral import SemiDecentralised
 from coordinator.asynchronous.submit import meet
 from coordinator.asynchronous.summary import summary, table
-from coordinator.config.aggregation import AggregationSettings
 from coordinator.config.buffering import GroupSettings
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.engine.supervise import children

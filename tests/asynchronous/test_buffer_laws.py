@@ -9,11 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from coordinator.aggregation.settings import AggregationSettings
 from coordinator.archive.rounds import Archive
 from coordinator.asynchronous import buffer as meetings
 from coordinator.asynchronous import semidecentral
 from coordinator.asynchronous.buffer import Meeting
-from coordinator.config.aggregation import AggregationSettings
 from coordinator.config.buffering import GroupSettings
 from coordinator.config.settings import CoordinatorSettings
 from facility.exchange.messages import report as reports

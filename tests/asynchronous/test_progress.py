@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from coordinator.asynchronous.progress import GroupProgress
+from coordinator.engine.group_progress import GroupProgress
 from coordinator.engine.progress import Progress
 from coordinator.events.event import KINDS, Event
 

@@ -15,7 +15,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from coordinator.config.aggregation import AggregationSettings
+from coordinator.aggregation.settings import AggregationSettings
 from facility.exchange.checkpoints.second_moments import Factors, mean_of
 from tests.bench.federated_codecs import DeltaCodec
 from tests.reproductions.server_in_memory import Server

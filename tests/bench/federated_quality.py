@@ -23,7 +23,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from coordinator.config.aggregation import AggregationSettings
+from coordinator.aggregation.settings import AggregationSettings
 from facility.dataset import open_dataset
 from facility.exchange.messages.settings import SPARSE_DENSITY
 from facility.preparing.build import Request, prepare

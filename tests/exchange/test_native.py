@@ -12,8 +12,8 @@ import torch
 
 from coordinator.aggregate import aggregate
 from coordinator.aggregation.server_optimizers import nesterov
+from coordinator.aggregation.settings import AggregationSettings
 from coordinator.aggregation.steps import Steps
-from coordinator.config.aggregation import AggregationSettings
 from facility.exchange.checkpoints import native
 from facility.exchange.checkpoints.delta_parts import CODECS
 from facility.exchange.checkpoints.floats import narrow, widen

@@ -18,10 +18,10 @@ from coordinator.aggregation.outliers import screened
 from coordinator.aggregation.plan import make_plan, needs_histograms
 from coordinator.aggregation.rules import mean
 from coordinator.aggregation.server_optimizers.registry import SERVER_OPTIMIZERS, build
+from coordinator.aggregation.settings import AggregationSettings
 from coordinator.aggregation.steps import add_products
 from coordinator.aggregation.streams import PIECE
 from coordinator.aggregation.updates import capped
-from coordinator.config.aggregation import AggregationSettings
 from facility.exchange.checkpoints import magnitudes
 
 if TYPE_CHECKING:

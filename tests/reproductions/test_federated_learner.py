@@ -6,7 +6,7 @@ import numpy
 import pytest
 import torch
 
-from coordinator.config.aggregation import AggregationSettings
+from coordinator.aggregation.settings import AggregationSettings
 from tests.bench.federated_learner import Learner, Local, Text, batches, federate, perplexity, pool, rounded
 from tests.pico import pico_config
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
+from coordinator.aggregation.settings import AggregationSettings
 from coordinator.archive.rounds import Archive
-from coordinator.config.aggregation import AggregationSettings
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.steps.aggregate import close_round, sort_out
 from coordinator.steps.receive import receive

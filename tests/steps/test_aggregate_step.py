@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from coordinator.aggregation.settings import AggregationSettings
 from coordinator.archive.rounds import Archive
-from coordinator.config.aggregation import AggregationSettings
 from coordinator.config.settings import CoordinatorSettings, StopSettings
 from coordinator.steps.aggregate import close_round, sort_out
 from coordinator.steps.receive import receive

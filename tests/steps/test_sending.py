@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from coordinator.aggregation.settings import AggregationSettings
 from coordinator.archive.rounds import Archive
-from coordinator.config.aggregation import AggregationSettings
 from coordinator.config.federation import read_federation
 from coordinator.config.settings import CoordinatorSettings, SendingSettings
 from coordinator.engine.render import write

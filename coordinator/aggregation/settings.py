@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le
 
+from coordinator.aggregation.rule_parameters import declared, unset, with_rule_parameters
 from coordinator.aggregation.rules.registry import RULES
 from coordinator.aggregation.server_optimizers.registry import SERVER_OPTIMIZERS
-from coordinator.config.rule_parameters import declared, unset, with_rule_parameters
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.registry import Declaration, Value
 from facility.exchange.text import Line, Pattern
