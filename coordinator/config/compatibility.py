@@ -63,8 +63,7 @@ def check_groups(data: Mapping[str, Any], settings: RoundSettings, training: Map
             own = "lora" in (data["facilities"][number].get("training") or {})
             raise _error(
                 f"facilities[{number}].training.lora" if own else "training.lora",
-                f"facility {name!r} trains adapters (lora.rank {own_training.lora.rank}): groups "
-                "average whole models",
+                f"facility {name!r} trains adapters (lora.rank {own_training.lora.rank}): groups average whole models",
             )
 
 

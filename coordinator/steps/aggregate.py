@@ -16,9 +16,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from coordinator.aggregate import aggregate
+from coordinator.aggregation.settings import AggregationSettings
 from coordinator.archive.rounds import Archive, FacilityRow, RoundFile
 from coordinator.archive.sweep import sweep_round
-from coordinator.aggregation.settings import AggregationSettings
 from coordinator.config.settings import CoordinatorSettings, read_coordinator_settings
 from coordinator.events.event import FUTILE, emit, failures_of
 from coordinator.events.outputs import write_outputs

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from coordinator.aggregate import aggregate
-from coordinator.aggregation.verify import check_update
 from coordinator.aggregation.settings import AggregationSettings
+from coordinator.aggregation.verify import check_update
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.delta import decode, encode
 from facility.exchange.checkpoints.second_moments import Factors, has_factors, read_factors, write_factors
