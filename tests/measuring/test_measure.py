@@ -155,7 +155,7 @@ def test_a_published_network_case_is_read_as_links(tmp_path: Path):
     [
         ("[1]", "expected a mapping"),
         ('{"factor": [1]}', "unknown key 'factor'"),
-        ('{"factors": [0]}', "above 0"),
+        ('{"factors": [0]}', "more than 0"),
         ('{"links": {"latency_ms": [[0]]}}', "expected 2 x 2"),
         ('{"links": {"speed": 3}}', "unknown key links.speed"),
         ('{"factors": 3}', "wrong type"),
