@@ -81,7 +81,7 @@ def test_a_full_disk_at_a_facility_costs_it_the_round_and_says_so(testbed, mater
     try:
         run = federate(testbed, tmp_path, *material, name="full", rounds=1, workdir="small")
         assert run.run() == 0, run.text()
-        assert "No space left on device" in run.wait_for("FAILED copy of")
+        assert "facility-site-a" in run.wait_for("No space left on device")
         assert any("round 0 goes on without site-a" in line for line in run.log), run.text()
         assert len(run.archive.rounds()) == 1
         assert [record["JobState"] for record in jobs(run, b)] == ["COMPLETED"]
