@@ -281,7 +281,7 @@ def run(
         bool, typer.Option("--despite-check", help="Run even when a check of the coordinator's own part fails.")
     ] = False,
 ) -> None:
-    """Check the coordinator's part, render, `streamflow run`, show rounds and steps; the same command resumes after any stop."""
+    """Run preflight checks, render, call `streamflow run`, show rounds and steps; rerun to resume after any stop."""
     from coordinator.config.federation import check_paths, read_federation
     from coordinator.engine.run import run_federation
     from coordinator.preflight.coordinator import check_here

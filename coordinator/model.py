@@ -4,8 +4,8 @@
 
     python -m coordinator.model --export-adapter ROUND_MODEL --base BASE --out DIR [--merged]
 
-The source is a model of the Hugging Face hub or a Hugging Face checkpoint on disk, as safetensors. The second form writes
-what a federation of adapters ends with as peft loads it.
+The source is a model of the Hugging Face hub or a Hugging Face checkpoint on disk, as safetensors. The second form
+exports the final adapter of a federation in the format that peft loads.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Second moments that facilities share: checked with an update, averaged, and laid beside the next model.
+"""Second moments shared by facilities: validated with an update, averaged, and stored beside the next model.
 
-They are small (`facility.exchange.checkpoints.second_moments`), so that one update's are held at a time, and their mean.
+They are small (see `facility.exchange.checkpoints.second_moments`), but only one update's and the running mean are in
+memory at a time.
 """
 
 from __future__ import annotations

@@ -45,8 +45,10 @@ th:nth-child(2), td:nth-child(2), th:nth-child(3), td:nth-child(3) { text-align:
 {%- endfor %}{% endfor %}
 </table>
 <p>Model: <code>{{ data.model }}</code>. Perplexities are of each facility's own validation split; the global one is
-their geometric mean, and where facilities joined or were missing, goes on by the mean change of those that told before and after
-{%- if data.rounds %}; the last one is over {{ data.rounds[-1].global_perplexity_over | join(", ") or "nobody yet" }}{% endif %}.</p>
+their geometric mean, and where facilities joined or were missing, goes on by the mean change of those that told \
+before and after
+{%- if data.rounds %}; the last one is over \
+{{ data.rounds[-1].global_perplexity_over | join(", ") or "nobody yet" }}{% endif %}.</p>
 </body></html>
 """
 

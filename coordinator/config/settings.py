@@ -18,7 +18,7 @@ FORMAT = 1
 
 @validated(frozen=True, kw_only=True)
 class StopSettings:
-    """When a federation ends before its last round. With several facilities, each rule must hold without any one of them too."""
+    """When a federation ends early. With several facilities, each rule must also hold with any one of them left out."""
 
     target_perplexity: NonNegative[float] = 0.0
     """Stop once the global model's perplexity (geometric mean over facilities) is at or below this; 0 is off."""
@@ -63,8 +63,8 @@ class RoundSettings:
     """Times a round is repeated because a facility failed; facilities that are done answer at once. With groups:
     times the round of one facility is repeated; then the others go on without it."""
     come_backs: NonNegative[int] = 10
-    """Times a round is resumed because a facility ran out of time and saved its state mid-round: of each facility, and of
-    all together; then the round goes on without it."""
+    """How often a round is resumed because a facility ran out of time and saved its state mid-round: per facility, and
+    for all together. After that, the round proceeds without the facility."""
     keep_rounds: NonNegative[int] = 3
     """Complete rounds (groups) whose weights stay in the archive (reports always stay); 0 keeps all."""
     final_evaluation: bool = True

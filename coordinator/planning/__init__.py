@@ -1,1 +1,1 @@
-"""Planning: which device holds which layers of which replica. Data, search, stopping and reporting never mix; no torch."""
+"""Planning: assigns layers and replicas to devices. Data, search, stopping and reporting are separate; no torch."""

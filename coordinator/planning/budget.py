@@ -1,9 +1,10 @@
-"""Work per round for facilities of unlike speed, queue and links, so that they end together.
+"""Work per round for facilities of unequal speed, queue and links, so that they finish together.
 
-The same parametric search as for layers: for an end time T a facility holds floor((T - fixed) / seconds a step) steps; the
-least T at which all together hold the wanted samples is found by bisection and snapped to an attained value, so it is
-optimal in whole steps. Facilities are divisible loads with start-up costs (Bharadwaj, Ghose, Robertazzi 2003, "Divisible
-load theory", Cluster Computing 6(1), section 3); one whose fixed time exceeds T gets nothing and the reason says so.
+The same parametric search as for layers: for an end time T a facility makes floor((T - fixed) / seconds a step) steps.
+The least T at which all together process the wanted samples is found by bisection and snapped to an attained value, so
+it is optimal in whole steps. Facilities are divisible loads with start-up costs (Bharadwaj, Ghose, Robertazzi 2003,
+"Divisible load theory", Cluster Computing 6(1), section 3); one whose fixed time exceeds T gets no steps, and
+the reason is reported.
 """
 
 from __future__ import annotations
@@ -160,7 +161,8 @@ def hold(fresh: Budget, facilities: Sequence[FacilityPace], steps: Mapping[str, 
         round_seconds=now,
         samples=sum(steps[f.name] * f.samples_per_step for f in facilities),
         reasons=(
-            f"kept: other steps would save {max(0.0, share):.1%} of {now:.4g} s, less than the {least_gain:.0%} asked for",
+            f"kept: other steps would save {max(0.0, share):.1%} of {now:.4g} s, "
+            f"less than the {least_gain:.0%} asked for",
         ),
     )
 

@@ -87,10 +87,10 @@ class Chain:
 
     @cached_property
     def fluid_bound(self) -> float:
-        """Seconds if the chain could be poured: total work over total speed, in the best weights of any one device.
+        """Lower bound in seconds for a divisible chain: total work over total speed, in the best weights of one device.
 
-        For devices that differ by one factor only this is sum(f) / sum(1 / t). For devices that differ by kind of unit the
-        cheapest device of each unit gives a weaker bound that still holds.
+        For devices that differ by one factor only, this is sum(f) / sum(1 / t). For devices that differ by kind of
+        unit, the cheapest device of each unit gives a weaker bound that still holds.
         """
         costs = self.unit_seconds
         total = self.time[:, -1]
@@ -121,7 +121,7 @@ def greedy(chain: Chain, order: Sequence[int], bottleneck: float) -> list[tuple[
 
 
 def shortage(chain: Chain, order: Sequence[int] | None, feasible: object) -> Infeasible:
-    """The error for a problem without a plan. `feasible(extra)` tells if `extra` bytes more on every device would do."""
+    """The error for a problem without a plan. `feasible(extra)`: True if `extra` more bytes on every device suffice."""
     problem = chain.problem
     sizes = np.diff(chain.bytes)
     largest = int(sizes.argmax())
@@ -133,7 +133,8 @@ def shortage(chain: Chain, order: Sequence[int] | None, feasible: object) -> Inf
         device = int(chain.limit.argmax())
         return Infeasible(
             f"{problem.name_of(largest)} needs {mb(sizes[largest])}, but the largest memory, of device "
-            f"{problem.id_of(device)}, is {mb(chain.limit[device])}: short by {mb(sizes[largest] - chain.limit[device])}; "
+            f"{problem.id_of(device)}, is {mb(chain.limit[device])}: "
+            f"short by {mb(sizes[largest] - chain.limit[device])}; "
             "use a device with more memory, or smaller micro-batches"
         )
     needed, offered = float(chain.bytes[-1]), float(chain.limit.sum())
@@ -154,8 +155,12 @@ def shortage(chain: Chain, order: Sequence[int] | None, feasible: object) -> Inf
     lost = chain.units - position
     if lost > 0:
         who = "in the given order the devices" if order is not None else "in their own order the devices"
-        text = f"; {who} hold {position} of {chain.units} units, and {mb(chain.bytes[-1] - chain.bytes[position])} stay over"
+        text = (
+            f"; {who} hold {position} of {chain.units} units, "
+            f"and {mb(chain.bytes[-1] - chain.bytes[position])} stay over"
+        )
     return Infeasible(
-        f"the units need {mb(needed)} of the {mb(offered)} offered, but no split into whole units fits: every device is "
+        f"the units need {mb(needed)} of the {mb(offered)} offered, but no split into whole units fits: "
+        f"every device is "
         f"short by {mb(high)}{text}; add devices or memory, or take smaller micro-batches"
     )

@@ -1,9 +1,9 @@
-"""Local rebalancing from the even split, devices in their own order.
+"""Local rebalancing from the even split, devices in their given order.
 
-The idea of Sky Computing's `dynamic` allocator (Zhu et al. 2022, arXiv 2202.11836; `scaelum/dynamics/allocator.py`) without
-its defects: both neighbours of a boundary are compared with each other (the original compares a device with itself, so that
-nothing is ever shed to the right), the first device can lose units too, memory is kept at every step, and a device may end
-empty but is never skipped.
+The idea of Sky Computing's `dynamic` allocator (Zhu et al. 2022, arXiv 2202.11836; `scaelum/dynamics/allocator.py`)
+without its defects: both neighbours of a boundary are compared with each other (the original compares a device with
+itself, so it never moves units to the right), the first device can lose units too, every step respects memory limits,
+and a device may end empty but is never skipped.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from coordinator.problem.problem import ChainProblem
 
 
 def plan_dynamic(problem: ChainProblem, *, sweeps: int = 1000) -> Assignment:
-    """Shift boundaries one unit at a time while that helps; raises `Infeasible` where memory cannot be met in this order."""
+    """Shift boundaries one unit at a time while that helps; raises `Infeasible` if no split in this order fits."""
     chain = Chain(problem)
     cuts = [0] * (chain.devices + 1)
     for device, _, end in even_spans(chain.units, chain.devices):
@@ -50,7 +50,8 @@ def _fit_memory(chain: Chain, cuts: list[int]) -> None:
             if device == 0:
                 short = chain.bytes_of(0, cuts[1]) - chain.limit[0]
                 raise Infeasible(
-                    f"with the devices in this order device {chain.problem.id_of(0)} is short by {short / 1e6:,.1f} MB; "
+                    f"with the devices in this order device {chain.problem.id_of(0)} is short by "
+                    f"{short / 1e6:,.1f} MB; "
                     "use --method exact, which may order them freely"
                 )
             cuts[device] += 1

@@ -149,7 +149,7 @@ def simulated_seconds(problem: Problem, plan: Plan) -> float:
 
 
 def fastest(problem: Problem, plans: Iterable[Plan]) -> Plan:
-    """The fastest of some plans by simulation, its prediction filled in; raises `Infeasible` if each exceeds a memory."""
+    """The fastest of the plans by simulation, its prediction filled in; raises `Infeasible` if none fits in memory."""
     best: Plan | None = None
     least, over = np.inf, ""
     for plan in plans:
@@ -158,7 +158,8 @@ def fastest(problem: Problem, plans: Iterable[Plan]) -> Plan:
         limit = load.memory_limit_bytes or np.inf
         if load.memory_bytes > limit * (1 + 1e-9):
             over = (
-                f"under {plan.schedule} device {problem.devices[load.device].id!r} would hold {load.memory_bytes / 1e6:,.1f} MB "
+                f"under {plan.schedule} device {problem.devices[load.device].id!r} would hold "
+                f"{load.memory_bytes / 1e6:,.1f} MB "
                 f"with its micro-batches in flight: short by {(load.memory_bytes - limit) / 1e6:,.1f} MB"
             )
             continue

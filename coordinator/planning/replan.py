@@ -34,7 +34,10 @@ def replan(problem: Problem, stop: Stop, previous: Plan, *, seed: int = 0, least
         why = f"moved: {now:.4g} s under the previous plan, {fresh.predicted_seconds:.4g} s now, {share:.1%} less"
         return replace(fresh, reasons=(why, *fresh.reasons))
     fields = predicted(problem, previous)
-    why = f"kept: the best other plan would save {max(share, 0):.1%} of {now:.4g} s, less than the {least_gain:.0%} asked for"
+    why = (
+        f"kept: the best other plan would save {max(share, 0):.1%} of {now:.4g} s, "
+        f"less than the {least_gain:.0%} asked for"
+    )
     assert fresh.lower_bound_seconds is not None
     return replace(
         previous,

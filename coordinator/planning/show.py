@@ -42,7 +42,10 @@ def show_plan(
 def _head(plan: Plan) -> Text:
     counts = plan.replica_micro_batches
     each = str(counts[0]) if len(set(counts)) == 1 else f"{min(counts)}-{max(counts)}"
-    text = f"{plan.stages} stages x {plan.replicas} replicas, {plan.schedule}, {each} micro-batches of {plan.micro_batch_samples}"
+    text = (
+        f"{plan.stages} stages x {plan.replicas} replicas, {plan.schedule}, "
+        f"{each} micro-batches of {plan.micro_batch_samples}"
+    )
     if plan.virtual_stages > 1:
         text += f", {plan.virtual_stages} chunks a device"
     if plan.replicas > 1:

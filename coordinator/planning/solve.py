@@ -151,7 +151,7 @@ def _degrees(problem: Problem) -> tuple[int, int]:
 
 
 def placed(problem: Problem, stages: int, replicas: int, stop: Stop, *, seed: int = 0, split: str = "even") -> Plan:
-    """DT-FM's way on a whole problem: place equal stages by its cost; `split` "best" then chooses the layers for that grid."""
+    """DT-FM's method: place equal stages by its cost; with `split` "best", then choose the layers for that grid."""
     from coordinator.planning.joint.cost import Cost
     from coordinator.planning.joint.starts import best_cuts, even_cuts, even_share
 

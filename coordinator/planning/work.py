@@ -1,9 +1,10 @@
-"""The work of a round, from what a federation's own rounds took: steps a facility, so that all end together.
+"""Steps per facility and round, computed from a federation's past rounds, so that all facilities finish together.
 
     crossfed plan workflow/federation.yml
 
-The archive knows of every round how many steps a facility made, how long they took and how long all else (loading, evaluating,
-saving). Waits in queues are not in it; tell them with `--queue NAME=SECONDS`, an upper quantile where they vary.
+For every round the archive records each facility's steps, their time, and the time of everything else (loading,
+evaluating, saving). Queue waits are not recorded; pass them with `--queue NAME=SECONDS`, an upper quantile where they
+vary.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def paces_of(federation: Federation, queues: Mapping[str, float]) -> list[Facili
     for name in names:
         if not (latest := rows[name][-ROUNDS:]):
             raise ConfigurationError(
-                f"the archive {federation.archive_path} holds no sound round of facility {name!r}, expected one at least: "
+                f"the archive {federation.archive_path} holds no sound round of facility {name!r}, "
+                "expected one at least: "
                 "run a round first",
                 file=federation.file,
             )

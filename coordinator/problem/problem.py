@@ -1,19 +1,22 @@
-"""What is to be planned: devices, links, the model's chain of units, the batch, and what may be chosen.
+"""A planning problem: devices, links, the model's chain of units, the batch, and the allowed choices.
 
-A problem as JSON (`facility.measure` writes the same keys; every quantity carries its unit in its key, see `quantities`):
+A problem as JSON (`facility.measure` writes the same keys; every quantity carries its unit in its key, see
+`quantities`; `runtime` and `objective` are explained in the modules of those names; rows of the matrices in `links` are
+senders, columns receivers; "count": N in a unit stands for N equal units):
 
     {"format": 1,
-     "devices": [{"id": "node1:0", "site": "a", "memory_gigabytes": 16, "slowdown": 1.0, "slowdown_by_kind": {"head": 1.2}}],
-     "links":   {"latency_ms": [[...]], "bandwidth_gbit_per_s": [[...]],          row = sender, column = receiver
+     "devices": [{"id": "node1:0", "site": "a", "memory_gigabytes": 16, "slowdown": 1.0,
+                  "slowdown_by_kind": {"head": 1.2}}],
+     "links":   {"latency_ms": [[...]], "bandwidth_gbit_per_s": [[...]],
                  "shared": [{"name": "a-b", "bandwidth_gbit_per_s": 10, "sources": [0, 1], "destinations": [2, 3]}]},
      "units":   [{"kind": "embedding", "parameter_megabytes": 8, "state_megabytes": 32, "activation_megabytes": 1,
                   "stored_megabytes": 1, "forward_ms": 1, "backward_ms": 2,
-                  "forward_overhead_ms": 0.1, "backward_overhead_ms": 0.1}],        or "count": N for N equal units
+                  "forward_overhead_ms": 0.1, "backward_overhead_ms": 0.1}],
      "batch_samples": 64, "micro_batch_samples": [1, 2], "stages": [], "replicas": [], "schedules": ["gpipe", "1f1b"],
      "syncs": ["allreduce"], "codecs": [{"name": "int8", "ratio": 0.51, "seconds_per_byte": 2e-9}], "local_steps": 1,
-     "runtime": {"transport": "blocking", "overlap": false, "pass_ms": 1, "agreement_ms": 0.5},             see `runtime`
+     "runtime": {"transport": "blocking", "overlap": false, "pass_ms": 1, "agreement_ms": 0.5},
      "policies": ["partial_reduce"], "stalls": {"probability": 0.1, "seconds": 0.1},
-     "objective": "iteration_seconds"}                                                                       see `objective`
+     "objective": "iteration_seconds"}
 """
 
 from __future__ import annotations
@@ -359,7 +362,7 @@ class PlacementProblem:
 
 
 def chain_of(problem: Problem) -> ChainProblem:
-    """The layers-to-devices part of a whole problem: forward plus backward of one micro-batch, one replica, no network."""
+    """The layers-to-devices part of a problem: forward plus backward of one micro-batch, one replica, no network."""
     samples = min(problem.micro_batch_samples)
     seconds = problem.forward_seconds(samples) + problem.backward_seconds(samples)
     return ChainProblem(

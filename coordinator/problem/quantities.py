@@ -35,7 +35,7 @@ RATE = {
 def find(
     raw: Mapping[str, Any], stem: str, units: Mapping[str, float], *, where: str, file: Path | str | None
 ) -> tuple[str, float] | None:
-    """The key `stem_<unit>` of `raw` and its factor; None if there is none. Two of them, or an unknown unit, is an error."""
+    """The key `stem_<unit>` of `raw` and its factor, None if absent. Two such keys or an unknown unit is an error."""
     keys = [key for key in raw if key.startswith(stem + "_")]
     known = {f"{stem}_{unit}": factor for unit, factor in units.items()}
     for key in keys:

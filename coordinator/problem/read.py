@@ -276,7 +276,8 @@ def _units(raw: dict[str, Any], number: int, file: Path | str | None) -> list[Un
 def _placement(raw: dict[str, Any], file: Path | str | None) -> PlacementProblem:
     """A case of DT-FM's cost (github.com/DS3Lab/DT-FM, `scheduler/heuristic_evolutionary_solver/config.py`).
 
-    That cost divides "gibibytes" of activations by Gbit/s as if they were gigabytes; the numbers are kept as it reads them.
+    That cost divides "gibibytes" of activations by Gbit/s as if they were gigabytes; the numbers are kept as DT-FM
+    reads them.
     """
     delay = _quantity(raw, "delay", TIME, "problem", file, shape=(-1, -1))
     count = len(delay)

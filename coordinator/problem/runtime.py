@@ -1,4 +1,4 @@
-"""What running a plan costs besides computing units and moving bytes: measured with the trainer's own parts, or none."""
+"""Overheads of a plan besides computing units and moving bytes: measured with the trainer's own parts, or zero."""
 
 from __future__ import annotations
 

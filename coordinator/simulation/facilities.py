@@ -1,12 +1,13 @@
-"""Whole federations in simulated time: queues, training, failures, transfers; up to 1,000 facilities x 1,000 rounds.
+"""Simulates whole federations: queues, training, failures, transfers; up to 1,000 facilities x 1,000 rounds.
 
-A facility's turn: the model is sent to it, its job waits in a queue, trains, may fail and be queued again, and the update
-comes back. The coordinator's link is shared by all transfers of a direction. Policies of when a round closes:
+A facility's round: it receives the model, its job waits in a queue, trains, may fail and be queued again, and the
+update is returned. All transfers of one direction share the coordinator's link. Policies for when a round closes:
 
-- `synchronous`: when all have come (or given up);
-- `quorum`: when `quorum` updates have come; the others go on and count in the round in which they arrive;
-- `deadline`: after `deadline_seconds`, with what is there (at least one update);
-- `asynchronous`: every update is merged at once and its facility starts again; a round is as many updates as facilities.
+- `synchronous`: when all updates have arrived (or their facilities have given up);
+- `quorum`: when `quorum` updates have arrived; the others continue and count in the round in which they arrive;
+- `deadline`: after `deadline_seconds`, with the updates received by then (at least one);
+- `asynchronous`: every update is merged at once and its facility starts again; a round is as many updates as
+  there are facilities.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Replicas under a synchronisation policy: how many updates a second, and who averaged with whom.
+"""Simulates replicas under a synchronisation policy: updates per second, and which replicas averaged together.
 
-The decisions are those of the facility's own pure schedulers (`facility.exchange.scheduling.groups` and `gossip`); only time is
-simulated. A replica computes a step, announces itself, waits for its group, pays for the exchange, and goes on.
+The decisions are those of the facility's own pure schedulers (`facility.exchange.scheduling.groups` and `gossip`); only
+time is simulated. A replica computes a step, announces itself, waits for its group, pays for the exchange, and
+continues.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class ExchangeCosts:
         return 2 + (self.moments if average and group.together == 2 else 0)
 
     def relay(self, *, swap: bool) -> float:
-        """Fetching a gradient from a replica that computes meanwhile, or (`swap`) leaving and fetching parameters too."""
+        """Fetch a gradient from a replica while it computes, or (`swap`) leave one and fetch parameters too."""
         volumes = 3 if swap else 1
         return self.relay_seconds + 2 * self.latency_seconds + volumes * self.parameter_bytes / self.bytes_per_second
 

@@ -23,9 +23,9 @@ def decide(
 ) -> Decision:
     """Decide after round `len(losses) - 1`.
 
-    `losses[r]`: global validation loss (nats per token) of the model that round r received; None when no facility told.
-    `without`: the same without one facility each. An early end needs that each of them asks for it too: what one facility
-    claims never ends a federation of several.
+    `losses[r]`: global validation loss (nats per token) of the model that round r received; None if no facility
+    reported one. `without`: the same with one facility left out, for each. An early end requires that each of them
+    agrees: a single facility's report never ends a federation of several.
     """
     found = _early_end(settings, losses)
     if found is not None:

@@ -1,9 +1,9 @@
-"""The global model's validation loss, round by round, as no single facility can bend it.
+"""The global model's validation loss per round, robust to any single facility.
 
-Each facility evaluates the model it receives on its own data. While the same facilities tell, the global loss is the mean
-over them. Where one joins or is missing, levels cannot be compared: from there on the loss goes on by the mean *change* of
-the facilities that told in both rounds, so that who takes part never looks like learning or divergence. A facility whose
-figure is implausible beside the others' is left out of that round.
+Each facility evaluates the model it receives on its own data. While the same facilities report, the global loss is the
+mean over them. Where one joins or is missing, levels cannot be compared: from there on the loss advances by the mean
+*change* of the facilities that reported in both rounds, so that a change of participants never looks like learning or
+divergence. A facility whose loss is implausible compared with the others' is left out of that round.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ Told = Mapping[str, float]
 
 
 def plausible(told: Sequence[Told]) -> list[dict[str, float]]:
-    """The same rounds without the figures that the other facilities make implausible.
+    """The same rounds without the losses that are implausible given the other facilities'.
 
-    A change is measured against the facility's own last figure or its last plausible one, whichever is nearer. Of two facilities that disagree, the one that
-    changed more is left out; of two newcomers, the one with the larger loss.
+    A change is measured against the facility's own last loss or its last plausible one, whichever is nearer. Of two
+    facilities that disagree, the one that changed more is left out; of two newcomers, the one with the larger loss.
     """
     kept: list[dict[str, float]] = []
     last: dict[str, tuple[float, float]] = {}
@@ -83,7 +83,7 @@ def losses_of_rows(rows: Iterable[FacilityRow]) -> dict[str, float]:
 
 
 def _chained(told: Sequence[Told], losses: Sequence[float | None], current: Told) -> float:
-    """The loss of the latest earlier round with a facility in common, and the mean change since then of those in common."""
+    """The loss of the latest earlier round with a facility in common, and the mean change since of those in common."""
     for number in reversed(range(len(told))):
         common = [name for name in current if name in told[number]]
         before = losses[number]

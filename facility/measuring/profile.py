@@ -1,7 +1,7 @@
-"""profile.json: what `facility.measure` found, as a planning problem without a batch.
+"""profile.json: the measurements of `facility.measure`, as a planning problem without a batch.
 
-The keys `devices`, `links` and `units` are those of a problem (see `coordinator.problem.problem`), every quantity with its
-unit in its key. `profile` keeps what was measured besides: raw seconds by device, kind of unit and micro-batch size.
+The keys `devices`, `links` and `units` are those of a problem (see `coordinator.problem.problem`), every quantity with
+its unit in its key. `profile` adds the raw measurements: seconds by device, kind of unit and micro-batch size.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class RunningCosts:
     step_seconds: float
 
     def to_json(self) -> dict[str, Any]:
-        """As a problem's `runtime`: the trainer's pipelines wait for their messages, its gradients travel at the end."""
+        """A problem's `runtime`: the trainer's pipelines wait for their messages, and gradients are sent at the end."""
         seconds = {name.replace("_seconds", "_ms"): 1e3 * value for name, value in asdict(self).items()}
         return {"transport": "blocking", "overlap": False, **seconds}
 

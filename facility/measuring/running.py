@@ -1,8 +1,8 @@
-"""What running pipelines and replicas costs besides units and bytes, found with the parts that the trainer uses.
+"""Overheads of running pipelines and replicas besides units and bytes, measured with the trainer's own parts.
 
-All ranks take part: the same block plain and as a replica of FSDP's (one replica a rank), a pipeline of all ranks whose stages
-do almost nothing, and the small sums of an optimizer step. Seconds of waiting for others are left out by taking, of all ranks,
-the one that waited least.
+All ranks take part: the same block plain and as an FSDP replica (one replica per rank), a pipeline of all ranks whose
+stages do almost nothing, and the small reductions of an optimizer step. Waiting for other ranks is excluded by taking,
+of all ranks, the one that waited least.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ MICRO_BATCHES = 4
 def measure_running(model: Path, ranks: Ranks, settings: LayerSettings, links: MeasuredLinks | None) -> RunningCosts:
     """Collective: every rank calls it and gets the same answer.
 
-    `links`: what messages and bytes take is counted with those, and taken out here; None (links that are only pretended):
-    what is measured stays as it is.
+    `links`: the time of messages and bytes over them is subtracted, as it is counted elsewhere; None (emulated links):
+    the measurements are returned unchanged.
     """
     plain, hooked, synced, gradient_bytes = _passes(model, ranks, settings)
     travel = latency = 0.0
@@ -63,7 +63,7 @@ def _least(ranks: Ranks, value: float) -> float:
 
 
 def _timed(ranks: Ranks, call: Callable[[], object]) -> float:
-    """Seconds of a call by the clock: replicas do this all at once, so what they lose to each other on shared cores counts."""
+    """Wall-clock seconds of a call: all replicas run it at once, so contention on shared cores is included."""
     if ranks.device.type == "cuda":
         torch.cuda.synchronize(ranks.device)
     begin = time.perf_counter()

@@ -42,7 +42,8 @@ def script(interface: str, ways: Sequence[Way]) -> str:
         limit = max(1000, round(1.5 * way.bytes_per_second * way.latency_seconds / 1500))
         lines += [
             f'tc class add dev "$interface" parent 1: classid 1:{number:x} htb rate {bits}bit ceil {bits}bit',
-            f'tc qdisc add dev "$interface" parent 1:{number:x} handle {number:x}0: netem delay {delay}us limit {limit}',
+            f'tc qdisc add dev "$interface" parent 1:{number:x} handle {number:x}0: '
+            f"netem delay {delay}us limit {limit}",
             f'tc filter add dev "$interface" protocol ip parent 1: prio 1 u32 match ip dst {way.address}/32 '
             f"flowid 1:{number:x}",
         ]

@@ -1,11 +1,11 @@
-"""Layers to devices, contiguous, within memory, busiest device least busy: exact.
+"""Assigns layers to devices: contiguous, within memory, minimising the load of the busiest device; exact.
 
-In a given order the optimum is found by parametric search: `greedy` decides any bottleneck value in O(D log U), a feasible
-answer lowers the upper end to a value that is attained, an infeasible one raises the lower end to the smallest value at
-which greedy would act differently; both meet at the optimum (Pinar and Aykanat 2004, "Fast optimal load balancing
-algorithms for 1D partitioning", JPDC 64(8), section 4, for devices of unlike speed and memory).
+In a given order the optimum is found by parametric search: `greedy` decides any bottleneck value in O(D log U). A
+feasible answer lowers the upper end to an attained value, an infeasible one raises the lower end to the smallest value
+at which greedy would act differently; both meet at the optimum (Pinar and Aykanat 2004, "Fast optimal load balancing
+algorithms for 1D partitioning", JPDC 64(8), section 4, for devices of unequal speed and memory).
 
-With the order free the problem is NP-hard; see `exact_free`.
+With the order free the problem is NP-hard; see `free_order`.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
-"""Layers to devices with the order of devices free: bound, heuristic, proof.
+"""Assigns layers to devices with the order of devices free: bound, heuristic, proof.
 
-1. A lower bound that knows the granularity: at a bottleneck value every device can hold at most its best span anywhere.
-2. An upper bound: order the devices greedily by least waste, with seeded restarts, each order solved exactly (`exact`).
-3. Where both do not meet, the largest value below the upper bound is decided exactly, and the interval bisected:
-   - few classes of equal devices: dynamic programme over how many of each class are used (furthest reach is all that counts);
-   - a periodic chain (transformers are): a small integer programme for a trail through the phases of the period
-     (`exact_periodic`, HiGHS). A general integer program over (device, unit) pairs, as published with Sky Computing, has
-     D x U binaries and does not leave the even split within minutes; the phases need D x period^2.
+1. A lower bound aware of granularity: at a bottleneck value every device holds at most its best span anywhere.
+2. An upper bound: order the devices greedily by least waste, with seeded restarts; each order is solved exactly
+   (`contiguous`).
+3. Where the two differ, the largest value below the upper bound is decided exactly, and the interval bisected:
+   - few classes of equal devices: dynamic programme over how many of each class are used (only the furthest reach
+     matters);
+   - a periodic chain (such as a transformer): a small integer programme for a trail through the phases of the period
+     (`periodic`, HiGHS). A general integer programme over (device, unit) pairs, as published with Sky Computing, has
+     D x U binaries and does not improve on the even split within minutes; the phases need D x period^2.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""Can the devices cover a periodic chain within a bottleneck value, in any order? A small integer programme.
+"""Decides whether the devices cover a periodic chain within a bottleneck value, in any order: an integer programme.
 
 A transformer's chain is a prefix, one period (attention, feed-forward in, feed-forward out) many times, and a suffix. A
-device that begins at phase p of the period takes up to n units wherever the repetition is, so only the phases of its two
-ends matter: a plan is a trail from the start S through the phases to the end E, with a device on each arc. For every
-beginning and every phase of the end the longest span dominates the shorter ones (they differ by whole periods). Integer
-variables: how many devices of each class run on each arc; constraints: each device once, flow in = flow out at every phase,
-units covered >= units there are. A solution whose arcs are connected is an Eulerian trail; a disconnected one is cut off and
-solved again. Solved with HiGHS through scipy (its feasibility proofs on these sizes take 0.02-1 s).
+device that begins at phase p of the period takes up to n units in any repetition, so only the phases of its two ends
+matter: a plan is a trail from the start S through the phases to the end E, with a device on each arc. For every start
+and every phase of the end, the longest span dominates the shorter ones (they differ by whole periods). Integer
+variables: the number of devices of each class on each arc. Constraints: each device once, flow in = flow out at every
+phase, units covered >= units of the chain. A solution whose arcs are connected is an Eulerian trail; a disconnected one
+is cut off and the programme solved again. Solved with HiGHS through scipy (feasibility proofs of these sizes take
+0.02-1 s).
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def _arcs(chain: Chain, period: Period, value: float) -> list[Arc] | None:
 
 
 def decide_periodic(chain: Chain, period: Period, value: float, deadline: float) -> list[int] | bool | None:
-    """An order of devices that covers the chain within `value`, False if proven that there is none, None if not known."""
+    """An order of devices that covers the chain within `value`; False if proven impossible, None if undecided."""
     arcs = _arcs(chain, period, value)
     if arcs is None:
         return None

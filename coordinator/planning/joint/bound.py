@@ -1,22 +1,24 @@
-"""Lower bounds on the seconds of any plan: what no grid, split, schedule or share can avoid.
+"""Lower bounds on the seconds of any plan, whatever its grid, split, schedule or shares.
 
-For every allowed number of stages S and replicas R whose memory can hold R models, with B micro-batches, W the seconds of one
-micro-batch on the fastest device for each unit, V the speeds of the S x R fastest devices together (a device of speed v needs at least
-1/v of the fastest's seconds for any unit), G the bytes of gradients:
+For every allowed number of stages S and replicas R whose memory can hold R models, with B micro-batches, W the seconds
+of one micro-batch on the fastest device for each unit, V the speeds of the S x R fastest devices together (a device of
+speed v needs at least 1/v of the fastest's seconds for any unit), G the bytes of gradients:
 
 - pouring:     B W / V      all devices busy all the time
 - passing:     W            a micro-batch passes all units, one after the other
 - agreeing:    (B - R) W / V + c G / (sum over stages of 1 / beta)
                a stage's gradients are complete only with its last backward, and each of its devices then sends at least
-               c = 2 (R - 1) / R of its bytes (1 where a central server is allowed); beta of the k-th best stage is at least the
-               (k R)-th smallest of all devices' cheapest ways to others, as stages are disjoint sets of R devices. From
-               (m_r - 1) L_s <= (T - c beta_s L_s G / W) v_rs for a stage with L_s of the work, summed over replicas, then stages.
-               With interleaving, one chunk may agree while another computes: the second term alone.
+               c = 2 (R - 1) / R of its bytes (1 where a central server is allowed); beta of the k-th best stage is at
+               least the (k R)-th smallest of all devices' cheapest routes to others, as stages are disjoint sets of R
+               devices. From (m_r - 1) L_s <= (T - c beta_s L_s G / W) v_rs for a stage with L_s of the work, summed
+               over replicas, then stages.
+               With interleaving, one chunk may synchronise while another computes: the second term alone.
 - streaming:   B / (sum over replicas of 1 / w)
-               a replica sends each micro-batch over S - 1 links, one after the other on each; the k-th best replica's worst link
-               is at least the k (S - 1)-th edge of the minimum spanning tree (disjoint paths are a forest)
+               a replica sends each micro-batch over S - 1 links, one after the other on each; the k-th best replica's
+               worst link is at least the k (S - 1)-th edge of the minimum spanning tree (disjoint paths are a forest)
 
-A shape needs the largest of its four; the bound is the least over the shapes. All hold on shared links too, which only add.
+The bound of a shape is the largest of its four; the overall bound is the least over the shapes. All hold on shared
+links too, which only add time.
 """
 
 from __future__ import annotations

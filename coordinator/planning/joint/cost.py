@@ -1,14 +1,16 @@
-"""The pipelined cost of many layouts at once: closed forms that the search can afford; the simulator has the last word.
+"""The pipelined cost of many layouts at once: closed forms cheap enough for the search; the simulator decides.
 
-For a replica with micro-batches M, stage seconds f_s forward and b_s backward, and boundary seconds w (bytes / bandwidth):
+For a replica with micro-batches M, stage seconds f_s forward and b_s backward, and boundary seconds w (bytes /
+bandwidth):
 
     GPipe  sum f + sum (w + latency) + (M - 1) max(f, w), then the same backward      (a permutation flow shop: exact)
-    1F1B   round trip of one micro-batch + (M - 1) period, period = max(f_s + b_s, w, round trip from s / in flight at s)
+    1F1B   round trip of one micro-batch + (M - 1) period,
+           period = max(f_s + b_s, w, round trip from s / in flight at s)
 
-Only the slowest link streams; the others add one micro-batch and their latency (unlike arXiv 2206.01288, whose cost sums
-whole batches over all boundaries). Replicas agree stage by stage while earlier stages still go backward and while the
-stage's own last backward goes on, bucket by bucket; what is left over is charged. Links that sites share are divided by
-the flows that cross them.
+Only the slowest link streams; the others add one micro-batch and their latency (unlike arXiv 2206.01288, whose cost
+sums whole batches over all boundaries). Replicas synchronise gradients stage by stage while earlier stages still run
+backward and during the stage's last backward, bucket by bucket; only the remainder is charged. Links shared by sites
+are divided by the flows that cross them.
 """
 
 from __future__ import annotations
@@ -151,7 +153,7 @@ class Cost:
         return there, back
 
     def _agreement(self, grid: np.ndarray, cuts: np.ndarray, b: np.ndarray) -> np.ndarray:
-        """[layout, stage] seconds of agreeing that the stage's own last backward does not hide; the best allowed mode."""
+        """[layout, stage] seconds of gradient sync not hidden by the stage's own last backward; best allowed mode."""
         replicas = self.replicas
         if replicas == 1:
             return np.zeros(grid.shape[:2])

@@ -12,7 +12,7 @@ from facility.exchange.schedules.registry import interleaved
 
 
 def interleave(problem: Problem, best: Best, stop: Stop) -> None:
-    """Try to give every device of the best grid several chunks, where allowed; cuts by equal share of each device's work."""
+    """Try several chunks per device on the best grid, where allowed; cuts give equal shares of each device's work."""
     base = best.plan
     assert base is not None
     names = [s for s in problem.schedules if interleaved(s)]
@@ -45,5 +45,5 @@ def interleave(problem: Problem, best: Best, stop: Stop) -> None:
 
 
 def _countable(counts: tuple[int, ...], stages: int) -> list[tuple[int, ...]]:
-    """Interleaving goes in equal rounds of at least `stages` micro-batches: keep the counts only where they divide so."""
+    """Interleaving needs equal rounds of at least `stages` micro-batches: keep the counts only where they divide so."""
     return [counts] if all(count % max(1, count // stages) == 0 for count in counts) else []

@@ -1,12 +1,14 @@
-"""Everything at once: grid, layers, stages, replicas, micro-batches and their shares, schedule, agreement, compression.
+"""Joint search over grid, layers, stages, replicas, micro-batches, shares, schedule, synchronisation and compression.
 
-1. All allowed shapes (stages x replicas, micro-batch size, schedule) get structured layouts (`joint_starts`), costed together.
-2. The shapes race (`joint_race`): the promising ones are annealed (`joint_search`), the best of them get the remaining time.
-3. The best states of every round are scored by the simulator, which alone decides; with it are chosen the mode of agreement,
-   interleaving (several chunks a device, `finish`), and whether replicas wait for each other
-   where devices stall (`joint_policy`).
+1. All allowed shapes (stages x replicas, micro-batch size, schedule) get structured layouts (`starts`), costed in one
+   batch.
+2. The shapes compete in a portfolio (`portfolio`): the promising ones are annealed (`search`), the best of them get the
+   remaining time.
+3. The best states of every round are scored by the simulator, which alone decides. It also selects the mode of gradient
+   synchronisation, interleaving (several chunks per device, `finish`), and, where devices stall, whether replicas wait
+   for each other (`policy`).
 
-The even split and the exact split of one pipeline take part as well, so a plan is never slower than those.
+The even split and the exact split of one pipeline are candidates as well, so a plan is never slower than those.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from facility.exchange.schedules.registry import interleaved
 
 
 def plan_joint(problem: Problem, stop: Stop, *, seed: int = 0, extra: Iterable[Plan] = ()) -> Plan:
-    """The best plan found until `stop` (iterations: rounds of annealing). `extra` plans take part. Raises `Infeasible`."""
+    """The best plan found until `stop` (iterations: annealing rounds); `extra` plans compete. Raises `Infeasible`."""
     rng = np.random.default_rng(seed)
     best = Best(problem, stop)
     for plan in extra:
@@ -72,7 +74,10 @@ def plan_joint(problem: Problem, stop: Stop, *, seed: int = 0, extra: Iterable[P
 
 
 def _may_win(problem: Problem, plan: Plan, best: Best) -> bool:
-    """Is a plan of one pipeline worth simulating? Closed forms are within a fifth; long pipelines take a second to simulate."""
+    """True if a plan of one pipeline is worth simulating.
+
+    Closed forms are within a fifth; long pipelines take a second to simulate.
+    """
     if plan.stages * max(plan.replica_micro_batches) <= 2_000:
         return True
     cost = Cost(problem, plan.stages, 1, plan.micro_batch_samples, plan.schedule)
@@ -116,7 +121,8 @@ def one_pipeline(problem: Problem) -> list[tuple[Plan, str]]:
 def _reasons(problem: Problem, best: Best, plan: Plan, rounds: int) -> tuple[str, ...]:
     used = plan.world_size
     reasons = [
-        f"{plan.stages} stages x {plan.replicas} replicas under {plan.schedule} took {best.seconds:.4g} s in simulation, "
+        f"{plan.stages} stages x {plan.replicas} replicas under {plan.schedule} took {best.seconds:.4g} s "
+        f"in simulation, "
         f"the least of {len(best.seen)} simulated plans; found as: {best.origin} ({rounds} rounds)"
     ]
     others = sorted((t for t in best.tried.values() if t["what"] != best.origin), key=lambda t: t["seconds"])
@@ -145,6 +151,7 @@ def _nothing_fits(problem: Problem) -> Infeasible:
     except Infeasible as error:
         return error
     return Infeasible(
-        "no allowed shape keeps within the memory of the devices, though the model itself fits once; allow fewer replicas, "
+        "no allowed shape keeps within the memory of the devices, though the model itself fits once; "
+        "allow fewer replicas, "
         "more stages, smaller micro-batches or the schedule 1f1b"
     )

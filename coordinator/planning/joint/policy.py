@@ -1,9 +1,10 @@
-"""Whether the replicas of the best plan should wait for each other at all, where devices stall now and then.
+"""Selects whether the replicas of the best plan wait for each other, where devices stall at random.
 
-Lockstep makes every replica wait for the one that stalls; `partial_reduce` and `adpsgd` let replicas go on in groups or pairs
-(Miao et al., "SDPipe", PVLDB 16(9), 2023; Lian et al. 2018, arXiv 1710.06952). Both are simulated with the facility's own schedulers
-under the stalls that the problem tells; updates a second are compared with those of all-reduce under the same stalls. An update of a
-group is worth no more than one of all, so a policy is taken for a clear gain only.
+In lockstep every replica waits for the one that stalls; `partial_reduce` and `adpsgd` let replicas proceed in groups or
+pairs (Miao et al., "SDPipe", PVLDB 16(9), 2023; Lian et al. 2018, arXiv 1710.06952). Both are simulated with the
+facility's own schedulers under the stalls given in the problem; their updates per second are compared with those of
+all-reduce under the same stalls. An update of a group is worth no more than one of all replicas, so a policy is chosen
+for a clear gain only.
 """
 
 from __future__ import annotations

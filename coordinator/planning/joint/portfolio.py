@@ -1,7 +1,7 @@
-"""The race of the shapes: all briefly, the better ones longer, the best of them until time is up.
+"""Portfolio of shapes (successive halving): all run briefly, the better ones longer, the best until time is up.
 
-A shape's standing is the closed forms' cost of its best layout, times how far the simulator was off from them for this shape when it
-last scored one: closed forms are optimistic for 1F1B, by up to a fifth.
+A shape's `standing` is the closed forms' cost of its best layout, times the simulator's ratio to them when it last
+scored this shape: closed forms are optimistic for 1F1B, by up to a fifth.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from coordinator.planning.stop import Stop
 from coordinator.problem.problem import Problem
 
 HEATS = ((10, 100, 32, 0.2, 1.25), (5, 300, 48, 0.4, 1.1), (3, 600, 64, 0.6, 1.04))
-"""(shapes, steps, chains, share of the time at which it ends, worst standing against the best): one round each, best first."""
+"""(shapes, steps, chains, share of the time at which it ends, worst standing relative to the best): one round each,
+best first."""
 CLOSE = 1.02
 """A second shape shares the remaining time while its standing is within this of the best."""
 

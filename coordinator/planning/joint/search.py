@@ -114,7 +114,7 @@ def _shift_share(cost: Cost, state: Layouts, rng: np.random.Generator) -> Layout
 
 
 def descend(cost: Cost, begin: Layouts, stop: Stop, *, most: int = 40) -> Layouts:
-    """From one layout to a local optimum: always the best of all exchanges of two devices, shifts of a unit and of micro-batches."""
+    """Local optimum from one layout: steepest descent over swaps of devices and shifts of a unit or micro-batches."""
     now, worth = begin, float(cost.value(begin)[0])
     for _ in range(most):
         if stop(0):

@@ -75,7 +75,7 @@ def shapes_of(problem: Problem, stop: Stop) -> list[Shape]:
 
 
 def _widths(problem: Problem, most: int) -> list[int]:
-    """Numbers of replicas to try where any is allowed: as many as fit; fewer where idle devices cost nothing or less."""
+    """Numbers of replicas to try where any is allowed: as many as fit; fewer where idle devices save cost."""
     if problem.objective == "device_hours":
         return sorted({most, *(r for r in (1, 2, 3, 4, most // 4, most // 2, most - 1) if 1 <= r <= most)})
     return sorted({most, *(r for r in (most - 1, most // 2) if r >= 1 and len(problem.devices) <= 16)})

@@ -87,10 +87,10 @@ def share_by_speed(cost: Cost, grid: np.ndarray, cuts: np.ndarray) -> np.ndarray
 
 
 def best_cuts(cost: Cost, grid: np.ndarray, share: np.ndarray) -> np.ndarray | None:
-    """The split that keeps the busiest device least busy for a fixed grid, within memory, no stage empty; exact.
+    """The exact split minimising the busiest device's load for a fixed grid, within memory, no stage empty.
 
-    All replicas of a stage hold the same units, so a stage is as slow as its slowest device; bisection over the bottleneck
-    with greedy extension, as in `exact`.
+    All replicas of a stage hold the same units, so a stage is as slow as its slowest device; bisection over the
+    bottleneck with greedy extension, as in `exact.contiguous`.
     """
     stages, units = cost.stages, cost.units
     rounds = share.max()

@@ -1,6 +1,7 @@
 """DT-FM's cost of a placement, and the exact bottleneck matching inside it.
 
-Yuan et al. 2022, "Decentralized Training of Foundation Models in Heterogeneous Environments", arXiv 2206.01288, section 3:
+Yuan et al. 2022, "Decentralized Training of Foundation Models in Heterogeneous Environments", arXiv 2206.01288,
+section 3:
 
     DataP-cost    = max over stages, over devices d of the stage, of sum over d' of 2 (latency + c_dp / (R bandwidth))
     Pipeline-cost = min over stage orders of the sum, over consecutive stages, of the bottleneck of the best perfect
@@ -52,8 +53,8 @@ def grid_cost(costs: Costs, grid: np.ndarray) -> float:
 def bottleneck_matching(weights: np.ndarray) -> tuple[float, np.ndarray]:
     """The least possible largest weight of a perfect matching of rows to columns, and that matching.
 
-    Starts at the largest of all row and column minima, a lower bound that is often attained, and goes up by bisection over
-    the weights; feasibility by Hopcroft-Karp (scipy). The assignment returned is the one found at the final threshold.
+    Starts at the largest of all row and column minima, a lower bound that is often attained, and bisects upwards over
+    the weights; feasibility by Hopcroft-Karp (scipy). Returns the assignment found at the final threshold.
     """
     low = max(weights.min(axis=1).max(), weights.min(axis=0).max())
     values = np.unique(weights[weights >= low])
@@ -168,9 +169,10 @@ def _two_opt(weights: np.ndarray) -> tuple[float, list[int]]:
 def placement_bound(costs: Costs) -> float:
     """A lower bound on the published cost.
 
-    Data part: every device must share its stage with R - 1 others, at best its R - 1 cheapest. Pipeline part: the links used
-    form R disjoint paths, a forest; the boundary that is k-th cheapest has R links no cheaper than any of the boundaries
-    before it, so at least kR forest edges lie at or below it, and it costs at least the (kR)-th edge of Kruskal's forest.
+    Data part: every device must share its stage with R - 1 others, at best its R - 1 cheapest. Pipeline part: the links
+    used form R disjoint paths, a forest; the boundary that is k-th cheapest has R links no cheaper than any of the
+    boundaries before it, so at least kR forest edges lie at or below it, and it costs at least the (kR)-th edge of
+    Kruskal's forest.
     """
     stages, replicas = costs.stages, costs.replicas
     data = 0.0

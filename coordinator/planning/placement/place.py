@@ -1,14 +1,15 @@
-"""Place a grid on an unequal network under DT-FM's cost: structured starts, then many annealing chains at once.
+"""Places a grid on a heterogeneous network under DT-FM's cost: structured starts, then many annealing chains at once.
 
-All chains advance together as numpy arrays (one proposal each per step): swap two devices of two stages, or two stages of
-the order. Two ideas keep min-max plateaus from trapping them:
-- a boundary is judged by a concave surrogate, sqrt(bound x mean) over the row and column minima of its matching: `bound`, the
-  largest of them, never exceeds the true bottleneck and mostly equals it; `mean` tells two states with one bottleneck apart;
-- the chains differ in temperature and in how much of the mean they see.
-The best states of every cooling are scored exactly (bottleneck matchings, Held-Karp order), and only exact costs decide. Starts:
-devices ordered by hierarchical clustering, cut into stages or into pipelines, and random ones.
+All chains advance together as numpy arrays (one proposal each per step): swap two devices of two stages, or two stages
+of the order. Two measures avoid plateaus of the min-max objective:
+- a boundary is scored by a concave surrogate, sqrt(bound x mean) over the row and column minima of its matching:
+  `bound`, the largest of them, never exceeds the true bottleneck and usually equals it; `mean` distinguishes two states
+  with the same bottleneck;
+- the chains differ in temperature and in the weight of the mean.
+The best states of every cooling are scored exactly (bottleneck matchings, Held-Karp order), and only exact costs
+decide. Starts: devices ordered by hierarchical clustering, cut into stages or into pipelines, and random ones.
 
-OR-Tools is not the better tool here: the objective is a sum of bottlenecks of matchings, which CP-SAT must unfold into
+OR-Tools does not fit here: the objective is a sum of bottlenecks of matchings, which CP-SAT must unfold into
 stages x replicas x devices booleans with weak min-max bounds.
 """
 
@@ -120,10 +121,10 @@ def plan_place(
 
 
 def _structured(costs: Costs) -> dict[str, np.ndarray]:
-    """Close devices together: in one stage, in one pipeline, or in a piece of a pipeline (bands of some stages).
+    """Groups close devices: in one stage, in one pipeline, or in a piece of a pipeline (bands of some stages).
 
-    The devices stand in line by clusters, the largest clusters first, at several levels of the clustering tree; a band of h
-    stages takes the next h x R devices, h at a time as pieces of pipelines.
+    The devices are ordered by clusters, the largest clusters first, at several levels of the clustering tree; a band of
+    h stages takes the next h x R devices, h at a time as pieces of pipelines.
     """
     count = len(costs.data)
     numbers = np.arange(count)

@@ -1,8 +1,8 @@
 """One iteration of one pipeline as a graph: computations and messages, and what each waits for.
 
-Two transports. `streaming`: sends and receives run on streams of their own, so a message leaves as soon as its
-computation has ended and the link is free. `blocking`: as `torch.distributed.pipelining` does it over gloo or NCCL, where
-a message travels only once its receive is posted and 1F1B waits for its own sends.
+Two transports. `streaming`: sends and receives run on separate streams, so a message leaves as soon as its computation
+has ended and the link is free. `blocking`: as in `torch.distributed.pipelining` over gloo or NCCL, where a message
+is sent only once its receive is posted and 1F1B waits for its own sends.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def template(
 
 
 def _source(kind: Kind, chunk: int, chunks: int) -> int | None:
-    """The chunk whose output an op needs from elsewhere; its own forward and backward precede it in its rank's order."""
+    """The other chunk whose output an op needs; its own forward and backward precede it in its rank's order."""
     if kind == Kind.FORWARD:
         return chunk - 1 if chunk else None
     if kind == Kind.WEIGHT or chunk == chunks - 1:

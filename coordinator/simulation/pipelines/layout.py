@@ -43,11 +43,11 @@ class Layout:
     weight_share: float = 0.5
     """The part of a backward that is for the weights; zero-bubble schedules may do it later."""
     cut_bytes: Array
-    """[chunk - 1]: activations of one micro-batch after each chunk but the last; gradients come back in the same size."""
+    """[chunk - 1]: activations of one micro-batch after each chunk but the last; gradients have the same size."""
     gradient_bytes: Array
     """[chunk]: what replicas exchange to synchronise a chunk, in one direction."""
     buckets: tuple[int, ...] = ()
-    """For every chunk: pieces in which gradients become ready during the last backward; (): one, so nothing overlaps."""
+    """Per chunk: pieces in which gradients become ready during the last backward; (): one piece, so no overlap."""
     in_flight_bytes: Array | None = None
     """[chunk]: activations kept for the backward, of one micro-batch."""
     static_bytes: Array | None = None

@@ -8,7 +8,7 @@ from facility.exchange.schedules.ops import Kind, Op
 
 
 def peak(ops: Sequence[Op], bytes_of_chunk: Sequence[float]) -> float:
-    """Largest sum over live micro-batches: alive from the forward to the backward (for the weights, where it is split)."""
+    """Largest sum over live micro-batches: live from forward to backward (of the weights, where backward is split)."""
     now = most = 0.0
     for op in ops:
         if op.kind == Kind.FORWARD:

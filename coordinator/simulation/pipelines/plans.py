@@ -67,7 +67,8 @@ def _check_fit(problem: Problem, plan: Plan) -> None:
     used = [device for row in plan.grid for device in row]
     if unknown := [device for device in used if device >= len(problem.devices)]:
         raise ConfigurationError(
-            f"the plan uses device {unknown[0]}, but the problem has {len(problem.devices)} (0..{len(problem.devices) - 1})"
+            f"the plan uses device {unknown[0]}, but the problem has {len(problem.devices)} "
+            f"(0..{len(problem.devices) - 1})"
         )
     if plan.units != len(problem.units):
         raise ConfigurationError(f"the plan covers {plan.units} units, but the problem has {len(problem.units)}")
@@ -102,7 +103,7 @@ def _summed(problem: Problem, name: str, spans: list[slice]) -> np.ndarray:
 
 
 def _buckets(spans: list[slice], gradients: np.ndarray, overlap: bool) -> tuple[int, ...]:
-    """Buckets in which each chunk's gradients travel: one for each unit, or fewer where they overlap with the backward."""
+    """Gradient buckets per chunk: one for each unit, or fewer where the transfers overlap with the backward."""
     return tuple(
         min(span.stop - span.start, max(1, math.ceil(size / BUCKET_BYTES))) if overlap else span.stop - span.start
         for span, size in zip(spans, gradients, strict=True)

@@ -19,10 +19,10 @@ def level(caps: Array, capacity: float) -> float:
 
 
 def finish_times(begin: Array, sizes: Array, caps: Array, capacity: float) -> Array:
-    """When each transfer ends. `begin`: seconds; `sizes`: bytes; `caps`: bytes per second of its own end.
+    """The end time of each transfer. `begin`: seconds; `sizes`: bytes; `caps`: bytes per second of its own end.
 
-    Where the link is never full, that is begin + size / cap at once; otherwise rates change whenever a transfer begins or
-    ends.
+    Where the link is never full, that is begin + size / cap at once; otherwise rates change whenever a transfer begins
+    or ends.
     """
     alone = begin + sizes / caps
     if not np.isfinite(capacity) or len(begin) == 0:
