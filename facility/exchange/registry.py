@@ -10,12 +10,13 @@ A built-in is one file of a package. It states what it is in a top-level constan
         parameters=(Parameter(name="byzantine", default=0, at_least=0, text="Updates that may be hostile."),),
     )
 
-The declaration consists of literals only and is read from the file's source, so that names, parameters and help texts are
-available wherever settings are validated, without importing torch. `load` imports the file and returns `implementation`.
+The declaration consists of literals only and is read from the file's source, so that names, parameters and help texts
+are available wherever settings are validated, without importing torch. `load` imports the file and returns
+`implementation`.
 
-Code outside this package takes part in two ways: an installed package offers an entry point (its name is the name), or
-the settings give a dotted path, `package.module` or `package.module:object`. Such an object's module may hold a `DECLARATION` too; without
-one, the object has no parameters and the defaults of the declaration's other fields.
+Code outside this package is added in two ways: an installed package offers an entry point (its name is the name), or
+the settings give a dotted path, `package.module` or `package.module:object`. Such an object's module may define a
+`DECLARATION` too; without one, the object has no parameters and the defaults of the declaration's other fields.
 """
 
 from __future__ import annotations

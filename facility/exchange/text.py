@@ -15,7 +15,8 @@ CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 def _name(value: str) -> str:
     if not NAME.fullmatch(value):
         raise ValueError(
-            "expected 1-63 letters, digits, dots, hyphens or underscores, the first a letter or digit: a name, not a path"
+            "expected 1-63 letters, digits, dots, hyphens or underscores, the first a letter or digit: "
+            "a name, not a path"
         )
     return value
 

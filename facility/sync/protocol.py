@@ -97,7 +97,7 @@ class Synchroniser(Protocol):
         """
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """What the policy keeps between rounds (DiLoCo's outer momentum), as flat vectors over the parameters, by name."""
+        """The policy's state between rounds (DiLoCo's outer momentum), as flat vectors over the parameters, by name."""
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Put back what `state_dict` gave."""

@@ -27,7 +27,7 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 
 
 def round_model(directory: Path, base: Path, family: str, *, whole: bool) -> torch.Tensor:
-    """A round's model as aggregation leaves it, with the base's tensors in it or adapters alone; returns peft's logits."""
+    """Write a round's model as aggregation does, with the base's tensors or adapters alone; returns peft's logits."""
     torch.manual_seed(3)
     settings = LoraConfig(r=2, lora_alpha=8, target_modules=TARGETS[family], fan_in_fan_out=family == "gpt2")
     adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(base), settings)

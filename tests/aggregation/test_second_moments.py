@@ -1,4 +1,4 @@
-"""Shared second moments at the coordinator: the weighted mean goes out with the next model; what does not fit is refused."""
+"""Shared second moments at the coordinator: the weighted mean is sent with the next model; a misfit is rejected."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ class _Gains:
 
 
 def _improve(costs: Costs, labels: np.ndarray) -> np.ndarray:
-    """One pass: up to as many cycles as stages, every device moved at most once; kept as far as gains add up to the most.
+    """One pass: at most one cycle per stage, each device moved at most once; keeps the prefix with the largest gain.
 
     A cycle may be closed after any of its moves, by sending that device to the stage where the cycle began; it is
     closed where the sum of gains is largest (Kernighan and Lin 1970, for cycles).

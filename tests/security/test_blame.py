@@ -1,4 +1,4 @@
-"""An update that breaks the aggregation step is its own facility's absence, whatever is raised; requests for time end."""
+"""An update that breaks the aggregation step makes its facility absent, whatever is raised; requests for time end."""
 
 from __future__ import annotations
 

@@ -82,8 +82,10 @@ def test_common_steps_of_everybody_are_all_reduce_with_adamw_too(state: str):
 
 @pytest.mark.parametrize("relay", [1000.0, pytest.param(0.0, marks=pytest.mark.slow)])
 def test_common_steps_are_what_the_log_says(tmp_path, relay: float):
-    """Replayed group by group: parameters alike, gradients by weight, the step as long as the group's influence; what an
-    earlier group left counts as one member more, and a pair's mean of parameters moves both."""
+    """Replayed group by group: parameters averaged equally, gradients by weight, the step as long as the influence.
+
+    What an earlier group left counts as one more member, and a pair's mean of parameters moves both.
+    """
     import json
 
     settings = settings_of(policy="partial_reduce", bound=4, relay=relay)

@@ -1,4 +1,4 @@
-"""Laws of `optimizer_state: shared`: what leaves is the state's own factors, and the next round steps by those that came."""
+"""`optimizer_state: shared`: the state's own factors are sent, and the next round steps by the received ones."""
 
 from __future__ import annotations
 

@@ -209,7 +209,8 @@ def _entry(file: Path, name: str, value: Any, begin: int, size: int) -> TensorEn
 
     if not whole(shape) or not whole(offsets) or len(offsets) != 2 or len(shape) > 16:
         raise CheckpointError(
-            f"{file}: tensor {name!r} has shape {shape!r:.80} and offsets {offsets!r:.80}; expected lists of whole numbers"
+            f"{file}: tensor {name!r} has shape {shape!r:.80} and offsets {offsets!r:.80}; "
+            "expected lists of whole numbers"
         )
     start, end = offsets
     expected = math.prod(shape) * ITEM_BYTES[dtype]
@@ -244,7 +245,8 @@ def open_checkpoint(directory: Path) -> Checkpoint:
         weight_map, names = None, [SINGLE]
     else:
         raise CheckpointError(
-            f"{directory} holds neither {SINGLE} nor {INDEX}; CrossFed reads safetensors only (convert .bin files first)"
+            f"{directory} holds neither {SINGLE} nor {INDEX}; "
+            "CrossFed reads safetensors only (convert .bin files first)"
         )
     if not names:
         raise CheckpointError(f"{directory / INDEX} names no shard")

@@ -3,8 +3,8 @@
 transformers 5 holds some models otherwise than their published checkpoints do: GPT-NeoX's `embed_out` is its `lm_head`,
 the experts of a Mixtral layer (`experts.0.w1`, `experts.0.w3`, ...) are one parameter `experts.gate_up_proj`. Its own
 table (`transformers.conversion_mapping`) says how, and `from_pretrained` and `save_pretrained` follow it both ways. So
-does this module, without the values: it passes numbers of elements through transformers' own operations and notes where
-each one comes from. A rank then reads and writes just the bytes of its shard, and what it writes keeps the published names.
+does this module, without the values: it passes numbers of elements through transformers' own operations and records
+where each one comes from. A rank then reads and writes only the bytes of its shard, under the published names.
 
 Where an operation moves no element of the last dimension (all those on experts), whole rows are numbered instead of
 elements: 16 bytes a row. Any other operation costs 8 bytes per element of one parameter while its map is made.
@@ -153,7 +153,8 @@ def _pieces(
             return {name: pieces for name, pieces in result.items() if pieces is not None}
     raise CheckpointError(
         f"{checkpoint.directory}: {target!r} is made of {len(names)} stored tensors ({names[0]!r} of shape "
-        f"{list(shapes[0])}, ...), which do not give the shape {list(state[target].shape)} that its config.json asks for"
+        f"{list(shapes[0])}, ...), which do not give the shape {list(state[target].shape)} "
+        "that its config.json asks for"
     )
 
 

@@ -5,9 +5,9 @@
 
 A message is a directory like the full one, with `delta.safetensors` in place of the tensors and a manifest that names
 the encoding and the digest of the reference model. Tensor `NAME` becomes `NAME::q`, `NAME::scale` and so on, flat, as
-its codec says (`facility.exchange.checkpoints.codecs`); a tensor equal to the reference's is absent; one that is not floating
-point and differs is `NAME::raw`. Both sides must hold the same reference: another digest is an error that says to send
-in full, never a silent fallback.
+its codec defines (`facility.exchange.checkpoints.codecs`); a tensor equal to the reference's is absent; one that is not
+floating point and differs is `NAME::raw`. Both sides must hold the same reference: another digest is an error that says
+to send in full, never a silent fallback.
 
 What the codec loses is kept at the sender (`residual_out`): error feedback, F. Seide et al., Interspeech 2014, and
 S. P. Karimireddy et al., ICML 2019, arXiv 1901.09847. Here it is no addition to the next difference: a

@@ -1,4 +1,4 @@
-"""Reading a message of `facility.exchange.checkpoints.delta` back into a whole model; every field is checked before it is used."""
+"""Decode a message of `facility.exchange.checkpoints.delta` into a full model; each field is checked before use."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ def decode(message: Path, *, reference: Path, out: Path) -> Manifest:
         wanted = manifest.extra.get("decoded_sha256")
         if wanted is not None and wanted != made.content_sha256:
             raise CheckpointError(
-                f"{message} decodes to a model with sha256 {made.content_sha256:.12}, its sender has {str(wanted):.12}: "
-                "send it in full (encoding: full)"
+                f"{message} decodes to a model with sha256 {made.content_sha256:.12}, "
+                f"its sender has {str(wanted):.12}: send it in full (encoding: full)"
             )
     return made
 

@@ -1,8 +1,9 @@
 """`native.c`, compiled where there is a C compiler; elsewhere numpy does the same work in more passes.
 
-The library lies beside Python's own compiled files (`__pycache__`), under the digest of source, compiler and processor,
-and is made by whoever needs it first. Where that folder cannot be written it is made for the one process. The environment variable
-CROSSFED_NATIVE=0 turns it off. Elementwise results are the same bits either way; sums of products may differ in their last.
+The library lies beside Python's own compiled files (`__pycache__`), named by the digest of source, compiler and
+processor, and is compiled by the first process that needs it. Where that folder cannot be written, each process
+compiles its own. The environment variable CROSSFED_NATIVE=0 turns it off. Elementwise results are bitwise identical
+either way; sums of products may differ in their last bits.
 
 Every function takes contiguous arrays of the lengths it names and checks nothing: the callers do.
 """

@@ -1,9 +1,9 @@
 """AdamW's second moments as they travel: row and column means of each matrix, vectors whole.
 
-Where each facility's AdamW scales coordinates by second moments of its own, facilities walk in different metrics, and
+Where each facility's AdamW scales coordinates by second moments of its own, facilities step in different metrics, and
 their steps partly cancel in the mean. With one shared metric they add up (DES-LOC, arXiv 2505.22549, synchronises each
-moment with a period of its own). A matrix v of n x m values travels as n + m numbers, its row means r and column means c, and is rebuilt as r c^T / mean(v), as in
-Adafactor (Shazeer and Stern, arXiv 1804.04235, section 3).
+moment with a period of its own). A matrix v of n x m values is sent as n + m numbers, its row means r and column means
+c, and is rebuilt as r c^T / mean(v), as in Adafactor (Shazeer and Stern, arXiv 1804.04235, section 3).
 
     DIRECTORY/second_moments/model.safetensors      NAME::rows (n), NAME::columns (m), or NAME::values for a vector; F32
 

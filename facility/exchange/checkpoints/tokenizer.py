@@ -1,8 +1,8 @@
 """Which tokenizer made these ids: a digest that equal tokenizers share wherever their files lie.
 
-It covers what every id stands for: the model's vocabulary, its merges or scores in order, the added tokens. It leaves out
-normalizer, pre_tokenizer, post_processor, decoder and flags of added tokens, because transformers 5 rewrites them by the
-name of the class when a tokenizer is loaded and saved again (seen with Llama's, Qwen2's, BERT's and T5's).
+It covers what every id stands for: the model's vocabulary, its merges or scores in order, the added tokens. It omits
+normalizer, pre_tokenizer, post_processor, decoder and flags of added tokens, because transformers 5 rewrites them by
+the name of the class when a tokenizer is loaded and saved again (seen with Llama's, Qwen2's, BERT's and T5's).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from facility.exchange.messages.manifest import sha256_of
 
 WHOLE = "tokenizer.json"
 OLDER = (("tekken.json",), ("vocab.json", "merges.txt"), ("vocab.json",), ("vocab.txt",))
-"""Files that define a tokenizer without a tokenizer.json, the first that are all there; else `*.model`, `*.tiktoken`."""
+"""Files that define a tokenizer without a tokenizer.json: the first complete set; else `*.model`, `*.tiktoken`."""
 
 
 def tokenizer_digest(directory: Path) -> str | None:
@@ -36,7 +36,7 @@ def tokenizer_digest(directory: Path) -> str | None:
 
 
 def differ(one: str | None, other: str | None) -> bool:
-    """Are these digests of different tokenizers? Not known, hence no, unless both were read from files of the same names."""
+    """True if the digests are of different tokenizers; False if unknown (not read from files of the same names)."""
     kinds = [digest.partition(":")[0] if digest and ":" in digest else None for digest in (one, other)]
     return kinds[0] is not None and kinds[0] == kinds[1] and one != other
 

@@ -1,8 +1,8 @@
 """Remove what the engine left behind: models and updates of rounds that are over.
 
 StreamFlow gives every job and every transfer a directory of its own, named by a UUID, and never removes one. The
-caller recognises its own by what is inside; nothing else is touched: none that belongs to another user, no symbolic link,
-nothing that lies elsewhere or deeper.
+caller recognises its own by their contents. Nothing else is touched: no directory of another user, no symbolic link,
+nothing elsewhere or deeper.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class Environment:
 
 
 def fill_template(text: str, *, fill: dict[str, str], environment: Environment, workdir: str, name: str) -> str:
-    """The facility's own template. Raises `ConfigurationError` naming what is not filled or cannot stand where it would.
+    """The facility's own template, filled. Raises `ConfigurationError` naming what is not filled or not allowed there.
 
     `name`: of the template file, for messages. `workdir`: what a container must see.
     """
@@ -93,7 +93,8 @@ def _line(line: str, values: dict[str, str], name: str) -> str:
         if line.startswith("#"):
             if not PLAIN.fullmatch(value):
                 raise ConfigurationError(
-                    f"fill.{word} is {value!r}, but stands in a directive of {name}: expected one word of letters, digits and _.,:/@+=%-",
+                    f"fill.{word} is {value!r}, but stands in a directive of {name}: "
+                    "expected one word of letters, digits and _.,:/@+=%-",
                     key=f"fill.{word}",
                 )
             return value

@@ -64,7 +64,8 @@ class LoraSettings:
     dropout: Annotated[float, Ge(0), Lt(1)] = 0.0
     """Probability that an adapter's input is dropped in training."""
     base: Line = ""
-    """The base model at the facility (as `layout.plan`), when adapters alone travel both ways; empty: the received model."""
+    """The base model at the facility (as `layout.plan`), when adapters alone travel both ways; empty: the received
+    model."""
     targets: list[str] = field(default_factory=list)
     """Ends of the names of the linear layers that get one; empty: every linear layer of the blocks."""
 

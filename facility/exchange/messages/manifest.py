@@ -30,10 +30,10 @@ MOST_EXTRA = 100
 MOST_ROUNDS = 10**9
 
 KEEPS = "keeps_sha256"
-"""In an update's `extra`: digest of the model that the facility keeps, to which the next may be sent as a difference."""
+"""In an update's `extra`: digest of the model that the facility keeps; the next may be sent as a difference to it."""
 
 RUN = "run"
-"""In `extra`: id of one run of a federation from its initial model on. A model carries it, and an update the one of its model."""
+"""In `extra`: id of one run of a federation from its initial model on. A model and its update carry it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
-"""A plan: which rank holds which layers, in which grid, under which schedule. Planners write it, the trainer obeys it.
+"""A plan: which rank holds which layers, in which grid, under which schedule. Planners write it; the trainer runs it.
 
-Units of the model are numbered 0 = embedding, 1..L = transformer blocks, L+1 = head (final norm and language-model head).
-A chain that is no transformer (a profile of separate operators, say) numbers its own units 0..U-1 the same way.
+Units of the model are numbered 0 = embedding, 1..L = transformer blocks, L+1 = head (final norm and language-model
+head). A chain that is not a transformer (a profile of separate operators, say) numbers its units 0..U-1 the same way.
 
 With `virtual_stages` = v > 1 every grid row holds v chunks of the chain: chunk k runs on row k % stages, as looped
 schedules do (Narayanan et al. 2021, arXiv 2104.04473, section 2.2).

@@ -65,7 +65,8 @@ class TrainingSettings:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """What ranks compute on; auto: a GPU where there is one for each."""
     peak_flops: NonNegative[float] = 0.0
-    """Most dense operations a second of one device in `compute_dtype`, for the MFU; 0: the maker's figure, where it is known."""
+    """Most dense operations a second of one device in `compute_dtype`, for the MFU; 0: the maker's figure, where it is
+    known."""
     evaluation_sequences: NonNegative[int] = 0
     """At most so many validation blocks per evaluation; 0: all."""
     encoding: Encoding = "full"
@@ -73,15 +74,15 @@ class TrainingSettings:
     signing_key: Line = ""
     """Private ssh key at the facility that signs its updates' manifests; empty: they are not signed."""
     sparse_density: Share = SPARSE_DENSITY
-    """Share of the values that `sparse` sends each round, in 1 + 4 x this many bits a value; the rest is kept, trained on and
-    sent later. The default harms nothing measurable in 10 rounds, 0.35 nothing in 30."""
+    """Share of the values that `sparse` sends each round, in 1 + 4 x this many bits a value; the rest is kept, trained
+    on and sent later. The default harms nothing measurable in 10 rounds, 0.35 nothing in 30."""
     keep_optimizer: bool = True
     """Keep AdamW's moments at the facility between rounds: 12 to 19 % lower perplexity than beginning them anew at ten
     steps a round, 4 to 9 % at thirty (tests/bench/README.md)."""
     optimizer_state: Literal["personal", "shared"] = "personal"
-    """`shared`: AdamW's second moments are averaged over the facilities between rounds, as row and column means (0.1 % of
-    the bytes of a large model); every facility then scales coordinates alike, and unlike facilities' steps add up. The
-    first moments stay personal. Needs `keep_optimizer`, and the same value at all facilities."""
+    """`shared`: AdamW's second moments are averaged over the facilities between rounds, as row and column means (0.1 %
+    of the bytes of a large model); every facility then scales coordinates alike, and unlike facilities' steps add up.
+    The first moments stay personal. Needs `keep_optimizer`, and the same value at all facilities."""
     stall_seconds: Positive[float] = 600.0
     """A rank that hears nothing from its peers for so long ends the job."""
     sync: SyncSettings = field(default_factory=SyncSettings)
@@ -102,13 +103,14 @@ class TrainingSettings:
     def __post_init__(self) -> None:
         if self.encoding != "full" and self.export_dtype != "float32":
             raise ConfigurationError(
-                f"encoding is {self.encoding!r} with export_dtype {self.export_dtype!r}: a difference needs export_dtype "
-                "'float32' (it does not travel, and half precision would round small steps away before they are encoded)"
+                f"encoding is {self.encoding!r} with export_dtype {self.export_dtype!r}: a difference needs "
+                "export_dtype 'float32' (it does not travel, and half precision would round small steps away before "
+                "they are encoded)"
             )
         if self.optimizer_state == "shared" and not self.keep_optimizer:
             raise ConfigurationError(
-                "optimizer_state is 'shared' with keep_optimizer false: moments that are not kept cannot be shared; set "
-                "keep_optimizer to true, or optimizer_state to 'personal'"
+                "optimizer_state is 'shared' with keep_optimizer false: moments that are not kept cannot be shared; "
+                "set keep_optimizer to true, or optimizer_state to 'personal'"
             )
 
 

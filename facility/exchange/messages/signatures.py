@@ -63,8 +63,8 @@ def verify(directory: Path, signer: str, allowed_signers: Path) -> None:
         _run(command, (directory / NAME).read_bytes(), "")
     except ConfigurationError as error:
         raise ManifestError(
-            f"{directory}/{NAME} is not signed by {signer!r} as {allowed_signers} has it ({str(error).strip()}): altered, "
-            "or signed with another key"
+            f"{directory}/{NAME} is not signed by {signer!r} as {allowed_signers} has it ({str(error).strip()}): "
+            "altered, or signed with another key"
         ) from None
 
 

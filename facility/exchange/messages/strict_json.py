@@ -1,7 +1,7 @@
 """JSON from another institution: read up to a size, to a depth, with finite bounded numbers and printable bounded text.
 
-Used for manifest.json, report.json and failure.json. Every refusal is a `ManifestError` of one sentence, whatever the file
-holds; nothing in a message is longer than a line or holds a control character.
+Used for manifest.json, report.json and failure.json. Every refusal is a `ManifestError` of one sentence, whatever the
+file contains; no part of a message is longer than a line or contains a control character.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ LONGEST_NUMBER = 40
 LONGEST_TEXT = 64 << 10
 LONGEST_NAME = 500
 UNPRINTABLE = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
-"""Unicode categories that text may not hold: controls, invisible marks, lone surrogates, line and paragraph separators."""
+"""Unicode categories not allowed in text: controls, invisible marks, lone surrogates, line and paragraph separators."""
 HEX = re.compile(r"[0-9a-f]{64}")
 
 T = TypeVar("T")
 
 
 def read_json(path: Path, *, most_bytes: int) -> dict[str, Any]:
-    """The object in the file `path`. Raises `ManifestError`, also where the file is missing, and `FileNotFoundError` never."""
+    """The object in the file `path`. Raises `ManifestError`, also where it is missing (never `FileNotFoundError`)."""
     text = _text(Path(path), most_bytes)
     try:
         value = json.loads(
@@ -57,7 +57,7 @@ def read_json(path: Path, *, most_bytes: int) -> dict[str, Any]:
 
 
 def clean(text: str, longest: int = 1000, *, lines: bool = False) -> str:
-    """Text from another machine for a person: unprintable characters become `?`, and the middle of what is too long `...`.
+    """Printable text from another machine: unprintable characters become `?`, the middle of too long a text `...`.
 
     With `lines`, line ends and tabs stay.
     """

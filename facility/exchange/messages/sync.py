@@ -24,8 +24,8 @@ class EmulationSettings(Stalls):
     """Slow replicas down for rehearsal: SD-PIPE's random stalls, static factors, a trace of speeds."""
 
     trace: Line = ""
-    """File `{"format": 1, "workers": {"0": [[second, factor], ...]}}`; empty: none. At the facility: absolute, `~/...`, or
-    relative to CrossFed's directory there; for a local facility relative to federation.yml."""
+    """File `{"format": 1, "workers": {"0": [[second, factor], ...]}}`; empty: none. At the facility: absolute, `~/...`,
+    or relative to CrossFed's directory there; for a local facility relative to federation.yml."""
 
     def build(self) -> Emulation:
         """The pure law; reads the trace file. Raises `ConfigurationError`."""
@@ -64,18 +64,18 @@ class SyncSettings(GroupLimits):
     weights: Literal["samples", "equal"] = "samples"
     """local, diloco and gradients: weigh replicas by the samples they trained on, or all alike."""
     optimizer_state: Literal["auto", "keep", "average", "reset"] = "auto"
-    """When parameters are averaged: moments stay each replica's own, are averaged too, or start from zero. auto: average
-    under partial_reduce with common steps, else keep."""
+    """When parameters are averaged: moments stay each replica's own, are averaged too, or start from zero. auto:
+    average under partial_reduce with common steps, else keep."""
     step: Literal["common", "own"] = "common"
     """partial_reduce: a group averages parameters and gradients and makes one common step, or each member makes its own
     and parameters alone are averaged (as SDPipe; half the traffic). With a common step and averaged moments, moments
     travel when the same members meet for the second time in a row, and from the third time on gradients only, as
     under all-reduce."""
     relay: float = 0.1
-    """partial_reduce with common steps, where pipelines flush: a group of whose members none was in the group before takes
-    that group's gradient along, as one member's more, and who would go on alone averages parameters with one of its
-    members, which answers while it computes; as long as that takes no more than this part of a usual step. Costs two
-    copies of this rank's parameters; 0: off."""
+    """partial_reduce with common steps, where pipelines flush: a group of whose members none was in the group before
+    takes that group's gradient along, as one member's more, and who would go on alone averages parameters with one of
+    its members, which answers while it computes; as long as that takes no more than this part of a usual step. Costs
+    two copies of this rank's parameters; 0: off."""
     progress: Literal["accumulated", "each"] = "accumulated"
     """accumulated: replicas together make steps x replicas updates, fast ones more; each: everyone makes `steps`.
     Policies in lockstep, local and diloco always count each."""

@@ -13,7 +13,7 @@ from facility.exchange.registry import Declaration, Registry
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineSchedule(Declaration):
-    """A schedule. Its implementation is `(stages, virtual_stages, micro_batches) -> the ops of every rank, in order`."""
+    """A schedule. Its implementation is `(stages, virtual_stages, micro_batches) -> the ops of each rank, in order`."""
 
     interleaved: bool = False
     """A rank may hold several chunks of the model (virtual stages)."""

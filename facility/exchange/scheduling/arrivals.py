@@ -56,7 +56,7 @@ class Arrivals:
         ]
 
     def expected(self, others: float | None = None) -> float:
-        """When it usually comes next; without a record, when one comes whose steps take as long as `others`' usually do.
+        """When it usually arrives next; without a record, as if its steps took as long as `others`' usually do.
 
         Infinite where neither is known.
         """
@@ -68,8 +68,8 @@ def patient(mine: Arrivals, theirs: Arrivals, patience: float) -> tuple[float, f
     """Seconds that one may wait for the other, and how much later than usual the other may be for that.
 
     A wait pays for the steps that both then make together, until one is late again: `patience` of a usual step each,
-    `MOST` of one in all. Late is who comes later than one would wait, so the two hold each other: of the consistent pairs
-    the longest wait.
+    `MOST` of one in all. A replica is late if it arrives later than the other would wait, so the two values depend on
+    each other: of the consistent pairs, the longest wait.
     """
     found = (0.0, 0.0)
     lateness = mine.lateness if theirs.usual is None else theirs.lateness

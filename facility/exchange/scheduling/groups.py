@@ -40,7 +40,7 @@ FORMAT = 1
 RECENT = 8
 """Groups that are remembered, for one of them to be handed on."""
 TIMED, ASKED_AGAIN = 9, 100
-"""How often handing on is timed before it is judged by the median; for how many groups that holds when it takes too long."""
+"""Timings of handing on before their median is judged; for how many groups it then stays off if it takes too long."""
 __all__ = ["Group", "GroupRules", "GroupScheduler", "Member"]
 
 
@@ -163,7 +163,7 @@ class GroupScheduler:
             arrivals.left(now)
 
     def relayed(self, member: Member, keeper: Member, now: float) -> list[Group]:
-        """`member`, alone in its group, has averaged parameters with `keeper`: they are connected as by a group of both."""
+        """`member`, alone in its group, averaged parameters with `keeper`: connects them as a group of both would."""
         if member in self._members and keeper in self._members:
             joined, other = self._members[member].component, self._members[keeper].component
             for standing in self._members.values():
@@ -323,8 +323,9 @@ class GroupScheduler:
         return group
 
     def _relaying(self, chosen: list[Member]) -> tuple[Member | None, int]:
-        """Who hands on to these what an earlier group left, and which: the last that is over, since any of them was in one.
+        """The keeper of an earlier group that hands on its gradient and parameters to these, and that group's number.
 
+        That is the last group that is over, formed since any of these was in one (None, 0: there is none).
         Nothing is handed on after its keeper's next group; one at a time averages parameters with it.
         """
         if not self.rules.relay or any(self._members[m].returning for m in chosen) or self._too_long():

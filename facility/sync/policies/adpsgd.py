@@ -22,7 +22,8 @@ from facility.sync.runtime.replica import Replica
 DECLARATION = SyncPolicy(
     name="adpsgd",
     summary="average with a random peer after every step, without waiting",
-    citation="Lian et al., Asynchronous Decentralized Parallel Stochastic Gradient Descent, ICML 2018 (arXiv 1710.06952)",
+    citation="Lian et al., Asynchronous Decentralized Parallel Stochastic Gradient Descent, "
+    "ICML 2018 (arXiv 1710.06952)",
     implementation="AdPsgd",
     parameters=("progress",),
     accumulated=True,

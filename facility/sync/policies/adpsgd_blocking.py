@@ -11,7 +11,8 @@ from facility.sync.runtime.replica import Replica
 DECLARATION = SyncPolicy(
     name="adpsgd_blocking",
     summary="average after every step in pairs that wait for each other (a baseline)",
-    citation="Miao et al., SDPipe, PVLDB 16(9), 2023; Lian et al., Asynchronous Decentralized Parallel Stochastic Gradient Descent, ICML 2018",
+    citation="Miao et al., SDPipe, PVLDB 16(9), 2023; "
+    "Lian et al., Asynchronous Decentralized Parallel Stochastic Gradient Descent, ICML 2018",
     implementation="AdPsgdBlocking",
     parameters=("optimizer_state",),
     scheduler="facility.exchange.scheduling.gossip:pairs",

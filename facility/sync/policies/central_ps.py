@@ -1,7 +1,7 @@
 """Gradients are reduced to one replica and the mean is sent back.
 
-The `central_ps` mode of Yuan et al., "Decentralized Training of Foundation Models in Heterogeneous Environments", NeurIPS 2022
-(arXiv 2206.01288).
+The `central_ps` mode of Yuan et al., "Decentralized Training of Foundation Models in Heterogeneous Environments",
+NeurIPS 2022 (arXiv 2206.01288).
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from facility.sync.runtime.process_groups import Channel
 DECLARATION = SyncPolicy(
     name="central_ps",
     summary="gradients every step, in lockstep, through one replica",
-    citation="Yuan et al., Decentralized Training of Foundation Models in Heterogeneous Environments, NeurIPS 2022 (arXiv 2206.01288)",
+    citation="Yuan et al., Decentralized Training of Foundation Models in Heterogeneous Environments, "
+    "NeurIPS 2022 (arXiv 2206.01288)",
     implementation="CentralServer",
     parameters=("weights",),
     lockstep=True,

@@ -1,6 +1,7 @@
-"""Local steps, then an outer step: the mean of what the replicas changed is an outer gradient for Nesterov's momentum.
+"""Local steps, then an outer step: the mean of the replicas' changes is an outer gradient for Nesterov's momentum.
 
-Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023 (arXiv 2311.08105), Algorithm 1.
+Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023 (arXiv 2311.08105),
+Algorithm 1.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from facility.sync.runtime.replica import Context
 DECLARATION = SyncPolicy(
     name="diloco",
     summary="the same as local with an outer Nesterov step",
-    citation="Douillard et al., DiLoCo: Distributed Low-Communication Training of Language Models, 2023 (arXiv 2311.08105)",
+    citation="Douillard et al., DiLoCo: Distributed Low-Communication Training of Language Models, "
+    "2023 (arXiv 2311.08105)",
     implementation="DiLoCo",
     parameters=("every", "outer_learning_rate", "outer_momentum", "weights"),
     periodic=True,

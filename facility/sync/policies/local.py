@@ -1,7 +1,7 @@
-"""Local SGD: local steps, then everybody averages.
+"""Local SGD: local steps, then all replicas average.
 
-Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019, which xFFL calls federated scaling: replicas (groups of
-ranks, of any size) average every k steps, weighted by the samples each trained on.
+Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019, which xFFL calls federated scaling: replicas
+(groups of ranks, of any size) average every k steps, weighted by the samples each trained on.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ averaging; a member that makes few updates weighs more in the gradient, and the 
 influence. (Weighing its parameters too would draw the others back to where it was some steps ago.) With `step: own`
 the weights are those of the parameters, for want of anything else.
 
-The announcement is made when the first gradients are final, and they travel while the backward pass makes the others (as
-SDPipe asks for a group at the first exchange of the backward pass). Parameters wait for its end.
+A replica announces itself when its first gradients are final, and they are sent while the backward pass computes the
+others (as SDPipe asks for a group at the first exchange of the backward pass). Parameters wait for its end.
 
 `relay`: a step along one replica's gradient is noisy, and waiting for more is what nobody wants. So a group of whose
 members none was in the group before takes that one's gradient along, as if one member more had come, and who would go
@@ -44,7 +44,8 @@ from facility.sync.runtime.replica import Context, Replica
 DECLARATION = SyncPolicy(
     name="partial_reduce",
     summary="average in small groups that form as replicas become ready",
-    citation="Miao et al., Heterogeneity-Aware Distributed Machine Learning Training via Partial Reduce, SIGMOD 2021; SDPipe, PVLDB 16(9), 2023",
+    citation="Miao et al., Heterogeneity-Aware Distributed Machine Learning Training via Partial Reduce, SIGMOD 2021; "
+    "SDPipe, PVLDB 16(9), 2023",
     implementation="PartialReduce",
     parameters=(
         "bound",

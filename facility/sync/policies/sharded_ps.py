@@ -1,7 +1,7 @@
 """Every replica is the server of an equal share of the gradient.
 
-The `sharded_ps` mode of Yuan et al., "Decentralized Training of Foundation Models in Heterogeneous Environments", NeurIPS 2022
-(arXiv 2206.01288).
+The `sharded_ps` mode of Yuan et al., "Decentralized Training of Foundation Models in Heterogeneous Environments",
+NeurIPS 2022 (arXiv 2206.01288).
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from facility.sync.runtime.process_groups import Channel
 DECLARATION = SyncPolicy(
     name="sharded_ps",
     summary="gradients every step, in lockstep, each replica serving a share",
-    citation="Yuan et al., Decentralized Training of Foundation Models in Heterogeneous Environments, NeurIPS 2022 (arXiv 2206.01288)",
+    citation="Yuan et al., Decentralized Training of Foundation Models in Heterogeneous Environments, "
+    "NeurIPS 2022 (arXiv 2206.01288)",
     implementation="ShardedServer",
     parameters=("weights",),
     lockstep=True,

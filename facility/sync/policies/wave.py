@@ -23,7 +23,8 @@ from facility.sync.runtime.replica import Replica
 DECLARATION = SyncPolicy(
     name="wave",
     summary="push and pull every `every` steps, within `staleness` waves of the slowest",
-    citation="Park et al., HetPipe: Enabling Large DNN Training on (Whimpy) Heterogeneous GPU Clusters, USENIX ATC 2020",
+    citation="Park et al., HetPipe: Enabling Large DNN Training on (Whimpy) Heterogeneous GPU Clusters, "
+    "USENIX ATC 2020",
     implementation="Wave",
     parameters=("every", "staleness", "progress"),
     accumulated=True,

@@ -121,7 +121,7 @@ class Link:
         self.begin: Begin = self._begin
         self._turn: int = self.begin.turn
 
-    # -- what the policies call ---------------------------------------------------------------------------------------
+    # -- what the policies call -------------------------------------------------------------------------------------
     def ask(self, kind: str) -> Decision:
         """Announce `ready`, `again` (after a failure) or `finish`, and wait for the group that follows."""
         self._turn += 1
@@ -198,7 +198,7 @@ class Link:
                 pass
             self._socket.close()
 
-    # -- behind ---------------------------------------------------------------------------------------------------------
+    # -- behind -----------------------------------------------------------------------------------------------------
     def _until(self, true: Any, *, what: str, limit: float | None = None) -> None:
         deadline = None if limit is None else time.monotonic() + limit
         with self._change:

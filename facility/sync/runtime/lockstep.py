@@ -25,14 +25,14 @@ class Lockstep(Replica):
         self._number = 0
         self._out_of_date = False
 
-    # -- how: overridden ------------------------------------------------------------------------------------------------
+    # -- how: overridden --------------------------------------------------------------------------------------------
     def summed(
         self, channel: Channel, decision: Decision, flat: Flat, samples: float
     ) -> tuple[list[torch.Tensor], int]:
         """Vectors that hold the sum over members of samples x gradient, then the sum of samples; bytes sent."""
         raise NotImplementedError
 
-    # -- the protocol ---------------------------------------------------------------------------------------------------
+    # -- the protocol -----------------------------------------------------------------------------------------------
     def before_step(self, samples: float) -> None:
         while self._standing is None:
             self._stand()
@@ -58,7 +58,7 @@ class Lockstep(Replica):
         self._standing = None
         return super().finish()
 
-    # -- groups -----------------------------------------------------------------------------------------------------------
+    # -- groups -----------------------------------------------------------------------------------------------------
     def _stand(self) -> bool:
         """Take part in the next standing group and bring those up to date that came back."""
         decision = self.ask("ready")

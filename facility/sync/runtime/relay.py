@@ -1,9 +1,9 @@
-"""What a group leaves for who comes after it: its gradient and its parameters, kept by one member, handed on at once.
+"""Caches a group's gradient and parameters at one member (the keeper), for the next, disjoint group.
 
-The keeper answers in a thread while it computes. Who takes parameters along leaves its own for them, and both move by half
-the difference of what they sent (Lian et al., "Asynchronous Decentralized Parallel Stochastic Gradient Descent", ICML
-2018, arXiv 1710.06952), so that the mean over all replicas stays where it was; the keeper makes its move when it is at
-its next group.
+The keeper answers in a thread while it computes. A replica that takes parameters leaves its own in exchange, and both
+move by half the difference of what they sent (Lian et al., "Asynchronous Decentralized Parallel Stochastic Gradient
+Descent", ICML 2018, arXiv 1710.06952), so that the mean over all replicas does not change; the keeper moves at its next
+group.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ class Replica:
         self.bytes = 0
         self._buffer: torch.Tensor | None = None
 
-    # -- what policies override -----------------------------------------------------------------------------------------
+    # -- what policies override -------------------------------------------------------------------------------------
     def prepare(self) -> None:
         """Called before the first contact with the others."""
 
@@ -89,7 +89,7 @@ class Replica:
         """How often the scheduler has heard of a replica that made so many steps."""
         return steps
 
-    # -- the protocol -----------------------------------------------------------------------------------------------------
+    # -- the protocol -----------------------------------------------------------------------------------------------
     def wants_more(self) -> bool:
         return not self.stopped if self.accumulated else self.done < self.context.steps
 
@@ -167,7 +167,7 @@ class Replica:
             self.service.journal.write()
         self.channels.close()
 
-    # -- what policies use ------------------------------------------------------------------------------------------------
+    # -- what policies use ------------------------------------------------------------------------------------------
     @property
     def me(self) -> int:
         return self.place.replica
@@ -240,8 +240,10 @@ class Replica:
         return amount / total.item()
 
     def mean(self, channel: Channel, shares: float | list[float], flat: Flat) -> torch.Tensor:
-        """Mean of `flat` over the group, by this member's share (or one for each tensor), in a buffer that the next call
-        overwrites."""
+        """Mean of `flat` over the group, by this member's share (or one for each tensor).
+
+        It lies in a buffer that the next call overwrites.
+        """
         if self._buffer is None or self._buffer.numel() < flat.size:
             self._buffer = torch.empty(flat.size, dtype=torch.float32, device=self.context.device)
         buffer = flat.pack(self._buffer[: flat.size])

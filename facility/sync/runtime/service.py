@@ -1,9 +1,9 @@
 """The scheduler of one facility's replicas, as a small asyncio service on one rank.
 
-It drives a pure scheduler (`facility.exchange.scheduling.groups`) with the wall clock, keeps membership by heartbeat, decides
-which process groups stay open, and calls exchanges off when a member is gone. A few numbers pass through it;
-parameters never do. It listens on this node's address only, knows its peers by a random token handed out through the
-store, and is gone at the end of the round.
+It drives a pure scheduler (`facility.exchange.scheduling.groups`) with the wall clock, tracks membership by heartbeat,
+decides which process groups stay open, and cancels exchanges when a member is lost. A few numbers pass through it;
+parameters never do. It listens on this node's address only, authenticates its peers by a random token handed out
+through the store, and ends with the round.
 """
 
 from __future__ import annotations

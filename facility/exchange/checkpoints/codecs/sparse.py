@@ -1,10 +1,10 @@
 """`sparse`: of a whole model's values those with the largest magnitude, each as a sign and one of eight magnitudes.
 
-Top-k sparsification with error feedback (Stich, Cordonnier, Jaggi 2018, arXiv 1809.07599). A part of 65,536 values has a
-bit a value that says whether it is kept, four bits for each kept one, and eight magnitudes of its own: at a density of
-d, 1 + 4 d bits a value. The magnitudes are the means of eight ranges, about even on a logarithmic scale, from the
-threshold to the part's largest. The threshold is one for all tensors, lies on the grid of bfloat16 numbers and, of large
-tensors, sees one value in sixteen, so the kept share is about the density.
+Top-k sparsification with error feedback (Stich, Cordonnier, Jaggi 2018, arXiv 1809.07599). A part of 65,536 values has
+one bit per value that says whether it is kept, four bits for each kept one, and eight magnitudes of its own: at a
+density of d, 1 + 4 d bits per value. The magnitudes are the means of eight ranges, about even on a logarithmic scale,
+from the threshold to the part's largest. One threshold serves all tensors; it is a bfloat16 number, estimated from one
+value in sixteen of large tensors, so the kept share is about the density.
 """
 
 from __future__ import annotations
