@@ -21,7 +21,7 @@ def wait(seconds: float) -> None:
     name, own = Path("/proc/self/comm"), ""
     with suppress(OSError):
         if threading.current_thread() is threading.main_thread():
-            own = name.read_text()
+            own = name.read_text().strip()
             name.write_text(WAITS)
     time.sleep(seconds)
     with suppress(OSError):

@@ -322,7 +322,7 @@ def test_a_first_federation_is_refused_until_it_is_filled_in(tmp_path: Path):
     text = file.read_text()
     assert "docs.hpc.cineca.it" in text and "type: pbs" in text and "fill: {account: <account>}" in text
     with pytest.raises(
-        ConfigurationError, match=r"18 value\(s\) in <angle brackets>.*facilities\[0\].deployment.host \(line 17\)"
+        ConfigurationError, match=r"18 value\(s\) in <angle brackets>.*facilities\[0\].deployment.host \(line 18\)"
     ):
         read_federation(file)
     with pytest.raises(InputError, match="exists already"):
