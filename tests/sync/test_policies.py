@@ -32,7 +32,8 @@ def test_every_policy_ends_with_one_model(policy: str):
     assert sum(r["steps"] for r in results) >= 3 * STEPS
     if policy not in ("diloco",):  # its outer momentum overshoots
         got = torch.tensor(results[0]["vector"])
-        assert torch.all((got - by_hand([1, 1, 1])).abs() < 0.5)
+        # Who averages with whom under adpsgd depends on which process gets a core first.
+        assert torch.all((got - by_hand([1, 1, 1])).abs() < (0.75 if policy == "adpsgd" else 0.5))
     updates = results[0]["report"]["updates"]
     assert sum(updates.values()) == sum(r["steps"] for r in results)
 
