@@ -108,7 +108,7 @@ def test_a_minute_without_sshd_and_half_a_minute_without_slurmctld_cost_nothing(
         daemons.start(a, "sshd")
     thread.join(300)
     assert run.result is not None and run.result[0] == 0, run.text()
-    assert any("does not answer" in line for line in run.log), run.text()
+    assert any("says nothing of job" in line for line in run.log), run.text()
     for site in testbed.sites:
         assert [record["JobState"] for record in jobs(run, site)] == ["COMPLETED"]  # never submitted again
     assert not any("goes on without" in line for line in run.log)
