@@ -44,9 +44,10 @@ def pipeline_rank(
     import torch.distributed as dist
     from torch import nn
     from torch.distributed.pipelining import PipelineStage
+    from torch.distributed.pipelining import schedules as torch_schedules
     from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
-    from facility.training.parallel.compute import SCHEDULES as TRAINERS
+    from facility.exchange.schedules.registry import SCHEDULES as DECLARED
 
     class Times:
         """What a rank sleeps, and how many forwards and backwards it has run."""
@@ -137,7 +138,7 @@ def pipeline_rank(
                 )
                 for k in range(virtual)
             ]
-            kind = TRAINERS[schedule]
+            kind = getattr(torch_schedules, DECLARED.get(schedule).torch_class)
             several = issubclass(kind, PipelineScheduleMulti)
             runner = kind(stages if several else stages[0], micro_batches, loss_fn=lambda y, t: (y - t).sum())
             seconds = []
