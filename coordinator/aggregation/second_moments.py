@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from coordinator.aggregation.round import Aggregation
-from coordinator.aggregation.verify import check_second_moments
-from facility.exchange.checkpoints.second_moments import Factors, has_factors, mean_of, read_factors, write_factors
+from coordinator.aggregation.verify import read_second_moments
+from facility.exchange.checkpoints.second_moments import Factors, mean_of, write_factors
 
 
 def write_second_moments(aggregation: Aggregation, model: Path) -> None:
@@ -24,11 +24,9 @@ def write_second_moments(aggregation: Aggregation, model: Path) -> None:
 
     def each() -> Iterator[tuple[Mapping[str, Factors], float]]:
         for update, weight in zip(aggregation.opened, aggregation.weights, strict=True):
-            if has_factors(update.directory):
-                check_second_moments(update.directory, update.checkpoint, update.facility)
-                shapes = {name: entry.shape for name, entry in update.checkpoint.tensors.items()}
-                factors, seen = read_factors(update.directory, shapes)
-                steps[update.facility] = seen
+            found = read_second_moments(update.directory, update.checkpoint, update.facility)
+            if found is not None:
+                factors, steps[update.facility] = found
                 yield {name: one for name, one in factors.items() if name in aggregation.floats}, weight
 
     if mean := mean_of(each()):

@@ -13,7 +13,7 @@ from facility.exchange.checkpoints.checkpoint import FLOATS, Checkpoint, TensorE
 from facility.exchange.checkpoints.companions import EXECUTABLE
 from facility.exchange.checkpoints.floats import STORAGE
 from facility.exchange.checkpoints.patterns import Patterns
-from facility.exchange.checkpoints.second_moments import has_factors, read_factors
+from facility.exchange.checkpoints.second_moments import Factors, has_factors, read_factors
 from facility.exchange.errors import CheckpointError, UpdateRefused
 from facility.exchange.messages.layout import LoraSettings
 from facility.exchange.messages.manifest import Manifest, sha256_of, verify_manifest
@@ -70,16 +70,19 @@ def check_update(
     except CheckpointError as error:
         raise UpdateRefused(facility, str(error)) from None
     check_tokenizer(base.directory, directory, facility)
-    check_second_moments(directory, update, facility)
+    read_second_moments(directory, update, facility)
     check_finite(matched, facility)
 
 
-def check_second_moments(directory: Path, update: Checkpoint, facility: str) -> None:
-    """Refuse second moments that do not fit the update's own tensors, or that no optimizer has."""
+def read_second_moments(directory: Path, update: Checkpoint, facility: str) -> tuple[dict[str, Factors], float] | None:
+    """The second moments of an update and the steps they have seen; None where it brings none.
+
+    Raises `UpdateRefused` where they do not fit the update's own tensors, or hold what no optimizer has.
+    """
     if not has_factors(directory):
-        return
+        return None
     try:
-        read_factors(directory, {name: entry.shape for name, entry in update.tensors.items()})
+        return read_factors(directory, {name: entry.shape for name, entry in update.tensors.items()})
     except CheckpointError as error:
         raise UpdateRefused(facility, f"its second moments cannot be used: {error}") from None
 
