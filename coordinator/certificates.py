@@ -63,7 +63,10 @@ def lifetime(name: str, deployment: Deployment, hours: float = 0.0, now: datetim
 
 @contextmanager
 def certificates_watched(
-    facilities: Sequence[Facility], say: Callable[[str], None], every_seconds: float = LOOK_SECONDS
+    facilities: Sequence[Facility],
+    say: Callable[[str], None],
+    every_seconds: float = LOOK_SECONDS,
+    expiring: Callable[[str, str], None] = lambda facility, sentence: None,
 ) -> Iterator[None]:
     """Look every so often until the block ends; each certificate is reported once before its end and once after."""
     end = threading.Event()
@@ -78,6 +81,7 @@ def certificates_watched(
                 if (sentence := f"{facility.name}: {one.found}: {one.fix}") not in told:
                     told.add(sentence)
                     say(sentence)
+                    expiring(facility.name, sentence)
             end.wait(every_seconds)
 
     thread = threading.Thread(target=work, daemon=True)

@@ -214,6 +214,9 @@ def status(
     queues: Annotated[
         bool, typer.Option("--queues", help="Also ask the facilities for our jobs: a login each.")
     ] = False,
+    following: Annotated[
+        bool, typer.Option("--follow", help="Show each facility's job until the run ends; no login, no question.")
+    ] = False,
 ) -> None:
     """Print rounds, facilities and perplexities from the archive; with --queues also why jobs wait and what to do."""
     from coordinator.archive.rounds import Archive
@@ -222,6 +225,10 @@ def status(
     from coordinator.config.federation import read_federation
 
     described = read_federation(federation)
+    if following:
+        from coordinator.engine.follow_run import follow_run
+
+        raise typer.Exit(follow_run(described.workdir_path, as_json=as_json))
     groups = described.groups is not None
     found = (account.summary if groups else summary)(Archive(described.archive_path))
     data = found | {"federation": described.name, "rounds_wanted": described.rounds}

@@ -23,6 +23,7 @@ from facility.training.data.inputs import RoundInputs, read_inputs
 from facility.training.devices import device_name
 from facility.training.finish import finish_evaluation, finish_round
 from facility.training.monitor.logs import start_logging
+from facility.training.monitor.progress import show_stage
 from facility.training.parallel.arrange import check_devices
 from facility.training.parallel.ranks import Ranks, end, together
 from facility.training.prepare import Setup, choose_setup, prepare_ranks
@@ -73,6 +74,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"rank {os.environ.get('RANK', 0)}: the plan leaves this rank idle", flush=True)
         return Outcome.DONE
     start_logging(ranks, f"{request.settings.facility} round {request.round}")
+    show_stage(ranks, request.out.absolute().parent, "loading")
     inputs, setup, saved = read(request, ranks)
 
     round = Round(request, ranks, inputs, setup)

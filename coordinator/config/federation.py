@@ -12,6 +12,7 @@ from pydantic import BeforeValidator
 
 from coordinator.config.compatibility import check_groups
 from coordinator.config.deployments import Deployment, Kind
+from coordinator.config.notifying import NotifySettings
 from coordinator.config.settings import RoundSettings
 from coordinator.config.yaml_lines import Lined
 from facility.exchange.errors import ConfigurationError
@@ -60,6 +61,11 @@ class FederationFile(RoundSettings):
     """Each facility derives its own from it, its name and the round."""
     archive: Line = ""
     """Directory that outlives the run, relative to the file; default `../.crossfed/<name>/archive`."""
+    progress_seconds: NonNegative[int] = 5
+    """Seconds between two looks at a running job's progress file, one small command each over the open connection; 0:
+    never."""
+    notify: NotifySettings = field(default_factory=NotifySettings)
+    """Whom to tell when the federation is done, stopped or stuck, a login expires or a facility is lost."""
     workdir: Line = ""
     """StreamFlow's working directory on the coordinator (and of local facilities), relative to the file; default
     `../.crossfed/<name>/work`."""

@@ -30,6 +30,7 @@ SECTIONS = {
     "sending": "How models travel to the facilities.",
     "claims": "The largest weight that an update may claim.",
     "stop": "When a federation ends before its last round.",
+    "notify": "Whom to tell when a person is needed or a federation has ended.",
     "groups": "Buffered aggregation in place of rounds.",
 }
 """Page -> what it is about."""

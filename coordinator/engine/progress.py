@@ -6,11 +6,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from coordinator.engine.live import FacilityState, sentence
 from coordinator.engine.queues import facility_of
 from coordinator.events.event import Event
 
 WAITS_FOR_LOGIN = "waiting for login"
 """State of a facility that refuses the login."""
+LINE_SECONDS = 60.0
+"""Between two lines about the steps of one facility."""
 STEPS = {"start": "looking at the archive", "aggregate": "averaging", "report": "reporting"}
 
 
@@ -29,7 +32,14 @@ class Progress:
     """By facility: waiting, queued, training, receiving, done, or why it is out."""
     since: dict[str, float] = field(default_factory=dict)
     """When each facility's state began."""
+    live: dict[str, FacilityState] = field(default_factory=dict)
+    """The same with what running jobs say of themselves; its times are seconds since 1970."""
+    wall: Callable[[], float] = time.time
     problems: list[str] = field(default_factory=list)
+    _rounds: dict[str, int] = field(default_factory=dict)
+    """By facility: its own round, where facilities are not all in the same."""
+    _told: dict[str, float] = field(default_factory=dict)
+    """By facility: when its steps were last reported as a line."""
     _before_login: dict[str, str] = field(default_factory=dict)
     """By facility that refuses the login: its state before."""
 
@@ -60,8 +70,7 @@ class Progress:
         leaf = str(event["step"]).rpartition("/")[2]
         kind, _, name = leaf.partition("_")
         if name in self.states and kind in ("send", "train", "receive"):
-            at_work = "evaluating" if (self.round or 0) >= self.rounds else "training"
-            doing = {"send": "sending", "receive": "receiving"}.get(kind, at_work)
+            doing = {"send": "sending", "receive": "receiving"}.get(kind, self._at_work)
             self._set(name, doing)
             return f"{self.title}: {name} {doing}"
         self.step = STEPS.get(leaf, leaf)
@@ -73,6 +82,33 @@ class Progress:
             return None
         self._set(name, f"queued as job {event['job']}")
         return f"{self.title}: {name} queued as job {event['job']}"
+
+    def _on_estimated(self, event: Event) -> None:
+        if (one := self.live.get(facility_of(str(event["step"])))) is not None:
+            one.begins = str(event["begins"])
+
+    def _on_began(self, event: Event) -> str | None:
+        name = facility_of(str(event["step"]))
+        if name not in self.states or not self.states[name].startswith("queued"):
+            return None
+        self._set(name, self._at_work)
+        return f"{self.title}: {name} has left the queue"
+
+    def _on_progress(self, event: Event) -> str | None:
+        """A line as the steps begin, and then every `LINE_SECONDS`."""
+        name = facility_of(str(event["step"]))
+        if (one := self.live.get(name)) is None:
+            return None
+        if self.states[name].startswith("queued"):
+            self._set(name, self._at_work)
+            one = self.live[name]
+        one.stage, one.step, one.steps = str(event["stage"]), int(event["done"]), int(event["steps"])
+        one.loss, one.tokens_per_second = event["loss"], float(event["tokens_per_second"])
+        one.seconds_left, one.heard = event["seconds_left"], event.time or self.wall()
+        if one.stage != "training" or self.clock() - self._told.get(name, -LINE_SECONDS) < LINE_SECONDS:
+            return None
+        self._told[name] = self.clock()
+        return f"{self.title}: {name}: {sentence(one, self.wall())}"
 
     def _on_received(self, event: Event) -> str:
         self._set(event["facility"], "done")
@@ -106,9 +142,19 @@ class Progress:
             self._set(name, before)
         return f"{name}: the login works again, going on"
 
+    @property
+    def _at_work(self) -> str:
+        return "evaluating" if (self.round or 0) >= self.rounds else "training"
+
+    def round_of(self, facility: str) -> int | None:
+        """The round that a facility is in."""
+        return self.round if self.round is not None else self._rounds.get(facility)
+
     def _facility(self, event: Event) -> str:
-        """Whose login it is: a queue's ssh deployment is named after the facility, with `-ssh` at the end."""
-        name = str(event["facility"])
+        return self.facility(str(event["facility"]))
+
+    def facility(self, name: str) -> str:
+        """Whose deployment it is: a queue's ssh deployment is named after the facility, with `-ssh` at the end."""
         return name if name in self.facilities else name.removesuffix("-ssh")
 
     def _on_problem(self, event: Event) -> str:
@@ -119,3 +165,7 @@ class Progress:
         if name in self.facilities:
             self.states[name] = state
             self.since[name] = self.clock()
+            before = self.live.get(name, FacilityState())
+            at_work = state in ("training", "evaluating") and before.job and before.state.startswith("queued")
+            job = state.partition("as job ")[2] or (before.job if at_work else "")
+            self.live[name] = FacilityState(state=state, since=self.wall(), job=job)

@@ -14,21 +14,25 @@ from typing import TextIO
 
 from rich.console import Console
 from rich.live import Live
-from rich.markup import escape
 from rich.table import Table
 
+from coordinator.archive.journal import Journal
 from coordinator.archive.rounds import Archive
 from coordinator.archive.summary import perplexity, shown, summary, table
 from coordinator.asynchronous import summary as account
 from coordinator.certificates import certificates_watched
 from coordinator.config.federation import Federation, check_paths, read_federation
 from coordinator.engine.group_progress import GroupProgress
+from coordinator.engine.live import Snapshot, live_table
+from coordinator.engine.notify import Notifier
 from coordinator.engine.place import RunPlace, run_place, unwritable
 from coordinator.engine.progress import Progress
 from coordinator.engine.queues import read_queues
+from coordinator.engine.recorder import Recorder
 from coordinator.engine.render import write
 from coordinator.engine.supervise import Supervisor
 from coordinator.events.event import Event
+from coordinator.streamflow_plugin.names import PROGRESS_SECONDS
 from facility.exchange.errors import InputError, TryAgain
 
 
@@ -60,7 +64,7 @@ def run_federation(file: Path, *, live: bool, log: Path | None = None) -> int:
         )
         names = [facility.name for facility in federation.facilities]
         progress = (GroupProgress if groups else Progress)(names, federation.rounds)
-        code, ended = _follow(federation, progress, archive, sink, console, live, lock, place)
+        code, ended = _follow(federation, progress, archive, sink, console, live, lock, place, done)
     data = account.summary(archive) if groups else summary(archive)
     console.print(account.table(data) if groups else table(data))
     if code == 0:
@@ -152,8 +156,12 @@ def _follow(
     live: bool,
     lock: int,
     place: RunPlace,
+    done: int,
 ) -> tuple[int, str]:
-    """Exit code and reason of the supervised run; every line goes to `sink`, what matters to the console."""
+    """Exit code and reason of the supervised run; every line goes to `sink`, what matters to the console.
+
+    `done`: what the archive holds at the start.
+    """
 
     def say(sentence: str) -> None:
         console.print(f"{time.strftime('%H:%M:%S')} {shown(sentence)}", markup=False, highlight=False)
@@ -163,9 +171,19 @@ def _follow(
             sink.write(line + "\n")
             sink.flush()
 
+    notifier = Notifier(federation.name, federation.notify, federation.file.parent, say)
+    recorder = Recorder(
+        federation=federation.name,
+        progress=progress,
+        journal=Journal(archive.path),
+        notifier=notifier,
+        workdir=federation.workdir_path,
+    )
+
     def on_event(event: Event) -> None:
         if (sentence := progress.feed(event)) is not None:
             say(sentence)
+        recorder.hear(event)
 
     def stopped() -> str:
         note = str(archive.read_note("stopped").get("reason", ""))
@@ -174,25 +192,32 @@ def _follow(
     supervisor = Supervisor(
         command=lambda: engine_command(federation),
         directory=federation.file.parent,
-        environment=engine_environment() | place.environment(),
+        environment=engine_environment() | place.environment() | {PROGRESS_SECONDS: str(federation.progress_seconds)},
         queues=read_queues(federation.file.parent / "streamflow.yml", patience(federation)),
         on_line=on_line,
         say=say,
         events=place.events,
         on_event=on_event,
+        on_tick=recorder.tick,
+        on_stuck=recorder.stuck,
         rounds_done=lambda: complete(federation, archive),
         stopped=stopped,
         pass_fds=(lock,),
     )
     wanted = (signal.SIGINT, signal.SIGTERM)
     handlers = {number: signal.signal(number, lambda number, _: supervisor.stop(number)) for number in wanted}
+    recorder.begin(done)
+    code, reason = 1, "the supervisor itself failed"
     try:
         with (
-            certificates_watched(federation.facilities, say),
+            certificates_watched(federation.facilities, say, expiring=recorder.expiring),
             _display(progress, archive, console) if live else nullcontext(),
         ):
-            return supervisor.run()
+            code, reason = supervisor.run()
+            return code, reason
     finally:
+        recorder.end(code, stopped() or reason, done=code == 0 and done < complete(federation, archive))
+        notifier.close()
         for number, handler in handlers.items():
             signal.signal(number, handler)
 
@@ -204,11 +229,10 @@ def _display(progress: Progress, archive: Archive, console: Console) -> Live:
 
 
 def _picture(progress: Progress, archive: Archive) -> Table:
-    result = Table(title=escape(f"{progress.heading}: {shown(progress.step)}"), title_justify="left")
-    for name in ("facility", "state", "seconds"):
-        result.add_column(name)
-    for name, state in progress.states.items():
-        result.add_row(escape(name), escape(shown(state)), f"{progress.clock() - progress.since[name]:.0f}")
+    now = time.time()
+    result = live_table(
+        Snapshot(federation="", heading=progress.heading, coordinator=progress.step, time=now, facilities=progress.live)
+    )
     history = archive.history()
     if history:
         told = ", ".join(f"{value:.3f}" for entry in history if (value := perplexity(entry.global_loss)) is not None)

@@ -43,6 +43,8 @@ class Watch:
 
     queues: list[Queue]
     say: Callable[[str], None]
+    stuck: Callable[[str, str, str, str], None] = lambda facility, job, reason, advice: None
+    """Gets facility, job, reason and advice of each stuck job, once."""
     every_seconds: float = 60.0
     clock: Callable[[], float] = time.monotonic
     _since: dict[tuple[str, str], float] = field(default_factory=dict)
@@ -81,6 +83,7 @@ class Watch:
             if (*key, job.reason) not in self._told:
                 self._told.add((*key, job.reason))
                 end = f"; without that its round is given up {_span(limit)} after this" if limit else ""
+                self.stuck(queue.facility, job.id, job.reason, advice)
                 self.say(f"{queue.facility}: job {job.id} will not begin by itself ({job.reason}): {advice}{end}")
             if limit and self.clock() - since >= limit:
                 queue.cancel(waiting_only=True)

@@ -137,6 +137,10 @@ class Supervisor:
     """What the run's steps and connectors tell."""
     on_event: Callable[[Event], object] = lambda event: None
     """Gets every event."""
+    on_tick: Callable[[], object] = lambda: None
+    """Called about twice a second while StreamFlow runs."""
+    on_stuck: Callable[[str, str, str, str], None] = lambda facility, job, reason, advice: None
+    """Gets facility, job, reason and advice of each job that will not begin by itself, once."""
     rounds_done: Callable[[], int]
     """Complete rounds in the archive."""
     stopped: Callable[[], str] = str
@@ -150,7 +154,8 @@ class Supervisor:
 
     def run(self) -> tuple[int, str]:
         """Exit code and reason: 0, StreamFlow's own last code, or 128 + the signal that `stop` was given."""
-        with Watch(queues=self.queues, say=self.say, every_seconds=self.limits.look_seconds).going_on():
+        watch = Watch(queues=self.queues, say=self.say, stuck=self.on_stuck, every_seconds=self.limits.look_seconds)
+        with watch.going_on():
             return self._run()
 
     def _run(self) -> tuple[int, str]:
@@ -169,6 +174,7 @@ class Supervisor:
             self.say(f"{decision.reason}; starting again in {decision.pause_seconds:g} s")
             deadline = time.monotonic() + decision.pause_seconds
             while time.monotonic() < deadline and not self._stopped:
+                self.on_tick()
                 time.sleep(0.2)
 
     def stop(self, number: int = signal.SIGTERM) -> None:
@@ -203,6 +209,7 @@ class Supervisor:
                 except queue.Empty:
                     line = ""
                 self._hear_events(watched)
+                self.on_tick()
                 if line is None:
                     break
                 if line:

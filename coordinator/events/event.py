@@ -23,8 +23,14 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "starting": ("round", "model"),
     "executing": ("step",),
     "submitted": ("step", "job"),
+    "estimated": ("step", "job", "begins"),
+    "began": ("step", "job"),
+    "progress": ("step", "stage", "done", "steps", "loss", "tokens_per_second", "seconds_left"),
+    "ended": ("step", "job", "code", "problem"),
+    "moved": ("facility", "way", "what", "bytes", "seconds"),
     "received": ("facility", "round"),
     "refused": ("facility", "round", "reason"),
+    "log": ("facility", "round", "lines"),
     "complete": ("round", "decision"),
     "again": ("round", "reason"),
     "group": ("text",),
@@ -47,6 +53,8 @@ class Event:
     kind: str
     """Key of `KINDS`."""
     fields: Mapping[str, Any] = field(default_factory=dict)
+    time: float = field(default=0.0, compare=False)
+    """Seconds since 1970 on the coordinator's clock; 0: not known."""
 
     def __getitem__(self, name: str) -> Any:
         return self.fields[name]
@@ -58,7 +66,7 @@ def emit(kind: str, **fields: Any) -> None:
     path = os.environ.get(VARIABLE)
     if not path:
         return
-    told = {name: quoted(value) if isinstance(value, str) else value for name, value in fields.items()}
+    told = {name: _harmless(value) for name, value in fields.items()}
     line = json.dumps({"time": time.time(), "kind": kind, **told}, ensure_ascii=True) + "\n"
     with suppress(OSError):
         handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -66,6 +74,13 @@ def emit(kind: str, **fields: Any) -> None:
             os.write(handle, line.encode())
         finally:
             os.close(handle)
+
+
+def _harmless(value: Any) -> Any:
+    """Text, alone or in a list, quoted; anything else as it is."""
+    if isinstance(value, list):
+        return [_harmless(one) for one in value]
+    return quoted(value) if isinstance(value, str) else value
 
 
 def quoted(text: str) -> str:

@@ -41,9 +41,10 @@ def read_event(line: bytes) -> Event | None:
     """An event, or None for what is none: not JSON, of an unknown kind, or with other fields."""
     try:
         found: dict[str, Any] = json.loads(line)
-        kind, fields = found.pop("kind"), {name: value for name, value in found.items() if name != "time"}
+        kind, moment = found.pop("kind"), found.pop("time", 0.0)
+        fields = found
         if set(KINDS[kind]) != set(fields):
             return None
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
-    return Event(kind=kind, fields=fields)
+    return Event(kind=kind, fields=fields, time=float(moment) if isinstance(moment, int | float) else 0.0)

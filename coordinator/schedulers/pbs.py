@@ -80,6 +80,15 @@ class PBS(BatchScheduler):
         named |= {id: str(fields.get("job_state", "")) for id, fields in _jobs(text).items()}
         return {one: named[one] for one in ids if one in named}
 
+    def query_begin(self, id: str) -> str:
+        return self.query([id])
+
+    def read_begin(self, text: str) -> str:
+        """`estimated.start_time` of the job's own record, where the server estimates at all."""
+        estimated = next(iter(_jobs(text).values()), {}).get("estimated")
+        told = str(estimated.get("start_time", "")) if isinstance(estimated, dict) else ""
+        return told if re.fullmatch(r"[\w :+-]{1,40}", told) else ""
+
     def query_ending(self, id: str) -> str:
         return f"qstat -xf -Fjson {id}"
 

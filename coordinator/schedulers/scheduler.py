@@ -145,6 +145,14 @@ class BatchScheduler(Scheduler):
     def read_states(self, text: str, code: int, ids: Sequence[str]) -> dict[str, str]:
         """State by id, of those that the answer to `query` names; `FORGOTTEN` where it says that it knows none such."""
 
+    def query_begin(self, id: str) -> str:
+        """Shell line that asks when a waiting job is expected to begin; '': this scheduler does not say."""
+        return ""
+
+    def read_begin(self, text: str) -> str:
+        """The scheduler's estimate in its own words, or '' where it has none."""
+        return ""
+
     @abstractmethod
     def query_ending(self, id: str) -> str:
         """Shell line that asks how a job ended."""

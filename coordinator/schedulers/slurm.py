@@ -93,6 +93,14 @@ class Slurm(BatchScheduler):
         lines = (line.split() for line in text.splitlines())
         return {words[0]: words[1] for words in lines if len(words) == 2 and words[0] in ids}
 
+    def query_begin(self, id: str) -> str:
+        return f"squeue -h -j {id} -o %S"
+
+    def read_begin(self, text: str) -> str:
+        """`2026-11-22T10:00:00`, or `N/A` where the scheduler has not planned it yet (squeue(1), START_TIME)."""
+        found = re.search(r"^\d{4}-\d\d-\d\dT\d\d:\d\d(:\d\d)?$", text.strip(), re.MULTILINE)
+        return found[0] if found else ""
+
     def query_ending(self, id: str) -> str:
         return f"scontrol show -o job {id} || sacct -X -n -P -o State,ExitCode -j {id}"
 

@@ -25,6 +25,9 @@ from facility.exchange.messages.manifest import Manifest, read_manifest, run_of,
 from facility.exchange.messages.signatures import verify
 from facility.exchange.messages.strict_json import clean
 
+LOG_LINES, LOG_COLUMNS = 40, 400
+"""What is kept of a failed job's log."""
+
 
 def receive(
     *,
@@ -197,6 +200,8 @@ def main() -> int:
         report.write(temporary, failure)
     print(f"round {arguments.round} goes on without {arguments.facility}: {failure.reason}")
     emit("refused", facility=arguments.facility, round=arguments.round, reason=failure.reason)
+    if lines := failure.log_tail.splitlines()[-LOG_LINES:]:
+        emit("log", facility=arguments.facility, round=arguments.round, lines=[line[:LOG_COLUMNS] for line in lines])
     return 0
 
 

@@ -10,6 +10,7 @@ from streamflow.deployment.connector.local import LocalConnector
 
 from coordinator.config.deployments import FACILITY
 from coordinator.events.event import VARIABLE, emit
+from coordinator.streamflow_plugin.job_progress import JobWatch, asking, watched
 from coordinator.streamflow_plugin.patient import step_of
 
 STEPS = ("start", "send", "receive", "aggregate", "meet", "report")
@@ -34,7 +35,14 @@ class TellingLocalConnector(LocalConnector):
             command = ["unset", VARIABLE, "&&", *command]
         step = step_of(job_name)
         emit("executing", step=step)
-        answer = await super().run(location, command, *args, job_name=job_name, **rest)
+        if not self.deployment_name.startswith(FACILITY):
+            answer = await super().run(location, command, *args, job_name=job_name, **rest)
+        else:
+            workdir = rest.get("workdir") or (args[1] if len(args) > 1 else ".")
+            emit("began", step=step, job="")
+            async with watched(JobWatch(step=step, directory=workdir, ask=asking(self, location))):
+                answer = await super().run(location, command, *args, job_name=job_name, **rest)
+            emit("ended", step=step, job="", code=answer[1] if answer is not None else 0, problem="")
         if answer is not None and answer[1] and step.rpartition("/")[2].partition("_")[0] in STEPS:
             said = " ".join((answer[0] or "").strip().splitlines()[-LAST_LINES:])
             emit("failed", step=step, reason=f"it ended with code {answer[1]}: {said}", futile=False)

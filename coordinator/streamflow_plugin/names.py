@@ -2,3 +2,5 @@
 
 DATABASE = "CROSSFED_DATABASE"
 """Path of this run's database; unset: StreamFlow's own place."""
+PROGRESS_SECONDS = "CROSSFED_PROGRESS_SECONDS"
+"""Seconds between two looks at a running job's progress file; unset or 0: nobody watches."""

@@ -20,7 +20,8 @@ from streamflow.deployment.connector.queue_manager import QueueManagerConnector
 from streamflow.log_handler import logger
 
 from coordinator.events.event import emit
-from coordinator.schedulers.scheduler import BatchScheduler, Ending, Job
+from coordinator.schedulers.scheduler import FORGOTTEN, BatchScheduler, Ending, Job
+from coordinator.streamflow_plugin.job_progress import JobWatch, asking, interval
 
 PATIENCE_SECONDS = 3600.0
 """How long a scheduler may be silent."""
@@ -44,6 +45,10 @@ class PatientQueue(QueueManagerConnector):
         self._outputs: dict[str, str] = {}
         self._silent_since: dict[str, float] = {}
         self._held_up = 0.0
+        self._steps: dict[str, str] = {}
+        """Step by job."""
+        self._begun: set[str] = set()
+        self._watches: dict[str, asyncio.Task[None]] = {}
 
     async def _shell(self, location: ExecutionLocation, line: str) -> tuple[str, int]:
         """Run a shell line at the login node; returns all that it printed, and its code."""
@@ -98,10 +103,33 @@ class PatientQueue(QueueManagerConnector):
         if "jobs" in self._jobs_cache:
             return self._jobs_cache["jobs"]
         states = await self._states(ids, location)
+        self._note_begins(states)
         self._note_silence([one for one in ids if one not in states])
         ended = self.scheduler.ended(states, ids)
         self._jobs_cache["jobs"] = found = [one for one in ids if one not in ended]
         return found
+
+    def _note_begins(self, states: dict[str, str]) -> None:
+        """Tell once of each job that has left the queue."""
+        for one, state in states.items():
+            if one not in self._begun and state not in self.scheduler.waiting and state != FORGOTTEN:
+                self._begun.add(one)
+                emit("began", step=self._steps.get(one, ""), job=one)
+
+    def _watch(self, job_id: str, directory: str | None, location: ExecutionLocation) -> None:
+        """Begin to look at a job's progress, where anybody wants to know."""
+        if not (seconds := interval()) or not directory:
+            return
+        ask = asking(self, location)
+        watch = JobWatch(step=self._steps[job_id], directory=directory, ask=ask)
+
+        async def estimate() -> None:
+            if line := self.scheduler.query_begin(job_id):
+                begins = self.scheduler.read_begin(await ask([line]) or "")
+                emit("estimated", step=self._steps[job_id], job=job_id, begins=begins)
+
+        watch.waits, watch.estimate = lambda: job_id not in self._begun, estimate
+        self._watches[job_id] = asyncio.create_task(watch.run(seconds))
 
     def _note_silence(self, silent: list[str]) -> None:
         """Tell when a scheduler says nothing of jobs, once, and when it has said nothing for too long."""
@@ -137,7 +165,10 @@ class PatientQueue(QueueManagerConnector):
         return text.strip() if code == 0 else ""
 
     async def _get_returncode(self, job_id: str, location: ExecutionLocation) -> int:
+        if (watch := self._watches.pop(job_id, None)) is not None:
+            watch.cancel()
         ending = await self._ending(job_id, location)
+        emit("ended", step=self._steps.get(job_id, ""), job=job_id, code=ending.step_code, problem=ending.problem)
         if ending.problem:
             tell(f"job {job_id} of {self.deployment_name} {ending.problem}", logging.ERROR)
         return ending.step_code
@@ -180,8 +211,9 @@ class PatientQueue(QueueManagerConnector):
                 raise WorkflowExecutionException(
                     f"{self.scheduler.program} at {self.deployment_name} named no job: {text.strip()[-300:]!r}"
                 )
-            self._outputs[job_id] = output
+            self._outputs[job_id], self._steps[job_id] = output, step
             emit("submitted", step=step, job=job_id)
+            self._watch(job_id, workdir, location)
             return job_id
 
     def _name(self, location: ExecutionLocation) -> str | None:

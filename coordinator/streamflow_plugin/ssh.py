@@ -21,6 +21,7 @@ from streamflow.log_handler import logger
 from coordinator.config.deployments import FACILITY
 from coordinator.events.event import emit
 from coordinator.schedulers.scheduler import step_code
+from coordinator.streamflow_plugin.job_progress import JobWatch, asking, watched
 from coordinator.streamflow_plugin.lanes import CHANNELS, TransferFailed, worth
 from coordinator.streamflow_plugin.patient import step_of, tell
 from coordinator.streamflow_plugin.patient_login import REFUSED, PatientLogin
@@ -124,12 +125,19 @@ class ParallelSSHConnector(SSHConnector):
         emit("executing", step=step_of(job_name))
         text = self._get_command(location, command, environment, workdir, stdin, stdout, stderr, job_name)
         text = self.template_map.get_command(text, location.service, environment, workdir)
-        async with self._get_ssh_client_process(
-            location=location.name, command=tethered(text), stderr=asyncio.subprocess.STDOUT
-        ) as process:
+        step = step_of(job_name)
+        watch = JobWatch(step=step, directory=workdir or ".", ask=asking(self, location))
+        emit("began", step=step, job="")
+        async with (
+            self._get_ssh_client_process(
+                location=location.name, command=tethered(text), stderr=asyncio.subprocess.STDOUT
+            ) as process,
+            watched(watch),
+        ):
             result = await process.wait(timeout=timeout)
         if result.returncode is None:
             raise WorkflowExecutionException(f"the connection to {self.deployment_name} broke during job {job_name}")
+        emit("ended", step=step, job="", code=step_code(result.returncode), problem="")
         if step_code(result.returncode) != result.returncode:
             tell(
                 f"job {job_name} of {self.deployment_name} did not end well: exit code {result.returncode}",
@@ -176,6 +184,7 @@ class ParallelSSHConnector(SSHConnector):
             # round goes on without this facility instead of ending for all.
             tell(f"copying {src} to {self.deployment_name} failed: {error}", logging.ERROR)
             return
+        self._moved("to", src, size, start)
         logger.info(
             f"COMPLETED copy from {src} on local file-system to {dst} on location {location} {_speed(size, start)}"
         )
@@ -192,9 +201,16 @@ class ParallelSSHConnector(SSHConnector):
             )
         except TransferFailed as error:
             raise WorkflowExecutionException(f"FAILED copy of {src} from {self.deployment_name}: {error}") from error
+        self._moved("from", src, size, start)
         logger.info(
             f"COMPLETED copy from {src} on location {location} to {dst} on local file-system {_speed(size, start)}"
         )
+
+    def _moved(self, way: str, path: str, size: int, start: float) -> None:
+        """Tell of a finished transfer."""
+        name = self.deployment_name.removeprefix(FACILITY)
+        seconds = round(time.monotonic() - start, 3)
+        emit("moved", facility=name, way=way, what=Path(path).name, bytes=size, seconds=seconds)
 
     async def undeploy(self, external: bool) -> None:
         await super().undeploy(external)

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 import torch
 
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
+from facility.exchange.messages.progress import Stage
 from facility.sync.protocol import Synchroniser
 from facility.training.data.inputs import RoundInputs
 from facility.training.engine import StepResult
 from facility.training.monitor.account import perplexity
 from facility.training.monitor.clock import Clock
-from facility.training.monitor.progress import Progress
+from facility.training.monitor.progress import Progress, show_stage
 from facility.training.monitor.trace import Trace
 from facility.training.monitor.tracker import Tracker
 from facility.training.parallel.ranks import Ranks, gather, together
@@ -70,8 +71,14 @@ class Round:
         )
         self.times.loaded = time.perf_counter()
 
+    def show(self, stage: Stage) -> None:
+        """Say in the job's directory which stage begins."""
+        done, steps = self.progress.done, self.request.training.steps
+        show_stage(self.ranks, self.request.out.absolute().parent, stage, done=done, steps=steps)
+
     def evaluate_received(self) -> None:
         """Evaluate the received model (once per round), then add what earlier updates left out."""
+        self.show("evaluating")
         if self.saved.checkpoint is None:
             self.progress.loss_received = self.engine.evaluate(self.setup.loader.evaluation())
             if self.request.unsent is not None:
@@ -215,8 +222,10 @@ class Round:
 
     def evaluate_returned(self) -> None:
         """Round the weights to the dtype they are sent in, then evaluate them."""
+        self.show("evaluating")
         with together(self.ranks):
             round_in_place(self.engine.parts, self.request.training.export_dtype)
         self.loss_returned = self.engine.evaluate(self.setup.loader.evaluation())
         log.info("returned: loss %.4f, perplexity %.2f", self.loss_returned, perplexity(self.loss_returned))
         self.times.evaluated_again = time.perf_counter()
+        self.show("saving")

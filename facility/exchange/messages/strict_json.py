@@ -37,7 +37,12 @@ T = TypeVar("T")
 
 def read_json(path: Path, *, most_bytes: int) -> dict[str, Any]:
     """The object in the file `path`. Raises `ManifestError`, also where it is missing (never `FileNotFoundError`)."""
-    text = _text(Path(path), most_bytes)
+    return parse_json(_text(Path(path), most_bytes), where=path)
+
+
+def parse_json(text: str, *, where: Path | str) -> dict[str, Any]:
+    """The object in `text`; `where` names its source in errors. Raises `ManifestError`."""
+    path = where
     try:
         value = json.loads(
             text,
@@ -216,7 +221,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def _bounded(value: Any, path: Path) -> None:
+def _bounded(value: Any, path: Path | str) -> None:
     """Refuse values that are nested too deep, too many, too long or not text."""
     level, count = [value], 0
     for _ in range(DEPTH + 1):

@@ -1,11 +1,11 @@
 """Progress of a round: a log line and `progress.json` in the job's directory, at most once a second.
 
-`progress.json` is for programs: step, steps, loss (nats per prediction), tokens_per_second, seconds_left and time
-(seconds since 1970) of the latest step. It is replaced atomically.
+`progress.json` is `facility.exchange.messages.progress.JobProgress`; it is replaced atomically.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import math
@@ -13,13 +13,32 @@ import os
 import time
 from pathlib import Path
 
+from facility.exchange.messages.progress import FILE, JobProgress, Stage
 from facility.training.engine import StepResult
 from facility.training.parallel.ranks import Ranks
 
 log = logging.getLogger(__name__)
-FILE = "progress.json"
 SECONDS = 1.0
 """Between two reports at least, unless every step is asked for."""
+
+
+def show_stage(ranks: Ranks, directory: Path, stage: Stage, *, done: int = 0, steps: int = 0) -> None:
+    """Replace `progress.json` as a stage begins; the first rank's business alone."""
+    if ranks.first:
+        write_progress(directory, JobProgress(stage=stage, step=done, steps=steps, time=round(time.time(), 3)))
+
+
+def write_progress(directory: Path, message: JobProgress) -> bool:
+    """Replace `progress.json`; False where it cannot be written: a disk that is full must not end the round."""
+    file = directory / FILE
+    temporary = file.with_name(f".{FILE}.{os.getpid()}")
+    try:
+        temporary.write_text(json.dumps(dataclasses.asdict(message)) + "\n")
+        temporary.replace(file)
+    except OSError as error:
+        log.warning("%s cannot be written: %s", file, error)
+        return False
+    return True
 
 
 class Progress:
@@ -28,7 +47,7 @@ class Progress:
     def __init__(self, ranks: Ranks, directory: Path, *, steps: int, step_tokens: int, done: int, always: bool) -> None:
         """`steps` of the round, of which `done` lie before this start; `always`: log each."""
         self.first, self.always, self.steps, self.step_tokens = ranks.first, always, steps, step_tokens
-        self._file = directory / FILE
+        self._directory = directory
         self._began, self._done_before, self._last = time.monotonic(), done, -math.inf
 
     def step(self, done: int, result: StepResult) -> None:
@@ -50,20 +69,15 @@ class Progress:
             self._write(done, result.loss, now - self._began)
 
     def _write(self, done: int, loss: float, seconds: float) -> None:
-        """Replace `progress.json`; a disk that is full must not end the round."""
         speed = (done - self._done_before) / seconds if seconds > 0 else 0.0
-        value = {
-            "step": done,
-            "steps": self.steps,
-            "loss": loss if math.isfinite(loss) else None,
-            "tokens_per_second": round(speed * self.step_tokens, 3),
-            "seconds_left": round(max(0, self.steps - done) / speed, 3) if speed else None,
-            "time": round(time.time(), 3),
-        }
-        temporary = self._file.with_name(f".{FILE}.{os.getpid()}")
-        try:
-            temporary.write_text(json.dumps(value) + "\n")
-            temporary.replace(self._file)
-        except OSError as error:
-            log.warning("%s cannot be written: %s", self._file, error)
+        message = JobProgress(
+            stage="training",
+            step=done,
+            steps=self.steps,
+            loss=loss if math.isfinite(loss) else None,
+            tokens_per_second=round(speed * self.step_tokens, 3),
+            seconds_left=round(max(0, self.steps - done) / speed, 3) if speed else None,
+            time=round(time.time(), 3),
+        )
+        if not write_progress(self._directory, message):
             self.first = False

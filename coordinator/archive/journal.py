@@ -1,0 +1,114 @@
+"""`events.jsonl` in the archive: every transition of a federation with its time, one JSON object a line.
+
+Appended by `crossfed run`. Every line holds `time` (UTC), `unix` (seconds since 1970) and `kind`.
+Times are of the coordinator's clock. What a facility says (a reason, a log) is quoted text, never an event.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+FILE = "events.jsonl"
+KINDS: Mapping[str, str] = {
+    "run_started": "`crossfed run` begins; `rounds`: complete rounds that it goes on from",
+    "round_started": "the steps of a round begin",
+    "queued": "a facility's job is in its queue; `job`",
+    "started": "the job has left the queue (with neither queue nor scheduler: the step has begun)",
+    "stage": "the job says that it is `loading`, `evaluating`, `training` or `saving`; `stage`",
+    "trained": "the job has ended; `code`, and `problem` where the scheduler has one to report",
+    "sent": "a directory has been copied to a facility; `what`, `bytes`, `seconds`",
+    "transferred": "a directory has been copied from a facility; `what`, `bytes`, `seconds`",
+    "verified": "an update is sound and may be averaged",
+    "refused": "a facility's part of a round is lost; `reason`",
+    "log": "the last `lines` of the log of a job that failed",
+    "averaging": "aggregation begins",
+    "averaged": "a round (with groups: a group) is complete; `decision`",
+    "repeated": "a round is asked for again; `reason`",
+    "login_refused": "a facility refuses the login; `reason`",
+    "login_works": "it takes the login again",
+    "stuck": "a job will not begin by itself; `reason`, `advice`",
+    "problem": "anything else that a person should know; `text`",
+    "run_ended": "`crossfed run` ends; `code`, `reason`",
+}
+"""Every kind of line, and what it means."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One line."""
+
+    time: float
+    kind: str
+    """Key of `KINDS`."""
+    facility: str = ""
+    """Empty: the coordinator."""
+    round: int | None = None
+    """With groups: the facility's own round."""
+    detail: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        assert self.kind in KINDS, self.kind
+
+
+class Journal:
+    """Appends to and reads the file. What is appended before the archive exists is kept until it does."""
+
+    def __init__(self, archive: Path) -> None:
+        self.path = archive / FILE
+        self._kept: list[str] = []
+
+    def append(self, kind: str, *, time: float, facility: str = "", round: int | None = None, **detail: Any) -> Entry:
+        """Write one line. A disk that is full stops no federation."""
+        entry = Entry(time=time, kind=kind, facility=facility, round=round, detail=detail)
+        known = {"facility": facility} if facility else {}
+        told = {"time": _iso(time), "unix": _milliseconds(time), "kind": kind, **known}
+        told |= ({"round": round} if round is not None else {}) | detail
+        self._kept.append(json.dumps(told, ensure_ascii=False) + "\n")
+        if self.path.parent.is_dir():
+            lines, self._kept = "".join(self._kept), []
+            with suppress(OSError):
+                handle = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+                try:
+                    os.write(handle, lines.encode())
+                finally:
+                    os.close(handle)
+        return entry
+
+    def read(self) -> list[Entry]:
+        """All lines in order of time; half a line that a crash left is passed over."""
+        try:
+            lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError:
+            return []
+        found = [entry for line in lines if (entry := _entry(line)) is not None]
+        return sorted(found, key=lambda entry: entry.time)
+
+
+def _entry(line: str) -> Entry | None:
+    try:
+        raw = json.loads(line)
+        raw.pop("time", None)
+        return Entry(
+            time=float(raw.pop("unix")),
+            kind=raw.pop("kind"),
+            facility=raw.pop("facility", ""),
+            round=raw.pop("round", None),
+            detail=raw,
+        )
+    except (ValueError, KeyError, TypeError, AttributeError, AssertionError):
+        return None
+
+
+def _iso(seconds: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
+
+
+def _milliseconds(seconds: float) -> float:
+    return float(f"{seconds:.3f}")

@@ -1,0 +1,31 @@
+"""`notify:` in federation.yml: whom to tell when a person is needed or a federation has ended."""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Literal
+
+from facility.exchange.errors import ConfigurationError
+from facility.exchange.text import Line
+from facility.exchange.validation import validated
+
+Occasion = Literal["done", "stopped", "stuck", "login", "lost"]
+OCCASIONS: tuple[Occasion, ...] = ("done", "stopped", "stuck", "login", "lost")
+
+
+@validated(frozen=True, kw_only=True)
+class NotifySettings:
+    """Each occasion is reported once, as one JSON object with `federation`, `event`, `facility`, `round` and `text`."""
+
+    command: list[Line] = field(default_factory=list)
+    """Program and arguments, run without a shell; the JSON object is its standard input. Empty: none."""
+    webhook: Line = ""
+    """`https://...` that the JSON object is posted to, or `file:PATH` of a file that holds this address, which keeps a
+    secret address out of federation.yml. Empty: none."""
+    on: list[Occasion] = field(default_factory=lambda: list(OCCASIONS))
+    """Occasions: `done`, `stopped` (a person is needed), `stuck` (a job cannot start or is silent), `login` (refused or
+    expired), `lost` (a facility's part of a round)."""
+
+    def __post_init__(self) -> None:
+        if self.webhook and not self.webhook.startswith(("https://", "http://localhost", "http://127.0.0.1", "file:")):
+            raise ConfigurationError("webhook is no https:// address and no file:PATH that holds one", key="webhook")

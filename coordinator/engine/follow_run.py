@@ -1,0 +1,49 @@
+"""`crossfed status --follow`: what a run that goes on in another process shows, from the snapshot that it leaves."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
+
+from coordinator.archive.summary import shown
+from coordinator.engine.live import FILE, live_lines, live_table, read_snapshot
+from facility.exchange.errors import InputError
+
+LOOK_SECONDS = 1.0
+LINE_SECONDS = 30.0
+"""Between two groups of lines where there is no terminal."""
+
+
+def follow_run(workdir: Path, *, as_json: bool = False) -> int:
+    """Show the run until it ends; returns 0. Raises `InputError` where there has never been one."""
+    snapshot = read_snapshot(workdir)
+    if snapshot is None:
+        raise InputError(f"there is no {workdir / FILE}: no run has begun here; `crossfed run` begins one")
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    if as_json:
+        print(json.dumps(dataclasses.asdict(snapshot)))
+        return 0
+    if console.is_terminal:
+        with Live(live_table(snapshot), console=console, refresh_per_second=2) as live:
+            while snapshot.alive:
+                time.sleep(LOOK_SECONDS)
+                snapshot = read_snapshot(workdir) or snapshot
+                live.update(live_table(snapshot))
+    else:
+        last = 0.0
+        while True:
+            if not snapshot.alive or time.monotonic() - last >= LINE_SECONDS:
+                last = time.monotonic()
+                print("\n".join(live_lines(snapshot)), flush=True)
+            if not snapshot.alive:
+                break
+            time.sleep(LOOK_SECONDS)
+            snapshot = read_snapshot(workdir) or snapshot
+    console.print(f"the run has ended: {shown(snapshot.ended or 'it was killed')}", markup=False)
+    return 0

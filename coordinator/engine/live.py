@@ -1,0 +1,136 @@
+"""How far each facility is, for a person: a snapshot of the run, and its table. `crossfed status --follow` reads the
+snapshot that `crossfed run` leaves, so that watching costs no login.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.markup import escape
+from rich.table import Table
+
+from coordinator.archive.summary import shown
+from facility.exchange.files.durable import write_text
+
+FILE = "live.json"
+STALE_SECONDS = 30.0
+"""A snapshot older than this is of a run that has ended or was killed: a living one renews it."""
+
+
+@dataclass(kw_only=True)
+class FacilityState:
+    """One facility, now."""
+
+    state: str = "waiting"
+    """waiting, queued, training, receiving, done, or why it is out."""
+    since: float = 0.0
+    """Seconds since 1970, as all times here."""
+    job: str = ""
+    begins: str = ""
+    """When the scheduler expects the waiting job to begin, in its own words."""
+    stage: str = ""
+    step: int = 0
+    steps: int = 0
+    loss: float | None = None
+    tokens_per_second: float = 0.0
+    seconds_left: float | None = None
+    heard: float = 0.0
+    """Last sign of life of the job; 0: none yet."""
+
+
+@dataclass(kw_only=True)
+class Snapshot:
+    """A run, now."""
+
+    federation: str
+    heading: str
+    coordinator: str
+    """What the coordinator does."""
+    time: float
+    ended: str = ""
+    """Why the run ended; empty: it goes on."""
+    facilities: dict[str, FacilityState] = field(default_factory=dict)
+
+    @property
+    def alive(self) -> bool:
+        return not self.ended and time.time() - self.time < STALE_SECONDS
+
+
+def write_snapshot(workdir: Path, snapshot: Snapshot) -> None:
+    write_text(workdir / FILE, json.dumps(dataclasses.asdict(snapshot)) + "\n")
+
+
+def read_snapshot(workdir: Path) -> Snapshot | None:
+    """The latest one; None where there is none."""
+    try:
+        raw = json.loads((workdir / FILE).read_text())
+        raw["facilities"] = {name: FacilityState(**one) for name, one in raw["facilities"].items()}
+        return Snapshot(**raw)
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def live_table(snapshot: Snapshot, now: float | None = None) -> Table:
+    """One line a facility."""
+    now = time.time() if now is None else now
+    result = Table(title=escape(f"{snapshot.heading}: {shown(snapshot.coordinator)}"), title_justify="left")
+    for name in ("facility", "state", "for", "step", "loss", "tokens/s", "time left", "last sign of life"):
+        result.add_column(name, justify="left" if name in ("facility", "state") else "right")
+    for name, one in snapshot.facilities.items():
+        result.add_row(*(escape(text) for text in (name, *_cells(one, now))))
+    return result
+
+
+def live_lines(snapshot: Snapshot, now: float | None = None) -> list[str]:
+    """The same as plain lines."""
+    now = time.time() if now is None else now
+    return [f"{snapshot.heading}: {name}: {sentence(one, now)}" for name, one in snapshot.facilities.items()]
+
+
+def sentence(one: FacilityState, now: float) -> str:
+    """One facility in a line of text."""
+    state, span, step, loss, speed, left, heard = _cells(one, now)
+    parts = [f"{state} for {span}", f"step {step}" if step else "", f"loss {loss}" if loss else ""]
+    parts += [
+        f"{speed} tokens/s" if speed else "",
+        f"{left} left" if left else "",
+        f"heard {heard} ago" if heard else "",
+    ]
+    return ", ".join(filter(None, parts))
+
+
+def _cells(one: FacilityState, now: float) -> tuple[str, ...]:
+    state = shown(one.state)
+    if one.state.startswith("queued"):
+        state += f" since {_clock(one.since)}" + (f", expected to begin {shown(one.begins)}" if one.begins else "")
+    at_work = bool(one.stage)
+    if at_work and one.stage != "training":
+        state = one.stage
+    steps = f"{one.step} of {one.steps}" if at_work and one.steps else ""
+    return (
+        state,
+        span(now - one.since),
+        steps,
+        f"{one.loss:.4f}" if at_work and one.loss is not None else "",
+        f"{one.tokens_per_second:,.0f}" if at_work and one.tokens_per_second else "",
+        span(one.seconds_left) if at_work and one.seconds_left is not None and one.stage == "training" else "",
+        span(now - one.heard) if at_work and one.heard else "",
+    )
+
+
+def _clock(seconds: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(seconds))
+
+
+def span(seconds: float) -> str:
+    """`42 s`, `3:07 min`, `2:30 h`."""
+    whole = max(0, round(seconds))
+    if whole < 100:
+        return f"{whole} s"
+    if whole < 6000:
+        return f"{whole // 60}:{whole % 60:02d} min"
+    return f"{whole // 3600}:{whole // 60 % 60:02d} h"

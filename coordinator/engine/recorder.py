@@ -1,0 +1,175 @@
+"""What a run's events leave behind: lines of the archive's `events.jsonl`, the live snapshot, notifications."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from coordinator.archive.journal import Journal
+from coordinator.engine.live import FacilityState, Snapshot, span, write_snapshot
+from coordinator.engine.notify import Notifier
+from coordinator.engine.progress import Progress
+from coordinator.engine.queues import facility_of
+from coordinator.events.event import Event
+
+SILENT_SECONDS = 1800.0
+"""A training job without a sign of life for so long is reported."""
+RENEW_SECONDS = 2.0
+"""Between two snapshots."""
+DIRECTORIES = ("model", "sent", "update")
+"""Transfers worth a line; settings and the like are not."""
+
+
+class Recorder:
+    """Hears every event after `Progress` has taken it."""
+
+    def __init__(
+        self,
+        *,
+        federation: str,
+        progress: Progress,
+        journal: Journal,
+        notifier: Notifier,
+        workdir: Path,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.federation, self.progress, self.journal, self.notifier = federation, progress, journal, notifier
+        self.workdir, self.clock = workdir, clock
+        self._stages: dict[str, str] = {}
+        self._written = 0.0
+
+    def hear(self, event: Event) -> None:
+        """Record one event."""
+        if (record := getattr(self, f"_on_{event.kind}", None)) is not None:
+            record(event)
+
+    def begin(self, rounds: int) -> None:
+        self.journal.append("run_started", time=self.clock(), rounds=rounds)
+
+    def end(self, code: int, reason: str, *, done: bool) -> None:
+        """The run is over; `done`: the whole federation is."""
+        self.journal.append("run_ended", time=self.clock(), code=code, reason=reason)
+        if done:
+            self.notifier.tell("done", f"federation {self.federation} is done", once="end")
+        elif code:
+            self.notifier.tell("stopped", f"federation {self.federation} stopped: {reason}", once="end")
+        self.write(ended=reason or "done")
+
+    def stuck(self, facility: str, job: str, reason: str, advice: str) -> None:
+        """A job that will not begin by itself."""
+        self.journal.append("stuck", time=self.clock(), facility=facility, job=job, reason=reason, advice=advice)
+        text = f"{facility}: job {job} will not begin by itself ({reason}): {advice}"
+        self.notifier.tell("stuck", text, facility=facility, once=f"{job} {reason}")
+
+    def expiring(self, facility: str, sentence: str) -> None:
+        """A certificate that ends soon or has ended."""
+        self.notifier.tell("login", sentence, facility=facility, once=sentence)
+
+    def tick(self) -> None:
+        """Renew the snapshot, and look for jobs that have gone silent."""
+        now = self.clock()
+        if now - self._written < RENEW_SECONDS:
+            return
+        for name, one in self.progress.live.items():
+            if one.stage and one.heard and now - one.heard > SILENT_SECONDS:
+                text = f"{name}: no sign of life from its job for {span(now - one.heard)}"
+                self.notifier.tell("stuck", text, facility=name, once=f"silent {one.heard}")
+        self.write()
+
+    def write(self, ended: str = "") -> None:
+        """Leave the snapshot for `crossfed status --follow`."""
+        self._written = self.clock()
+        progress = self.progress
+        facilities = {name: progress.live.get(name, FacilityState()) for name in progress.facilities}
+        try:
+            write_snapshot(
+                self.workdir,
+                Snapshot(
+                    federation=self.federation,
+                    heading=progress.heading,
+                    coordinator=progress.step,
+                    time=self._written,
+                    ended=ended,
+                    facilities=facilities,
+                ),
+            )
+        except OSError:
+            return  # a disk that is full stops no federation
+
+    def _append(self, kind: str, event: Event, facility: str = "", **detail) -> None:
+        number = event.fields.get("round")
+        number = self.progress.round_of(facility) if number is None else int(number)
+        self.journal.append(kind, time=event.time or self.clock(), facility=facility, round=number, **detail)
+
+    def _on_starting(self, event: Event) -> None:
+        self._append("round_started", event)
+
+    def _on_executing(self, event: Event) -> None:
+        if str(event["step"]).rpartition("/")[2] == "aggregate":
+            self._append("averaging", event)
+
+    def _on_submitted(self, event: Event) -> None:
+        if name := self._whose(event):
+            self._append("queued", event, name, job=event["job"])
+
+    def _on_began(self, event: Event) -> None:
+        if name := self._whose(event):
+            self._append("started", event, name, **({"job": event["job"]} if event["job"] else {}))
+
+    def _on_progress(self, event: Event) -> None:
+        name = self._whose(event)
+        if name and self._stages.get(name) != event["stage"]:
+            self._stages[name] = event["stage"]
+            self._append("stage", event, name, stage=event["stage"])
+
+    def _on_ended(self, event: Event) -> None:
+        if name := self._whose(event):
+            self._stages.pop(name, None)
+            said = {"problem": event["problem"]} if event["problem"] else {}
+            self._append("trained", event, name, code=event["code"], **said)
+
+    def _on_moved(self, event: Event) -> None:
+        if event["what"] in DIRECTORIES:
+            kind = "sent" if event["way"] == "to" else "transferred"
+            figures = {key: event[key] for key in ("what", "bytes", "seconds")}
+            self._append(kind, event, self.progress.facility(str(event["facility"])), **figures)
+
+    def _on_received(self, event: Event) -> None:
+        self._append("verified", event, event["facility"])
+
+    def _on_refused(self, event: Event) -> None:
+        name, reason = str(event["facility"]), str(event["reason"])
+        self._append("refused", event, name, reason=reason)
+        text = f"round {event['round']} goes on without {name}: {reason}"
+        self.notifier.tell("lost", text, facility=name, round=event["round"])
+
+    def _on_log(self, event: Event) -> None:
+        self._append("log", event, event["facility"], lines=event["lines"])
+
+    def _on_complete(self, event: Event) -> None:
+        self._append("averaged", event, decision=event["decision"])
+
+    def _on_group(self, event: Event) -> None:
+        self._append("averaged", event, decision=event["text"])
+
+    def _on_again(self, event: Event) -> None:
+        self._append("repeated", event, reason=event["reason"])
+
+    def _on_login_refused(self, event: Event) -> None:
+        name = self.progress.facility(str(event["facility"]))
+        self._append("login_refused", event, name, reason=event["reason"])
+        text = f"{name} refuses the login ({event['reason']}): `crossfed login {name}`"
+        self.notifier.tell("login", text, facility=name, once="refused")
+
+    def _on_login_works(self, event: Event) -> None:
+        name = self.progress.facility(str(event["facility"]))
+        self._append("login_works", event, name)
+        self.notifier.forget("login", name)
+
+    def _on_problem(self, event: Event) -> None:
+        self._append("problem", event, text=event["text"])
+
+    def _whose(self, event: Event) -> str:
+        name = facility_of(str(event["step"]))
+        return name if name in self.progress.facilities else ""

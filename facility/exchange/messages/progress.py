@@ -1,0 +1,57 @@
+"""`progress.json`: how far a facility's job is.
+
+The trainer replaces it in the job's directory, the coordinator reads it over the connection that it has anyway.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from facility.exchange.messages.report import MOST_COUNT, MOST_LOSS
+from facility.exchange.messages.strict_json import Fields, parse_json
+
+FILE = "progress.json"
+MOST_BYTES = 4096
+"""What is read of the file."""
+MOST_STEPS = 10**9
+MOST_SECONDS = 1e9
+STAGES = ("loading", "evaluating", "training", "saving")
+Stage = Literal["loading", "evaluating", "training", "saving"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobProgress:
+    """What a job says of itself while it runs."""
+
+    stage: Stage = "training"
+    step: int = 0
+    """Optimizer steps done."""
+    steps: int = 0
+    """Of the round; 0: not known yet."""
+    loss: float | None = None
+    """Of the latest step, nats per prediction."""
+    tokens_per_second: float = 0.0
+    seconds_left: float | None = None
+    """Until the last step, at the speed so far."""
+    time: float = 0.0
+    """Of the latest change on the facility's clock, seconds since 1970."""
+
+
+def read_progress(text: str) -> JobProgress:
+    """The message in a file's text. Raises `ManifestError` where it is malformed or holds impossible values."""
+    found = Fields(raw=parse_json(text[:MOST_BYTES], where=FILE), where=FILE)
+    found = found.only([field.name for field in fields(JobProgress)])
+
+    def optional(name: str, most: float) -> float | None:
+        return None if found.raw.get(name) is None else found.number(name, least=-most, most=most)
+
+    return JobProgress(
+        stage=found.one_of("stage", "training", STAGES),
+        step=found.whole("step", 0, most=MOST_STEPS),
+        steps=found.whole("steps", 0, most=MOST_STEPS),
+        loss=optional("loss", MOST_LOSS),
+        tokens_per_second=found.number("tokens_per_second", 0.0, most=MOST_COUNT),
+        seconds_left=optional("seconds_left", MOST_SECONDS),
+        time=found.number("time", 0.0),
+    )

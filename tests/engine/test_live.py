@@ -1,0 +1,265 @@
+"""What a watched run shows, records and reports follows from its events, and from nothing a facility could forge."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from coordinator.archive.journal import KINDS as LINES
+from coordinator.archive.journal import Journal
+from coordinator.config.federation import read_federation
+from coordinator.config.notifying import NotifySettings
+from coordinator.engine.live import live_lines, read_snapshot
+from coordinator.engine.notify import Notifier
+from coordinator.engine.progress import Progress
+from coordinator.engine.recorder import SILENT_SECONDS, Recorder
+from coordinator.events.event import KINDS, VARIABLE, Event
+from coordinator.events.follow import EventFile
+from coordinator.streamflow_plugin.job_progress import JobWatch, command
+from facility.exchange.errors import ConfigurationError, ManifestError
+from facility.exchange.messages.progress import MOST_BYTES, JobProgress, read_progress
+from tests.engine.engines import crossfed
+from tests.federations import write_federation
+
+STEP = "/rounds/train_a"
+AT_WORK = {"stage": "training", "done": 3, "steps": 8, "loss": 2.5, "tokens_per_second": 120.0, "seconds_left": 50.0}
+
+
+def event(kind: str, at: float = 0.0, **fields) -> Event:
+    assert set(fields) == set(KINDS[kind])
+    return Event(kind=kind, fields=fields, time=at)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{",
+        '{"step": -1}',
+        '{"step": 1e3}',
+        '{"loss": NaN}',
+        '{"loss": "2"}',
+        '{"stage": "mining"}',
+        '{"step": 1, "step": 2}',
+        '{"shell": "rm"}',
+        '{"tokens_per_second": 1e300}',
+        '{"step": 1}' + " " * MOST_BYTES + "]",
+        "[" * 5000,
+    ],
+)
+def test_a_progress_file_that_is_none_is_refused(text: str):
+    if text.endswith("]") and text.startswith('{"step"'):
+        assert read_progress(text).step == 1  # what lies beyond the size that is read does not exist
+        return
+    with pytest.raises(ManifestError):
+        read_progress(text)
+
+
+def test_a_job_is_looked_at_by_one_plain_command_and_emits_only_changes(tmp_path: Path, monkeypatch):
+    events = EventFile(tmp_path / "events")
+    monkeypatch.setenv(VARIABLE, str(events.path))
+    answers = ['{"stage": "loading", "time": 1}', '{"stage": "loading", "time": 1}', "garbage", None, '{"step": 2}']
+    asked: list[list[str]] = []
+
+    async def ask(words: list[str]) -> str | None:
+        asked.append(words)
+        return answers.pop(0)
+
+    watch = JobWatch(step=STEP, directory="/scratch/it's", ask=ask)
+
+    async def look() -> None:
+        while answers:
+            await watch.look()
+
+    asyncio.run(look())
+    assert asked == [command("/scratch/it's")] * 5 and len(asked[0]) == 4 and asked[0][0] == "head"
+    assert subprocess.run(
+        ["sh", "-c", f"printf '%s\\n' {' '.join(asked[0])}"], capture_output=True
+    ).stdout.decode() == ("head\n-c\n4096\n/scratch/it's/progress.json\n")
+    assert [(one["stage"], one["done"]) for one in events.new()] == [("loading", 0), ("training", 2)]
+
+
+def recorder(tmp_path: Path, **notify) -> tuple[Recorder, Progress, dict[str, float]]:
+    now = {"now": 1000.0}
+    progress = Progress(["a", "b"], rounds=2, clock=lambda: now["now"], wall=lambda: now["now"])
+    settings = NotifySettings(**notify)
+    notifier = Notifier("f", settings, tmp_path, lambda sentence: None)
+    (tmp_path / "archive").mkdir(exist_ok=True)
+    made = Recorder(
+        federation="f",
+        progress=progress,
+        journal=Journal(tmp_path / "archive"),
+        notifier=notifier,
+        workdir=tmp_path,
+        clock=lambda: now["now"],
+    )
+    return made, progress, now
+
+
+def feed(made: Recorder, *events: Event) -> None:
+    for one in events:
+        made.progress.feed(one)
+        made.hear(one)
+
+
+def test_a_job_from_the_queue_to_its_update(tmp_path: Path):
+    made, progress, now = recorder(tmp_path)
+    made.begin(0)
+    feed(
+        made,
+        event("starting", at=1, round=0, model="m"),
+        event("moved", at=2, facility="a-ssh", way="to", what="model", bytes=10, seconds=0.5),
+        event("moved", at=2, facility="a-ssh", way="to", what="a.json", bytes=10, seconds=0.5),
+        event("submitted", at=3, step=STEP, job="17"),
+        event("estimated", step=STEP, job="17", begins="2026-11-22T11:00:00"),
+    )
+    now["now"] = 1042.0
+    made.write()
+    snapshot = read_snapshot(tmp_path)
+    assert snapshot is not None
+    line = live_lines(snapshot, 1042.0)[0]
+    assert "queued as job 17 for 42 s" in line.replace(line[line.index(" since") : line.index(" for 42")], "")
+    assert "expected to begin 2026-11-22T11:00:00" in line
+    feed(made, event("began", at=4, step=STEP, job="17"), event("progress", at=1040, step=STEP, **AT_WORK))
+    made.write()
+    snapshot = read_snapshot(tmp_path)
+    assert snapshot is not None
+    assert live_lines(snapshot, 1042.0)[0].endswith(
+        "training for 0 s, step 3 of 8, loss 2.5000, 120 tokens/s, 50 s left, heard 2 s ago"
+    )
+    feed(
+        made,
+        event("ended", at=5, step=STEP, job="17", code=0, problem=""),
+        event("moved", at=6, facility="a-ssh", way="from", what="update", bytes=20, seconds=1.0),
+        event("received", at=7, facility="a", round=0),
+        event("refused", at=7, facility="b", round=0, reason="its node burnt"),
+        event("log", at=7, facility="b", round=0, lines=["Traceback", "fire"]),
+        event("executing", at=8, step="/rounds/aggregate"),
+        event("complete", at=9, round=0, decision="go on"),
+    )
+    entries = made.journal.read()
+    assert [(one.kind, one.facility) for one in entries if one.time < 100] == [
+        ("round_started", ""),
+        ("sent", "a"),
+        ("queued", "a"),
+        ("started", "a"),
+        ("trained", "a"),
+        ("transferred", "a"),
+        ("verified", "a"),
+        ("refused", "b"),
+        ("log", "b"),
+        ("averaging", ""),
+        ("averaged", ""),
+    ]
+    assert {one.round for one in entries if one.kind not in ("run_started",)} == {0}
+    assert all(one.kind in LINES for one in entries)
+
+
+def test_a_line_that_a_crash_cut_is_passed_over(tmp_path: Path):
+    journal = Journal(tmp_path)
+    journal.append("round_started", time=1.0, round=3)
+    with open(journal.path, "a") as file:
+        file.write('{"time": "2026')
+    assert [(one.kind, one.round) for one in journal.read()] == [("round_started", 3)]
+
+
+def test_each_occasion_is_told_once_to_command_and_webhook(tmp_path: Path):
+    received: list[dict] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            received.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    (tmp_path / "secret").write_text(f"http://127.0.0.1:{server.server_port}/hook\n")
+    script = "import sys; open('told', 'a').write(sys.stdin.read() + '\\n')"
+    made, progress, now = recorder(tmp_path, command=[sys.executable, "-c", script], webhook="file:secret")
+    progress.feed(event("starting", round=0, model="m"))
+    refused = event("login_refused", facility="a-ssh", host="login.a", reason="Permission denied")
+    works = event("login_works", facility="a-ssh", host="login.a")
+    lost = event("refused", facility="b", round=0, reason="gone\x1b[2J")
+    feed(made, refused, refused, works, refused, lost, lost)
+    made.stuck("a", "7", "JobHeldUser", "release it")
+    made.stuck("a", "7", "JobHeldUser", "release it")
+    feed(made, works, event("progress", at=now["now"], step=STEP, **AT_WORK))
+    now["now"] += SILENT_SECONDS + 1
+    made.tick()
+    now["now"] += 10
+    made.tick()
+    made.end(0, "", done=True)
+    made.notifier.close()
+    server.shutdown()
+    told = [json.loads(line) for line in (tmp_path / "told").read_text().splitlines()]
+    expected = [("login", "a"), ("login", "a"), ("lost", "b"), ("stuck", "a"), ("stuck", "a"), ("done", "")]
+    assert [(one["event"], one["facility"]) for one in told] == expected
+    assert [(one["event"], one["facility"]) for one in received] == expected
+    assert "\x1b" not in told[2]["text"]
+
+
+def test_a_command_that_hangs_or_fails_holds_nothing_up(tmp_path: Path):
+    said: list[str] = []
+    settings = NotifySettings(command=["/does/not/exist", "TOKEN"], on=["done"])
+    notifier = Notifier("f", settings, tmp_path, said.append)
+    start = time.monotonic()
+    notifier.tell("done", "x")
+    notifier.tell("lost", "not asked for")
+    assert time.monotonic() - start < 1
+    notifier.close()
+    assert len(said) == 1 and "TOKEN" not in said[0]
+
+
+def test_a_webhook_that_anyone_could_read_is_refused():
+    with pytest.raises(ConfigurationError, match="webhook"):
+        NotifySettings(webhook="http://example.org/hook")
+
+
+def test_a_real_run_leaves_every_transition_and_its_end_can_be_followed(tmp_path: Path):
+    told = tmp_path / "told"
+    command = [sys.executable, "-c", f"import sys; open({str(told)!r}, 'a').write(sys.stdin.read())"]
+    path = write_federation(
+        tmp_path, ["a"], rounds=1, final_evaluation=False, progress_seconds=1, notify={"command": command}
+    )
+    process = crossfed("run", "--quiet", "-f", path, folder=tmp_path / "engine")
+    text, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, text
+    entries = Journal(read_federation(path).archive_path).read()
+    kinds = [one.kind for one in entries if one.kind != "stage"]
+    assert kinds == [
+        "run_started",
+        "round_started",
+        "started",
+        "trained",
+        "verified",
+        "averaging",
+        "averaged",
+        "run_ended",
+    ]
+    stages = [one.detail["stage"] for one in entries if one.kind == "stage"]
+    assert stages and stages == [one for one in ("loading", "evaluating", "training", "saving") if one in stages]
+    assert json.loads(told.read_text())["event"] == "done"
+    follow = crossfed("status", "--follow", "-f", path, folder=tmp_path / "engine")
+    text, _ = follow.communicate(timeout=60)
+    assert follow.returncode == 0 and "a: done" in text and "the run has ended" in text, text
+
+
+def test_progress_json_is_what_the_trainer_writes(tmp_path: Path):
+    from facility.training.monitor.progress import write_progress
+
+    message = JobProgress(stage="saving", step=4, steps=4, loss=1.5, tokens_per_second=3.0, seconds_left=0.0, time=9.0)
+    assert write_progress(tmp_path, message)
+    assert read_progress((tmp_path / "progress.json").read_text()) == message
