@@ -65,6 +65,16 @@ class FacilityRow:
     sent_bytes: int = 0
     received_bytes: int = 0
     """Of its update as it travelled."""
+    phases: dict[str, float] = field(default_factory=dict)
+    """Seconds at the facility by phase: load, train, evaluate, save."""
+    loss_returned: float | None = None
+    ranks: int = 0
+    devices: list[str] = field(default_factory=list)
+    versions: dict[str, str] = field(default_factory=dict)
+    update_sha256: str = ""
+    """Digest of the update's content (`Manifest.content_sha256`)."""
+    usage: dict[str, Any] = field(default_factory=dict)
+    """What the job used (`facility.exchange.messages.usage`); empty: not reported."""
     holds: str = ""
     """Digest of the model that it said to keep; empty: none."""
 
@@ -89,6 +99,8 @@ class RoundFile:
     finished: str = ""
     """UTC, ISO 8601."""
     aggregation: dict[str, Any] = field(default_factory=dict)
+    model_sha256: str = ""
+    """Digest of the new model's content."""
     message: dict[str, Any] = field(default_factory=dict)
     """The difference between the new model and the one before: encoding, bytes, error; or why there is none."""
     format: int = FORMAT

@@ -34,6 +34,10 @@ from facility.exchange.messages.report import Failure, Report, read_failure, rea
 from facility.exchange.messages.strict_json import clean
 
 
+MOST_DEVICES = 16
+"""Names of devices kept of a facility's report."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Arrived:
     """What the receive steps handed on."""
@@ -203,6 +207,7 @@ def _commit(
                 dataclasses.replace(row, reason=row.reason or capped.told.get(row.facility, "")) for row in rows
             ],
             message=message,
+            model_sha256=read_manifest(directory / "model").content_sha256,
             global_loss=losses[-1],
             global_loss_over=sorted(told[-1]),
             decision=decision.reason,
@@ -292,6 +297,7 @@ def _row(
         row = dataclasses.replace(
             row,
             received_bytes=int(manifest.extra.get("message_bytes") or bytes_of(manifest)),
+            update_sha256=manifest.content_sha256,
             holds=str(manifest.extra.get(KEEPS, "")),
         )
     if name in arrived.failures or name in quarantined:
@@ -308,7 +314,12 @@ def _row(
         steps=report.steps,
         seconds=report.seconds.load + report.seconds.train + report.seconds.evaluate + report.seconds.save,
         tokens_per_second=report.tokens_per_second,
+        phases=dataclasses.asdict(report.seconds),
+        ranks=report.ranks,
+        devices=report.devices[:MOST_DEVICES],
+        versions=report.versions,
         loss_received=report.loss_received,
+        loss_returned=report.loss_returned,
         perplexity_received=report.perplexity_received,
         perplexity_returned=report.perplexity_returned,
     )

@@ -1,0 +1,181 @@
+"""What each facility did when: segments of time from the archive's events, for the report's timeline."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from coordinator.archive.journal import Entry
+
+KINDS: Mapping[str, str] = {
+    "queue": "the job waits in its queue",
+    "load": "the job starts and loads model and data",
+    "train": "optimizer steps",
+    "evaluate": "evaluation of the received and the returned model",
+    "save": "update and state are written",
+    "transfer": "model or update on its way",
+    "wait": "done, waiting for the other facilities and for aggregation",
+    "login": "the facility refuses the login",
+    "lost": "work of a job whose update did not enter the round",
+}
+"""Kind of segment and its meaning; what no segment covers is idle."""
+STAGES = {"loading": "load", "evaluating": "evaluate", "training": "train", "saving": "save"}
+ORDER = ("load", "train", "evaluate", "save")
+
+Phases = Mapping[tuple[int, str], Mapping[str, float]]
+"""Seconds by phase of the job of a round and facility, as it reports itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """One span of one facility's time."""
+
+    facility: str
+    kind: str
+    """Key of `KINDS`."""
+    begin: float
+    """Seconds since 1970."""
+    end: float
+    round: int | None = None
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.begin
+
+
+def segments(entries: Iterable[Entry], phases: Phases) -> list[Segment]:
+    """All facilities' segments in order of time; what is open at the last entry ends there."""
+    lanes: dict[str, _Lane] = {}
+    last = 0.0
+    for entry in entries:
+        last = max(last, entry.time)
+        if entry.kind in ("averaged", "run_ended", "run_started"):
+            for lane in lanes.values():
+                lane.close(entry.time, lost=entry.kind != "averaged")
+        elif entry.facility:
+            lanes.setdefault(entry.facility, _Lane(entry.facility, phases)).take(entry)
+    for lane in lanes.values():
+        lane.close(last, lost=False)
+    return sorted((one for lane in lanes.values() for one in lane.found), key=lambda one: (one.begin, one.facility))
+
+
+class _Lane:
+    """One facility's time, fed entry by entry."""
+
+    def __init__(self, facility: str, phases: Phases) -> None:
+        self.facility, self.phases = facility, phases
+        self.found: list[Segment] = []
+        self.queued: float | None = None
+        self.started: float | None = None
+        self.waits: float | None = None
+        self.refused_login: float | None = None
+        self.round: int | None = None
+        self.marks: list[tuple[float, str]] = []
+
+    def take(self, entry: Entry) -> None:
+        now, seconds = entry.time, float(entry.detail.get("seconds", 0.0))
+        if entry.round is not None:
+            self.round = entry.round
+        match entry.kind:
+            case "queued":
+                self.queued, self.waits = now, None
+            case "started":
+                self._leave_queue(now)
+                self.started, self.marks, self.waits = now, [], None
+            case "stage":
+                self.marks.append((now, STAGES.get(str(entry.detail.get("stage")), "train")))
+            case "trained":
+                self._end_job(now)
+                self.waits = now
+            case "sent":
+                self._add("transfer", now - seconds, now)
+            case "transferred":
+                if self.waits is not None:
+                    self._add("wait", self.waits, now - seconds)
+                self._add("transfer", now - seconds, now)
+                self.waits = now
+            case "refused":
+                mine = [one for one in self.found if one.round == entry.round and one.kind in ORDER]
+                self.found = [one for one in self.found if one not in mine]
+                self.found += [_as_lost(one) for one in mine]
+            case "login_refused":
+                self.refused_login = now
+            case "login_works" if self.refused_login is not None:
+                self._add("login", self.refused_login, now)
+                self.refused_login = None
+
+    def close(self, now: float, *, lost: bool) -> None:
+        """A round or a run ends: whatever is open ends with it."""
+        if self.queued is not None:
+            self._leave_queue(now)
+        if self.started is not None:
+            if lost:
+                self._add("lost", self.started, now)
+                self.started = None
+            else:
+                self._end_job(now)
+        if self.waits is not None:
+            self._add("wait", self.waits, now)
+        self.waits = None
+
+    def _leave_queue(self, now: float) -> None:
+        if self.queued is not None:
+            self._add("queue", self.queued, now)
+            self.queued = None
+
+    def _end_job(self, now: float) -> None:
+        told = self.phases.get((-1 if self.round is None else self.round, self.facility), {})
+        begin = self.started
+        if begin is None:  # never seen running: it was so short that the scheduler was not asked meanwhile
+            queued = now if self.queued is None else self.queued
+            begin = max(queued, now - sum(told.values())) if told else now
+            self._leave_queue(begin)
+        self.found += self._parts(begin, now, told)
+        self.started = None
+
+    def _parts(self, begin: float, end: float, told: Mapping[str, float]) -> list[Segment]:
+        """A job's time by stage: as observed, else as it reported itself."""
+        cuts = [(begin, "load"), *self.marks]
+        if not self.marks and (known := sum(told.values())) > 0:
+            scale = min(1.0, (end - begin) / known)
+            moment = end - known * scale
+            for name in ORDER:
+                cuts.append((moment, name))
+                moment += told.get(name, 0.0) * scale
+        elif not self.marks:
+            cuts = [(begin, "train")]
+        ends = [moment for moment, _ in cuts[1:]] + [end]
+        spans = [(kind, at, until) for (at, kind), until in zip(cuts, ends, strict=True) if until > at]
+        return [
+            Segment(facility=self.facility, kind=kind, begin=at, end=until, round=self.round)
+            for kind, at, until in spans
+        ]
+
+    def _add(self, kind: str, begin: float, end: float) -> None:
+        if end > begin:
+            self.found.append(Segment(facility=self.facility, kind=kind, begin=begin, end=end, round=self.round))
+
+
+def _as_lost(one: Segment) -> Segment:
+    return Segment(facility=one.facility, kind="lost", begin=one.begin, end=one.end, round=one.round)
+
+
+def totals(found: Sequence[Segment], facilities: Sequence[str]) -> dict[str, dict[str, float]]:
+    """Seconds by facility and kind, and `idle`: what no segment covers of the time between the first and the last."""
+    if not found:
+        return {}
+    begin, end = min(one.begin for one in found), max(one.end for one in found)
+    result: dict[str, dict[str, float]] = {}
+    for name in facilities:
+        own = [one for one in found if one.facility == name]
+        sums: dict[str, float] = defaultdict(float)
+        for one in own:
+            sums[one.kind] += one.seconds
+        covered, reached = 0.0, begin
+        for one in sorted(own, key=lambda one: one.begin):
+            covered += max(0.0, one.end - max(one.begin, reached))
+            reached = max(reached, one.end)
+        result[name] = {kind: round(sums[kind], 3) for kind in KINDS if sums[kind]}
+        result[name]["idle"] = round(max(0.0, end - begin - covered), 3)
+    return result
