@@ -325,14 +325,21 @@ def rewind(
 ) -> None:
     """Go back to a round: it and later ones are set aside in the archive; `crossfed run` goes on from there."""
     from coordinator.archive.rewind import rewind as go_back
+    from coordinator.archive.rewind import stateless
     from coordinator.archive.rounds import Archive
     from coordinator.config.federation import read_federation
     from coordinator.engine.run import only_one
 
     described = read_federation(federation)
     with only_one(described):
-        aside = go_back(Archive(described.archive_path), to)
+        archive = Archive(described.archive_path)
+        aside = go_back(archive, to)
     print(f"round {to} comes next; what was made from it on is in {aside}")
+    if stateless(archive, to):
+        print(
+            "the archive keeps the float32 master and the server optimizer's state of the newest round alone: "
+            f"round {to} begins from its half-precision model and a fresh server optimizer"
+        )
 
 
 @app.command(rich_help_panel=PLAN)

@@ -45,7 +45,7 @@ from facility.rounds.kept import default_directory
 from facility.rounds.models import Models, digest_of, tell
 from facility.rounds.personal import Personal
 from facility.rounds.smaller import make_smaller, unsent
-from facility.rounds.sweep import sweep
+from facility.rounds.sweep import forget_earlier, sweep
 
 GO, DONE, FAILED = "train", "done", "failed"
 """What the first task tells the others."""
@@ -111,6 +111,7 @@ def run(job: Job) -> Ending:
             link_tree(found, job.out)
             job.notes.write("first", DONE)
             return Ending(code=0, reason="")
+        finished.drop_before(job.round)
         _clear(job.out)
         if job.keeps_models:
             Models(job.state).whole(job.arguments.model)
@@ -139,6 +140,7 @@ def run(job: Job) -> Ending:
             if job.settings.training.signing_key:
                 sign(job.out, resolve(job.settings.training.signing_key))
             finished.keep(key, job.round, job.out)
+            forget_earlier(job.state, job.round)
         return ending
 
 

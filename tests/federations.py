@@ -47,9 +47,19 @@ def write_dataset(
     return directory
 
 
-def write_federation(root: Path, names: list[str], *, training: dict[str, Any] | None = None, **changes: Any) -> Path:
-    """`root/workflow/federation.yml` of local facilities, with the model and datasets it names; returns its path."""
-    save_pico(root / "model", dtype="bfloat16")
+def write_federation(
+    root: Path,
+    names: list[str],
+    *,
+    training: dict[str, Any] | None = None,
+    size: dict[str, int] | None = None,
+    **changes: Any,
+) -> Path:
+    """`root/workflow/federation.yml` of local facilities, with the model and datasets it names; returns its path.
+
+    `size`: changes of the pico model's configuration.
+    """
+    save_pico(root / "model", dtype="bfloat16", **(size or {}))
     facilities = []
     for number, name in enumerate(names):
         write_dataset(root / "sites" / name / "dataset", seed=number)

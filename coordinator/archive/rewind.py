@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from coordinator.archive.rounds import Archive
+from coordinator.archive.rounds import REWOUND, Archive
 from facility.exchange.errors import InputError
 from facility.exchange.files.durable import fsync_directory
 from facility.exchange.messages.manifest import verify_manifest
@@ -27,6 +27,10 @@ def rewind(archive: Archive, to: int) -> Path:
     verify_manifest(model)
     aside = archive.path / f"rewound-{time.strftime('%Y%m%d-%H%M%S')}"
     aside.mkdir()
+    if stateless(archive, to):
+        archive.write_note(REWOUND, {"round": to})
+    else:
+        archive.drop_note(REWOUND)
     for number in reversed(done[to:]):  # the last first: killed in between, the archive has no gap
         archive.round_directory(number).rename(aside / archive.round_directory(number).name)
     for name in ("stopped", "attempts", "evaluation"):
@@ -34,6 +38,15 @@ def rewind(archive: Archive, to: int) -> Path:
     archive.write_history()
     fsync_directory(archive.path)
     return aside
+
+
+def stateless(archive: Archive, to: int) -> bool:
+    """Does round `to` start from a model whose float32 master and server optimizer's tensors are gone?
+
+    The archive keeps those of the newest round. Without them the master is the half-precision model itself, and the
+    server optimizer starts afresh.
+    """
+    return to > 0 and not (archive.round_directory(to - 1) / "state").is_dir()
 
 
 def _span(numbers: list[int]) -> str:

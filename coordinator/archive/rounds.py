@@ -4,17 +4,19 @@
         initial/model/            the model of round 0, with manifest
         round-0003/               appears whole, by rename
             model/                global model made by round 3 = input of round 4
-            state/                float32 master and optimizer moments (coordinator.aggregate)
+            state/                float32 master and optimizer moments (coordinator.aggregate); newest round only
             message/              the model as a difference to the one before, if `sending` says so
                                   (coordinator.steps.send)
             round.json            RoundFile: outcomes by facility, decision, the aggregation's own record
         evaluation.json           the final model's perplexity by facility
+        rewound.json              after `crossfed rewind` to a round whose state is gone: which
         stopped.json              why a run ended early for a reason that needs a person; removed by the next start
         attempts.json             how often the round under way was asked for
         history.jsonl             one row a facility and round; derived from the round files
         groups/                   instead of rounds, for a federation by groups (coordinator.asynchronous.buffer)
 
-Weights of old rounds may be pruned (`keep_rounds`); round.json stays.
+Weights of old rounds may be pruned (`keep_rounds`); round.json stays. The state is needed by the next round alone: the
+archive holds one, and two while a round commits.
 """
 
 from __future__ import annotations
@@ -37,6 +39,8 @@ from facility.exchange.validation import parse, validated
 
 FORMAT = 1
 ROUND = re.compile(r"round-(\d{4,})")
+REWOUND = "rewound"
+"""Note: the round that begins without a state, for it was pruned before a rewind."""
 
 
 @validated(frozen=True, kw_only=True)
@@ -136,8 +140,10 @@ class Archive:
         return None if number == 0 else self.round_directory(number - 1) / "message"
 
     def state_for(self, number: int) -> Path | None:
-        """Aggregation state that round `number` starts from; None for round 0."""
-        return None if number == 0 else self.round_directory(number - 1) / "state"
+        """Aggregation state that round `number` starts from; None for round 0, and after a rewind past the newest."""
+        if number == 0 or self.read_note(REWOUND).get("round") == number:
+            return None
+        return self.round_directory(number - 1) / "state"
 
     def read_round(self, number: int) -> RoundFile:
         path = self.round_directory(number) / "round.json"
@@ -184,6 +190,7 @@ class Archive:
         """Yield a directory to fill with model/, state/ and round.json; it appears atomically as round `number`."""
         with new_directory(self.round_directory(number)) as temporary:
             yield temporary
+        self.drop_note(REWOUND)
         self.write_history()
 
     def write_history(self) -> None:
@@ -195,11 +202,16 @@ class Archive:
         write_text(self.path / "history.jsonl", "".join(row + "\n" for row in rows))
 
     def prune(self, keep: int) -> None:
-        """Remove the weights (never round.json) of all but the last `keep` rounds; 0 keeps all."""
-        if keep:
-            for number in self.rounds()[:-keep]:
-                for name in ("model", "state", "message"):
-                    shutil.rmtree(self.round_directory(number) / name, ignore_errors=True)
+        """Remove what the next round cannot need: every state but the newest, models before the last `keep` rounds.
+
+        `keep` 0 keeps all models. round.json always stays.
+        """
+        rounds = self.rounds()
+        for number in rounds[:-1]:
+            shutil.rmtree(self.round_directory(number) / "state", ignore_errors=True)
+        for number in rounds[:-keep] if keep else []:
+            for name in ("model", "message"):
+                shutil.rmtree(self.round_directory(number) / name, ignore_errors=True)
 
     def read_note(self, name: str) -> dict[str, Any]:
         """A small JSON file of the archive (`stopped`, `attempts`, `evaluation`); empty when absent."""

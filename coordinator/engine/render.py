@@ -62,6 +62,7 @@ def render(federation: Federation) -> dict[str, str]:
             include=federation.aggregation.include,
             exclude=federation.aggregation.exclude,
             model_encoding=federation.sending.encoding,
+            asynchronous=federation.groups is not None,
         )
         files[f"{here}/facilities/{facility.name}.json"] = _json(dataclasses.asdict(settings))
     return files

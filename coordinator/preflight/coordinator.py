@@ -10,7 +10,8 @@ from pathlib import Path
 
 from coordinator.config.federation import Federation
 from coordinator.engine.render import stale
-from coordinator.preflight.estimates import ModelFigures, coordinator_bytes, model_figures
+from coordinator.preflight.disk import IN_FLIGHT, Disk, coordinator_disk
+from coordinator.preflight.estimates import ModelFigures, model_figures
 from coordinator.preflight.row import Row, fail, ok, size, skipped, warning
 from facility.exchange.checkpoints.conversion import check_names
 from facility.exchange.errors import CrossFedError, InputError
@@ -109,18 +110,44 @@ def _names(federation: Federation) -> Row:
 
 
 def _room(federation: Federation, model: ModelFigures) -> Row:
-    need = coordinator_bytes(model, len(federation.facilities), federation.rounds, federation.keep_rounds)
-    folder: Path = federation.archive_path
+    """Is there room for what the archive and the work directory will hold, beyond what they hold now?"""
+    need = coordinator_disk(
+        model,
+        {facility.name: facility.training for facility in federation.facilities},
+        rule=federation.aggregation.rule,
+        rounds=federation.rounds,
+        keep_rounds=federation.keep_rounds,
+    )
+    archive, work = _existing(federation.archive_path), _existing(federation.workdir_path)
+    if archive.stat().st_dev == work.stat().st_dev:
+        places = {archive: need}
+    else:
+        in_flight = Disk(parts={IN_FLIGHT: need.parts[IN_FLIGHT]})
+        places = {archive: need.without(IN_FLIGHT), work: in_flight}
+    found = []
+    for folder, part in places.items():
+        if not os.access(folder, os.W_OK):
+            advice = "choose another `archive:` or `workdir:`, or fix its permissions"
+            return fail(ME, "room", f"{folder} cannot be written to", advice)
+        free, held = shutil.disk_usage(folder).free, _held(federation.archive_path) if folder == archive else 0
+        if free + held < part.bytes:
+            return fail(
+                ME,
+                "room",
+                f"{size(free)} are free at {folder}, the run needs up to {part}",
+                "free some, choose another `archive:` and `workdir:`, or lower keep_rounds",
+            )
+        found.append(f"{size(free)} free at {folder}, the run needs up to {part}")
+    return ok(ME, "room", "; ".join(found))
+
+
+def _existing(folder: Path) -> Path:
+    """The folder itself, or the nearest one above that exists."""
     while not folder.is_dir():
         folder = folder.parent
-    free = shutil.disk_usage(folder).free
-    if not os.access(folder, os.W_OK):
-        return fail(ME, "room", f"{folder} cannot be written to", "choose another `archive:`, or fix its permissions")
-    if free < need:
-        return fail(
-            ME,
-            "room",
-            f"{size(free)} are free at {folder}, the run needs up to {size(need)}",
-            "free some, choose another `archive:` and `workdir:`, or lower keep_rounds",
-        )
-    return ok(ME, "room", f"{size(free)} free at {folder}, the run needs up to {size(need)}")
+    return folder
+
+
+def _held(folder: Path) -> int:
+    """Bytes of the weights that are there already: a run that goes on does not need their room again."""
+    return sum(path.stat().st_size for path in folder.rglob("*.safetensors")) if folder.is_dir() else 0

@@ -1,4 +1,4 @@
-"""Estimates of a round's cost: GPU memory, disk space, bytes on the link, node-hours."""
+"""Estimates of a round's cost: GPU memory and bytes on the link."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ from facility.exchange.checkpoints.tokenizer import tokenizer_digest
 from facility.exchange.messages.settings import TrainingSettings
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-MODELS_AT_A_FACILITY = 5
-"""Received model and update of this round and of the one before, and one being written."""
 VALUE_BYTES = {"delta-int8": 1 + 4 / int8.BLOCK, "delta-int4": 0.5 + 2 / int4.BLOCK}
 """Bytes per value of a delta, its share of the block's scale included; `sparse`: one bit, half a byte more if sent."""
 MOMENTS_BYTES = 8
-"""AdamW's two float32 moments, a parameter; kept at the facility for two rounds."""
+"""AdamW's two float32 moments, a parameter."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,20 +97,3 @@ def smallest_ranks(model: ModelFigures, training: TrainingSettings, block_tokens
             return ranks
         ranks += 1 if ranks < 16 else ranks // 8
     return None
-
-
-def facility_bytes(model: ModelFigures, training: TrainingSettings, sending: str = "full") -> int:
-    """Bytes that a facility needs in its working and state directories; `sending`: the encoding of received models."""
-    largest = max(model.bytes, model.written(training))
-    moments = 2 * MOMENTS_BYTES * model.parameters if training.keep_optimizer else 0
-    references = 2 * model.bytes if sending != "full" else 0  # the models that differences refer to
-    return MODELS_AT_A_FACILITY * largest + moments + references
-
-
-def coordinator_bytes(model: ModelFigures, facilities: int, rounds: int, keep_rounds: int) -> int:
-    """Float32 master twice, the archive's models, and what StreamFlow keeps of every round until the run ends: each
-    facility's update and the new model."""
-    kept = min(rounds, keep_rounds) if keep_rounds else rounds
-    return (
-        2 * 4 * model.parameters + kept * (model.bytes + 4 * model.parameters) + rounds * (facilities + 1) * model.bytes
-    )

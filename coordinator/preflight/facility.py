@@ -9,7 +9,8 @@ from typing import Any
 
 from coordinator.config.deployments import Deployment
 from coordinator.config.federation import Facility
-from coordinator.preflight.estimates import ModelFigures, facility_bytes
+from coordinator.preflight.disk import Disk, facility_disk
+from coordinator.preflight.estimates import ModelFigures
 from coordinator.preflight.remote import run
 from coordinator.preflight.row import Row, fail, ok, size, warning
 from facility import __version__
@@ -86,8 +87,8 @@ def check_site(
     facility: Facility, deployment: Deployment, model: ModelFigures | None, dataset: str, workdir: str, sending: str
 ) -> tuple[list[Row], dict[str, Any] | None]:
     """Rows on environment, versions, dataset and room; and the answer itself."""
-    reserve = facility_bytes(model, facility.training, sending) if model else 0
-    answer, wrong = probe(deployment, dataset, workdir, reserve)
+    reserve = facility_disk(model, facility.training, sending) if model else Disk(parts={})
+    answer, wrong = probe(deployment, dataset, workdir, reserve.bytes)
     name = facility.name
     if answer is None:
         assert wrong is not None
@@ -227,7 +228,7 @@ def _dataset(facility: Facility, answer: dict[str, Any], path: str, model: Model
     ]
 
 
-def _room(name: str, answer: dict[str, Any], workdir: str, reserve: int) -> Row:
+def _room(name: str, answer: dict[str, Any], workdir: str, need: Disk) -> Row:
     if not answer["writable"]:
         return fail(
             name,
@@ -235,20 +236,19 @@ def _room(name: str, answer: dict[str, Any], workdir: str, reserve: int) -> Row:
             f"{workdir} cannot be written to",
             "correct `workdir:`, or make the directory and give it to your account",
         )
-    if answer["free"] < reserve:
+    if answer["free"] < need.bytes:
         return fail(
             name,
             "room",
-            f"{size(answer['free'])} are free at {workdir}, the rounds need {size(reserve)}",
+            f"{size(answer['free'])} are free at {workdir}, the rounds need {need}",
             "free some, or choose a larger file system for `workdir:`",
         )
     for quota in answer.get("quotas", []):
-        if quota["free"] is not None and quota["free"] < reserve:
+        if quota["free"] is not None and quota["free"] < need.bytes:
             return fail(
                 name,
                 "room",
-                f"the quota of {quota['of']} leaves {size(quota['free'])}, the rounds need {size(reserve)} at "
-                f"{workdir}",
+                f"the quota of {quota['of']} leaves {size(quota['free'])}, the rounds need {need} at {workdir}",
                 "free some, ask the site for more, or choose another file system for `workdir:`",
             )
         if quota["files_free"] is not None and quota["files_free"] < FILES:
@@ -262,10 +262,10 @@ def _room(name: str, answer: dict[str, Any], workdir: str, reserve: int) -> Row:
         return fail(
             name,
             "room",
-            f"{size(reserve)} could not be reserved at {workdir}: {answer['refused']}",
+            f"{size(need.bytes)} could not be reserved at {workdir}: {answer['refused']}",
             "your quota there is smaller than the free space; ask for more or choose another `workdir:`",
         )
-    return ok(name, "room", f"{size(answer['free'])} free at {workdir}, the rounds need {size(reserve)}")
+    return ok(name, "room", f"{size(answer['free'])} free at {workdir}, the rounds need {need}")
 
 
 def _pinned() -> dict[str, str]:

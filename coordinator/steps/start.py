@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from coordinator.archive.rounds import Archive
+from coordinator.archive.sweep import sweep_round
 from coordinator.asynchronous.buffer import FOLDER, meeting_of
 from coordinator.config.settings import CoordinatorSettings, read_coordinator_settings
 from coordinator.events.event import emit, failures_of
@@ -34,7 +35,9 @@ def start(archive: Archive, model: Path, settings: CoordinatorSettings) -> tuple
     archive.drop_note("stopped")
     done = archive.rounds()
     archive.write_history()
+    archive.prune(settings.keep_rounds)
     following = len(done)
+    sweep_round(Path.cwd(), settings.federation, following)  # no engine runs yet: what lies there, a killed one left
     current = archive.model_for(following)
     verify_manifest(current)
     if following < settings.rounds and not (done and archive.read_round(done[-1]).ended):

@@ -49,6 +49,10 @@ class Finished:
         place.mkdir(parents=True)
         link_tree(update, place / "update")
         write_json(place / KEY, {"key": key, "round": round})
+        self.drop_before(round)
+
+    def drop_before(self, round: int) -> None:
+        """Forget the updates of earlier rounds."""
         for number, other in by_round(self.directory, PREFIX).items():
             if number < round and (other / KEY).is_file():
                 shutil.rmtree(other, ignore_errors=True)

@@ -1,22 +1,45 @@
-"""Which models and updates a facility no longer needs: those of rounds before the previous one."""
+"""What a facility no longer needs, so that its disk holds two models, one update and one optimizer state at most.
+
+The model of round r exists only after every update of round r - 1 was averaged or given up: at the start of round r
+no earlier update is of use. Once round r is finished and kept, no earlier optimizer state or residual is: the same
+round asked for again is answered with the kept update.
+"""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 from facility.exchange.files.sweep import sweep_engine_directories
 from facility.exchange.messages.manifest import manifest_if_any
 from facility.exchange.messages.settings import FacilitySettings
+from facility.rounds.kept import by_round
 
 
 def sweep(job_directory: Path, settings: FacilitySettings, round: int) -> list[Path]:
-    """Remove this federation's models and updates of rounds before `round` - 1 beside `job_directory`; returns them."""
+    """Remove this federation's models and this facility's updates of rounds before `round` beside `job_directory`.
+
+    Another facility may share that directory. Where facilities do not wait for one another it may be behind: then
+    models stay a round longer. Returns what was removed.
+    """
 
     def is_over(directory: Path) -> bool:
         if (manifest := manifest_if_any(directory)) is None:
             return False
         to_everybody = manifest.kind == "model" and manifest.facility is None
         mine = to_everybody or manifest.facility == settings.facility
-        return mine and manifest.federation == settings.federation and manifest.round < round - 1
+        behind = 1 if settings.asynchronous and manifest.kind == "model" else 0
+        return mine and manifest.federation == settings.federation and manifest.round < round - behind
 
     return sweep_engine_directories(job_directory, is_over)
+
+
+def forget_earlier(state: Path, round: int) -> list[Path]:
+    """Remove optimizer states and residuals of rounds before `round`, whose update is kept; returns them."""
+    earlier: list[Path] = []
+    for kept in (by_round(state), by_round(state / "residual")):
+        newest = max(kept, default=0)  # the final evaluation makes none: the one before stays, more rounds may follow
+        earlier += [path for number, path in kept.items() if number < min(round, newest)]
+    for path in earlier:
+        shutil.rmtree(path, ignore_errors=True)
+    return earlier

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.archive.rewind import rewind
+from coordinator.archive.rewind import rewind, stateless
 from coordinator.archive.rounds import Archive
 from coordinator.steps.start import start
 from facility.exchange.errors import InputError, ManifestError
@@ -49,3 +49,17 @@ def test_a_pruned_or_damaged_start_is_refused_and_nothing_moves(archive: Archive
     with pytest.raises(ManifestError):
         rewind(archive, 2)
     assert archive.rounds() == [0, 1, 2]
+
+
+def test_a_round_whose_state_was_pruned_begins_without_one_until_it_is_complete(archive: Archive):
+    archive.prune(0)
+    assert [archive.state_for(n) is not None and archive.state_for(n).is_dir() for n in (1, 2, 3)] == [
+        False,
+        False,
+        True,
+    ]
+    assert not stateless(archive, 3) and stateless(archive, 2)
+    rewind(archive, 2)
+    assert archive.state_for(2) is None
+    close(archive, 2)
+    assert archive.state_for(3).is_dir() and archive.read_note("rewound") == {}

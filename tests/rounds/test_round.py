@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import uuid
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,7 @@ from coordinator.testbed.command import started_at
 from facility.exchange.messages.manifest import Manifest, read_manifest, sha256_of, verify_manifest, write_manifest
 from facility.exchange.messages.report import read_failure
 from facility.exchange.messages.settings import FacilitySettings
-from facility.rounds.sweep import sweep
+from facility.rounds.sweep import forget_earlier, sweep
 from tests.pico import save_pico
 from tests.training.federation import write_dataset, write_settings
 
@@ -315,8 +315,10 @@ def test_a_requeued_job_clears_what_its_first_start_left(site: Site):
 SETTINGS = FacilitySettings(federation="test", facility="north", rounds=9, seed=0)
 
 
-def test_the_sweep_removes_only_our_old_models_and_updates(tmp_path: Path):
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_the_sweep_removes_only_our_old_models_and_updates(tmp_path: Path, asynchronous: bool):
     work = tmp_path / "work"
+    kept: list[Path] = []
 
     def put(name: str, parent: str | None = None, **values) -> Path:
         directory = work / (parent or str(uuid.uuid4())) / name
@@ -327,11 +329,12 @@ def test_the_sweep_removes_only_our_old_models_and_updates(tmp_path: Path):
         return directory
 
     old = [put("model", round=0), put("update", kind="update", facility="north", round=3), put("a b'c", round=3)]
-    old.append(put("model", facility="north", round=0))
-    kept = [
-        put("model", round=4),
+    old += [put("model", facility="north", round=0), put("update", kind="update", facility="north", round=4)]
+    previous = put("model", round=4)
+    (kept if asynchronous else old).append(previous)
+    kept += [
         put("model", round=5),
-        put("update", kind="update", facility="north", round=4),
+        put("update", kind="update", facility="north", round=5),
         put("update", kind="update", facility="south", round=0),
         put("model", federation="other", round=0),
         put("model"),
@@ -353,7 +356,7 @@ def test_the_sweep_removes_only_our_old_models_and_updates(tmp_path: Path):
     write_manifest(job / "model", Manifest(kind="model", federation="test", round=0))
 
     before = {path: sha256_of(path) for path in tmp_path.rglob("*") if path.is_file()}
-    removed = sweep(job, SETTINGS, 5)
+    removed = sweep(job, replace(SETTINGS, asynchronous=asynchronous), 5)
     assert sorted(removed) == sorted(old)
     assert not any(path.exists() for path in old)
     assert all(path.exists() for path in [*kept, broken, outside, linked / "model", job / "model"])
@@ -368,6 +371,21 @@ def test_the_sweep_does_nothing_where_no_engine_made_the_directory(tmp_path: Pat
     job = tmp_path / "by-hand"
     job.mkdir()
     assert sweep(job, SETTINGS, 5) == [] and victim.exists()
+
+
+@pytest.mark.parametrize(
+    ("round", "left"),
+    [
+        (3, {"round-3", "paused", "residual", "residual/round-3"}),
+        (4, {"round-3", "paused", "residual", "residual/round-3"}),
+    ],
+    ids=["a round of training", "the final evaluation, which keeps no state"],
+)
+def test_once_a_round_is_kept_one_optimizer_state_and_one_residual_stay(tmp_path: Path, round: int, left: set[str]):
+    for name in ("round-2", "round-3", "residual/round-1", "residual/round-3", "paused"):
+        (tmp_path / name).mkdir(parents=True)
+    forget_earlier(tmp_path, round)
+    assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")} == left
 
 
 def test_help_says_units_and_defaults():

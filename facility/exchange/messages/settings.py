@@ -131,6 +131,8 @@ class FacilitySettings:
     """Glob patterns of the tensors that are not: they stay personal to this facility and never travel."""
     model_encoding: Encoding = "full"
     """How models travel to this facility; other than `full`, it keeps the last two as references."""
+    asynchronous: bool = False
+    """Facilities do not wait for one another (`groups`): another one that shares the work directory may be behind."""
     format: int = FORMAT
 
 

@@ -1,0 +1,87 @@
+"""Bounds on the disk a federation needs, at the coordinator and at a facility, whatever the number of rounds.
+
+They count weights; manifests, logs and reports take some kilobytes more. What is kept when, and what is swept
+when: `coordinator.archive.rounds.Archive.prune`, `coordinator.archive.sweep`, `facility.rounds.sweep`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from coordinator.aggregation.server_optimizers.registry import SERVER_OPTIMIZERS
+from coordinator.aggregation.settings import split_rule
+from coordinator.preflight.estimates import MOMENTS_BYTES, ModelFigures
+from coordinator.preflight.row import size
+from facility.exchange.messages.settings import TrainingSettings
+
+IN_FLIGHT = "updates on their way"
+"""The part of a coordinator's bound that lies in its work directory; the others lie in the archive."""
+MASTER_BYTES = 4
+"""Of a parameter in float32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Disk:
+    """A bound in bytes, by what takes the room."""
+
+    parts: dict[str, int]
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.parts.values())
+
+    def without(self, *names: str) -> Disk:
+        return Disk(parts={name: amount for name, amount in self.parts.items() if name not in names})
+
+    def __str__(self) -> str:
+        told = ", ".join(f"{what} {size(amount)}" for what, amount in self.parts.items() if amount)
+        return f"{size(self.bytes)} ({told})"
+
+
+def facility_disk(model: ModelFigures, training: TrainingSettings, sending: str = "full") -> Disk:
+    """Two models (this round's, and the next one arriving), one update, and the state as a round ends.
+
+    As a round ends the state before it and the new one are there: two times AdamW's moments; or the state before it and
+    a checkpoint in the middle of the round (master weights and moments) of a job that ran out of time. `sending`: the
+    encoding of received models, which refer to one that is kept.
+    """
+    moments = MOMENTS_BYTES * model.parameters if training.keep_optimizer else 0
+    paused = (MASTER_BYTES + MOMENTS_BYTES) * model.parameters
+    update = model.written(training)
+    encoded = training.encoding != "full"
+    return Disk(
+        parts={
+            "models": (2 if sending == "full" else 3) * model.bytes,
+            "update": update,
+            "its encoded form": model.travelling(update, training.encoding, training.sparse_density) if encoded else 0,
+            "residuals": 2 * MASTER_BYTES * model.parameters if encoded else 0,
+            "optimizer state": moments,
+            "state of a round that ends or pauses": max(moments, paused),
+        }
+    )
+
+
+def coordinator_disk(
+    model: ModelFigures, updates: dict[str, TrainingSettings], *, rule: str, rounds: int, keep_rounds: int
+) -> Disk:
+    """`keep_rounds` models and the initial one, the next one, one update of each facility, one state and the next.
+
+    `updates`: the training settings of each facility. An update that travels as a difference is there as it came and
+    decoded.
+    """
+    slots = SERVER_OPTIMIZERS.get(split_rule(rule)[1], "rule").slots
+    in_flight = 0
+    for training in updates.values():
+        whole = model.written(training)
+        encoded = training.encoding != "full"
+        in_flight += whole + (model.travelling(whole, training.encoding, training.sparse_density) if encoded else 0)
+    kept = min(rounds, keep_rounds) if keep_rounds else rounds
+    return Disk(
+        parts={
+            "initial model": model.bytes,
+            f"models of {kept} rounds": kept * model.bytes,
+            "the next model": model.bytes,
+            IN_FLIGHT: in_flight,
+            "server state, old and new": 2 * MASTER_BYTES * (1 + len(slots)) * model.parameters,
+        }
+    )
