@@ -33,7 +33,6 @@ from facility.exchange.messages.manifest import KEEPS, read_manifest, run_of, ve
 from facility.exchange.messages.report import Failure, Report, read_failure, read_report
 from facility.exchange.messages.strict_json import clean
 
-
 MOST_DEVICES = 16
 """Names of devices kept of a facility's report."""
 
