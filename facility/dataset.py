@@ -2,6 +2,7 @@
 
     DIR/train.npy, DIR/validation.npy   int32, one row of `block_tokens` token ids per block (NumPy, memory-mapped)
     DIR/train.rows.npy, ...             classification only: int32, one row (label, length, second_start) per block
+    DIR/train.marks.npy, ...            chat, and documents kept apart: uint8, for each id LOSS + START
     DIR/tokenizer/                      a copy of the tokenizer that made the ids
     DIR/dataset.json                    `DatasetManifest`, written last: a directory without it is no dataset
 
@@ -26,7 +27,10 @@ FORMAT = 1
 NAME = "dataset.json"
 TOKENIZER = "tokenizer"
 SPLITS = ("train", "validation")
-Task = Literal["causal-lm", "masked-lm", "classification"]
+Task = Literal["causal-lm", "chat", "masked-lm", "classification"]
+Documents = Literal["joined", "separate", "padded"]
+LOSS, START = 1, 2
+"""Marks of a token: it is to be predicted; a document (or the filling of a block) begins here."""
 
 
 class DatasetError(InputError):
@@ -56,19 +60,27 @@ class SplitEntry:
     documents: int
     """Documents read into it."""
     empty_documents: int
-    """Documents without any text: skipped, not counted in `documents`."""
+    """Documents without any text (chat: without an answer): skipped, not counted in `documents`."""
     tokens: int
     """Tokens that the documents gave, template included."""
     tail_tokens: int
     """Tokens dropped at the end of the stream, where they fill no whole block. 0 for classification."""
     truncated_documents: int = 0
-    """Classification only: documents longer than a block."""
+    """Documents longer than a block, cut to it (classification; chat unless its documents are joined)."""
+    dropped_documents: int = 0
+    """Chat only: conversations in which no token bears loss: without an answer, or cut before it."""
+    loss_tokens: int = 0
+    """With marks: tokens that bear loss."""
+    padding_tokens: int = 0
+    """Documents apart: tokens that fill blocks after their last document."""
     overlapping_documents: int = 0
     """Validation only: documents whose content is in training too; 0 in datasets made before this was counted."""
     sha256: str
     """Hex digest of the `.npy` file."""
     rows_sha256: str | None = None
     """Classification only: hex digest of the `.rows.npy` file."""
+    marks_sha256: str | None = None
+    """With marks: hex digest of the `.marks.npy` file."""
 
 
 @validated(frozen=True, kw_only=True)
@@ -83,7 +95,11 @@ class DatasetManifest:
     tokenizer_sha256: str
     """Which tokenizer: `facility.exchange.checkpoints.tokenizer.tokenizer_digest`; of any other form: unknown."""
     template: str
-    """What surrounds each text, for instance "Scrivi un documento: {text}{eos}"."""
+    """What surrounds each text, for instance "Scrivi un documento: {text}{eos}"; empty for chat."""
+    chat_template_sha256: str = ""
+    """Chat only: hex digest of the Jinja template; empty for plain prompts and completions."""
+    documents: Documents = "joined"
+    """How documents share a block: as one text, each attending to itself only, or one a block."""
     settings: dict[str, Any] = field(default_factory=dict)
     """The rest of what decides the result: fields, caps, shares. The number of processes is not among them."""
     classes: list[str] = field(default_factory=list)
@@ -125,6 +141,19 @@ class PreparedDataset:
             raise DatasetError(f"{self.directory} was prepared for {self.manifest.task}: it has no labels")
         return _mapped(self.directory / f"{name}.rows.npy", (entry.blocks, 3))
 
+    @property
+    def marked(self) -> bool:
+        """Does the dataset say which tokens bear loss and where documents begin?"""
+        return self.manifest.task == "chat" or self.manifest.documents != "joined"
+
+    def marks(self, name: str) -> numpy.memmap:
+        """uint8 of the ids' shape: `LOSS` and `START` of each. Raises `DatasetError` for a dataset without marks."""
+        entry = self._entry(name)
+        if not self.marked:
+            raise DatasetError(f"{self.directory} was prepared for {self.manifest.task}, documents joined: no marks")
+        shape = (entry.blocks, self.manifest.block_tokens)
+        return _mapped(self.directory / f"{name}.marks.npy", shape, "uint8")
+
     def verify(self) -> None:
         """Read all files and compare them with the manifest; raises `DatasetError` naming the first that differs."""
         for name, entry in self.manifest.splits.items():
@@ -133,6 +162,9 @@ class PreparedDataset:
             if entry.rows_sha256 is not None:
                 self.rows(name)
                 files.append((f"{name}.rows.npy", entry.rows_sha256))
+            if entry.marks_sha256 is not None:
+                self.marks(name)
+                files.append((f"{name}.marks.npy", entry.marks_sha256))
             for file, expected in files:
                 if (found := sha256_of(self.directory / file)) != expected:
                     raise DatasetError(
@@ -150,16 +182,16 @@ class PreparedDataset:
         return self.manifest.splits[name]
 
 
-def _mapped(file: Path, shape: tuple[int, ...]) -> numpy.memmap:
+def _mapped(file: Path, shape: tuple[int, ...], dtype: str = "int32") -> numpy.memmap:
     try:
         array = numpy.load(file, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError:
         raise DatasetError(f"{file} is missing: the dataset is incomplete; prepare it again") from None
     except (OSError, ValueError, EOFError) as error:
         raise DatasetError(f"{file} is no array that can be mapped: {error}; prepare the dataset again") from None
-    if array.dtype != numpy.int32 or array.shape != shape:
+    if array.dtype != numpy.dtype(dtype) or array.shape != shape:
         raise DatasetError(
-            f"{file} holds {array.dtype} of shape {array.shape}, {NAME} says int32 of shape {shape}: prepare it again"
+            f"{file} holds {array.dtype} of shape {array.shape}, {NAME} says {dtype} of shape {shape}: prepare it again"
         )
     return array
 
@@ -208,4 +240,6 @@ def open_dataset(path: Path | str) -> PreparedDataset:
         dataset.split(name)
         if manifest.task == "classification":
             dataset.rows(name)
+        if dataset.marked:
+            dataset.marks(name)
     return dataset

@@ -62,11 +62,33 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="tokens per block (classification: longest document)",
     )
-    add("--task", choices=("causal-lm", "masked-lm", "classification"), default="causal-lm", help="default causal-lm")
+    add(
+        "--task",
+        choices=("causal-lm", "chat", "masked-lm", "classification"),
+        default="causal-lm",
+        help="default causal-lm",
+    )
     add(
         "--template",
         help='what surrounds each text, e.g. "Scrivi un documento: {text}{eos}"; names are {text}, {bos}, '
         "{eos} (default {text}{eos}; {text} for masked-lm, where the tokenizer adds its own)",
+    )
+    add(
+        "--chat-template",
+        metavar="FILE",
+        help="chat: a Jinja template (default: the tokenizer's own); `none`: prompt and completion as plain texts",
+    )
+    add(
+        "--loss",
+        choices=("all-turns", "last-turn"),
+        default="all-turns",
+        help="chat: which answers bear loss (default all-turns)",
+    )
+    add(
+        "--documents",
+        choices=("joined", "separate", "padded"),
+        help="how documents share a block: joined, one text; separate, each attends to itself only and positions begin "
+        "anew; padded, one a block (default: separate for chat, else joined)",
     )
     add("--text-field", default="text", metavar="NAME", help="field that holds the text (default text)")
     add("--pair-field", metavar="NAME", help="classification: field of the second text")
@@ -107,6 +129,7 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="accept validation documents that are in training too (default: at most 1 in 100, compared by content)",
     )
+    add("--show", type=int, default=0, metavar="N", help="print the first N training documents, what bears loss marked")
     add("--replace", action="store_true", help="make --out again if it holds a dataset made otherwise")
     add("--json", action="store_true", help="print the manifest as JSON instead of a summary")
     return arguments
@@ -141,8 +164,12 @@ def summary(dataset: PreparedDataset, reused: bool) -> str:
     lines = [f"{dataset.directory}: {'prepared before by the same command' if reused else 'prepared'}"]
     for name, split in manifest.splits.items():
         more = f", {split.truncated_documents:,} documents cut" if split.truncated_documents else ""
+        more += f", {split.dropped_documents:,} without loss left out" if split.dropped_documents else ""
         more += f", {split.empty_documents:,} empty documents skipped" if split.empty_documents else ""
         more += f", {split.overlapping_documents:,} documents also in training" if split.overlapping_documents else ""
+        if dataset.marked:
+            more = f", {split.padding_tokens:,} tokens of filling{more}" if split.padding_tokens else more
+            more = f", {split.loss_tokens:,} bear loss{more}"
         lines.append(
             f"  {name}: {split.documents:,} documents, {split.tokens:,} tokens, {split.blocks:,} blocks of "
             f"{manifest.block_tokens}, tail of {split.tail_tokens:,} tokens left out{more}"
@@ -166,7 +193,16 @@ def main(argv: list[str] | None = None) -> int:
         block_tokens=options.block_tokens,
         task=options.task,
         template=options.template,
-        fields=Fields(text=options.text_field, pair=options.pair_field, label=label, unit=options.text_unit),
+        chat_template=options.chat_template,
+        loss=options.loss,
+        documents=options.documents,
+        fields=Fields(
+            text=options.text_field,
+            pair=options.pair_field,
+            label=label,
+            unit=options.text_unit,
+            chat=options.task == "chat",
+        ),
         validation=options.validation,
         validation_share=options.validation_share,
         train_samples=options.train_samples,
@@ -186,6 +222,10 @@ def main(argv: list[str] | None = None) -> int:
         print(json.dumps(report, indent=2, ensure_ascii=False))
     else:
         print(summary(prepared.dataset, prepared.reused))
+    if options.show:
+        from facility.preparing.preview import preview
+
+        print(preview(prepared.dataset, options.show, colour=sys.stdout.isatty()))
     return 0
 
 

@@ -57,6 +57,7 @@ def dataset(path: Path) -> dict[str, Any]:
         "block_tokens": told.block_tokens,
         "vocabulary_size": told.vocabulary_size,
         "tokenizer_sha256": told.tokenizer_sha256,
+        "chat_template_sha256": told.chat_template_sha256,
         "blocks": {name: split.blocks for name, split in told.splits.items()},
     }
 

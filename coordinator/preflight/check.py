@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -38,10 +39,40 @@ def check(file: Path, *, link: bool = True) -> list[Row]:
     here, model = check_here(federation)
     with ThreadPoolExecutor(max_workers=16) as pool:
         asked = [pool.submit(check_facility, federation, facility, model, link) for facility in federation.facilities]
-        return [*rows, *here, *(row for answer in asked for row in answer.result())]
+        found = [answer.result() for answer in asked]
+    datasets = {
+        facility.name: (answer or {}).get("dataset", {})
+        for facility, (_, answer) in zip(federation.facilities, found, strict=True)
+    }
+    return [*rows, *here, *(row for rows_of_site, _ in found for row in rows_of_site), *check_alike(datasets)]
 
 
-def check_facility(federation: Federation, facility: Facility, model: ModelFigures | None, link: bool) -> list[Row]:
+def check_alike(datasets: dict[str, dict[str, Any]]) -> list[Row]:
+    """Facilities whose conversations were put into words otherwise than most others' train another model than theirs.
+
+    `datasets`: what each facility's probe said of its dataset.
+    """
+    rows = []
+    for key, subject in (("task", "task"), ("chat_template_sha256", "chat template")):
+        told = {name: clean(str(answer[key]), 80) for name, answer in datasets.items() if key in answer}
+        usual = max(told.values(), key=list(told.values()).count, default="")
+        for name, value in told.items():
+            if value != usual:
+                rows.append(
+                    fail(
+                        name,
+                        "dataset",
+                        f"its dataset has the {subject} {value or 'none'}, most have {usual or 'none'}",
+                        f"prepare the datasets of all facilities with the same {subject}",
+                    )
+                )
+    return rows
+
+
+def check_facility(
+    federation: Federation, facility: Facility, model: ModelFigures | None, link: bool
+) -> tuple[list[Row], dict[str, Any] | None]:
+    """Rows of one facility, and what its probe answered, if it did."""
     deployment = facility.deployment
     template = job_template(deployment, federation.file.parent) or ""
     one = lifetime(facility.name, deployment, wanted_hours(deployment, template))
@@ -52,7 +83,8 @@ def check_facility(federation: Federation, facility: Facility, model: ModelFigur
     )
     connection = check_connection(facility.name, deployment)
     if connection.verdict != "ok":
-        return [connection, *certificates, skipped(facility.name, "everything else", "the facility cannot be reached")]
+        unseen = skipped(facility.name, "everything else", "the facility cannot be reached")
+        return [connection, *certificates, unseen], None
     rows = [connection, *certificates]
     local = deployment.type == "local"
     dataset = str(federation.path(facility.dataset)) if local else facility.dataset
@@ -67,7 +99,7 @@ def check_facility(federation: Federation, facility: Facility, model: ModelFigur
         rows.append(check_memory(facility, deployment, model, block, template))
         if link:
             rows.append(check_link(facility, deployment, model, federation.sending))
-    return rows
+    return rows, answer
 
 
 def show(

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-import math
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,25 +18,30 @@ from facility.dataset import (
     TOKENIZER,
     DatasetError,
     DatasetManifest,
+    Documents,
     PreparedDataset,
     SourceEntry,
-    SplitEntry,
     Task,
     open_dataset,
 )
 from facility.exchange.files.durable import new_directory, write_json
 from facility.exchange.messages.manifest import sha256_of
-from facility.preparing.encoding import Batch, Encoding, encode_all, encoding_of
-from facility.preparing.overlap import ContentDigests, check_overlap
-from facility.preparing.packing import Packer
-from facility.preparing.rows import LabelledRows, class_names, pad_token_id
-from facility.preparing.sources import Document, Fields, Source, find_sources, read
+from facility.preparing.chat import ChatEncoding, chat_encoding
+from facility.preparing.chat_template import Loss
+from facility.preparing.encoding import Encoding, encoding_of
+from facility.preparing.overlap import check_overlap
+from facility.preparing.reading import Progress, Reading
+from facility.preparing.sources import Fields, Source, find_sources
 from facility.preparing.template import Template, parse_template
 from facility.preparing.tokenizer import copy_tokenizer, length_limit, load_tokenizer, tokenizer_sha256, vocabulary_size
+from facility.preparing.writing import write_splits
 
-BATCH_DOCUMENTS, BATCH_CHARACTERS = 512, 2_000_000
-DEFAULT_TEMPLATE: dict[Task, str] = {"causal-lm": "{text}{eos}", "masked-lm": "{text}", "classification": "{text}"}
-Progress = Callable[[str, float, int], None]
+DEFAULT_TEMPLATE: dict[Task, str] = {
+    "causal-lm": "{text}{eos}",
+    "chat": "{text}",
+    "masked-lm": "{text}",
+    "classification": "{text}",
+}
 LIBRARIES = ("tokenizers", "transformers", "datasets", "numpy")
 
 
@@ -56,6 +60,12 @@ class Request:
     task: Task = "causal-lm"
     template: str | None = None
     """None: the task's own."""
+    chat_template: str | None = None
+    """Chat: a file with a Jinja template, or `none` for plain prompts and completions; None: the tokenizer's own."""
+    loss: Loss = "all-turns"
+    """Chat: which answers bear loss."""
+    documents: Documents | None = None
+    """How documents share a block; None: separate for chat, else joined."""
     fields: Fields = dataclasses.field(default_factory=Fields)
     validation: list[str] = dataclasses.field(default_factory=list)
     """Inputs of the validation split; empty: a share of the training inputs."""
@@ -96,6 +106,21 @@ class Request:
             raise DatasetError(f"a second text is for classification only; the task is {self.task}")
         if self.task == "classification" and self.template not in (None, "{text}"):
             raise DatasetError("classification takes no template: the tokenizer joins the texts")
+        chat = self.task == "chat"
+        if chat != self.fields.chat:
+            raise DatasetError(f"conversations are read for chat and only there; the task is {self.task}")
+        if chat and self.template is not None:
+            raise DatasetError("chat takes no --template: give --chat-template, a Jinja file")
+        if not chat and (self.chat_template is not None or self.loss != "all-turns"):
+            raise DatasetError(f"a chat template and a choice of turns are for chat only; the task is {self.task}")
+        allowed = {"chat": ("separate", "joined", "padded"), "causal-lm": ("joined", "separate")}
+        if self.sharing not in allowed.get(self.task, ("joined",)):
+            raise DatasetError(f"documents cannot be {self.sharing!r} for the task {self.task}")
+
+    @property
+    def sharing(self) -> Documents:
+        """How documents share a block."""
+        return self.documents or ("separate" if self.task == "chat" else "joined")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,20 +152,30 @@ def prepare(request: Request, *, progress: Progress | None = None) -> Prepared:
         "block_tokens": request.block_tokens,
         "tokenizer_sha256": tokenizer_sha256(request.tokenizer),
         "template": template.source,
+        "documents": request.sharing,
         "settings": _settings(request),
         "sources": entries,
     }
+    tokenizer = None
+    chat = None
+    if request.task == "chat":
+        tokenizer = load_tokenizer(request.tokenizer)
+        chat = chat_encoding(tokenizer, request.tokenizer, request.chat_template, request.loss)
+        wanted |= {"template": "", "chat_template_sha256": chat.template.sha256}
     if request.out.exists() and any(request.out.iterdir() if request.out.is_dir() else [request.out]):
         found = _recognised(request, wanted)
         if found is not None:
             if not request.allow_overlap:
                 check_overlap(found.manifest.splits["validation"])
             return Prepared(dataset=found, reused=True)
-    tokenizer = load_tokenizer(request.tokenizer)
-    encoding = _checked_encoding(request, template, tokenizer)
+    tokenizer = tokenizer or load_tokenizer(request.tokenizer)
+    encoding = _checked_encoding(request, template, tokenizer, chat)
     with _published(request.out) as directory:
-        parts = _write(request, sources, tokenizer, encoding, directory, progress or (lambda *_: None))
+        reading = Reading(request, sources, progress or (lambda *_: None))
+        parts = write_splits(request, reading, tokenizer, encoding, directory)
         copy_tokenizer(request.tokenizer, directory / TOKENIZER)
+        if chat is not None and request.chat_template is not None and chat.template.source:
+            (directory / TOKENIZER / "chat_template.jinja").write_text(chat.template.source, encoding="utf-8")
         manifest = DatasetManifest(
             **wanted,
             vocabulary_size=len(tokenizer),
@@ -187,7 +222,7 @@ def _settings(request: Request) -> dict[str, Any]:
         "validation_share": None if request.validation else request.validation_share,
         "train_samples": request.train_samples,
         "validation_samples": request.validation_samples,
-    }
+    } | ({"loss": request.loss} if request.task == "chat" else {})
 
 
 def _recognised(request: Request, wanted: dict[str, Any]) -> PreparedDataset | None:
@@ -214,7 +249,7 @@ def _recognised(request: Request, wanted: dict[str, Any]) -> PreparedDataset | N
     )
 
 
-def _checked_encoding(request: Request, template: Template, tokenizer: Any) -> Encoding:
+def _checked_encoding(request: Request, template: Template, tokenizer: Any, chat: ChatEncoding | None) -> Encoding:
     """Check the request against the tokenizer and the model, and settle how text is encoded."""
     ids = {"bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id}
     if request.task == "masked-lm" and ids["eos"] is None:
@@ -244,115 +279,5 @@ def _checked_encoding(request: Request, template: Template, tokenizer: Any) -> E
         specials={name: ids[name] for name in template.specials},
         wrap=classification or (request.task == "masked-lm" and not template.specials),
         max_tokens=request.block_tokens if classification else None,
+        chat=chat,
     )
-
-
-class _Reading:
-    """The documents of all sources as batches of one split each, up to the caps; counts as it goes."""
-
-    def __init__(self, request: Request, sources: dict[str, list[Source]], progress: Progress) -> None:
-        self.request, self.sources, self.progress = request, sources, progress
-        self.documents = dict.fromkeys(SPLITS, 0)
-        self.empty = dict.fromkeys(SPLITS, 0)
-        self.digests = ContentDigests()
-
-    def batches(self) -> Iterator[Batch]:
-        held: dict[str, list[Document]] = {split: [] for split in SPLITS}
-        characters = dict.fromkeys(SPLITS, 0)
-        for split, document in self._assigned():
-            held[split].append(document)
-            characters[split] += len(document.text) + len(document.pair)
-            if len(held[split]) >= BATCH_DOCUMENTS or characters[split] >= BATCH_CHARACTERS:
-                yield self._batch(split, held[split])
-                held[split], characters[split] = [], 0
-        for split in SPLITS:
-            if held[split]:
-                yield self._batch(split, held[split])
-
-    def _batch(self, split: str, documents: list[Document]) -> Batch:
-        self.digests.add(split, documents)
-        return Batch(split=split, documents=documents)
-
-    def _assigned(self) -> Iterator[tuple[str, Document]]:
-        caps = {"train": self.request.train_samples, "validation": self.request.validation_samples}
-        pending = [(split, source) for split in SPLITS for source in self.sources[split]]
-        shared = not self.request.validation
-        seen = 0
-        for number, (origin, source) in enumerate(pending):
-            for document in read(source, self.request.fields):
-                self.progress(source.name, (number + document.done) / len(pending), seen)
-                split = origin
-                if shared and self._held_out(seen):
-                    split = "validation"
-                if not document.text.strip():
-                    self.empty[split] += 1
-                    continue
-                seen += 1
-                full = [name for name, cap in caps.items() if cap and self.documents[name] >= cap]
-                if self._enough(origin, full, shared):
-                    break
-                if split not in full:
-                    self.documents[split] += 1
-                    yield split, document
-        self.progress("", 1.0, seen)
-
-    def _enough(self, origin: str, full: list[str], shared: bool) -> bool:
-        """Whether reading on would add nothing that was asked for."""
-        if not shared:
-            return origin in full
-        return "train" in full and ("validation" in full or not self.request.validation_samples)
-
-    def _held_out(self, index: int) -> bool:
-        """Whether document `index` is among the evenly spread share for validation."""
-        share = self.request.validation_share
-        return math.floor((index + 1) * share) > math.floor(index * share)
-
-
-def _write(
-    request: Request,
-    sources: dict[str, list[Source]],
-    tokenizer: Any,
-    encoding: Encoding,
-    directory: Path,
-    progress: Progress,
-) -> dict[str, Any]:
-    """Write the arrays of both splits; returns the manifest's fields that only now are known."""
-    reading = _Reading(request, sources, progress)
-    labelled = request.task == "classification"
-    pad = pad_token_id(tokenizer, request.tokenizer) if labelled else None
-    writers: dict[str, Packer | LabelledRows] = {
-        split: LabelledRows(directory, split, request.block_tokens, pad)
-        if pad is not None
-        else Packer(directory / f"{split}.npy", request.block_tokens)
-        for split in SPLITS
-    }
-    for batch, encoded in encode_all(reading.batches(), encoding, processes=request.processes):
-        writers[batch.split].append(encoded, batch.documents)
-    classes = class_names([w.labels for w in writers.values() if isinstance(w, LabelledRows)]) if labelled else []
-    splits = {}
-    for split, writer in writers.items():
-        if isinstance(writer, LabelledRows):
-            writer.close(classes)
-        else:
-            writer.close()
-        documents = reading.documents[split]
-        if not writer.blocks:
-            hint = "give more text" if split == "train" else "give more text, or a larger --validation-share"
-            raise DatasetError(
-                f"{split}: {documents} documents gave {writer.tokens} tokens, not one block of {request.block_tokens}; "
-                f"{hint}, or a smaller --block-tokens"
-            )
-        splits[split] = SplitEntry(
-            blocks=writer.blocks,
-            documents=documents,
-            empty_documents=reading.empty[split],
-            tokens=writer.tokens,
-            tail_tokens=writer.tail_tokens,
-            truncated_documents=writer.truncated if isinstance(writer, LabelledRows) else 0,
-            overlapping_documents=reading.digests.overlapping() if split == "validation" else 0,
-            sha256=sha256_of(directory / f"{split}.npy"),
-            rows_sha256=sha256_of(directory / f"{split}.rows.npy") if labelled else None,
-        )
-    if not request.allow_overlap:
-        check_overlap(splits["validation"])
-    return {"classes": classes, "pad_token_id": pad, "splits": splits}

@@ -5,6 +5,7 @@ Fast tokenizers travel to the worker processes as their JSON, so a worker import
 
 from __future__ import annotations
 
+import dataclasses
 import multiprocessing
 import os
 from collections import deque
@@ -18,6 +19,7 @@ from typing import Any
 import numpy
 
 from facility.exchange.errors import TryAgain
+from facility.preparing.chat import ChatEncoder, ChatEncoding
 from facility.preparing.pieces import encode_texts
 from facility.preparing.sources import Document
 from facility.preparing.template import Special, Template
@@ -35,6 +37,8 @@ class EncodedBatch:
     """Where the second text begins in each document (classification); else the length."""
     truncated: int = 0
     """Documents that were cut (classification)."""
+    loss: numpy.ndarray | None = None
+    """Chat only: uint8, 1 for each token that bears loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,10 +55,19 @@ class Encoding:
     """Let the tokenizer add its own special tokens ([CLS] ... [SEP]) around each document."""
     max_tokens: int | None = None
     """Classification: longer documents are cut to it (the longer text of a pair first). None: nothing is cut."""
+    chat: ChatEncoding | None = None
+    """Documents are conversations."""
 
 
 def encoding_of(
-    tokenizer: Any, directory: Path, template: Template, *, specials: dict[str, int], wrap: bool, max_tokens: int | None
+    tokenizer: Any,
+    directory: Path,
+    template: Template,
+    *,
+    specials: dict[str, int],
+    wrap: bool,
+    max_tokens: int | None,
+    chat: ChatEncoding | None = None,
 ) -> Encoding:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     return Encoding(
@@ -64,11 +77,15 @@ def encoding_of(
         specials=specials,
         wrap=wrap,
         max_tokens=max_tokens,
+        chat=chat,
     )
 
 
 def encoder(encoding: Encoding) -> Callable[[list[Document]], EncodedBatch]:
     """A function that encodes a batch in this process."""
+    if encoding.chat is not None:
+        assert encoding.backend is not None, "checked before"
+        return _conversations(ChatEncoder(encoding.backend, encoding.chat))
     rows = _fast_rows(encoding, encoding.backend) if encoding.backend is not None else _slow_rows(encoding)
     specials = {name: numpy.array([number], dtype=numpy.int32) for name, number in encoding.specials.items()}
 
@@ -87,6 +104,16 @@ def encoder(encoding: Encoding) -> Callable[[list[Document]], EncodedBatch]:
         )
 
     return encode
+
+
+def _conversations(encode: ChatEncoder) -> Callable[[list[Document]], EncodedBatch]:
+    def encode_batch(documents: list[Document]) -> EncodedBatch:
+        found = [encode(document.text) for document in documents]
+        batch = _batch([one.ids for one in found])
+        empty = numpy.empty(0, dtype=numpy.uint8)
+        return dataclasses.replace(batch, loss=numpy.concatenate([empty, *(one.loss for one in found)]))
+
+    return encode_batch
 
 
 @dataclass(frozen=True)

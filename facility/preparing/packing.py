@@ -14,21 +14,21 @@ HEADER = numpy.lib.format.write_array_header_1_0
 
 
 class RowWriter:
-    """Append int32 rows to a `.npy` file; the header is corrected at the end (NumPy leaves room for the row count)."""
+    """Append rows to a `.npy` file; the header is corrected at the end (NumPy leaves room for the row count)."""
 
-    def __init__(self, path: Path, width: int) -> None:
-        self.path, self.width, self.rows = path, width, 0
+    def __init__(self, path: Path, width: int, dtype: str = "<i4") -> None:
+        self.path, self.width, self.dtype, self.rows = path, width, dtype, 0
         self._file: BinaryIO = open(path, "wb")
         self._header()
         self._start = self._file.tell()
 
     def _header(self) -> None:
-        HEADER(self._file, {"descr": "<i4", "fortran_order": False, "shape": (self.rows, self.width)})
+        HEADER(self._file, {"descr": self.dtype, "fortran_order": False, "shape": (self.rows, self.width)})
 
     def append(self, rows: numpy.ndarray) -> None:
         """Append an array whose size is a whole number of rows."""
         assert rows.size % self.width == 0
-        self._file.write(numpy.ascontiguousarray(rows, dtype="<i4").tobytes())
+        self._file.write(numpy.ascontiguousarray(rows, dtype=self.dtype).tobytes())
         self.rows += rows.size // self.width
 
     def close(self) -> None:

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from facility.dataset import DatasetError
+from facility.preparing.conversations import SURROGATE, columns_of, conversation_of
 
 HUB = "hub:"
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 JSON_LINES = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz")
 TEXT = (".txt", ".text", ".md", ".txt.gz")
 PARQUET = (".parquet",)
-SURROGATE = re.compile("[\\ud800-\\udfff]")
 TextUnit = Literal["line", "paragraph", "file"]
 
 
@@ -35,10 +35,20 @@ class Fields:
     """Class (classification)."""
     unit: TextUnit = "line"
     """What a document is in a file of plain text."""
+    chat: bool = False
+    """Records are conversations, read from the fields of `facility.preparing.conversations`."""
 
     @property
     def names(self) -> list[str]:
         return [name for name in (self.text, self.pair, self.label) if name is not None]
+
+    def columns(self, available: list[str], place: str) -> list[str]:
+        """The columns of a table that are read. Raises `DatasetError` where one is missing."""
+        if self.chat:
+            return columns_of(available)
+        if missing := [name for name in self.names if name not in available]:
+            raise DatasetError(f"{place}: no field {missing[0]!r}; it has {', '.join(available)}")
+        return self.names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +56,7 @@ class Document:
     """One document."""
 
     text: str
+    """A conversation: as `facility.preparing.conversations` writes it."""
     pair: str = ""
     label: str = ""
     done: float
@@ -157,6 +168,8 @@ def _hub(name: str, split: str, streaming: bool) -> Source:
 
 
 def _document(record: Any, fields: Fields, place: str, done: float) -> Document:
+    if fields.chat:
+        return Document(text=conversation_of(record, place).to_json(), done=done)
     if not isinstance(record, dict):
         raise DatasetError(f"{place}: found {record!r:.60}, expected an object with a field {fields.text!r}")
     for name in fields.names:
@@ -208,6 +221,8 @@ def _read_json_lines(path: Path, fields: Fields) -> Iterator[Document]:
 
 
 def _read_text(path: Path, fields: Fields) -> Iterator[Document]:
+    if fields.chat:
+        raise DatasetError(f"{path} is plain text, expected conversations: JSONL, Parquet or a dataset")
     held: list[str] = []
     done = 0.0
     for number, (raw, done) in enumerate(_lines(path), start=1):
@@ -230,10 +245,9 @@ def _read_parquet(path: Path, fields: Fields) -> Iterator[Document]:
 
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            if missing := [name for name in fields.names if name not in file.schema_arrow.names]:
-                raise DatasetError(f"{path}: no field {missing[0]!r}; it has {', '.join(file.schema_arrow.names)}")
+            columns = fields.columns(file.schema_arrow.names, str(path))
             rows, number = max(file.metadata.num_rows, 1), 0
-            for batch in file.iter_batches(batch_size=1024, columns=fields.names):
+            for batch in file.iter_batches(batch_size=1024, columns=columns):
                 for record in batch.to_pylist():
                     number += 1
                     yield _document(record, fields, f"{path}: row {number}", number / rows)
@@ -243,10 +257,8 @@ def _read_parquet(path: Path, fields: Fields) -> Iterator[Document]:
 
 def _read_dataset(source: Source, fields: Fields) -> Iterator[Document]:
     dataset = source.dataset
-    columns = list(dataset.column_names or fields.names)
-    if missing := [name for name in fields.names if name not in columns]:
-        raise DatasetError(f"{source.name}: no field {missing[0]!r}; it has {', '.join(columns)}")
-    dataset = dataset.select_columns(fields.names)
+    if dataset.column_names or not fields.chat:
+        dataset = dataset.select_columns(fields.columns(list(dataset.column_names or fields.names), source.name))
     rows = len(dataset) if hasattr(dataset, "__len__") else 0
     for number, record in enumerate(dataset, start=1):
         yield _document(record, fields, f"{source.name}: row {number}", number / rows if rows else 0.0)

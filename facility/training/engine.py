@@ -171,6 +171,18 @@ class Engine:
             )
 
     @torch.no_grad()
+    def loss_of(self, batch: Batch) -> float:
+        """Mean loss of one batch that every rank holds alike, nats per prediction; the same answer on each rank."""
+        for module in self.compute.modules:
+            module.eval()
+        with self.clock.stopped():
+            loss = self.compute.loss(batch).double()
+        drop_gathered(self.compute.modules)
+        told = self.compute.tells_loss
+        total, count = self._sum(loss if told else torch.zeros_like(loss), float(told), everywhere=True)
+        return total / count / batch.predictions
+
+    @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """Mean loss over the batches of all data-parallel ranks, nats per prediction; NaN without any."""
         for module in self.compute.modules:

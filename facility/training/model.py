@@ -25,8 +25,14 @@ class Attention:
     reason: str
 
 
-def choose_attention(config: Any, factory: Any, device: torch.device, compute_dtype: torch.dtype) -> Attention:
-    """flash_attention_2 on a GPU in half precision where the package is installed, else torch's own sdpa."""
+def choose_attention(
+    config: Any, factory: Any, device: torch.device, compute_dtype: torch.dtype, *, separate: bool = False
+) -> Attention:
+    """flash_attention_2 on a GPU in half precision where the package is installed, else torch's own sdpa.
+
+    `separate`: documents share a block without seeing each other; transformers' flash attention knows such blocks one
+    at a time only, sdpa takes a block mask.
+    """
     from importlib.util import find_spec
 
     try:
@@ -40,6 +46,8 @@ def choose_attention(config: Any, factory: Any, device: torch.device, compute_dt
         return Attention(name="eager", reason=f"{kind.__name__} has neither sdpa nor flash attention in transformers")
     if device.type != "cuda":
         return Attention(name="sdpa", reason="flash attention needs a GPU")
+    if separate:
+        return Attention(name="sdpa", reason="a block mask keeps the documents of a block apart")
     if compute_dtype == torch.float32:
         return Attention(name="sdpa", reason="flash attention computes in half precision, not in float32")
     if find_spec("flash_attn") is None:

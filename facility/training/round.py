@@ -12,6 +12,7 @@ import torch
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.messages.progress import Stage
 from facility.sync.protocol import Synchroniser
+from facility.training.data.documents import check_separation
 from facility.training.data.inputs import RoundInputs
 from facility.training.engine import StepResult
 from facility.training.monitor.account import perplexity
@@ -79,6 +80,8 @@ class Round:
     def evaluate_received(self) -> None:
         """Evaluate the received model (once per round), then add what earlier updates left out."""
         self.show("evaluating")
+        if self.inputs.task.separate:
+            check_separation(self.engine, self.inputs)
         if self.saved.checkpoint is None:
             self.progress.loss_received = self.engine.evaluate(self.setup.loader.evaluation())
             if self.request.unsent is not None:

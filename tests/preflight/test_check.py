@@ -533,3 +533,11 @@ def test_flux_queues_are_read_as_they_were_recorded(queue: str, nodes: int, stat
     text = "".join(recorded(name).out for name in ("flux-queue-list", status, resources))
     problem, fix = flux_refusal(text, queue, nodes)
     assert words in problem and bool(problem) == bool(words) == bool(fix)
+
+
+def test_facilities_that_render_conversations_otherwise_are_named():
+    told = {"task": "chat", "chat_template_sha256": "a" * 64}
+    others = {"north": told, "south": told, "west": told | {"chat_template_sha256": ""}, "lost": {"error": "missing"}}
+    (row,) = checking.check_alike(others)
+    assert row.subject == "west" and row.verdict == "fail" and "has the chat template none" in row.found
+    assert not checking.check_alike({"north": told, "south": told})

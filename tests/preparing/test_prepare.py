@@ -17,7 +17,7 @@ import pytest
 from facility.dataset import DatasetError, open_dataset
 from facility.exchange.errors import TryAgain
 from facility.prepare import main
-from facility.preparing import build, encoding
+from facility.preparing import build, encoding, reading, writing
 from facility.preparing.build import Request, prepare
 from facility.preparing.sources import Fields
 from tests.preparing.corpora import die, save_tokenizer, sentences, write_json_lines
@@ -87,13 +87,13 @@ def test_blocks_are_the_token_stream_and_the_tail_is_reported(request_: Request,
 @pytest.mark.parametrize("documents", [1, 7, 10_000])
 def test_the_result_does_not_depend_on_the_batches(request_: Request, monkeypatch: pytest.MonkeyPatch, documents: int):
     whole = tree(prepare(request_).dataset.directory)
-    monkeypatch.setattr(build, "BATCH_DOCUMENTS", documents)
+    monkeypatch.setattr(reading, "BATCH_DOCUMENTS", documents)
     assert tree(prepare(change(request_, out=request_.out.with_name("again"))).dataset.directory) == whole
 
 
 def test_the_result_does_not_depend_on_the_number_of_processes(request_: Request, monkeypatch: pytest.MonkeyPatch):
     whole = tree(prepare(request_).dataset.directory)
-    monkeypatch.setattr(build, "BATCH_DOCUMENTS", 5)
+    monkeypatch.setattr(reading, "BATCH_DOCUMENTS", 5)
     assert tree(prepare(change(request_, out=request_.out.with_name("again"), processes=2)).dataset.directory) == whole
 
 
@@ -216,15 +216,15 @@ def test_a_killed_run_leaves_no_dataset_and_the_next_one_succeeds(request_: Requ
 def test_the_output_keeps_no_more_in_memory_than_batches(request_: Request, monkeypatch: pytest.MonkeyPatch):
     """Documents arrive batch by batch: at no time are more than a batch of each split held."""
     alive: list[int] = []
-    real = build.encode_all
+    real = writing.encode_all
 
     def counting(batches, encoding, **settings):
         for batch, encoded in real(batches, encoding, **settings):
             alive.append(len(batch.documents))
             yield batch, encoded
 
-    monkeypatch.setattr(build, "BATCH_DOCUMENTS", 10)
-    monkeypatch.setattr(build, "encode_all", counting)
+    monkeypatch.setattr(reading, "BATCH_DOCUMENTS", 10)
+    monkeypatch.setattr(writing, "encode_all", counting)
     prepare(request_)
     assert max(alive) == 10 and sum(alive) == 140
 

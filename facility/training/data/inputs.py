@@ -15,6 +15,7 @@ from facility.exchange.errors import ConfigurationError, InputError, ManifestErr
 from facility.exchange.messages import manifest as manifests
 from facility.exchange.messages.settings import FacilitySettings
 from facility.preparing.tokenizer import load_tokenizer
+from facility.training.data.documents import check_positions
 from facility.training.data.tasks import Task, task_for
 from facility.training.model import Attention, choose_attention, count_blocks, read_config
 from facility.training.parallel.ranks import Ranks
@@ -60,7 +61,9 @@ def read_inputs(request: RoundRequest, ranks: Ranks) -> RoundInputs:
         check_vocabulary(base_model, dataset)
     task = task_for(dataset, config)
     dtype = getattr(torch, request.training.compute_dtype)
-    attention = choose_attention(config, task.factory, ranks.device, dtype)
+    attention = choose_attention(config, task.factory, ranks.device, dtype, separate=task.separate)
+    if task.separate:
+        check_positions(config, task.factory)
     return RoundInputs(
         received=received,
         base=base,

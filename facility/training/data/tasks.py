@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from facility.dataset import DatasetManifest, PreparedDataset
+from facility.dataset import LOSS, START, DatasetManifest, PreparedDataset
 from facility.exchange.errors import InputError
 
 IGNORED = -100
@@ -37,6 +37,8 @@ class Task(Protocol):
 
     pools: bool
     """Does the head choose a position by the token ids (the last that is no padding)?"""
+    separate: bool
+    """Do documents share a block without seeing each other?"""
 
     @property
     def factory(self) -> Any:
@@ -60,9 +62,14 @@ def token_ids(dataset: PreparedDataset, split: str, indices: np.ndarray) -> torc
 
 
 class CausalLM:
-    """Predict the next token of every token of a block."""
+    """Predict the next token of every token of a block, or of those that the dataset marks."""
 
     pools = False
+
+    def __init__(self, *, marked: bool = False, separate: bool = False) -> None:
+        """`marked`: the dataset says which tokens bear loss; `separate`: documents of a block attend to themselves
+        only, and their positions begin anew."""
+        self.marked, self.separate = marked, separate
 
     @property
     def factory(self) -> Any:
@@ -74,17 +81,33 @@ class CausalLM:
         ids = token_ids(dataset, split, indices)
         targets = torch.full_like(ids, IGNORED)
         targets[:, :-1] = ids[:, 1:]
-        return Batch(inputs={"input_ids": ids}, targets=targets)
+        inputs = {"input_ids": ids}
+        if self.marked:
+            marks = torch.from_numpy(np.array(dataset.marks(split)[indices]))
+            borne = (marks & (LOSS | START)) == LOSS  # a document's first token follows from nothing
+            targets[:, :-1][~borne[:, 1:]] = IGNORED
+            if self.separate:
+                inputs["position_ids"] = positions_within(marks & START != 0)
+        return Batch(inputs=inputs, targets=targets)
 
     def loss_sum(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return cross_entropy_sum(logits, targets)
+
+
+def positions_within(starts: torch.Tensor) -> torch.Tensor:
+    """Position of each token in its document, of rows where documents begin at `starts`.
+
+    transformers finds the documents by these positions, as long as there is neither a mask nor a cache.
+    """
+    place = torch.arange(starts.shape[1]).expand(starts.shape)
+    return place - torch.where(starts, place, 0).cummax(dim=1).values
 
 
 class MaskedLM:
     """Predict hidden tokens (Devlin et al. 2018, arXiv 1810.04805, section 3.1): 15 % of the tokens are asked for, of
     which 80 % are replaced by [MASK], 10 % by a random token, 10 % stay."""
 
-    pools = False
+    pools = separate = False
 
     def __init__(self, mask_token: int, vocabulary: int, special: tuple[int, ...]) -> None:
         self.mask_token, self.vocabulary, self.special = mask_token, vocabulary, special
@@ -116,7 +139,7 @@ class MaskedLM:
 class Classification:
     """Name the class of a text or of a pair of texts (MNLI's premise and hypothesis)."""
 
-    pools = True
+    pools, separate = True, False
 
     def __init__(self, *, token_types: bool) -> None:
         self.token_types = token_types
@@ -191,4 +214,4 @@ def task_for(dataset: PreparedDataset, config: Any) -> Task:
         if tokenizer.mask_token_id is None:
             raise InputError(f"{dataset.tokenizer_directory} has no mask token: masked language modelling needs one")
         return MaskedLM(tokenizer.mask_token_id, manifest.vocabulary_size, tuple(tokenizer.all_special_ids))
-    return CausalLM()
+    return CausalLM(marked=dataset.marked, separate=manifest.documents == "separate")

@@ -268,7 +268,8 @@ class Stage(nn.Module):
                 self._inject.received = value
             else:
                 self._received = value
-            inputs = {"inputs_embeds": value, **{k: v for k, v in kwargs.items() if k == "attention_mask"}}
+            kept: dict[str, Any] = {name: kwargs[name] for name in ("attention_mask", "position_ids") if name in kwargs}
+            inputs = {"inputs_embeds": value, **kept}
             if self.is_last:
                 self._embeds = value if token_ids is not None else None
                 inputs |= {"input_ids": token_ids, "inputs_embeds": None} if token_ids is not None else {}

@@ -1,0 +1,184 @@
+"""Conversations to token ids, and which of them bear loss.
+
+What the template writes is read as the tokenizer reads it: special tokens become their ids. What stands in a message
+stays text, also where it spells a special token, so that no message can end a turn or begin another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+from facility.dataset import DatasetError
+from facility.preparing.chat_template import ChatTemplate, Loss, Spans, chat_template_of
+from facility.preparing.conversations import Conversation, from_json
+
+PLANES = (0xF0000, 0x100000)
+"""First characters of the private planes: a special token spelled in a message is one of these while it is rendered."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatEncoding:
+    """How conversations become ids."""
+
+    template: ChatTemplate
+    loss: Loss
+    end: str
+    """Text of the token that ends a plain completion."""
+
+
+def chat_encoding(tokenizer: Any, directory: Path, given: str | None, loss: Loss) -> ChatEncoding:
+    """How a tokenizer encodes conversations. Raises `DatasetError` where it cannot."""
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
+        raise DatasetError(
+            f"the tokenizer in {directory} has no tokenizer.json: where answers lie among the ids is known of fast "
+            "tokenizers only; save it with a transformers that converts it"
+        )
+    template = chat_template_of(tokenizer, directory, given)
+    if not template.source and tokenizer.eos_token is None:
+        raise DatasetError(
+            f"the tokenizer in {directory} has neither a chat template nor an eos token to end an answer: give "
+            "--chat-template FILE, or set eos_token in tokenizer_config.json"
+        )
+    return ChatEncoding(template=template, loss=loss, end=tokenizer.eos_token or "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodedChat:
+    """One conversation."""
+
+    ids: numpy.ndarray
+    """int32."""
+    loss: numpy.ndarray
+    """uint8: 1 where the token is to be predicted."""
+
+
+class ChatEncoder:
+    """Encodes conversations with a fast tokenizer (`tokenizers`), given as its JSON."""
+
+    def __init__(self, backend: str, encoding: ChatEncoding) -> None:
+        from tokenizers import Tokenizer
+
+        self.encoding = encoding
+        self.reads, self.spells = Tokenizer.from_str(backend), Tokenizer.from_str(backend)
+        for tokenizer in (self.reads, self.spells):
+            tokenizer.no_padding()
+            tokenizer.no_truncation()
+        self.spells.encode_special_tokens = True  # what spells a special token stays text
+        tokens = self.reads.get_added_tokens_decoder()
+        self.special = {number: token.content for number, token in tokens.items() if token.special}
+        self.spellings = sorted(set(self.special.values()) - {""}, key=len, reverse=True)
+
+    def __call__(self, text: str) -> EncodedChat:
+        """Encode a conversation as `Conversation.to_json` wrote it. Raises `DatasetError`."""
+        conversation = from_json(text)
+        if not self.encoding.template.source:
+            return self._plain(conversation)
+        plane = self._plane(text)
+        shielded = conversation if plane is None else _mapped(conversation, lambda t: self._shield(t, plane or 0))
+        rendered, spans = self.encoding.template.with_answers(shielded, self.encoding.loss)
+        return self._encode(rendered, spans, plane)
+
+    def _plain(self, conversation: Conversation) -> EncodedChat:
+        """Prompt and completion one after the other; the completion and the end token bear loss."""
+        if conversation.texts is None:
+            raise DatasetError(
+                "the data hold messages, and the tokenizer has no chat template: give --chat-template FILE, or a "
+                "tokenizer with chat_template.jinja"
+            )
+        prompt, completion = conversation.texts
+        body = self.spells.encode(prompt + completion, add_special_tokens=True)
+        begin = len(prompt)
+        ids = list(body.ids)
+        pairs = zip(body.offsets, body.special_tokens_mask, strict=True)
+        loss = [not added and last > begin for (_, last), added in pairs]
+        end = self.reads.token_to_id(self.encoding.end)
+        assert end is not None, "a tokenizer knows its own eos token"
+        if ids[-1:] != [end]:
+            ids, loss = [*ids, end], [*loss, True]
+        else:
+            loss[-1] = True
+        return _encoded(ids, loss)
+
+    def _plane(self, text: str) -> int | None:
+        """The private plane to use, where a message spells a special token; None where none does."""
+        if not any(spelling in text for spelling in self.spellings):
+            return None
+        for plane in PLANES:
+            if not any(plane <= ord(character) < plane + len(self.spellings) for character in text):
+                return plane
+        raise DatasetError("a conversation holds characters of both private planes of Unicode beside special tokens")
+
+    def _shield(self, text: str, plane: int) -> str:
+        for number, spelling in enumerate(self.spellings):
+            text = text.replace(spelling, chr(plane + number))
+        return text
+
+    def _encode(self, text: str, spans: Spans, plane: int | None) -> EncodedChat:
+        found = self.reads.encode(text, add_special_tokens=False)
+        bears = numpy.zeros(len(text), dtype=bool)
+        for begin, end in spans:
+            bears[begin:end] = True
+        if plane is None:
+            return _encoded(found.ids, _touching(found.offsets, bears))
+        ids: list[int] = []
+        loss: list[bool] = []
+        begin = 0
+        ends = [(a, b, i) for (a, b), i in zip(found.offsets, found.ids, strict=True) if i in self.special]
+        for first, last, number in [*ends, (len(text), len(text), -1)]:
+            self._spelled(text[begin:first], bears[begin:first], plane, ids, loss)
+            if number >= 0:
+                ids.append(number)
+                loss.append(bool(bears[first:last].any()))
+            begin = last
+        return _encoded(ids, loss)
+
+    def _spelled(self, part: str, bears: numpy.ndarray, plane: int, ids: list[int], loss: list[bool]) -> None:
+        """Append a part without special tokens, its shielded ones spelled out."""
+        pieces = [self._spelling(character, plane) for character in part]
+        text = "".join(pieces)
+        flags = numpy.repeat(bears, [len(piece) for piece in pieces]) if pieces else bears
+        found = self.spells.encode(text, add_special_tokens=False)
+        ids.extend(found.ids)
+        loss.extend(_touching(found.offsets, flags))
+
+    def _spelling(self, character: str, plane: int) -> str:
+        number = ord(character) - plane
+        return self.spellings[number] if 0 <= number < len(self.spellings) else character
+
+
+def _touching(offsets: list[tuple[int, int]], bears: numpy.ndarray) -> list[bool]:
+    """Which tokens hold a character that bears loss; white space that a tokenizer trims from its offsets counts."""
+    result, last = [], 0
+    for begin, end in offsets:
+        result.append(bool(bears[min(begin, last) : end].any()))
+        last = end
+    return result
+
+
+def _encoded(ids: list[int], loss: list[bool]) -> EncodedChat:
+    return EncodedChat(ids=numpy.array(ids, dtype=numpy.int32), loss=numpy.array(loss, dtype=numpy.uint8))
+
+
+def _mapped(conversation: Conversation, change: Callable[[str], str]) -> Conversation:
+    """The conversation with every text of its messages and tools changed."""
+
+    def walk(value: Any) -> Any:
+        if isinstance(value, str):
+            return change(value)
+        if isinstance(value, list):
+            return [walk(one) for one in value]
+        return {key: walk(one) for key, one in value.items()} if isinstance(value, dict) else value
+
+    messages = [{"role": m["role"]} | {k: walk(v) for k, v in m.items() if k != "role"} for m in conversation.messages]
+    return Conversation(
+        messages=messages,
+        answers=conversation.answers,
+        tools=walk(conversation.tools),
+        texts=conversation.texts,
+        rejected=conversation.rejected,
+    )

@@ -1,0 +1,245 @@
+"""Conversations in the shapes of public data sets, brought to one: messages with roles, and which of them answer.
+
+    {"messages": [{"role", "content", ...}], "tools": [...]}            OpenAI, TRL
+    {"conversations": [{"from", "value"}], "system": "..."}             ShareGPT
+    {"prompt": ..., "completion": ...}                                  texts, or lists of messages
+    {"instruction": "...", "input": "...", "output": "..."}             Alpaca
+
+A record of another shape is an error that names the shapes; nothing is guessed from the values.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from facility.dataset import DatasetError
+
+Message = dict[str, Any]
+ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "model": "assistant",
+    "function_call": "assistant",
+    "system": "system",
+    "developer": "developer",
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+    "function": "tool",
+    "ipython": "ipython",
+}
+"""What a role is called in data -> the name that chat templates know."""
+FIELDS = (
+    "messages",
+    "conversations",
+    "prompt",
+    "completion",
+    "response",
+    "chosen",
+    "rejected",
+    "instruction",
+    "input",
+    "output",
+    "system",
+    "tools",
+)
+"""Fields that a conversation may be read from."""
+KEPT = ("name", "tool_calls", "tool_call_id", "reasoning_content", "thinking", "reasoning")
+"""Keys of a message that templates read, beside role and content."""
+SURROGATE = re.compile("[\\ud800-\\udfff]")
+SHAPES = (
+    "`messages` (OpenAI), `conversations` (ShareGPT), `prompt` and `completion`, or `instruction` and `output` (Alpaca)"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversation:
+    """Messages in order, and those that the model is to learn."""
+
+    messages: list[Message]
+    answers: list[int]
+    """Indices of the messages that bear loss."""
+    tools: list[Any] | None = None
+    """JSON schemas of the functions that may be called."""
+    texts: tuple[str, str] | None = None
+    """Prompt and completion as plain texts, where the record holds those and not messages."""
+    rejected: list[Message] = field(default_factory=list)
+    """Preferences only: the answer that lost, in place of the last one."""
+
+    def to_json(self) -> str:
+        """The same conversation gives the same text; empty where nothing is to be learnt."""
+        if not self.answers:
+            return ""
+        return json.dumps(
+            [self.messages, self.answers, self.tools, self.texts, self.rejected], ensure_ascii=False, sort_keys=True
+        )
+
+
+def from_json(text: str) -> Conversation:
+    messages, answers, tools, texts, rejected = json.loads(text)
+    return Conversation(
+        messages=messages,
+        answers=answers,
+        tools=tools,
+        texts=(texts[0], texts[1]) if texts else None,
+        rejected=rejected,
+    )
+
+
+def conversation_of(record: Any, place: str) -> Conversation:
+    """Read one record; `place` says where it lies. Raises `DatasetError`."""
+    if not isinstance(record, dict):
+        raise DatasetError(f"{place}: found {record!r:.60}, expected an object with {SHAPES}")
+    held = {name: value for name, value in record.items() if value is not None}
+    tools = _tools(held.get("tools"), place)
+    opening = _system(held, place)
+    if "messages" in held or "conversations" in held:
+        raw = held.get("messages", held.get("conversations"))
+        messages, weights = _messages(raw, place)
+        if opening and messages and messages[0]["role"] != "system":
+            messages, weights = [*opening, *messages], [1, *weights]
+        return Conversation(messages=messages, answers=_answers(messages, weights), tools=tools)
+    if "prompt" in held and ("completion" in held or "response" in held):
+        completion = held.get("completion", held.get("response"))
+        return _completed(held["prompt"], completion, opening, tools, place)
+    if "instruction" in held and "output" in held:
+        asked = _text(held["instruction"], "instruction", place)
+        if (more := _text(held.get("input", ""), "input", place)).strip():
+            asked = f"{asked}\n\n{more}"
+        return _completed(asked, held["output"], opening, tools, place)
+    raise DatasetError(f"{place}: the record has {', '.join(map(str, record)) or 'no field'}; expected {SHAPES}")
+
+
+def _completed(
+    prompt: Any, completion: Any, opening: list[Message], tools: list[Any] | None, place: str
+) -> Conversation:
+    """A prompt and its completion: texts of one turn each, or messages of which the completion's answers count."""
+    if isinstance(prompt, str) and isinstance(completion, str):
+        prompt, completion = _text(prompt, "prompt", place), _text(completion, "completion", place)
+        turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+        messages = [*opening, *turns]
+        answers = [len(messages) - 1] if completion.strip() else []
+        return Conversation(messages=messages, answers=answers, tools=tools, texts=(prompt, completion))
+    before, _ = _messages([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt, place)
+    raw = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+    after, weights = _messages(raw, place)
+    if opening and before and before[0]["role"] != "system":
+        before = [*opening, *before]
+    messages = [*before, *after]
+    return Conversation(messages=messages, answers=_answers(messages, [0] * len(before) + weights), tools=tools)
+
+
+def _answers(messages: list[Message], weights: list[int]) -> list[int]:
+    return [
+        number
+        for number, (message, weight) in enumerate(zip(messages, weights, strict=True))
+        if message["role"] == "assistant" and weight and (message.get("content") or message.get("tool_calls"))
+    ]
+
+
+def _messages(raw: Any, place: str) -> tuple[list[Message], list[int]]:
+    """Messages with the names that templates know, and the weight (0 or 1) of each."""
+    if isinstance(raw, str):
+        raw = _parsed(raw, "messages", place)
+    if not isinstance(raw, list):
+        raise DatasetError(f"{place}: messages are {raw!r:.60}, expected a list of objects with role and content")
+    messages, weights = [], []
+    for number, one in enumerate(raw):
+        where = f"{place}: message {number}"
+        if not isinstance(one, dict):
+            raise DatasetError(f"{where} is {one!r:.60}, expected an object with role and content")
+        role = one.get("role", one.get("from"))
+        if not isinstance(role, str) or role.lower() not in ROLES:
+            raise DatasetError(f"{where} has the role {role!r}, expected one of {', '.join(ROLES)}")
+        message: Message = {"role": ROLES[role.lower()]}
+        content = one.get("content", one.get("value"))
+        if content is not None:
+            message["content"] = _content(content, where)
+        for key in KEPT:
+            if one.get(key) is not None:
+                message[key] = _calls(one[key], where) if key == "tool_calls" else _plain(one[key], key, where)
+        if "content" not in message and "tool_calls" not in message:
+            raise DatasetError(f"{where} ({message['role']}) has neither content nor tool_calls")
+        messages.append(message)
+        weights.append(0 if one.get("weight") == 0 else 1)
+    return messages, weights
+
+
+def _content(content: Any, where: str) -> str:
+    """A text, or the texts of a list of parts; parts of another kind are refused."""
+    if isinstance(content, str):
+        return _plain(content, "content", where)
+    if isinstance(content, list):
+        parts = [
+            part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else None
+            for part in content
+        ]
+        if all(isinstance(part, str) for part in parts):
+            return _plain("".join(str(part) for part in parts), "content", where)
+    raise DatasetError(f"{where}: content is {content!r:.60}, expected text (images and audio are not trained on)")
+
+
+def _calls(calls: Any, where: str) -> list[Any]:
+    """Tool calls with their arguments as objects: OpenAI writes them as JSON text, templates read them as objects."""
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise DatasetError(f"{where}: tool_calls are {calls!r:.60}, expected a list of objects")
+    result = []
+    for call in calls:
+        call = {key: value for key, value in call.items() if value is not None}
+        function = dict(call.get("function") or {})
+        if isinstance(function.get("arguments"), str):
+            function["arguments"] = _parsed(function["arguments"], "arguments of a tool call", where)
+        result.append(call | ({"function": function} if function else {}))
+    return result
+
+
+def _tools(tools: Any, place: str) -> list[Any] | None:
+    if isinstance(tools, str):
+        tools = _parsed(tools, "tools", place) if tools.strip() else None
+    if tools is None or tools == []:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise DatasetError(f"{place}: tools are {tools!r:.60}, expected a list of JSON schemas")
+    return tools
+
+
+def _system(held: dict[str, Any], place: str) -> list[Message]:
+    text = _text(held.get("system", ""), "system", place)
+    return [{"role": "system", "content": text}] if text.strip() else []
+
+
+def _text(value: Any, name: str, place: str) -> str:
+    if not isinstance(value, str):
+        raise DatasetError(f"{place}: field {name!r} is {value!r:.60}, expected text")
+    return _plain(value, name, place)
+
+
+def _plain(value: Any, name: str, place: str) -> Any:
+    """The value as it is, unless it holds half of a surrogate pair."""
+    if isinstance(value, str) and not value.isascii() and (found := SURROGATE.search(value)):
+        raise DatasetError(
+            f"{place}: {name!r} holds half of a surrogate pair ({found[0]!a} at character {found.start()}), which is "
+            "not Unicode text; remove it, or write the whole pair"
+        )
+    return value
+
+
+def _parsed(text: str, name: str, place: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DatasetError(f"{place}: {name} {text!r:.60} is not valid JSON ({error})") from None
+
+
+def columns_of(available: Iterable[str]) -> list[str]:
+    """The columns of a table that a conversation may be read from."""
+    return [name for name in available if name in FIELDS]

@@ -1,0 +1,149 @@
+"""Documents in blocks whose tokens are marked: which bear loss, and where each document begins.
+
+`joined` cuts one stream of documents into blocks, `separate` puts whole documents together into a block (best fit among
+the blocks that are open; documents are cut to a block), `padded` gives each document a block of its own. A stream of
+plain text under `separate` stays a stream: what a block cuts off begins the next block as a document of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy
+
+from facility.dataset import LOSS, START
+from facility.preparing.encoding import EncodedBatch
+from facility.preparing.packing import RowWriter
+from facility.preparing.sources import Document
+
+OPEN_BLOCKS = 64
+"""Blocks that later documents may still fill."""
+
+
+class MarkedStream:
+    """One stream of documents cut into blocks; what fills no block yet waits for the next call."""
+
+    padding_tokens = truncated = dropped = 0
+
+    def __init__(self, directory: Path, split: str, block_tokens: int, *, apart: bool) -> None:
+        """`apart`: each block begins a document, if only the rest of one."""
+        self._apart = apart
+        self._ids = RowWriter(directory / f"{split}.npy", block_tokens)
+        self._marks = RowWriter(directory / f"{split}.marks.npy", block_tokens, "|u1")
+        self._waiting = (numpy.empty(0, dtype=numpy.int32), numpy.empty(0, dtype=numpy.uint8))
+        self.tokens = self.loss_tokens = 0
+
+    @property
+    def blocks(self) -> int:
+        return self._ids.rows
+
+    @property
+    def tail_tokens(self) -> int:
+        """Tokens that wait for a block to fill."""
+        return len(self._waiting[0])
+
+    def append(self, encoded: EncodedBatch, documents: list[Document]) -> None:
+        """Append the next documents' tokens; those without any loss too, as what others follow."""
+        marks = marks_of(encoded)
+        width = self._ids.width
+        ids = numpy.concatenate([self._waiting[0], encoded.tokens])
+        marks = numpy.concatenate([self._waiting[1], marks])
+        whole = len(ids) // width * width
+        if self._apart:
+            marks[:whole:width] |= START
+        self._ids.append(ids[:whole])
+        self._marks.append(marks[:whole])
+        self.loss_tokens += predicted(marks[:whole])
+        self._waiting = (ids[whole:], marks[whole:])
+        self.tokens += len(encoded.tokens)
+
+    def close(self) -> None:
+        self._ids.close()
+        self._marks.close()
+
+
+@dataclass(kw_only=True)
+class _Open:
+    """A block that has room left."""
+
+    ids: list[numpy.ndarray] = field(default_factory=list)
+    marks: list[numpy.ndarray] = field(default_factory=list)
+    room: int
+
+
+class WholeDocuments:
+    """Whole documents in blocks; the result depends on the documents and their order only."""
+
+    tail_tokens = 0
+
+    def __init__(self, directory: Path, split: str, block_tokens: int, *, filler: int, alone: bool) -> None:
+        """`filler`: the id after a block's last document; `alone`: one document a block."""
+        self._ids = RowWriter(directory / f"{split}.npy", block_tokens)
+        self._marks = RowWriter(directory / f"{split}.marks.npy", block_tokens, "|u1")
+        self._open: list[_Open] = []
+        self._filler, self._most = filler, 0 if alone else OPEN_BLOCKS
+        self.tokens = self.loss_tokens = self.truncated = self.dropped = self.padding_tokens = 0
+
+    @property
+    def blocks(self) -> int:
+        return self._ids.rows
+
+    def append(self, encoded: EncodedBatch, documents: list[Document]) -> None:
+        """Append the next documents, each cut to a block; one that bears no loss then is left out."""
+        marks, width, begin = marks_of(encoded), self._ids.width, 0
+        for length in encoded.lengths.tolist():
+            cut = slice(begin, begin + min(length, width))
+            begin += length
+            if not predicted(marks[cut]):
+                self.dropped += 1
+                continue
+            self.truncated += length > width
+            self._place(encoded.tokens[cut], marks[cut])
+
+    def _place(self, ids: numpy.ndarray, marks: numpy.ndarray) -> None:
+        fitting = [block for block in self._open if block.room >= len(ids)]
+        if fitting:
+            block = min(fitting, key=lambda one: one.room)
+        else:
+            block = _Open(room=self._ids.width)
+            self._open.append(block)
+        block.ids.append(ids)
+        block.marks.append(marks)
+        block.room -= len(ids)
+        self.tokens += len(ids)
+        self.loss_tokens += predicted(marks)
+        if block.room == 0:
+            self._write(block)
+        elif len(self._open) > self._most:
+            self._write(min(self._open, key=lambda one: one.room))
+
+    def _write(self, block: _Open) -> None:
+        self._open = [other for other in self._open if other is not block]
+        if block.room:
+            block.ids.append(numpy.full(block.room, self._filler, dtype=numpy.int32))
+            block.marks.append(numpy.zeros(block.room, dtype=numpy.uint8))
+            block.marks[-1][0] = START
+            self.padding_tokens += block.room
+        self._ids.append(numpy.concatenate(block.ids))
+        self._marks.append(numpy.concatenate(block.marks))
+
+    def close(self) -> None:
+        """Write the open blocks too."""
+        while self._open:
+            self._write(self._open[0])
+        self._ids.close()
+        self._marks.close()
+
+
+def marks_of(encoded: EncodedBatch) -> numpy.ndarray:
+    """`LOSS` where the encoding says so (everywhere in plain text), `START` at each document's first token."""
+    marks = numpy.full(len(encoded.tokens), LOSS, dtype=numpy.uint8) if encoded.loss is None else encoded.loss * LOSS
+    starts = numpy.concatenate([[0], numpy.cumsum(encoded.lengths)])[:-1]
+    marks[starts[encoded.lengths > 0]] |= START
+    return marks
+
+
+def predicted(marks: numpy.ndarray) -> int:
+    """Tokens that bear loss; nothing comes before a document's first token to predict it from."""
+    return int(((marks & (LOSS | START)) == LOSS).sum())

@@ -1,0 +1,91 @@
+"""The documents of all sources, assigned to their splits and gathered into batches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from facility.dataset import SPLITS
+from facility.preparing.encoding import Batch
+from facility.preparing.overlap import ContentDigests
+from facility.preparing.sources import Document, Fields, Source, read
+
+BATCH_DOCUMENTS, BATCH_CHARACTERS = 512, 2_000_000
+Progress = Callable[[str, float, int], None]
+
+
+class Caps(Protocol):
+    """What of a request decides which documents are read."""
+
+    @property
+    def fields(self) -> Fields: ...
+    @property
+    def validation(self) -> list[str]: ...
+    @property
+    def validation_share(self) -> float: ...
+    @property
+    def train_samples(self) -> int: ...
+    @property
+    def validation_samples(self) -> int: ...
+
+
+class Reading:
+    """The documents of all sources as batches of one split each, up to the caps; counts as it goes."""
+
+    def __init__(self, request: Caps, sources: dict[str, list[Source]], progress: Progress) -> None:
+        self.request, self.sources, self.progress = request, sources, progress
+        self.documents = dict.fromkeys(SPLITS, 0)
+        self.empty = dict.fromkeys(SPLITS, 0)
+        self.digests = ContentDigests()
+
+    def batches(self) -> Iterator[Batch]:
+        held: dict[str, list[Document]] = {split: [] for split in SPLITS}
+        characters = dict.fromkeys(SPLITS, 0)
+        for split, document in self._assigned():
+            held[split].append(document)
+            characters[split] += len(document.text) + len(document.pair)
+            if len(held[split]) >= BATCH_DOCUMENTS or characters[split] >= BATCH_CHARACTERS:
+                yield self._batch(split, held[split])
+                held[split], characters[split] = [], 0
+        for split in SPLITS:
+            if held[split]:
+                yield self._batch(split, held[split])
+
+    def _batch(self, split: str, documents: list[Document]) -> Batch:
+        self.digests.add(split, documents)
+        return Batch(split=split, documents=documents)
+
+    def _assigned(self) -> Iterator[tuple[str, Document]]:
+        caps = {"train": self.request.train_samples, "validation": self.request.validation_samples}
+        pending = [(split, source) for split in SPLITS for source in self.sources[split]]
+        shared = not self.request.validation
+        seen = 0
+        for number, (origin, source) in enumerate(pending):
+            for document in read(source, self.request.fields):
+                self.progress(source.name, (number + document.done) / len(pending), seen)
+                split = origin
+                if shared and self._held_out(seen):
+                    split = "validation"
+                if not document.text.strip():
+                    self.empty[split] += 1
+                    continue
+                seen += 1
+                full = [name for name, cap in caps.items() if cap and self.documents[name] >= cap]
+                if self._enough(origin, full, shared):
+                    break
+                if split not in full:
+                    self.documents[split] += 1
+                    yield split, document
+        self.progress("", 1.0, seen)
+
+    def _enough(self, origin: str, full: list[str], shared: bool) -> bool:
+        """Whether reading on would add nothing that was asked for."""
+        if not shared:
+            return origin in full
+        return "train" in full and ("validation" in full or not self.request.validation_samples)
+
+    def _held_out(self, index: int) -> bool:
+        """Whether document `index` is among the evenly spread share for validation."""
+        share = self.request.validation_share
+        return math.floor((index + 1) * share) > math.floor(index * share)
