@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from coordinator.config.locate import find_federation
+from coordinator.quickstart.command import quickstart
 from facility import __version__
 from facility.exchange.errors import InputError, exit_on_error
 from facility.exchange.exit_codes import ExitCode
@@ -35,6 +36,9 @@ FederationOption = Annotated[
         help="The file that describes the federation.",
     ),
 ]
+
+
+app.command(rich_help_panel=SET_UP)(quickstart)
 
 
 def _version(wanted: bool) -> None:
@@ -100,6 +104,20 @@ def init(
         f"{write_scaffold(folder, name, facility)}: fill in what is in <angle brackets>, then: cd {folder}; crossfed "
         "check"
     )
+
+
+@app.command(rich_help_panel=SET_UP)
+def share(
+    federation: FederationOption,
+    weights: Annotated[bool, typer.Option("--weights", help="Send the model's weights too.")] = False,
+    facility: Annotated[list[str] | None, typer.Option(help="Only this facility. Repeat.")] = None,
+) -> None:
+    """Send the model's tokenizer to every facility, which verifies it; what a facility holds already is not sent."""
+    from coordinator.config.federation import read_federation
+    from coordinator.share import share as send
+
+    for one in send(read_federation(federation), weights=weights, only=facility or []):
+        print(f"{one.facility}: {'sent' if one.sent else 'there'}: {one.path}, digest {one.digest}")
 
 
 @app.command(rich_help_panel=SET_UP)

@@ -1,11 +1,19 @@
 {# https://2022.help.altair.com/2022.1.0/PBS%20Professional/PBSUserGuide2022.1.pdf -#}
 #!/bin/bash
 # Any OpenPBS or PBS Professional site: pbsdsh starts one task on each chunk; it hands on no environment but PBS's own.
+{% block account %}
 #PBS -A <account>
+{% endblock %}
+{% block queue %}
 #PBS -q <queue>
+{% endblock %}
+{% block resources %}
 #PBS -l select=1:ncpus=32:ngpus=4
 #PBS -l place=scatter:excl
+{% endblock %}
+{% block limit %}
 #PBS -l walltime=02:00:00
+{% endblock %}
 hosts=$(paste -sd, "$PBS_NODEFILE")
 IFS= read -r -d '' enter <<'CROSSFED' || true
 . '<home>/env.sh'

@@ -17,7 +17,9 @@
 #SBATCH --mem=0
 #SBATCH --exclusive
 {% endblock %}
+{% block limit %}
 #SBATCH --time=02:00:00
+{% endblock %}
 #SBATCH --signal=USR1@300
 . '<home>/env.sh'
 {% block environment %}

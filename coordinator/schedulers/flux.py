@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
+from coordinator.schedulers.partition import WORD, Partition, Wish, number
 from coordinator.schedulers.scheduler import FORGOTTEN, BatchScheduler, Ending, Job
 
 FIELDS = "{id} {returncode} {status} {result} {exception.type} {exception.note}"
@@ -19,6 +20,7 @@ class Flux(BatchScheduler):
     name, title, program = "flux", "Flux", "flux"
     connector = "streamflow.deployment.connector.queue_manager:FluxConnector"
     limit_signal = "#flux: --signal=SIGUSR1@300s"
+    survey = "flux queue list && flux queue status && flux resource list"
     job_id = re.compile(r"[fƒ]\w+")
     waiting = frozenset({"DEPEND", "PRIORITY", "SCHED"})
     terminal = frozenset({"COMPLETED", "FAILED", "CANCELED", "TIMEOUT"})
@@ -60,6 +62,36 @@ class Flux(BatchScheduler):
             reason = reason if reason.startswith("urgency=0") else words
         return replace(job, reason=reason)
 
+    def read_partitions(self, text: str) -> list[Partition]:
+        """Queues of `flux queue list`, nodes of `flux resource list`; an instance without queues has one, unnamed."""
+        rows = [line.split() for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()]
+        start = next((place for place, row in enumerate(rows) if row[:2] == ["QUEUE", "EN"]), len(rows))
+        found = []
+        for row in rows[start + 1 :]:
+            if len(row) < 8:
+                break
+            name = row[0].rstrip("*")
+            total = _resources(rows, name)
+            if WORD.fullmatch(name):
+                found.append(
+                    Partition(
+                        name=name,
+                        default=row[0].endswith("*"),
+                        open=(row[1], row[2]) == ("✔", "✔"),
+                        nodes=total[0],
+                        cores=total[1] // max(1, total[0]),
+                        gpus=total[2] // max(1, total[0]),
+                    )
+                )
+        return found
+
+    def blocks(self, wish: Wish) -> dict[str, str]:
+        return {
+            "account": f"#flux: --bank={wish.account}" if wish.account else "",
+            "queue": f"#flux: --queue={wish.partition}" if wish.partition else "",
+            "limit": f"#flux: --time-limit={wish.hours:g}h",
+        }
+
     def query(self, ids: Sequence[str]) -> str:
         return f"flux jobs -n -o '{FIELDS}' {' '.join(ids)}"
 
@@ -95,6 +127,16 @@ class Flux(BatchScheduler):
 def _id(text: str) -> str:
     """One spelling: Flux writes ƒ where the terminal can, f where it cannot."""
     return "ƒ" + text[1:] if text.startswith("f") else text
+
+
+def _resources(rows: list[list[str]], queue: str) -> tuple[int, int, int]:
+    """Nodes, cores and GPUs of a queue in `flux resource list`, in whatever state."""
+    total = [0, 0, 0]
+    for row in rows:
+        if len(row) >= 5 and row[0] in ("free", "allocated", "down") and queue in row[1].split(","):
+            counts = [word for word in row[2:] if word.isdigit()][:3]
+            total = [old + number(new) for old, new in zip(total, counts, strict=False)]
+    return total[0], total[1], total[2]
 
 
 SCHEDULER = Flux()

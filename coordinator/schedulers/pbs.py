@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from coordinator.schedulers.partition import WORD, Partition, Wish, number
 from coordinator.schedulers.scheduler import FORGOTTEN, BatchScheduler, Ending, Job
 
 ANSWERS = (0, 35, 153)
@@ -21,6 +22,7 @@ class PBS(BatchScheduler):
     name, title, program = "pbs", "PBS", "qsub"
     connector = "streamflow.deployment.connector.queue_manager:PBSConnector"
     output_file = "crossfed-job.log"
+    survey = "pbsnodes -a && qstat -Q && qstat -Bf && qstat -Qf"
     waiting = frozenset("QHW")
     terminal = frozenset("FXC")
     silent = (
@@ -69,6 +71,37 @@ class PBS(BatchScheduler):
                 found.append(self.job(id, state, reason.strip()))
         return found
 
+    def read_partitions(self, text: str) -> list[Partition]:
+        """Queues of `qstat -Q`; PBS does not say which nodes serve which, so every queue shows the largest."""
+        counts = {word: [number(count) for count in _available(text, word)] for word in ("ncpus", "ngpus")}
+        default = re.search(r"^\s*default_queue = (\S+)", text, re.MULTILINE)
+        limits = dict(
+            re.findall(r"^Queue: (\S+)\n(?:[ \t]+.*\n)*?\s+resources_max\.walltime = (\S+)", text, re.MULTILINE)
+        )
+        rows = re.findall(r"^(\S+) +\d+ +\d+ +(yes|no) +(yes|no) .*\bExe", text, re.MULTILINE)
+        return [
+            Partition(
+                name=name,
+                default=bool(default) and default[1] == name,  # type: ignore[index]
+                open=(enabled, started) == ("yes", "yes"),
+                nodes=len(counts["ncpus"]),
+                cores=max(counts["ncpus"], default=0),
+                gpus=max(counts["ngpus"], default=0),
+                hours=_hours(limits.get(name, "")),
+            )
+            for name, enabled, started in rows
+            if WORD.fullmatch(name)
+        ]
+
+    def blocks(self, wish: Wish) -> dict[str, str]:
+        gpus = f":ngpus={wish.gpus}" if wish.gpus else ""
+        return {
+            "account": f"#PBS -A {wish.account}" if wish.account else "",
+            "queue": f"#PBS -q {wish.partition}",
+            "resources": f"#PBS -l select=1:ncpus={wish.cores}{gpus}\n#PBS -l place=scatter:excl",
+            "limit": f"#PBS -l walltime={wish.clock}",
+        }
+
     def query(self, ids: Sequence[str]) -> str:
         return f"qstat -f -Fjson {' '.join(ids)}"
 
@@ -115,6 +148,16 @@ class PBS(BatchScheduler):
             detail=f"{detail} ({said})" if said else detail,
             output=path or host,
         )
+
+
+def _available(text: str, resource: str) -> list[str]:
+    """The resource of every node in `pbsnodes -a`."""
+    return re.findall(rf"^\s+resources_available\.{resource} = (\d+)", text, re.MULTILINE)
+
+
+def _hours(clock: str) -> float:
+    found = re.fullmatch(r"(\d{1,6}):(\d\d):\d\d", clock)
+    return round(int(found[1]) + int(found[2]) / 60, 2) if found else 0.0
 
 
 def _jobs(text: str) -> dict[str, dict[str, Any]]:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from coordinator.schedulers.partition import Partition, Wish
 from facility.exchange.messages.outcome import Outcome
 
 FORGOTTEN = "FORGOTTEN"
@@ -132,6 +133,22 @@ class BatchScheduler(Scheduler):
     """Directive by which a job is warned before its time limit; '': the scheduler sends TERM by itself."""
     output_file: ClassVar[str] = ""
     """File in the job's directory to send its output to; '': the scheduler writes there by itself."""
+
+    survey: ClassVar[str] = ""
+    """Shell line that prints the scheduler's partitions and the account's rights, for `crossfed quickstart`; fails
+    where this scheduler is not in use."""
+
+    def read_partitions(self, text: str) -> list[Partition]:
+        """Partitions in what `survey` printed: another institution's text, so what does not parse is left out."""
+        return []
+
+    def read_accounts(self, text: str) -> list[str]:
+        """Accounts that may be charged, in what `survey` printed; none where the scheduler wants none."""
+        return []
+
+    def blocks(self, wish: Wish) -> dict[str, str]:
+        """Blocks of `templates/<name>.sh` for these wishes: directives, one a line."""
+        return {}
 
     @abstractmethod
     def cancel_ids(self, ids: Sequence[str]) -> str:

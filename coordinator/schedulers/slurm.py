@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from coordinator.schedulers.partition import WORD, Partition, Wish, number, words
 from coordinator.schedulers.scheduler import FORGOTTEN, BatchScheduler, Ending
 
 UNKNOWN = "invalid job id"
@@ -16,6 +17,10 @@ class Slurm(BatchScheduler):
     name, title, program = "slurm", "Slurm", "sbatch"
     connector = "streamflow.deployment.connector.queue_manager:SlurmConnector"
     limit_signal = "#SBATCH --signal=USR1@300"
+    survey = (
+        "sinfo -h -o 'partition|%P|%a|%l|%D|%c|%G' && scontrol -o show partition && "
+        '{ sacctmgr -nP show assoc "user=$(id -un)" format=account 2>/dev/null | sed "s/^/account|/"; }'
+    )
     waiting = frozenset({"PENDING", "SUSPENDED", "REQUEUED", "SPECIAL_EXIT"})
     terminal = frozenset(
         "BOOT_FAIL CANCELLED COMPLETED DEADLINE FAILED NODE_FAIL OUT_OF_MEMORY PREEMPTED TIMEOUT".split()
@@ -126,8 +131,60 @@ class Slurm(BatchScheduler):
         by_itself = state == "COMPLETED" or state == "FAILED" and number in ("", "0")
         return Ending(state=state, code=int(code) if by_itself else None, detail=how, output=output)
 
+    def read_partitions(self, text: str) -> list[Partition]:
+        """A partition of unlike nodes has several lines: the kind of which there are most nodes counts."""
+        allowed = {
+            found[1]: frozenset() if found[2] == "ALL" else frozenset(words(found[2], ","))
+            for found in re.finditer(r"^PartitionName=(\S+) .*?\bAllowAccounts=(\S+)", text, re.MULTILINE)
+        }
+        found: dict[str, Partition] = {}
+        for line in text.splitlines():
+            parts = line.split("|")
+            if parts[0] != "partition" or len(parts) != 7 or not WORD.fullmatch(name := parts[1].rstrip("*")):
+                continue
+            one = Partition(
+                name=name,
+                default=parts[1].endswith("*"),
+                open=parts[2] == "up",
+                nodes=number(parts[4]),
+                cores=number(parts[5]),
+                gpus=_gpus(parts[6]),
+                hours=_hours(parts[3]),
+                allowed=allowed.get(name, frozenset()),
+            )
+            if name not in found or one.nodes > found[name].nodes:
+                found[name] = one
+        return list(found.values())
+
+    def read_accounts(self, text: str) -> list[str]:
+        named = re.findall(r"^account\|(.*)$", text, re.MULTILINE)
+        return list(dict.fromkeys(name for name in named if WORD.fullmatch(name)))
+
+    def blocks(self, wish: Wish) -> dict[str, str]:
+        resources = [f"#SBATCH --gpus-per-node={wish.gpus}"] if wish.gpus else []
+        resources += [f"#SBATCH --cpus-per-task={wish.cores}", "#SBATCH --mem=0", "#SBATCH --exclusive"]
+        return {
+            "account": f"#SBATCH --account={wish.account}" if wish.account else "",
+            "partition": f"#SBATCH --partition={wish.partition}",
+            "resources": "\n".join(resources),
+            "limit": f"#SBATCH --time={wish.clock}",
+        }
+
     def is_silence(self, text: str) -> bool:
         return super().is_silence(text) and UNKNOWN not in text.lower()
+
+
+def _gpus(gres: str) -> int:
+    """GPUs in sinfo's %G, such as `gpu:a100:4(S:0-1),nvme:1`."""
+    return sum(number(found[1]) for found in re.finditer(r"\bgpu(?::[A-Za-z][\w.-]*)?:(\d+)", gres))
+
+
+def _hours(limit: str) -> float:
+    """sinfo's %l: `days-hours:minutes:seconds`, `infinite` or `n/a`."""
+    if not (found := re.fullmatch(r"(?:(\d{1,5})-)?(?:(\d{1,5}):)?(\d{1,5}):(\d{1,2})", limit)):
+        return 0.0
+    days, hours, minutes, _ = (float(part or 0) for part in found.groups())
+    return round(days * 24 + hours + minutes / 60, 2)
 
 
 SCHEDULER = Slurm()

@@ -1,0 +1,197 @@
+"""`crossfed quickstart`, from first to last: log in, ask, describe, send, set up, check. The same command goes on."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from coordinator.config.deployments import HOST, USER, Deployment
+from coordinator.config.federation import Federation, read_federation
+from coordinator.config.schema import NAME, write_schema
+from coordinator.demo import make
+from coordinator.model import convert
+from coordinator.preflight.estimates import model_figures
+from coordinator.preflight.remote import check_connection
+from coordinator.quickstart.choice import Choice, choose, choose_local
+from coordinator.quickstart.describe import Round, federation_text
+from coordinator.quickstart.dialog import Dialog
+from coordinator.quickstart.equip import equip, fit_batch
+from coordinator.quickstart.host_keys import trust
+from coordinator.quickstart.propose import Proposal
+from coordinator.quickstart.survey import Survey, ask_site
+from coordinator.share import share
+from facility.exchange.errors import InputError, TryAgain
+from facility.exchange.files.durable import write_text
+from facility.exchange.text import NAME as FACILITY_NAME
+
+LOGIN = re.compile(rf"(?:({USER.pattern})@)?((?:{HOST.pattern}))")
+DEMO = "demo"
+BLOCK = 1024
+"""Tokens of a block, unless the model takes fewer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What the command line says."""
+
+    folder: Path
+    name: str
+    facilities: Mapping[str, str]
+    """`[user@]host[:port]` or `local` by name; empty: asked for."""
+    model: str
+    """Hub name, folder of a checkpoint, or `demo`; empty: asked for."""
+    data: Mapping[str, str]
+    """Text, or a prepared dataset, at each facility."""
+    key: str = ""
+    known_hosts: str = ""
+    plan: Round
+    block_tokens: int = 0
+    """0: what the model takes, at most 1024."""
+    prepare: tuple[str, ...] = ()
+    """Further arguments of facility.prepare."""
+    set_up: bool = True
+
+
+def begin(request: Request, dialog: Dialog, say: Callable[[str], None]) -> Path:
+    """Write federation.yml and set the facilities up; returns its path. Raises `InputError`, `TryAgain`.
+
+    What an earlier run of the same command did is recognised at every step.
+    """
+    file = request.folder / "workflow" / "federation.yml"
+    texts, surveys = dict(request.data), {}
+    if file.exists():
+        say(f"{file} exists: going on with it")
+        federation = read_federation(file)
+        for facility in federation.facilities:
+            if facility.deployment.host:
+                _connect(dialog, facility.name, facility.deployment)
+                surveys[facility.name] = ask_site(facility.name, facility.deployment, facility.dataset)
+    else:
+        choices = []
+        for name, login in (request.facilities or _ask_facilities(dialog)).items():
+            choice, survey = _facility(request, dialog, say, name, login)
+            choices.append(choice)
+            texts[name] = "" if choice.prepared else choice.data
+            if survey is not None:
+                surveys[name] = survey
+        model = _model(request, dialog, say)
+        dialog.check_given()
+        _write(file, request, model, choices)
+        say(f"{file} is written")
+        federation = read_federation(file)
+    if request.set_up and dialog.agrees("set-up", "send the tokenizer, set each facility up, prepare its data there"):
+        _set_up(federation, request, texts, surveys, say)
+    return file
+
+
+def _ask_facilities(dialog: Dialog) -> dict[str, str]:
+    found: dict[str, str] = {}
+    while True:
+        question = f"facility-{len(found) + 1}"
+        why = "NAME=[USER@]HOST[:PORT], or NAME=local; empty: no more"
+        answer = dialog.ask(question, Proposal(value="", why=why), must=not found)
+        if not answer:
+            return found
+        name, _, login = answer.partition("=")
+        found[name.strip()] = login.strip()
+
+
+def read_login(name: str, text: str, request: Request) -> Deployment:
+    """Raises `InputError` for a name or login that is none."""
+    if not FACILITY_NAME.fullmatch(name):
+        raise InputError(f"facility name {name!r}: expected 1-63 letters, digits, dots, hyphens or underscores")
+    if text == "local":
+        return Deployment()
+    if not (found := LOGIN.fullmatch(text)):
+        raise InputError(f"{name}={text}: expected {name}=[USER@]HOST[:PORT], or {name}=local")
+    return Deployment(
+        type="ssh",
+        host=found[2],
+        user=found[1] or "",
+        key=request.key,
+        known_hosts=request.known_hosts,
+        workdir="/tmp",  # nothing is put there: a deployment wants one
+    )
+
+
+def _facility(
+    request: Request, dialog: Dialog, say: Callable[[str], None], name: str, text: str
+) -> tuple[Choice, Survey | None]:
+    login = read_login(name, text, request)
+    if login.host:
+        _connect(dialog, name, login)
+    where = "here" if not login.host else "there"
+    data = request.data.get(name) or dialog.ask(
+        f"{name}.data", Proposal(value="", why=f"path of the text {where} (a file or folder), or of a prepared dataset")
+    )
+    if not login.host:
+        path = Path(data).expanduser().resolve()
+        if not path.exists():
+            raise InputError(f"{name}: {path} does not exist; correct --data {name}=PATH")
+        return choose_local(name, str(path), (path / "dataset.json").is_file(), str(request.folder.resolve())), None
+    survey = ask_site(name, login, data)
+    say(f"{name}: {_told(survey)}")
+    return choose(dialog, name, login, survey, data), survey
+
+
+def _told(survey: Survey) -> str:
+    queue = survey.scheduler.title if survey.scheduler else "no scheduler"
+    pythons = ", ".join(f"{one.command} {one.version[0]}.{one.version[1]}" for one in survey.pythons[:2]) or "no Python"
+    network = "internet" if survey.internet else "no internet"
+    return f"{queue}, {len(survey.partitions)} partitions, {len(survey.accounts)} accounts, {pythons}, {network}"
+
+
+def _connect(dialog: Dialog, name: str, login: Deployment) -> None:
+    """Test the login; an unknown host key is accepted only by its fingerprint. Raises `TryAgain`."""
+    row = check_connection(name, login)
+    if row.check == "host key" and "not in known_hosts" in row.found and trust(dialog, name, login):
+        row = check_connection(name, login)
+    if row.verdict != "ok":
+        raise TryAgain(f"{name}: {row.found}; {row.fix}; then give the same command again")
+
+
+def _model(request: Request, dialog: Dialog, say: Callable[[str], None]) -> Path:
+    source = request.model or dialog.ask(
+        "model", Proposal(value="", why=f"hub name (ORG/NAME), folder of a checkpoint, or {DEMO!r} for a small one")
+    )
+    out = request.folder.resolve() / "model"
+    if source == DEMO:
+        material = request.folder.resolve() / ".demo"
+        make(material)
+        source = str(material / "model")
+    say(convert(source, out, dtype="bfloat16", revision="main"))
+    return out
+
+
+def _write(file: Path, request: Request, model: Path, choices: list[Choice]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    for choice in choices:
+        if choice.template_text:
+            write_text(file.with_name(choice.template), choice.template_text)
+    write_schema(file.with_name(NAME))
+    write_text(file, federation_text(request.name, f"../{model.name}", request.plan, choices))
+
+
+def _set_up(
+    federation: Federation,
+    request: Request,
+    texts: Mapping[str, str],
+    surveys: Mapping[str, Survey],
+    say: Callable[[str], None],
+) -> None:
+    for one in share(federation, weights=False):
+        say(f"{one.facility}: tokenizer {'sent' if one.sent else 'there'}: {one.path}, digest {one.digest[:16]}")
+    positions = model_figures(federation.path(federation.model)).positions
+    blocks = []
+    for facility in federation.facilities:
+        size = request.block_tokens or min(BLOCK, positions or BLOCK)
+        text, survey = texts.get(facility.name, ""), surveys.get(facility.name)
+        try:
+            blocks.append(equip(federation, facility, survey, text, size, request.prepare, request.folder, say))
+        except subprocess.CalledProcessError as error:
+            raise TryAgain(f"{facility.name}: facility.prepare ended with code {error.returncode}, see above") from None
+    if (fitted := fit_batch(federation.file, blocks, request.plan.batch_sequences)) is not None:
+        say(fitted)

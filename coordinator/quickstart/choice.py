@@ -1,0 +1,162 @@
+"""What was decided for the federation and each facility: the questions in order, answered by a `Dialog`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from coordinator.config.deployments import Deployment
+from coordinator.quickstart.dialog import Dialog
+from coordinator.quickstart.propose import (
+    HOURS,
+    Install,
+    Proposal,
+    account,
+    install,
+    partition,
+    placeholders,
+    python_version,
+    site_template,
+    workdir,
+)
+from coordinator.quickstart.survey import Survey
+from coordinator.schedulers.partition import WORD, Partition, Wish
+from coordinator.schedulers.scheduler import BatchScheduler
+from facility.exchange.errors import InputError
+from facility.exchange.messages.template_inheritance import shipped_templates
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """One facility as it will be described and set up."""
+
+    name: str
+    login: Deployment
+    """How it is reached; type `local` for this machine."""
+    data: str
+    """Text to prepare, or a prepared dataset, at the facility."""
+    prepared: bool
+    dataset: str
+    home: str = ""
+    workdir: str = ""
+    scheduler: str = ""
+    """`deployment.type`."""
+    template: str = ""
+    """A shipped template, or the file of the one that was made for this site."""
+    template_text: str = ""
+    """Text of that file; empty: a shipped one."""
+    fill: dict[str, str] = field(default_factory=dict)
+    install: Install | None = None
+    python: str = "3.11"
+    machine: str = ""
+    gpus: int = 0
+    why: dict[str, str] = field(default_factory=dict)
+    """Reasons by key, for comments."""
+
+    @property
+    def local(self) -> bool:
+        return self.login.type == "local"
+
+
+def choose_local(name: str, data: str, prepared: bool, folder: str) -> Choice:
+    dataset = data if prepared else f"{folder}/data/{name}"
+    return Choice(name=name, login=Deployment(), data=data, prepared=prepared, dataset=dataset)
+
+
+def choose(dialog: Dialog, name: str, login: Deployment, survey: Survey, data: str) -> Choice:
+    """Ask what is not plain from the survey. Raises `InputError` for an answer that cannot be used."""
+    if survey.data == "missing":
+        raise InputError(f"{name}: {data} does not exist there or cannot be read; correct --data {name}=PATH")
+    home = dialog.ask(
+        f"{name}.home",
+        Proposal(value=f"{survey.home}/crossfed" if survey.home else "", why="CrossFed's own directory there"),
+    )
+    why: dict[str, str] = {}
+    place = workdir(survey)
+    path = dialog.ask(f"{name}.workdir", place)
+    why["workdir"] = place.why if path == place.value else ""
+    method = install(survey)
+    if not method.arguments:
+        raise InputError(f"{name}: {method.why}; ask the site which module gives one, or use a container image")
+    prepared = survey.data == "prepared"
+    common = {
+        "name": name,
+        "login": login,
+        "data": data,
+        "prepared": prepared,
+        "dataset": data if prepared else f"{home}/data/{name}",
+        "home": home,
+        "workdir": path,
+        "install": method,
+        "python": python_version(survey),
+        "machine": survey.machine,
+        "why": why,
+    }
+    if survey.scheduler is None:
+        why["type"] = "it has no scheduler that CrossFed knows"
+        return Choice(**common, scheduler="ssh", template="ssh", gpus=survey.gpus)  # type: ignore[arg-type]
+    queue = survey.scheduler
+    why["type"] = f"{queue.title} answers there"
+    proposal = partition(survey.partitions, survey.accounts)
+    named = _word(dialog, f"{name}.partition", proposal, must=bool(survey.partitions))
+    one = next((each for each in survey.partitions if each.name == named), Partition(name=named))
+    why["partition"] = one.said()
+    charged = _word(dialog, f"{name}.account", account(survey.accounts), must=False)
+    shipped = site_template(login.host)
+    if shipped:
+        why["template"] = "the site's own, by its login node's name"
+        fill = _fill(dialog, name, shipped, named, charged)
+        return Choice(**common, scheduler=queue.name, template=shipped, fill=fill, gpus=one.gpus)  # type: ignore[arg-type]
+    gpus = _count(dialog, f"{name}.gpus", one.gpus, "GPUs that a job asks for")
+    hours = min(HOURS, one.hours or HOURS)
+    wish = Wish(partition=named, account=charged, cores=one.cores or 1, gpus=gpus, hours=hours)
+    why["template"] = "made from the site's answers; compare it with the site's user guide"
+    return Choice(
+        **common,  # type: ignore[arg-type]
+        scheduler=queue.name,
+        template=f"{name}.sh",
+        template_text=template_for(queue, name, wish),
+        gpus=gpus,
+    )
+
+
+def template_for(scheduler: BatchScheduler, site: str, wish: Wish) -> str:
+    """A job template that extends the scheduler's by what was chosen for this site."""
+    lines = [f'{{% extends "{scheduler.name}.sh" %}}']
+    for block, directives in scheduler.blocks(wish).items():
+        lines += [f"{{% block {block} %}}", *([directives] if directives else []), "{% endblock %}"]
+    about = f"{{# {site}, as its scheduler described it to `crossfed quickstart` -#}}"
+    if scheduler.name not in shipped_templates():
+        raise InputError(f"there is no template for {scheduler.title}: write templates/{scheduler.name}.sh first")
+    return "\n".join([about, *lines]) + "\n"
+
+
+def _fill(dialog: Dialog, name: str, template: str, partition: str, account: str) -> dict[str, str]:
+    known = {"partition": partition, "queue": partition, "account": account, "bank": account}
+    result = {}
+    for word in placeholders(template):
+        if not (value := known.get(word, "")):
+            question = Proposal(value="", why=f"template {template} needs it; the site's user guide says which")
+            value = _word(dialog, f"{name}.{word}", question, must=True)
+        result[word] = value
+    return result
+
+
+def _word(dialog: Dialog, question: str, proposal: Proposal, *, must: bool) -> str:
+    value = dialog.ask(question, proposal, must=must)
+    if value and not WORD.fullmatch(value):
+        raise InputError(f"{question} is {value!r}, expected one word of letters, digits and _.,:/@+=%-")
+    return value
+
+
+def _count(dialog: Dialog, question: str, proposed: int, why: str) -> int:
+    text = dialog.ask(question, Proposal(value=str(proposed), why=why))
+    if not text.isdigit() or int(text) > 64:
+        raise InputError(f"{question} is {text!r}, expected a number from 0 to 64")
+    return int(text)
+
+
+def largest_batch(blocks: Sequence[int], wanted: int) -> int:
+    """`wanted`, or the largest power of two that every facility's training blocks fill."""
+    least = min(blocks, default=wanted)
+    return wanted if least >= wanted else 1 << (max(1, least).bit_length() - 1)

@@ -1,0 +1,81 @@
+"""The command line of `crossfed quickstart`."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from facility.exchange.errors import InputError
+
+
+def quickstart(
+    folder: Annotated[Path, typer.Argument(help="Folder of the federation; it may exist.")],
+    facility: Annotated[
+        list[str] | None, typer.Option(help="NAME=[USER@]HOST[:PORT], or NAME=local. Repeat; without it, asked for.")
+    ] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=PATH: text, or a prepared dataset, at that facility; the files stay there. Repeat."),
+    ] = None,
+    model: Annotated[str, typer.Option(help="Hub name, folder of a checkpoint, or demo for a small new one.")] = "",
+    name: Annotated[str, typer.Option(help="Name of the federation.")] = "federation",
+    key: Annotated[str, typer.Option(help="Private ssh key; default ssh-agent and ~/.ssh/config.")] = "",
+    known_hosts: Annotated[str, typer.Option(help="File of host keys; default ~/.ssh/known_hosts.")] = "",
+    rounds: Annotated[int, typer.Option(help="Rounds.", min=1)] = 5,
+    steps: Annotated[int, typer.Option(help="Optimizer steps of one facility in a round.", min=1)] = 100,
+    batch_sequences: Annotated[int, typer.Option(help="Blocks of one step; lowered for small datasets.", min=1)] = 64,
+    block_tokens: Annotated[int, typer.Option(help="Tokens of a block; 0: the model's limit, at most 1024.")] = 0,
+    prepare: Annotated[str, typer.Option(help="Further arguments of facility.prepare, as one word.")] = "",
+    answer: Annotated[
+        list[str] | None, typer.Option(help="QUESTION=VALUE, such as bologna.partition=boost_usr_prod. Repeat.")
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Ask nothing: take every proposal.")] = False,
+    set_up: Annotated[bool, typer.Option(help="Set the facilities up and prepare their data.")] = True,
+) -> None:
+    """From logins to a checked federation: ask each site what it has, write federation.yml, set up, prepare, check.
+
+    The same command goes on where it stopped.
+    """
+    from coordinator.preflight.check import check as look
+    from coordinator.preflight.check import show
+    from coordinator.quickstart.begin import Request, begin
+    from coordinator.quickstart.describe import Round
+    from coordinator.quickstart.dialog import Dialog
+
+    request = Request(
+        folder=folder,
+        name=name,
+        facilities=pairs("--facility", facility or []),
+        model=model,
+        data=pairs("--data", data or []),
+        key=key,
+        known_hosts=known_hosts,
+        plan=Round(rounds=rounds, steps=steps, batch_sequences=batch_sequences),
+        block_tokens=block_tokens,
+        prepare=tuple(shlex.split(prepare)),
+        set_up=set_up,
+    )
+    file = begin(request, Dialog(given=pairs("--answer", answer or []), yes=yes), print)
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    code = show(look(file, link=False), as_json=False, console=console)
+    print(f"next: cd {folder} && crossfed run" if code == 0 else "mend what fails, then give the same command again")
+    raise typer.Exit(code)
+
+
+def pairs(option: str, words: Sequence[str]) -> dict[str, str]:
+    """Options of the form NAME=VALUE. Raises `InputError` for a word without `=`, or a name given twice."""
+    result: dict[str, str] = {}
+    for word in words:
+        name, sign, value = word.partition("=")
+        if not sign or not name or not value:
+            raise InputError(f"{option} {word!r}: expected NAME=VALUE")
+        if name in result:
+            raise InputError(f"{option} names {name!r} twice")
+        result[name] = value
+    return result

@@ -1,0 +1,52 @@
+"""Questions to a person, each with a proposal; answers may come from the command line, or all be the proposals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from coordinator.quickstart.propose import Proposal
+from facility.exchange.errors import InputError
+from facility.exchange.messages.strict_json import clean
+
+
+@dataclass(kw_only=True)
+class Dialog:
+    """Asks on a terminal, or takes what was given."""
+
+    given: Mapping[str, str]
+    """Answers by question, such as `bologna.partition`."""
+    yes: bool
+    """Take the proposal wherever nothing was given."""
+    ask_line: Callable[[str], str] = input
+    say: Callable[[str], None] = print
+    asked: list[str] = field(default_factory=list)
+    """Every question so far."""
+
+    def ask(self, question: str, proposal: Proposal, *, must: bool = True) -> str:
+        """The answer. Raises `InputError` where one is needed and neither given, nor proposed, nor asked for."""
+        self.asked.append(question)
+        if question in self.given:
+            return self.given[question]
+        if self.yes:
+            if must and not proposal.value:
+                raise InputError(f"{question} needs an answer ({proposal.why}): give --answer {question}=VALUE")
+            if proposal.value:
+                self.say(f"{question}: {clean(f'{proposal.value} ({proposal.why})', 300)}")
+            return proposal.value
+        others = f"; others: {', '.join(proposal.others[:12])}" if proposal.others else ""
+        self.say(clean(f"{question}: {proposal.why}{others}", 600))
+        while True:
+            answer = self.ask_line(f"  {question} [{clean(proposal.value, 200)}]: ").strip() or proposal.value
+            if answer or not must:
+                return answer
+            self.say("  an answer is needed here")
+
+    def agrees(self, question: str, why: str) -> bool:
+        """True for yes, which --yes answers too."""
+        return self.ask(question, Proposal(value="yes", why=why)).lower() in ("y", "yes")
+
+    def check_given(self) -> None:
+        """Raise `InputError` when an answer fits no question that was asked."""
+        if unknown := sorted(set(self.given) - set(self.asked)):
+            raise InputError(f"--answer {unknown[0]} answers no question; asked were {', '.join(self.asked)}")

@@ -1,0 +1,86 @@
+"""Set a facility up over the connection it was asked by: packages or a bundle, self-check, its data prepared."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from coordinator.bundle import bundle
+from coordinator.config.federation import Facility, Federation
+from coordinator.preflight.facility import probe
+from coordinator.quickstart.choice import largest_batch
+from coordinator.quickstart.propose import install, python_version
+from coordinator.quickstart.survey import Survey
+from coordinator.remote_setup import set_up
+from coordinator.share import FOLDER
+from facility.exchange.errors import InputError
+from facility.exchange.files.durable import write_text
+
+BATCH = re.compile(r"^  batch_sequences: (\d+).*$", re.MULTILINE)
+
+
+def equip(
+    federation: Federation,
+    facility: Facility,
+    survey: Survey | None,
+    text: str,
+    block_tokens: int,
+    further: Sequence[str],
+    folder: Path,
+    say: Callable[[str], None],
+) -> int:
+    """Set it up and prepare `text` there, '' where its dataset exists; returns its training blocks.
+
+    `survey`: None for a facility on this machine. Raises `InputError`, `TryAgain`, or `CalledProcessError` from a
+    preparation here.
+    """
+    local = survey is None
+    where = federation.path(federation.model) if local else f"{facility.deployment.environment.home}/{FOLDER}"
+    dataset = str(federation.path(facility.dataset)) if local else facility.dataset
+    words = ["--input", text, "--tokenizer", str(where), "--out", dataset]
+    words += ["--block-tokens", str(block_tokens), *further]
+    if survey is None:
+        if text:
+            say(f"{facility.name}: preparing {text} here")
+            subprocess.run([sys.executable, "-m", "facility.prepare", *words], check=True)
+    else:
+        method = install(survey)
+        if not method.arguments:
+            raise InputError(f"{facility.name}: {method.why}")
+        say(f"{facility.name}: setting up: {method.why}")
+        sent = _bundle(survey, folder, say) if method.bundle else None
+        arguments = [*method.arguments, *(["--", *words] if text else [])]
+        set_up(federation, facility.name, bundle=sent, arguments=arguments)
+    answer, wrong = probe(facility.deployment, dataset, facility.deployment.workdir or "/tmp", 0)
+    if answer is None or "blocks" not in answer["dataset"]:
+        reason = wrong.found if wrong else answer["dataset"].get("error", "it cannot be opened")  # type: ignore[index]
+        raise InputError(
+            f"{facility.name}: no dataset at {dataset}: {reason}; give --data {facility.name}=PATH of text"
+        )
+    return int(answer["dataset"]["blocks"].get("train", 0))
+
+
+def fit_batch(file: Path, blocks: Sequence[int], wanted: int) -> str | None:
+    """Lower `batch_sequences` in federation.yml to what the smallest dataset fills; a sentence if it was changed."""
+    batch = largest_batch(blocks, wanted)
+    text = file.read_text(encoding="utf-8")
+    if batch == wanted or not (found := BATCH.search(text)) or int(found[1]) <= batch:
+        return None
+    line = f"  batch_sequences: {batch} # the smallest dataset has {min(blocks)} blocks to train on"
+    write_text(file, BATCH.sub(line, text, count=1))
+    return f"batch_sequences: {batch}, since the smallest dataset has {min(blocks)} blocks to train on"
+
+
+def _bundle(survey: Survey, folder: Path, say: Callable[[str], None]) -> Path:
+    """A bundle for the site's Python, machine and GPUs; an earlier one is used again."""
+    python = python_version(survey)
+    gpus = survey.gpus or any(one.gpus for one in survey.partitions)
+    torch = "cuda" if gpus else "cpu"
+    out = folder / f"bundle-{python}-{survey.machine}-{torch}"
+    if not (out / "bundle.json").is_file():
+        say(f"{out}: downloading what the site needs (AMD GPUs: make one by `crossfed bundle --torch rocm`)")
+        bundle(out, python=python, platform=f"manylinux_2_28_{survey.machine}", torch=torch)
+    return out

@@ -1,0 +1,101 @@
+"""`crossfed share`: one tokenizer (and model) at every facility, with the same digest.
+
+The files go to HOME/shared/model of each facility, with a SHA256SUMS that the facility itself verifies. A facility that
+holds them already is recognised by the digest of that file, and nothing is sent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shlex
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from coordinator.config.deployments import Deployment
+from coordinator.config.federation import Federation
+from coordinator.preflight.remote import run, ssh_command
+from coordinator.remote_setup import shell_word
+from facility.exchange.checkpoints.tokenizer import tokenizer_digest
+from facility.exchange.errors import InputError, TryAgain
+from facility.exchange.files.durable import write_text
+from facility.exchange.messages.manifest import sha256_of
+from facility.exchange.messages.strict_json import clean
+
+FOLDER = "shared/model"
+"""Below a facility's home."""
+SUMS = "SHA256SUMS"
+WEIGHTS = (".safetensors", ".safetensors.index.json")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shared:
+    """What one facility holds now."""
+
+    facility: str
+    path: str
+    digest: str
+    """sha256 of SHA256SUMS, which names every file; the same at every facility."""
+    sent: bool
+    """False: it was there already, or the facility is on this machine."""
+
+
+def share(federation: Federation, *, weights: bool, only: Sequence[str] = ()) -> list[Shared]:
+    """Send to all facilities, or `only` some. Raises `InputError` without a tokenizer, `TryAgain` when one fails."""
+    model = federation.path(federation.model)
+    if tokenizer_digest(model) is None:
+        raise InputError(f"{model} has no tokenizer; `crossfed model` keeps the one that comes with a model")
+    files = [
+        path for path in sorted(model.iterdir()) if path.is_file() and (weights or not path.name.endswith(WEIGHTS))
+    ]
+    sums = "".join(f"{sha256_of(path)}  {path.name}\n" for path in files if path.name != SUMS)
+    digest = hashlib.sha256(sums.encode()).hexdigest()
+    result = []
+    for facility in federation.facilities:
+        if only and facility.name not in only:
+            continue
+        deployment = facility.deployment
+        if not deployment.host:
+            result.append(Shared(facility=facility.name, path=str(model), digest=digest, sent=False))
+            continue
+        place = f"{deployment.environment.home}/{FOLDER}"
+        sent = not _holds(deployment, place, digest)
+        if sent:
+            _send(facility.name, deployment, place, model, [path.name for path in files], sums)
+        result.append(Shared(facility=facility.name, path=place, digest=digest, sent=sent))
+    return result
+
+
+def _holds(deployment: Deployment, place: str, digest: str) -> bool:
+    """True when the facility has these files, all as SHA256SUMS says, which it computes itself."""
+    there = shell_word(place)
+    script = (
+        f'cd {there} 2>/dev/null && [ "$(sha256sum <{SUMS} | cut -d" " -f1)" = {digest} ] && '
+        f"sha256sum --check --quiet --strict {SUMS} >/dev/null && echo crossfed-same\n"
+    )
+    return "crossfed-same" in run(deployment, script, seconds=600).out
+
+
+def _send(name: str, deployment: Deployment, place: str, model: Path, names: Sequence[str], sums: str) -> None:
+    """Unpack beside the old folder, verify there, then take its place."""
+    new = shell_word(f"{place}.new")
+    script = (
+        f"umask 077; rm -rf {new} && mkdir -p {new} && tar xf - -C {new} && cd {new} && "
+        f"sha256sum --check --quiet --strict {SUMS} && rm -rf {shell_word(place)} && mv {new} {shell_word(place)}"
+    )
+    with tempfile.TemporaryDirectory(prefix="crossfed-share-") as scratch:
+        write_text(Path(scratch) / SUMS, sums)
+        chosen = [one for one in names if one != SUMS]
+        packing = subprocess.Popen(
+            ["tar", "cf", "-", "-C", scratch, SUMS, "-C", str(model), "--", *chosen], stdout=subprocess.PIPE
+        )
+        command = [*ssh_command(deployment), shlex.join(["bash", "-c", script])]
+        sent = subprocess.run(command, stdin=packing.stdout, capture_output=True, text=True)
+        if packing.stdout is not None:
+            packing.stdout.close()
+        packing.wait()
+    if sent.returncode:
+        said = (sent.stderr.strip() or f"code {sent.returncode}").splitlines()[-1]
+        raise TryAgain(f"{name} did not take the tokenizer at {place}: {clean(said, 300)}")

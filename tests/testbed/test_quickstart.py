@@ -1,0 +1,88 @@
+"""From two logins to a finished round by `crossfed quickstart` alone, over real sshd and Slurm."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from coordinator.archive.rounds import Archive
+from coordinator.quickstart.command import pairs
+from coordinator.testbed.layout import Testbed
+from tests.conftest import ROOT
+from tests.testbed.conftest import ssh
+
+pytestmark = [pytest.mark.testbed, pytest.mark.timeout(900)]
+
+
+def crossfed(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "coordinator.cli", *words]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600)
+
+
+def test_from_nothing_to_a_finished_round_without_a_question(testbed: Testbed, tmp_path: Path):
+    words = ["--key", str(testbed.key), "--known-hosts", str(testbed.known_hosts), "--model", "demo"]
+    for site in testbed.sites:
+        ssh(testbed, site, "cat /usr/share/common-licenses/GPL-3 /usr/share/common-licenses/Artistic > text.txt")
+        words += ["--facility", f"{site.name}={site.user}@{site.address}", "--data", f"{site.name}=text.txt"]
+        words += ["--answer", f"{site.name}.gpus=0", "--answer", f"{site.name}.home={site.home}/quick"]
+    words += ["--rounds", "1", "--steps", "3", "--batch-sequences", "512", "--block-tokens", "64"]
+    first = crossfed("quickstart", "fed", "--yes", *words, cwd=tmp_path)
+    assert first.returncode == 0 and "all checks passed" in first.stdout, first.stdout + first.stderr
+    assert "batch_sequences: 256, since" in first.stdout or "batch_sequences: 128, since" in first.stdout
+    digests = {line.split("digest ")[1] for line in first.stdout.splitlines() if "digest " in line}
+    assert len(digests) == 1, "both facilities hold the same tokenizer"
+
+    again = crossfed("quickstart", "fed", "--yes", *words, cwd=tmp_path)
+    assert again.returncode == 0 and "going on with it" in again.stdout and "tokenizer sent" not in again.stdout
+
+    done = crossfed("run", "--quiet", cwd=tmp_path / "fed")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (entry,) = Archive(tmp_path / "fed" / ".crossfed" / "federation" / "archive").history()
+    assert {row.facility: row.status for row in entry.facilities} == {site.name: "ok" for site in testbed.sites}
+
+
+def test_the_tutorial_runs_as_written(testbed: Testbed, tmp_path: Path):
+    """But for the place and the numbers of this testbed, which stands already and stays."""
+    blocks = re.findall(r"```console\n(.*?)```", (ROOT / "docs" / "tutorials" / "quickstart.md").read_text(), re.S)
+    text = "".join(block for block in blocks if "crossfed testbed" not in block)
+    for old, new in (
+        ("/var/tmp/crossfed-testbed", str(testbed.root)),
+        ("cf77-", f"{testbed.tag}-"),
+        ("10.77.", testbed.sites[0].address.rsplit(".", 2)[0] + "."),
+        ("--answer site-a.gpus=0", _own_home(testbed, 0)),
+        ("--answer site-b.gpus=0", _own_home(testbed, 1)),
+    ):
+        assert old in text
+        text = text.replace(old, new)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PATH": path}
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", text], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and "1 of 1 rounds are complete" in done.stdout, done.stdout + done.stderr
+
+
+def _own_home(testbed: Testbed, number: int) -> str:
+    """The page's answer, and a home beside that of other tests of the same testbed."""
+    site = testbed.sites[number]
+    return f"--answer {site.name}.gpus=0 --answer {site.name}.home={site.home}/page"
+
+
+def test_a_login_that_does_not_work_is_told_at_once(testbed: Testbed, tmp_path: Path):
+    site = testbed.sites[0]
+    login = ["--facility", f"a=nobody@{site.address}", "--data", "a=text.txt", "--key", str(testbed.key), "--yes"]
+    refused = crossfed("quickstart", "fed", *login, "--known-hosts", str(testbed.known_hosts), cwd=tmp_path)
+    assert refused.returncode != 0 and "does not accept our key" in refused.stderr + refused.stdout
+    unknown = crossfed("quickstart", "fed", *login, "--known-hosts", str(tmp_path / "none"), cwd=tmp_path)
+    assert unknown.returncode != 0 and "--answer a.host-key=FINGERPRINT" in unknown.stderr, unknown.stderr
+    assert not (tmp_path / "none").exists() and not (tmp_path / "fed").exists()
+
+
+def test_pairs_are_read_as_given():
+    assert pairs("--data", ["a=x=y"]) == {"a": "x=y"}
