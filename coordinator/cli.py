@@ -294,7 +294,8 @@ def report(
     if described.groups is not None:
         raise InputError(NO_PAGE)
     archive = Archive(described.archive_path)
-    print(write_page(summary(archive) | {"federation": described.name}, out or archive.path / "report.html"))
+    told = {"federation": described.name, "aggregation": described.chosen}
+    print(write_page(summary(archive) | told, out or archive.path / "report.html"))
 
 
 @app.command(rich_help_panel=RUN)

@@ -17,10 +17,16 @@ from facility.exchange.text import Line, Pattern
 from facility.exchange.validation import NonNegative, Positive, Share, validated
 
 AUTOMATIC = -1.0
+AUTO = "auto"
 
 
 def split_rule(rule: str) -> tuple[str, str]:
-    """`mean`, `fedadam` or `median+nesterov` as (aggregation rule, server optimizer), dotted paths included."""
+    """`mean`, `fedadam` or `median+nesterov` as (aggregation rule, server optimizer), dotted paths included.
+
+    `auto`, where no federation's figures choose for it, is the mean and Nesterov's momentum.
+    """
+    if rule == AUTO:
+        return "mean", "nesterov"
     rules: list[str] = []
     optimizers: list[str] = []
     for part in rule.split("+"):
@@ -73,9 +79,15 @@ class ScreenSettings:
 class AggregationSettings:
     """What the coordinator does with the updates of a round."""
 
-    rule: str = "nesterov"
+    rule: str = AUTO
     """Aggregation rule, server optimizer, or both joined by `+`: `mean`, `fedadam`, `median+nesterov`; your own by the
-    dotted path of its module. Parameters of the shipped ones stand beside this key."""
+    dotted path of its module. Parameters of the shipped ones stand beside this key. `auto` takes the server optimizer
+    and its parameters from a table of measured federations, by facilities, rounds, steps a round and whether the model
+    was trained before; `crossfed check` and the report show the choice and its reason."""
+    guard: bool = True
+    """After a round whose model is worse than the one before (mean validation loss over the facilities that reported
+    both), say so and halve the server learning rate, to an eighth of its value at the least; three rounds that improve
+    in a row double it again, up to its value. Each round file records the factor. Without effect on groups."""
     parameters: dict[str, Any] = field(default_factory=dict)
     """Parameters of a rule or optimizer that is not shipped, by name."""
     weights: Literal["tokens", "samples", "equal"] | dict[str, Positive[float]] = "tokens"
@@ -169,4 +181,4 @@ class AggregationSettings:
     @property
     def server_optimizer(self) -> str:
         """Name or dotted path of the optimizer that moves the master."""
-        return split_rule(self.rule)[1]
+        return "plain" if self.rule == AUTO and self.lora == "product" else split_rule(self.rule)[1]

@@ -10,7 +10,7 @@ import plotly.graph_objects as graph
 import plotly.io
 from markupsafe import Markup
 
-from coordinator.archive.summary import number, shown
+from coordinator.archive.summary import number, remarks, shown
 from facility.exchange.files.durable import write_text
 
 PAGE = """<!doctype html>
@@ -44,9 +44,10 @@ th:nth-child(2), td:nth-child(2), th:nth-child(3), td:nth-child(3) { text-align:
 <td>{{ number(row.perplexity_received) }}</td><td>{{ number(row.perplexity_returned) }}</td></tr>
 {%- endfor %}{% endfor %}
 </table>
-<p>Model: <code>{{ data.model }}</code>. Perplexities are of each facility's own validation split; the global one is
-their geometric mean, and where facilities joined or were missing, goes on by the mean change of those that told \
-before and after
+{% for line in remarks %}<p>{{ line }}</p>
+{% endfor %}<p>Model: <code>{{ data.model }}</code>. Perplexities are of each facility's own validation split; the
+global one is their geometric mean, and where facilities joined or were missing, goes on by the mean change of those
+that reported before and after
 {%- if data.rounds %}; the last one is over \
 {{ data.rounds[-1].global_perplexity_over | join(", ") or "nobody yet" }}{% endif %}.</p>
 </body></html>
@@ -61,6 +62,7 @@ def write_page(data: dict[str, Any], path: Path) -> Path:
     environment.filters["shown"] = shown
     text = environment.from_string(PAGE).render(
         data=data,
+        remarks=remarks(data),
         tokens=sum(row["tokens"] for entry in data["rounds"] for row in entry["facilities"]),
         first=told[0] if told else None,
         last=told[-1] if told else None,

@@ -100,6 +100,10 @@ class RoundFile:
     broken: bool = False
     """True when it stopped for a reason that needs a person: the loss diverged."""
     attempts: int = 1
+    outer_factor: float = 1.0
+    """What the guard multiplied the server learning rate by."""
+    guard: str = ""
+    """Why that changed in this round; empty: it did not."""
     finished: str = ""
     """UTC, ISO 8601."""
     aggregation: dict[str, Any] = field(default_factory=dict)

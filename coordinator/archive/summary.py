@@ -41,6 +41,7 @@ def summary(archive: Archive) -> dict[str, Any]:
     for entry, made, over in zip(history, losses[1:], overs[1:], strict=True):
         row = {"round": entry.round, "decision": entry.decision, "finished": entry.finished, "attempts": entry.attempts}
         row["global_perplexity"], row["global_perplexity_over"] = perplexity(made), over
+        row |= {"outer_factor": entry.outer_factor, "guard": entry.guard}
         row["facilities"] = [dataclasses.asdict(facility) for facility in entry.facilities]
         rounds.append(row)
     return {
@@ -94,6 +95,12 @@ def table(data: dict[str, Any]) -> Table:
             "",
         )
     return result
+
+
+def remarks(data: dict[str, Any]) -> list[str]:
+    """How the federation was aggregated, and what the guard did, as lines below the table."""
+    chosen = [f"aggregation: {shown(data['aggregation'])}"] if data.get("aggregation") else []
+    return chosen + [f"round {row['round']}: {shown(row['guard'])}" for row in data["rounds"] if row.get("guard")]
 
 
 def number(value: float | None) -> str:

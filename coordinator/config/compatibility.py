@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from coordinator.aggregation.settings import AUTO
 from coordinator.config.settings import RoundSettings
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.settings import TrainingSettings
@@ -39,7 +40,7 @@ def check_groups(data: Mapping[str, Any], settings: RoundSettings, training: Map
                 f"aggregation.{key} has no meaning with groups, which average by the mean: remove it ({known} may "
                 "stay)",
             )
-        if key == "rule" and (aggregation.aggregation_rule, aggregation.server_optimizer) != ("mean", "plain"):
+        if key == "rule" and aggregation.rule != "mean" and data["aggregation"]["rule"] != AUTO:
             raise _error(
                 "aggregation.rule", f"aggregation.rule is {aggregation.rule!r}, expected 'mean' with groups, or none"
             )

@@ -10,9 +10,11 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator
 
+from coordinator.aggregation.settings import AUTO
 from coordinator.config.compatibility import check_groups
 from coordinator.config.deployments import Deployment, Kind
 from coordinator.config.notifying import NotifySettings
+from coordinator.config.resolution import choice_of, looks_pretrained, resolve_aggregation, resolve_training
 from coordinator.config.settings import RoundSettings
 from coordinator.config.yaml_lines import Lined
 from facility.exchange.errors import ConfigurationError
@@ -66,6 +68,9 @@ class FederationFile(RoundSettings):
     never."""
     notify: NotifySettings = field(default_factory=NotifySettings)
     """Whom to tell when the federation is done, stopped or stuck, a login expires or a facility is lost."""
+    pretrained: bool | None = None
+    """Whether the initial model was trained before, which `aggregation.rule: auto` looks at. Absent: it is read from
+    the model's normalisation weights, which are all 1 or 0 in a new model; true where the model is not there."""
     workdir: Line = ""
     """StreamFlow's working directory on the coordinator (and of local facilities), relative to the file; default
     `../.crossfed/<name>/work`."""
@@ -91,6 +96,8 @@ class Federation(FederationFile):
     """The whole file, checked, and where it is."""
 
     file: Path
+    chosen: str = ""
+    """What `auto` stands for here, and why."""
 
     @property
     def archive_path(self) -> Path:
@@ -134,10 +141,27 @@ def _build(lined: Lined) -> Federation:
     data["facilities"] = [_merged(entry, defaults) for entry in entries]
     declared = parse(FederationFile, data)
     keys = {key.name: getattr(declared, key.name) for key in dataclasses.fields(declared)}
-    federation = Federation(file=lined.file, **keys)
+    federation = _chosen(Federation(file=lined.file, **keys), data.get("aggregation") or {})
     if federation.groups is not None:
         check_groups(lined.data, federation, {one.name: one.training for one in federation.facilities})
     return federation
+
+
+def _chosen(federation: Federation, given: dict[str, Any]) -> Federation:
+    """The same with measured values for `auto`. `given`: the `aggregation:` section as written."""
+    training = [facility.training for facility in federation.facilities]
+    pretrained = federation.pretrained
+    if pretrained is None:
+        pretrained = looks_pretrained(federation.path(federation.model))
+    groups, settings = federation.groups is not None, federation.aggregation
+    choice = choice_of(training, federation.rounds, settings, pretrained=pretrained, groups=groups)
+    facilities = [
+        dataclasses.replace(facility, training=one)
+        for facility, one in zip(federation.facilities, resolve_training(training, choice.optimizer_state), strict=True)
+    ]
+    aggregation = resolve_aggregation(given, settings, choice)
+    reason = choice.reason if settings.rule == AUTO else f"aggregation.rule is given: {settings.rule}"
+    return dataclasses.replace(federation, facilities=facilities, aggregation=aggregation, chosen=reason)
 
 
 def _merged(entry: Any, defaults: dict[str, Any]) -> Any:

@@ -92,6 +92,8 @@ class CoordinatorSettings(RoundSettings):
     """By facility, the sequences that it trains on in a round: steps x batch."""
     lora: LoraSettings | None = None
     """The adapters that updates must hold; a rank of 0: whole models; null: not known."""
+    chosen: str = ""
+    """What `aggregation.rule: auto` stands for here, and why; for the report."""
     format: int = FORMAT
 
 

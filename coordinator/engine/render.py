@@ -124,6 +124,7 @@ def coordinator_settings(federation: Federation) -> dict[str, Any]:
         facilities=[facility.name for facility in federation.facilities],
         sequences={facility.name: _sequences(facility) for facility in federation.facilities},
         lora=federation.facilities[0].training.lora,
+        chosen=federation.chosen,
         **{key.name: getattr(federation, key.name) for key in dataclasses.fields(RoundSettings)},
     )
     values = {"federation": federation.name} | dataclasses.asdict(settings)

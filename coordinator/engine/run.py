@@ -18,7 +18,7 @@ from rich.table import Table
 
 from coordinator.archive.journal import Journal
 from coordinator.archive.rounds import Archive
-from coordinator.archive.summary import perplexity, shown, summary, table
+from coordinator.archive.summary import perplexity, remarks, shown, summary, table
 from coordinator.asynchronous import summary as account
 from coordinator.certificates import certificates_watched
 from coordinator.config.federation import Federation, check_paths, read_federation
@@ -67,6 +67,8 @@ def run_federation(file: Path, *, live: bool, log: Path | None = None) -> int:
         code, ended = _follow(federation, progress, archive, sink, console, live, lock, place, done)
     data = account.summary(archive) if groups else summary(archive)
     console.print(account.table(data) if groups else table(data))
+    for line in [] if groups else remarks(data | {"aggregation": federation.chosen}):
+        console.print(line, markup=False, highlight=False)
     if code == 0:
         console.print(f"the model is [bold]{data['model']}[/bold] (AutoModelForCausalLM.from_pretrained)")
         if not groups:

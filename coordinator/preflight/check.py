@@ -36,6 +36,7 @@ def check(file: Path, *, link: bool = True) -> list[Row]:
     except ConfigurationError as error:
         return [fail("federation", "federation.yml", str(error), "fix that line")]
     rows = [ok("federation", "federation.yml", f"{len(federation.facilities)} facilities, {federation.rounds} rounds")]
+    rows.append(ok("federation", "aggregation", federation.chosen))
     here, model = check_here(federation)
     with ThreadPoolExecutor(max_workers=16) as pool:
         asked = [pool.submit(check_facility, federation, facility, model, link) for facility in federation.facilities]

@@ -24,6 +24,7 @@ from coordinator.events.event import FUTILE, emit, failures_of
 from coordinator.events.outputs import write_outputs
 from coordinator.steps.decide import decide
 from coordinator.steps.global_loss import global_losses, losses_of, losses_of_rows, plausible, without_each
+from coordinator.steps.guard import Guard, guard, guarded
 from coordinator.steps.send import Outgoing, bytes_of, make_message, outgoing
 from coordinator.steps.weight_limit import cap
 from facility.exchange.errors import CrossFedError, InputError, TryAgain, UpdateRefused, exit_on_error
@@ -177,6 +178,8 @@ def _commit(
     aggregation, capped = settings.aggregation, cap(settings, arrived.reports, model)
     if capped.weights:
         aggregation = dataclasses.replace(aggregation, weights=capped.weights)
+    watched = _watch(archive, settings, arrived)
+    aggregation = guarded(aggregation, watched)
     with archive.append(number) as directory:
         record = aggregate(
             base=model,
@@ -213,6 +216,8 @@ def _commit(
             ended=not decision.proceed and number + 1 < settings.rounds,
             broken=decision.broken,
             attempts=attempt,
+            outer_factor=watched.factor,
+            guard=watched.reason,
             finished=datetime.now(UTC).isoformat(timespec="seconds"),
             aggregation=dataclasses.asdict(record),
         )
@@ -220,6 +225,8 @@ def _commit(
     archive.drop_note("attempts")
     archive.prune(settings.keep_rounds)
     sweep_round(Path.cwd(), record.federation, number)
+    if watched.reason:
+        print(watched.reason)
     print(f"round {number} is complete: {decision.reason}")
     emit("complete", round=number, decision=decision.reason)
     following = archive.model_for(number + 1)
@@ -232,6 +239,14 @@ def _commit(
         )
         return following, number + 1, False
     return following, settings.rounds, settings.final_evaluation
+
+
+def _watch(archive: Archive, settings: CoordinatorSettings, arrived: Arrived) -> Guard:
+    """What the guard says, from the archived rounds and what the facilities report of the model they received."""
+    if not settings.aggregation.guard:
+        return Guard()
+    now = {name: report.loss_received for name, report in arrived.reports.items()}
+    return guard(global_losses(plausible([*map(losses_of, archive.history()), now])))
 
 
 def _close_evaluation(

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from coordinator.archive.html_report import write_page
 from coordinator.archive.rounds import Archive
-from coordinator.archive.summary import shown, summary, table
+from coordinator.archive.summary import remarks, shown, summary, table
 from coordinator.asynchronous import summary as account
 from coordinator.config.settings import read_coordinator_settings
 from coordinator.events.event import emit
@@ -35,6 +35,7 @@ def main() -> int:
     data = (account.summary(archive) if groups else summary(archive)) | {"federation": settings.federation}
     if groups and not data["model"] and not data["stopped"]:
         data["stopped"] = "the chains of all facilities have ended without a final mean; run the same command again"
+    data["aggregation"] = settings.chosen
     write_json(arguments.out, data)
     if not groups:
         try:
@@ -43,6 +44,8 @@ def main() -> int:
             print(f"warning: {archive.path / 'report.html'} cannot be written: {error}; `crossfed report` tries again")
             emit("problem", text=f"the report page cannot be written ({error}): mend that, then `crossfed report`")
     Console(width=140).print(account.table(data) if groups else table(data))
+    for line in remarks(data):
+        print(line)
     if data["stopped"]:
         print(f"error: federation {settings.federation} stopped: {shown(data['stopped'])}", file=sys.stderr)
         return 1

@@ -224,3 +224,18 @@ def pool(model: nn.Module, texts: dict[str, Text], *, steps: int, local: Local, 
     learner = Learner(model, joined(), local, steps)
     learner.train(steps)
     return Curve(rounds=[1], perplexities=[{n: perplexity(learner.model, t.validation) for n, t in texts.items()}])
+
+
+def alone(model: nn.Module, texts: dict[str, Text], *, steps: int, local: Local, seed: int) -> Curve:
+    """Each facility by itself with its own batches and steps; its perplexity on its own validation text."""
+    final = {}
+    for number, (name, text) in enumerate(texts.items()):
+        learner = Learner(model, batches(text.train, local.batch, seed * 1000 + number), local, steps)
+        learner.train(steps)
+        final[name] = perplexity(learner.model, text.validation)
+    return Curve(rounds=[1], perplexities=[final])
+
+
+def untrained(model: nn.Module, texts: dict[str, Text]) -> Curve:
+    """The base model as it is."""
+    return Curve(rounds=[0], perplexities=[{name: perplexity(model, text.validation) for name, text in texts.items()}])

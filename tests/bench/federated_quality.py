@@ -1,11 +1,14 @@
 """How close federated training comes to pooled training at equal tokens, by rule, over languages.
 
-    python tests/bench/federated_quality.py --out /tmp/quality --experiment it-cs --schedule 30x10 --seeds 1 2 3
+    python tests/bench/federated_quality.py
+    python tests/bench/federated_quality.py --experiment it-cs --schedule 30x10 --arms pooled mean --seeds 1
 
+The first runs the whole table (`quality_arms.py`), the most telling rows first; the second some arms of one experiment.
 A Llama of 2 layers with tied embeddings (0.16 M parameters at width 64, 0.53 M at 128) and a BPE of 1,024 tokens.
 Experiment `it-cs`: pretrained on German and French (500 steps), then federated over Italian and Czech; `all-four`: the
-same, federated over all four. Every run is kept in OUT/results.jsonl and not repeated. Table and plot:
-`federated_quality_report.py`.
+same, federated over all four; `random-it-cs`: Italian and Czech from random weights. Every run is kept in
+OUT/results.jsonl and not repeated, so the script can be stopped and started again. Table and plot:
+`federated_quality_report.py`; the table of `rule: auto`: `federated_quality_choose.py`.
 """
 
 from __future__ import annotations
@@ -25,52 +28,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from coordinator.aggregation.settings import AggregationSettings
 from facility.dataset import open_dataset
-from facility.exchange.messages.settings import SPARSE_DENSITY
 from facility.preparing.build import Request, prepare
 from tests.bench.federated_codecs import DeltaCodec
-from tests.bench.federated_learner import Curve, Learner, Local, Text, batches, federate, pool
+from tests.bench.federated_learner import Curve, Learner, Local, Text, alone, batches, federate, pool, untrained
+from tests.bench.quality_arms import ARMS, Arm, Cell, table
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 LANGUAGES = ("it", "cs", "de", "fr")
-EXPERIMENTS = {"it-cs": ("it", "cs"), "all-four": ("it", "cs", "de", "fr")}
+EXPERIMENTS = {"it-cs": ("it", "cs"), "all-four": ("it", "cs", "de", "fr"), "random-it-cs": ("it", "cs")}
+OUT = Path(__file__).resolve().parents[3] / "quality"
 BLOCK, VOCABULARY, PRETRAINING_STEPS = 64, 1024, 500
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Arm:
-    """One way to train."""
-
-    aggregation: dict[str, Any] | None
-    """Fields of AggregationSettings; None: pooled."""
-    local: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Fields of Local that differ."""
-    codec: str | None = None
-    """What travels both ways instead of bfloat16: delta-int8, delta-int4 or sparse."""
-    density: float = SPARSE_DENSITY
-    """Of `sparse`."""
-
-
-RATE = {"learning_rate": 2e-3}
-ARMS = {
-    "pooled": Arm(aggregation=None, local=RATE),
-    "mean, fresh optimizer": Arm(aggregation={"rule": "mean"}, local=RATE | {"keep_optimizer": False}),
-    "mean": Arm(aggregation={"rule": "mean"}, local=RATE),
-    "fedprox": Arm(aggregation={"rule": "mean"}, local=RATE | {"proximal": 0.01}),
-    "fedadam": Arm(aggregation={"rule": "fedadam", "server_learning_rate": 1e-2, "momentum": 0.5}, local=RATE),
-    "nesterov": Arm(aggregation={"rule": "nesterov", "server_learning_rate": 1.0, "momentum": 0.8}, local=RATE),
-    "nesterov, shared second moments": Arm(
-        aggregation={"rule": "nesterov", "server_learning_rate": 1.0, "momentum": 0.8},
-        local=RATE | {"optimizer_state": "shared"},
-    ),
-    "nesterov, constant momentum": Arm(
-        aggregation={"rule": "nesterov", "server_learning_rate": 0.8, "momentum": 0.7, "momentum_warmup": False},
-        local=RATE,
-    ),
-    "nesterov, constant momentum, fresh optimizer": Arm(
-        aggregation={"rule": "nesterov", "server_learning_rate": 0.8, "momentum": 0.7, "momentum_warmup": False},
-        local=RATE | {"keep_optimizer": False},
-    ),
-}
 
 
 def texts_of(out: Path) -> dict[str, Text]:
@@ -142,106 +109,143 @@ def base_model(out: Path, texts: dict[str, Text], seed: int, width: int) -> torc
     return model
 
 
-def run(out: Path, experiment: str, schedule: str, name: str, arm: Arm, seed: int, width: int) -> dict[str, Any]:
-    """One training, or its kept result."""
-    rounds, steps = map(int, schedule.split("x"))
-    key = {
-        "experiment": experiment,
-        "schedule": schedule if arm.aggregation else f"{rounds * steps} steps",
-        "seed": seed,
-        "width": width,
-        "arm": {
-            n: v
-            for n, v in dataclasses.asdict(arm).items()
-            if n in ("aggregation", "local") or (arm.codec and n in ("codec", "density"))
-        },
+def key_of(cell: Cell) -> dict[str, Any]:
+    """What tells one training from another, and nothing that does not change its result."""
+    arm = cell.arm
+    rounds, steps = map(int, cell.schedule.split("x"))
+    names = ["aggregation", "local", *(["codec", "density"] if arm.codec else [])]
+    return {
+        "experiment": cell.experiment,
+        "schedule": {"federated": cell.schedule, "base": "0 steps"}.get(arm.kind, f"{rounds * steps} steps"),
+        "seed": cell.seed,
+        "width": cell.width,
+        "arm": {n: v for n, v in dataclasses.asdict(arm).items() if n in names}
+        | ({} if arm.kind in ("federated", "pooled") else {"kind": arm.kind}),
     }
-    kept = out / "results.jsonl"
-    for line in kept.read_text().splitlines() if kept.exists() else []:
-        row = json.loads(line)
-        if row["key"] == key:
-            return row
+
+
+def kept(out: Path, key: dict[str, Any]) -> dict[str, Any] | None:
+    """The row of an earlier run."""
+    file = out / "results.jsonl"
+    rows = (json.loads(line) for line in file.read_text().splitlines()) if file.exists() else ()
+    return next((row for row in rows if row["key"] == key), None)
+
+
+def run(out: Path, cell: Cell) -> dict[str, Any]:
+    """One training, or its kept result."""
+    key = key_of(cell)
+    if (row := kept(out, key)) is not None:
+        return row
     texts = texts_of(out)
-    chosen = {language: texts[language] for language in EXPERIMENTS[experiment]}
-    model = base_model(out, texts, seed, width)
-    local = dataclasses.replace(Local(), **arm.local)
+    chosen = {language: texts[language] for language in EXPERIMENTS[cell.experiment]}
+    random = cell.experiment.startswith("random")
+    model = new_model(cell.seed, cell.width) if random else base_model(out, texts, cell.seed, cell.width)
     started = time.perf_counter()
-    curve: Curve
-    coders: list[Any] = [None, None]
-    if arm.codec:
-        coders = [DeltaCodec(arm.codec, density=arm.density, model=way) for way in (False, True)]
-    if arm.aggregation is None:
-        curve = pool(model, chosen, steps=rounds * steps, local=local, seed=seed)
-    else:
-        every = max(1, rounds // 5)
-        curve = federate(
-            model,
-            chosen,
-            rounds=rounds,
-            steps=steps,
-            local=local,
-            aggregation=AggregationSettings(**arm.aggregation),
-            seed=seed,
-            codec=coders[0],
-            downlink=coders[1],
-            evaluate_rounds=set(range(every, rounds + 1, every)),
-            evaluation_blocks=96,
-        )
+    curve = train(model, chosen, cell)
     final = curve.perplexities[-1]
     row = {
         "key": key,
-        "name": name,
+        "name": cell.name,
         "seconds": round(time.perf_counter() - started, 1),
         "perplexity": final,
         "geometric_mean": geometric(list(final.values())),
         "curve": dataclasses.asdict(curve),
     }
-    with open(kept, "a") as file:
+    with open(out / "results.jsonl", "a") as file:
         file.write(json.dumps(row) + "\n")
     return row
+
+
+def train(model: torch.nn.Module, texts: dict[str, Text], cell: Cell) -> Curve:
+    """Train the way that the cell's arm says."""
+    arm = cell.arm
+    rounds, steps = map(int, cell.schedule.split("x"))
+    local = dataclasses.replace(Local(), **arm.local)
+    if arm.kind == "base":
+        return untrained(model, texts)
+    if arm.kind == "alone":
+        return alone(model, texts, steps=rounds * steps, local=local, seed=cell.seed)
+    if arm.kind == "pooled":
+        return pool(model, texts, steps=rounds * steps, local=local, seed=cell.seed)
+    coders: list[Any] = [None, None]
+    if arm.codec:
+        coders = [DeltaCodec(arm.codec, density=arm.density, model=way) for way in (False, True)]
+    every = max(1, rounds // 5)
+    return federate(
+        model,
+        texts,
+        rounds=rounds,
+        steps=steps,
+        local=local,
+        aggregation=AggregationSettings(**(arm.aggregation or {})),
+        seed=cell.seed,
+        codec=coders[0],
+        downlink=coders[1],
+        evaluate_rounds=set(range(every, rounds + 1, every)),
+        evaluation_blocks=96,
+    )
 
 
 def geometric(values: list[float]) -> float:
     return math.exp(sum(map(math.log, values)) / len(values))
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="directory outside the repository for what is made")
-    parser.add_argument("--experiment", choices=EXPERIMENTS, default="it-cs")
-    parser.add_argument("--schedule", default="30x10", help="rounds x local steps (default 30x10)")
-    parser.add_argument(
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--out", type=Path, default=OUT, help=f"directory for what is made (default {OUT})")
+    p.add_argument("--experiment", choices=EXPERIMENTS, help="default: the whole table, both")
+    p.add_argument("--schedule", default="30x10", help="rounds x local steps (default 30x10; whole table: both)")
+    p.add_argument(
         "--arms",
         nargs="+",
         default=list(ARMS),
         metavar="NAME",
-        help=f"of {', '.join(ARMS)}, or NAME={{JSON of an arm}}",
+        help=f"of {', '.join(ARMS)}, or NAME={{JSON of an arm}}; with --experiment",
     )
-    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
-    parser.add_argument("--width", type=int, default=64, help="of the Llama (default 64; 128 has 0.53 M parameters)")
-    parser.add_argument("--threads", type=int, default=1)
-    options = parser.parse_args()
+    p.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
+    p.add_argument("--width", type=int, default=64, help="of the Llama (default 64; 128 has 0.53 M parameters)")
+    p.add_argument("--threads", type=int, default=1)
+    return p
+
+
+def cells_of(options: argparse.Namespace) -> list[Cell]:
+    """The trainings asked for: the whole table in the order of importance, or the arms of one experiment."""
+    if options.experiment is None:
+        return table(options.seeds, options.width)
+    arms = []
+    for given in options.arms:
+        name, _, text = given.partition("=")
+        arms.append((name, Arm(**json.loads(text)) if text else ARMS[name]))
+    return [
+        Cell(
+            name=name,
+            arm=arm,
+            experiment=options.experiment,
+            schedule=options.schedule,
+            seed=seed,
+            width=options.width,
+        )
+        for seed in options.seeds
+        for name, arm in arms
+    ]
+
+
+def main() -> int:
+    options = parser().parse_args()
     torch.set_num_threads(options.threads)
     options.out.mkdir(parents=True, exist_ok=True)
-    for seed in options.seeds:
-        for given in options.arms:
-            name, _, text = given.partition("=")
-            arm = Arm(**json.loads(text)) if text else ARMS[name]
-            row = run(options.out, options.experiment, options.schedule, name, arm, seed, options.width)
-            shown = {language: round(value, 2) for language, value in row["perplexity"].items()}
-            print(
-                json.dumps(
-                    {
-                        "arm": name,
-                        "seed": seed,
-                        "schedule": options.schedule,
-                        "seconds": row["seconds"],
-                        "perplexity": shown,
-                        "geometric_mean": round(row["geometric_mean"], 3),
-                    }
-                ),
-                flush=True,
-            )
+    for cell in cells_of(options):
+        row = run(options.out, cell)
+        told = {
+            "arm": cell.name,
+            "experiment": cell.experiment,
+            "schedule": cell.schedule,
+            "seed": cell.seed,
+            "seconds": row["seconds"],
+            "perplexity": {language: round(value, 2) for language, value in row["perplexity"].items()},
+            "geometric_mean": round(row["geometric_mean"], 3),
+        }
+        print(json.dumps(told), flush=True)
     return 0
 
 

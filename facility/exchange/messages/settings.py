@@ -79,10 +79,11 @@ class TrainingSettings:
     keep_optimizer: bool = True
     """Keep AdamW's moments at the facility between rounds: 12 to 19 % lower perplexity than beginning them anew at ten
     steps a round, 4 to 9 % at thirty (tests/bench/README.md)."""
-    optimizer_state: Literal["personal", "shared"] = "personal"
+    optimizer_state: Literal["auto", "personal", "shared"] = "auto"
     """`shared`: AdamW's second moments are averaged over the facilities between rounds, as row and column means (0.1 %
     of the bytes of a large model); every facility then scales coordinates alike, and unlike facilities' steps add up.
-    The first moments stay personal. Needs `keep_optimizer`, and the same value at all facilities."""
+    The first moments stay personal. Needs `keep_optimizer`, and the same value at all facilities. `auto`: shared where
+    it was measured to pay: two facilities or more, whole models, a mean as rule."""
     stall_seconds: Positive[float] = 600.0
     """A rank that hears nothing from its peers for so long ends the job."""
     sync: SyncSettings = field(default_factory=SyncSettings)

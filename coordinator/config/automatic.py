@@ -1,0 +1,106 @@
+"""What `rule: auto` and `optimizer_state: auto` choose: the best of what was measured in the most similar federation.
+
+`automatic.json` holds one row for each federation of `tests/bench/federated_quality.py`, written by
+`tests/bench/federated_quality_choose.py` from that benchmark's results: the server optimizer with the lowest perplexity
+among those whose second moments are shared, and among those whose second moments are personal. No row's choice is worse
+than the plain mean there.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+TABLE = Path(__file__).with_name("automatic.json")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Situation:
+    """What is known of a federation before its first round."""
+
+    facilities: int
+    rounds: int
+    steps: int
+    """Local steps a round: the facilities' geometric mean, rounded."""
+    pretrained: bool
+    """The model of round 0 was trained before."""
+
+    def distance(self, other: Situation) -> float:
+        """How unlike another federation is: factors of two in facilities, rounds and steps; 8 for the model's start."""
+        pairs = ((self.facilities, other.facilities), (self.rounds, other.rounds), (self.steps, other.steps))
+        return sum(abs(math.log2(a / b)) for a, b in pairs) + 8 * (self.pretrained != other.pretrained)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One way to aggregate and what it reached."""
+
+    aggregation: dict[str, Any]
+    """Keys of `aggregation:`."""
+    over_pooled: float
+    """Perplexity over pooled training's at equal tokens and learning rate, geometric mean."""
+    seeds: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredFederation:
+    """One row of the table."""
+
+    situation: Situation
+    mean: float
+    """What the plain mean reached, over pooled."""
+    best: dict[str, Measured]
+    """By `optimizer_state`: the best of those measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What `auto` stands for in one federation."""
+
+    aggregation: dict[str, Any]
+    """Keys of `aggregation:`."""
+    optimizer_state: str
+    reason: str
+    row: Situation | None = field(default=None, repr=False)
+
+
+@functools.cache
+def read_table(file: Path = TABLE) -> tuple[MeasuredFederation, ...]:
+    """The measured federations."""
+    rows = []
+    for row in json.loads(file.read_text())["rows"]:
+        best = {state: Measured(**found) for state, found in row["best"].items()}
+        rows.append(MeasuredFederation(situation=Situation(**row["situation"]), mean=row["mean"], best=best))
+    return tuple(rows)
+
+
+def choose(situation: Situation, *, may_share: bool, table: tuple[MeasuredFederation, ...] | None = None) -> Choice:
+    """The best aggregation measured in the federation most like `situation`, and why.
+
+    `may_share`: second moments can be shared here. With a single facility there is nothing to average: the plain mean.
+    """
+    if situation.facilities < 2:
+        return Choice(aggregation={"rule": "mean"}, optimizer_state="personal", reason="a single facility: plain mean")
+    rows = read_table() if table is None else table
+    row = min(rows, key=lambda one: (one.situation.distance(situation), -one.situation.rounds))
+    allowed = {state: one for state, one in row.best.items() if may_share or state == "personal"}
+    state, best = min(allowed.items(), key=lambda pair: pair[1].over_pooled)
+    near = row.situation
+    like = f"{near.facilities} facilities, {near.rounds} rounds of {near.steps} steps, a model " + (
+        "trained before" if near.pretrained else "with random weights"
+    )
+    reason = (
+        f"{_described(best.aggregation)}, {state} second moments: best of those measured in the most similar "
+        f"federation ({like}), {best.over_pooled:.2f} of pooled training's perplexity (plain mean {row.mean:.2f}, "
+        f"{best.seeds} seed{'s' if best.seeds > 1 else ''})"
+    )
+    return Choice(aggregation=dict(best.aggregation), optimizer_state=state, reason=reason, row=near)
+
+
+def _described(aggregation: dict[str, Any]) -> str:
+    numbers = ", ".join(f"{name} {value:g}" for name, value in aggregation.items() if name != "rule")
+    return f"{aggregation['rule']} ({numbers})" if numbers else str(aggregation["rule"])

@@ -1,0 +1,98 @@
+"""Puts measured values in the place of `auto`: in the aggregation, and in each facility's optimizer state."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from coordinator.aggregation.settings import AUTO, AggregationSettings
+from coordinator.config.automatic import Choice, Situation, choose
+from facility.exchange.checkpoints.checkpoint import TensorEntry, open_checkpoint, read_exactly
+from facility.exchange.checkpoints.floats import STORAGE, widen
+from facility.exchange.errors import CrossFedError
+from facility.exchange.messages.settings import TrainingSettings
+
+OUTER = ("rule", "server_learning_rate", "momentum", "momentum_warmup")
+"""Keys of `aggregation:` that `auto` chooses, unless they are given."""
+
+
+def resolve_aggregation(given: Mapping[str, Any], settings: AggregationSettings, choice: Choice) -> AggregationSettings:
+    """The settings with `auto` replaced. `given`: the section as written; what stands there is kept."""
+    if settings.rule != AUTO:
+        return settings
+    if settings.lora == "product":
+        return dataclasses.replace(settings, rule="mean")
+    own = {name for name in OUTER if name in given and given[name] != AUTO}
+    chosen = {name: value for name, value in choice.aggregation.items() if name not in own}
+    if chosen.get("rule") == "mean" and own:  # a momentum that is given wants an optimizer to use it
+        chosen["rule"] = "nesterov"
+    return dataclasses.replace(settings, **chosen)
+
+
+def resolve_training(training: Sequence[TrainingSettings], state: str) -> list[TrainingSettings]:
+    """Every facility's settings with `optimizer_state: auto` replaced by `state`."""
+    return [
+        dataclasses.replace(one, optimizer_state=cast(Any, state)) if one.optimizer_state == AUTO else one
+        for one in training
+    ]
+
+
+def may_share(training: Sequence[TrainingSettings], settings: AggregationSettings, *, groups: bool) -> bool:
+    """Whether second moments may be shared: whole models under a mean, moments kept, and no facility says otherwise."""
+    return (
+        not groups
+        and settings.aggregation_rule == "mean"
+        and all(one.keep_optimizer and not one.lora.rank and one.optimizer_state != "personal" for one in training)
+    )
+
+
+def situation_of(training: Sequence[TrainingSettings], rounds: int, *, pretrained: bool) -> Situation:
+    """What `auto` looks at."""
+    steps = math.exp(sum(math.log(one.steps) for one in training) / len(training))
+    return Situation(facilities=len(training), rounds=rounds, steps=max(1, round(steps)), pretrained=pretrained)
+
+
+def choice_of(
+    training: Sequence[TrainingSettings],
+    rounds: int,
+    settings: AggregationSettings,
+    *,
+    pretrained: bool,
+    groups: bool,
+) -> Choice:
+    """What `auto` stands for in this federation, and why."""
+    if groups:
+        return Choice(aggregation={"rule": "mean"}, optimizer_state="personal", reason="groups average by the mean")
+    situation = situation_of(training, rounds, pretrained=pretrained)
+    return choose(situation, may_share=may_share(training, settings, groups=groups))
+
+
+def looks_pretrained(model: Path) -> bool:
+    """Whether a checkpoint was trained: some normalisation weight is neither 0 nor 1, as every one is when new.
+
+    True where there is no model, or no such weight, to tell.
+    """
+    try:
+        checkpoint = open_checkpoint(model)
+        norms = [entry for name, entry in checkpoint.tensors.items() if _is_norm(name, entry)]
+        return not norms or any(not np.isin(_values(entry), (0.0, 1.0)).all() for entry in norms)
+    except (CrossFedError, OSError):
+        return True
+
+
+def _is_norm(name: str, entry: TensorEntry) -> bool:
+    return len(entry.shape) == 1 and "norm" in name.lower() and entry.dtype in STORAGE and entry.dtype != "F64"
+
+
+def _values(entry: TensorEntry) -> Any:
+    stored = np.empty(entry.elements, STORAGE[entry.dtype])
+    with open(entry.file, "rb") as file:
+        read_exactly(file.fileno(), stored.data.cast("B"), entry.start, entry.file)
+    values = np.empty(entry.elements, np.float32)
+    widen(stored, entry.dtype, values)
+    return values

@@ -1,0 +1,69 @@
+"""The guard of `aggregation.guard`: a server learning rate that yields when rounds make the model worse.
+
+A pure function of the archive: the same rounds give the same factor, whoever asks and however often a run was resumed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from coordinator.aggregation.server_optimizers.registry import SERVER_OPTIMIZERS
+from coordinator.aggregation.settings import AggregationSettings
+
+LEAST = 1 / 8
+"""Smallest factor."""
+RATE = "server_learning_rate"
+RECOVERY = 3
+"""Rounds that improve in a row, after which the factor doubles."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Guard:
+    """What the guard says to a round."""
+
+    factor: float = 1.0
+    """Of the server learning rate."""
+    reason: str = ""
+    """Why the factor is what it is, where it changed in this round; empty: nothing to report."""
+
+
+def guard(losses: Sequence[float | None]) -> Guard:
+    """The factor for round `len(losses) - 1`; `losses[r]`: global validation loss of the model that round r received.
+
+    A rise halves the factor, `RECOVERY` falls in a row double it. Rounds that nobody reported are passed over.
+    """
+    factor, falls, before = 1.0, 0, None
+    found = Guard()
+    for number, loss in enumerate(losses):
+        found = Guard(factor=factor)
+        if loss is None or not math.isfinite(loss):
+            continue
+        if before is not None and loss > before:
+            factor, falls = max(LEAST, factor / 2), 0
+            found = Guard(
+                factor=factor,
+                reason=f"the model that round {number} received is worse than the one before (mean validation loss "
+                f"{loss:.4f} after {before:.4f}): the server learning rate is multiplied by {factor:g}",
+            )
+        elif before is not None:
+            falls += 1
+            if falls >= RECOVERY and factor < 1:
+                factor, falls = min(1.0, 2 * factor), 0
+                found = Guard(
+                    factor=factor,
+                    reason=f"{RECOVERY} rounds in a row improved: the server learning rate is multiplied by {factor:g}",
+                )
+        before = loss
+    return found
+
+
+def guarded(settings: AggregationSettings, found: Guard) -> AggregationSettings:
+    """The settings with the server learning rate times the factor; optimizers of one's own know no such rate."""
+    entry = SERVER_OPTIMIZERS.get(settings.server_optimizer)
+    if found.factor == 1 or entry is not SERVER_OPTIMIZERS.built_in.get(entry.name):
+        return settings
+    rate = float(settings.values_of(entry)[RATE]) * found.factor
+    return dataclasses.replace(settings, **{RATE: rate})  # type: ignore[arg-type]

@@ -1,0 +1,110 @@
+"""Write the table of `rule: auto` (coordinator/config/automatic.json) from what `federated_quality.py` measured.
+
+    python tests/bench/federated_quality_choose.py
+
+Reads `federated_quality.jsonl` beside this file (a copy of the benchmark's results.jsonl) and the rows of earlier runs
+in `federated_quality_earlier.json`. Compared are federations at one learning rate that differ in server optimizer and
+optimizer state alone; means over seeds of the perplexity over that of pooled training with the same seed and tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from coordinator.config.automatic import TABLE
+from tests.bench.federated_quality import EXPERIMENTS
+
+HERE = Path(__file__).resolve().parent
+RESULTS, EARLIER = HERE / "federated_quality.jsonl", HERE / "federated_quality_earlier.json"
+RATE = 2e-3
+LOCAL = {"learning_rate", "optimizer_state", "warmup_steps"}
+"""What may differ from the benchmark's defaults in a federation that `auto` could choose."""
+
+Federation = tuple[str, str]
+"""Experiment and schedule."""
+Way = tuple[str, str]
+"""Aggregation settings as JSON, and optimizer state."""
+Found = dict[Federation, dict[Way, dict[int, float]]]
+"""Perplexity over pooled, by seed."""
+
+
+def measured(results: Iterable[dict[str, Any]], earlier: Iterable[dict[str, Any]]) -> Found:
+    """Every comparable federation; rows of the results replace earlier ones of the same seed."""
+    found: Found = defaultdict(lambda: defaultdict(dict))
+    for row in earlier:
+        _add(found, row["experiment"], row["schedule"], row, dict(enumerate(row["over_pooled"], start=1)))
+    rows = list(results)
+    pooled = {_place(row["key"]): row["geometric_mean"] for row in rows if row["name"] == "pooled"}
+    for row in rows:
+        key = row["key"]
+        against = pooled.get(_place(key))
+        if key["arm"]["aggregation"] is not None and against is not None and "codec" not in key["arm"]:
+            over = {key["seed"]: row["geometric_mean"] / against}
+            _add(found, key["experiment"], key["schedule"], key["arm"], over)
+    return found
+
+
+def _place(key: dict[str, Any]) -> tuple[Any, ...]:
+    """Pooled training and the federations to compare with it have the same."""
+    schedule = key["schedule"]
+    rounds, _, steps = schedule.partition("x")
+    total = f"{int(rounds) * int(steps)} steps" if steps else schedule
+    return key["experiment"], total, key["seed"], key["width"]
+
+
+def _add(found: Found, experiment: str, schedule: str, arm: dict[str, Any], over: dict[int, float]) -> None:
+    local = arm["local"]
+    if set(local) <= LOCAL and local.get("learning_rate") == RATE:
+        way = json.dumps(arm["aggregation"], sort_keys=True), local.get("optimizer_state", "personal")
+        found[experiment, schedule][way] |= over
+
+
+def row_of(federation: Federation, ways: dict[Way, dict[int, float]]) -> dict[str, Any] | None:
+    """The table's row; None where the plain mean was not measured. No choice is worse than the plain mean."""
+    experiment, schedule = federation
+    means = {way: statistics.mean(over.values()) for way, over in ways.items()}
+    plain = means.get((json.dumps({"rule": "mean"}), "personal"))
+    if plain is None:
+        return None
+    best: dict[str, Any] = {}
+    for way, over in sorted(means.items(), key=lambda pair: (pair[1], -len(ways[pair[0]]))):
+        aggregation, state = way
+        if over <= plain and state not in best:
+            seeds = len(ways[way])
+            best[state] = {"aggregation": json.loads(aggregation), "over_pooled": round(over, 4), "seeds": seeds}
+    rounds, steps = map(int, schedule.split("x"))
+    situation = {
+        "facilities": len(EXPERIMENTS[experiment]),
+        "rounds": rounds,
+        "steps": steps,
+        "pretrained": not experiment.startswith("random"),
+    }
+    return {"situation": situation, "mean": round(plain, 4), "best": best}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=RESULTS, help=f"default {RESULTS.name} beside this file")
+    parser.add_argument("--table", type=Path, default=TABLE, help="file to write (default: the table of `auto`)")
+    options = parser.parse_args()
+    results = [json.loads(line) for line in options.results.read_text().splitlines()]
+    found = measured(results, json.loads(EARLIER.read_text())["rows"])
+    rows = [row for federation, ways in sorted(found.items()) if (row := row_of(federation, ways)) is not None]
+    source = "written by tests/bench/federated_quality_choose.py"
+    options.table.write_text(json.dumps({"source": source, "rows": rows}, indent=1) + "\n")
+    for row in rows:
+        print(json.dumps(row))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

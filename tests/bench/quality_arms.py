@@ -1,0 +1,129 @@
+"""The ways to train that `federated_quality.py` compares, and its whole table in the order of importance."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from facility.exchange.messages.settings import SPARSE_DENSITY
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """One way to train."""
+
+    aggregation: dict[str, Any] | None
+    """Fields of AggregationSettings; None where nothing is aggregated."""
+    local: dict[str, Any] = field(default_factory=dict)
+    """Fields of Local that differ."""
+    codec: str | None = None
+    """What travels both ways instead of bfloat16: delta-int8, delta-int4 or sparse."""
+    density: float = SPARSE_DENSITY
+    """Of `sparse`."""
+    without: Literal["pooled", "alone", "base"] = "pooled"
+    """How to train where nothing is aggregated."""
+
+    @property
+    def kind(self) -> str:
+        return "federated" if self.aggregation is not None else self.without
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One training: an arm on an experiment's texts."""
+
+    name: str
+    """Of the arm."""
+    arm: Arm
+    experiment: str
+    schedule: str
+    """Rounds x local steps."""
+    seed: int
+    width: int = 64
+
+
+RATE = {"learning_rate": 2e-3}
+SHARED = {"optimizer_state": "shared"}
+NESTEROV = {"rule": "nesterov", "server_learning_rate": 1.0, "momentum": 0.8}
+ARMS = {
+    "pooled": Arm(aggregation=None, local=RATE),
+    "alone": Arm(aggregation=None, local=RATE, without="alone"),
+    "base": Arm(aggregation=None, without="base"),
+    "mean, fresh optimizer": Arm(aggregation={"rule": "mean"}, local=RATE | {"keep_optimizer": False}),
+    "mean": Arm(aggregation={"rule": "mean"}, local=RATE),
+    "mean, shared second moments": Arm(aggregation={"rule": "mean"}, local=RATE | SHARED),
+    "fedprox": Arm(aggregation={"rule": "mean"}, local=RATE | {"proximal": 0.01}),
+    "fedadam": Arm(aggregation={"rule": "fedadam", "server_learning_rate": 1e-2, "momentum": 0.5}, local=RATE),
+    "nesterov": Arm(aggregation=NESTEROV, local=RATE),
+    "nesterov, shared second moments": Arm(aggregation=NESTEROV, local=RATE | SHARED),
+    "nesterov, constant momentum": Arm(
+        aggregation={"rule": "nesterov", "server_learning_rate": 0.8, "momentum": 0.7, "momentum_warmup": False},
+        local=RATE,
+    ),
+    "nesterov, constant momentum, fresh optimizer": Arm(
+        aggregation={"rule": "nesterov", "server_learning_rate": 0.8, "momentum": 0.7, "momentum_warmup": False},
+        local=RATE | {"keep_optimizer": False},
+    ),
+}
+SCHEDULES = ("30x10", "10x30")
+SHORT = {"warmup_steps": 80}
+"""Of a federation of 100 steps from random weights: the demo's."""
+RATES = (4e-3, 8e-3)
+"""Further learning rates, of pooled training and of the default."""
+DEFAULT = "nesterov, shared second moments"
+
+
+def at(rate: float, name: str) -> tuple[str, Arm]:
+    """An arm at another learning rate."""
+    arm = ARMS[name]
+    return f"{name} at {rate:g}", replace(arm, local=arm.local | {"learning_rate": rate})
+
+
+def shared_with(**changes: Any) -> tuple[str, Arm]:
+    """Shared second moments with other outer settings."""
+    told = ", ".join(f"{name} {value:g}" for name, value in changes.items())
+    return f"{DEFAULT}, {told}", replace(ARMS[DEFAULT], aggregation=NESTEROV | changes)
+
+
+def short(pair: tuple[str, Arm]) -> tuple[str, Arm]:
+    """The same with the warm-up of a short federation."""
+    return pair[0], replace(pair[1], local=pair[1].local | SHORT)
+
+
+def groups() -> list[tuple[list[tuple[str, str]], list[tuple[str, Arm]]]]:
+    """Federations (experiment and schedule) and the arms that are measured there, the most telling first."""
+    named = [(name, ARMS[name]) for name in ("pooled", DEFAULT)]
+    outer = [shared_with(momentum=momentum) for momentum in (0.5, 0.9)]
+    random = [*named, *((name, ARMS[name]) for name in ("mean", "nesterov")), outer[0]]
+    four, two = [("all-four", one) for one in SCHEDULES], [("it-cs", one) for one in SCHEDULES]
+    return [
+        ([("random-it-cs", "5x20")], [short(pair) for pair in random]),
+        ([*four, *two], named),
+        ([four[0]], [at(rate, name) for rate in RATES for name in ("pooled", DEFAULT)]),
+        ([four[1]], [outer[0]]),
+        ([two[0]], [at(rate, name) for rate in RATES for name in ("pooled", DEFAULT)]),
+        ([*two, *four], [(name, ARMS[name]) for name in ("alone", "base")]),
+        ([*two, *four], [(name, ARMS[name]) for name in ("nesterov", "mean", "mean, shared second moments")]),
+        ([*two, *four], outer),
+    ]
+
+
+FIRST = 2
+"""Groups that are measured with every seed before the others begin."""
+
+
+def table(seeds: Sequence[int], width: int = 64) -> list[Cell]:
+    """Every cell in the order of importance, none twice."""
+    cells: dict[tuple[str, str, str, int], Cell] = {}
+    every = groups()
+    for part in (every[:FIRST], every[FIRST:]):
+        for seed in seeds:
+            for federations, arms in part:
+                for experiment, schedule in federations:
+                    for name, arm in arms:
+                        cell = Cell(
+                            name=name, arm=arm, experiment=experiment, schedule=schedule, seed=seed, width=width
+                        )
+                        cells.setdefault((name, experiment, schedule, seed), cell)
+    return list(cells.values())

@@ -1,0 +1,140 @@
+"""Laws of `rule: auto`: what the table says, what a user's own words override, and where nothing may be shared."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from coordinator.aggregation.settings import AggregationSettings
+from coordinator.config.automatic import TABLE, Measured, MeasuredFederation, Situation, choose, read_table
+from coordinator.config.federation import Federation, read_federation
+from coordinator.config.resolution import looks_pretrained
+from tests.pico import pico_config
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def situation(facilities: int = 2, rounds: int = 30, steps: int = 10, pretrained: bool = True) -> Situation:
+    return Situation(facilities=facilities, rounds=rounds, steps=steps, pretrained=pretrained)
+
+
+def row(where: Situation, *, shared: float, personal: float) -> MeasuredFederation:
+    def one(over: float, momentum: float) -> Measured:
+        aggregation = {"rule": "nesterov", "server_learning_rate": 1.0, "momentum": momentum}
+        return Measured(aggregation=aggregation, over_pooled=over, seeds=1)
+
+    return MeasuredFederation(
+        situation=where, mean=1.5, best={"shared": one(shared, 0.7), "personal": one(personal, 0.6)}
+    )
+
+
+ROWS = (
+    row(situation(2), shared=0.9, personal=1.0),
+    row(situation(8, 30, 10), shared=0.8, personal=1.2),
+    row(situation(2, 5, 20, False), shared=1.3, personal=1.2),
+)
+
+
+@pytest.mark.parametrize(
+    ("asked", "may_share", "state", "momentum", "near"),
+    [
+        (situation(2), True, "shared", 0.7, 0),
+        (situation(2), False, "personal", 0.6, 0),
+        (situation(3, 40, 9), True, "shared", 0.7, 0),
+        (situation(6, 40, 9), True, "shared", 0.7, 1),
+        (situation(2, 6, 16, False), True, "personal", 0.6, 2),
+    ],
+)
+def test_the_best_of_the_most_similar_federation_is_chosen(asked, may_share, state, momentum, near):
+    choice = choose(asked, may_share=may_share, table=ROWS)
+    assert (choice.optimizer_state, choice.aggregation["momentum"]) == (state, momentum)
+    assert choice.row == ROWS[near].situation and state in choice.reason and "mean" in choice.reason
+
+
+def test_one_facility_has_nothing_to_share():
+    choice = choose(situation(1), may_share=True, table=ROWS)
+    assert choice.aggregation == {"rule": "mean"} and choice.optimizer_state == "personal"
+
+
+def test_no_row_of_the_shipped_table_is_worse_than_the_plain_mean():
+    rows = read_table()
+    assert rows
+    for one in rows:
+        assert one.best["personal"].over_pooled <= one.mean
+        for state, best in one.best.items():
+            assert best.over_pooled <= one.mean, (one.situation, state)
+            settings = AggregationSettings(**best.aggregation)  # every choice is one that the aggregation knows
+            assert settings.aggregation_rule == "mean"
+
+
+def test_the_shipped_table_is_what_the_command_makes_of_the_measurements(tmp_path: Path):
+    made = tmp_path / "table.json"
+    script = ROOT / "tests" / "bench" / "federated_quality_choose.py"
+    subprocess.run([sys.executable, script, "--table", made], check=True, capture_output=True, cwd=tmp_path)
+    assert json.loads(made.read_text()) == json.loads(TABLE.read_text())
+
+
+FILE = """\
+name: f
+model: model
+rounds: 30
+training: {{steps: 10{training}}}
+{more}
+facilities:
+  - {{name: a, dataset: a}}
+  - {{name: b, dataset: b}}
+"""
+
+
+def read(tmp_path: Path, more: str = "", training: str = "") -> Federation:
+    file = tmp_path / "federation.yml"
+    file.write_text(FILE.format(more=more, training=training))
+    return read_federation(file)
+
+
+def states(federation: Federation) -> set[str]:
+    return {one.training.optimizer_state for one in federation.facilities}
+
+
+def test_auto_is_replaced_everywhere_and_says_why(tmp_path: Path):
+    federation = read(tmp_path)
+    best = choose(situation(2), may_share=True)
+    assert states(federation) == {best.optimizer_state}
+    for name, value in best.aggregation.items():
+        assert getattr(federation.aggregation, name) == value
+    assert federation.chosen == best.reason
+
+
+def test_what_the_user_wrote_is_kept(tmp_path: Path):
+    assert read(tmp_path, "aggregation: {momentum: 0.33}").aggregation.momentum == 0.33  # type: ignore[attr-defined]
+    median = read(tmp_path, "aggregation: {rule: median}")
+    assert median.aggregation.rule == "median" and states(median) == {"personal"} and "median" in median.chosen
+    assert states(read(tmp_path, training=", optimizer_state: personal")) == {"personal"}
+    assert states(read(tmp_path, "aggregation: {rule: fedadam}", ", optimizer_state: shared")) == {"shared"}
+
+
+@pytest.mark.parametrize("training", [", lora: {rank: 4}", ", keep_optimizer: false"])
+def test_second_moments_stay_personal_where_they_cannot_be_shared_or_were_not_measured(tmp_path: Path, training: str):
+    assert states(read(tmp_path, training=training)) == {"personal"}
+
+
+def test_the_exact_mean_of_products_keeps_the_plain_mean(tmp_path: Path):
+    assert read(tmp_path, "aggregation: {lora: product}", ", lora: {rank: 4}").aggregation.rule == "mean"
+
+
+def test_a_new_model_is_told_from_a_trained_one(tmp_path: Path):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(pico_config(num_hidden_layers=1)).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "new")
+    with torch.no_grad():
+        next(p for n, p in model.named_parameters() if "norm" in n)[0] = 1.25
+    model.save_pretrained(tmp_path / "trained")
+    assert not looks_pretrained(tmp_path / "new")
+    assert looks_pretrained(tmp_path / "trained") and looks_pretrained(tmp_path / "absent")
