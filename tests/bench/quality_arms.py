@@ -86,6 +86,17 @@ def shared_with(**changes: Any) -> tuple[str, Arm]:
     return f"{DEFAULT}, {told}", replace(ARMS[DEFAULT], aggregation=NESTEROV | changes)
 
 
+def with_beta2(beta2: float, rate: float = 2e-3, **outer: Any) -> tuple[str, Arm]:
+    """Shared second moments that forget more slowly, and so stay nearer to the shared ones within a round."""
+    told = "".join(f", {name} {value:g}" for name, value in outer.items())
+    arm = replace(
+        ARMS[DEFAULT],
+        aggregation=NESTEROV | outer,
+        local={"learning_rate": rate, "betas": [0.9, beta2]} | SHARED,
+    )
+    return f"{DEFAULT}, beta2 {beta2:g}{told}" + (f" at {rate:g}" if rate != 2e-3 else ""), arm
+
+
 def short(pair: tuple[str, Arm]) -> tuple[str, Arm]:
     """The same with the warm-up of a short federation."""
     return pair[0], replace(pair[1], local=pair[1].local | SHORT)
@@ -102,7 +113,11 @@ def groups() -> list[tuple[list[tuple[str, str]], list[tuple[str, Arm]]]]:
         ([*four, *two], named),
         ([four[0]], [at(rate, name) for rate in RATES for name in ("pooled", DEFAULT)]),
         ([four[1]], [outer[0]]),
-        ([two[0]], [at(rate, name) for rate in RATES for name in ("pooled", DEFAULT)]),
+        ([two[0]], [at(RATES[0], name) for name in ("pooled", DEFAULT)]),
+        ([four[1]], [with_beta2(0.99), outer[1], with_beta2(0.99, momentum=0.9)]),
+        ([two[0]], [at(RATES[1], name) for name in ("pooled", DEFAULT)]),
+        ([four[1], two[1]], [at(rate, DEFAULT) for rate in RATES]),
+        ([four[0]], [with_beta2(0.99, 8e-3)]),
         ([*two, *four], [(name, ARMS[name]) for name in ("alone", "base")]),
         ([*two, *four], [(name, ARMS[name]) for name in ("nesterov", "mean", "mean, shared second moments")]),
         ([*two, *four], outer),
