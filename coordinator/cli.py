@@ -281,21 +281,18 @@ def status(
 @app.command(rich_help_panel=WATCH)
 def report(
     federation: FederationOption,
-    out: Annotated[Path | None, typer.Option(help="File to write; default report.html in the archive.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="File to write; default report.html, .md or .json in the archive.")
+    ] = None,
+    format: Annotated[str, typer.Option(help="html, md or json.")] = "html",
 ) -> None:
-    """Write one self-contained HTML page of the federation so far: perplexities, time, tokens and facilities."""
-    from coordinator.archive.html_report import write_page
-    from coordinator.archive.rounds import Archive
-    from coordinator.archive.summary import summary
-    from coordinator.asynchronous.summary import NO_PAGE
-    from coordinator.config.federation import read_federation
+    """Write the report of the federation so far: curves, timeline, traffic, cost, updates, failures, digests.
 
-    described = read_federation(federation)
-    if described.groups is not None:
-        raise InputError(NO_PAGE)
-    archive = Archive(described.archive_path)
-    told = {"federation": described.name, "aggregation": described.chosen}
-    print(write_page(summary(archive) | told, out or archive.path / "report.html"))
+    HTML is one self-contained file that needs no network.
+    """
+    from coordinator.report.make import make_report
+
+    print(make_report(federation, out, format))
 
 
 @app.command(rich_help_panel=RUN)

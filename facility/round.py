@@ -36,10 +36,12 @@ from facility.exchange.messages.manifest import (
 from facility.exchange.messages.outcome import Outcome
 from facility.exchange.messages.settings import FacilitySettings, read_facility_settings
 from facility.exchange.messages.signatures import sign
+from facility.exchange.messages.usage import with_usage
 from facility.launch import add_limits, attempt_of, launch, limits_from, show_failure, tasks_here
 from facility.launching.notes import Notes
 from facility.launching.place import Tasks
 from facility.launching.supervise import Ending
+from facility.rounds.energy import Meter
 from facility.rounds.finished import Finished, key_of
 from facility.rounds.kept import default_directory
 from facility.rounds.models import Models, digest_of, tell
@@ -59,6 +61,7 @@ class Job:
     settings: FacilitySettings
     tasks: Tasks
     notes: Notes
+    meter: Meter
     state: Path
     """What this facility keeps between rounds of this federation."""
     dataset: Path
@@ -137,6 +140,7 @@ def run(job: Job) -> Ending:
             if job.keeps_models:
                 tell(job.out, base)
             with_run(job.out, run_of(received))
+            with_usage(job.out, job.meter.usage(job.notes))
             if job.settings.training.signing_key:
                 sign(job.out, resolve(job.settings.training.signing_key))
             finished.keep(key, job.round, job.out)
@@ -191,6 +195,7 @@ def follow(job: Job) -> int:
     if told != GO:
         return Outcome.DONE if told == DONE else Outcome.SKIPPED
     ending = train(job)
+    job.meter.tell(job.notes)
     return Outcome.DONE if ending.code == 0 else Outcome.SKIPPED
 
 
@@ -309,6 +314,7 @@ def main(argv: list[str] | None = None) -> int:
             tasks=tasks,
             dataset=dataset,
             notes=Notes(Path.cwd(), tasks.job, attempt_of(os.environ)),
+            meter=Meter(tasks),
             state=arguments.state or default_directory(settings, dataset),
         )
         return first(job) if tasks.first else follow(job)

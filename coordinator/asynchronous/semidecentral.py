@@ -30,6 +30,7 @@ from typing import Any, Literal
 
 from coordinator.aggregate import aggregate
 from coordinator.aggregation.settings import AggregationSettings, ScreenSettings
+from coordinator.asynchronous.figures import figures_of
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.errors import ConfigurationError, InputError, UpdateRefused, exit_on_error
 from facility.exchange.files.durable import write_json
@@ -252,6 +253,7 @@ class SemiDecentralised:
             "weights": counted,
             "rounds": {str(m): number for m, number in zip(group.members, group.rounds, strict=True)},
             "wait_seconds": {str(m): round(w, 3) for m, w in zip(group.members, group.waits, strict=True)},
+            "reports": {member: figures_of(report) for member, report in reports.items()},
             "perplexity_returned": {member: report.perplexity_returned for member, report in reports.items()},
             "model": str(model),
             "finished": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -12,11 +12,6 @@ from coordinator.archive.summary import shown
 from coordinator.asynchronous.buffer import FOLDER
 from coordinator.asynchronous.semidecentral import STATE, SemiDecentralised
 
-NO_PAGE = (
-    "this federation runs by groups: there is no page of its rounds; `crossfed status` and summary.json "
-    "tell of its groups"
-)
-
 
 def groups_done(archive: Archive) -> int:
     """Groups carried out so far; 0 before the first run."""

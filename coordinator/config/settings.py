@@ -69,6 +69,8 @@ class RoundSettings:
     """Complete rounds (groups) whose weights stay in the archive (reports always stay); 0 keeps all."""
     final_evaluation: bool = True
     """After the last round, send the final model once more, for evaluation only."""
+    carbon_g_per_kwh: NonNegative[float] = 0.0
+    """Grams of CO2 equivalent per kWh of the facilities' electricity, for the report; 0: no carbon figure."""
     aggregation: AggregationSettings = field(default_factory=AggregationSettings)
     """How the updates of a round become the next model."""
     sending: SendingSettings = field(default_factory=SendingSettings)

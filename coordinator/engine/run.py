@@ -71,8 +71,7 @@ def run_federation(file: Path, *, live: bool, log: Path | None = None) -> int:
         console.print(line, markup=False, highlight=False)
     if code == 0:
         console.print(f"the model is [bold]{data['model']}[/bold] (AutoModelForCausalLM.from_pretrained)")
-        if not groups:
-            console.print(f"the report is {archive.path / 'report.html'}")
+        console.print(f"the report is {archive.path / 'report.html'}")
         return 0
     reason, holds = (
         data["stopped"] or ended,

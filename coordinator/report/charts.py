@@ -1,4 +1,4 @@
-"""Charts as small SVG documents inside the page: no script, colours by CSS variable, so that dark mode needs no redrawing.
+"""Charts as small SVG documents inside the page: no script; colours by CSS variable, so that dark mode needs nothing.
 
 Every mark has a `<title>`, which browsers show where the pointer rests and screen readers read.
 """
@@ -13,6 +13,8 @@ from markupsafe import Markup, escape
 
 WIDTH = 960
 LEFT, RIGHT, TOP, BOTTOM = 64, 14, 12, 40
+HEADROOM = 14
+"""For the label of the y axis."""
 COLOURS = 8
 """Classes `c0` to `c7` of the page's style."""
 
@@ -44,7 +46,7 @@ class Bar:
 
 
 def line_chart(series: Sequence[Series], *, x_label: str, y_label: str, height: int = 340) -> Markup:
-    """Lines and marks over a whole-numbered x axis; the y axis is logarithmic where values span more than a factor 5."""
+    """Lines and marks over whole numbers; the y axis is logarithmic where values span more than a factor of 5."""
     points = [point for one in series for point in one.points]
     if not points:
         return Markup("")
@@ -54,7 +56,7 @@ def line_chart(series: Sequence[Series], *, x_label: str, y_label: str, height: 
     low, high = min([*y_ticks, *ys]), max([*y_ticks, *ys])
     left, right = min(xs), max(xs)
     place_x = _scale(left, right, LEFT, WIDTH - RIGHT)
-    place_y = _scale(_log(low, log), _log(high, log), height - BOTTOM, TOP)
+    place_y = _scale(_log(low, log), _log(high, log), height - BOTTOM, TOP + HEADROOM)
     parts = [_text(LEFT, height - 4, x_label, "axis"), _text(4, TOP - 1, y_label, "axis")]
     for value in y_ticks:
         y = place_y(_log(value, log))
@@ -71,7 +73,9 @@ def line_chart(series: Sequence[Series], *, x_label: str, y_label: str, height: 
         for px, py, x, y in placed if len(points) <= 4000 else []:
             said = escape(f"{one.name}: {_short(y)} at {x:g}")
             style = f"{one.style} mark"
-            parts.append(f'<circle class="{style}" cx="{px:.1f}" cy="{py:.1f}" r="{size}"><title>{said}</title></circle>')
+            parts.append(
+                f'<circle class="{style}" cx="{px:.1f}" cy="{py:.1f}" r="{size}"><title>{said}</title></circle>'
+            )
     return _svg(parts, height)
 
 
@@ -80,7 +84,7 @@ def timeline(bars: Sequence[Bar], lanes: Sequence[str], *, clock: Callable[[floa
     if not bars:
         return Markup("")
     begin, end = min(one.begin for one in bars), max(one.end for one in bars)
-    lane_height = 22 if len(lanes) <= 16 else 12
+    lane_height: float = 22 if len(lanes) <= 16 else 12
     height = TOP + lane_height * len(lanes) + BOTTOM
     longest = max(map(len, lanes))
     left = min(220, 14 + 7 * longest)
@@ -95,10 +99,12 @@ def timeline(bars: Sequence[Bar], lanes: Sequence[str], *, clock: Callable[[floa
     rows = {name: TOP + lane_height * number for number, name in enumerate(lanes)}
     for name, y in rows.items():
         shown = name if len(name) <= 28 else f"{name[:27]}…"
-        parts.append(_text(left - 6, y + lane_height * 0.72, shown, "tick end" + (" small" if lane_height < 20 else "")))
+        parts.append(
+            _text(left - 6, y + lane_height * 0.72, shown, "tick end" + (" small" if lane_height < 20 else ""))
+        )
     for one in bars:
         x, wide = place(one.begin), max(0.8, place(one.end) - place(one.begin))
-        y, tall = rows[one.lane] + 1.5, lane_height - 3
+        y, tall = rows[one.lane] + 1.5, lane_height - 3.0
         parts.append(
             f'<rect class="k-{one.kind}" x="{x:.1f}" y="{y:.1f}" width="{wide:.1f}" height="{tall}">'
             f"<title>{escape(one.title)}</title></rect>"
@@ -120,18 +126,20 @@ def heat(
     left = min(180, 14 + 7 * max(map(len, rows)))
     side = max(9.0, min(64.0, (WIDTH - left - RIGHT) / len(columns)))
     tall = max(9.0, min(28.0, side))
-    head = min(150.0, 12 + 6.5 * max(map(len, columns))) if side < 50 else 22.0
+    longest = max(map(len, columns))
+    upright = side < 7 * longest
+    head = min(170.0, 12 + 7 * longest) if upright else 22.0
     height = head + tall * len(rows) + 6
     parts = []
     for number, name in enumerate(columns):
         x = left + side * (number + 0.5)
-        if side < 50:
+        if upright:
             parts.append(
                 f'<text class="tick{" small" if side < 16 else ""}" transform="translate({x + 3:.1f} {head - 4:.1f}) '
                 f'rotate(-90)">{escape(name[:24])}</text>'
             )
         else:
-            parts.append(_text(x, head - 6, name[:10], "tick middle"))
+            parts.append(_text(x, head - 6, name, "tick middle"))
     for place, row in enumerate(rows):
         y = head + tall * place
         parts.append(_text(left - 6, y + tall * 0.72, row[:24], "tick end" + (" small" if tall < 14 else "")))

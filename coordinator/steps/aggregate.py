@@ -33,6 +33,7 @@ from facility.exchange.files.paths import resolve
 from facility.exchange.messages.manifest import KEEPS, read_manifest, run_of, verify_manifest, with_run
 from facility.exchange.messages.report import Failure, Report, read_failure, read_report
 from facility.exchange.messages.strict_json import clean
+from facility.exchange.messages.usage import usage_of
 
 MOST_DEVICES = 16
 """Names of devices kept of a facility's report."""
@@ -312,6 +313,7 @@ def _row(
             row,
             received_bytes=int(manifest.extra.get("message_bytes") or bytes_of(manifest)),
             update_sha256=manifest.content_sha256,
+            usage=usage_of(manifest),
             holds=str(manifest.extra.get(KEEPS, "")),
         )
     if name in arrived.failures or name in quarantined:

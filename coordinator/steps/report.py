@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from pathlib import Path
 
 from rich.console import Console
 
-from coordinator.archive.html_report import write_page
 from coordinator.archive.rounds import Archive
 from coordinator.archive.summary import remarks, shown, summary, table
 from coordinator.asynchronous import summary as account
 from coordinator.config.settings import read_coordinator_settings
 from coordinator.events.event import emit
+from coordinator.report.data import gather, redacted
+from coordinator.report.write import write_report
 from facility.exchange.errors import exit_on_error
 from facility.exchange.files.durable import write_json
 from facility.exchange.files.paths import resolve
@@ -37,12 +39,18 @@ def main() -> int:
         data["stopped"] = "the chains of all facilities have ended without a final mean; run the same command again"
     data["aggregation"] = settings.chosen
     write_json(arguments.out, data)
-    if not groups:
-        try:
-            write_page(data, archive.path / "report.html")
-        except OSError as error:  # the federation is finished all the same
-            print(f"warning: {archive.path / 'report.html'} cannot be written: {error}; `crossfed report` tries again")
-            emit("problem", text=f"the report page cannot be written ({error}): mend that, then `crossfed report`")
+    try:
+        told = gather(
+            archive,
+            federation=settings.federation,
+            settings=redacted(dataclasses.asdict(settings)),
+            groups=groups,
+            carbon=settings.carbon_g_per_kwh,
+        )
+        write_report(told, archive.path / "report.html")
+    except OSError as error:  # the federation is finished all the same
+        print(f"warning: {archive.path / 'report.html'} cannot be written: {error}; `crossfed report` tries again")
+        emit("problem", text=f"the report page cannot be written ({error}): mend that, then `crossfed report`")
     Console(width=140).print(account.table(data) if groups else table(data))
     for line in remarks(data):
         print(line)

@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from coordinator.archive.html_report import write_page
 from coordinator.archive.rounds import Archive
 from coordinator.archive.summary import summary, table
 from coordinator.asynchronous import summary as by_groups
 from coordinator.engine.progress import Progress
 from coordinator.engine.run import _picture
 from coordinator.events.event import Event
+from coordinator.report import data as report_data
+from coordinator.report.write import write_report
 from coordinator.steps import report as report_step
 
 HOSTILE = {
@@ -86,9 +87,14 @@ def test_tables_show_reasons_as_text(case: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-def test_the_page_shows_reasons_as_text(case: str, tmp_path: Path):
-    page = write_page(federation(HOSTILE[case], tmp_path), tmp_path / "page.html").read_text()
-    harmless = write_page(federation("harmless", tmp_path), tmp_path / "harmless.html").read_text()
+@pytest.mark.parametrize("kind", ["html", "md"])
+def test_the_report_shows_reasons_as_text(case: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def written(reason: str) -> str:
+        monkeypatch.setattr(report_data, "summary", lambda archive: federation(reason, tmp_path))
+        data = report_data.gather(Archive(tmp_path), federation="f", settings={"rounds": 1}, groups=False)
+        return write_report(data, tmp_path / "report", kind).read_text()
+
+    page, harmless = written(HOSTILE[case]), written("harmless")
     assert "alert(1)</script>" not in page and "\x1b" not in page and "\x9b" not in page
     assert len(page) < len(harmless) + 20_000
 

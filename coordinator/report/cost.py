@@ -1,0 +1,41 @@
+"""Node-hours, GPU-hours, energy and carbon, by facility and in all, from what the jobs reported."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+JOULES_PER_KWH = 3.6e6
+
+
+def costs(rows: Sequence[dict[str, Any]], names: Sequence[str], carbon: float) -> dict[str, Any]:
+    """`facilities` and `total`; a figure is None where nobody reported it. `carbon`: g CO2e per kWh, 0: unknown."""
+    by_name = {name: _sum([row for row in rows if row["facility"] == name], carbon) for name in names}
+    told = list(by_name.values())
+    total: dict[str, Any] = {key: _added([one[key] for one in told]) for key in ("node_hours", "gpu_hours", "kwh")}
+    total["co2e_kg"] = _added([one["co2e_kg"] for one in told])
+    total["energy_over"] = [name for name, one in by_name.items() if one["kwh"] is not None]
+    return {"facilities": by_name, "total": total, "carbon_g_per_kwh": carbon}
+
+
+def _sum(rows: Sequence[dict[str, Any]], carbon: float) -> dict[str, Any]:
+    used = [row["usage"] for row in rows if row.get("usage")]
+    joules = _added([one.get("energy_joules") for one in used])
+    kwh = None if joules is None else joules / JOULES_PER_KWH
+    sources = sorted({one["energy_source"] for one in used if one.get("energy_source")})
+    node_seconds = _added([one.get("node_seconds") for one in used])
+    gpu_seconds = _added([one.get("gpu_seconds") for one in used])
+    return {
+        "node_hours": None if node_seconds is None else node_seconds / 3600,
+        "gpu_hours": None if gpu_seconds is None else gpu_seconds / 3600,
+        "kwh": kwh,
+        "energy_source": ", ".join(sources),
+        "energy_rounds": sum(one.get("energy_joules") is not None for one in used),
+        "rounds": len(rows),
+        "co2e_kg": None if kwh is None or not carbon else kwh * carbon / 1000,
+    }
+
+
+def _added(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None

@@ -1,0 +1,314 @@
+"""Everything that a report shows, as JSON data gathered from the archive; the same for rounds, groups and half-way."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from coordinator.archive.journal import Entry, Journal
+from coordinator.archive.rounds import Archive
+from coordinator.archive.summary import remarks, shown, summary
+from coordinator.asynchronous import summary as account
+from coordinator.report.cost import costs
+from coordinator.report.timeline import Segment, segments, totals
+from facility import __version__
+from facility.exchange.messages.manifest import manifest_if_any
+
+FORMAT = 1
+PACKAGES = ("streamflow", "cwltool", "torch", "transformers", "safetensors", "numpy")
+MODES = {False: "rounds", True: "groups (buffered)"}
+
+Row = dict[str, Any]
+
+
+def gather(
+    archive: Archive, *, federation: str, settings: Mapping[str, Any], groups: bool, carbon: float = 0.0
+) -> dict[str, Any]:
+    """The report's data. `settings`: what the federation was asked to do; `carbon`: g CO2e per kWh, 0: not told."""
+    rounds = _rounds_of_groups(archive) if groups else summary(archive)
+    entries = Journal(archive.path).read()
+    names = _names(rounds, entries, settings)
+    rows = [row for entry in rounds["rounds"] for row in entry["facilities"]]
+    found = segments(entries, {(row["round"], row["facility"]): row.get("phases", {}) for row in rows})
+    if not found:
+        found = _estimated(rounds)
+    data: dict[str, Any] = {
+        "format": FORMAT,
+        "federation": federation,
+        "mode": MODES[groups],
+        "made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "facilities": names,
+        "rounds_wanted": settings.get("rounds", 0),
+        "stopped": rounds["stopped"],
+        "model": rounds["model"],
+        "rounds": rounds["rounds"],
+        "final_evaluation": rounds["final_evaluation"],
+        "curves": _curves(rounds, names, groups),
+        "matrix": archive.read_note("matrix"),
+        "tasks": archive.read_note("tasks").get("results", []),
+        "timeline": {
+            "observed": bool(entries),
+            "segments": [_segment(one) for one in found],
+            "totals": totals(found, names),
+        },
+        "traffic": _traffic(rows, entries, names),
+        "cost": costs([*rows, *rounds["final_evaluation"]], names, carbon),
+        "similarity": _similarity(archive, groups),
+        "remarks": [] if groups else remarks(rounds | {"aggregation": settings.get("chosen", "")}),
+        "failures": _failures(rows, rounds["rounds"], entries),
+        "settings": settings,
+        "versions": _versions(rows),
+        "artefacts": _artefacts(archive, rounds, groups),
+    }
+    return data | {"headline": _headline(data, rows, found)}
+
+
+def _names(rounds: Mapping[str, Any], entries: Sequence[Entry], settings: Mapping[str, Any]) -> list[str]:
+    listed = [one["name"] if isinstance(one, dict) else str(one) for one in settings.get("facilities", [])]
+    seen = {row["facility"] for entry in rounds["rounds"] for row in entry["facilities"]}
+    seen |= {entry.facility for entry in entries if entry.facility}
+    return [*listed, *sorted(seen - set(listed))]
+
+
+def _rounds_of_groups(archive: Archive) -> dict[str, Any]:
+    """Groups in the shape of rounds: each group is one, its members the facilities."""
+    found = account.summary(archive)
+    failures: dict[str, list[Row]] = {name: one["failures"] for name, one in found["facilities"].items()}
+    rounds = []
+    for group in found["groups"]:
+        told = group.get("reports", {})
+        rows = [
+            {
+                "round": group["rounds"][name] - 1,
+                "facility": name,
+                "status": "ok",
+                "reason": "",
+                "weight": group["weights"][name],
+                "tokens": 0,
+                "seconds": 0.0,
+                "tokens_per_second": 0.0,
+                "perplexity_received": None,
+                "perplexity_returned": group["perplexity_returned"].get(name),
+                "sent_bytes": 0,
+                "received_bytes": 0,
+            }
+            | told.get(name, {})
+            for name in group["members"]
+        ]
+        rounds.append(
+            {
+                "round": group["number"],
+                "decision": "final" if group["final"] else group["reason"],
+                "finished": group["finished"],
+                "attempts": 1,
+                "global_perplexity": None,
+                "global_perplexity_over": [],
+                "facilities": rows,
+            }
+        )
+    lost = [
+        {"round": one.get("round", 0), "facility": name, "status": "failed", "reason": str(one.get("reason", ""))}
+        for name, several in failures.items()
+        for one in several
+    ]
+    return {
+        "rounds": rounds,
+        "final_evaluation": [],
+        "initial_perplexity": None,
+        "stopped": found["stopped"],
+        "model": found["model"],
+        "lost": lost,
+    }
+
+
+def _curves(rounds: Mapping[str, Any], names: Sequence[str], groups: bool) -> dict[str, Any]:
+    """Perplexities: of the global model after each round, and by facility as received and as returned."""
+    made = [rounds["initial_perplexity"], *(entry["global_perplexity"] for entry in rounds["rounds"])]
+    curves: dict[str, Any] = {
+        "global": [[number, value] for number, value in enumerate(made) if value is not None],
+        "facilities": {},
+    }
+    for name in names:
+        own = [(entry, row) for entry in rounds["rounds"] for row in entry["facilities"] if row["facility"] == name]
+        received = [[row["round"], row["perplexity_received"]] for _, row in own]
+        received += [
+            [len(rounds["rounds"]), row["perplexity_received"]]
+            for row in rounds["final_evaluation"]
+            if row["facility"] == name
+        ]
+        returned = [[row["round"] + (0 if groups else 1), row["perplexity_returned"]] for _, row in own]
+        curves["facilities"][name] = {
+            "received": [pair for pair in received if pair[1] is not None],
+            "returned": [pair for pair in returned if pair[1] is not None],
+        }
+    return curves
+
+
+def _segment(one: Segment) -> Row:
+    begin, end = round(one.begin, 3), round(one.end, 3)
+    return {"facility": one.facility, "kind": one.kind, "begin": begin, "end": end, "round": one.round}
+
+
+def _estimated(rounds: Mapping[str, Any]) -> list[Segment]:
+    """Where no events were recorded: each job as long as it says, up to the end of its round."""
+    found = []
+    for entry in rounds["rounds"]:
+        end = datetime.fromisoformat(entry["finished"]).timestamp() if entry["finished"] else 0.0
+        for row in entry["facilities"]:
+            if end and row["seconds"]:
+                begin = end - row["seconds"]
+                one = Segment(facility=row["facility"], kind="train", begin=begin, end=end, round=row["round"])
+                found.append(one)
+    return found
+
+
+def _traffic(rows: Sequence[Row], entries: Sequence[Entry], names: Sequence[str]) -> dict[str, Row]:
+    """Bytes both ways by facility; Mbit/s where transfers were timed."""
+    moved: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for entry in entries:
+        if entry.kind in ("sent", "transferred"):
+            both = moved[entry.facility, entry.kind]
+            both[0] += float(entry.detail.get("bytes", 0))
+            both[1] += float(entry.detail.get("seconds", 0.0))
+    result = {}
+    for name in names:
+        own = [row for row in rows if row["facility"] == name]
+        result[name] = {
+            "to_bytes": sum(row.get("sent_bytes", 0) for row in own),
+            "from_bytes": sum(row.get("received_bytes", 0) for row in own),
+            "to_mbit_per_second": _speed(*moved[name, "sent"]),
+            "from_mbit_per_second": _speed(*moved[name, "transferred"]),
+        }
+    return result
+
+
+def _speed(size: float, seconds: float) -> float | None:
+    return round(size * 8e-6 / seconds, 3) if seconds > 0 else None
+
+
+def _similarity(archive: Archive, groups: bool) -> list[Row]:
+    """Per round: norms, cosines and weights of the updates, and what aggregation did about outliers."""
+    if groups:
+        return []
+    result = []
+    for entry in archive.history():
+        record = entry.aggregation
+        parts = record.get("participants", [])
+        result.append(
+            {
+                "round": entry.round,
+                "rule": record.get("rule", ""),
+                "server_optimizer": record.get("outer", ""),
+                "participants": [
+                    {key: one.get(key) for key in ("facility", "weight", "norm", "cosine_to_mean", "cosines")}
+                    for one in parts
+                ],
+                "quarantined": record.get("quarantined", {}),
+                "suspects": record.get("suspects", {}),
+                "dropped": record.get("dropped", {}),
+                "step_norm": record.get("step_norm"),
+            }
+        )
+    return result
+
+
+def _failures(rows: Sequence[Row], rounds: Sequence[Row], entries: Sequence[Entry]) -> list[Row]:
+    """What went wrong, with the reason and what was done about it."""
+    attempts = {entry["round"]: entry["attempts"] for entry in rounds}
+    found = []
+    for row in rows:
+        if row["status"] != "ok":
+            times = attempts.get(row["round"], 1)
+            done = "the round went on without it" + (f", after {times} attempts" if times > 1 else "")
+            found.append(_failure(row["round"], row["facility"], row["status"], row["reason"], done))
+    noted = {(one["round"], one["facility"]) for one in found}
+    for entry in entries:
+        reason = shown(entry.detail.get("reason", entry.detail.get("text", "")))
+        if entry.kind == "refused" and (entry.round, entry.facility) not in noted:
+            again = "the round was asked for again, or is not complete"
+            found.append(_failure(entry.round, entry.facility, "refused", reason, again))
+        elif entry.kind == "login_refused":
+            waited = "waited for the login; jobs and the other facilities went on"
+            found.append(_failure(entry.round, entry.facility, "login", reason, waited))
+        elif entry.kind == "stuck":
+            said = f"{reason}: {shown(entry.detail.get('advice', ''))}"
+            found.append(_failure(entry.round, entry.facility, "stuck", said, "reported"))
+        elif entry.kind == "repeated":
+            found.append(_failure(entry.round, "", "repeated", reason, "the round was asked for again"))
+    return found
+
+
+def _failure(number: int | None, facility: str, status: str, reason: str, done: str) -> Row:
+    return {"round": number, "facility": facility, "status": status, "reason": reason, "done": done}
+
+
+def _versions(rows: Sequence[Row]) -> dict[str, dict[str, str]]:
+    """Of the coordinator and, from their latest reports, of the facilities."""
+    here = {"crossfed": __version__, "python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            here[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {"coordinator": here} | {row["facility"]: row["versions"] for row in rows if row.get("versions")}
+
+
+def _artefacts(archive: Archive, rounds: Mapping[str, Any], groups: bool) -> list[Row]:
+    """Models and updates by digest. Those that were removed keep theirs in the records."""
+    found = []
+    initial = archive.path / "initial" / "model"
+    if (manifest := manifest_if_any(initial)) is not None:
+        found.append(_artefact("initial model", "initial/model", manifest.content_sha256))
+    if groups:
+        for path in sorted((archive.path / "groups").glob("group-*")):
+            if path.is_dir() and (manifest := manifest_if_any(path)) is not None:
+                found.append(_artefact(path.name, str(path.relative_to(archive.path)), manifest.content_sha256))
+        return found
+    for entry in archive.history():
+        place = archive.round_directory(entry.round) / "model"
+        digest = entry.model_sha256
+        if not digest and (manifest := manifest_if_any(place)) is not None:
+            digest = manifest.content_sha256
+        kept = str(place.relative_to(archive.path)) if place.is_dir() else ""
+        found.append(_artefact(f"global model after round {entry.round}", kept, digest))
+        for row in entry.facilities:
+            if row.update_sha256:
+                found.append(_artefact(f"update of {row.facility}, round {entry.round}", "", row.update_sha256))
+    return found
+
+
+def _artefact(name: str, path: str, digest: str) -> Row:
+    return {"name": name, "path": path, "sha256": digest}
+
+
+def _headline(data: Mapping[str, Any], rows: Sequence[Row], found: Sequence[Segment]) -> dict[str, Any]:
+    curve = [value for _, value in data["curves"]["global"]]
+    return {
+        "rounds": len(data["rounds"]),
+        "facilities": len(data["facilities"]),
+        "tokens": sum(row["tokens"] for row in rows),
+        "perplexity_first": curve[0] if curve else None,
+        "perplexity_last": curve[-1] if curve else None,
+        "wall_seconds": round(max(one.end for one in found) - min(one.begin for one in found), 3) if found else 0.0,
+        "lost_seconds": round(sum(one.seconds for one in found if one.kind == "lost"), 3),
+        "bytes": sum(one["to_bytes"] + one["from_bytes"] for one in data["traffic"].values()),
+        "failures": len(data["failures"]),
+    } | data["cost"]["total"]
+
+
+def redacted(value: Any) -> Any:
+    """Settings as they may be shown: no hosts, users, keys, addresses or paths of a person's machine."""
+    secret = ("notify", "host", "user", "key", "passphrase_file", "known_hosts", "renew", "tunnel", "transfer", "jump")
+    if isinstance(value, dict):
+        return {name: redacted(one) for name, one in value.items() if name not in secret and one not in (None, "")}
+    return [redacted(one) for one in value] if isinstance(value, list | tuple) else _plain(value)
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, Path) else value

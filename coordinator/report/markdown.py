@@ -1,0 +1,83 @@
+"""The report as Markdown: the same figures, for a repository or a mail."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from coordinator.archive.summary import shown
+from coordinator.report.page import cell, figures, number, outliers, size, span, used_kinds
+
+
+def markdown(data: Mapping[str, Any]) -> str:
+    """Text of `coordinator.report.data.gather`'s data."""
+    lines = [f"# Federation {data['federation']}", ""]
+    lines += [f"**Stopped:** {_cell(data['stopped'])}", ""] if data["stopped"] else []
+    lines += [f"- {label}: **{value}**" for value, label in figures(data)] + [""]
+    unit = "round" if data["mode"] == "rounds" else "group"
+    rows = [
+        [
+            entry["round"],
+            row["facility"],
+            row["status"] + (f": {row['reason']}" if row["reason"] else ""),
+            f"{row['tokens']:,}",
+            f"{row['seconds']:.1f}",
+            f"{row['weight']:.3f}",
+            number(row["perplexity_received"]),
+            number(row["perplexity_returned"]),
+            number(entry["global_perplexity"]),
+        ]
+        for entry in data["rounds"]
+        for row in entry["facilities"]
+    ]
+    head = [unit, "facility", "status", "tokens", "seconds", "weight", "received", "returned", "global"]
+    lines += ["## Rounds", "", *table(head, rows)]
+    if data["matrix"].get("cells"):
+        models = data["matrix"]["models"]
+        shown_rows = [[row, *(cell(data, row, model) for model in models)] for row in data["matrix"]["data"]]
+        lines += ["## Data × model (perplexity)", "", *table(["data", *models], shown_rows)]
+    kinds = used_kinds(data)
+    times = [
+        [name, *(span(sums[kind]) if kind in sums else "" for kind in kinds), span(sums["idle"])]
+        for name, sums in data["timeline"]["totals"].items()
+    ]
+    lines += ["## Time", "", *table(["facility", *kinds, "idle"], times)]
+    moved = [
+        [
+            name,
+            size(one["to_bytes"]),
+            number(one["to_mbit_per_second"]),
+            size(one["from_bytes"]),
+            number(one["from_mbit_per_second"]),
+        ]
+        for name, one in data["traffic"].items()
+    ]
+    lines += ["## Traffic", "", *table(["facility", "sent", "Mbit/s", "received", "Mbit/s"], moved)]
+    used = [
+        [name, number(one["node_hours"]), number(one["gpu_hours"]), number(one["kwh"]), one["energy_source"]]
+        for name, one in data["cost"]["facilities"].items()
+    ]
+    lines += ["## Cost", "", *table(["facility", "node-hours", "GPU-hours", "kWh", "measured by"], used)]
+    odd = [[one["round"], one["facility"], one["done"], one["reason"]] for one in outliers(data)]
+    lines += ["## Outliers", "", *table(["round", "facility", "what aggregation did", "why"], odd)]
+    failed = [[one["round"], one["facility"], one["status"], one["reason"], one["done"]] for one in data["failures"]]
+    lines += ["## Failures", "", *table(["round", "facility", "what", "reason", "what was done"], failed)]
+    digests = [[one["name"], f"`{one['sha256']}`"] for one in data["artefacts"]]
+    lines += ["## Artefacts", "", *table(["what", "SHA-256"], digests)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
+    """A Markdown table, or a line that says that there is nothing."""
+    if not rows:
+        return ["None.", ""]
+    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    return [*lines, *(f"| {' | '.join(_cell(one) for one in row)} |" for row in rows), ""]
+
+
+def _cell(value: Any) -> str:
+    """Text that may come from a facility, harmless in Markdown."""
+    text = "" if value is None else shown(value)
+    for mark in ("\\", "|", "<", "[", "*"):
+        text = text.replace(mark, f"\\{mark}")
+    return text

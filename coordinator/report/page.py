@@ -1,0 +1,210 @@
+"""The report as one self-contained HTML file: no script, no network, light and dark, readable on a phone."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from importlib.resources import files
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from coordinator.archive.summary import number as plain_number
+from coordinator.archive.summary import shown
+from coordinator.report.charts import COLOURS, Bar, Series, heat, line_chart, timeline
+from coordinator.report.timeline import KINDS
+
+FEW = 8
+"""Facilities that get a colour of their own in the legend."""
+MOST_BARS = 6000
+"""Spans drawn in the timeline; with more, those shorter than a pixel are left out."""
+
+
+def page(data: Mapping[str, Any]) -> str:
+    """HTML of `coordinator.report.data.gather`'s data."""
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    environment.filters["shown"] = shown
+    similar = _last_with_cosines(data)
+    text = (files("coordinator.report") / "page.html.jinja").read_text(encoding="utf-8").replace("\\\n", "")
+    return environment.from_string(text).render(
+        data=data,
+        figures=figures(data),
+        curves=_curves(data),
+        legend=_legend(data),
+        matrix=_matrix(data),
+        cell=lambda row, model: cell(data, row, model),
+        timeline=_timeline(data),
+        kinds=KINDS,
+        used=used_kinds(data),
+        similarity=_cosines(similar),
+        similar=similar,
+        outliers=outliers(data),
+        settings=json.dumps(data["settings"], indent=2, ensure_ascii=False),
+        span=span,
+        size=size,
+        number=number,
+    )
+
+
+def figures(data: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The headline: value and label."""
+    head = data["headline"]
+    found = [(f"{head['tokens']:,}", "tokens trained on")]
+    if head["perplexity_first"] is not None:
+        change = f"{head['perplexity_first']:.4g} → {head['perplexity_last']:.4g}"
+        found.insert(0, (change, "perplexity of the global model"))
+    found.append((span(head["wall_seconds"]), "from the first event to the last"))
+    for key, label in (("node_hours", "node-hours"), ("gpu_hours", "GPU-hours"), ("kwh", "kWh")):
+        if head[key] is not None:
+            over = len(head["energy_over"])
+            part = f" ({over} of {head['facilities']} facilities)" if key == "kwh" and over < head["facilities"] else ""
+            found.append((number(head[key]), label + part))
+    if head["co2e_kg"] is not None:
+        found.append((f"{number(head['co2e_kg'])} kg", "CO₂e, by the factor in federation.yml"))
+    found.append((size(head["bytes"]), "moved both ways"))
+    found.append((str(head["failures"]), "failures and delays recorded"))
+    if head["lost_seconds"]:
+        found.append((span(head["lost_seconds"]), "of job time lost"))
+    return found
+
+
+def _style(place: int, count: int) -> str:
+    return f"c{place % COLOURS}" + (" many" if count > FEW else "")
+
+
+def _legend(data: Mapping[str, Any]) -> list[tuple[str, str]]:
+    names = data["facilities"]
+    first = [("global", "global model")] if data["curves"]["global"] else []
+    if len(names) > FEW:
+        return [*first, ("c0", f"{len(names)} facilities: rest the pointer on a line for its name")]
+    return [*first, *((f"c{place % COLOURS}", name) for place, name in enumerate(names))]
+
+
+def _curves(data: Mapping[str, Any]) -> Markup:
+    curves, names = data["curves"], data["facilities"]
+    series = []
+    for place, name in enumerate(names):
+        own, style = curves["facilities"].get(name, {}), _style(place, len(names))
+        received = [tuple(pair) for pair in own.get("received", [])]
+        returned = [tuple(pair) for pair in own.get("returned", [])]
+        series.append(Series(name=f"{name}: as received", points=received, style=style))
+        line = not received
+        series.append(Series(name=f"{name}: own update", points=returned, style=f"{style} dashed", line=line))
+    series.append(Series(name="global model", points=[tuple(pair) for pair in curves["global"]], style="global"))
+    unit = "rounds completed" if data["mode"] == "rounds" else "rounds of the facility"
+    return line_chart([one for one in series if one.points], x_label=unit, y_label="perplexity")
+
+
+def _matrix(data: Mapping[str, Any]) -> Markup:
+    """Shaded within each row: the best model darkest."""
+    matrix = data["matrix"]
+    if not matrix.get("cells"):
+        return Markup("")
+    values = {(one["data"], one["model"]): float(one["perplexity"]) for one in matrix["cells"]}
+    shades = {}
+    for row in matrix["data"]:
+        own = [value for (name, _), value in values.items() if name == row]
+        low, high = min(own), max(own)
+        for model in matrix["models"]:
+            if (row, model) in values:
+                shades[values[row, model], row] = 0.12 + 0.78 * (high - values[row, model]) / ((high - low) or 1.0)
+    by_value = {value: shade for (value, _), shade in shades.items()}
+    return heat(values, matrix["data"], matrix["models"], shade=lambda value: by_value[value], told=number)
+
+
+def cell(data: Mapping[str, Any], row: str, model: str) -> str:
+    """Perplexity with its bootstrap interval."""
+    for one in data["matrix"].get("cells", []):
+        if (one["data"], one["model"]) == (row, model):
+            interval = one.get("interval")
+            told = f" [{number(interval[0])}, {number(interval[1])}]" if interval else ""
+            return number(one["perplexity"]) + told
+    return ""
+
+
+def used_kinds(data: Mapping[str, Any]) -> list[str]:
+    found = {one["kind"] for one in data["timeline"]["segments"]}
+    return [kind for kind in KINDS if kind in found]
+
+
+def _timeline(data: Mapping[str, Any]) -> Markup:
+    segments = data["timeline"]["segments"]
+    if not segments:
+        return Markup("")
+    begin, end = min(one["begin"] for one in segments), max(one["end"] for one in segments)
+    shortest = (end - begin) / 2000 if len(segments) > MOST_BARS else 0.0
+    drawn = sorted((one for one in segments if one["end"] - one["begin"] >= shortest), key=lambda one: -_length(one))
+    bars = [
+        Bar(
+            lane=one["facility"],
+            kind=one["kind"],
+            begin=one["begin"],
+            end=one["end"],
+            title=f"{one['facility']}: {one['kind']}, {span(_length(one))}"
+            + (f", round {one['round']}" if one["round"] is not None else ""),
+        )
+        for one in drawn[:MOST_BARS]
+    ]
+    days = end - begin > 86400
+
+    def clock(moment: float) -> str:
+        return time.strftime("%d %b %H:%M" if days else "%H:%M:%S", time.gmtime(moment))
+
+    lanes = [name for name in data["facilities"] if any(one.lane == name for one in bars)]
+    return timeline(bars, lanes, clock=clock)
+
+
+def _length(segment: Mapping[str, Any]) -> float:
+    return segment["end"] - segment["begin"]
+
+
+def _last_with_cosines(data: Mapping[str, Any]) -> dict[str, Any]:
+    told = [one for one in data["similarity"] if any(part["cosines"] for part in one["participants"])]
+    return told[-1] if told else {}
+
+
+def _cosines(similar: Mapping[str, Any]) -> Markup:
+    parts = similar.get("participants", [])
+    names = [one["facility"] for one in parts]
+    values = {(one["facility"], other): value for one in parts for other, value in (one["cosines"] or {}).items()}
+    values |= {(one["facility"], "mean"): one["cosine_to_mean"] for one in parts if one["cosine_to_mean"] is not None}
+    columns = [*names, "mean"] if any(column == "mean" for _, column in values) else names
+    return heat(values, names, columns, shade=lambda value: value, told=lambda value: f"{value:.2f}")
+
+
+def outliers(data: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What aggregation did about updates that differ from the others, by round and facility."""
+    done = {
+        "quarantined": "left out of the round",
+        "suspects": "reported, and took part",
+        "dropped": "refused; the mean was made without it",
+    }
+    return [
+        {"round": one["round"], "facility": name, "done": words, "reason": reason}
+        for one in data["similarity"]
+        for key, words in done.items()
+        for name, reason in one[key].items()
+    ]
+
+
+def number(value: float | None) -> str:
+    """At most three decimals; '' for what is not known."""
+    if value is None:
+        return ""
+    return f"{value:.3g}" if 0 < abs(value) < 0.1 else plain_number(value) if value < 1e4 else f"{value:,.0f}"
+
+
+def span(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.2f} h"
+
+
+def size(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
+        count /= 1000
+    return f"{count:.2f} TB"

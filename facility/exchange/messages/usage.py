@@ -1,0 +1,59 @@
+"""What a job used: nodes, GPUs and energy, told in the manifest of its update."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from facility.exchange.errors import ManifestError
+from facility.exchange.files.durable import write_json
+from facility.exchange.messages.manifest import NAME, Manifest, read_manifest
+from facility.exchange.messages.strict_json import Fields
+
+USAGE = "usage"
+"""Key in a manifest's `extra`."""
+SOURCES = ("sacct", "pm_counters", "nvml", "rapl")
+"""Energy counters in the order of preference: the whole job, whole nodes, GPUs, processors."""
+MOST_SECONDS = 1e12
+MOST_JOULES = 1e15
+
+
+@dataclass(frozen=True, kw_only=True)
+class Usage:
+    """Of one job."""
+
+    node_seconds: float
+    gpu_seconds: float = 0.0
+    """0: no GPUs."""
+    energy_joules: float | None = None
+    """What the counter gained between the job's start and its end; None: no counter answered."""
+    energy_source: str = ""
+    """One of `SOURCES`."""
+
+
+def with_usage(update: Path, usage: Usage) -> None:
+    """Say in an update's manifest what its job used."""
+    manifest = read_manifest(update)
+    told = dataclasses.replace(manifest, extra=manifest.extra | {USAGE: dataclasses.asdict(usage)})
+    write_json(Path(update) / NAME, dataclasses.asdict(told))
+
+
+def usage_of(manifest: Manifest) -> dict[str, Any]:
+    """What a facility's manifest says, as plain data; {} where it says nothing or nothing possible."""
+    raw = manifest.extra.get(USAGE)
+    if not isinstance(raw, dict):
+        return {}
+    try:
+        found = Fields(raw=raw, where=USAGE).only([field.name for field in dataclasses.fields(Usage)])
+        told = {
+            "node_seconds": found.number("node_seconds", most=MOST_SECONDS),
+            "gpu_seconds": found.number("gpu_seconds", 0.0, most=MOST_SECONDS),
+        }
+        if raw.get("energy_joules") is None:
+            return told
+        source = found.one_of("energy_source", "", SOURCES)
+        return told | {"energy_joules": found.number("energy_joules", most=MOST_JOULES), "energy_source": source}
+    except ManifestError:
+        return {}

@@ -1,0 +1,138 @@
+"""The report: its time adds up, and its page opens without errors and without a network, whatever the federation."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from coordinator.archive.journal import Journal
+from coordinator.archive.rounds import Archive
+from coordinator.report.charts import log_ticks, ticks
+from coordinator.report.data import gather, redacted
+from coordinator.report.timeline import KINDS, segments, totals
+from coordinator.report.write import FORMATS, write_report
+from tests.report.made import made_archive
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium-headless-shell", "chromium", "google-chrome"))), None)
+MOST_BYTES = 2_000_000
+
+
+def data_of(archive: Archive, rounds: int = 3) -> dict:
+    settings = {"rounds": rounds, "training": {"steps": 10}}
+    return gather(archive, federation="made", settings=settings, groups=False, carbon=300.0)
+
+
+def test_segments_of_a_facility_do_not_overlap_and_with_idle_time_fill_the_span(tmp_path: Path):
+    archive = made_archive(tmp_path / "a", facilities=5, rounds=3)
+    found = segments(Journal(archive.path).read(), {})
+    names = sorted({one.facility for one in found})
+    sums = totals(found, names)
+    span = max(one.end for one in found) - min(one.begin for one in found)
+    for name in names:
+        own = sorted((one for one in found if one.facility == name), key=lambda one: one.begin)
+        assert all(one.end <= other.begin + 1e-6 for one, other in zip(own, own[1:], strict=False)), name
+        assert sum(sums[name].values()) == pytest.approx(span, abs=0.01)
+    assert {one.kind for one in found} <= set(KINDS) and any(one.kind == "lost" for one in found)
+
+
+def test_a_job_that_was_never_seen_running_is_divided_as_it_reports_itself(tmp_path: Path):
+    journal = Journal(tmp_path)
+    journal.append("queued", time=100.0, facility="a", round=0, job="1")
+    journal.append("trained", time=200.0, facility="a", round=0, code=0)
+    found = segments(journal.read(), {(0, "a"): {"load": 5.0, "train": 20.0, "evaluate": 10.0, "save": 5.0}})
+    assert [(one.kind, one.begin, one.end) for one in found] == [
+        ("queue", 100.0, 160.0),
+        ("load", 160.0, 165.0),
+        ("train", 165.0, 185.0),
+        ("evaluate", 185.0, 195.0),
+        ("save", 195.0, 200.0),
+    ]
+
+
+def test_a_run_that_was_killed_loses_the_job_under_way_and_a_login_that_was_refused_is_named(tmp_path: Path):
+    journal = Journal(tmp_path)
+    journal.append("started", time=10.0, facility="a", round=0)
+    journal.append("login_refused", time=5.0, facility="b", reason="x")
+    journal.append("login_works", time=25.0, facility="b")
+    journal.append("run_started", time=60.0)
+    told = [(one.facility, one.kind, one.begin, one.end) for one in segments(journal.read(), {})]
+    assert told == [("b", "login", 5.0, 25.0), ("a", "lost", 10.0, 60.0)]
+
+
+@pytest.mark.parametrize(
+    ("facilities", "rounds", "events", "half"),
+    [(2, 3, True, False), (8, 3, True, True), (64, 10, True, False), (2, 2, False, False), (3, 0, True, True)],
+)
+def test_every_kind_of_federation_has_a_page_of_its_own(
+    facilities: int, rounds: int, events: bool, half: bool, tmp_path: Path
+):
+    archive = made_archive(tmp_path / "a", facilities=facilities, rounds=rounds, events=events, half=half)
+    data = data_of(archive, rounds)
+    for kind in FORMATS:
+        path = write_report(data, tmp_path / f"report.{kind}", kind)
+        assert kind == "json" or path.stat().st_size < MOST_BYTES
+    page = (tmp_path / "report.html").read_text()
+    assert not re.search(r"(src|href)=\"?(https?:)?//|<script|url\(|@import", page)
+    assert "<script>alert(1)" not in page and "prefers-color-scheme: dark" in page and "width=device-width" in page
+    assert page.count("<svg") >= (1 if events or rounds else 0)
+    assert json.loads((tmp_path / "report.json").read_text()) == json.loads(json.dumps(data))
+    if BROWSER is None:
+        pytest.skip("no Chromium is installed to open the page with")
+    for size, more in (("1100,900", []), ("390,800", ["--blink-settings=preferredColorScheme=0"])):
+        shot = tmp_path / f"{size}.png"
+        result = subprocess.run(
+            [
+                BROWSER,
+                "--headless",
+                "--no-sandbox",
+                "--disable-gpu",
+                "--enable-logging=stderr",
+                f"--user-data-dir={tmp_path / 'profile'}",
+                f"--window-size={size}",
+                f"--screenshot={shot}",
+                *more,
+                (tmp_path / "report.html").as_uri(),
+            ],
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert shot.stat().st_size > 5000, result.stderr
+        assert "CONSOLE" not in result.stderr
+
+
+def test_figures_are_sums_of_what_was_reported(tmp_path: Path):
+    archive = made_archive(tmp_path / "a", facilities=4, rounds=2)
+    data = data_of(archive)
+    rows = [row for entry in data["rounds"] for row in entry["facilities"]]
+    assert data["headline"]["tokens"] == sum(row["tokens"] for row in rows)
+    joules = sum(row["usage"].get("energy_joules", 0.0) for row in rows)
+    assert data["cost"]["total"]["kwh"] == pytest.approx(joules / 3.6e6)
+    assert data["cost"]["total"]["co2e_kg"] == pytest.approx(joules / 3.6e6 * 0.3)
+    assert data["cost"]["facilities"]["facility-00"]["kwh"] is None  # no counter: absent, not nothing
+    ok = [row for row in rows if row["status"] == "ok"]
+    digests = {one["sha256"] for one in data["artefacts"]}
+    assert {row["update_sha256"] for row in ok} <= digests
+    assert {one["status"] for one in data["failures"]} == {"failed"} and len(data["failures"]) == len(rows) - len(ok)
+
+
+def test_what_is_nobodys_business_is_not_in_the_settings():
+    shown = redacted(
+        {
+            "notify": {"webhook": "https://secret"},
+            "facilities": [{"name": "a", "deployment": {"type": "slurm", "host": "login.a", "user": "me", "key": "k"}}],
+        }
+    )
+    assert shown == {"facilities": [{"name": "a", "deployment": {"type": "slurm"}}]}
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (3.0, 3.0), (-2.0, 7.5), (1e-9, 2e-9), (900.0, 1100.0)])
+def test_ticks_are_few_and_enclose_the_values(low: float, high: float):
+    found = ticks(low, high)
+    assert found[0] <= low and found[-1] >= high and 2 <= len(found) <= 8
+    assert log_ticks(1.0, 900.0) and all(value > 0 for value in log_ticks(0.5, 900.0))

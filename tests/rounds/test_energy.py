@@ -1,0 +1,81 @@
+"""Energy: what a counter gained between start and end, from the best counter that every node has, or nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from facility.exchange.messages.manifest import Manifest
+from facility.exchange.messages.usage import USAGE, usage_of
+from facility.rounds import energy
+from facility.rounds.energy import Reading, combined, gained
+
+
+def reading(at: float, ranges: dict[str, float] | None = None, **counters: dict[str, float]) -> Reading:
+    return Reading(time=at, counters=counters, ranges=ranges or {})
+
+
+def test_each_source_gains_by_itself():
+    begin = reading(0, pm_counters={"node": 100.0}, nvml={"0": 10.0, "1": 20.0})
+    end = reading(60, sacct={"job": 900.0}, pm_counters={"node": 400.0}, nvml={"0": 15.0, "1": 28.0})
+    assert gained(begin, end) == {"sacct": 900.0, "pm_counters": 300.0, "nvml": 13.0}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "before", "after", "expected"),
+    [(10, 100.0, 400.0, {"rapl": 300.0}), (10, 9_900.0, 100.0, {"rapl": 200.0}), (100, 100.0, 400.0, {})],
+)
+def test_a_processor_counter_may_wrap_once_and_is_not_believed_where_it_could_have_wrapped_more_often(
+    seconds: float, before: float, after: float, expected: dict[str, float]
+):
+    ranges = {"intel-rapl:0": 10_000.0}
+    begin = reading(0, ranges, rapl={"intel-rapl:0": before})
+    assert gained(begin, reading(seconds, ranges, rapl={"intel-rapl:0": after})) == expected
+
+
+def test_a_counter_that_stood_still_or_lost_a_device_says_nothing():
+    assert gained(reading(0, nvml={"0": 5.0}), reading(9, nvml={"0": 5.0})) == {}
+    assert gained(reading(0, nvml={"0": 5.0, "1": 1.0}), reading(9, nvml={"0": 9.0})) == {}
+    assert gained(reading(0, sacct={"job": 2.0}), reading(9)) == {}
+
+
+def test_a_job_of_several_nodes_needs_a_source_that_all_of_them_have():
+    assert combined({"sacct": 9.0, "nvml": 1.0}, [], 2) == (9.0, "sacct")
+    assert combined({"pm_counters": 5.0, "nvml": 1.0}, [{"nvml": 2.0}], 2) == (3.0, "nvml")
+    assert combined({"nvml": 1.0}, [], 2) == (None, "")
+    assert combined({}, [{"nvml": 2.0}], 2) == (None, "")
+
+
+def test_counters_are_read_as_their_makers_write_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "energy").write_text("71350464 J 1700000000000000 us\n")
+    assert energy._pm_counters(tmp_path / "energy") == {"node": 71350464.0}
+    for name in ("intel-rapl:0", "intel-rapl:1", "intel-rapl:0:0"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "energy_uj").write_text("5000000\n")
+        (tmp_path / name / "max_energy_range_uj").write_text("262143328850\n")
+    ranges: dict[str, float] = {}
+    assert energy._rapl(ranges, tmp_path) == {"intel-rapl:0": 5.0, "intel-rapl:1": 5.0}
+    assert ranges == {"intel-rapl:0": 262143.32885, "intel-rapl:1": 262143.32885}
+    assert energy._rapl({}, tmp_path / "none") == {} and energy._pm_counters(tmp_path / "none") == {}
+    program = tmp_path / "sacct"
+    program.write_text("#!/bin/sh\nprintf '\\n1200\\n1100\\n18446744073709551614\\n'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert energy._sacct("7") == {"job": 1200.0}
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        None,
+        [],
+        {"node_seconds": -1.0},
+        {"node_seconds": "1"},
+        {"node_seconds": 1.0, "energy_joules": 1e300, "energy_source": "nvml"},
+        {"node_seconds": 1.0, "energy_joules": 5.0, "energy_source": "<script>"},
+        {"node_seconds": 1.0, "more": 1},
+    ],
+)
+def test_a_usage_that_cannot_be_is_not_recorded(told: object):
+    assert usage_of(Manifest(kind="update", federation="f", round=0, extra={USAGE: told})) == {}
