@@ -120,15 +120,23 @@ def share(
         print(f"{one.facility}: {'sent' if one.sent else 'there'}: {one.path}, digest {one.digest}")
 
 
-@app.command(rich_help_panel=SET_UP)
+@app.command(rich_help_panel=WATCH)
 def explain(
-    key: Annotated[str, typer.Argument(help="A key of federation.yml, such as training.sync.policy.")] = "",
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(help="A facility, `round N`, or a key of federation.yml such as training.sync.policy."),
+    ] = None,
+    federation: Annotated[
+        Path | None, typer.Option("--federation", "-f", help="The federation, for a facility or a round.")
+    ] = None,
 ) -> None:
-    """Print type, range, unit, default and meaning of a key of federation.yml; without one, the tree of all keys."""
-    from coordinator.config.reference import explain as explain_key
-    from coordinator.config.reference import tree
+    """Say why a facility is absent, waiting or refused, or what became of a round; or what a settings key means.
 
-    print(explain_key(key) if key else tree())
+    Without a word: the tree of all keys. `facility NAME` for a facility that is named like a key.
+    """
+    from coordinator.explain import explain_words
+
+    print(explain_words(words or [], federation))
 
 
 @app.command(rich_help_panel=SET_UP)

@@ -24,6 +24,7 @@ from facility.exchange.files.durable import new_directory
 from facility.exchange.files.links import link_tree
 from facility.exchange.files.paths import resolve
 from facility.exchange.messages import report
+from facility.exchange.messages.dataset_card import with_dataset
 from facility.exchange.messages.manifest import (
     NAME,
     Manifest,
@@ -41,6 +42,7 @@ from facility.launch import add_limits, attempt_of, launch, limits_from, show_fa
 from facility.launching.notes import Notes
 from facility.launching.place import Tasks
 from facility.launching.supervise import Ending
+from facility.rounds.dataset_counts import counts_of
 from facility.rounds.energy import Meter
 from facility.rounds.finished import Finished, key_of
 from facility.rounds.kept import default_directory
@@ -141,6 +143,8 @@ def run(job: Job) -> Ending:
                 tell(job.out, base)
             with_run(job.out, run_of(received))
             with_usage(job.out, job.meter.usage(job.notes))
+            if job.settings.dataset_card:
+                with_dataset(job.out, counts_of(job.dataset))
             if job.settings.training.signing_key:
                 sign(job.out, resolve(job.settings.training.signing_key))
             finished.keep(key, job.round, job.out)

@@ -79,6 +79,8 @@ class FacilityRow:
     """Digest of the update's content (`Manifest.content_sha256`)."""
     usage: dict[str, Any] = field(default_factory=dict)
     """What the job used (`facility.exchange.messages.usage`); empty: not reported."""
+    dataset: dict[str, Any] = field(default_factory=dict)
+    """Counts and digests of its dataset, where it lets them be published."""
     holds: str = ""
     """Digest of the model that it said to keep; empty: none."""
 

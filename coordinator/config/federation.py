@@ -14,6 +14,7 @@ from coordinator.aggregation.settings import AUTO
 from coordinator.config.compatibility import check_groups
 from coordinator.config.deployments import Deployment, Kind
 from coordinator.config.notifying import NotifySettings
+from coordinator.config.publishing import Creator, PublicSettings
 from coordinator.config.resolution import choice_of, looks_pretrained, resolve_aggregation, resolve_training
 from coordinator.config.settings import RoundSettings
 from coordinator.config.yaml_lines import Lined
@@ -45,6 +46,8 @@ class Facility:
     """How to reach the facility: a mapping, or a word such as `local`."""
     training: TrainingSettings = field(default_factory=TrainingSettings)
     """Changes of this facility to the federation's `training:`."""
+    public: PublicSettings = field(default_factory=PublicSettings)
+    """What may be published about this facility."""
 
 
 @validated(frozen=True, kw_only=True)
@@ -59,6 +62,16 @@ class FederationFile(RoundSettings):
     """The participating facilities, one entry each."""
     training: TrainingSettings = field(default_factory=TrainingSettings)
     """What every facility does in a round; an entry of `facilities:` may change any key of it."""
+    title: Line = ""
+    """Of the publication; default: the name."""
+    license: Line = ""
+    """Of the published model, as an SPDX identifier such as `apache-2.0`."""
+    creators: list[Creator] = field(default_factory=list)
+    """Who is to be cited."""
+    funding: list[Line] = field(default_factory=list)
+    """Grants and compute allocations, one line each."""
+    base_model: Line = ""
+    """The initial model's name on the Hugging Face Hub, for the model card."""
     seed: NonNegative[int] = 0
     """Each facility derives its own from it, its name and the round."""
     archive: Line = ""

@@ -30,6 +30,7 @@ from coordinator.steps.weight_limit import cap
 from facility.exchange.errors import CrossFedError, InputError, TryAgain, UpdateRefused, exit_on_error
 from facility.exchange.files.durable import write_json
 from facility.exchange.files.paths import resolve
+from facility.exchange.messages.dataset_card import dataset_of
 from facility.exchange.messages.manifest import KEEPS, read_manifest, run_of, verify_manifest, with_run
 from facility.exchange.messages.report import Failure, Report, read_failure, read_report
 from facility.exchange.messages.strict_json import clean
@@ -314,6 +315,7 @@ def _row(
             received_bytes=int(manifest.extra.get("message_bytes") or bytes_of(manifest)),
             update_sha256=manifest.content_sha256,
             usage=usage_of(manifest),
+            dataset=dataset_of(manifest),
             holds=str(manifest.extra.get(KEEPS, "")),
         )
     if name in arrived.failures or name in quarantined:

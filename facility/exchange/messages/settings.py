@@ -130,6 +130,8 @@ class FacilitySettings:
     """Glob patterns of the tensors that are federated (`aggregation.include`); none: all."""
     exclude: list[Pattern] = field(default_factory=list)
     """Glob patterns of the tensors that are not: they stay personal to this facility and never travel."""
+    dataset_card: bool = False
+    """Tell counts and digests of the dataset with every update, so that they can be published."""
     model_encoding: Encoding = "full"
     """How models travel to this facility; other than `full`, it keeps the last two as references."""
     asynchronous: bool = False

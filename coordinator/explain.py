@@ -1,0 +1,51 @@
+"""`crossfed explain`: which of its three subjects the words name, a facility, a round or a settings key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from coordinator.config.federation import Federation, read_federation
+from coordinator.config.locate import find_federation
+from coordinator.config.reference import explain as explain_key
+from coordinator.config.reference import tree
+from coordinator.report.explain import explain_facility, explain_round
+from facility.exchange.errors import InputError
+
+
+def explain_words(words: list[str], file: Path | None = None) -> str:
+    """The text to print. Raises `InputError` for what is none of the three."""
+    match words:
+        case []:
+            return tree()
+        case ["round", number]:
+            if not number.isdigit():
+                raise InputError(f"round {number!r} is no number, expected for instance `crossfed explain round 3`")
+            return explain_round(read_federation(file or find_federation()), int(number))
+        case ["facility", name]:
+            return explain_facility(*_facility(read_federation(file or find_federation()), name))
+        case [word]:
+            return _key_or_facility(word, file)
+        case _:
+            raise InputError(f"found {' '.join(words)!r}, expected a facility, `round N` or a settings key")
+
+
+def _key_or_facility(word: str, file: Path | None) -> str:
+    try:
+        return explain_key(word)
+    except InputError as error:
+        unknown = error
+    try:
+        federation = read_federation(file or find_federation())
+    except InputError:
+        raise unknown from None
+    names = [one.name for one in federation.facilities]
+    if word not in names:
+        raise InputError(f"{unknown}; the facilities are {', '.join(names)}") from None
+    return explain_facility(federation, word)
+
+
+def _facility(federation: Federation, name: str) -> tuple[Federation, str]:
+    names = [one.name for one in federation.facilities]
+    if name not in names:
+        raise InputError(f"there is no facility {name!r}; the facilities are {', '.join(names)}")
+    return federation, name

@@ -1,0 +1,132 @@
+"""`crossfed explain FACILITY` and `explain round N`: why a facility is absent, waiting or refused, in sentences."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from coordinator.archive.journal import Entry, Journal
+from coordinator.archive.rounds import Archive, FacilityRow
+from coordinator.archive.summary import shown
+from coordinator.config.federation import Federation
+from coordinator.engine.live import read_snapshot, sentence
+from coordinator.report.advice import advice_for
+from facility.exchange.errors import InputError
+
+LOG_LINES = 20
+OUT = ("failed", "absent", "refused")
+
+
+def explain_facility(federation: Federation, name: str) -> str:
+    """How a facility stands, why, and what to do."""
+    archive, entries = Archive(federation.archive_path), Journal(federation.archive_path).read()
+    lines = [f"{name}:", *_now(federation.workdir_path, name)]
+    own = [entry for entry in entries if entry.facility == name]
+    if (stuck := _latest(own, "stuck", until=("started", "trained"))) is not None:
+        said = f"{shown(stuck.detail.get('reason', ''))}"
+        lines.append(f"  Its job {stuck.detail.get('job', '')} will not begin by itself ({said}).")
+        lines.append(f"  What to do: {shown(stuck.detail.get('advice', ''))}")
+    if (login := _latest(own, "login_refused", until=("login_works",))) is not None:
+        lines.append(f"  Since {_when(login.time)} it refuses the login: {shown(login.detail.get('reason', ''))}.")
+        lines.append(f"  What to do: `crossfed login {name}`; its jobs and the other facilities go on.")
+    rows = [row for entry in archive.history() for row in entry.facilities if row.facility == name]
+    lines += _history(rows)
+    last = _latest(own, "refused", until=("verified",))
+    bad = next((row for row in reversed(rows) if row.status in OUT), None)
+    if last is not None:
+        lines += _refusal(name, last.round, shown(last.detail.get("reason", "")), own)
+    elif bad is not None:
+        lines += _refusal(name, bad.round, shown(bad.reason), own)
+    return "\n".join(lines)
+
+
+def explain_round(federation: Federation, number: int) -> str:
+    """What became of a round, facility by facility. Raises `InputError` for a round that has not begun."""
+    archive, entries = Archive(federation.archive_path), Journal(federation.archive_path).read()
+    own = [entry for entry in entries if entry.round == number]
+    if number in archive.rounds():
+        record = archive.read_round(number)
+        told = f" after {record.attempts} attempts" if record.attempts > 1 else ""
+        lines = [f"Round {number} is complete{told}, finished {record.finished}: {shown(record.decision)}."]
+        for row in record.facilities:
+            if row.status == "ok":
+                note = f" ({shown(row.reason)})" if row.reason else ""
+                lines.append(f"  {row.facility} took part with weight {row.weight:.3f}{note}.")
+            else:
+                lines += _refusal(row.facility, number, shown(row.reason), own)
+        return "\n".join(lines)
+    if not own:
+        done = len(archive.rounds())
+        raise InputError(f"round {number} has not begun: {done} rounds are complete, the next one is round {done}")
+    lines = [f"Round {number} is not complete."]
+    for name in (one.name for one in federation.facilities):
+        mine = [entry for entry in own if entry.facility == name]
+        if (bad := _latest(mine, "refused", until=("verified",))) is not None:
+            lines += _refusal(name, number, shown(bad.detail.get("reason", "")), own)
+        else:
+            lines.append(f"  {name}: {_state(mine)}.")
+    if reason := str(archive.read_note("stopped").get("reason", "")):
+        lines.append(f"The run stopped: {shown(reason)}. What to do: {advice_for(reason)}")
+    return "\n".join(lines)
+
+
+def _now(workdir: Path, name: str) -> list[str]:
+    snapshot = read_snapshot(workdir)
+    if snapshot is None:
+        return ["  No run has begun."]
+    if not snapshot.alive:
+        why = f": {shown(snapshot.ended)}" if snapshot.ended else ""
+        return [f"  No run goes on; the last one ended {_when(snapshot.time)}{why}."]
+    one = snapshot.facilities.get(name)
+    return [f"  Now: {sentence(one, time.time())} ({snapshot.heading})."] if one is not None else []
+
+
+def _history(rows: Sequence[FacilityRow]) -> list[str]:
+    if not rows:
+        return ["  It has taken part in no complete round."]
+    good = [row for row in rows if row.status == "ok"]
+    lines = [f"  It took part in {len(good)} of {len(rows)} complete rounds."]
+    out = [f"{row.round} ({row.status})" for row in rows if row.status in OUT]
+    return lines + ([f"  Rounds without it: {', '.join(out[-10:])}."] if out else [])
+
+
+def _refusal(name: str, number: int | None, reason: str, entries: Sequence[Entry]) -> list[str]:
+    """Why a facility was left out of a round, the end of its log, and what to do."""
+    lines = [f"  {name} is out of round {number}: {reason}."]
+    logs = [one for one in entries if one.kind == "log" and one.facility == name and one.round == number]
+    if logs:
+        lines.append("  The end of its log:")
+        lines += [f"    | {shown(line)}" for line in logs[-1].detail.get("lines", [])[-LOG_LINES:]]
+    return [*lines, f"  What to do: {advice_for(reason)}".replace("FACILITY", name)]
+
+
+def _state(entries: Sequence[Entry]) -> str:
+    """How far a facility was in a round, from its events."""
+    words = {
+        "queued": "its job waits in the queue",
+        "started": "its job has begun",
+        "stage": "its job is at work",
+        "trained": "its job has ended and its update has not been received",
+        "transferred": "its update has arrived and has not been verified",
+        "verified": "its update is verified; the round waits for others or for aggregation",
+        "sent": "the model has been sent, its job has not been submitted",
+    }
+    last = next((entry for entry in reversed(entries) if entry.kind in words), None)
+    if last is None:
+        return "nothing has happened yet"
+    return f"{words[last.kind]} (since {_when(last.time)})"
+
+
+def _latest(entries: Sequence[Entry], kind: str, *, until: Sequence[str]) -> Entry | None:
+    """The last entry of a kind that no later one of `until` has settled."""
+    for entry in reversed(entries):
+        if entry.kind in until:
+            return None
+        if entry.kind == kind:
+            return entry
+    return None
+
+
+def _when(moment: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))

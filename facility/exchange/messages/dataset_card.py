@@ -1,0 +1,68 @@
+"""Counts and digests of a facility's dataset, told in the manifest of its update where the facility lets it be."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from facility.exchange.errors import ManifestError
+from facility.exchange.files.durable import write_json
+from facility.exchange.messages.manifest import NAME, Manifest, read_manifest
+from facility.exchange.messages.strict_json import Fields
+
+DATASET = "dataset"
+"""Key in a manifest's `extra`."""
+MOST_COUNT = 10**15
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitCounts:
+    """One split."""
+
+    blocks: int
+    documents: int
+    tokens: int
+    sha256: str
+    """Digest of the file of token blocks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetCounts:
+    """The dataset of one facility."""
+
+    task: str
+    block_tokens: int
+    splits: Mapping[str, SplitCounts] = field(default_factory=dict)
+
+
+def with_dataset(update: Path, counts: DatasetCounts) -> None:
+    """Say in an update's manifest what it was trained on, in numbers."""
+    manifest = read_manifest(update)
+    told = dataclasses.replace(manifest, extra=manifest.extra | {DATASET: dataclasses.asdict(counts)})
+    write_json(Path(update) / NAME, dataclasses.asdict(told))
+
+
+def dataset_of(manifest: Manifest) -> dict[str, Any]:
+    """What a facility's manifest says, as plain data; {} where it says nothing or nothing possible."""
+    raw = manifest.extra.get(DATASET)
+    if not isinstance(raw, dict):
+        return {}
+    try:
+        found = Fields(raw=raw, where=DATASET).only(["task", "block_tokens", "splits"])
+        splits = {}
+        for name, one in found.mapping("splits", 2).items():
+            if name not in ("train", "validation") or not isinstance(one, dict):
+                return {}
+            told = Fields(raw=one, where=f"{DATASET}: {name}")
+            counts = {key: told.whole(key, most=MOST_COUNT) for key in ("blocks", "documents", "tokens")}
+            splits[name] = counts | {"sha256": told.digest("sha256")}
+        return {
+            "task": found.text("task", longest=40),
+            "block_tokens": found.whole("block_tokens", most=10**9),
+            "splits": splits,
+        }
+    except ManifestError:
+        return {}

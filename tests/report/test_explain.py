@@ -1,0 +1,77 @@
+"""`crossfed explain` says why a facility is out, with the lines of its log, and what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from coordinator.archive.journal import Journal
+from coordinator.config.federation import Federation, read_federation
+from coordinator.explain import explain_words
+from facility.exchange.errors import InputError
+from tests.report.made import BEGIN, made_archive
+
+
+@pytest.fixture
+def federation(tmp_path: Path) -> Federation:
+    made_archive(tmp_path / "archive", facilities=4, rounds=3)
+    path = tmp_path / "workflow" / "federation.yml"
+    path.parent.mkdir()
+    names = "".join(f"  - {{name: facility-{n:02d}, dataset: /data}}\n" for n in range(4))
+    path.write_text(
+        f"name: made\nmodel: ../model\nrounds: 5\narchive: ../archive\nworkdir: ../work\nfacilities:\n{names}"
+    )
+    return read_federation(path)
+
+
+def said(federation: Federation, *words: str) -> str:
+    return explain_words(list(words), federation.file)
+
+
+def test_a_facility_that_failed_is_explained_with_its_log_and_a_way_out(federation: Federation):
+    text = said(federation, "facility-03")  # it failed in round 0
+    assert "It took part in 2 of 3 complete rounds" in text and "Rounds without it: 0 (failed)" in text
+    assert "is out of round 0: rank 3: torch.OutOfMemoryError" in text
+    assert "| Traceback (most recent call last):" in text and "micro_batch_sequences" in text
+
+
+def test_a_round_is_explained_facility_by_facility(federation: Federation):
+    text = said(federation, "round", "0")
+    assert text.startswith("Round 0 is complete") and "facility-00 took part with weight 0.333" in text
+    assert "facility-03 is out of round 0" in text and "What to do:" in text
+    with pytest.raises(InputError, match="the next one is round 3"):
+        said(federation, "round", "3")
+
+
+def test_a_round_under_way_says_what_each_facility_is_waited_for(federation: Federation):
+    journal, now = Journal(federation.archive_path), BEGIN + 1e6
+    journal.append("queued", time=now, facility="facility-00", round=3, job="7")
+    journal.append("started", time=now, facility="facility-01", round=3)
+    journal.append("verified", time=now, facility="facility-02", round=3)
+    reason = "left no update: its job was cancelled, ran out of time, or lost its node"
+    journal.append("refused", time=now, facility="facility-03", round=3, reason=reason)
+    text = said(federation, "round", "3")
+    assert "facility-00: its job waits in the queue" in text and "facility-01: its job has begun" in text
+    assert "facility-02: its update is verified" in text and "sacct -j JOB" in text
+
+
+def test_a_stuck_job_and_a_refused_login_are_named_until_they_pass(federation: Federation):
+    journal, now = Journal(federation.archive_path), BEGIN + 1e6
+    journal.append("stuck", time=now, facility="facility-00", job="9", reason="JobHeldUser", advice="release 9")
+    journal.append("login_refused", time=now + 1, facility="facility-00", reason="Permission denied")
+    text = said(federation, "facility", "facility-00")
+    assert "job 9 will not begin by itself (JobHeldUser)" in text and "release 9" in text
+    assert "`crossfed login facility-00`" in text
+    journal.append("login_works", time=now + 2, facility="facility-00")
+    journal.append("started", time=now + 3, facility="facility-00")
+    text = said(federation, "facility-00")
+    assert "will not begin" not in text and "crossfed login" not in text
+
+
+def test_keys_are_explained_as_before_and_nonsense_is_refused(federation: Federation):
+    assert "sync" in said(federation, "training.sync.policy") and "rounds:" in said(federation)
+    with pytest.raises(InputError, match="facilities are facility-00"):
+        said(federation, "facility-99")
+    with pytest.raises(InputError, match="no number"):
+        said(federation, "round", "x")
