@@ -8,6 +8,8 @@ DEMO := .crossfed/demo
 # Processes that run tests side by side: one more than the cores, for half of the suite's time is waiting.
 WORKERS ?= $(shell echo $$(( $$(nproc 2>/dev/null || echo 2) + 1 )))
 export PATH := $(BIN):$(PATH)
+# Byte code and the compiled kernel are kept, whatever the shell says: a start of Python costs a second less.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help env demo test readme wheel test-all testbed docs slow lint format render clean
 help: ## List the targets.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,9 @@ DATA = ROOT.parent / "shared" / "data"
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Processes that tests start share byte code and the compiled kernel; a shell that says otherwise costs each a second.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # Every connection to torch's store asks the name server; one that does not answer costs 5 s each time.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 

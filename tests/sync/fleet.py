@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import time
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from facility.exchange.messages.sync import SyncSettings
-from tests.distributed import free_port
+from tests.distributed import free_port, processes_that_stay_imported
 
 QUICK = {"heartbeat_seconds": 0.1, "missing_seconds": 1.5, "timeout_seconds": 60.0}
 
@@ -45,9 +44,7 @@ class Fleet:
     """`world` processes that run `function(rank, world, store, *arguments)`; results by rank."""
 
     def __init__(self, function: Callable[..., Any], world: int, *arguments: Any) -> None:
-        # A server that has torch imported once and forks before any thread starts: 30 ms a process, not seconds.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.sync.quadratic", "facility.sync.policies.partial_reduce"])
+        context = processes_that_stay_imported()
         self.queue = context.Queue()
         port = free_port()
         self._start = partial(context.Process, target=_entry)
