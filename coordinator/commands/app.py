@@ -1,0 +1,54 @@
+"""The application that every command belongs to, the panels of its help, and the options of all commands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from coordinator.config.locate import find_federation
+from facility import __version__
+from facility.exchange.errors import InputError
+from facility.exchange.logs import LEVELS, configure_logging
+
+PANELS = SET_UP, RUN, WATCH, PLAN, REHEARSE = "Set up", "Run", "Watch", "Plan", "Rehearse"
+"""Panels of `crossfed --help`, in its order."""
+
+app = typer.Typer(
+    name="crossfed",
+    help="Cross-facility federated learning of foundation models, run as a CWL workflow.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+FederationOption = Annotated[
+    Path,
+    typer.Option(
+        "--federation",
+        "-f",
+        default_factory=find_federation,
+        show_default="./federation.yml, else ./workflow/federation.yml",
+        help="The file that describes the federation.",
+    ),
+]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Short for --log-level info.")] = False,
+    log_level: Annotated[
+        str, typer.Option(help=f"Least severe log message to print: {', '.join(LEVELS)}.")
+    ] = "warning",
+) -> None:
+    if log_level not in LEVELS:
+        raise InputError(f"--log-level is {log_level!r}, expected one of {', '.join(LEVELS)}")
+    configure_logging("info" if verbose and log_level == "warning" else log_level)

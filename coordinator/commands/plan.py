@@ -1,0 +1,69 @@
+"""The command that plans a facility, or the work of a round over facilities."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from coordinator.commands.app import PLAN, app
+
+
+@app.command(rich_help_panel=PLAN)
+def plan(
+    problem: Annotated[
+        Path, typer.Argument(help="Problem or measured profile (JSON), published case, or federation.yml.")
+    ],
+    out: Annotated[Path, typer.Option(help="Where the plan goes.")] = Path("plan.json"),
+    method: Annotated[str | None, typer.Option(help="joint, place, exact, dynamic or even; default joint.")] = None,
+    seconds: Annotated[float, typer.Option(help="Wall-clock seconds to search.")] = 3.0,
+    seed: Annotated[int, typer.Option(help="Seed of the search.")] = 0,
+    devices: Annotated[str | None, typer.Option(help="Named set of devices of a chain case.")] = None,
+    batch_samples: Annotated[
+        int | None,
+        typer.Option(help="Samples of one step, where the problem does not say; of a round, for a federation."),
+    ] = None,
+    previous: Annotated[Path | None, typer.Option(help="Plan in use: change it only for --gain.")] = None,
+    gain: Annotated[
+        float, typer.Option(help="Least share of seconds to save before anything in use is changed.")
+    ] = 0.05,
+    queue: Annotated[
+        list[str] | None, typer.Option(help="Wait in a facility's queue, NAME=SECONDS (federation.yml; repeat it).")
+    ] = None,
+) -> None:
+    """Plan one facility: write plan.json, print the table, the grid and what would help.
+
+    Of a federation.yml: how many steps each facility should make so that all end together, from its rounds so far.
+    """
+    from coordinator.plan import budget_of
+    from coordinator.planning.show import show_plan
+    from coordinator.planning.solve import solve
+    from coordinator.planning.stop import Stop, on_interrupt
+    from coordinator.problem.problem import Problem
+    from coordinator.problem.read import read_problem
+    from facility.exchange.files.durable import write_json
+    from facility.exchange.messages.plan import read_plan, write_plan
+
+    if (budget := budget_of(problem, queues=queue or [], samples=batch_samples, gain=gain)) is not None:
+        write_json(out, budget.to_json())
+        print(budget.table(), f"written to {out}", sep="\n")
+        return
+    defaults = {} if batch_samples is None else {"batch_samples": batch_samples}
+    described = read_problem(problem, devices=devices, defaults=defaults)
+    stop = Stop(seconds)
+    with on_interrupt(stop):
+        made = solve(
+            described,
+            stop,
+            method=method,
+            seed=seed,
+            previous=None if previous is None else read_plan(previous),
+            least_gain=gain,
+        )
+    write_plan(out, made)
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    show_plan(made, described if isinstance(described, Problem) else None, console=console)
+    print(f"written to {out}")

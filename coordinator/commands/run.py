@@ -1,0 +1,118 @@
+"""Commands that check, render and run a federation."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from coordinator.commands.app import RUN, FederationOption, app
+from facility.exchange.errors import InputError
+from facility.exchange.exit_codes import ExitCode
+
+
+@app.command(rich_help_panel=RUN)
+def check(
+    federation: FederationOption,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    link: Annotated[bool, typer.Option(help="Measure each link by sending 16 MB.")] = True,
+) -> None:
+    """Check what can be known before a job is submitted; each failing row comes with a fix. Exit 1 if one fails."""
+    from coordinator.preflight.check import check as look
+    from coordinator.preflight.check import show
+
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    raise typer.Exit(show(look(federation, link=link), as_json=as_json, console=console))
+
+
+@app.command(rich_help_panel=RUN)
+def run(
+    federation: FederationOption,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No live display; events as plain lines.")] = False,
+    log: Annotated[Path | None, typer.Option(help="StreamFlow's whole log; default <workdir>/streamflow.log.")] = None,
+    despite_check: Annotated[
+        bool, typer.Option("--despite-check", help="Run even when a check of the coordinator's own part fails.")
+    ] = False,
+) -> None:
+    """Run preflight checks, render, call `streamflow run`, show rounds and steps; rerun to resume after any stop."""
+    from coordinator.config.federation import check_paths, read_federation
+    from coordinator.engine.run import run_federation
+    from coordinator.preflight.coordinator import check_here
+
+    if not despite_check:
+        described = read_federation(federation)
+        check_paths(described)
+        failing = [row for row in check_here(described)[0] if row.verdict == "fail"]
+        if failing:
+            told = "; ".join(f"{row.check}: {row.found} ({row.fix})" for row in failing)
+            raise InputError(f"{told}. Correct this, or run with --despite-check")
+
+    raise typer.Exit(run_federation(federation, live=not quiet and sys.stdout.isatty(), log=log))
+
+
+@app.command(rich_help_panel=RUN)
+def render(
+    federation: FederationOption,
+    check: Annotated[bool, typer.Option("--check", help="Write nothing; exit 1 if a rendered file is stale.")] = False,
+    paths: Annotated[bool, typer.Option(help="Refuse when the model or a local dataset is not there yet.")] = True,
+) -> None:
+    """Render federation.yml: streamflow.yml, settings.yml, coordinator.json, facilities/*.json and ../cwl/round.cwl.
+
+    With groups, ../cwl/groups.cwl instead of round.cwl.
+    """
+    from coordinator.config.federation import check_paths, read_federation
+    from coordinator.engine.render import stale, write
+
+    described = read_federation(federation)
+    if check:
+        differing = stale(described)
+        for name in differing:
+            print(f"stale: {name}")
+        raise typer.Exit(ExitCode.FOUND if differing else ExitCode.OK)
+    if paths:
+        check_paths(described)
+    changed = write(described)
+    print(f"{len(changed)} files written" if changed else "everything is up to date")
+    for path in changed:
+        print(f"  {path}")
+
+
+@app.command(rich_help_panel=RUN)
+def login(
+    facility: Annotated[str, typer.Argument(help="A facility of the federation.")],
+    federation: FederationOption,
+) -> None:
+    """Renew a facility's login by its `renew:` command, if any, and test it; a run that waits for it then continues."""
+    from coordinator.config.federation import read_federation
+    from coordinator.login import log_in
+
+    row = log_in(read_federation(federation), facility)
+    print(f"{facility}: {row.found}" + (f"\n-> {row.fix}" if row.fix else ""))
+    raise typer.Exit(ExitCode.OK if row.verdict == "ok" else ExitCode.FOUND)
+
+
+@app.command(rich_help_panel=RUN)
+def rewind(
+    federation: FederationOption,
+    to: Annotated[int, typer.Option("--to", help="Round that is to come next, from 0.")],
+) -> None:
+    """Go back to a round: it and later ones are set aside in the archive; `crossfed run` goes on from there."""
+    from coordinator.archive.rewind import rewind as go_back
+    from coordinator.archive.rewind import stateless
+    from coordinator.archive.rounds import Archive
+    from coordinator.config.federation import read_federation
+    from coordinator.engine.run import only_one
+
+    described = read_federation(federation)
+    with only_one(described):
+        archive = Archive(described.archive_path)
+        aside = go_back(archive, to)
+    print(f"round {to} comes next; what was made from it on is in {aside}")
+    if stateless(archive, to):
+        print(
+            "the archive keeps the float32 master and the server optimizer's state of the newest round alone: "
+            f"round {to} begins from its half-precision model and a fresh server optimizer"
+        )

@@ -1,0 +1,118 @@
+"""Commands that show how a federation goes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from coordinator.commands.app import WATCH, FederationOption, app
+
+if TYPE_CHECKING:
+    from coordinator.config.federation import Federation
+
+
+@app.command(rich_help_panel=WATCH)
+def status(
+    federation: FederationOption,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    queues: Annotated[
+        bool, typer.Option("--queues", help="Also ask the facilities for our jobs: a login each.")
+    ] = False,
+    following: Annotated[
+        bool, typer.Option("--follow", help="Show each facility's job until the run ends; no login, no question.")
+    ] = False,
+) -> None:
+    """Print rounds, facilities and perplexities from the archive; with --queues also why jobs wait and what to do."""
+    from coordinator.config.federation import read_federation
+
+    described = read_federation(federation)
+    if following:
+        from coordinator.engine.follow_run import follow_run
+
+        raise typer.Exit(follow_run(described.workdir_path, as_json=as_json))
+    data = _progress(described, queues=queues)
+    if as_json:
+        print(json.dumps(data, indent=2, ensure_ascii=False))
+    else:
+        _print_progress(described, data)
+
+
+def _progress(described: Federation, *, queues: bool) -> dict[str, Any]:
+    """What the archive says of the federation, with our jobs in the facilities' `queues` on request."""
+    from coordinator.archive.rounds import Archive
+    from coordinator.archive.summary import summary
+    from coordinator.asynchronous.summary import summary as summary_of_groups
+
+    found = (summary if described.groups is None else summary_of_groups)(Archive(described.archive_path))
+    data = found | {"federation": described.name, "rounds_wanted": described.rounds}
+    if queues:
+        from coordinator.engine.queues import read_queues
+        from coordinator.engine.stuck_jobs import present
+
+        data["jobs"] = present(read_queues(described.file.parent / "streamflow.yml"))
+    return data
+
+
+def _print_progress(described: Federation, data: dict[str, Any]) -> None:
+    from coordinator.archive.summary import shown, table
+    from coordinator.asynchronous.summary import table as table_of_groups
+
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    if described.groups is not None:
+        rounds = ", ".join(f"{name} {one['rounds']}" for name, one in data["facilities"].items()) or "none"
+        console.print(
+            f"federation {described.name}: rounds of {described.rounds} by facility: {rounds}; in {data['archive']}"
+        )
+        console.print(table_of_groups(data))
+    else:
+        console.print(
+            f"federation {described.name}: {len(data['rounds'])} of {described.rounds} rounds are complete in "
+            f"{data['archive']}"
+        )
+        if data["rounds"]:
+            console.print(table(data))
+    if data["stopped"]:
+        console.print(f"stopped: {shown(data['stopped'])}", style="red", markup=False, highlight=False)
+    for job in data.get("jobs", []):
+        console.print(shown(" ".join(filter(None, job.values()))), markup=False, highlight=False)
+
+
+@app.command(rich_help_panel=WATCH)
+def explain(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(help="A facility, `round N`, or a key of federation.yml such as training.sync.policy."),
+    ] = None,
+    federation: Annotated[
+        Path | None, typer.Option("--federation", "-f", help="The federation, for a facility or a round.")
+    ] = None,
+) -> None:
+    """Say why a facility is absent, waiting or refused, or what became of a round; or what a settings key means.
+
+    Without a word: the tree of all keys. `facility NAME` for a facility that is named like a key.
+    """
+    from coordinator.explain import explain_words
+
+    print(explain_words(words or [], federation))
+
+
+@app.command(rich_help_panel=WATCH)
+def report(
+    federation: FederationOption,
+    out: Annotated[
+        Path | None, typer.Option(help="File to write; default report.html, .md or .json in the archive.")
+    ] = None,
+    format: Annotated[str, typer.Option(help="html, md or json.")] = "html",
+) -> None:
+    """Write the report of the federation so far: curves, timeline, traffic, cost, updates, failures, digests.
+
+    HTML is one self-contained file that needs no network.
+    """
+    from coordinator.report.make import make_report
+
+    print(make_report(federation, out, format))
