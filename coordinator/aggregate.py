@@ -14,9 +14,6 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from coordinator.aggregation.record import RoundRecord
 from coordinator.aggregation.round import Request
@@ -24,6 +21,7 @@ from coordinator.aggregation.rules.registry import RULES
 from coordinator.aggregation.run import run
 from coordinator.aggregation.server_optimizers.registry import SERVER_OPTIMIZERS
 from coordinator.aggregation.settings import AggregationSettings
+from coordinator.config.yaml_lines import Lined
 from facility.exchange.errors import ConfigurationError, exit_on_error
 from facility.exchange.messages.layout import LoraSettings
 from facility.exchange.validation import parse
@@ -75,17 +73,16 @@ def read_settings(path: Path | None = None, rule: str | None = None, weights: st
 
     Without a file there may be no next round that a momentum could help: the plain mean.
     """
-    raw: Any = {"rule": "mean"}
-    if path is not None:
-        try:
-            raw = yaml.safe_load(Path(path).read_text()) or {}
-        except (OSError, yaml.YAMLError) as error:
-            raise ConfigurationError(f"cannot be read: {error}", file=path) from None
-        if isinstance(raw, dict) and "aggregation" in raw:
-            raw = raw["aggregation"]
-    if isinstance(raw, dict):
-        raw = raw | ({"rule": rule} if rule else {}) | ({"weights": weights} if weights else {})
-    return parse(AggregationSettings, raw, where="", file=path)
+    overrides = ({"rule": rule} if rule else {}) | ({"weights": weights} if weights else {})
+    if path is None:
+        return parse(AggregationSettings, {"rule": "mean"} | overrides)
+    lined = Lined(Path(path))
+    whole = isinstance(lined.data, dict) and not lined.data.keys().isdisjoint(("aggregation", "facilities"))
+    raw, where = (lined.data.get("aggregation", {}), "aggregation") if whole else (lined.data, "")
+    try:
+        return parse(AggregationSettings, raw | overrides if isinstance(raw, dict) else raw, where=where)
+    except ConfigurationError as error:
+        raise lined.error(error.message, error.key or where) from None
 
 
 def rule_help() -> str:

@@ -39,48 +39,8 @@ def groups_workflow(names: Sequence[str]) -> dict[str, Any]:
     }
     for name in names:
         inputs |= {f"name_{name}": "string", f"dataset_{name}": "string", f"settings_{name}": "File"}
-        steps[f"begin_{name}"] = {
-            "run": "tools/meet.cwl",
-            "in": {
-                "federation": "federation",
-                "archive": "archive",
-                "facility": f"name_{name}",
-                "after": "start/round",
-            },
-            "out": OUTPUTS,
-        }
-        steps[chain_step(name)] = {
-            "run": "chain.cwl",
-            "in": {
-                "federation": "federation",
-                "archive": "archive",
-                "facility": f"name_{name}",
-                "dataset": f"dataset_{name}",
-                "settings": f"settings_{name}",
-            }
-            | {output: f"begin_{name}/{output}" for output in OUTPUTS},
-            "out": OUTPUTS,
-            "requirements": {
-                "cwltool:Loop": {
-                    "loopWhen": "$(inputs.proceed)",
-                    "loop": {output: output for output in OUTPUTS},
-                    "outputMethod": "last",
-                }
-            },
-        }
-    steps["report"] = {
-        "run": "tools/report.cwl",
-        "in": {
-            "federation": "federation",
-            "archive": "archive",
-            "after": {
-                "source": [f"{chain_step(name)}/round" for name in names],
-                "linkMerge": "merge_flattened",
-                "valueFrom": "$(self[0])",
-            },
-        },
-        "out": ["summary"],
-    }
+        steps |= {f"begin_{name}": _begin(name), chain_step(name): _chain(name)}
+    steps["report"] = _report(names)
     return {
         "cwlVersion": "v1.2",
         "class": "Workflow",
@@ -94,6 +54,60 @@ def groups_workflow(names: Sequence[str]) -> dict[str, Any]:
         "inputs": inputs,
         "outputs": {"summary": {"type": "File", "outputSource": "report/summary"}},
         "steps": steps,
+    }
+
+
+def _begin(name: str) -> dict[str, Any]:
+    """Model and round with which a facility's chain begins."""
+    return {
+        "run": "tools/meet.cwl",
+        "in": {
+            "federation": "federation",
+            "archive": "archive",
+            "facility": f"name_{name}",
+            "after": "start/round",
+        },
+        "out": OUTPUTS,
+    }
+
+
+def _chain(name: str) -> dict[str, Any]:
+    """A facility's rounds, one after the other while there is one to come."""
+    return {
+        "run": "chain.cwl",
+        "in": {
+            "federation": "federation",
+            "archive": "archive",
+            "facility": f"name_{name}",
+            "dataset": f"dataset_{name}",
+            "settings": f"settings_{name}",
+        }
+        | {output: f"begin_{name}/{output}" for output in OUTPUTS},
+        "out": OUTPUTS,
+        "requirements": {
+            "cwltool:Loop": {
+                "loopWhen": "$(inputs.proceed)",
+                "loop": {output: output for output in OUTPUTS},
+                "outputMethod": "last",
+            }
+        },
+    }
+
+
+def _report(names: Sequence[str]) -> dict[str, Any]:
+    """The last step, once every chain has ended."""
+    return {
+        "run": "tools/report.cwl",
+        "in": {
+            "federation": "federation",
+            "archive": "archive",
+            "after": {
+                "source": [f"{chain_step(name)}/round" for name in names],
+                "linkMerge": "merge_flattened",
+                "valueFrom": "$(self[0])",
+            },
+        },
+        "out": ["summary"],
     }
 
 

@@ -59,9 +59,9 @@ def render(
     check: Annotated[bool, typer.Option("--check", help="Write nothing; exit 1 if a rendered file is stale.")] = False,
     paths: Annotated[bool, typer.Option(help="Refuse when the model or a local dataset is not there yet.")] = True,
 ) -> None:
-    """Render federation.yml: streamflow.yml, settings.yml, coordinator.json, facilities/*.json and ../cwl/round.cwl.
+    """Render federation.yml: streamflow.yml, settings.yml, coordinator.json, facilities/*.json and cwl/round.cwl.
 
-    With groups, ../cwl/groups.cwl instead of round.cwl.
+    The CWL is beside `workflow/`, elsewhere beside federation.yml; with groups it is groups.cwl.
     """
     from coordinator.config.federation import check_paths, read_federation
     from coordinator.engine.render import stale, write

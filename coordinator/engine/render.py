@@ -21,6 +21,7 @@ from coordinator.config.deployments import job_name, job_template, streamflow_de
 from coordinator.config.federation import Facility, Federation
 from coordinator.config.settings import CoordinatorSettings, RoundSettings
 from coordinator.config.yaml_lines import Lined
+from coordinator.engine.round_workflow import round_workflow
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.files.durable import write_text
 from facility.exchange.files.paths import CHECKOUT, shipped
@@ -40,16 +41,18 @@ HAND_WRITTEN = (
 
 def render(federation: Federation) -> dict[str, str]:
     """Text of every rendered file, by path relative to the folder above federation.yml's own."""
-    here = federation.file.parent.name
+    here, cwl = federation.file.parent.name, _folder_of_cwl(federation)
+    names = [facility.name for facility in federation.facilities]
     files = {
         f"{here}/streamflow.yml": _yaml(streamflow(federation)),
         f"{here}/settings.yml": _yaml(workflow_inputs(federation)),
         f"{here}/coordinator.json": _json(coordinator_settings(federation)),
     }
     if federation.groups is None:
-        files["cwl/round.cwl"] = _yaml(round_workflow(federation))
+        encoded = federation.sending.encoding != "full"
+        files[f"{cwl}/round.cwl"] = _yaml(round_workflow(names, encoded=encoded))
     else:
-        files["cwl/groups.cwl"] = _yaml(groups_workflow([facility.name for facility in federation.facilities]))
+        files[f"{cwl}/groups.cwl"] = _yaml(groups_workflow(names))
     for facility in federation.facilities:
         if (template := _template(federation, facility)) is not None:
             files[f"{here}/jobs/{facility.name}.sh"] = template
@@ -70,7 +73,7 @@ def render(federation: Federation) -> dict[str, str]:
 
 
 def write(federation: Federation) -> list[Path]:
-    """Write the rendered files beside federation.yml and in `../cwl`; returns those that changed.
+    """Write the rendered files beside federation.yml and the CWL into its folder; returns those that changed.
 
     Hand-written CWL that is absent there is copied from what ships with CrossFed; settings of facilities that are gone
     are removed.
@@ -78,7 +81,7 @@ def write(federation: Federation) -> list[Path]:
     root = federation.file.parent.parent
     changed = []
     for name in OF_GROUPS if federation.groups else HAND_WRITTEN:
-        target = root / "cwl" / name
+        target = root / _folder_of_cwl(federation) / name
         if not target.exists():
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(shipped("cwl") / name, target)
@@ -96,6 +99,13 @@ def write(federation: Federation) -> list[Path]:
                 path.unlink()
                 changed.append(path)
     return changed
+
+
+def _folder_of_cwl(federation: Federation) -> str:
+    """Relative to the folder above federation.yml's own: `cwl` beside `workflow/`, else within federation.yml's own
+    folder, so that nothing is written outside it."""
+    here = federation.file.parent.name
+    return "cwl" if here == "workflow" else f"{here}/cwl"
 
 
 def stale(federation: Federation) -> list[str]:
@@ -180,6 +190,7 @@ def workflow_inputs(federation: Federation) -> dict[str, Any]:
 
 def streamflow(federation: Federation) -> dict[str, Any]:
     """streamflow.yml: every step on the coordinator, except a facility's training."""
+    above = "../" if _folder_of_cwl(federation) == "cwl" else ""
     workdir = _relative(federation, federation.workdir or f"../.crossfed/{federation.name}/work")
     deployments: dict[str, Any] = {"coordinator": {"type": "local", "config": {}, "workdir": f"{workdir}/coordinator"}}
     bindings: list[dict[str, Any]] = [{"step": "/", "target": {"deployment": "coordinator"}}]
@@ -200,89 +211,13 @@ def streamflow(federation: Federation) -> dict[str, Any]:
             workflow_name(federation.name): {
                 "type": "cwl",
                 "config": {
-                    "file": f"../cwl/{'groups' if federation.groups else 'main'}.cwl",
+                    "file": f"{above}cwl/{'groups' if federation.groups else 'main'}.cwl",
                     "settings": "settings.yml",
                 },
                 "bindings": bindings,
             }
         },
         "deployments": deployments,
-    }
-
-
-def round_workflow(federation: Federation) -> dict[str, Any]:
-    """round.cwl: a train and a receive step for each facility, then aggregate; a send step where models travel encoded.
-
-    Not one scattered step: that sends the model to one facility after the other, and hangs when an element fails.
-    """
-    record = {
-        "type": "record",
-        "name": "facility",
-        "fields": {"name": "string", "dataset": "string", "settings": "File"},
-    }
-    steps: dict[str, Any] = {}
-    for number, facility in enumerate(federation.facilities):
-        own = {
-            key: {"source": "facilities", "valueFrom": f"$(self[{number}].{key})"}
-            for key in ("name", "dataset", "settings")
-        }
-        model = "model"
-        if federation.sending.encoding != "full":
-            model = f"send_{facility.name}/sent"
-            steps[f"send_{facility.name}"] = {
-                "run": "tools/send.cwl",
-                "in": {name: name for name in ("federation", "archive", "model", "round")} | {"facility": own["name"]},
-                "out": ["sent"],
-            }
-        steps[f"train_{facility.name}"] = {
-            "run": "tools/train.cwl",
-            "in": {"model": model, "round": "round", "dataset": own["dataset"], "settings": own["settings"]},
-            "out": ["update"],
-        }
-        steps[f"receive_{facility.name}"] = {
-            "run": "tools/receive.cwl",
-            "in": {
-                "federation": "federation",
-                "model": "model",
-                "round": "round",
-                "facility": own["name"],
-                "update": f"train_{facility.name}/update",
-            },
-            "out": ["update"],
-        }
-    steps["aggregate"] = {
-        "run": "tools/aggregate.cwl",
-        "in": {
-            "federation": "federation",
-            "archive": "archive",
-            "model": "model",
-            "round": "round",
-            "updates": {
-                "source": [f"receive_{facility.name}/update" for facility in federation.facilities],
-                "linkMerge": "merge_flattened",
-            },
-        },
-        "out": ["model", "round", "proceed"],
-    }
-    return {
-        "cwlVersion": "v1.2",
-        "class": "Workflow",
-        "doc": "One round: each facility trains and its update is received as soon as it is ready; then the updates "
-        "are averaged.",
-        "requirements": {"MultipleInputFeatureRequirement": {}, "StepInputExpressionRequirement": {}},
-        "inputs": {
-            "federation": "File",
-            "archive": "string",
-            "model": "Directory",
-            "round": "int",
-            "proceed": "boolean",
-            "facilities": {"type": {"type": "array", "items": record}},
-        },
-        "outputs": {
-            name: {"type": kind, "outputSource": f"aggregate/{name}"}
-            for name, kind in (("model", "Directory"), ("round", "int"), ("proceed", "boolean"))
-        },
-        "steps": steps,
     }
 
 

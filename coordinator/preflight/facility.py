@@ -168,56 +168,8 @@ def _dataset(facility: Facility, answer: dict[str, Any], path: str, model: Model
         ]
     if "error" in answer:
         return [fail(name, "dataset", f"the dataset is not usable: {answer['error']}", prepare)]
-    rows = []
-    if model and model.vocabulary and answer["vocabulary_size"] > model.vocabulary:
-        rows.append(
-            fail(
-                name,
-                "tokenizer",
-                f"the dataset was tokenised with {answer['vocabulary_size']} tokens, the model has "
-                f"{model.vocabulary}: another tokenizer",
-                "prepare the dataset with the model's own tokenizer",
-            )
-        )
-    elif model and differ(answer.get("tokenizer_sha256"), model.tokenizer):
-        rows.append(
-            fail(
-                name,
-                "tokenizer",
-                f"the dataset was tokenised with {answer['tokenizer_sha256']}, the model carries {model.tokenizer}: "
-                "another tokenizer of the same size",
-                "prepare the dataset with the model's own tokenizer",
-            )
-        )
-    if model and model.positions and answer["block_tokens"] > model.positions:
-        rows.append(
-            fail(
-                name,
-                "dataset",
-                f"blocks have {answer['block_tokens']} tokens, the model takes at most {model.positions} positions",
-                f"prepare with --block-tokens {model.positions} or less",
-            )
-        )
+    rows = [*_tokenizer(name, answer, model), *_blocks(facility, answer, model)]
     blocks = answer["blocks"]
-    if blocks.get("train", 0) < facility.training.batch_sequences:
-        rows.append(
-            fail(
-                name,
-                "dataset",
-                f"{blocks.get('train', 0)} training blocks are fewer than one batch of "
-                f"{facility.training.batch_sequences}",
-                "prepare more text or shorter blocks, or lower `batch_sequences`",
-            )
-        )
-    if not blocks.get("validation"):
-        rows.append(
-            fail(
-                name,
-                "dataset",
-                "there is no validation block, so no perplexity can be computed",
-                "prepare with --validation or a larger --validation-share",
-            )
-        )
     return rows or [
         ok(
             name,
@@ -226,6 +178,51 @@ def _dataset(facility: Facility, answer: dict[str, Any], path: str, model: Model
             f"{answer['block_tokens']} tokens",
         )
     ]
+
+
+def _tokenizer(name: str, answer: dict[str, Any], model: ModelFigures | None) -> list[Row]:
+    """Was the dataset tokenised as the model expects? A row where it was not."""
+    if model and model.vocabulary and answer["vocabulary_size"] > model.vocabulary:
+        found = (
+            f"the dataset was tokenised with {answer['vocabulary_size']} tokens, the model has {model.vocabulary}: "
+            "another tokenizer"
+        )
+    elif model and differ(answer.get("tokenizer_sha256"), model.tokenizer):
+        found = (
+            f"the dataset was tokenised with {answer['tokenizer_sha256']}, the model carries {model.tokenizer}: "
+            "another tokenizer of the same size"
+        )
+    else:
+        return []
+    return [fail(name, "tokenizer", found, "prepare the dataset with the model's own tokenizer")]
+
+
+def _blocks(facility: Facility, answer: dict[str, Any], model: ModelFigures | None) -> list[Row]:
+    """Are the blocks short enough for the model, and enough for a batch and a perplexity? A row for each that fails."""
+    blocks, batch = answer["blocks"], facility.training.batch_sequences
+    rows = []
+    if model and model.positions and answer["block_tokens"] > model.positions:
+        rows.append(
+            (
+                f"blocks have {answer['block_tokens']} tokens, the model takes at most {model.positions} positions",
+                f"prepare with --block-tokens {model.positions} or less",
+            )
+        )
+    if blocks.get("train", 0) < batch:
+        rows.append(
+            (
+                f"{blocks.get('train', 0)} training blocks are fewer than one batch of {batch}",
+                "prepare more text or shorter blocks, or lower `batch_sequences`",
+            )
+        )
+    if not blocks.get("validation"):
+        rows.append(
+            (
+                "there is no validation block, so no perplexity can be computed",
+                "prepare with --validation or a larger --validation-share",
+            )
+        )
+    return [fail(facility.name, "dataset", found, fix) for found, fix in rows]
 
 
 def _room(name: str, answer: dict[str, Any], workdir: str, need: Disk) -> Row:

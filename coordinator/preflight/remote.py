@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from coordinator.config.deployments import Connection, Deployment
 from coordinator.preflight.row import Row, fail, ok
+from coordinator.preflight.ssh_errors import explain
 from coordinator.streamflow_plugin import openssh
 
 ACCEPTED = re.compile(r"Server accepts key: (\S+)")
@@ -101,81 +102,5 @@ def check_connection(name: str, deployment: Deployment) -> Row:
             f"{deployment.user + '@' if deployment.user else ''}{deployment.host} lets us in; its host key is known",
         )
     said = "\n".join(line for line in answer.error.splitlines() if not line.startswith("debug"))
-    return explain(name, deployment, replace(answer, error=said))
-
-
-def explain(name: str, deployment: Deployment, answer: Answer) -> Row:
-    """ssh's complaint as a sentence with its remedy."""
-    host, error = deployment.host, answer.error
-    bare, _, port = host.partition(":")
-    scan = f"ssh-keyscan {f'-p {port} ' if port else ''}{bare}"
-    cases = [
-        (
-            "REMOTE HOST IDENTIFICATION HAS CHANGED",
-            "host key",
-            f"{host} shows another host key than known_hosts has: a reinstalled host, or somebody in between",
-            "ask the site for its key's fingerprint; only if it changed: ssh-keygen -R "
-            f"'{host if not port else f'[{bare}]:{port}'}', then add the new one",
-        ),
-        (
-            "Host key verification failed",
-            "host key",
-            f"the host key of {host} is not in known_hosts",
-            f"compare `{scan} | ssh-keygen -lf -` with the fingerprint the site publishes, then append `{scan}` to "
-            "~/.ssh/known_hosts",
-        ),
-        (
-            "Could not resolve hostname",
-            "connection",
-            f"the name {bare} does not resolve",
-            "correct `host:`, or look at the network and VPN of this machine",
-        ),
-        (
-            "Connection refused",
-            "connection",
-            f"nothing listens at {host}",
-            "correct the host or its :port; the login node may be in maintenance",
-        ),
-        (
-            "timed out",
-            "connection",
-            f"{host} does not answer",
-            "is a VPN or a jump host (`tunnel:`) needed from here? is the site in maintenance?",
-        ),
-        (
-            "no answer within",
-            "connection",
-            f"{host} took the connection but gave no shell: {error}",
-            "log in by hand and see what the login waits for (a second factor? a full home?)",
-        ),
-        (
-            "No route to host",
-            "connection",
-            f"there is no route to {host}",
-            "is a VPN or a jump host (`tunnel:`) needed from here?",
-        ),
-        (
-            "Permission denied",
-            "login",
-            f"{host} does not accept our key for {deployment.user or 'this user'}",
-            "is the public key in ~/.ssh/authorized_keys there, or the certificate still valid? with ssh-agent: does "
-            "`ssh-add -l` list it? `user:` right?",
-        ),
-        (
-            "Too many authentication failures",
-            "login",
-            f"{host} gave up before our key was tried",
-            "name the key by `key:`, or let ssh-agent hold fewer",
-        ),
-        ("there is no ssh", "connection", error, "install the OpenSSH client"),
-    ]
-    for mark, check, found, fix in cases:
-        if mark.lower() in error.lower():
-            return fail(name, check, found, fix)
-    said = (error or answer.out).strip().splitlines()[-1:] or ["nothing"]
-    return fail(
-        name,
-        "connection",
-        f"ssh to {host} ended with {answer.code} and said: {said[0]}",
-        f"try by hand: {shlex.join(ssh_command(deployment))}",
-    )
+    command = ssh_command(deployment)
+    return explain(name, deployment, command=command, code=answer.code, out=answer.out, error=said)

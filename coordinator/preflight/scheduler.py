@@ -10,6 +10,50 @@ from coordinator.preflight.remote import Answer, run
 from coordinator.preflight.row import Row, fail, ok, warning
 
 COMMANDS = {"slurm": "sbatch", "pbs": "qsub", "flux": "flux"}
+SBATCH_REFUSES = (
+    (
+        "invalid partition",
+        "the partition is not one of this cluster's",
+        "correct `fill: {partition: ...}` or the template; `sinfo -s` lists them",
+    ),
+    (
+        "invalid account",
+        "the account may not use this partition",
+        "correct `fill: {account: ...}`; `sacctmgr show assoc user=$USER` lists yours",
+    ),
+    (
+        "invalid qos",
+        "the QoS is not one that the account may use",
+        "correct the QoS; `sacctmgr show assoc user=$USER format=qos` lists yours",
+    ),
+    (
+        "time limit",
+        "the time asked for is more than the partition allows",
+        "lower `options: {time: ...}` or the template's --time; `sinfo -o '%P %l'` shows the limits",
+    ),
+    (
+        "node configuration is not available",
+        "no node of the partition has what the template asks for",
+        "compare nodes, cores, GPUs and memory with `sinfo -o '%P %D %c %m %G'`",
+    ),
+    (
+        "memory specification",
+        "the memory asked for is more than a node has",
+        "lower the template's --mem; `sinfo -o '%P %m'` shows what nodes have",
+    ),
+    (
+        "invalid generic resource",
+        "the GPUs are not asked for as this cluster names them",
+        "compare the template's GPU line with `sinfo -o '%P %G'`",
+    ),
+    (
+        "unable to contact slurm controller",
+        "the Slurm controller does not answer",
+        "wait, or ask the site: slurmctld may be down for maintenance",
+    ),
+    ("unrecognized option", "sbatch does not know an option", "remove it from the template or from `options:`"),
+)
+"""Words of sbatch, what they mean, and what to do."""
 
 
 def check_scheduler(name: str, deployment: Deployment, template: str) -> list[Row]:
@@ -41,50 +85,7 @@ def _slurm(name: str, deployment: Deployment, job: str) -> Row:
     said = _last(answer, "sbatch")
     if answer.code == 0:
         return ok(name, "job accepted", said or "sbatch --test-only accepts it")
-    cases = [
-        (
-            "invalid partition",
-            "the partition is not one of this cluster's",
-            "correct `fill: {partition: ...}` or the template; `sinfo -s` lists them",
-        ),
-        (
-            "invalid account",
-            "the account may not use this partition",
-            "correct `fill: {account: ...}`; `sacctmgr show assoc user=$USER` lists yours",
-        ),
-        (
-            "invalid qos",
-            "the QoS is not one that the account may use",
-            "correct the QoS; `sacctmgr show assoc user=$USER format=qos` lists yours",
-        ),
-        (
-            "time limit",
-            "the time asked for is more than the partition allows",
-            "lower `options: {time: ...}` or the template's --time; `sinfo -o '%P %l'` shows the limits",
-        ),
-        (
-            "node configuration is not available",
-            "no node of the partition has what the template asks for",
-            "compare nodes, cores, GPUs and memory with `sinfo -o '%P %D %c %m %G'`",
-        ),
-        (
-            "memory specification",
-            "the memory asked for is more than a node has",
-            "lower the template's --mem; `sinfo -o '%P %m'` shows what nodes have",
-        ),
-        (
-            "invalid generic resource",
-            "the GPUs are not asked for as this cluster names them",
-            "compare the template's GPU line with `sinfo -o '%P %G'`",
-        ),
-        (
-            "unable to contact slurm controller",
-            "the Slurm controller does not answer",
-            "wait, or ask the site: slurmctld may be down for maintenance",
-        ),
-        ("unrecognized option", "sbatch does not know an option", "remove it from the template or from `options:`"),
-    ]
-    for mark, found, fix in cases:
+    for mark, found, fix in SBATCH_REFUSES:
         if mark in answer.out.lower() or mark in answer.error.lower():
             return fail(name, "job accepted", f"{found} (sbatch: {said})", fix)
     return fail(

@@ -303,8 +303,10 @@ def test_command_line(round0, tmp_path: Path, capsys):
         main(by_hand)
     assert main([*by_hand, "--weights", "equal"]) == 0
     (tmp_path / "settings.yml").write_text("aggregation:\n  rulle: mean\n")
-    with pytest.raises(ConfigurationError, match="did you mean 'rule'"):
+    with pytest.raises(ConfigurationError, match=r"settings.yml:2: .*did you mean 'rule'"):
         read_settings(tmp_path / "settings.yml")
+    (tmp_path / "federation.yml").write_text("name: whole\nfacilities: []\n")
+    assert read_settings(tmp_path / "federation.yml").rule == "nesterov", "its default, as for a run"
     done = subprocess.run(
         [sys.executable, "-m", "coordinator.aggregate", "--base", str(base), "--out", str(tmp_path / "out2")],
         capture_output=True,

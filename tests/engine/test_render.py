@@ -118,3 +118,19 @@ def test_a_trace_is_read_from_the_accounts_home_and_from_crossfeds(tmp_path: Pat
     monkeypatch.setattr(paths, "account_home", lambda: tmp_path)
     for trace in ("trace.json", "~/trace.json", str(tmp_path / "trace.json")):
         assert EmulationSettings(trace=trace).build().factor(0) == 2
+
+
+def test_a_federation_file_in_a_folder_of_its_own_is_rendered_without_leaving_it(tmp_path: Path):
+    """Only `workflow/` has a `cwl/` beside it; another folder keeps everything that is rendered."""
+    path = write_federation(tmp_path / "made", ["a"])
+    bare = tmp_path / "mine" / "federation.yml"
+    bare.parent.mkdir()
+    bare.write_text(path.read_text().replace("../", "../made/"))
+    before = set(tmp_path.iterdir())
+    changed = write(read_federation(bare))
+    assert set(tmp_path.iterdir()) == before and all(file.is_relative_to(bare.parent) for file in changed)
+    assert stale(read_federation(bare)) == []
+    described = yaml.safe_load((bare.parent / "streamflow.yml").read_text())
+    (workflow,) = described["workflows"].values()
+    assert (bare.parent / workflow["config"]["file"]).resolve() == bare.parent / "cwl" / "main.cwl"
+    assert (bare.parent / "cwl" / "round.cwl").read_text() == render(read_federation(bare))["mine/cwl/round.cwl"]

@@ -79,14 +79,19 @@ class _Flows:
         return self.since + min(max(0.0, self.remaining[f]) / self.rate[f] for f in self.remaining)
 
 
-def run(tasks: Sequence[Task], capacities: Sequence[float] = ()) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Start and end of every task, seconds. `capacities`: bytes per second of the shared links."""
+def _followers(tasks: Sequence[Task]) -> list[list[tuple[int, int]]]:
+    """For each task those that wait for it: for its end (0), or for its arrival (1)."""
     followers: list[list[tuple[int, int]]] = [[] for _ in tasks]
-    missing = [0] * len(tasks)
     for number, task in enumerate(tasks):
-        missing[number] = len(task.waits)
         for wait in task.waits:
             followers[wait // 2].append((number, wait % 2))
+    return followers
+
+
+def run(tasks: Sequence[Task], capacities: Sequence[float] = ()) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Start and end of every task, seconds. `capacities`: bytes per second of the shared links."""
+    followers = _followers(tasks)
+    missing = [len(task.waits) for task in tasks]
     start = np.full(len(tasks), np.nan)
     end = np.full(len(tasks), np.nan)
     flows = _Flows(capacities)

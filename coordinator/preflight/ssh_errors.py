@@ -1,0 +1,110 @@
+"""What ssh's complaints mean and what to do about each."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from coordinator.config.deployments import Deployment
+from coordinator.preflight.row import Row, fail
+
+
+@dataclass(frozen=True)
+class Complaint:
+    """A sentence of ssh, recognised by words in it. `found` and `fix` are format strings over `_words`."""
+
+    mark: str
+    """Words of ssh; case does not count."""
+    check: str
+    found: str
+    fix: str
+
+
+COMPLAINTS = (
+    Complaint(
+        "REMOTE HOST IDENTIFICATION HAS CHANGED",
+        "host key",
+        "{host} shows another host key than known_hosts has: a reinstalled host, or somebody in between",
+        "ask the site for its key's fingerprint; only if it changed: ssh-keygen -R '{known}', then add the new one",
+    ),
+    Complaint(
+        "Host key verification failed",
+        "host key",
+        "the host key of {host} is not in known_hosts",
+        "compare `{scan} | ssh-keygen -lf -` with the fingerprint the site publishes, then append `{scan}` to "
+        "~/.ssh/known_hosts",
+    ),
+    Complaint(
+        "Could not resolve hostname",
+        "connection",
+        "the name {bare} does not resolve",
+        "correct `host:`, or look at the network and VPN of this machine",
+    ),
+    Complaint(
+        "Connection refused",
+        "connection",
+        "nothing listens at {host}",
+        "correct the host or its :port; the login node may be in maintenance",
+    ),
+    Complaint(
+        "timed out",
+        "connection",
+        "{host} does not answer",
+        "is a VPN or a jump host (`tunnel:`) needed from here? is the site in maintenance?",
+    ),
+    Complaint(
+        "no answer within",
+        "connection",
+        "{host} took the connection but gave no shell: {error}",
+        "log in by hand and see what the login waits for (a second factor? a full home?)",
+    ),
+    Complaint(
+        "No route to host",
+        "connection",
+        "there is no route to {host}",
+        "is a VPN or a jump host (`tunnel:`) needed from here?",
+    ),
+    Complaint(
+        "Permission denied",
+        "login",
+        "{host} does not accept our key for {user}",
+        "is the public key in ~/.ssh/authorized_keys there, or the certificate still valid? with ssh-agent: does "
+        "`ssh-add -l` list it? `user:` right?",
+    ),
+    Complaint(
+        "Too many authentication failures",
+        "login",
+        "{host} gave up before our key was tried",
+        "name the key by `key:`, or let ssh-agent hold fewer",
+    ),
+    Complaint("there is no ssh", "connection", "{error}", "install the OpenSSH client"),
+)
+
+
+def explain(name: str, deployment: Deployment, *, command: Sequence[str], code: int, out: str, error: str) -> Row:
+    """How `command`, an ssh that failed, ended, as a sentence with its remedy."""
+    words = _words(deployment, error)
+    for complaint in COMPLAINTS:
+        if complaint.mark.lower() in error.lower():
+            return fail(name, complaint.check, complaint.found.format(**words), complaint.fix.format(**words))
+    said = (error or out).strip().splitlines()[-1:] or ["nothing"]
+    return fail(
+        name,
+        "connection",
+        f"ssh to {deployment.host} ended with {code} and said: {said[0]}",
+        f"try by hand: {shlex.join(command)}",
+    )
+
+
+def _words(deployment: Deployment, error: str) -> dict[str, str]:
+    """What a complaint's sentences may name."""
+    bare, _, port = deployment.host.partition(":")
+    return {
+        "host": deployment.host,
+        "bare": bare,
+        "known": f"[{bare}]:{port}" if port else deployment.host,
+        "scan": f"ssh-keyscan {f'-p {port} ' if port else ''}{bare}",
+        "user": deployment.user or "this user",
+        "error": error,
+    }
