@@ -11,7 +11,7 @@ export PATH := $(BIN):$(PATH)
 # Byte code and the compiled kernel are kept, whatever the shell says: a start of Python costs a second less.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help env demo test readme wheel test-all testbed docs slow lint format render clean
+.PHONY: help env demo test readme wheel test-all testbed docs slow coverage lint format render clean
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
 
@@ -28,7 +28,7 @@ demo: env ## Two facilities on this machine fine-tune one small model for five r
 	crossfed run --federation workflow/federation.yml
 
 test: env ## The test suite (6 minutes on 2 cores).
-	python -m pytest -n $(WORKERS) --dist worksteal -m 'not testbed and not slow and not readme'
+	python -m pytest -n $(WORKERS) --dist loadgroup -m 'not testbed and not slow and not readme'
 
 readme: env ## Runs the commands of README and documentation in clean clones, the demo with them.
 	python -m pytest -m readme
@@ -37,10 +37,15 @@ test-all: env ## Everything: default suite, slow laws, README and documentation,
 	$(MAKE) test slow readme docs testbed
 
 slow: env ## The long laws: layouts, policies, faults, simulator beside reality.
-	python -m pytest -n $(WORKERS) --dist worksteal -m 'slow and not testbed and not readme'
+	python -m pytest -n $(WORKERS) --dist loadgroup --timeout 900 -m 'slow and not testbed and not readme'
 
 testbed: env ## Two rounds over real sshd and real Slurm on this machine (root, Debian packages).
 	python -m pytest -m 'testbed and not slow'
+
+coverage: env ## Branch coverage of the default suite, started processes included; in build/coverage.
+	python -m pytest -n $(WORKERS) --dist loadgroup -m 'not testbed and not slow and not readme' --cov --cov-report=
+	python -m coverage report --skip-covered --sort=cover
+	python -m coverage html -q
 
 wheel: env ## A wheel, installed with its dependencies into a fresh environment, from which a federation runs.
 	CROSSFED_WHEEL=install python -m pytest --timeout 1800 tests/house/test_wheel.py

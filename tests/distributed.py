@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import runpy
 import socket
+import subprocess
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 IMPORTED = ["tests.imported"]
@@ -60,6 +64,59 @@ def _entry(
     queue.join_thread()
     sys.stdout.flush()
     os._exit(code)  # torch 2.13 sometimes aborts at interpreter exit after FSDP on a CPU
+
+
+class Started:
+    """`python -m module arguments` in a fork of the server: a process of its own, but for the imports."""
+
+    def __init__(self, module: str, arguments: list[str], outputs: Path, environment: dict[str, str]) -> None:
+        outputs.mkdir(parents=True, exist_ok=True)
+        self.module, self.arguments = module, arguments
+        self.out, self.err = outputs / "stdout", outputs / "stderr"
+        target = processes_that_stay_imported().Process
+        self.process = target(target=_module, args=(module, arguments, self.out, self.err, environment))
+        self.process.start()
+
+    def says(self, words: str, *, seconds: float = 120) -> bool:
+        """Wait until stderr holds `words`; False where the process ends without."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            alive = self.process.is_alive()
+            if self.err.exists() and words in self.err.read_text():
+                return True
+            if not alive:
+                return False
+            time.sleep(0.02)
+        raise AssertionError(f"{self.module} has not said {words!r} in {seconds:g} s:\n{self.err.read_text()}")
+
+    def signal(self, number: int) -> None:
+        os.kill(self.process.pid, number)
+
+    def ended(self, *, seconds: float = 120) -> subprocess.CompletedProcess[str]:
+        """Wait for the end; after `seconds` the process is killed and the test fails."""
+        self.process.join(seconds)
+        if self.process.exitcode is None:
+            self.kill()
+            raise AssertionError(f"{self.module} still runs after {seconds:g} s:\n{self.err.read_text()}")
+        words = [self.module, *self.arguments]
+        return subprocess.CompletedProcess(words, self.process.exitcode, self.out.read_text(), self.err.read_text())
+
+    def kill(self) -> None:
+        if self.process.is_alive():
+            self.process.kill()
+        self.process.join()
+
+
+def _module(module: str, arguments: list[str], out: Path, err: Path, environment: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    for number, path in ((1, out), (2, err)):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    sys.argv = [module, *arguments]
+    warnings.simplefilter("ignore", RuntimeWarning)  # that the server has imported the module already
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def run_distributed(function: Callable[..., Any], world: int, *arguments: Any, timeout: float = 120) -> list[Any]:

@@ -5,11 +5,9 @@ Nothing here may start a thread or draw a random number.
 
 from __future__ import annotations
 
-import torch.distributed.fsdp
-import torch.distributed.pipelining
 import transformers.models.auto.modeling_auto  # noqa: F401
 from transformers import BertForMaskedLM, GPT2LMHeadModel, LlamaForCausalLM, Qwen2ForCausalLM  # noqa: F401
 
-import facility.launch  # noqa: F401
-import facility.sync.policies.partial_reduce  # noqa: F401
+import facility.launch
+import facility.sync.policies.partial_reduce
 import facility.train  # noqa: F401

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -59,12 +61,33 @@ def pico_config(family: str = "llama", **changes: Any) -> Any:
 
 
 def save_pico(directory: Path, family: str = "llama", *, seed: int = 0, dtype: str = "float32", **changes: Any) -> Path:
-    """Write a randomly initialised pico causal LM (masked LM for bert) to `directory` and return it."""
+    """Write a randomly initialised pico causal LM (masked LM for bert) to `directory` and return it.
+
+    A process makes each model once; the same arguments give the same bytes.
+    """
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, content in _made(family, seed, dtype, _Changes(changes)).items():
+        (directory / name).write_bytes(content)
+    return directory
+
+
+class _Changes(dict):
+    """Changes as part of a cache's key: compared whole, for a value may be a list, which has no hash."""
+
+    def __hash__(self) -> int:
+        return 0
+
+
+@cache
+def _made(family: str, seed: int, dtype: str, changes: _Changes) -> dict[str, bytes]:
+    """The files of a model, by name."""
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
     torch.manual_seed(seed)
     factory = AutoModelForMaskedLM if family == "bert" else AutoModelForCausalLM
     model = factory.from_config(pico_config(family, **changes)).to(getattr(torch, dtype))
-    model.save_pretrained(directory)
-    return Path(directory)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return {path.name: path.read_bytes() for path in Path(folder).iterdir()}

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from coordinator.archive.sweep import sweep_round
 from facility.exchange.messages.manifest import Manifest, write_manifest
+from tests.examples import examples
 
 
 def engine_directory(workdir: Path, name: str, *, kind: str, federation: str = "f", round: int) -> Path:
@@ -20,7 +21,7 @@ def engine_directory(workdir: Path, name: str, *, kind: str, federation: str = "
     return directory
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(done=st.integers(0, 5), rounds=st.lists(st.integers(0, 6), min_size=1, max_size=6))
 def test_what_is_needed_stays_and_what_is_over_goes(tmp_path_factory, done: int, rounds: list[int]):
     workdir = tmp_path_factory.mktemp("work")

@@ -19,6 +19,9 @@ from facility.exchange.checkpoints.second_moments import read_factors
 from tests.engine.engines import crossfed, cwltool, killed_at, streamflow, weights
 from tests.federations import write_federation
 
+shared = pytest.mark.xdist_group("undisturbed")
+"""These tests share one federation that ran: one process runs them, and it is made once."""
+
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -45,6 +48,7 @@ def archive_of(path: Path) -> Archive:
     return Archive(read_federation(path).archive_path)
 
 
+@shared
 def test_perplexity_falls_and_the_model_loads(undisturbed: Path):
     from transformers import AutoModelForCausalLM
 
@@ -60,6 +64,7 @@ def test_perplexity_falls_and_the_model_loads(undisturbed: Path):
     assert len(rows) == 4
 
 
+@shared
 @pytest.mark.slow
 def test_cwltool_makes_the_same_weights_bit_for_bit(undisturbed: Path, tmp_path: Path):
     path = make(tmp_path)
@@ -69,6 +74,7 @@ def test_cwltool_makes_the_same_weights_bit_for_bit(undisturbed: Path, tmp_path:
     assert len(weights(path)) == 2
 
 
+@shared
 def test_no_dataset_file_leaves_its_facility(undisturbed: Path):
     root = undisturbed.parent.parent
     sites = {name: root / "sites" / name / "dataset" for name in ("site-a.1", "b_2")}
@@ -94,9 +100,19 @@ def test_no_dataset_file_leaves_its_facility(undisturbed: Path):
             assert hashlib.sha1(content).hexdigest() not in dump and hashlib.sha256(content).hexdigest() not in dump
 
 
-def test_killed_anywhere_the_same_command_ends_with_the_same_weights(undisturbed: Path, tmp_path: Path):
-    path = make(tmp_path)
-    for moment in ("round 0: b_2 training", "receiving", "averaging"):
+@shared
+@pytest.mark.parametrize(
+    "moments",
+    [
+        pytest.param(("receiving",), id="once"),
+        pytest.param(("round 0: b_2 training", "receiving", "averaging"), id="thrice", marks=pytest.mark.slow),
+    ],
+)
+def test_killed_anywhere_the_same_command_ends_with_the_same_weights(
+    undisturbed: Path, tmp_path: Path, moments: tuple[str, ...]
+):
+    path = make(tmp_path, final_evaluation=False)
+    for moment in moments:
         killed_at(moment, path, tmp_path / "engine")
     process = crossfed("run", "--quiet", "-f", path, folder=tmp_path / "engine")
     text, _ = process.communicate(timeout=240)
@@ -119,6 +135,7 @@ def test_the_round_goes_on_without_a_facility_that_fails_and_says_so(tmp_path: P
     assert rows["site-a.1"]["weight"] == 1.0
 
 
+@pytest.mark.slow  # the quicker law is in tests/steps
 def test_too_few_facilities_end_the_run_with_the_reason_and_no_round(tmp_path: Path):
     path = make(tmp_path, minimum_facilities=2)
     shutil.rmtree(tmp_path / "sites" / "b_2" / "dataset")
@@ -128,6 +145,7 @@ def test_too_few_facilities_end_the_run_with_the_reason_and_no_round(tmp_path: P
     assert archive_of(path).rounds() == []
 
 
+@shared
 def test_an_archive_of_another_federation_is_refused(undisturbed: Path, tmp_path: Path):
     archive = archive_of(undisturbed).path
     path = make(tmp_path, name="other", archive=str(archive))

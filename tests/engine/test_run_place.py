@@ -43,6 +43,7 @@ def test_a_full_disk_is_told_by_its_name(tmp_path: Path, monkeypatch: pytest.Mon
     assert unwritable([tmp_path]) == f"{tmp_path} is full: free some room, then give the same command again"
 
 
+@pytest.mark.slow  # two whole runs; that each place is its own is the first law above
 def test_two_federations_of_one_account_run_at_once(tmp_path: Path):
     """Under one HOME; each keeps StreamFlow's database and temporary files to itself."""
     files = [write_federation(tmp_path / name, ["a"], rounds=1, name=name, final_evaluation=False) for name in "xy"]

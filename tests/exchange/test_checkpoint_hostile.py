@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from facility.exchange.checkpoints.checkpoint import INDEX, open_checkpoint, read_header, save_tensors
 from facility.exchange.errors import CheckpointError
+from tests.examples import examples
 
 MUTATIONS = int(os.environ.get("CROSSFED_FUZZ", "1500"))
 """CI's share; `CROSSFED_FUZZ=10000` runs the whole."""
@@ -163,7 +164,7 @@ tensor_like = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     header=st.dictionaries(st.text(max_size=6), tensor_like | json_values, max_size=4) | json_values,
     body=st.binary(max_size=64),

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from facility.exchange.scheduling.gossip import GossipScheduler, PairScheduler, WaveScheduler
 from facility.exchange.scheduling.groups import GroupRules
+from tests.examples import examples
 
 
 def test_gossip_never_waits_and_meets_everybody_alike():
@@ -32,7 +33,7 @@ def test_the_last_one_has_no_partner():
 
 
 @given(members=st.integers(2, 9), order=st.randoms(use_true_random=False))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_blocking_pairs_meet_in_the_same_iteration_and_all_get_through(members, order):
     scheduler = PairScheduler(range(members), seed=3)
     iterations, made = 6, Counter()
@@ -50,7 +51,7 @@ def test_blocking_pairs_meet_in_the_same_iteration_and_all_get_through(members, 
 
 
 @given(members=st.integers(1, 6), staleness=st.integers(0, 3), order=st.randoms(use_true_random=False))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_nobody_is_more_than_the_bound_of_waves_ahead(members, staleness, order):
     scheduler = WaveScheduler(range(members), GroupRules(debias=False), staleness=staleness)
     waves, computing, now = 8, set(range(members)), 0.0

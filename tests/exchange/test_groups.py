@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.scheduling.groups import Group, GroupRules, GroupScheduler
+from tests.examples import examples
 
 RULES = st.builds(
     GroupRules,
@@ -117,7 +118,7 @@ def connected(groups: list[set[int]], everybody: set[int]) -> bool:
 
 
 @given(workers=st.integers(1, 24), rules=RULES, seed=st.integers(0, 999), slow=st.sampled_from([1.0, 5.0, 40.0]))
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 def test_no_group_without_the_agreement_of_its_members_and_nobody_waits_for_ever(workers, rules, seed, slow):
     run = drive(workers, rules, updates=workers * 12, seed=seed, slow=slow)
     for group, ready in zip(run.groups, run.ready_at_close, strict=True):
@@ -134,7 +135,7 @@ def test_no_group_without_the_agreement_of_its_members_and_nobody_waits_for_ever
     seed=st.integers(0, 999),
     slow=st.sampled_from([1.0, 5.0, 40.0]),
 )
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 def test_the_union_of_groups_is_connected_at_least_every_P_rounds(workers, rules, seed, slow):
     run = drive(workers, rules, updates=workers * 30, seed=seed, slow=slow)
     everybody, period, spent = set(range(workers)), [], 0
@@ -155,7 +156,7 @@ def test_the_union_of_groups_is_connected_at_least_every_P_rounds(workers, rules
 
 
 @given(workers=st.integers(1, 12), rules=RULES, seed=st.integers(0, 999))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_deaths_and_returns_stop_nobody(workers, rules, seed):
     run = drive(workers, rules, updates=workers * 40, seed=seed, deaths=3)
     assert run.groups[-1].final and run.groups[-1].members == run.scheduler.members

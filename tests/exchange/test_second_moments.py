@@ -23,6 +23,7 @@ from facility.exchange.checkpoints.second_moments import (
 from facility.exchange.errors import CheckpointError
 from facility.training.state.load import LocalShard
 from facility.training.state.second_moments import take_over
+from tests.examples import examples
 
 SHAPES = {"a.weight": (6, 4), "b.bias": (5,), "conv.weight": (3, 2, 2)}
 
@@ -47,7 +48,7 @@ def test_factors_are_the_means_that_adafactor_keeps(tmp_path: Path):
             assert np.allclose(found.rows, 2 * flat.mean(1)) and np.allclose(found.columns, 2 * flat.mean(0))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(n=st.integers(1, 7), m=st.integers(1, 7), first=st.integers(0, 6), seed=st.integers(0, 99))
 def test_a_matrix_of_rank_one_is_rebuilt_exactly_row_by_row(n: int, m: int, first: int, seed: int):
     rng = np.random.default_rng(seed)

@@ -19,6 +19,7 @@ from coordinator.planning.exact.free_order import _decide_by_counts, granular_bo
 from coordinator.planning.exact.periodic import decide_periodic, find_period
 from coordinator.problem.problem import ChainProblem
 from coordinator.problem.read import read_problem
+from tests.examples import examples
 from tests.planning.cases import published
 
 
@@ -77,7 +78,7 @@ def check(problem: ChainProblem, found, expected: float) -> None:
 def test_exact_is_brute_force_on_thousands_of_small_instances():
     """1,500 instances, the order free; infeasible ones are refused."""
     infeasible = 0
-    for seed in range(1500):
+    for seed in range(examples(1500)):
         problem = random_problem(seed)
         expected = brute_force(problem)
         if np.isinf(expected):
@@ -92,7 +93,7 @@ def test_exact_is_brute_force_on_thousands_of_small_instances():
 
 
 def test_exact_in_order_is_brute_force():
-    for seed in range(1500):
+    for seed in range(examples(1500)):
         problem = random_problem(seed)
         order = tuple(np.random.default_rng(seed).permutation(len(problem.memory_bytes)).tolist())
         expected = brute_force(problem, order)
@@ -139,7 +140,7 @@ def test_both_decision_procedures_agree_on_periodic_chains():
 
 
 @given(seed=st.integers(0, 10_000))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_one_more_device_never_hurts_the_exact_optimum(seed):
     problem = random_problem(seed)
     try:
@@ -157,7 +158,7 @@ def test_one_more_device_never_hurts_the_exact_optimum(seed):
 
 
 @given(seed=st.integers(0, 10_000))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_the_optimum_does_not_know_the_numbers_of_devices(seed):
     problem = random_problem(seed)
     order = np.random.default_rng(seed + 1).permutation(len(problem.memory_bytes))
@@ -176,7 +177,7 @@ def test_the_optimum_does_not_know_the_numbers_of_devices(seed):
 
 
 @given(seed=st.integers(0, 10_000))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_exact_in_order_beats_dynamic_and_dynamic_beats_even(seed):
     problem = random_problem(seed)
     chain = Chain(problem)

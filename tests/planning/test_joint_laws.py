@@ -22,6 +22,7 @@ from coordinator.problem.runtime import Runtime
 from coordinator.simulation.pipelines.plans import layout_of, simulate
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.plan import Plan
+from tests.examples import examples
 from tests.planning.cases import problem, whole
 
 SEEDS = st.integers(0, 100_000)
@@ -72,7 +73,7 @@ def random_plan(one: Problem, seed: int) -> Plan:
 
 
 @given(seed=SEEDS)
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 def test_no_layout_beats_the_bound(seed):
     one = random_problem(seed)
     bound = joint_bound(one)
@@ -84,7 +85,7 @@ def test_no_layout_beats_the_bound(seed):
 @given(seed=SEEDS)
 @example(seed=132)
 @example(seed=15032)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 def test_every_layer_once_memory_kept_and_never_slower_than_even(seed):
     one = random_problem(seed)
     try:
@@ -106,7 +107,7 @@ def test_every_layer_once_memory_kept_and_never_slower_than_even(seed):
 
 
 @given(seed=SEEDS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_the_cost_does_not_know_the_numbers_of_devices(seed):
     one = random_problem(seed)
     plan = random_plan(one, seed)
@@ -127,7 +128,7 @@ def test_the_cost_does_not_know_the_numbers_of_devices(seed):
 
 
 @given(seed=SEEDS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_running_costs_only_add_and_both_engines_agree_on_them(seed):
     from coordinator.simulation.pipelines.iteration import simulate_layout
 

@@ -22,6 +22,7 @@ from coordinator.planning.placement.place import plan_place
 from coordinator.planning.stop import Stop
 from coordinator.problem.problem import PlacementProblem
 from coordinator.problem.read import problem_from_json
+from tests.examples import examples
 from tests.planning.cases import BEST_KNOWN, published
 from tests.reproductions.evolutionary import evolve
 
@@ -103,7 +104,7 @@ def test_brute_force_on_six_devices(seed):
 
 
 @given(seed=st.integers(0, 100_000), size=st.integers(1, 6))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 def test_bottleneck_matching_is_brute_force(seed, size):
     weights = np.random.default_rng(seed).choice([1.0, 2.0, 3.0, 5.0, 8.0], (size, size))
     value, match = bottleneck_matching(weights)
@@ -114,7 +115,7 @@ def test_bottleneck_matching_is_brute_force(seed, size):
 
 
 @given(seed=st.integers(0, 100_000), size=st.integers(2, 6))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_best_order_is_brute_force(seed, size):
     weights = np.random.default_rng(seed).uniform(1, 9, (size, size))
     weights = weights + weights.T

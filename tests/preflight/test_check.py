@@ -10,14 +10,15 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from coordinator.cli import app
 from coordinator.config.deployments import Deployment, read_deployment
 from coordinator.preflight import check as checking
 from coordinator.preflight import remote
@@ -432,15 +433,19 @@ def test_a_quota_smaller_than_the_disk_is_noticed(site: Site):
     assert list((site.root / "site" / "work").iterdir()) == []
 
 
-def test_the_command_prints_a_table_or_json_and_its_code_says_it(site: Site):
+def test_the_command_prints_a_table_or_json_and_its_code_says_it(site: Site, monkeypatch: pytest.MonkeyPatch):
     site.says("sbatch", "allocation failure: Invalid account or account/partition combination specified")
-    command = [sys.executable, "-m", "coordinator.cli", "check", "--no-link", "-f", str(site.file)]
-    table = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert table.returncode == 1 and "sacctmgr show assoc" in table.stdout and "1 to fix" in table.stdout
-    told = subprocess.run([*command, "--json"], capture_output=True, text=True, cwd=ROOT)
+    rows = check(site.file, link=False)
+    asked: list[tuple[Path, bool]] = []
+    monkeypatch.setattr(checking, "check", lambda file, *, link: asked.append((file, link)) or rows)
+    command = ["check", "--no-link", "-f", str(site.file)]
+    table = CliRunner().invoke(app, command)
+    assert table.exit_code == 1 and "sacctmgr show assoc" in table.stdout and "1 to fix" in table.stdout
+    told = CliRunner().invoke(app, [*command, "--json"])
     answer = json.loads(told.stdout)
-    assert told.returncode == 1 and answer["failing"] == 1
+    assert told.exit_code == 1 and answer["failing"] == 1
     assert {"subject", "check", "verdict", "found", "fix"} == set(answer["rows"][0])
+    assert asked == [(site.file, False)] * 2
     assert checking.show([], as_json=True, write=lambda _: None) == 0
 
 

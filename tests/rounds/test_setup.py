@@ -167,6 +167,7 @@ def test_a_wheelhouse_that_lacks_a_package_is_told_and_no_index_is_asked(tmp_pat
     assert "127.0.0.1" not in result.stderr and not (tmp_path / "home" / ".setup-stamp").exists()
 
 
+@pytest.mark.slow  # the set-up that succeeds is above, what an offline site installs from in test_a_bundle_is_verified
 def test_without_network_and_modules_a_python_that_has_everything_is_used(tmp_path: Path):
     """As on the testbed: no index answers, there is no `module`, and the account's Python has the packages already."""
     home = tmp_path / "home"

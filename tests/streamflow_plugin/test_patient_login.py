@@ -122,7 +122,7 @@ def test_an_expired_certificate_is_waited_for_and_a_new_one_goes_on(site, tmp_pa
     asyncio.run(act())
     assert count.read_text() == "ran\n" and there.read_bytes() == model.read_bytes()
     found = list(events.new())
-    assert [event.kind for event in found] == ["login_refused", "login_works"]
+    assert [event.kind for event in found] == ["login_refused", "login_works", "moved"]
     assert {event["facility"] for event in found} == {"a-ssh"}
 
 

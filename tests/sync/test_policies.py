@@ -26,14 +26,15 @@ def by_hand(weights: list[float], steps: int = STEPS) -> torch.Tensor:
 
 @pytest.mark.parametrize("policy", sorted(POLICIES.built_in))
 def test_every_policy_ends_with_one_model(policy: str):
-    results = run_fleet(partial(solve), 3, settings_of(policy=policy, every=4), STEPS)
+    # Under adpsgd much depends on who is ahead: a pause keeps one core from running one replica to its end first.
+    pause = 0.005 if policy == "adpsgd" else 0.0
+    results = run_fleet(partial(solve, pause=pause), 3, settings_of(policy=policy, every=4), STEPS)
     for result in results[1:]:
         assert result["vector"] == results[0]["vector"], "the final average is the same bits everywhere"
     assert sum(r["steps"] for r in results) >= 3 * STEPS
     if policy not in ("diloco",):  # its outer momentum overshoots
         got = torch.tensor(results[0]["vector"])
-        # Who averages with whom under adpsgd depends on which process gets a core first.
-        assert torch.all((got - by_hand([1, 1, 1])).abs() < (0.75 if policy == "adpsgd" else 0.5))
+        assert torch.all((got - by_hand([1, 1, 1])).abs() < 0.5)
     updates = results[0]["report"]["updates"]
     assert sum(updates.values()) == sum(r["steps"] for r in results)
 

@@ -6,14 +6,13 @@ import dataclasses
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from facility.dataset import DatasetManifest, SplitEntry
-from tests.distributed import free_port
+from tests.distributed import Started, free_port
 
 
 def write_dataset(
@@ -94,24 +93,25 @@ def train(
     environment: dict[str, str] | None = None,
 ) -> list[subprocess.CompletedProcess]:
     """`python -m facility.train` on so many processes; state beside `out`. Every rank must end with `expect`."""
-    command = [
-        sys.executable,
-        "-m",
-        "facility.train",
-        "--model",
-        str(model),
-        "--dataset",
-        str(dataset),
-        "--settings",
-        str(settings),
-        "--round",
-        str(round),
-        "--out",
-        str(out),
-        *options,
-    ]
+    arguments = ["--model", str(model), "--dataset", str(dataset), "--settings", str(settings)]
+    arguments += ["--round", str(round), "--out", str(out), *options]
     if "--state" not in options:
-        command += ["--state", str(out.parent / "state")]
+        arguments += ["--state", str(out.parent / "state")]
+    processes = started(arguments, out.parent / "said", ranks=ranks, environment=environment)
+    try:
+        results = [process.ended(seconds=timeout) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    if expect is not None:
+        assert [r.returncode for r in results] == [expect] * ranks, "\n".join(r.stderr for r in results)
+    return results
+
+
+def started(
+    arguments: list[str], outputs: Path, *, ranks: int = 1, environment: dict[str, str] | None = None
+) -> list[Started]:
+    """The trainer's processes, started as a launcher starts them."""
     port = free_port()
     processes = []
     for rank in range(ranks):
@@ -125,22 +125,8 @@ def train(
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
             }
-        processes.append(
-            subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        )
-    results = []
-    try:
-        for process in processes:
-            output, errors = process.communicate(timeout=timeout)
-            results.append(subprocess.CompletedProcess(command, process.returncode, output, errors))
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
-    if expect is not None:
-        assert [r.returncode for r in results] == [expect] * ranks, "\n".join(r.stderr for r in results)
-    return results
+        processes.append(Started("facility.train", arguments, outputs / str(rank), variables))
+    return processes
 
 
 def weights(directory: Path) -> dict[str, Any]:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,7 +11,7 @@ import pytest
 from facility.exchange.messages.manifest import sha256_of
 from facility.exchange.messages.outcome import Outcome
 from facility.exchange.messages.report import read_report
-from tests.training.federation import largest_difference, write_dataset
+from tests.training.federation import largest_difference, started, write_dataset
 from tests.training.layouts import arguments, rounds_in
 
 
@@ -27,22 +24,16 @@ def test_an_interrupted_round_ends_bit_for_bit_like_an_undisturbed_one(tmp_path:
     quiet = arguments(tmp_path / "quiet", pico_llama, dataset, steps=5)
     rounds_in([("quiet", quiet)])
     stopped = arguments(tmp_path / "stopped", pico_llama, dataset, steps=5)
-    command = [sys.executable, "-m", "facility.train", *stopped, "--progress"]
     codes = []
-    for _ in range(3):
-        process = subprocess.Popen(
-            command, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
-        )
-        assert process.stderr is not None
-        for line in process.stderr:
-            if "step " in line and len(codes) < 2:
-                process.send_signal(signal.SIGUSR1 if codes else signal.SIGTERM)
-                break
-        rest = process.stderr.read()
-        codes.append(process.wait(timeout=120))
+    for number in (signal.SIGTERM, signal.SIGUSR1, None):
+        (process,) = started([*stopped, "--progress"], tmp_path / "said" / str(len(codes)))
+        if number is not None and process.says("step "):
+            process.signal(number)
+        result = process.ended()
+        codes.append(result.returncode)
         if codes[-1] == 0:
             break
-        assert codes[-1] == Outcome.CHECKPOINTED, rest
+        assert codes[-1] == Outcome.CHECKPOINTED, result.stderr
         assert not (tmp_path / "stopped/out").exists()
     assert codes[-1] == 0 and codes[0] == Outcome.CHECKPOINTED
     assert sha256_of(tmp_path / "quiet/out/model.safetensors") == sha256_of(tmp_path / "stopped/out/model.safetensors")
@@ -77,37 +68,17 @@ def test_a_rank_that_dies_or_hangs_takes_the_others_down(
     tmp_path: Path, pico_llama: Path, dataset: Path, end: signal.Signals, stall: float
 ):
     """Within the stated time (`stall_seconds`), without a hang, as a transient error: the round may be run again."""
-    from tests.distributed import free_port
-
-    command = [
-        sys.executable,
-        "-m",
-        "facility.train",
-        *arguments(tmp_path, pico_llama, dataset, steps=10_000, stall_seconds=stall),
-        "--progress",
-    ]
-    port = free_port()
-    ranks = []
-    for rank in range(2):
-        variables = {
-            "RANK": str(rank),
-            "WORLD_SIZE": "2",
-            "LOCAL_RANK": str(rank),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": "1",
-        }
-        ranks.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | variables))
-    assert ranks[0].stderr is not None
-    for line in ranks[0].stderr:
-        if "step " in line:
-            break
-    ranks[1].send_signal(end)
-    began = time.monotonic()
-    code = ranks[0].wait(timeout=60)
-    text = ranks[0].stderr.read()
-    ranks[1].kill()
-    ranks[1].wait()
+    words = [*arguments(tmp_path, pico_llama, dataset, steps=10_000, stall_seconds=stall), "--progress"]
+    first, second = started(words, tmp_path / "said", ranks=2)
+    try:
+        assert first.says("step ")
+        second.signal(end)
+        began = time.monotonic()
+        result = first.ended(seconds=60)
+    finally:
+        first.kill()
+        second.kill()
+    code, text = result.returncode, result.stderr
     assert code == 75 and "lost contact with another rank" in text and "Traceback" not in text
     assert time.monotonic() - began < 40
     assert not (tmp_path / "out").exists()
