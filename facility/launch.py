@@ -24,9 +24,12 @@ from facility.exchange.errors import TryAgain, exit_on_error
 from facility.launching.devices import Devices, cleaned, detect
 from facility.launching.notes import Notes
 from facility.launching.place import Place, Tasks, master_port, place, read_tasks
-from facility.launching.rendezvous import private_directory
-from facility.launching.supervise import Ending, Limits, supervise
+from facility.launching.rendezvous import DIRECTORY, private_directory
+from facility.launching.supervise import TRANSIENT, Ending, Limits, supervise
 from facility.launching.tables import RANKS_PER_NODE, TORCHRUN
+
+FOR_EVER = 1e9
+"""Seconds; the scheduler's own limit ends the job."""
 
 
 def tasks_here(environ: Mapping[str, str] = os.environ) -> Tasks:
@@ -76,10 +79,32 @@ def launch(
             [environment | meeting for environment in environments],
             limits=limits,
             elsewhere=elsewhere if several else None,
+            directory=Path(meeting[DIRECTORY]) if DIRECTORY in meeting else None,
         )
-    if ending.code and several:
-        notes.write(f"failed-{tasks.task}", asdict(ending) | {"task": tasks.task, "node": tasks.node})
+    if several:
+        if not ending.missed:
+            ending = word_of_others(ending, tasks, notes, limits)
+        told = asdict(ending) | {"task": tasks.task, "node": tasks.node}
+        notes.write(f"{'failed' if ending.code else 'finished'}-{tasks.task}", told)
     return ending
+
+
+def word_of_others(ending: Ending, tasks: Tasks, notes: Notes, limits: Limits) -> Ending:
+    """How the round ended: this task's replicas are lost, and those of other tasks may finish without them."""
+
+    notes.write(f"lost-{tasks.task}", ending.reason)
+    others = [number for number in range(tasks.tasks) if number != tasks.task]
+
+    def told() -> Ending | None:
+        if any(notes.read(f"finished-{number}") is not None for number in others):
+            return Ending(code=0, reason="")
+        nobody = all(notes.read(f"lost-{number}") is not None for number in others)
+        return ending if nobody or notes.failures() else None
+
+    try:
+        return notes.wait(told, limits.total or FOR_EVER, "the other tasks said nothing of their end")
+    except TryAgain:
+        return ending
 
 
 def wanted_ranks(tasks: Tasks, devices: Devices, ranks: int, use_devices: bool) -> tuple[int, str]:
@@ -149,9 +174,10 @@ def _say(where: Place, why: str) -> None:
 
 
 def show_failure(ending: Ending, tasks: Tasks) -> None:
-    """The first failing rank's last lines, once, after everything else."""
+    """The first failing rank's last lines, once, after everything else; and whether to come back."""
     if ending.code:
-        print(f"launch: {ending.reason}; its last lines were:\n{ending.tail}", file=sys.stderr, flush=True)
+        again = "; the same command, run again, goes on from the last checkpoint" if ending.code == TRANSIENT else ""
+        print(f"launch: {ending.reason}{again}; its last lines were:\n{ending.tail}", file=sys.stderr, flush=True)
 
 
 def limits_from(arguments: argparse.Namespace, tasks: Tasks) -> Limits:

@@ -35,7 +35,7 @@ from facility.measuring.tournament import groups_of
 from facility.measuring.traffic_control import Way, script
 from facility.measuring.wire import Wire
 from facility.training.devices import device_id, device_name, free_bytes
-from facility.training.parallel.ranks import Ranks, end, from_environment, together
+from facility.training.parallel.ranks import Ranks, barrier, end, from_environment, together
 from facility.training.parallel.rendezvous import start
 
 
@@ -159,6 +159,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.tc_out:
             _write_scripts(options, everybody, pretended)
         print(json.dumps(profile.to_json(), indent=2) if options.json else _table(profile))
+    barrier(ranks)
     return 0
 
 

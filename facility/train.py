@@ -25,7 +25,7 @@ from facility.training.finish import finish_evaluation, finish_round
 from facility.training.monitor.logs import start_logging
 from facility.training.monitor.progress import show_stage
 from facility.training.parallel.arrange import check_devices
-from facility.training.parallel.ranks import Ranks, end, together
+from facility.training.parallel.ranks import Ranks, barrier, end, together
 from facility.training.prepare import Setup, choose_setup, prepare_ranks
 from facility.training.request import RoundRequest, read_request
 from facility.training.round import Round
@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
     if ranks is None:
         print(f"rank {os.environ.get('RANK', 0)}: the plan leaves this rank idle", flush=True)
         return Outcome.DONE
-    start_logging(ranks, f"{request.settings.facility} round {request.round}")
+    start_logging(ranks, request.name)
     show_stage(ranks, request.out.absolute().parent, "loading")
     inputs, setup, saved = read(request, ranks)
 
@@ -89,6 +89,7 @@ def main(argv: list[str] | None = None) -> int:
     round.evaluate_returned()
     finish_round(round)
     log.info("update written to %s", request.out)
+    barrier(round.ranks)
     return Outcome.DONE
 
 

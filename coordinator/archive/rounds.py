@@ -52,6 +52,8 @@ class FacilityRow:
     status: str
     """`ok`, `failed` (told so itself), `absent` (left nothing) or `refused` (verification)."""
     reason: str = ""
+    note: str = ""
+    """What its report says beside figures: replicas that it lost during the round."""
     weight: float = 0.0
     """Normalised weight in the mean."""
     tokens: int = 0

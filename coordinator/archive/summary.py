@@ -108,6 +108,9 @@ def number(value: float | None) -> str:
 
 
 def _status(row: dict[str, Any]) -> str:
-    """`ok`, or why not; a reason is text, whatever brackets it holds."""
+    """`ok`, with the facility's note if any, or why not; both are text, whatever brackets they hold."""
     status, reason = row["status"], row["reason"]
-    return "ok" if status == "ok" else f"[red]{escape(status + ': ' + shown(reason))}[/red]"
+    if status != "ok":
+        return f"[red]{escape(status + ': ' + shown(reason))}[/red]"
+    note = row.get("note", "")
+    return f"ok ([yellow]{escape(shown(note))}[/yellow])" if note else "ok"

@@ -227,6 +227,9 @@ def _failures(rows: Sequence[Row], rounds: Sequence[Row], entries: Sequence[Entr
             times = attempts.get(row["round"], 1)
             done = "the round went on without it" + (f", after {times} attempts" if times > 1 else "")
             found.append(_failure(row["round"], row["facility"], row["status"], row["reason"], done))
+        elif row.get("note"):
+            rest = "the other replicas finished the round"
+            found.append(_failure(row["round"], row["facility"], "replica lost", shown(row["note"]), rest))
     noted = {(one["round"], one["facility"]) for one in found}
     for entry in entries:
         reason = shown(entry.detail.get("reason", entry.detail.get("text", "")))

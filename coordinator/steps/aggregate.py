@@ -31,6 +31,7 @@ from facility.exchange.errors import CrossFedError, InputError, TryAgain, Update
 from facility.exchange.files.durable import write_json
 from facility.exchange.files.paths import resolve
 from facility.exchange.messages.dataset_card import dataset_of
+from facility.exchange.messages.lost_replicas import note_on
 from facility.exchange.messages.manifest import KEEPS, read_manifest, run_of, verify_manifest, with_run
 from facility.exchange.messages.report import Failure, Report, read_failure, read_report
 from facility.exchange.messages.strict_json import clean
@@ -326,6 +327,7 @@ def _row(
     report = arrived.reports[name]
     return dataclasses.replace(
         row,
+        note=note_on(report),
         weight=weights.get(name, 0.0),
         tokens=report.tokens,
         samples=report.samples,

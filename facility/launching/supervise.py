@@ -1,4 +1,8 @@
-"""Start ranks, pass their output on, and see to it that they all end: the first failure ends them all, told first."""
+"""Runs ranks; on the first failure terminates the rest and reports that failure.
+
+A rank that has told (`replica_notes`) that the others can do without its replica ends that replica alone: its other
+ranks are ended too, and the run fails only if no replica finishes.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +17,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import BinaryIO
 
+from facility.exchange.exit_codes import ExitCode
 from facility.exchange.messages.outcome import Outcome
+from facility.launching.replica_notes import ReplicaNote, forget_note, read_note
 
 TAIL_LINES = 60
-AGREED = (Outcome.SKIPPED, Outcome.CHECKPOINTED, 2, 75)
+FOR_ALL = (Outcome.DONE, Outcome.SKIPPED, Outcome.CHECKPOINTED, 2)
+"""Codes that say something of the whole round; with any other a replica that can be missed is merely lost."""
+TRANSIENT = int(ExitCode.TRANSIENT)
+AGREED = (Outcome.SKIPPED, Outcome.CHECKPOINTED, 2, TRANSIENT)
 """Codes that ranks end with together: when one rank has, the others get the grace period to do so by themselves."""
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -42,13 +52,16 @@ class Ending:
     """How the ranks of this task ended."""
 
     code: int
-    """0, or the code of the rank that failed first; 128 + number for a signal; 124 for a time limit."""
+    """0, or the code of the rank that failed first; 128 + number for a signal; 124 for a time limit; 75 where one rank
+    alone fell (SIGKILL, or an error that the others met as lost contact): the same command may succeed."""
     reason: str
     """One sentence; empty when all ended with 0."""
     tail: str = ""
     """Last lines of that rank's output."""
     time: float = 0.0
     """When it failed, in seconds since 1970."""
+    missed: bool = True
+    """False where only replicas ended that others, on other nodes, can do without: theirs is the last word."""
 
 
 @dataclass
@@ -60,6 +73,15 @@ class _Rank:
     traceback_at: float | None = None
     ended_at: float | None = None
     code: int | None = None
+    note: ReplicaNote | None = None
+    """Its latest, read when it ended."""
+    kill_at: float | None = None
+    """When it is ended by SIGKILL, for the others go on without it."""
+
+    @property
+    def lost(self) -> bool:
+        """True if it ended as part of a replica that the others can do without."""
+        return self.code not in (None, *FOR_ALL) and self.note is not None and not self.note.finishes
 
 
 def supervise(
@@ -69,14 +91,16 @@ def supervise(
     limits: Limits,
     out: BinaryIO | None = None,
     elsewhere: Callable[[], str] | None = None,
+    directory: Path | None = None,
 ) -> Ending:
     """Run `command` once for each of `environments` and wait until all have ended.
 
     Every process leads a session of its own; whatever it leaves behind is killed with it, and it is killed when this
     process dies. SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 are passed on. `elsewhere` is asked every half second whether
     another node failed, and says how. At the latest `limits.grace` + 1 s after the first failure nothing is left.
+    `directory`: where ranks leave notes on their replicas; None: every rank needs every other.
     """
-    run = _Run(limits=limits, out=out or sys.stdout.buffer, elsewhere=elsewhere)
+    run = _Run(limits=limits, out=out or sys.stdout.buffer, elsewhere=elsewhere, directory=directory)
     handlers = {number: signal.signal(number, run.pass_on) for number in FORWARDED}
     try:
         run.start(command, environments)
@@ -91,8 +115,10 @@ def supervise(
 
 
 class _Run:
-    def __init__(self, *, limits: Limits, out: BinaryIO, elsewhere: Callable[[], str] | None) -> None:
-        self.limits, self.out, self.elsewhere = limits, out, elsewhere
+    def __init__(
+        self, *, limits: Limits, out: BinaryIO, elsewhere: Callable[[], str] | None, directory: Path | None
+    ) -> None:
+        self.limits, self.out, self.elsewhere, self.directory = limits, out, elsewhere, directory
         self.ranks: list[_Rank] = []
         self.selector = selectors.DefaultSelector()
         self.began = self.spoken = self.looked = time.monotonic()
@@ -102,6 +128,8 @@ class _Run:
 
     def start(self, command: Sequence[str], environments: Sequence[Mapping[str, str]]) -> None:
         for environment in environments:
+            number = int(environment.get("RANK", len(self.ranks)))
+            forget_note(self.directory, number)
             process = subprocess.Popen(
                 command,
                 env=dict(environment),
@@ -111,7 +139,7 @@ class _Run:
                 start_new_session=True,
                 preexec_fn=_die_with_parent,
             )
-            rank = _Rank(number=int(environment.get("RANK", len(self.ranks))), process=process)
+            rank = _Rank(number=number, process=process)
             self.ranks.append(rank)
             assert process.stdout is not None
             os.set_blocking(process.stdout.fileno(), False)
@@ -149,8 +177,8 @@ class _Run:
             for rank in self.living():
                 _signal(rank, signal.SIGTERM)
             self._kill_after(self.limits.grace)
-        if self.deadline is not None and now >= self.deadline:
-            for rank in self.living():
+        for rank in self.living():
+            if any(moment is not None and now >= moment for moment in (self.deadline, rank.kill_at)):
                 _signal(rank, signal.SIGKILL, group=True)
 
     def _end_all(self, code: int, reason: str, now: float) -> None:
@@ -170,8 +198,25 @@ class _Run:
             return
         _signal(rank, signal.SIGKILL, group=True)  # before it is reaped its group's number cannot be another's
         rank.code, rank.ended_at = rank.process.wait(), now
-        if rank.code and self.terminate_at is None and self.deadline is None:
+        rank.note = read_note(self.directory, rank.number)
+        if rank.lost or (rank.code == 0 and rank.note is not None and rank.note.finishes):
+            self._end_left_behind(rank, now)
+        elif rank.code and self.terminate_at is None and self.deadline is None:
             self.terminate_at = now + (self.limits.grace if rank.code in AGREED else 0.0)
+
+    def _end_left_behind(self, ended: _Rank, now: float) -> None:
+        """End, after the grace period, the other ranks of a lost replica, or those that a finished round left out."""
+        assert ended.note is not None
+        replica = ended.note.replica
+        if ended.lost and self.cause is None and self.deadline is None:
+            told = f"launch: replica {replica} is lost ({_sentence(ended, len(self.ranks))}); other replicas go on"
+            print(told, file=sys.stderr, flush=True)
+        for rank in self.living():
+            note = read_note(self.directory, rank.number)
+            if note is None or note.finishes or rank.kill_at is not None:
+                continue
+            if note.replica == replica or not ended.lost:
+                rank.kill_at = now + self.limits.grace
 
     def _read(self, rank: _Rank) -> None:
         assert rank.process.stdout is not None
@@ -209,7 +254,8 @@ class _Run:
                 break
 
     def ending(self) -> Ending:
-        failed = [rank for rank in self.ranks if rank.code]
+        finished = any(rank.code == 0 and rank.note is not None and rank.note.finishes for rank in self.ranks)
+        failed = [rank for rank in self.ranks if rank.code and not (finished and rank.lost)]
         own = [r for r in failed if r.code not in AGREED and not (self.cause and r.code in (-15, -9))]
         agreed = [rank for rank in failed if rank.code in AGREED]
         if self.cause and not (agreed and not own):
@@ -222,9 +268,17 @@ class _Run:
         first = min(own or failed, key=lambda r: (r.code in (-15, -9), r.traceback_at or r.ended_at or 0.0))
         assert first.code is not None
         code = first.code if first.code > 0 else 128 - first.code
-        if first.code < 0 and any(rank.code == 75 for rank in failed):
-            code = 75  # a rank was killed, and the others ended as they do when contact is lost: a transient error
-        return Ending(code=code, reason=_sentence(first, len(self.ranks)), tail="\n".join(first.tail), time=time.time())
+        # One rank fell, and the others ended as they do when contact is lost: a transient error. So is a kill.
+        fell = first.code < 0 or first.code == 1
+        if first.code == -signal.SIGKILL or (fell and any(rank.code == TRANSIENT for rank in failed)):
+            code = TRANSIENT
+        return Ending(
+            code=code,
+            reason=_sentence(first, len(self.ranks)),
+            tail="\n".join(first.tail),
+            time=time.time(),
+            missed=not all(rank.lost for rank in self.ranks),
+        )
 
     def kill_all(self) -> None:
         for rank in self.living():

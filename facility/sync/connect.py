@@ -31,6 +31,7 @@ def connect(
     address: str = "127.0.0.1",
     log: Path | None = None,
     namespace: str = "sync",
+    outlives: bool = False,
 ) -> Synchroniser:
     """Meet the other replicas and return the policy's synchroniser. A single replica never communicates.
 
@@ -51,6 +52,8 @@ def connect(
         This node's address, on which the scheduler and peers listen.
     log
         Directory for `groups.jsonl` and `trace.json` (first rank only); None: no files.
+    outlives
+        The scheduler is a process of its own: replicas go on without the first rank, which starts it.
     """
     emulation = settings.emulation.build()
     if place.replicas == 1:
@@ -71,6 +74,7 @@ def connect(
                 device=device or parameters[0].device,
                 address=address,
                 log=log,
+                outlives=outlives,
             )
         )
     return Emulated(synchroniser, emulation, place, backwards_per_step) if emulation.active else synchroniser

@@ -77,6 +77,10 @@ class Synchroniser(Protocol):
     def pausing(self) -> bool:
         """Is this replica to make no further step for now? The same answer on every rank of the replica."""
 
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Replicas that are here, ascending; after `finish` those of the final average, the same on each of them."""
+
     def ask_to_pause(self) -> None:
         """Any rank may ask; every replica then pauses at its next exchange (all at the same step where they exchange
         in step)."""
@@ -103,7 +107,7 @@ class Synchroniser(Protocol):
         """Put back what `state_dict` gave."""
 
     def report(self) -> dict[str, Any]:
-        """Figures of the round for `report.json`, from the first rank's view; other ranks give their own."""
+        """Figures of the round for `report.json`; those of all replicas on the first rank of the first member only."""
 
     def close(self) -> None:
         """Leave: threads, sockets and process groups are gone afterwards."""

@@ -13,6 +13,7 @@ class SingleReplica:
     def __init__(self, steps: int, done: int = 0) -> None:
         self.steps, self.done, self.samples = steps, done, 0.0
         self.pausing, self.influence = False, 1.0
+        self.members = (0,)
 
     def wants_more(self) -> bool:
         return self.done < self.steps

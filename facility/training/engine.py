@@ -65,7 +65,8 @@ class Engine:
         total = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=device) for v in values])
         if self.ranks.world > 1:
             with self.clock("communication"):
-                dist.all_reduce(total, group=None if self.together or everywhere else self.assembly.model_group)
+                group = self.ranks.group if self.together or everywhere else self.assembly.model_group
+                dist.all_reduce(total, group=group)
         return total.tolist()
 
     def agree_to_stop(self, wanted: bool) -> bool:

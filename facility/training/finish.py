@@ -8,6 +8,7 @@ from typing import Any
 
 from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.errors import ConfigurationError
+from facility.exchange.messages import lost_replicas
 from facility.exchange.messages import report as reports
 from facility.training.devices import device_name
 from facility.training.monitor import account
@@ -100,7 +101,7 @@ def measure(round: Round) -> dict[str, Any]:
     shape, engine, ranks = setup.layout.shape, round.engine, round.ranks
     data_rank = setup.layout.grid.data_rank(ranks.rank)
     share = shape.bounds[data_rank + 1] - shape.bounds[data_rank] if engine.counts else 0
-    sequences = sum(gather(ranks, round.progress.done * share))
+    sequences = sum(gather(ranks, round.progress.done * share)) + sum(one.blocks_trained for one in round.lost)
     seconds = round.progress.seconds_before + round.times.trained - round.times.evaluated
     here = {
         "rank": ranks.rank,
@@ -121,6 +122,8 @@ def measure(round: Round) -> dict[str, Any]:
         "attention": {"name": inputs.attention.name, "reason": inputs.attention.reason},
         "loss": setup.head.reason,
     }
+    if round.lost:
+        details[lost_replicas.KEY] = [one.to_json() for one in round.lost]
     return {"sequences": sequences, "tokens": tokens, "seconds": seconds, "per_rank": per_rank, "details": details}
 
 

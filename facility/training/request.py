@@ -36,6 +36,11 @@ class RoundRequest:
     """Start of the process (time.perf_counter), seconds."""
 
     @property
+    def name(self) -> str:
+        """Facility and round, for log lines."""
+        return f"{self.settings.facility} round {self.round}"
+
+    @property
     def training(self) -> TrainingSettings:
         return self.settings.training
 

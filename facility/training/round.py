@@ -5,22 +5,26 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.messages.progress import Stage
+from facility.launching.replica_notes import ReplicaNote, note_replica
 from facility.sync.protocol import Synchroniser
 from facility.training.data.documents import check_separation
 from facility.training.data.inputs import RoundInputs
 from facility.training.engine import StepResult
+from facility.training.lost import lost_replicas
 from facility.training.monitor.account import perplexity
 from facility.training.monitor.clock import Clock
+from facility.training.monitor.logs import start_logging
 from facility.training.monitor.progress import Progress, show_stage
 from facility.training.monitor.trace import Trace
 from facility.training.monitor.tracker import Tracker
-from facility.training.parallel.ranks import Ranks, gather, together
+from facility.training.parallel.ranks import Ranks, gather, regrouped, together
 from facility.training.parallel.replicas import independent_replicas, synchroniser
 from facility.training.prepare import Setup, build_engine
 from facility.training.request import RoundRequest
@@ -114,6 +118,8 @@ class Round:
                 request, self.saved, progress, self.engine, vectors, replica=self.replica, replicas=self.replicas
             )
         self.sync.load_state_dict(vectors)
+        if not self.engine.together:
+            note_replica(self.ranks.number, ReplicaNote(replica=self.replica))
 
     def train(self, stop: Stop) -> bool:
         """Take the round's steps; False where `stop` ended them early and a mid-round checkpoint was written."""
@@ -126,7 +132,6 @@ class Round:
             log.info("%s", tracker.reason)
         trace = Trace(training.trace, request.state, request.round, self.ranks)
         shown = Progress(
-            self.ranks,
             request.out.absolute().parent,
             steps=training.steps,
             step_tokens=batch * self.inputs.block_tokens,
@@ -137,13 +142,15 @@ class Round:
             overall = self.overall_step
             result = self._step()
             progress.step(result.loss, skipped=result.skipped, batch=batch)
-            shown.step(progress.done, result)
+            if self._speaks():
+                shown.step(progress.done, result)
             self.step_ends.append(time.perf_counter())
             tracker.log(overall, loss=result.loss, gradient_norm=result.gradient_norm, learning_rate=result.rate)
             trace.step()
             if training.limits.save_every and progress.done % training.limits.save_every == 0 and engine.together:
                 self._checkpoint()
         finished = sync.finish()
+        self._go_on_with(sync.members)
         if not finished:
             self._checkpoint()
             reason = stop.reason or "requested by another rank"
@@ -153,10 +160,41 @@ class Round:
         elif not engine.together:  # replicas went at speeds of their own: the next round begins where all are past
             progress.position += (training.steps - progress.done) * batch
         self.sync_report, self.sync_vectors = (sync.report(), sync.state_dict()) if finished else ({}, {})
+        self.lost = lost_replicas(self.sync_report, self.setup.layout, steps=training.steps, finished=sync.members)
         for resource in (sync, tracker, trace):
             resource.close()
         self.times.trained = time.perf_counter()
         return finished
+
+    def _speaks(self) -> bool:
+        """True on the one rank that reports progress: the first, or that of the first replica that is still here."""
+        if self.engine.together or min(self.sync.members) == 0:
+            return self.ranks.first
+        grid = self.setup.layout.grid
+        speaks = self.ranks.rank == int(grid.ranks[min(self.sync.members), 0, 0])
+        if speaks and not log.isEnabledFor(logging.INFO):
+            start_logging(self.ranks, self.request.name, speaks=True)
+        return speaks
+
+    def _go_on_with(self, members: Sequence[int]) -> None:
+        """From here on every rank of the replicas `members` is needed, and no other takes part."""
+        layout, ranks = self.setup.layout, self.ranks
+        if self.engine.together:
+            return
+        note_replica(ranks.number, ReplicaNote(replica=self.replica, finishes=True))
+        if len(members) == self.replicas:
+            return
+        grid = layout.grid
+        remaining = sorted(grid.ranks[list(members)].flatten().tolist())
+        self.ranks = self.engine.ranks = regrouped(
+            ranks, remaining, timeout_seconds=self.request.training.stall_seconds
+        )
+        self.replica, self.replicas = list(members).index(self.replica), len(members)
+        self.writes = self.replica == 0
+        _, _, column = grid.place(ranks.rank)
+        self.setup.loader.evaluates = (self.replica * grid.shards + column, self.replicas * grid.shards)
+        start_logging(self.ranks, self.request.name)
+        log.warning("replicas %s finish the round without the others", ", ".join(map(str, members)))
 
     @property
     def overall_step(self) -> int:

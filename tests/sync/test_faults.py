@@ -107,7 +107,8 @@ def test_losing_one_rank_of_a_replica_drops_the_replica(policy: str):
     assert [(e["event"], e["replica"]) for e in found[0][1]["report"]["membership"]] == [("left", 2)]
 
 
-def test_without_the_rank_that_hosts_the_scheduler_all_others_end_and_say_so():
+def test_without_a_scheduler_all_others_end_and_say_so():
+    """Here it is a thread of the first rank; the trainer's is a process that outlives it."""
     work = partial(solve, pause=0.02, started=partial(signal_self, victim=0, kind=signal.SIGKILL))
     with Fleet(work, 3, settings_of(policy="partial_reduce"), 50) as fleet:
         ends = [fleet.queue.get(timeout=30) for _ in range(2)]

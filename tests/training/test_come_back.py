@@ -64,7 +64,7 @@ def test_a_round_goes_on_in_another_layout(tmp_path: Path, pico_llama: Path, dat
 
 
 @pytest.mark.parametrize("end, stall", [(signal.SIGKILL, 20.0), (signal.SIGSTOP, 6.0)], ids=["dies", "hangs"])
-def test_a_rank_that_dies_or_hangs_takes_the_others_down(
+def test_under_all_reduce_a_rank_that_dies_or_hangs_takes_the_others_down(
     tmp_path: Path, pico_llama: Path, dataset: Path, end: signal.Signals, stall: float
 ):
     """Within the stated time (`stall_seconds`), without a hang, as a transient error: the round may be run again."""

@@ -51,6 +51,10 @@ class Emulated:
     def pausing(self) -> bool:
         return self.inner.pausing
 
+    @property
+    def members(self) -> tuple[int, ...]:
+        return self.inner.members
+
     def ask_to_pause(self) -> None:
         self.inner.ask_to_pause()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from facility.exchange.files.durable import write_text
-from facility.exchange.scheduling.groups import Group
+from facility.exchange.scheduling.group import Group
 
 log = logging.getLogger("facility.sync")
 TRACE_EVENTS = 200_000
@@ -56,6 +56,10 @@ class Journal:
     staleness_maximum: int = 0
     sizes: Counter[int] = field(default_factory=Counter)
     updates: Counter[int] = field(default_factory=Counter)
+    reached: Counter[int] = field(default_factory=Counter)
+    """Steps of each replica as its heartbeats tell, those without an announcement included."""
+    included: Counter[int] = field(default_factory=Counter)
+    """Steps of each replica up to its last exchange that took place."""
     samples: Counter[int] = field(default_factory=Counter)
     waits: Counter[int] = field(default_factory=Counter)
     events: list[dict[str, Any]] = field(default_factory=list)
@@ -92,11 +96,24 @@ class Journal:
             entry.failed += 1
             self._close(entry, at)
 
+    def exchanged(self, group: Group, *, standing: bool) -> None:
+        """An exchange took place on every rank; in lockstep it is that of the step under way."""
+        for member in group.members:
+            assert isinstance(member, int)
+            self.included[member] = self.updates[member] + standing
+
     def event(self, kind: str, replica: int, at: float, reason: str) -> None:
-        """Membership: a replica left or came back."""
+        """Membership: a replica left or came back, after so many steps, of which so many are in the average."""
         log.warning("replica %d %s: %s", replica, kind, reason)
-        self.events.append({"event": kind, "replica": replica, "seconds": round(at, 3), "reason": reason})
-        self.lines.append(json.dumps({"kind": kind, "replica": replica, "seconds": round(at, 3), "reason": reason}))
+        told = {
+            "replica": replica,
+            "seconds": round(at, 3),
+            "steps": max(self.reached[replica], self.updates[replica], self.included[replica]),
+            "steps_included": self.included[replica],
+            "reason": reason,
+        }
+        self.events.append({"event": kind} | told)
+        self.lines.append(json.dumps({"kind": kind} | told))
         self._mark({"name": kind, "ph": "i", "s": "g", "pid": 0, "tid": replica, "ts": round(at * 1e6)})
 
     def _close(self, entry: Entry, at: float) -> None:

@@ -93,6 +93,10 @@ class Link:
         self._evict: list[int] = []
         self._begin: Begin | None = None
         self._left: float | None = None
+        self._over = False
+        self._summary: dict[str, Any] | None = None
+        self.present: tuple[int, ...] = tuple(range(place.replicas))
+        """Replicas that are here, ascending."""
         self.pausing = False
         self._lost = ""
         self._closing = threading.Event()
@@ -183,6 +187,13 @@ class Link:
         """Has the scheduler aborted this group, or is it gone itself?"""
         return decision.uid in self._aborted or bool(self._lost)
 
+    def summary(self) -> dict[str, Any]:
+        """The scheduler's figures of all replicas; it writes its log as well."""
+        self._send({"t": "summary"})
+        self._until(lambda: self._summary is not None, what="the figures of the round")
+        assert self._summary is not None
+        return self._summary
+
     def take_evictions(self) -> list[int]:
         with self._change:
             numbers, self._evict = self._evict, []
@@ -207,6 +218,8 @@ class Link:
                     raise TryAgain(
                         f"replica {self.place.replica}: the scheduler of the replicas is gone ({self._lost})"
                     )
+                if self._over:
+                    raise TryAgain(f"replica {self.place.replica} was away when the others finished the round")
                 if self._left is not None and time.monotonic() - self._left > self.settings.timeout_seconds:
                     raise TryAgain(
                         f"replica {self.place.replica} has been without one of its ranks for "
@@ -233,7 +246,7 @@ class Link:
             if now - before > self.settings.missing_seconds / 2:
                 self._heard += now - before  # this process stood still, not the scheduler
             before = now
-            self._send({"t": "beat"})
+            self._send({"t": "beat", "reached": self.updates})
 
     def _read(self) -> None:
         reason = "it closed the connection"
@@ -268,6 +281,12 @@ class Link:
                     stop=message["stop"],
                     pause=message["pause"],
                 )
+            elif kind == "present":
+                self.present = tuple(message["replicas"])
+            elif kind == "summary":
+                self._summary = message["figures"]
+            elif kind == "over":
+                self._over = True
             elif kind == "abort":
                 self._aborted.add(message["uid"])
             elif kind == "commit":

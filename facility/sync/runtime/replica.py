@@ -15,10 +15,9 @@ from facility.exchange.messages.sync import SyncSettings
 from facility.sync.protocol import Place
 from facility.sync.runtime.buckets import buckets, ring_bytes
 from facility.sync.runtime.flat import Flat, begin_state, moments, zero
-from facility.sync.runtime.journal import Journal
 from facility.sync.runtime.link import Decision, Link
 from facility.sync.runtime.process_groups import Channel, Channels, ExchangeFailed
-from facility.sync.runtime.service import SchedulerService
+from facility.sync.runtime.scheduler_process import SchedulerPlan, SchedulerProcess, SchedulerThread
 
 EXACT_ELEMENTS = 4_000_000
 """Elements averaged at once in float64: what the final average needs beside two copies of the parameters."""
@@ -40,6 +39,8 @@ class Context:
     device: torch.device
     address: str
     log: Path | None
+    outlives: bool
+    """The scheduler is a process of its own, which outlives the rank that starts it."""
 
 
 class Replica:
@@ -49,18 +50,18 @@ class Replica:
         self.context, self.settings, self.place = context, context.settings, context.place
         self.accumulated = self.settings.accumulated
         """Are updates of all replicas counted together?"""
-        self.service: SchedulerService | None = None
+        self.scheduler: SchedulerProcess | SchedulerThread | None = None
         if self.place.chief:
-            journal = Journal(directory=context.log)
-            self.service = SchedulerService(
-                self.settings.scheduler(replicas=self.place.replicas, steps=context.steps),
-                self.settings,
+            plan = SchedulerPlan(
+                settings=self.settings,
                 replicas=self.place.replicas,
                 positions=self.place.positions,
-                journal=journal,
+                steps=context.steps,
+                address=context.address,
+                log=context.log,
             )
-            self.service.start(context.address)
-            context.store.set("scheduler", f"{self.service.host} {self.service.port} {self.service.token}")
+            self.scheduler = SchedulerProcess(plan) if context.outlives else SchedulerThread(plan)
+            context.store.set("scheduler", self.scheduler.contact)
         self.flat = Flat(context.parameters, context.device)
         self.prepare()
         self.link = Link(
@@ -77,6 +78,8 @@ class Replica:
         self.wait_seconds = self.exchange_seconds = 0.0
         self.bytes = 0
         self._buffer: torch.Tensor | None = None
+        self._finished: tuple[int, ...] = ()
+        """Members of the final group, once it has met."""
 
     # -- what policies override -------------------------------------------------------------------------------------
     def prepare(self) -> None:
@@ -110,6 +113,10 @@ class Replica:
     def pausing(self) -> bool:
         return self.link.pausing
 
+    @property
+    def members(self) -> tuple[int, ...]:
+        return self._finished or self.link.present
+
     def ask_to_pause(self) -> None:
         self.link.ask_to_pause()
 
@@ -134,6 +141,7 @@ class Replica:
             self.before_final()
             if decision.pause:
                 self.link.tell(decision, ok=True, seconds=0.0, sent=0)
+                self._finished = tuple(sorted(decision.members))
                 return False
             result = torch.empty(self.flat.size, dtype=torch.float32, device=self.context.device)
 
@@ -143,6 +151,7 @@ class Replica:
             if self.exchange(decision, exact, vote=True):
                 if len(decision.members) > 1:
                     self.flat.unpack(result)
+                self._finished = tuple(sorted(decision.members))
                 return True
 
     def report(self) -> dict[str, Any]:
@@ -156,15 +165,14 @@ class Replica:
             "bytes_here": self.bytes,
             "process_groups_here": self.channels.built,
         }
-        if self.service is not None:
-            figures |= self.service.journal.summary()
+        if self.place.position == 0 and self.me == self.members[0]:
+            figures |= self.link.summary()
         return figures
 
     def close(self) -> None:
         self.link.close()
-        if self.service is not None:
-            self.service.stop()
-            self.service.journal.write()
+        if self.scheduler is not None:
+            self.scheduler.stop()
         self.channels.close()
 
     # -- what policies use ------------------------------------------------------------------------------------------

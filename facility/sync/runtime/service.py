@@ -67,6 +67,8 @@ class SchedulerService:
         self._turns: dict[int, int] = {}
         self._rounds: dict[int, int] = {}
         self._pausing = False
+        self._over: tuple[int, ...] = ()
+        """Members of the final average, once it is made: whoever comes back later is not one of them."""
         self._open: dict[int, _Open] = {}
         scheduler.ended = lambda number: number not in self._open
         self._channels: OrderedDict[tuple[int, ...], int] = OrderedDict()
@@ -119,6 +121,11 @@ class SchedulerService:
         server.close()
         for writer in list(self._writers.values()):
             writer.close()
+
+    @property
+    def connected(self) -> bool:
+        """True while a rank is connected."""
+        return bool(self._writers)
 
     @property
     def now(self) -> float:
@@ -188,6 +195,9 @@ class SchedulerService:
         replica = key[0]
         if replica in self._left_well or not self.members.heard(*key, self.now):
             return
+        if self._over and replica not in self._over:
+            self._push([replica], {"t": "over"})
+            return
         if not self._started:
             if len(self.members.present) == self.replicas:
                 self._started = True
@@ -197,6 +207,7 @@ class SchedulerService:
                     self._welcome(member)
             return
         self.journal.event("came back", replica, self.now, "heard again; it receives before it contributes")
+        self._tell_present()
         self._welcome(replica)
         self._carry_out(self.scheduler.join(replica, self.now, rounds=self._rounds.get(replica, 0)))
         if (request := self._requests.get(replica)) is not None:
@@ -221,6 +232,7 @@ class SchedulerService:
         self.journal.event("left", replica, self.now, reason)
         self._rounds[replica] = self.scheduler.rounds(replica)
         self._push([replica], {"t": "left"})
+        self._tell_present()
         touched = [number for number, opened in self._open.items() if replica in opened.group.members]
         for number in touched:
             self._abort(number)
@@ -229,17 +241,26 @@ class SchedulerService:
             groups += self.scheduler.failed(self.now)
         self._carry_out(groups)
 
+    def _tell_present(self) -> None:
+        present = sorted(self.members.present)
+        self._push(present, {"t": "present", "replicas": present})
+
     # -- messages ---------------------------------------------------------------------------------------------------
     def _message(self, key: tuple[int, int], message: dict[str, Any]) -> None:
         kind = message["t"]
         if "u" in message:
             self._count(key, message)
-        if kind in ("ready", "again", "finish"):
+        if kind == "beat" and key[1] == 0:
+            self.journal.reached[key[0]] = int(message["reached"])
+        elif kind in ("ready", "again", "finish"):
             self._request(key[0], int(message["turn"]), kind)
         elif kind == "told":
             self._told(key, message)
         elif kind == "pause":
             self._pausing = True
+        elif kind == "summary":
+            self.journal.write()
+            self._send(key, {"t": "summary", "figures": self.journal.summary()})
         elif kind == "bye":
             self._left_well.add(key[0])
             self.members.present.discard(key[0])
@@ -290,6 +311,11 @@ class SchedulerService:
             return
         del opened.votes[turn]
         renew = opened.standing and tuple(sorted(self.members.present)) != opened.group.members
+        group = opened.group
+        if len(group) > 1 or group.partner is not None or self.settings.declaration.exchange == "server":
+            self.journal.exchanged(group, standing=opened.standing)
+        if group.final:
+            self._over = tuple(int(member) for member in group.members)
         if not opened.standing or renew:
             del self._open[number]
             self.journal.ended(number, self.now)

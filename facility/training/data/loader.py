@@ -77,6 +77,8 @@ class DataLoader:
     ) -> None:
         self.dataset, self.task, self.shape, self.seed = dataset, task, shape, seed
         self.data_rank, self.data_ranks, self.apart = data_rank, data_ranks, apart
+        self.evaluates = (data_rank, data_ranks)
+        """Which share of the validation split this rank takes, of how many."""
         sequences, validation = len(dataset.split("train")), len(dataset.split("validation"))
         if not sequences or not validation:
             raise InputError(
@@ -119,7 +121,7 @@ class DataLoader:
 
     def evaluation(self) -> Iterator[Batch]:
         """This rank's share of the validation split, in as many pieces as that of every other."""
-        micro = self.shape.micro_batch_sequences
-        for begin in range(0, self.evaluated, micro * self.data_ranks):
-            mine = range(begin + self.data_rank * micro, min(self.evaluated, begin + (self.data_rank + 1) * micro))
+        micro, rank, ranks = self.shape.micro_batch_sequences, *self.evaluates
+        for begin in range(0, self.evaluated, micro * ranks):
+            mine = range(begin + rank * micro, min(self.evaluated, begin + (rank + 1) * micro))
             yield self._batch("validation", list(mine), [derive(self.seed, "validation", i) for i in mine])

@@ -9,12 +9,13 @@ from facility.training.parallel.ranks import Ranks
 FORMAT = "%(asctime)s %(levelname)s [{name}] %(message)s"
 
 
-def start_logging(ranks: Ranks, name: str) -> None:
-    """Log to stderr under `name`; ranks other than the first log warnings only, with their number."""
-    who = name if ranks.first else f"{name} rank {ranks.rank}"
+def start_logging(ranks: Ranks, name: str, *, speaks: bool | None = None) -> None:
+    """Log to stderr under `name`; ranks other than the one that speaks (by default the first) log warnings only."""
+    speaks = ranks.first if speaks is None else speaks
+    who = name if speaks else f"{name} rank {ranks.rank}"
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter(FORMAT.format(name=who.replace("%", "%%")), datefmt="%H:%M:%S"))
     logger = logging.getLogger("facility")
     logger.handlers = [handler]
-    logger.setLevel(logging.INFO if ranks.first else logging.WARNING)
+    logger.setLevel(logging.INFO if speaks else logging.WARNING)
     logger.propagate = False

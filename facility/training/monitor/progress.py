@@ -15,7 +15,6 @@ from pathlib import Path
 
 from facility.exchange.messages.progress import FILE, JobProgress, Stage
 from facility.training.engine import StepResult
-from facility.training.parallel.ranks import Ranks
 
 log = logging.getLogger(__name__)
 SECONDS = 1.0
@@ -42,11 +41,12 @@ def write_progress(directory: Path, message: JobProgress) -> bool:
 
 
 class Progress:
-    """The first rank's account of its steps; other ranks report nothing."""
+    """One rank's account of its steps."""
 
-    def __init__(self, ranks: Ranks, directory: Path, *, steps: int, step_tokens: int, done: int, always: bool) -> None:
+    def __init__(self, directory: Path, *, steps: int, step_tokens: int, done: int, always: bool) -> None:
         """`steps` of the round, of which `done` lie before this start; `always`: log each."""
-        self.first, self.always, self.steps, self.step_tokens = ranks.first, always, steps, step_tokens
+        self.always, self.steps, self.step_tokens = always, steps, step_tokens
+        self._writable = True
         self._directory = directory
         self._began, self._done_before, self._last = time.monotonic(), done, -math.inf
 
@@ -54,7 +54,7 @@ class Progress:
         """Report step number `done`, counted from 1."""
         now = time.monotonic()
         due = done == self.steps or now - self._last >= SECONDS
-        if not self.first or not (self.always or due):
+        if not (self.always or due):
             return
         log.info(
             "step %d/%d  loss %.4f  gradient norm %.3f  learning rate %.2e",
@@ -66,6 +66,7 @@ class Progress:
         )
         if due:
             self._last = now
+        if due and self._writable:
             self._write(done, result.loss, now - self._began)
 
     def _write(self, done: int, loss: float, seconds: float) -> None:
@@ -79,5 +80,4 @@ class Progress:
             seconds_left=round(max(0, self.steps - done) / speed, 3) if speed else None,
             time=round(time.time(), 3),
         )
-        if not write_progress(self._directory, message):
-            self.first = False
+        self._writable = write_progress(self._directory, message)

@@ -16,26 +16,27 @@ LARGEST_BYTES = 64_000_000
 """Largest value of one rank as JSON; a larger announced size is an error, not an allocation."""
 
 
-def all_gather_json(value: Any) -> list[Any]:
-    """The JSON value of every rank of the default process group, in order of rank, on every rank."""
+def all_gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """The JSON value of every rank of the group (None: of all), in order of rank, on every rank."""
     own = encode(value)
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor([own.numel()]))
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, torch.tensor([own.numel()]), group=group)
     counts = [checked_size(int(size)) for size in sizes]
     padded = torch.zeros(max(counts), dtype=torch.uint8)
     padded[: own.numel()] = own
     gathered = [torch.empty_like(padded) for _ in counts]
-    dist.all_gather(gathered, padded)
+    dist.all_gather(gathered, padded, group=group)
     return [decode(data[:count]) for data, count in zip(gathered, counts, strict=True)]
 
 
-def broadcast_json(value: Any, source: int = 0) -> Any:
-    """The JSON value of rank `source` of the default process group, on every rank; the others' values are ignored."""
-    own = encode(value) if dist.get_rank() == source else torch.empty(0, dtype=torch.uint8)
+def broadcast_json(value: Any, group: dist.ProcessGroup | None = None, source: int = 0) -> Any:
+    """The JSON value of the group's rank `source` (None: of all ranks), on every rank; other values are ignored."""
+    here = dist.get_rank(group) == source
+    own = encode(value) if here else torch.empty(0, dtype=torch.uint8)
     size = torch.tensor([own.numel()])
-    dist.broadcast(size, source)
-    data = own if dist.get_rank() == source else torch.empty(checked_size(int(size)), dtype=torch.uint8)
-    dist.broadcast(data, source)
+    dist.broadcast(size, group_src=source, group=group)
+    data = own if here else torch.empty(checked_size(int(size)), dtype=torch.uint8)
+    dist.broadcast(data, group_src=source, group=group)
     return decode(data)
 
 

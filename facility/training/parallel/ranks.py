@@ -6,9 +6,10 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch
@@ -35,11 +36,15 @@ class Ranks:
     """True if every rank of the job, idle ones included, is on this node."""
     hosts: bool = False
     """Does the store run in this process at which the ranks meet? (Not with torchrun, which runs it itself.)"""
+    members: tuple[int, ...] = ()
+    """The ranks that finish the round, ascending, where a replica was lost; empty: all."""
+    group: dist.ProcessGroup | None = None
+    """The process group of `members`; None: the default one, of all."""
 
     @property
     def first(self) -> bool:
-        """Does this rank speak for all?"""
-        return self.rank == 0
+        """True on the rank that speaks for all."""
+        return self.rank == (self.members[0] if self.members else 0)
 
 
 def from_environment(device: str = "auto") -> Ranks:
@@ -75,6 +80,13 @@ def from_environment(device: str = "auto") -> Ranks:
     )
 
 
+def regrouped(ranks: Ranks, members: Sequence[int], *, timeout_seconds: float) -> Ranks:
+    """The same rank among `members` alone, which all call this: the others are gone, and nobody waits for them."""
+    group = dist.new_group(list(members), timeout=timedelta(seconds=timeout_seconds), use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)
+    return replace(ranks, members=tuple(members), group=group)
+
+
 @contextmanager
 def together(ranks: Ranks) -> Iterator[None]:
     """Run a part of work that may refuse its input: what one rank refuses, every rank refuses, each once."""
@@ -84,7 +96,7 @@ def together(ranks: Ranks) -> Iterator[None]:
     except CrossFedError as error:
         mine = error
     if ranks.world > 1:
-        found = all_gather_json(None if mine is None else [str(mine), isinstance(mine, TryAgain)])
+        found = all_gather_json(None if mine is None else [str(mine), isinstance(mine, TryAgain)], ranks.group)
         for number, item in enumerate(found):
             if item is not None and mine is None:
                 message, again = item
@@ -95,19 +107,20 @@ def together(ranks: Ranks) -> Iterator[None]:
 
 def broadcast(ranks: Ranks, value: str | None) -> str:
     """The first rank's text, on every rank."""
-    text = broadcast_json(value) if ranks.world > 1 else value
+    text = broadcast_json(value, ranks.group) if ranks.world > 1 else value
     assert isinstance(text, str)
     return text
 
 
 def gather(ranks: Ranks, value: Any) -> list[Any]:
     """A small JSON value of every rank, on every rank."""
-    return all_gather_json(value) if ranks.world > 1 else [value]
+    return all_gather_json(value, ranks.group) if ranks.world > 1 else [value]
 
 
 def barrier(ranks: Ranks) -> None:
+    """Wait until every rank is here."""
     if ranks.world > 1:
-        dist.barrier()
+        dist.barrier(ranks.group)
 
 
 def lost_contact(error: BaseException | None) -> str:
@@ -124,7 +137,7 @@ def lost_contact(error: BaseException | None) -> str:
 
 
 def end(main: Callable[[], int]) -> NoReturn:
-    """Run a rank's `main` and leave the process with its code.
+    """Run a rank's `main`, which ends well behind a barrier, and leave the process with its code.
 
     Every rank ends by flush and `os._exit`: torch 2.13 on a CPU sometimes aborts at interpreter exit after FSDP. A
     rank that fails does not wait for the others, who notice its closed connections.
@@ -142,8 +155,6 @@ def end(main: Callable[[], int]) -> NoReturn:
         else:
             print(f"rank {rank} failed:\n{traceback.format_exc()}", file=sys.stderr)
             code = 1
-    if code == 0 and dist.is_available() and dist.is_initialized():
-        dist.barrier()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

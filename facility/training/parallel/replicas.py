@@ -66,4 +66,5 @@ def synchroniser(
         address=address_of_this_node(address),
         log=log if ranks.first else None,
         namespace=f"round-{round}",
+        outlives=True,
     )
