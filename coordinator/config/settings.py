@@ -8,8 +8,9 @@ from typing import Literal
 
 from coordinator.aggregation.settings import AggregationSettings
 from coordinator.config.buffering import GroupSettings
+from facility.exchange.delta_codecs import Encoding
 from facility.exchange.messages.layout import LoraSettings
-from facility.exchange.messages.settings import SPARSE_DENSITY, Encoding, read_settings
+from facility.exchange.messages.settings import SPARSE_DENSITY, read_settings
 from facility.exchange.text import Name
 from facility.exchange.validation import AtLeastOne, NonNegative, Share, validated
 

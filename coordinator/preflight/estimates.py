@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
-from facility.exchange.checkpoints.codecs import int4, int8
 from facility.exchange.checkpoints.tokenizer import tokenizer_digest
+from facility.exchange.delta_codecs import FULL, declared_codec
 from facility.exchange.messages.settings import TrainingSettings
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-VALUE_BYTES = {"delta-int8": 1 + 4 / int8.BLOCK, "delta-int4": 0.5 + 2 / int4.BLOCK}
-"""Bytes per value of a delta, its share of the block's scale included; `sparse`: one bit, half a byte more if sent."""
 MOMENTS_BYTES = 8
 """AdamW's two float32 moments, a parameter."""
 
@@ -41,7 +39,7 @@ class ModelFigures:
 
     def travelling(self, full: int, encoding: str, density: float) -> int:
         """Bytes on the link of a checkpoint that takes `full` bytes whole."""
-        return full if encoding == "full" else round(self.parameters * VALUE_BYTES.get(encoding, 1 / 8 + density / 2))
+        return full if encoding == FULL else round(declared_codec(encoding).message_bytes(self.parameters, density))
 
 
 def model_figures(directory: Path) -> ModelFigures:

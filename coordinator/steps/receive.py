@@ -14,8 +14,9 @@ from coordinator.config.settings import read_coordinator_settings
 from coordinator.events.event import emit
 from coordinator.steps.weight_limit import Allowance, allowance_of
 from facility.exchange.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from facility.exchange.checkpoints.delta import ENCODINGS, decode
+from facility.exchange.checkpoints.delta import decode
 from facility.exchange.checkpoints.patterns import Patterns
+from facility.exchange.delta_codecs import CODECS
 from facility.exchange.errors import InputError, UpdateRefused, exit_on_error
 from facility.exchange.files.durable import new_directory
 from facility.exchange.files.links import link_tree
@@ -88,7 +89,7 @@ def check_training(
     """Raise `UpdateRefused`, or another `InputError`, unless the update may be averaged."""
     manifest = read_manifest(update)
     check_run(manifest, sent, facility)
-    if manifest.encoding in ENCODINGS:
+    if manifest.encoding in CODECS.names():
         check_identity(manifest, None, facility, round, maximum_staleness=settings.maximum_staleness)
         assert decoded is not None, "an encoded update needs a place to be decoded at"
         decode(update, reference=sent.directory, out=decoded)

@@ -20,6 +20,7 @@ from coordinator.archive.rounds import Archive
 from coordinator.config.settings import CoordinatorSettings, SendingSettings, read_coordinator_settings
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.delta import encode_model
+from facility.exchange.delta_codecs import FULL, declared_codec
 from facility.exchange.errors import CrossFedError, exit_on_error
 from facility.exchange.files.links import link_tree
 from facility.exchange.files.paths import resolve
@@ -93,7 +94,7 @@ def make_message(directory: Path, reference: Path, settings: SendingSettings) ->
 
     `directory` holds the new model and the state it came with; `reference` is the model of the round before.
     """
-    if settings.encoding == "full":
+    if settings.encoding == FULL:
         return {}
     model, whole = directory / "model", directory / "whole"
     if reason := _unlike(model, reference):
@@ -109,7 +110,7 @@ def make_message(directory: Path, reference: Path, settings: SendingSettings) ->
         density=settings.sparse_density,
     )
     shutil.rmtree(whole)
-    if settings.encoding == "sparse":
+    if declared_codec(settings.encoding).selects:
         draw_near(directory / "state", open_checkpoint(model), FORGOTTEN)
     belong_to(directory / "state", read_manifest(model))
     return {

@@ -74,7 +74,7 @@ def _allowed(hint: Any) -> str:
     plain = _plain(hint)
     for mark in _marks(hint):
         if isinstance(mark, OneOf):
-            return f"one of {', '.join(map(repr, mark.names))}, or a dotted path"
+            return f"one of {', '.join(map(repr, mark.names))}" + (", or a dotted path" if mark.own else "")
     origin, arguments = typing.get_origin(plain), typing.get_args(plain)
     if origin is Literal:
         return f"one of {', '.join(map(repr, arguments))}"

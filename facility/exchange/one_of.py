@@ -14,8 +14,12 @@ class OneOf:
     """One of these names, or a dotted path to an entry of one's own."""
 
     names: tuple[str, ...]
+    own: bool = True
+    """False: dotted paths are refused."""
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: Any) -> dict[str, Any]:
+        if not self.own:
+            return {"enum": list(self.names), "type": "string"}
         own = {"type": "string", "pattern": r"^[A-Za-z_][\w.]*[.:][A-Za-z_]\w*$"}
         return {"anyOf": [{"enum": list(self.names)}, own]}
 

@@ -101,6 +101,21 @@ def parse(kind: type[T], raw: Any, *, where: str = "", file: Path | str | None =
         raise _translated(error, kind, raw, where, file) from None
 
 
+def with_settings(entries: list[dict[str, Any]], *kinds: type) -> list[dict[str, Any]]:
+    """A registry's descriptions with defaults and texts of the shared settings, which the first of `kinds` declares.
+
+    A key may have its text where it is declared first, in a later one.
+    """
+    fields = [kind.__pydantic_fields__ for kind in kinds]  # type: ignore[attr-defined]
+    for entry in entries:
+        for parameter in entry["parameters"]:
+            if set(parameter) == {"name"}:
+                declared = [found[parameter["name"]] for found in fields if parameter["name"] in found]
+                text = next((one.description for one in declared if one.description), "")
+                parameter |= {"default": declared[0].default, "text": text}
+    return entries
+
+
 def close_to(word: str, known: Sequence[str]) -> str:
     """` did you mean 'x'?`, when one of `known` looks like `word`; else nothing."""
     close = difflib.get_close_matches(word, known, 1)

@@ -26,16 +26,18 @@ sys.path.insert(0, str(ROOT))
 from facility.exchange.checkpoints import delta  # noqa: E402
 from facility.exchange.checkpoints.checkpoint import open_checkpoint  # noqa: E402
 from facility.exchange.checkpoints.codecs import PART  # noqa: E402
-from facility.exchange.checkpoints.delta_parts import CODECS, difference, parts  # noqa: E402
+from facility.exchange.checkpoints.delta_parts import difference, parts  # noqa: E402
 from facility.exchange.checkpoints.floats import narrow, widen  # noqa: E402
+from facility.exchange.checkpoints.magnitudes import histogram, threshold  # noqa: E402
 from facility.exchange.checkpoints.writer import Planned, TensorWriter  # noqa: E402
+from facility.exchange.delta_codecs import load_codec  # noqa: E402
 from facility.exchange.messages.manifest import Manifest, read_manifest, write_manifest  # noqa: E402
 from facility.exchange.messages.settings import SPARSE_DENSITY  # noqa: E402
 
 
 def codec_alone(encoding: str, base: Path, update: Path, megabytes: float) -> dict[str, int]:
     """MB of bfloat16 a second: stored base and update to message and residual, and base and message to values."""
-    codec, old, new = CODECS[encoding], open_checkpoint(base).tensors, open_checkpoint(update).tensors
+    codec, old, new = load_codec(encoding), open_checkpoint(base).tensors, open_checkpoint(update).tensors
     seconds = dict.fromkeys(("encode", "decode"), 0.0)
     values, missed, scratch = (np.empty(PART, np.float32) for _ in range(3))
     for name in old:
@@ -44,8 +46,8 @@ def codec_alone(encoding: str, base: Path, update: Path, megabytes: float) -> di
             started = time.perf_counter()
             difference(stored[0], old[name].dtype, stored[1], new[name].dtype, values, scratch)
             if encoding == "sparse" and limit is None:  # the command takes it from a share of each part, once a tensor
-                limit = codec.threshold(codec.histogram(values), SPARSE_DENSITY)
-            message = codec.encode(values, limit) if encoding == "sparse" else codec.encode(values)
+                limit = threshold(histogram(values), SPARSE_DENSITY)
+            message = codec.encode(values, limit or 0.0)
             np.subtract(values, codec.decode(message, PART), out=missed)
             middle = time.perf_counter()
             widen(stored[0], old[name].dtype, values)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from coordinator.steps.send import FORGOTTEN
 from facility.exchange.checkpoints.codecs import PART, int4, int8, sparse
+from facility.exchange.checkpoints.magnitudes import BINS, histogram, threshold
 from facility.exchange.messages.settings import SPARSE_DENSITY
 
 
@@ -48,8 +49,8 @@ class DeltaCodec:
         codec = {"delta-int8": int8, "delta-int4": int4, "sparse": sparse}[self.encoding]
         more: tuple[float, ...] = ()
         if codec is sparse:
-            counts = sum((sparse.histogram(d) for d in differences), numpy.zeros(sparse.BINS))
-            more = (sparse.threshold(counts, self.density),)
+            counts = sum((histogram(d) for d in differences), numpy.zeros(BINS))
+            more = (threshold(counts, self.density),)
 
         def travel(values: numpy.ndarray) -> numpy.ndarray:
             parts = [values[start : start + PART] for start in range(0, len(values), PART)]

@@ -15,8 +15,8 @@ from coordinator.aggregation.server_optimizers import nesterov
 from coordinator.aggregation.settings import AggregationSettings
 from coordinator.aggregation.steps import Steps
 from facility.exchange.checkpoints import native
-from facility.exchange.checkpoints.delta_parts import CODECS
 from facility.exchange.checkpoints.floats import narrow, widen
+from facility.exchange.delta_codecs import load_codec
 from tests.aggregation import make
 
 compiled = pytest.mark.skipif(native.library() is None, reason="no C compiler here")
@@ -151,14 +151,14 @@ def test_a_folder_that_cannot_be_written_costs_a_compilation_a_process(monkeypat
 @pytest.mark.parametrize("n", [1, 63, 255, 256, 65_535, 65_536])
 @pytest.mark.parametrize("encoding", ["delta-int8", "delta-int4", "sparse"])
 def test_codecs(monkeypatch: pytest.MonkeyPatch, encoding: str, n: int):
-    codec = CODECS[encoding]
+    codec = load_codec(encoding)
     for seed, scale in ((0, 1e-4), (1, 1.0), (2, 1e-36), (3, 0.0)):
         difference = np.random.default_rng(seed).standard_normal(n).astype(np.float32) * np.float32(scale)
         if seed == 1:
             difference = values(seed, n) * np.float32(1e-6)
 
         def work(difference=difference):
-            sent = codec.encode(difference, 1e-4) if encoding == "sparse" else codec.encode(difference)
+            sent = codec.encode(difference, 1e-4)
             return sent, codec.decode(sent, n)
 
         (sent, decoded), (other_sent, other_decoded) = both(monkeypatch, work)

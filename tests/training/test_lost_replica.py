@@ -146,3 +146,45 @@ def test_without_the_replica_that_serves_the_waves_the_round_is_to_be_run_again(
 ) -> None:
     run = launch_and_lose(tmp_path, pico_llama, ranks=2, lose=0, layout=WHOLE, sync=sync_of("wave"))
     assert run.code == 75 and "the replica that serves the waves is gone" in run.said, run.said
+
+
+@pytest.mark.slow
+def test_also_where_each_node_holds_one_replica(tmp_path: Path, pico_llama: Path) -> None:
+    """Two tasks of a Slurm job: the launcher that lost its only replica waits for the other's word."""
+    from tests.launching.test_launch import free_port, node
+
+    dataset = write_dataset(tmp_path / "data", train=200)
+    command = arguments(tmp_path, pico_llama, dataset, steps=60, layout=WHOLE, sync=sync_of("local"))
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(Path.cwd()),
+        "MASTER_PORT": str(free_port()),
+        "MASTER_ADDR": "127.0.0.1",
+        "CROSSFED_RANKS_PER_NODE": "1,1",
+    }
+    launchers = [
+        subprocess.Popen(
+            [sys.executable, "-m", "facility.launch", "--cpu", "--ranks", "1", "--", "-m", "facility.train"]
+            + [*command, "--progress"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment | node(number),
+            cwd=tmp_path,
+        )
+        for number in range(2)
+    ]
+    first, second = launchers
+    assert first.stdout is not None
+    said = []
+    for line in first.stdout:
+        said.append(line)
+        if "step 4/" in line:
+            os.kill(process_of(second.pid, 1), signal.SIGKILL)
+            break
+    rest, _ = first.communicate(timeout=120)
+    lost, _ = second.communicate(timeout=60)
+    assert (first.returncode, second.returncode) == (0, 0), "".join(said) + rest + lost
+    assert "launch: replica 1 is lost" in lost
+    (one,) = read_report(tmp_path / "out").details["lost_replicas"]
+    assert one["replica"] == 1

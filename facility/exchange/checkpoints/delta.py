@@ -27,19 +27,19 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from facility.exchange.checkpoints import magnitudes
 from facility.exchange.checkpoints.checkpoint import FLOATS, Checkpoint, TensorEntry, open_checkpoint
-from facility.exchange.checkpoints.codecs import PART, sparse
+from facility.exchange.checkpoints.codecs import PART
 from facility.exchange.checkpoints.companions import copy_companions
 from facility.exchange.checkpoints.delta_decoding import decode
-from facility.exchange.checkpoints.delta_parts import CODECS, FILE, as_bytes, difference, parts, raw
+from facility.exchange.checkpoints.delta_parts import FILE, as_bytes, difference, parts, raw
 from facility.exchange.checkpoints.floats import Array
 from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.checkpoints.writer import Planned, TensorWriter, layout_like
+from facility.exchange.delta_codecs import Codec, load_codec
 from facility.exchange.errors import CheckpointError, ConfigurationError
 from facility.exchange.files.durable import new_directory
 from facility.exchange.files.links import link_tree
@@ -47,8 +47,7 @@ from facility.exchange.messages.manifest import NAME, read_manifest, write_manif
 from facility.exchange.messages.settings import SPARSE_DENSITY
 
 STRIDE = 16
-"""`sparse` takes its threshold, of a large tensor, from the first values of each part, one in so many."""
-ENCODINGS = ("delta-int8", "delta-int4", "sparse")
+"""A codec that selects takes its threshold, of a large tensor, from the first values of each part, one in so many."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,13 +78,12 @@ def encode(
     """Write the message `out` for the directory `full`; `out` and `residual_out` must not exist.
 
     `values`: a checkpoint with the same tensors in more precision than `full` (a float32 master). `density`: share of
-    the values that `sparse` keeps. A tensor may be absent from `full` when `patterns` say that it is not federated.
+    the values that a codec sends that selects. A tensor may be absent from `full` when `patterns` say that it is not
+    federated.
     """
-    if encoding not in CODECS:
-        raise ConfigurationError(f"encoding is {encoding!r}, expected one of full, {', '.join(CODECS)}")
     if not 0 < density <= 1:
         raise ConfigurationError(f"density is {density}, expected more than 0 and at most 1")
-    codec = CODECS[encoding]
+    codec = load_codec(encoding)
     manifest, base = read_manifest(full), read_manifest(reference)
     old = open_checkpoint(reference)
     new = _same_names(open_checkpoint(values or full), open_checkpoint(full), old, patterns or Patterns())
@@ -111,7 +109,7 @@ def encode(
             for start, step, length in _differences(entry, new[name]):
                 squared += length
                 if name in sending.sent:
-                    sent = codec.encode(step, sending.limit) if codec is sparse else codec.encode(step)
+                    sent = codec.encode(step, sending.limit)
                     for suffix, array in sent.items():
                         writer.write(f"{name}::{suffix}", places[suffix], as_bytes(array))
                         places[suffix] += array.nbytes
@@ -219,12 +217,12 @@ class _Sending:
     sent: set[str]
     """Those of them of which the message holds something."""
     limit: float
-    """`sparse` keeps magnitudes from here on."""
+    """A codec that selects sends magnitudes from here on."""
 
 
-def _plan(codec: Any, old: Checkpoint, new: dict[str, TensorEntry], density: float) -> _Sending:
+def _plan(codec: Codec, old: Checkpoint, new: dict[str, TensorEntry], density: float) -> _Sending:
     """Which tensors differ, and what is stored of each."""
-    limit = _limit(old, new, density) if codec is sparse else 0.0
+    limit = _limit(old, new, density) if codec.selection is not None else 0.0
     planned: list[Planned] = []
     moved: list[str] = []
     for name, entry in sorted(old.tensors.items()):
@@ -240,13 +238,13 @@ def _plan(codec: Any, old: Checkpoint, new: dict[str, TensorEntry], density: flo
         differs, codes = False, 0
         for _, step, length in _differences(entry, new[name]):
             differs = differs or length > 0 or bool(step.any())  # squares of the tiniest values vanish
-            if codec is sparse:
-                codes += sparse.code_bytes(sparse.reaching(step, limit))
+            if codec.selection is not None:
+                codes += codec.selection.length(step, limit)
             elif differs:
                 break
         if differs:
             moved.append(name)
-        if codes if codec is sparse else differs:
+        if codes if codec.selection is not None else differs:
             for suffix, dtype, length in codec.fields(entry.elements, codes):
                 planned.append(Planned(name=f"{name}::{suffix}", dtype=dtype, shape=(length,)))
     sent = {tensor.name.rpartition("::")[0] for tensor in planned}

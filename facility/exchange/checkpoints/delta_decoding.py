@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -18,11 +17,11 @@ from facility.exchange.checkpoints.checkpoint import (
     read_exactly,
     read_header,
 )
-from facility.exchange.checkpoints.codecs import sparse
 from facility.exchange.checkpoints.companions import copy_companions
-from facility.exchange.checkpoints.delta_parts import CODECS, FILE, as_bytes, parts, raw
+from facility.exchange.checkpoints.delta_parts import FILE, as_bytes, parts, raw
 from facility.exchange.checkpoints.floats import STORAGE, Array, narrow, widen
 from facility.exchange.checkpoints.writer import TensorWriter, layout_like
+from facility.exchange.delta_codecs import CODECS, Codec, load_codec
 from facility.exchange.errors import CheckpointError
 from facility.exchange.files.durable import new_directory
 from facility.exchange.messages.manifest import Manifest, read_manifest, verify_manifest, write_manifest
@@ -37,9 +36,10 @@ def decode(message: Path, *, reference: Path, out: Path) -> Manifest:
     Raises `CheckpointError` when the message is altered or malformed, or when it was made from another reference.
     """
     manifest = verify_manifest(message)
-    if manifest.encoding not in CODECS:
+    if manifest.encoding not in CODECS.names():
         raise CheckpointError(
-            f"{message} has encoding {manifest.encoding!r}, this version decodes {', '.join(CODECS)}: send it in full"
+            f"{message} has encoding {manifest.encoding!r}, this version decodes {', '.join(CODECS.names())}: "
+            "send it in full"
         )
     base, expected = read_manifest(reference), manifest.extra.get("reference_sha256")
     if expected != base.content_sha256:
@@ -47,7 +47,7 @@ def decode(message: Path, *, reference: Path, out: Path) -> Manifest:
             f"{message} is a difference to the model with sha256 {str(expected):.12}, but {reference} is "
             f"{base.content_sha256:.12}: the two sides hold different models; send it in full (encoding: full)"
         )
-    codec, old = CODECS[manifest.encoding], open_checkpoint(reference)
+    codec, old = load_codec(manifest.encoding), open_checkpoint(reference)
     stored, _ = read_header(Path(message) / FILE)
     _check_layout(stored, codec, old, message)
     update = manifest.kind == "update"
@@ -96,15 +96,17 @@ def decode(message: Path, *, reference: Path, out: Path) -> Manifest:
     return made
 
 
-def _check_layout(stored: dict[str, TensorEntry], codec: Any, old: Checkpoint, message: Path) -> None:
+def _check_layout(stored: dict[str, TensorEntry], codec: Codec, old: Checkpoint, message: Path) -> None:
     """Every stored tensor must be one that the codec writes for a tensor of the reference, in the right size."""
     left = set(stored)
     for name, entry in old.tensors.items():
         if entry.dtype not in FLOATS:
             expected = {"raw": (entry.dtype, entry.shape)}
         else:
-            kept = stored[f"{name}::code"].elements if f"{name}::code" in stored else 0
-            expected = {suffix: (dtype, (length,)) for suffix, dtype, length in codec.fields(entry.elements, kept)}
+            selected = stored.get(f"{name}::{codec.selection.field}") if codec.selection is not None else None
+            length_of_it = selected.elements if selected is not None else 0
+            fields = codec.fields(entry.elements, length_of_it)
+            expected = {suffix: (dtype, (length,)) for suffix, dtype, length in fields}
         present = [suffix for suffix in expected if f"{name}::{suffix}" in stored]
         if present and len(present) < len(expected):
             raise CheckpointError(f"{message}: tensor {name!r} has {present}, expected {list(expected)}")
@@ -121,7 +123,7 @@ def _check_layout(stored: dict[str, TensorEntry], codec: Any, old: Checkpoint, m
 
 
 def _decoded(
-    codec: Any, entry: TensorEntry, name: str, stored: dict[str, TensorEntry], message: Path
+    codec: Codec, entry: TensorEntry, name: str, stored: dict[str, TensorEntry], message: Path
 ) -> Iterator[Array]:
     """Values of one tensor, part by part: the reference plus the difference."""
     fields = {suffix: stored.get(f"{name}::{suffix}") for suffix, _, _ in codec.fields(0, 0)}
@@ -145,8 +147,8 @@ def _decoded(
                 count = len(old)
                 arrays = {suffix: take(suffix, length) for suffix, _, length in codec.fields(count, 0)}
                 try:
-                    if codec is sparse:
-                        arrays["code"] = take("code", sparse.code_bytes(sparse.count_of(arrays["kept"], count)))
+                    if (selection := codec.selection) is not None:
+                        arrays[selection.field] = take(selection.field, selection.stored_length(arrays, count))
                     np.add(values, codec.decode(arrays, count), out=values)
                 except ValueError as error:
                     raise CheckpointError(f"{message}: tensor {name!r} is malformed: {error}") from None

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
-from typing import Any
 
 import numpy as np
 
 from facility.exchange.checkpoints import native
 from facility.exchange.checkpoints.checkpoint import TensorEntry, read_exactly
-from facility.exchange.checkpoints.codecs import PART, int4, int8, sparse
+from facility.exchange.checkpoints.codecs import PART
 from facility.exchange.checkpoints.floats import STORAGE, Array, widen
 
 FILE = "delta.safetensors"
 READ = 4 * PART
 """Elements read at a time, few enough to be still in the cache when they are worked on."""
-CODECS: dict[str, Any] = {"delta-int8": int8, "delta-int4": int4, "sparse": sparse}
 
 
 def parts(entries: list[TensorEntry], width: int = PART) -> Iterator[tuple[int, list[Array]]]:

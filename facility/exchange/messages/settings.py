@@ -5,20 +5,19 @@ from __future__ import annotations
 import json
 from dataclasses import field
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
+from facility.exchange.delta_codecs import CODECS, Encoding
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.layout import LayoutSettings, LimitSettings, LoraSettings
 from facility.exchange.messages.sync import SyncSettings
 from facility.exchange.text import Line, Name, Pattern
-from facility.exchange.validation import NonNegative, Positive, Share, parse, validated
+from facility.exchange.validation import NonNegative, Positive, Share, parse, validated, with_settings
 
 FORMAT = 1
 T = TypeVar("T")
-Encoding = Literal["full", "delta-int8", "delta-int4", "sparse"]
 SPARSE_DENSITY = 0.75
 """Share of the values that `sparse` sends, unless told."""
-"""A whole checkpoint, or the difference to one that the receiver holds (`facility.exchange.checkpoints.delta`)."""
 
 
 @validated(frozen=True, kw_only=True)
@@ -137,6 +136,11 @@ class FacilitySettings:
     asynchronous: bool = False
     """Facilities do not wait for one another (`groups`): another one that shares the work directory may be behind."""
     format: int = FORMAT
+
+
+def describe_codecs() -> list[dict[str, Any]]:
+    """What each delta codec declares, with defaults and texts of the settings it uses, for documentation."""
+    return with_settings(CODECS.describe(), TrainingSettings)
 
 
 def read_settings(kind: type[T], path: Path, *, newest: int, advice: str) -> T:

@@ -16,7 +16,7 @@ from facility.exchange.scheduling.group import GroupLimits, GroupRules
 from facility.exchange.scheduling.groups import GroupScheduler
 from facility.exchange.scheduling.policies import POLICIES, SchedulerInputs, SyncPolicy, scheduler_of
 from facility.exchange.text import Line
-from facility.exchange.validation import AtLeastOne, NonNegative, Positive, validated
+from facility.exchange.validation import AtLeastOne, NonNegative, Positive, validated, with_settings
 
 
 @validated(frozen=True, kw_only=True)
@@ -160,14 +160,4 @@ class SyncSettings(GroupLimits):
 
 def describe_policies() -> list[dict[str, Any]]:
     """What each policy declares, with defaults and texts of the settings it uses, for documentation."""
-    fields = SyncSettings.__pydantic_fields__  # type: ignore[attr-defined]
-    above = GroupLimits.__pydantic_fields__  # type: ignore[attr-defined]
-    entries = POLICIES.describe()
-    for entry in entries:
-        for parameter in entry["parameters"]:
-            if set(parameter) == {"name"}:
-                name = parameter["name"]
-                declared = [fields[name], above.get(name)]  # a key may have its text where it is declared first
-                text = next((one.description for one in declared if one is not None and one.description), "")
-                parameter |= {"default": fields[name].default, "text": text}
-    return entries
+    return with_settings(POLICIES.describe(), SyncSettings, GroupLimits)

@@ -50,11 +50,11 @@ class Peers:
             send(connection, kind, vector)
             _, answer = receive(connection)
             return answer
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, dist.DistError) as error:
             old = self._open.pop(replica, None)
             if old is not None:
                 old.close()
-            raise ExchangeFailed(f"peer {replica}: {error}") from None
+            raise ExchangeFailed(f"peer {replica}: {str(error).splitlines()[0]}") from None
 
     def close(self) -> None:
         self._closing = True

@@ -137,7 +137,7 @@ class Channels:
 
     def _build(self, number: int, members: Sequence[int], me: int, called_off: Callable[[], bool]) -> Channel:
         # A connection of its own: a builder stuck on an absent member must not hold up the next channel.
-        connection = self._idle.pop() if self._idle else self._connected()
+        connection = self._idle.pop() if self._idle else Channel.guarded(self._connected)
         store = dist.PrefixStore(f"channel/{number}/{self.position}", connection)
         rank, size, limit = list(members).index(me), len(members), timedelta(seconds=self.timeout_seconds)
         made: list[Any] = []

@@ -12,6 +12,14 @@ import numpy as np
 from facility.exchange.checkpoints import native
 from facility.exchange.checkpoints.codecs.int8 import SMALLEST, padded
 from facility.exchange.checkpoints.floats import Array
+from facility.exchange.delta_codecs import Codec, DeltaCodec
+
+DECLARATION = DeltaCodec(
+    name="delta-int4",
+    summary="blocks of 64 values, each a whole number from -8 to 7 times the block's scale",
+    implementation="CODEC",
+    bytes_per_value=0.53125,
+)
 
 BLOCK = 64
 LEVELS = 8
@@ -21,7 +29,7 @@ def fields(elements: int, kept: int) -> list[tuple[str, str, int]]:
     return [("q", "U8", -(-elements // 2)), ("scale", "BF16", -(-elements // BLOCK))]
 
 
-def encode(values: Array) -> dict[str, Array]:
+def encode(values: Array, limit: float = 0.0) -> dict[str, Array]:
     found = native.library()
     if found is not None and values.flags.c_contiguous:
         q, bits = np.empty(-(-len(values) // 2), np.uint8), np.empty(-(-len(values) // BLOCK), np.uint16)
@@ -66,3 +74,6 @@ def decode(stored: dict[str, Array], count: int) -> Array:
     values -= np.float32(LEVELS)
     rows = padded(values, BLOCK).reshape(-1, BLOCK)
     return (rows * scale[:, None]).reshape(-1)[:count]
+
+
+CODEC = Codec(fields=fields, encode=encode, decode=decode)

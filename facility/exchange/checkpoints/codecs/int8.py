@@ -10,6 +10,15 @@ import numpy as np
 
 from facility.exchange.checkpoints import native
 from facility.exchange.checkpoints.floats import Array
+from facility.exchange.delta_codecs import Codec, DeltaCodec
+
+DECLARATION = DeltaCodec(
+    name="delta-int8",
+    summary="blocks of 256 values, each a whole number from -127 to 127 times the block's scale",
+    citation="Dettmers et al., 8-bit Optimizers via Block-wise Quantization, ICLR 2022 (arXiv 2110.02861)",
+    implementation="CODEC",
+    bytes_per_value=1.015625,
+)
 
 BLOCK = 256
 LEVELS = 127
@@ -21,7 +30,7 @@ def fields(elements: int, kept: int) -> list[tuple[str, str, int]]:
     return [("q", "I8", elements), ("scale", "F32", -(-elements // BLOCK))]
 
 
-def encode(values: Array) -> dict[str, Array]:
+def encode(values: Array, limit: float = 0.0) -> dict[str, Array]:
     found = native.library()
     if found is not None and values.flags.c_contiguous:
         q, scale = np.empty(len(values), np.int8), np.empty(-(-len(values) // BLOCK), np.float32)
@@ -59,3 +68,6 @@ def padded(values: Array, block: int) -> Array:
     """`values`, with zeros up to a multiple of `block`."""
     missing = -len(values) % block
     return np.concatenate([values, np.zeros(missing, values.dtype)]) if missing else values
+
+
+CODEC = Codec(fields=fields, encode=encode, decode=decode)

@@ -14,6 +14,18 @@ import numpy as np
 from facility.exchange.checkpoints import native
 from facility.exchange.checkpoints.codecs import PART
 from facility.exchange.checkpoints.floats import Array
+from facility.exchange.delta_codecs import Codec, DeltaCodec, Selection
+
+DECLARATION = DeltaCodec(
+    name="sparse",
+    summary="the values of largest magnitude, each as a sign and one of eight magnitudes",
+    citation="Stich, Cordonnier and Jaggi, Sparsified SGD with Memory, NeurIPS 2018 (arXiv 1809.07599)",
+    implementation="CODEC",
+    parameters=("sparse_density",),
+    bytes_per_value=0.125,
+    bytes_per_sent_value=0.5,
+    selects=True,
+)
 
 LEVELS = 8
 MAGNITUDE = np.uint32(0x7FFFFFFF)
@@ -86,3 +98,21 @@ def decode(stored: dict[str, Array], count: int) -> Array:
     reach = np.unpackbits(kept, count=count, bitorder="little").view(bool)
     values[reach] = table[each[: np.count_nonzero(reach)]]
     return values
+
+
+def selected_bytes(values: Array, limit: float) -> int:
+    """Bytes of the codes of one part."""
+    return code_bytes(reaching(values, limit))
+
+
+def stored_bytes(stored: dict[str, Array], count: int) -> int:
+    """The same from the bits of one part as stored."""
+    return code_bytes(count_of(stored["kept"], count))
+
+
+CODEC = Codec(
+    fields=fields,
+    encode=encode,
+    decode=decode,
+    selection=Selection(field="code", length=selected_bytes, stored_length=stored_bytes),
+)

@@ -1,0 +1,104 @@
+"""The delta codecs by name: ways to write the difference between two models in few bytes.
+
+A codec is one file of `facility/exchange/checkpoints/codecs`: a `DECLARATION` and the `Codec` that it names, which
+works on a CPU, one part of a tensor at a time. Another package adds one by an entry point; a dotted path will not do,
+for messages name their codec, and no message may choose what a receiver imports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import AfterValidator
+
+from facility.exchange.errors import ConfigurationError
+from facility.exchange.one_of import OneOf
+from facility.exchange.registry import Declaration, Registry
+
+Values = NDArray[Any]
+Stored = dict[str, NDArray[Any]]
+FULL = "full"
+"""No codec: a whole checkpoint travels."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaCodec(Declaration):
+    """What is known of a codec without importing it; its implementation is a `Codec`."""
+
+    bytes_per_value: float = 4.0
+    """Of a message, for each value of the model, with the value's part of scales and the like."""
+    bytes_per_sent_value: float = 0.0
+    """And for each value that is sent, where a codec sends only a share of them (`sparse_density`)."""
+    selects: bool = False
+    """Sends the values of largest magnitude only."""
+
+    def message_bytes(self, values: int, density: float) -> float:
+        """Of a message for so many values, a share `density` of them sent."""
+        return values * (self.bytes_per_value + density * self.bytes_per_sent_value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selection:
+    """Of a codec that selects: one of its fields is as long as the selected values ask for."""
+
+    field: str
+    """Suffix of that field, the last that is read of a part."""
+    length: Callable[[Values, float], int]
+    """Its elements for a part's values, of which those are selected whose magnitude reaches the limit."""
+    stored_length: Callable[[Stored, int], int]
+    """Its elements, from a part's other fields as stored, for so many values. Raises `ValueError`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Codec:
+    """How the parts of one tensor are written and read. A part begins at a multiple of `codecs.PART` elements."""
+
+    fields: Callable[[int, int], list[tuple[str, str, int]]]
+    """(elements of a tensor, length of the selection's field) -> what it is stored as: (suffix, dtype, length)."""
+    encode: Callable[[Values, float], Stored]
+    """(float32 values of a part, the limit of a codec that selects, else 0) -> array by suffix."""
+    decode: Callable[[Stored, int], NDArray[np.float32]]
+    """(arrays of a part, its number of values) -> float32 values. Raises `ValueError` for what no encoder writes."""
+    selection: Selection | None = None
+
+
+CODECS = Registry(
+    kind="delta codec",
+    package="facility.exchange.checkpoints.codecs",
+    entry_points="crossfed.codecs",
+    declaration=DeltaCodec,
+)
+
+
+def declared_codec(name: str, key: str = "encoding") -> DeltaCodec:
+    """The codec of that name. Raises `ConfigurationError` for any other, dotted paths included."""
+    if name not in CODECS.names():
+        raise ConfigurationError(f"{key} is {name!r}, expected one of {', '.join(encodings())}")
+    return CODECS.get(name, key)
+
+
+def load_codec(name: str) -> Codec:
+    """The codec of that name, imported. Raises `ConfigurationError`."""
+    declared_codec(name)
+    codec = CODECS.load(name)
+    assert isinstance(codec, Codec), f"{name} is {codec!r}, expected a Codec"
+    return codec
+
+
+def encodings() -> tuple[str, ...]:
+    """What `encoding` may be."""
+    return (FULL, *CODECS.names())
+
+
+def _checked(name: str) -> str:
+    if name not in encodings():
+        raise ValueError(f"expected one of {', '.join(map(repr, encodings()))}")
+    return name
+
+
+Encoding = Annotated[str, OneOf(encodings(), own=False), AfterValidator(_checked)]
+"""A whole checkpoint, or the difference to one that the receiver holds (`facility.exchange.checkpoints.delta`)."""
