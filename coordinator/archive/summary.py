@@ -11,13 +11,15 @@ from rich.table import Table
 
 from coordinator.archive.rounds import Archive, RoundFile
 from facility.exchange.messages.strict_json import clean
+from facility.exchange.perplexity import LARGEST_LOSS, perplexity
 
 LONGEST_SHOWN = 2000
 """Characters."""
 
 
-def perplexity(loss: float | None) -> float | None:
-    return None if loss is None or not math.isfinite(loss) or loss > 700 else math.exp(loss)
+def shown_perplexity(loss: float | None) -> float | None:
+    """None where there is none to show."""
+    return None if loss is None or not math.isfinite(loss) or loss > LARGEST_LOSS else perplexity(loss)
 
 
 def shown(text: object) -> str:
@@ -40,14 +42,14 @@ def summary(archive: Archive) -> dict[str, Any]:
     rounds = []
     for entry, made, over in zip(history, losses[1:], overs[1:], strict=True):
         row = {"round": entry.round, "decision": entry.decision, "finished": entry.finished, "attempts": entry.attempts}
-        row["global_perplexity"], row["global_perplexity_over"] = perplexity(made), over
+        row["global_perplexity"], row["global_perplexity_over"] = shown_perplexity(made), over
         row |= {"outer_factor": entry.outer_factor, "guard": entry.guard}
         row["facilities"] = [dataclasses.asdict(facility) for facility in entry.facilities]
         rounds.append(row)
     return {
         "archive": str(archive.path),
         "rounds": rounds,
-        "initial_perplexity": perplexity(losses[0]) if history else None,
+        "initial_perplexity": shown_perplexity(losses[0]) if history else None,
         "final_evaluation": evaluation.get("facilities", []) if after is not None else [],
         "model": str(archive.model_for(len(history))) if archive.path.is_dir() else None,
         "stopped": archive.read_note("stopped").get("reason") or _broken(history),

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from coordinator.archive.journal import Journal
 from coordinator.archive.rounds import Archive
-from coordinator.archive.summary import perplexity, remarks, shown, summary, table
+from coordinator.archive.summary import remarks, shown, shown_perplexity, summary, table
 from coordinator.asynchronous import summary as account
 from coordinator.certificates import certificates_watched
 from coordinator.config.federation import Federation, check_paths, read_federation
@@ -236,6 +236,8 @@ def _picture(progress: Progress, archive: Archive) -> Table:
     )
     history = archive.history()
     if history:
-        told = ", ".join(f"{value:.3f}" for entry in history if (value := perplexity(entry.global_loss)) is not None)
+        told = ", ".join(
+            f"{value:.3f}" for entry in history if (value := shown_perplexity(entry.global_loss)) is not None
+        )
         result.caption = f"global perplexity as received, round by round: {told}"
     return result

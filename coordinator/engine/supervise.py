@@ -9,7 +9,6 @@ first.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import os
 import queue
@@ -19,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -27,6 +27,7 @@ from coordinator.engine.stuck_jobs import Watch
 from coordinator.events.event import Event
 from coordinator.events.follow import EventFile
 from coordinator.events.outputs import WAITS
+from facility.exchange.child import end_with_parent
 
 TICK_SECONDS = 0.5
 """How often events are looked for."""
@@ -195,7 +196,7 @@ class Supervisor:
             errors="replace",
             start_new_session=True,
             pass_fds=self.pass_fds,
-            preexec_fn=_die_with_parent,
+            preexec_fn=partial(end_with_parent, signal.SIGTERM),  # StreamFlow ends with this command
         )
         if self._stopped:  # the signal came while the process was being made
             self._signal(self._stopped)
@@ -322,8 +323,3 @@ def _read(process: subprocess.Popen[str], lines: queue.SimpleQueue[str | None]) 
         for line in process.stdout:
             lines.put(line)
     lines.put(None)
-
-
-def _die_with_parent() -> None:
-    """Ask Linux to send SIGTERM to StreamFlow when this command dies, however it dies (prctl(2), PR_SET_PDEATHSIG)."""
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)

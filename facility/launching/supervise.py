@@ -6,7 +6,6 @@ ranks are ended too, and the run fails only if no replica finishes.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import selectors
@@ -17,9 +16,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
+from facility.exchange.child import end_with_parent
 from facility.exchange.exit_codes import ExitCode
 from facility.exchange.messages.outcome import Outcome
 from facility.launching.replica_notes import ReplicaNote, forget_note, read_note
@@ -137,7 +138,7 @@ class _Run:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
+                preexec_fn=partial(end_with_parent, signal.SIGKILL),
             )
             rank = _Rank(number=number, process=process)
             self.ranks.append(rank)
@@ -315,11 +316,3 @@ def _signal(rank: _Rank, number: int, *, group: bool = False) -> None:
             os.kill(rank.process.pid, number)
     except (ProcessLookupError, PermissionError):
         pass
-
-
-def _die_with_parent() -> None:
-    """Linux sends SIGKILL to this process when the launcher dies, however it dies (prctl(2), PR_SET_PDEATHSIG)."""
-    _LIBC.prctl(1, signal.SIGKILL)
-
-
-_LIBC = ctypes.CDLL(None, use_errno=True)

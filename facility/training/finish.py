@@ -10,6 +10,7 @@ from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages import lost_replicas
 from facility.exchange.messages import report as reports
+from facility.exchange.perplexity import perplexity
 from facility.training.devices import device_name
 from facility.training.monitor import account
 from facility.training.parallel.ranks import gather
@@ -140,8 +141,8 @@ def report_of(round: Round, figures: dict[str, Any]) -> reports.Report:
         steps=progress.done,
         loss_received=progress.loss_received,
         loss_returned=round.loss_returned,
-        perplexity_received=account.perplexity(progress.loss_received),
-        perplexity_returned=account.perplexity(round.loss_returned),
+        perplexity_received=perplexity(progress.loss_received),
+        perplexity_returned=perplexity(round.loss_returned),
         training_loss=sum(good) / len(good),
         tokens_per_second=figures["tokens"] / figures["seconds"],
         seconds=reports.Seconds(

@@ -7,15 +7,13 @@ adapter tensors in it), or adapters alone, where `training.lora.base` names a ba
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
+from facility.exchange.checkpoints.adapters import PREFIX, is_adapter
 from facility.exchange.checkpoints.checkpoint import Checkpoint
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.layout import LoraSettings
@@ -23,13 +21,8 @@ from facility.training.parallel.shard import find_blocks
 from facility.training.seeds import derive
 from facility.training.state.load import LocalShard, load_shards
 
-PREFIX = "base_model.model."
 STATE_SPACE = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
 """Families whose kernels use the weight of `out_proj` directly, so that peft refuses an adapter on it."""
-
-
-def is_adapter(name: str) -> bool:
-    return ".lora_A." in name or ".lora_B." in name
 
 
 def targets_of(model: nn.Module, settings: LoraSettings) -> list[str]:
@@ -109,19 +102,3 @@ def load_adapters(parts: Sequence[LocalShard], received: Checkpoint, seed: int) 
         whole = (torch.rand(part.shape, generator=generator) * 2 - 1) * bound
         part.tensor.copy_(whole[part.first : part.first + part.tensor.shape[0]])
     return f"{len(adapters)} adapter tensors begun from the federation's seed{note}"
-
-
-def write_adapter_config(directory: Path, settings: LoraSettings, adapters: Sequence[str], base: str) -> None:
-    """`adapter_config.json` as peft reads it, without paths of this facility."""
-    targets = sorted({name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in adapters})
-    configuration: dict[str, Any] = {
-        "peft_type": "LORA",
-        "r": settings.rank,
-        "lora_alpha": settings.alpha,
-        "lora_dropout": settings.dropout,
-        "target_modules": targets,
-        "bias": "none",
-        "inference_mode": True,
-        "base_model_name_or_path": base,
-    }
-    (directory / "adapter_config.json").write_text(json.dumps(configuration, indent=2) + "\n")

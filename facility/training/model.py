@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from facility.exchange.checkpoints.adapters import is_adapter
 from facility.exchange.checkpoints.checkpoint import Checkpoint
 from facility.exchange.checkpoints.conversion import Conversion, conversion_of, describe_missing, lacking
 from facility.exchange.errors import CheckpointError, InputError
@@ -111,14 +112,14 @@ def names_of(model: Any, checkpoint: Checkpoint) -> Names:
     The names of transformers' own conversions are honoured (see `facility.exchange.checkpoints.conversion`); a tensor
     that is made of several, or is part of one, keeps the model's name, and adapters have peft's.
     """
-    own = {lora.name_on_disk(name): t for name, t in model.state_dict().items() if not lora.is_adapter(name)}
+    own = {lora.name_on_disk(name): t for name, t in model.state_dict().items() if not is_adapter(name)}
     conversion = conversion_of(model, checkpoint, own)
     aliases: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         aliases.setdefault(id(parameter), []).append(name)
     disk: dict[str, str] = {}
     repeats: dict[str, str] = {}
-    if absent := [name for name in lacking(model, conversion, lora.name_on_disk) if not lora.is_adapter(name)]:
+    if absent := [name for name in lacking(model, conversion, lora.name_on_disk) if not is_adapter(name)]:
         raise CheckpointError(describe_missing(checkpoint, absent))
     for first, *others in aliases.values():
         plain = [lora.name_on_disk(name) for name in (first, *others)]

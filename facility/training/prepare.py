@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from facility.exchange.checkpoints.adapters import is_adapter
 from facility.training import lora, memory
 from facility.training.data.inputs import RoundInputs
 from facility.training.data.loader import DataLoader
@@ -97,7 +98,7 @@ def build_engine(request: RoundRequest, inputs: RoundInputs, setup: Setup, ranks
     checkpoint, rows = inputs.checkpoint, setup.head.rows
     held = assemble(skeleton, inputs.task, checkpoint, layout, ranks, training, clock, structure, rows)
     with together(ranks):
-        weights = [part for part in held.parts if not lora.is_adapter(part.name)]
+        weights = [part for part in held.parts if not is_adapter(part.name)]
         load_shards([*weights, *held.buffers], checkpoint, held.names.conversion)
         if training.lora.rank:
             log.info("%s", lora.load_adapters(held.parts, inputs.received, request.settings.seed))

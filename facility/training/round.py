@@ -12,13 +12,13 @@ import torch
 
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.messages.progress import Stage
+from facility.exchange.perplexity import perplexity
 from facility.launching.replica_notes import ReplicaNote, note_replica
 from facility.sync.protocol import Synchroniser
 from facility.training.data.documents import check_separation
 from facility.training.data.inputs import RoundInputs
 from facility.training.engine import StepResult
 from facility.training.lost import lost_replicas
-from facility.training.monitor.account import perplexity
 from facility.training.monitor.clock import Clock
 from facility.training.monitor.logs import start_logging
 from facility.training.monitor.progress import Progress, show_stage

@@ -63,6 +63,30 @@ def layout_of_shards(tensors: Sequence[Planned], shard_bytes: int) -> Layout:
     return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards, start=1)}
 
 
+def header_of(tensors: Sequence[Planned], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int], int]:
+    """The head of a safetensors file with the tensors in this order, the first byte of each, and the file's size."""
+    header: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
+    starts: dict[str, int] = {}
+    offset = 0
+    for tensor in tensors:
+        end = offset + tensor.size
+        header[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        starts[tensor.name], offset = offset, end
+    raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    raw += b" " * (-len(raw) % 8)
+    begin = 8 + len(raw)
+    return struct.pack("<Q", len(raw)) + raw, {name: begin + start for name, start in starts.items()}, begin + offset
+
+
+def write_index(directory: Path, layout: Layout) -> None:
+    """Write the index of a checkpoint of several files."""
+    if len(layout) < 2:
+        return
+    weight_map = {tensor.name: file for file, tensors in layout.items() for tensor in tensors}
+    total = sum(tensor.size for tensors in layout.values() for tensor in tensors)
+    write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
+
+
 class TensorWriter:
     """Open files of the final size; `write` fills them. Closing checks nothing: write every byte."""
 
@@ -77,35 +101,18 @@ class TensorWriter:
         except BaseException:
             self.close()
             raise
-        if len(layout) > 1:
-            weight_map = {tensor.name: file for file, tensors in layout.items() for tensor in tensors}
-            total = sum(tensor.size for tensors in layout.values() for tensor in tensors)
-            write_json(
-                self.directory / INDEX,
-                {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))},
-            )
+        write_index(self.directory, layout)
 
     def _create(self, file: str, tensors: Sequence[Planned], metadata: Mapping[str, str]) -> None:
         # Widest dtype first keeps every tensor aligned, as the reference implementation orders them.
         ordered = sorted(tensors, key=lambda t: (-ITEM_BYTES[t.dtype], t.name))
-        header: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
-        offset = 0
-        for tensor in ordered:
-            header[tensor.name] = {
-                "dtype": tensor.dtype,
-                "shape": list(tensor.shape),
-                "data_offsets": [offset, offset + tensor.size],
-            }
-            offset += tensor.size
-        raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-        raw += b" " * (-len(raw) % 8)
+        header, starts, size = header_of(ordered, metadata)
         descriptor = os.open(self.directory / file, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
         self._descriptors.append(descriptor)
-        begin = 8 + len(raw)
-        _write_exactly(descriptor, memoryview(struct.pack("<Q", len(raw)) + raw), 0)
-        os.ftruncate(descriptor, begin + offset)
+        _write_exactly(descriptor, memoryview(header), 0)
+        os.ftruncate(descriptor, size)
         for tensor in ordered:
-            self.places[tensor.name] = (descriptor, begin + header[tensor.name]["data_offsets"][0], tensor)  # type: ignore[index]
+            self.places[tensor.name] = (descriptor, starts[tensor.name], tensor)
 
     def write(self, name: str, offset: int, content: memoryview) -> None:
         """Write bytes of tensor `name` from byte `offset` within it."""

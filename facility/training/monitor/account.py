@@ -14,11 +14,6 @@ from facility.training.parallel.assemble import Assembly
 from facility.training.parallel.ranks import Ranks
 
 
-def perplexity(loss: float) -> float:
-    """exp(loss), bounded so that it stays a number."""
-    return math.exp(min(loss, 700.0))
-
-
 def peak_memory_bytes(ranks: Ranks) -> int:
     """This rank's largest: memory allocated on its GPU, or resident memory of the process."""
     if ranks.device.type == "cuda":

@@ -8,19 +8,17 @@ by all ranks, as it must be for a checkpoint of several ranks in any case.
 
 from __future__ import annotations
 
-import json
 import os
-import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from facility.exchange.checkpoints.checkpoint import INDEX, ITEM_BYTES, SINGLE, torch_dtype
+from facility.exchange.checkpoints.checkpoint import ITEM_BYTES, torch_dtype
 from facility.exchange.checkpoints.conversion import Conversion, Run
+from facility.exchange.checkpoints.writer import Planned, header_of, layout_of_shards, write_index
 from facility.exchange.errors import CheckpointError
-from facility.exchange.files.durable import write_json
 from facility.training.state.load import PIECE_BYTES, LocalShard
 
 FILE_BYTES = 2_000_000_000
@@ -50,32 +48,13 @@ def plan_files(
 
     Pure: every rank computes the same plan.
     """
-    groups: list[list[tuple[str, str, tuple[int, ...]]]] = [[]]
-    filled = 0
-    for name, dtype, shape in tensors:
-        size = ITEM_BYTES[dtype] * torch.Size(shape).numel()
-        if groups[-1] and filled + size > file_bytes:
-            groups.append([])
-            filled = 0
-        groups[-1].append((name, dtype, shape))
-        filled += size
+    planned = [Planned(name=name, dtype=dtype, shape=shape) for name, dtype, shape in tensors]
     slots: dict[str, Slot] = {}
     headers: dict[str, bytes] = {}
-    for number, group in enumerate(groups, start=1):
-        file = SINGLE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-        offsets: dict[str, int] = {}
-        position = 0
-        for name, dtype, shape in group:
-            size = ITEM_BYTES[dtype] * torch.Size(shape).numel()
-            header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, position + size]}
-            offsets[name] = position
-            position += size
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        headers[file] = struct.pack("<Q", len(text)) + text
-        for name, dtype, shape in group:
-            slots[name] = Slot(file=file, start=len(headers[file]) + offsets[name], dtype=dtype, shape=shape)
+    for file, group in layout_of_shards(planned, file_bytes).items():
+        headers[file], starts, _ = header_of(group, {"format": "pt"})
+        for one in group:
+            slots[one.name] = Slot(file=file, start=starts[one.name], dtype=one.dtype, shape=one.shape)
     return slots, headers
 
 
@@ -89,10 +68,10 @@ def create_files(directory: Path, slots: dict[str, Slot], headers: dict[str, byt
             handle.write(header)
             handle.truncate(max(ends[file], len(header)))
         os.chmod(directory / file, 0o644)
-    if len(headers) > 1:
-        weight_map = {name: slot.file for name, slot in sorted(slots.items())}
-        total = sum(slot.size for slot in slots.values())
-        write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    layout: dict[str, list[Planned]] = {file: [] for file in headers}
+    for name, slot in slots.items():
+        layout[slot.file].append(Planned(name=name, dtype=slot.dtype, shape=slot.shape))
+    write_index(directory, layout)
 
 
 def write_shards(

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
+from facility.exchange.checkpoints.adapters import write_adapter_config
 from facility.exchange.checkpoints.checkpoint import FLOATS, Checkpoint
+from facility.exchange.checkpoints.companions import copy_companions
 from facility.exchange.checkpoints.conversion import Conversion
 from facility.exchange.files.durable import new_directory
 from facility.exchange.messages import manifest as manifests
 from facility.exchange.messages import report as reports
 from facility.exchange.messages.settings import FacilitySettings
-from facility.training import lora
+from facility.exchange.perplexity import perplexity
 from facility.training.devices import device_name
 from facility.training.model import Names
 from facility.training.monitor import account
@@ -79,9 +80,10 @@ def write_update(
         barrier(ranks)
         with together(ranks):
             write_shards(temporary, slots, mine, conversion)
-        copy_companions(model, temporary, settings.training.export_dtype)
+        copy_companions(model, temporary)
+        state_dtype(temporary, settings.training.export_dtype)
         if adapters.rank:
-            lora.write_adapter_config(temporary, adapters, list(slots), "")
+            write_adapter_config(temporary, adapters, slots)
         add_files(temporary)
         counts = {d: sum(1 for _, x, _ in tensors if x == d) for d in sorted({x for _, x, _ in tensors})}
         manifests.write_manifest(
@@ -139,8 +141,8 @@ def write_evaluation(
                     steps=0,
                     loss_received=loss,
                     loss_returned=loss,
-                    perplexity_received=account.perplexity(loss),
-                    perplexity_returned=account.perplexity(loss),
+                    perplexity_received=perplexity(loss),
+                    perplexity_returned=perplexity(loss),
                     training_loss=loss,
                     peak_memory_bytes=peak,
                     ranks=ranks.world,
@@ -162,16 +164,12 @@ def write_evaluation(
     barrier(ranks)
 
 
-def copy_companions(model: Path, target: Path, dtype: str) -> None:
-    """The configuration, its dtype that of the export, and the small files beside it (tokenizer)."""
-    for path in sorted(model.iterdir()):
-        name = path.name
-        if path.is_file() and path.suffix in (".json", ".txt", ".model", ".jinja") and not name.endswith("index.json"):
-            if name not in (manifests.NAME, reports.REPORT, "config.json"):
-                shutil.copyfile(path, target / name)
-    if not (model / "config.json").is_file():  # adapters alone were received
+def state_dtype(directory: Path, dtype: str) -> None:
+    """State the export's dtype in `config.json`; where adapters alone were received there is none."""
+    file = directory / "config.json"
+    if not file.is_file():
         return
-    config = json.loads((model / "config.json").read_text())
+    config = json.loads(file.read_text())
     config["dtype"] = dtype
     config.pop("torch_dtype", None)
-    (target / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
