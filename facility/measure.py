@@ -35,8 +35,8 @@ from facility.measuring.tournament import groups_of
 from facility.measuring.traffic_control import Way, script
 from facility.measuring.wire import Wire
 from facility.training.devices import device_id, device_name, free_bytes
-from facility.training.parallel.ranks import Ranks, barrier, end, from_environment, together
-from facility.training.parallel.rendezvous import start
+from facility.training.processes.ranks import Ranks, barrier, end, from_environment, together
+from facility.training.processes.rendezvous import start
 
 
 def parser() -> argparse.ArgumentParser:

@@ -23,10 +23,10 @@ from facility.training.data.inputs import RoundInputs, read_inputs
 from facility.training.devices import device_name
 from facility.training.finish import finish_evaluation, finish_round
 from facility.training.monitor.logs import start_logging
-from facility.training.monitor.progress import show_stage
 from facility.training.parallel.arrange import check_devices
-from facility.training.parallel.ranks import Ranks, barrier, end, together
 from facility.training.prepare import Setup, choose_setup, prepare_ranks
+from facility.training.processes.ranks import Ranks, barrier, end, together
+from facility.training.progress import show_stage
 from facility.training.request import RoundRequest, read_request
 from facility.training.round import Round
 from facility.training.state.resume import SavedState, read_saved_state

@@ -1,4 +1,4 @@
-"""The private directory in which the ranks of one start of a job meet (`facility.training.parallel.rendezvous`)."""
+"""The private directory in which the ranks of one start of a job meet (`facility.training.processes.rendezvous`)."""
 
 from __future__ import annotations
 

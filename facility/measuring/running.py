@@ -22,8 +22,8 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from facility.measuring.layers import LayerSettings, Unit, a_block
 from facility.measuring.links import MeasuredLinks
 from facility.measuring.profile import RunningCosts
-from facility.training.parallel.ranks import Ranks
 from facility.training.parallel.shard import shard
+from facility.training.processes.ranks import Ranks
 
 MICRO_BATCHES = 4
 """Of the empty pipeline, for every stage."""

@@ -17,8 +17,8 @@ from facility.training.monitor.clock import Clock
 from facility.training.optimizer import adamw, clip, squared_norm
 from facility.training.parallel.arrange import Layout
 from facility.training.parallel.assemble import Assembly
-from facility.training.parallel.ranks import Ranks
 from facility.training.parallel.shard import drop_gathered
+from facility.training.processes.ranks import Ranks
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,9 +11,9 @@ from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages import lost_replicas
 from facility.exchange.messages import report as reports
 from facility.exchange.perplexity import perplexity
+from facility.training import account
 from facility.training.devices import device_name
-from facility.training.monitor import account
-from facility.training.parallel.ranks import gather
+from facility.training.processes.ranks import gather
 from facility.training.round import Round
 from facility.training.state import second_moments, state
 from facility.training.state.update import outgoing_parts, outgoing_tensors, write_evaluation, write_update

@@ -17,9 +17,9 @@ from facility.exchange.checkpoints.adapters import PREFIX, is_adapter
 from facility.exchange.checkpoints.checkpoint import Checkpoint
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.layout import LoraSettings
-from facility.training.parallel.shard import find_blocks
+from facility.training.blocks import find_blocks
 from facility.training.seeds import derive
-from facility.training.state.load import LocalShard, load_shards
+from facility.training.shards import LocalShard, load_shards
 
 STATE_SPACE = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
 """Families whose kernels use the weight of `out_proj` directly, so that peft refuses an adapter on it."""

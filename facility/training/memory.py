@@ -11,8 +11,8 @@ from facility.exchange.messages.settings import TrainingSettings
 from facility.exchange.schedules.registry import SCHEDULES
 from facility.training.devices import free_bytes
 from facility.training.parallel.arrange import Layout
-from facility.training.parallel.ranks import Ranks
 from facility.training.parallel.split import ModelStructure
+from facility.training.processes.ranks import Ranks
 
 
 def available_bytes(ranks: Ranks, settings: TrainingSettings) -> int:

@@ -15,7 +15,7 @@ from facility.exchange.checkpoints.checkpoint import Checkpoint
 from facility.exchange.checkpoints.conversion import Conversion, conversion_of, describe_missing, lacking
 from facility.exchange.errors import CheckpointError, InputError
 from facility.training import lora
-from facility.training.parallel.shard import find_blocks
+from facility.training.blocks import find_blocks
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from facility.exchange.messages.settings import TrainingSettings
-from facility.training.state.load import LocalShard
+from facility.training.shards import LocalShard
 
 
 def adamw(parts: Sequence[LocalShard], settings: TrainingSettings) -> torch.optim.AdamW:

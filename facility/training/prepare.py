@@ -17,13 +17,13 @@ from facility.training.monitor.clock import Clock
 from facility.training.parallel import arrange
 from facility.training.parallel.arrange import Layout
 from facility.training.parallel.assemble import assemble, build_meta_model
-from facility.training.parallel.ranks import Ranks, from_environment, together
-from facility.training.parallel.rendezvous import start
-from facility.training.parallel.replicas import order_of
 from facility.training.parallel.split import ModelStructure, inspect_model
+from facility.training.processes.ranks import Ranks, from_environment, together
+from facility.training.processes.rendezvous import start
+from facility.training.replicas import order_of
 from facility.training.request import RoundRequest
 from facility.training.seeds import derive
-from facility.training.state.load import load_shards
+from facility.training.shards import load_shards
 
 log = logging.getLogger(__name__)
 

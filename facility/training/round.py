@@ -21,17 +21,17 @@ from facility.training.engine import StepResult
 from facility.training.lost import lost_replicas
 from facility.training.monitor.clock import Clock
 from facility.training.monitor.logs import start_logging
-from facility.training.monitor.progress import Progress, show_stage
 from facility.training.monitor.trace import Trace
 from facility.training.monitor.tracker import Tracker
-from facility.training.parallel.ranks import Ranks, gather, regrouped, together
-from facility.training.parallel.replicas import independent_replicas, synchroniser
 from facility.training.prepare import Setup, build_engine
+from facility.training.processes.ranks import Ranks, gather, regrouped, together
+from facility.training.progress import Progress, show_stage
+from facility.training.replicas import independent_replicas, synchroniser
 from facility.training.request import RoundRequest
 from facility.training.schedule import learning_rate
 from facility.training.seeds import derive
+from facility.training.shards import add_shards
 from facility.training.state import state
-from facility.training.state.load import add_shards
 from facility.training.state.resume import SavedState, restore, restore_vectors
 from facility.training.state.update import round_in_place
 from facility.training.stop import Stop
@@ -85,7 +85,7 @@ class Round:
         """Evaluate the received model (once per round), then add what earlier updates left out."""
         self.show("evaluating")
         if self.inputs.task.separate:
-            check_separation(self.engine, self.inputs)
+            check_separation(self.engine.loss_of, self.inputs, self.request.training.compute_dtype)
         if self.saved.checkpoint is None:
             self.progress.loss_received = self.engine.evaluate(self.setup.loader.evaluation())
             if self.request.unsent is not None:

@@ -84,7 +84,7 @@ def runs() -> int:
 
 
 if __name__ == "__main__":
-    from facility.training.parallel.ranks import end
+    from facility.training.processes.ranks import end
 
     slowed()
     end(runs)

@@ -59,8 +59,8 @@ def measure(rank: int, world: int, model: str, out: str) -> dict[str, Any]:
     from facility.training.monitor.clock import Clock
     from facility.training.parallel.arrange import layout_of_settings
     from facility.training.parallel.assemble import assemble, draw
-    from facility.training.parallel.ranks import barrier, from_environment
-    from facility.training.state.load import load_shards
+    from facility.training.processes.ranks import barrier, from_environment
+    from facility.training.shards import load_shards
     from facility.training.state.save import create_files, plan_files, write_shards
 
     settings, ranks, task = TrainingSettings(device="cpu"), from_environment("cpu"), CausalLM()

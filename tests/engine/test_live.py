@@ -258,7 +258,7 @@ def test_a_real_run_leaves_every_transition_and_its_end_can_be_followed(tmp_path
 
 
 def test_progress_json_is_what_the_trainer_writes(tmp_path: Path):
-    from facility.training.monitor.progress import write_progress
+    from facility.training.progress import write_progress
 
     message = JobProgress(stage="saving", step=4, steps=4, loss=1.5, tokens_per_second=3.0, seconds_left=0.0, time=9.0)
     assert write_progress(tmp_path, message)

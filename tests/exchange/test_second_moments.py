@@ -21,7 +21,7 @@ from facility.exchange.checkpoints.second_moments import (
     write_factors,
 )
 from facility.exchange.errors import CheckpointError
-from facility.training.state.load import LocalShard
+from facility.training.shards import LocalShard
 from facility.training.state.second_moments import take_over
 from tests.examples import examples
 

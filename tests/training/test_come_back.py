@@ -85,7 +85,7 @@ def test_under_all_reduce_a_rank_that_dies_or_hangs_takes_the_others_down(
 
 
 def test_a_bug_is_no_lost_contact():
-    from facility.training.parallel.ranks import lost_contact
+    from facility.training.processes.ranks import lost_contact
 
     assert lost_contact(RuntimeError("shapes differ")) == "" and lost_contact(ValueError("gloo/transport")) == ""
     closed = RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [::1]:9")

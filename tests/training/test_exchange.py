@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from facility.training.parallel.exchange import LARGEST_BYTES, checked_size, decode, encode
+from facility.training.processes.exchange import LARGEST_BYTES, checked_size, decode, encode
 from tests.distributed import run_distributed
 from tests.training.federation import write_dataset
 from tests.training.layouts import arguments, run_rounds
@@ -21,11 +21,11 @@ OBJECTS = re.compile(r"\b(all_gather|gather|broadcast|scatter|send|recv)_object|
 def test_no_code_of_the_facility_sends_or_reads_objects():
     for file in Path("facility").rglob("*.py"):
         found = OBJECTS.search(file.read_text())
-        assert found is None, f"{file} uses {found and found.group()}: send JSON in tensors (parallel/exchange.py)"
+        assert found is None, f"{file} uses {found and found.group()}: send JSON in tensors (processes/exchange.py)"
 
 
 def exchange(rank: int, world: int) -> tuple[Any, ...]:
-    from facility.training.parallel.exchange import all_gather_json, broadcast_json
+    from facility.training.processes.exchange import all_gather_json, broadcast_json
 
     longer = {"rank": rank, "text": "é" * 1000 * rank, "losses": [0.1, -1.0, 1e-300]}
     return all_gather_json(longer), all_gather_json(None), broadcast_json([rank, "a"]), broadcast_json(rank, source=2)

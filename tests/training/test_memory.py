@@ -9,7 +9,7 @@ import torch
 
 from facility.exchange.messages.settings import TrainingSettings
 from facility.training import devices, memory
-from facility.training.parallel.ranks import Ranks
+from facility.training.processes.ranks import Ranks
 
 
 def write_host(root: Path, *, available: int, limit: str = "max", used: int = 0, cache: int = 0) -> Path:

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from facility.exchange.errors import ConfigurationError, TryAgain
 from facility.launching.rendezvous import DIRECTORY, SECRET
-from facility.training.parallel import rendezvous
-from facility.training.parallel.ranks import Ranks
+from facility.training.processes import rendezvous
+from facility.training.processes.ranks import Ranks
 from tests.distributed import free_port
 
 LIMIT = timedelta(seconds=20)
@@ -27,9 +27,9 @@ RANK = """
 import os, socket, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
-from facility.training.parallel.exchange import all_gather_json
-from facility.training.parallel.ranks import from_environment
-from facility.training.parallel.rendezvous import further_store, start
+from facility.training.processes.exchange import all_gather_json
+from facility.training.processes.ranks import from_environment
+from facility.training.processes.rendezvous import further_store, start
 from datetime import timedelta
 ranks = from_environment("cpu")
 start(ranks, threads=1, timeout_seconds=60)

@@ -8,15 +8,13 @@ of a document must not change with the document before it, and must be that of t
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from facility.exchange.errors import InputError
 from facility.training.data.tasks import IGNORED, Batch, positions_within
-
-if TYPE_CHECKING:
-    from facility.training.engine import Engine
 
 LENGTH = 24
 """Tokens of each of the two documents of the trial, at most."""
@@ -37,19 +35,19 @@ def check_positions(config: Any, factory: Any) -> None:
 
 
 @torch.no_grad()
-def check_separation(engine: Engine, inputs: Any) -> None:
+def check_separation(loss_of: Callable[[Batch], float], inputs: Any, dtype: str) -> None:
     """Compare a document's loss after one document, after another, and alone; the same trial on every rank.
 
-    Raises `InputError` where they differ by more than rounding.
+    `dtype`: what the model computes in. Raises `InputError` where they differ by more than rounding.
     """
     length = min(LENGTH, inputs.block_tokens // 2)
     if length < 2:
         return
     draw = torch.Generator().manual_seed(0)
     one, other, last = torch.randint(inputs.dataset.manifest.vocabulary_size, (3, length), generator=draw)
-    after = [engine.loss_of(trial(first, last)) for first in (one, other)]
-    alone = engine.loss_of(trial(last))
-    dtype, scale = engine.settings.compute_dtype, max(1.0, abs(alone))
+    after = [loss_of(trial(first, last)) for first in (one, other)]
+    alone = loss_of(trial(last))
+    scale = max(1.0, abs(alone))
     kind = type(inputs.config).__name__.removesuffix("Config")
     if abs(after[0] - after[1]) > LEAK[dtype] * scale:
         raise InputError(

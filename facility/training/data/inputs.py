@@ -18,7 +18,7 @@ from facility.preparing.tokenizer import load_tokenizer
 from facility.training.data.documents import check_positions
 from facility.training.data.tasks import Task, task_for
 from facility.training.model import Attention, choose_attention, count_blocks, read_config
-from facility.training.parallel.ranks import Ranks
+from facility.training.processes.ranks import Ranks
 from facility.training.request import RoundRequest
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from facility.training.parallel.ranks import Ranks
+from facility.training.processes.ranks import Ranks
 
 FORMAT = "%(asctime)s %(levelname)s [{name}] %(message)s"
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from facility.training.parallel.ranks import Ranks
+from facility.training.processes.ranks import Ranks
 
 STEPS = 3
 """Steps in a trace."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from facility.training.parallel.ranks import Ranks
+from facility.training.processes.ranks import Ranks
 
 
 class Tracker:

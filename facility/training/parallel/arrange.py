@@ -14,7 +14,7 @@ from facility.exchange.schedules.registry import interleaved
 from facility.training.data.loader import Shape, even_shape
 from facility.training.devices import device_id
 from facility.training.parallel.grid import Grid, checked_units, even_units, grid, sharded_grid
-from facility.training.parallel.ranks import Ranks
+from facility.training.processes.ranks import Ranks
 
 
 @dataclass(frozen=True, kw_only=True)

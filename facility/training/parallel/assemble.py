@@ -18,6 +18,7 @@ from facility.exchange.checkpoints.checkpoint import Checkpoint
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.settings import TrainingSettings
 from facility.training import lora
+from facility.training.blocks import find_blocks
 from facility.training.data.tasks import Task
 from facility.training.head import ChunkedHead
 from facility.training.model import Attention, Names, build, names_of
@@ -26,10 +27,10 @@ from facility.training.parallel.arrange import Layout
 from facility.training.parallel.collectives import time_all_reduce, time_collectives
 from facility.training.parallel.compute import Compute, Pipeline, Precision, Whole
 from facility.training.parallel.grid import Grid
-from facility.training.parallel.ranks import Ranks
-from facility.training.parallel.shard import find_blocks, shard
+from facility.training.parallel.shard import shard
 from facility.training.parallel.split import ModelStructure, Stage
-from facility.training.state.load import LocalShard, initialise_parameters, shard_of
+from facility.training.processes.ranks import Ranks
+from facility.training.shards import LocalShard, initialise_parameters, shard_of
 
 
 @dataclass(frozen=True, kw_only=True)

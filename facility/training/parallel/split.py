@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from facility.exchange.errors import InputError
+from facility.training.blocks import find_blocks
 from facility.training.head import ChunkedHead
-from facility.training.parallel.shard import find_blocks
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from facility.training.engine import Engine
-from facility.training.parallel.ranks import Ranks, together
+from facility.training.processes.ranks import Ranks, together
 from facility.training.request import RoundRequest
 from facility.training.state import second_moments, state
 

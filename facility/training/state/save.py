@@ -19,7 +19,7 @@ from facility.exchange.checkpoints.checkpoint import ITEM_BYTES, torch_dtype
 from facility.exchange.checkpoints.conversion import Conversion, Run
 from facility.exchange.checkpoints.writer import Planned, header_of, layout_of_shards, write_index
 from facility.exchange.errors import CheckpointError
-from facility.training.state.load import PIECE_BYTES, LocalShard
+from facility.training.shards import PIECE_BYTES, LocalShard
 
 FILE_BYTES = 2_000_000_000
 """Largest file of an export, unless one tensor alone is larger."""

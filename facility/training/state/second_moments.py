@@ -15,7 +15,7 @@ import torch
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.checkpoints.second_moments import factors_of, has_factors, read_factors, write_factors
-from facility.training.state.load import LocalShard
+from facility.training.shards import LocalShard
 
 STORED = "exp_avg_sq."
 

@@ -22,8 +22,8 @@ from facility.exchange.errors import CheckpointError, ConfigurationError
 from facility.exchange.files.durable import new_directory, write_json
 from facility.exchange.messages.settings import FacilitySettings
 from facility.exchange.validation import parse, validated
-from facility.training.parallel.ranks import Ranks, barrier, broadcast, together
-from facility.training.state.load import LocalShard, load_shards
+from facility.training.processes.ranks import Ranks, barrier, broadcast, together
+from facility.training.shards import LocalShard, load_shards
 from facility.training.state.save import create_files, plan_files, write_shards
 
 FORMAT = 1

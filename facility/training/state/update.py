@@ -18,11 +18,11 @@ from facility.exchange.messages import manifest as manifests
 from facility.exchange.messages import report as reports
 from facility.exchange.messages.settings import FacilitySettings
 from facility.exchange.perplexity import perplexity
+from facility.training import account
 from facility.training.devices import device_name
 from facility.training.model import Names
-from facility.training.monitor import account
-from facility.training.parallel.ranks import Ranks, barrier, broadcast, gather, together
-from facility.training.state.load import LocalShard, shard_of
+from facility.training.processes.ranks import Ranks, barrier, broadcast, gather, together
+from facility.training.shards import LocalShard, shard_of
 from facility.training.state.save import Slot, create_files, plan_files, rounded, write_shards
 
 DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}

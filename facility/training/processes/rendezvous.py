@@ -30,8 +30,8 @@ import torch.distributed as dist
 
 from facility.exchange.errors import ConfigurationError, TryAgain
 from facility.launching.rendezvous import DIRECTORY, SECRET
-from facility.training.parallel.exchange import broadcast_json
-from facility.training.parallel.ranks import Ranks
+from facility.training.processes.exchange import broadcast_json
+from facility.training.processes.ranks import Ranks
 
 SIOCGIFADDR = 0x8915
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from facility.exchange.errors import ConfigurationError, CrossFedError, InputError, TryAgain, exit_on_error
-from facility.training.parallel.exchange import all_gather_json, broadcast_json
+from facility.training.processes.exchange import all_gather_json, broadcast_json
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 

@@ -11,7 +11,7 @@ import torch
 
 from facility.training.parallel.arrange import Layout
 from facility.training.parallel.assemble import Assembly
-from facility.training.parallel.ranks import Ranks
+from facility.training.processes.ranks import Ranks
 
 
 def peak_memory_bytes(ranks: Ranks) -> int:

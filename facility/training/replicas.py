@@ -13,8 +13,8 @@ from facility.sync.runtime.wire import address_of_this_node
 from facility.sync.single import SingleReplica
 from facility.training.engine import Engine
 from facility.training.parallel.arrange import Layout
-from facility.training.parallel.ranks import Ranks
-from facility.training.parallel.rendezvous import further_store
+from facility.training.processes.ranks import Ranks
+from facility.training.processes.rendezvous import further_store
 from facility.training.seeds import derive
 
 

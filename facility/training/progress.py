@@ -15,7 +15,7 @@ from pathlib import Path
 
 from facility.exchange.messages.progress import FILE, JobProgress, Stage
 from facility.training.engine import StepResult
-from facility.training.parallel.ranks import Ranks
+from facility.training.processes.ranks import Ranks
 
 log = logging.getLogger(__name__)
 SECONDS = 1.0

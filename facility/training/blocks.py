@@ -1,0 +1,23 @@
+"""The repeated blocks of a model."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from facility.exchange.errors import InputError
+
+
+def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
+    """The list of repeated blocks and its name: the `ModuleList` that holds most parameters."""
+    candidates = [
+        (sum(p.numel() for p in module.parameters()), name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) > 0
+    ]
+    if not candidates:
+        raise InputError(
+            f"{type(model).__name__} holds no list of blocks: looked for the torch.nn.ModuleList with most parameters, "
+            "found none; this model can neither be sharded by blocks nor split into stages"
+        )
+    _, name, blocks = max(candidates, key=lambda c: (c[0], -len(c[1])))
+    return name, blocks
