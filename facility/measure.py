@@ -126,23 +126,7 @@ def main(arguments: list[str] | None = None) -> int:
     known = pretended.links.latency_seconds or pretended.links.bytes_per_second or pretended.links.uplinks
     running = measure_running(options.model, ranks, settings, None if known else links) if ranks.world > 1 else None
     if ranks.first:
-        details = {
-            "tokens": settings.tokens,
-            "dtype": options.dtype,
-            "clock": options.clock,
-            "torch": torch.__version__,
-            "backend": dist.get_backend() if ranks.world > 1 else "none",
-            "layer_seconds": layer_seconds,
-            "link_seconds": time.monotonic() - begin - layer_seconds,
-            "pretended": {
-                "factors": [pretended.emulation.factor(r) for r in range(ranks.world)],
-                "stall_probability": pretended.emulation.probability,
-                "stall_seconds": pretended.emulation.seconds,
-                "memory_factors": [pretended.memory_factor(r) for r in range(ranks.world)],
-                "links": bool(pretended.links.latency_seconds or pretended.links.bytes_per_second),
-                "seed": options.seed,
-            },
-        }
+        seconds = {"layer_seconds": layer_seconds, "link_seconds": time.monotonic() - begin - layer_seconds}
         profile = Profile(
             devices=tuple(_device(one, labels[r]) for r, one in enumerate(everybody)),
             latency_seconds=tuple(map(tuple, links.latency_seconds)),
@@ -153,7 +137,7 @@ def main(arguments: list[str] | None = None) -> int:
             update_seconds={kind: min(one["optimizer"][kind] for one in everybody) for kind in units.optimizer_seconds},
             stalls=_stalls(pretended),
             running=running,
-            details=details,
+            details=_details(options, ranks, settings, pretended, seconds),
         )
         write_profile(options.out, profile)
         if options.tc_out:
@@ -161,6 +145,32 @@ def main(arguments: list[str] | None = None) -> int:
         print(json.dumps(profile.to_json(), indent=2) if options.json else _table(profile))
     barrier(ranks)
     return 0
+
+
+def _details(
+    options: argparse.Namespace,
+    ranks: Ranks,
+    settings: LayerSettings,
+    pretended: Pretended,
+    seconds: dict[str, float],
+) -> dict[str, Any]:
+    """How it was measured, for the profile."""
+    return {
+        "tokens": settings.tokens,
+        "dtype": options.dtype,
+        "clock": options.clock,
+        "torch": torch.__version__,
+        "backend": dist.get_backend() if ranks.world > 1 else "none",
+        **seconds,
+        "pretended": {
+            "factors": [pretended.emulation.factor(r) for r in range(ranks.world)],
+            "stall_probability": pretended.emulation.probability,
+            "stall_seconds": pretended.emulation.seconds,
+            "memory_factors": [pretended.memory_factor(r) for r in range(ranks.world)],
+            "links": bool(pretended.links.latency_seconds or pretended.links.bytes_per_second),
+            "seed": options.seed,
+        },
+    }
 
 
 def _sizes(text: str) -> tuple[int, ...]:

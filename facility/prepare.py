@@ -28,6 +28,15 @@ def parser() -> argparse.ArgumentParser:
         description="Tokenise text and pack it into blocks of equal length: DIR/train.npy, DIR/validation.npy, "
         "DIR/tokenizer/ and DIR/dataset.json.",
     )
+    add_paths(arguments)
+    add_documents(arguments)
+    add_reading(arguments)
+    add_running(arguments)
+    return arguments
+
+
+def add_paths(arguments: argparse.ArgumentParser) -> None:
+    """What is read, by which tokenizer, and where the blocks go."""
     add = arguments.add_argument
     add(
         "--input",
@@ -62,6 +71,11 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="tokens per block (classification: longest document)",
     )
+
+
+def add_documents(arguments: argparse.ArgumentParser) -> None:
+    """What a document is, and how documents become blocks."""
+    add = arguments.add_argument
     add(
         "--task",
         choices=("causal-lm", "chat", "masked-lm", "classification"),
@@ -99,6 +113,11 @@ def parser() -> argparse.ArgumentParser:
         default="line",
         help="what a document is in a plain-text file (default line; paragraphs are parted by empty lines)",
     )
+
+
+def add_reading(arguments: argparse.ArgumentParser) -> None:
+    """How much is read, and from where."""
+    add = arguments.add_argument
     add("--split", default="train", metavar="NAME", help="split of a saved or hub dataset for training (default train)")
     add(
         "--validation-split",
@@ -124,6 +143,11 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="read hub datasets as they download and keep nothing (with sample caps)",
     )
+
+
+def add_running(arguments: argparse.ArgumentParser) -> None:
+    """What is accepted, shown and replaced."""
+    add = arguments.add_argument
     add(
         "--allow-overlap",
         action="store_true",
@@ -132,7 +156,6 @@ def parser() -> argparse.ArgumentParser:
     add("--show", type=int, default=0, metavar="N", help="print the first N training documents, what bears loss marked")
     add("--replace", action="store_true", help="make --out again if it holds a dataset made otherwise")
     add("--json", action="store_true", help="print the manifest as JSON instead of a summary")
-    return arguments
 
 
 @contextmanager

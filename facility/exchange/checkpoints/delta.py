@@ -87,40 +87,17 @@ def encode(
     manifest, base = read_manifest(full), read_manifest(reference)
     old = open_checkpoint(reference)
     new = _same_names(open_checkpoint(values or full), open_checkpoint(full), old, patterns or Patterns())
-    squared = lost = 0.0
     with ExitStack() as stack:
         directory = stack.enter_context(new_directory(out))
         sending = _plan(codec, old, new, density)
-        writers = stack.enter_context(ExitStack())
-        writer = writers.enter_context(TensorWriter(directory, {FILE: sending.planned}, {"format": "pt"}))
-        rest = None
-        if residual_out is not None:
-            rest_directory = stack.enter_context(new_directory(residual_out))
-            kinds = {name: "F32" for name in sending.moved if old.tensors[name].dtype in FLOATS}
-            if kinds:
-                rest = writers.enter_context(TensorWriter(rest_directory, layout_like(old, kinds)))
-        for name in sending.moved:
-            entry = old.tensors[name]
-            if entry.dtype not in FLOATS:
-                for offset, content in raw(new[name]):
-                    writer.write(f"{name}::raw", offset, content)
-                continue
-            places = {suffix: 0 for suffix, _, _ in codec.fields(0, 0)}
-            for start, step, length in _differences(entry, new[name]):
-                squared += length
-                if name in sending.sent:
-                    sent = codec.encode(step, sending.limit)
-                    for suffix, array in sent.items():
-                        writer.write(f"{name}::{suffix}", places[suffix], as_bytes(array))
-                        places[suffix] += array.nbytes
-                    missed = codec.decode(sent, len(step))
-                    np.subtract(step, missed, out=missed)
-                else:
-                    missed = step
-                lost += float(np.vdot(missed, missed))
-                if rest is not None:
-                    rest.write(name, start * 4, as_bytes(missed))
-        writers.close()
+        with ExitStack() as files:
+            message = files.enter_context(TensorWriter(directory, {FILE: sending.planned}, {"format": "pt"}))
+            residual = None
+            if residual_out is not None:
+                kinds = {name: "F32" for name in sending.moved if old.tensors[name].dtype in FLOATS}
+                kept = stack.enter_context(new_directory(residual_out))
+                residual = files.enter_context(TensorWriter(kept, layout_like(old, kinds))) if kinds else None
+            squared, lost = _write(codec, sending, old, new, message, residual)
         copy_companions(Path(full), directory, leave=())
         write_manifest(
             directory,
@@ -138,6 +115,39 @@ def encode(
         unchanged=len(old.tensors) - len(sending.sent),
         relative_error=math.sqrt(lost / squared) if squared else 0.0,
     )
+
+
+def _write(
+    codec: Codec,
+    sending: _Sending,
+    old: Checkpoint,
+    new: dict[str, TensorEntry],
+    message: TensorWriter,
+    residual: TensorWriter | None,
+) -> tuple[float, float]:
+    """Write what the plan says, part by part; returns the sums of squares of the differences and of what was lost."""
+    squared = lost = 0.0
+    for name in sending.moved:
+        entry = old.tensors[name]
+        if entry.dtype not in FLOATS:
+            for offset, content in raw(new[name]):
+                message.write(f"{name}::raw", offset, content)
+            continue
+        places = {suffix: 0 for suffix, _, _ in codec.fields(0, 0)}
+        for start, step, length in _differences(entry, new[name]):
+            squared += length
+            missed = step
+            if name in sending.sent:
+                stored = codec.encode(step, sending.limit)
+                for suffix, array in stored.items():
+                    message.write(f"{name}::{suffix}", places[suffix], as_bytes(array))
+                    places[suffix] += array.nbytes
+                missed = codec.decode(stored, len(step))
+                np.subtract(step, missed, out=missed)
+            lost += float(np.vdot(missed, missed))
+            if residual is not None:
+                residual.write(name, start * 4, as_bytes(missed))
+    return squared, lost
 
 
 def encode_model(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +20,7 @@ from facility.exchange.checkpoints.companions import copy_companions
 from facility.exchange.checkpoints.delta_parts import FILE, as_bytes, parts, raw
 from facility.exchange.checkpoints.floats import STORAGE, Array, narrow, widen
 from facility.exchange.checkpoints.writer import TensorWriter, layout_like
-from facility.exchange.delta_codecs import CODECS, Codec, load_codec
+from facility.exchange.delta_codecs import CODECS, FULL, Codec, load_codec
 from facility.exchange.errors import CheckpointError
 from facility.exchange.files.durable import new_directory
 from facility.exchange.messages.manifest import Manifest, read_manifest, verify_manifest, write_manifest
@@ -55,44 +54,51 @@ def decode(message: Path, *, reference: Path, out: Path) -> Manifest:
         name: ("F32" if update and entry.dtype in ("F16", "BF16") else entry.dtype)
         for name, entry in old.tensors.items()
     }
-    with ExitStack() as stack:
-        directory = stack.enter_context(new_directory(out))
+    with new_directory(out) as directory:
         with TensorWriter(directory, layout_like(old, kinds), old.metadata) as writer:
             for name, entry in sorted(old.tensors.items()):
                 if entry.dtype not in FLOATS:
                     for offset, content in raw(stored.get(f"{name}::raw", entry)):
                         writer.write(name, offset, content)
-                    continue
-                offset = 0
-                for values in _decoded(codec, entry, name, stored, message):
-                    block = values
-                    if values.dtype != STORAGE[kinds[name]]:
-                        block = np.empty(len(values), STORAGE[kinds[name]])
-                        narrow(values, kinds[name], block, np.empty(len(values), np.uint32))
-                    writer.write(name, offset, as_bytes(block))
-                    offset += block.nbytes
+                else:
+                    _write_floats(writer, name, kinds[name], _decoded(codec, entry, name, stored, message))
         copy_companions(Path(message), directory, leave=())
-        extra = {
-            key: value for key, value in manifest.extra.items() if key not in ("reference_sha256", "decoded_sha256")
-        }
-        travelled = sum(entry.size for entry in manifest.files.values())
-        made = write_manifest(
-            directory,
-            dataclasses.replace(
-                manifest,
-                encoding="full",
-                dtypes=open_checkpoint(directory).dtypes(),
-                parameters=old.parameters,
-                files={},
-                extra=extra | {"decoded_from": manifest.encoding, "message_bytes": travelled},
-            ),
+        return _describe(directory, manifest, old, message)
+
+
+def _write_floats(writer: TensorWriter, name: str, kind: str, parts_of_it: Iterator[Array]) -> None:
+    """Write a tensor's values one part after the other, rounded to its dtype."""
+    offset = 0
+    for values in parts_of_it:
+        block = values
+        if values.dtype != STORAGE[kind]:
+            block = np.empty(len(values), STORAGE[kind])
+            narrow(values, kind, block, np.empty(len(values), np.uint32))
+        writer.write(name, offset, as_bytes(block))
+        offset += block.nbytes
+
+
+def _describe(directory: Path, manifest: Manifest, old: Checkpoint, message: Path) -> Manifest:
+    """Write the manifest of the decoded directory. Raises `CheckpointError` where its sender has another result."""
+    extra = {key: value for key, value in manifest.extra.items() if key not in ("reference_sha256", "decoded_sha256")}
+    travelled = sum(entry.size for entry in manifest.files.values())
+    made = write_manifest(
+        directory,
+        dataclasses.replace(
+            manifest,
+            encoding=FULL,
+            dtypes=open_checkpoint(directory).dtypes(),
+            parameters=old.parameters,
+            files={},
+            extra=extra | {"decoded_from": manifest.encoding, "message_bytes": travelled},
+        ),
+    )
+    wanted = manifest.extra.get("decoded_sha256")
+    if wanted is not None and wanted != made.content_sha256:
+        raise CheckpointError(
+            f"{message} decodes to a model with sha256 {made.content_sha256:.12}, "
+            f"its sender has {str(wanted):.12}: send it in full (encoding: full)"
         )
-        wanted = manifest.extra.get("decoded_sha256")
-        if wanted is not None and wanted != made.content_sha256:
-            raise CheckpointError(
-                f"{message} decodes to a model with sha256 {made.content_sha256:.12}, "
-                f"its sender has {str(wanted):.12}: send it in full (encoding: full)"
-            )
     return made
 
 
