@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from facility.exchange.messages.sync import SyncSettings
 from facility.exchange.scheduling.policies import POLICIES
-from facility.sync.protocol import Place, Synchroniser
+from facility.sync.protocol import ReplicaRank, Synchroniser
 from facility.sync.runtime.emulated import Emulated
 from facility.sync.runtime.replica import Context
 from facility.sync.single import SingleReplica
@@ -19,7 +19,7 @@ from facility.sync.single import SingleReplica
 def connect(
     settings: SyncSettings,
     *,
-    place: Place,
+    place: ReplicaRank,
     parameters: Sequence[torch.Tensor],
     steps: int,
     store: dist.Store,

@@ -7,7 +7,7 @@ The trainer's loop:
         sync.before_step(samples)           # optional: lets exchange start during the last backward pass
         ... forward and backward passes (gradients are the mean over this replica's own samples) ...
         sync.reduce_gradients(samples)      # before clipping
-        ... clip, optimizer.step() at the learning rate times sync.influence ...
+        ... clip, optimizer.step() at the learning rate times sync.step_scale ...
         sync.after_step(samples)
         if no_time_is_left: sync.ask_to_pause()
         if sync.pausing: break
@@ -29,7 +29,7 @@ import torch
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class ReplicaRank:
     """Where this rank stands among the replicas."""
 
     replica: int
@@ -59,7 +59,7 @@ class Synchroniser(Protocol):
         """Steps done so far on average over the replicas: what a learning-rate schedule follows."""
 
     @property
-    def influence(self) -> float:
+    def step_scale(self) -> float:
         """How many times as long the step is to be whose gradients were exchanged last: multiplies its learning rate.
 
         Other than 1 where replicas that make few updates are debiased.

@@ -12,7 +12,7 @@ class SingleReplica:
 
     def __init__(self, steps: int, done: int = 0) -> None:
         self.steps, self.done, self.samples = steps, done, 0.0
-        self.pausing, self.influence = False, 1.0
+        self.pausing, self.step_scale = False, 1.0
         self.members = (0,)
 
     def wants_more(self) -> bool:

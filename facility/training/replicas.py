@@ -7,7 +7,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from facility.sync.connect import connect
-from facility.sync.protocol import Place, Synchroniser
+from facility.sync.protocol import ReplicaRank, Synchroniser
 from facility.sync.runtime.sampling import ReplicaOrder
 from facility.sync.runtime.wire import address_of_this_node
 from facility.sync.single import SingleReplica
@@ -49,7 +49,7 @@ def synchroniser(
     address = os.environ.get("MASTER_ADDR", "127.0.0.1")
     return connect(
         layout.sync,
-        place=Place(
+        place=ReplicaRank(
             replica=replica,
             replicas=grid.replicas,
             position=row * grid.shards + column,

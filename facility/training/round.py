@@ -216,7 +216,7 @@ class Round:
             batches = self.setup.loader.step(self.progress.position)
 
         def rate() -> float:
-            return self.sync.influence * learning_rate(self.overall_step, request.total_steps, request.training)
+            return self.sync.step_scale * learning_rate(self.overall_step, request.total_steps, request.training)
 
         result = self.engine.step(batches, rate, None if self.engine.together else self.sync)
         self.sync.after_step(result.predictions)

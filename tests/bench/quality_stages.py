@@ -13,7 +13,7 @@ from torch import nn
 
 from facility.exchange.messages.emulation import Emulation
 from facility.exchange.messages.sync import SyncSettings
-from facility.sync.protocol import Place
+from facility.sync.protocol import ReplicaRank
 from facility.sync.runtime.sampling import ReplicaOrder
 from tests.reproductions.pipedream import run
 from tests.reproductions.stagewise import connect_stage
@@ -136,7 +136,7 @@ def train_stages(
         stage,
         replica,
         lambda m: data[order.take(m * batch, batch)],
-        lambda: rate(sync.progress) * sync.influence,
+        lambda: rate(sync.progress) * sync.step_scale,
         emulation,
         passes,
     )
@@ -145,7 +145,7 @@ def train_stages(
     )
     sync = connect_stage(
         SyncSettings(policy=job["policy"], missing_seconds=60.0, **job["options"]),
-        place=Place(replica=replica, replicas=pipelines, position=stage, positions=STAGES),
+        place=ReplicaRank(replica=replica, replicas=pipelines, position=stage, positions=STAGES),
         parameters=list(half.parameters()),
         steps=job["steps"],
         store=store,

@@ -124,7 +124,7 @@ def train(rank: int, store: Any, job: dict[str, Any], data: Any, validation: Any
     import torch
 
     from facility.sync.connect import connect
-    from facility.sync.protocol import Place
+    from facility.sync.protocol import ReplicaRank
     from facility.sync.runtime.sampling import ReplicaOrder
     from tests.bench.quality_stages import sleep_until, train_stages
 
@@ -157,7 +157,7 @@ def train(rank: int, store: Any, job: dict[str, Any], data: Any, validation: Any
     order = ReplicaOrder(policy="strided", sequences=len(data), replica=rank, replicas=WORKERS, seed=job["seed"])
     sync = connect(
         settings,
-        place=Place(replica=rank, replicas=WORKERS),
+        place=ReplicaRank(replica=rank, replicas=WORKERS),
         parameters=list(model.parameters()),
         steps=job["steps"],
         store=store,
@@ -178,7 +178,7 @@ def train(rank: int, store: Any, job: dict[str, Any], data: Any, validation: Any
         sync.reduce_gradients(BATCH)
         since = time.monotonic()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.param_groups[0]["lr"] = rate(sync.progress) * sync.influence
+        optimizer.param_groups[0]["lr"] = rate(sync.progress) * sync.step_scale
         optimizer.step()
         sync.after_step(BATCH)
         step += 1

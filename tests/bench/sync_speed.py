@@ -140,7 +140,7 @@ def run_row(rank: int, store: Any, row: str, policy: str, options: dict[str, Any
     import torch.distributed as dist
 
     from facility.sync.connect import connect
-    from facility.sync.protocol import Place
+    from facility.sync.protocol import ReplicaRank
     from tests.reproductions.pipedream import run
     from tests.reproductions.stagewise import connect_stage
 
@@ -150,7 +150,7 @@ def run_row(rank: int, store: Any, row: str, policy: str, options: dict[str, Any
         return None
     replica, stage = divmod(rank, stages)
     parameter = torch.nn.Parameter(torch.zeros(ELEMENTS))
-    place = Place(replica=replica, replicas=replicas, position=stage, positions=stages)
+    place = ReplicaRank(replica=replica, replicas=replicas, position=stage, positions=stages)
     work = SleepingStage(emulation, replica, stage, parameter)
     pipe = None
     if stages > 1:

@@ -182,7 +182,7 @@ def test_a_straggler_is_waited_for_only_when_the_bound_asks():
     assert first.connected and first.waits[1] > 10 > first.waits[0]
 
 
-def test_debiasing_gives_each_member_the_same_influence():
+def test_debiasing_gives_each_member_the_same_step_scale():
     """By hand: rounds 6 and 2, mean 4: raw weights 4/6 and 4/2, so 1/4 and 3/4."""
     scheduler = GroupScheduler(rules=GroupRules(bound=0))
     scheduler.join("a", 0, rounds=5, returning=False)
@@ -192,19 +192,19 @@ def test_debiasing_gives_each_member_the_same_influence():
     (group,) = scheduler.ready("b", now)
     assert group.members == ("a", "b") and group.rounds == (6, 2) and group.staleness == (0, 4)
     assert group.weights == pytest.approx((0.25, 0.75))
-    assert group.influence == pytest.approx((4 / 6 + 4 / 2) / 2)
+    assert group.step_scale == pytest.approx((4 / 6 + 4 / 2) / 2)
 
 
 @pytest.mark.parametrize("patience", [0.0, 0.1])
 def test_in_common_steps_all_members_move_the_mean_of_replicas_alike(patience: float):
-    """However many updates each makes: gradients by weight, steps by influence, parameters averaged alike."""
+    """However many updates each makes: gradients by weight, steps by step scale, parameters averaged alike."""
 
     def moved(debias: bool) -> list[float]:
         rules = GroupRules(bound=10, minimum=1, patience=patience, debias=debias)
         total = [0.0] * 4
         for group in drive(4, rules, updates=2000, seed=6, slow=3.0).groups:
             for member, weight in zip(group.members, group.weights, strict=True):
-                total[member] += 0.0 if group.final else group.influence * weight * len(group) / 4
+                total[member] += 0.0 if group.final else group.step_scale * weight * len(group) / 4
         return [value / sum(total) * 4 for value in total]
 
     assert max(abs(share - 1) for share in moved(True)) < 0.03

@@ -13,12 +13,12 @@ import torch.distributed as dist
 
 from facility.exchange.messages.sync import SyncSettings
 from facility.sync.connect import connect
-from facility.sync.protocol import Place, Synchroniser
+from facility.sync.protocol import ReplicaRank, Synchroniser
 from tests.reproductions.permission import Permission
 
 
 def connect_stage(
-    settings: SyncSettings, *, place: Place, store: dist.Store, namespace: str = "sync", **parts: Any
+    settings: SyncSettings, *, place: ReplicaRank, store: dist.Store, namespace: str = "sync", **parts: Any
 ) -> Synchroniser:
     """As `facility.sync.connect.connect`, among the ranks at this rank's position only.
 
@@ -28,7 +28,7 @@ def connect_stage(
     shared = dist.PrefixStore(namespace, store)
     stage = dist.PrefixStore(f"stage-{place.position}", shared)
     settings = dataclasses.replace(settings, minimum=1, relay=0.0)
-    alone = Place(replica=place.replica, replicas=place.replicas)
+    alone = ReplicaRank(replica=place.replica, replicas=place.replicas)
     synchroniser = connect(settings, place=alone, store=stage, **parts)
     service = getattr(synchroniser, "service", None)
     if service is not None and not settings.lockstep and settings.bound != 1:

@@ -75,7 +75,7 @@ def pipeline(
 ) -> dict[str, Any]:
     import torch.distributed as dist
 
-    from facility.sync.protocol import Place
+    from facility.sync.protocol import ReplicaRank
     from tests.reproductions.pipedream import run
     from tests.reproductions.stagewise import connect_stage
 
@@ -84,7 +84,7 @@ def pipeline(
     group = dist.ProcessGroupGloo(
         dist.PrefixStore(f"pipe/{replica}", store.clone()), stage, stages, timedelta(seconds=30)
     )
-    place = Place(replica=replica, replicas=world // stages, position=stage, positions=stages)
+    place = ReplicaRank(replica=replica, replicas=world // stages, position=stage, positions=stages)
     work.optimizer = torch.optim.AdamW([work.weight], lr=0.01) if adamw else None
     sync = connect_stage(
         settings,

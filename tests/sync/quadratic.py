@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from facility.sync.connect import connect
-from facility.sync.protocol import Place
+from facility.sync.protocol import ReplicaRank
 
 SHAPES = [(7, 3), (5,), (11, 2)]
 
@@ -52,7 +52,7 @@ def solve(
     parameters = make_parameters(seed=replica if seed_by_rank else position)
     rate = {"sgd": 0.1, "adamw": 0.05}[optimizer_name]
     optimizer = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[optimizer_name](parameters, lr=rate)
-    place = Place(replica=replica, replicas=world // positions, position=position, positions=positions)
+    place = ReplicaRank(replica=replica, replicas=world // positions, position=position, positions=positions)
     sync = connect(
         settings,
         place=place,
@@ -76,7 +76,7 @@ def solve(
         optimizer.zero_grad()
         loss_of(parameters, replica).backward()
         sync.reduce_gradients(weight)
-        optimizer.param_groups[0]["lr"] = rate * sync.influence
+        optimizer.param_groups[0]["lr"] = rate * sync.step_scale
         optimizer.step()
         sync.after_step(weight)
         step += 1

@@ -9,7 +9,7 @@ import torch
 
 from facility.exchange.scheduling.policies import POLICIES
 from facility.sync.connect import connect
-from facility.sync.protocol import Place
+from facility.sync.protocol import ReplicaRank
 from tests.sync.fleet import run_fleet, settings_of
 from tests.sync.quadratic import SHAPES, make_parameters, solve, target
 
@@ -84,7 +84,7 @@ def test_common_steps_of_everybody_are_all_reduce_with_adamw_too(state: str):
 
 @pytest.mark.parametrize("relay", [1000.0, pytest.param(0.0, marks=pytest.mark.slow)])
 def test_common_steps_are_what_the_log_says(tmp_path, relay: float):
-    """Replayed group by group: parameters averaged equally, gradients by weight, the step as long as the influence.
+    """Replayed group by group: parameters averaged equally, gradients by weight, the step scaled by `influence`.
 
     What an earlier group left counts as one more member, and a pair's mean of parameters moves both.
     """
@@ -212,7 +212,7 @@ def test_a_single_replica_is_no_sync():
     parameters = make_parameters()
     sync = connect(
         settings_of(policy="partial_reduce"),
-        place=Place(replica=0, replicas=1),
+        place=ReplicaRank(replica=0, replicas=1),
         parameters=parameters,
         steps=3,
         store=None,

@@ -100,7 +100,7 @@ class Group:
     """Members that came back and only receive this time."""
     together: int = 1
     """How many groups in a row these members have been in together, with nobody else, this one included."""
-    influence: float = 1.0
+    step_scale: float = 1.0
     """Mean rounds / own rounds (within the limit), on average over those that contribute; 1 without debiasing. A common
     step of a group that averages parameters alike and gradients by `weights` is to be so many times as long: then
     what each member makes of updates moves the mean of all replicas as much in total as any other's."""

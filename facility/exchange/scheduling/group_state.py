@@ -140,7 +140,7 @@ class GroupState:
         rounds = tuple(self._members[m].rounds for m in members)
         self._number += 1
         together = self._together(members)
-        weights, influence = self._weights(members, final=final)
+        weights, step_scale = self._weights(members, final=final)
         for member in members:
             standing = self._members[member]
             standing.last = standing.kept = self._number
@@ -157,7 +157,7 @@ class GroupState:
             reason=reason,
             returning=tuple(m for m in members if self._members[m].returning),
             together=together,
-            influence=influence,
+            step_scale=step_scale,
             partner=partner,
             after=after,
         )
@@ -172,7 +172,7 @@ class GroupState:
         return first.together + 1
 
     def _weights(self, members: tuple[Member, ...], *, final: bool) -> tuple[tuple[float, ...], float]:
-        """Each member's weight, and the group's influence."""
+        """Each member's weight, and the group's step_scale."""
         standings = [self._members[m] for m in members]
         raw = [1.0] * len(members)
         if self.rules.debias and not final:

@@ -20,7 +20,7 @@ Machine Learning Training via Partial Reduce", SIGMOD 2021. Different here, on p
   later, or is waited in vain by everybody who is alone);
 - members leave and come back; one that comes back first receives (weight 0) and then contributes;
 - contributions are debiased: weight = mean rounds / own rounds, within a limit; a group also says by how much its
-  common step is to be longer (`influence`), so that parameters themselves need no weights.
+  common step is to be longer (`step_scale`), so that parameters themselves need no weights.
 """
 
 from __future__ import annotations

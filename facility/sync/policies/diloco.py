@@ -11,7 +11,7 @@ import torch
 from facility.exchange.scheduling.policies import SyncPolicy
 from facility.sync.policies.local import Local
 from facility.sync.runtime.buckets import ring_bytes
-from facility.sync.runtime.link import Decision
+from facility.sync.runtime.client import Decision
 from facility.sync.runtime.process_groups import Channel
 from facility.sync.runtime.replica import Context
 

@@ -7,7 +7,7 @@ Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019, which xFFL
 from __future__ import annotations
 
 from facility.exchange.scheduling.policies import SyncPolicy
-from facility.sync.runtime.link import Decision
+from facility.sync.runtime.client import Decision
 from facility.sync.runtime.replica import Context, Replica
 
 DECLARATION = SyncPolicy(

@@ -13,16 +13,16 @@ and moments and exchange gradients only: as long as everybody comes, this is all
 
 Debiasing: with a common step parameters are averaged alike, so that the mean over all replicas does not move by
 averaging; a member that makes few updates weighs more in the gradient, and the step is as long as its members'
-influence. (Weighing its parameters too would draw the others back to where it was some steps ago.) With `step: own`
+scale. (Weighing its parameters too would draw the others back to where it was some steps ago.) With `step: own`
 the weights are those of the parameters, for want of anything else.
 
 A replica announces itself when its first gradients are final, and they are sent while the backward pass computes the
 others (as SDPipe asks for a group at the first exchange of the backward pass). Parameters wait for its end.
 
-`relay`: a step along one replica's gradient is noisy, and waiting for more is what nobody wants. So a group of whose
-members none was in the group before takes that one's gradient along, as if one member more had come, and who would go
-on alone also averages parameters with a member of it, as in AD-PSGD (`relay.Shelf`). Nobody waits: the other computes
-meanwhile and takes its half of the difference at its next group.
+`relay`: a step along one replica's gradient is noisy, and waiting for more costs time. So a group of whose members none
+was in the group before takes that group's gradient along, as if one member more had come, and a replica that would go
+on alone also averages parameters with a member of it, as in AD-PSGD (`stale_gradients.StaleGradientCache`). Nobody
+waits: the other computes meanwhile and takes its half of the difference at its next group.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from typing import Any
 import torch
 
 from facility.exchange.scheduling.policies import SyncPolicy
-from facility.sync.runtime.filling import Beside, Filling
+from facility.sync.runtime.client import Decision
 from facility.sync.runtime.flat import begin_state, gradients, moments, zero
-from facility.sync.runtime.link import Decision
+from facility.sync.runtime.gradient_buckets import BackgroundTask, GradientBuckets
 from facility.sync.runtime.process_groups import Channel, ExchangeFailed
-from facility.sync.runtime.relay import Shelf
 from facility.sync.runtime.replica import Context, Replica
+from facility.sync.runtime.stale_gradients import StaleGradientCache
 
 DECLARATION = SyncPolicy(
     name="partial_reduce",
@@ -80,18 +80,18 @@ class PartialReduce(Replica):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._stepping = False
-        self._influence = 1.0
-        self._filling: Filling | None = None
-        self._meeting: Beside | None = None
+        self._step_scale = 1.0
+        self._filling: GradientBuckets | None = None
+        self._meeting: BackgroundTask | None = None
         self.early = 0
         """Steps announced while the backward pass went on."""
         if context.settings.common_step:
-            self._filling = Filling(context.parameters, self.settings.bucket_bytes, context.backwards_per_step)
+            self._filling = GradientBuckets(context.parameters, self.settings.bucket_bytes, context.backwards_per_step)
             # Now: later, in a pipeline that never flushes, autograd holds forward passes on these parameters.
             begin_state(context.optimizer)
 
     def prepare(self) -> None:
-        self._shelf = Shelf(self.context, self.flat) if self.settings.rules().relay else None
+        self._shelf = StaleGradientCache(self.context, self.flat) if self.settings.rules().relay else None
 
     @property
     def progress(self) -> float:
@@ -100,8 +100,8 @@ class PartialReduce(Replica):
         return max(0.0, super().progress - float(self._stepping))
 
     @property
-    def influence(self) -> float:
-        return self._influence
+    def step_scale(self) -> float:
+        return self._step_scale
 
     def before_step(self, samples: float) -> None:
         if self._filling is not None:
@@ -121,9 +121,9 @@ class PartialReduce(Replica):
         """Announce this replica while its backward pass goes on."""
         assert self._filling is not None
         self.early += 1
-        self._meeting = Beside(self._meet, samples, self._filling)
+        self._meeting = BackgroundTask(self._meet, samples, self._filling)
 
-    def _meet(self, samples: float, filling: Filling) -> None:
+    def _meet(self, samples: float, filling: GradientBuckets) -> None:
         """Announce this replica and average with its group, each bucket of gradients as soon as it is final."""
         if self.context.device.type == "cuda":
             torch.cuda.set_device(self.context.device)  # of this thread
@@ -131,7 +131,7 @@ class PartialReduce(Replica):
         self.count(samples)
         decision = self.ask("ready")
         begun, together = time.monotonic(), len(decision.members) > 1
-        self._influence = decision.influence
+        self._step_scale = decision.step_scale
         if self._shelf is not None:
             self._shelf.withdraw()
         left, sent = None, 0

@@ -10,8 +10,8 @@ import torch
 
 from facility.exchange.scheduling.policies import SyncPolicy
 from facility.sync.runtime.buckets import ring_bytes
+from facility.sync.runtime.client import Decision
 from facility.sync.runtime.flat import Flat
-from facility.sync.runtime.link import Decision
 from facility.sync.runtime.lockstep import Lockstep, weighted
 from facility.sync.runtime.process_groups import Channel
 

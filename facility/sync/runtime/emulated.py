@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from facility.exchange.messages.emulation import Emulation
-from facility.sync.protocol import Place, Synchroniser
+from facility.sync.protocol import ReplicaRank, Synchroniser
 
 
 class Emulated:
@@ -17,7 +17,7 @@ class Emulated:
     Draws are counted as the shared law counts them: two for each micro-batch (a forward, a backward) of this stage.
     """
 
-    def __init__(self, inner: Synchroniser, emulation: Emulation, place: Place, backwards_per_step: int) -> None:
+    def __init__(self, inner: Synchroniser, emulation: Emulation, place: ReplicaRank, backwards_per_step: int) -> None:
         self.inner, self.emulation, self.place = inner, emulation, place
         self.draws_per_step = 2 * backwards_per_step
         self.draw = self.draws_per_step * inner.done
@@ -36,8 +36,8 @@ class Emulated:
         return self.inner.progress
 
     @property
-    def influence(self) -> float:
-        return self.inner.influence
+    def step_scale(self) -> float:
+        return self.inner.step_scale
 
     @property
     def done(self) -> int:

@@ -158,7 +158,7 @@ class Journal:
             "group": group.number,
             "members": list(group.members),
             "weights": [round(w, 6) for w in group.weights],
-            "influence": round(group.influence, 6),
+            "influence": round(group.step_scale, 6),
             "staleness": list(group.staleness),
             "waits": [round(w, 6) for w in group.waits],
             "partner": group.partner,

@@ -10,8 +10,8 @@ import time
 
 import torch
 
+from facility.sync.runtime.client import Decision
 from facility.sync.runtime.flat import Flat, begin_state, gradients, moments
-from facility.sync.runtime.link import Decision
 from facility.sync.runtime.process_groups import Channel, ExchangeFailed
 from facility.sync.runtime.replica import Context, Replica
 

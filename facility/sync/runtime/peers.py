@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from facility.sync.protocol import Place
+from facility.sync.protocol import ReplicaRank
 from facility.sync.runtime.process_groups import ExchangeFailed
 
 log = logging.getLogger("facility.sync")
@@ -32,7 +32,9 @@ Answer = Callable[[int, torch.Tensor], torch.Tensor]
 class Peers:
     """This rank's listener and its connections to the same position of other replicas."""
 
-    def __init__(self, store: dist.Store, place: Place, address: str, timeout_seconds: float, answer: Answer) -> None:
+    def __init__(
+        self, store: dist.Store, place: ReplicaRank, address: str, timeout_seconds: float, answer: Answer
+    ) -> None:
         self.store, self.place, self.timeout_seconds, self.answer = store, place, timeout_seconds, answer
         self._token = secrets.token_hex(TOKEN_BYTES // 2)
         self._listener = socket.create_server((address, 0))

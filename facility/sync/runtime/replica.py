@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from facility.exchange.messages.sync import SyncSettings
-from facility.sync.protocol import Place
+from facility.sync.protocol import ReplicaRank
 from facility.sync.runtime.buckets import buckets, ring_bytes
+from facility.sync.runtime.client import Decision, SchedulerClient
 from facility.sync.runtime.flat import Flat, begin_state, moments, zero
-from facility.sync.runtime.link import Decision, Link
 from facility.sync.runtime.process_groups import Channel, Channels, ExchangeFailed
 from facility.sync.runtime.scheduler_process import SchedulerPlan, SchedulerProcess, SchedulerThread
 
@@ -28,7 +28,7 @@ class Context:
     """All that a policy is built from; see `facility.sync.connect.connect`."""
 
     settings: SyncSettings
-    place: Place
+    place: ReplicaRank
     parameters: list[torch.Tensor]
     steps: int
     done: int
@@ -64,7 +64,7 @@ class Replica:
             context.store.set("scheduler", self.scheduler.contact)
         self.flat = Flat(context.parameters, context.device)
         self.prepare()
-        self.link = Link(
+        self.link = SchedulerClient(
             context.store,
             self.settings,
             self.place,
@@ -106,7 +106,7 @@ class Replica:
         return self.updates / self.place.replicas if self.accumulated else float(self.done)
 
     @property
-    def influence(self) -> float:
+    def step_scale(self) -> float:
         return 1.0
 
     @property
@@ -216,7 +216,7 @@ class Replica:
 
         `action` gets the process group and returns the bytes this rank sent; a group of one has nothing to do. `begun`
         (monotonic seconds) and `sent` (bytes) are of what belongs to the exchange and came before; `relayed` as for
-        `Link.tell`.
+        `SchedulerClient.tell`.
         """
         begin, why = time.monotonic() if begun is None else begun, ""
         try:

@@ -350,7 +350,7 @@ class SchedulerService:
                         "partner": group.partner,
                         "after": group.after,
                         "together": group.together,
-                        "influence": group.influence,
+                        "influence": group.step_scale,
                         "final": group.final,
                         "updates": self.scheduler.updates,
                         "stop": self.scheduler.stop,

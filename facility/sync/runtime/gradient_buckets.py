@@ -12,7 +12,7 @@ from facility.sync.runtime.buckets import buckets
 from facility.sync.runtime.flat import local
 
 
-class Filling:
+class GradientBuckets:
     """The parameters in buckets, last first, as a backward pass fills them."""
 
     def __init__(self, parameters: Sequence[torch.Tensor], limit: int, backwards: int) -> None:
@@ -71,7 +71,7 @@ class Filling:
         return count
 
 
-class Beside:
+class BackgroundTask:
     """Work in a thread of its own."""
 
     def __init__(self, work: Callable[..., None], *arguments: Any) -> None:

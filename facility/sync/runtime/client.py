@@ -13,7 +13,7 @@ import torch.distributed as dist
 from facility.exchange.errors import TryAgain
 from facility.exchange.messages.sync import SyncSettings
 from facility.exchange.scheduling.group import keeper_of
-from facility.sync.protocol import Place
+from facility.sync.protocol import ReplicaRank
 from facility.sync.runtime import wire
 
 
@@ -33,7 +33,7 @@ class Decision:
     """Number of the group that `partner` hands on; 0: of none."""
     together: int
     """How many groups in a row these members have been together, this one included."""
-    influence: float
+    step_scale: float
     """How many times as long as usual the group's common step is to be."""
     final: bool
     updates: int
@@ -67,14 +67,14 @@ class Begin:
     stop: bool
 
 
-class Link:
+class SchedulerClient:
     """Blocking calls for the training thread; a reader and a heartbeat thread behind them."""
 
     def __init__(
         self,
         store: dist.Store,
         settings: SyncSettings,
-        place: Place,
+        place: ReplicaRank,
         *,
         rounds: int = 0,
         told: tuple[int, float] = (0, 0.0),
@@ -275,7 +275,7 @@ class Link:
                     partner=message["partner"],
                     after=message["after"],
                     together=message["together"],
-                    influence=message["influence"],
+                    step_scale=message["influence"],
                     final=message["final"],
                     updates=message["updates"],
                     stop=message["stop"],

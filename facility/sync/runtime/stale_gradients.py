@@ -18,7 +18,7 @@ from facility.sync.runtime.process_groups import ExchangeFailed
 from facility.sync.runtime.replica import Context
 
 
-class Shelf:
+class StaleGradientCache:
     """One rank's place for what its last group left. Only while it lies there can others have it."""
 
     def __init__(self, context: Context, flat: Flat) -> None:
