@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from coordinator.archive.html_report import write_page
 from coordinator.archive.rounds import FacilityRow
 from coordinator.archive.summary import table
+from coordinator.report.data import _failures as failures
 from facility.exchange.errors import ManifestError
 from facility.exchange.messages import report
 from facility.exchange.messages.lost_replicas import KEY, LostReplica, lost_in, note_on
@@ -62,25 +62,19 @@ def test_a_malformed_list_is_told_and_refuses_nothing(value: Any) -> None:
     assert note_on(odd).startswith("what it says of lost replicas cannot be read")
 
 
-def test_the_table_and_the_page_say_which_replica_was_lost_when(tmp_path: Path) -> None:
-    hostile = dataclasses.replace(LOST, reason="[red]<script>x</script>")
+def test_the_table_and_the_report_say_which_replica_was_lost_when() -> None:
+    hostile = dataclasses.replace(LOST, reason="[red]two\nlines\x1b[0m")
     rows = [
-        FacilityRow(round=0, facility=name, status="ok", note=note_on(report_with({KEY: [lost.to_json()]})))
+        dataclasses.asdict(
+            FacilityRow(round=0, facility=name, status="ok", note=note_on(report_with({KEY: [lost.to_json()]})))
+        )
         for name, lost in (("north", LOST), ("south", hostile))
     ]
-    entry = {"round": 0, "global_perplexity": None, "global_perplexity_over": []}
-    entry["facilities"] = [dataclasses.asdict(row) for row in rows]
-    data: dict[str, Any] = {
-        "federation": "f",
-        "rounds": [entry],
-        "initial_perplexity": None,
-        "final_evaluation": [],
-        "model": None,
-        "stopped": None,
-    }
+    entry = {"round": 0, "attempts": 1, "global_perplexity": None, "global_perplexity_over": [], "facilities": rows}
     shown = io.StringIO()
-    Console(file=shown, width=400).print(table(data))
-    page = write_page(data, tmp_path / "report.html").read_text()
-    for text in (shown.getvalue(), page):
-        assert "replica 1 lost after step 7 (its connection closed): 14 of its blocks trained, 26 not" in text
-    assert "[red]<script>" in shown.getvalue() and "<script>x" not in page
+    Console(file=shown, width=400).print(table({"rounds": [entry], "final_evaluation": []}))
+    said = "replica 1 lost after step 7 (its connection closed): 14 of its blocks trained, 26 not"
+    assert said in shown.getvalue() and "[red]two lines" in shown.getvalue() and "\x1b" not in shown.getvalue()
+    north, south = failures(rows, [entry], [])
+    assert (north["facility"], north["status"], north["reason"]) == ("north", "replica lost", said)
+    assert "[red]two lines?[0m" in south["reason"]

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.messages.manifest import verify_manifest
 from facility.exchange.messages.report import read_report
+from tests.launching.test_launch import free_port, node, stragglers
 from tests.training.federation import write_dataset
 from tests.training.layouts import arguments
 
@@ -59,6 +61,10 @@ def launch_and_lose(
             os.kill(process_of(launcher.pid, lose), how)
             break
     rest, _ = launcher.communicate(timeout=120)
+    deadline = time.monotonic() + 10
+    while (left := stragglers(tmp_path)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert left == [], "the scheduler ends with its ranks"
     return Run(launcher.returncode, "".join(said) + rest, tmp_path / "out", tmp_path / "state")
 
 
@@ -151,8 +157,6 @@ def test_without_the_replica_that_serves_the_waves_the_round_is_to_be_run_again(
 @pytest.mark.slow
 def test_also_where_each_node_holds_one_replica(tmp_path: Path, pico_llama: Path) -> None:
     """Two tasks of a Slurm job: the launcher that lost its only replica waits for the other's word."""
-    from tests.launching.test_launch import free_port, node
-
     dataset = write_dataset(tmp_path / "data", train=200)
     command = arguments(tmp_path, pico_llama, dataset, steps=60, layout=WHOLE, sync=sync_of("local"))
     environment = os.environ | {
