@@ -21,6 +21,7 @@ from coordinator.aggregation.rules.registry import RULES
 from coordinator.aggregation.run import run
 from coordinator.aggregation.server_optimizers.registry import SERVER_OPTIMIZERS
 from coordinator.aggregation.settings import AggregationSettings
+from coordinator.aggregation.unmasking import Unmasking
 from coordinator.config.yaml_lines import Lined
 from facility.exchange.errors import ConfigurationError, exit_on_error
 from facility.exchange.messages.layout import LoraSettings
@@ -40,12 +41,14 @@ def aggregate(
     adapters: LoraSettings | None = None,
     drop_refused: bool = False,
     minimum_updates: int = 1,
+    unmasking: Unmasking | None = None,
 ) -> RoundRecord:
     """Write the next model to `out` and the state to `state_out`; neither may exist. Returns what round.json says.
 
     `updates`: directories, by facility where it is known whose they are. `adapters`: what the facilities were told to
-    train. round.json is written to `record`, by default into `state_out`, else beside `out` as `<out>.round.json`;
-    never into the model, which travels to every facility.
+    train. `unmasking`: what takes the masks off, where the updates are masked. round.json is written to `record`, by
+    default into `state_out`, else beside `out` as `<out>.round.json`; never into the model, which travels to every
+    facility.
 
     Raises `UpdateRefused` naming the facility; with `drop_refused` the round goes on without it, and the record says
     so (`dropped`), as long as `minimum_updates` are left. Raises another `CrossFedError` otherwise. Then nothing is
@@ -64,6 +67,7 @@ def aggregate(
             adapters=adapters,
             drop_refused=drop_refused,
             minimum_updates=minimum_updates,
+            unmasking=unmasking,
         )
     )
 

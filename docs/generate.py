@@ -39,6 +39,8 @@ MODULES = (
     "facility.measure",
     "facility.probe",
     "facility.selfcheck",
+    "facility.keys",
+    "facility.unmask",
 )
 
 

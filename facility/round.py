@@ -46,6 +46,7 @@ from facility.rounds.dataset_counts import counts_of
 from facility.rounds.energy import Meter
 from facility.rounds.finished import Finished, key_of
 from facility.rounds.kept import default_directory
+from facility.rounds.masked import masked
 from facility.rounds.models import Models, digest_of, tell
 from facility.rounds.personal import Personal
 from facility.rounds.smaller import make_smaller, unsent
@@ -110,10 +111,14 @@ def run(job: Job) -> Ending:
     with finished.alone(job.round):
         for path in sweep(Path.cwd(), job.settings, job.round):
             print(f"round: removed {path}, of an earlier round", file=sys.stderr)
+        masks = masked(job.settings, job.state, job.arguments.roster, job.received, job.round)
         if (found := finished.find(key, job.round)) is not None:
             print(f"round: {found} was finished before from the same model, settings and data: not trained again")
             _clear(job.out)
-            link_tree(found, job.out)
+            if masks is None:
+                link_tree(found, job.out)
+            else:
+                masks.make(found, received=job.received, key=key, out=job.out)
             job.notes.write("first", DONE)
             return Ending(code=0, reason="")
         finished.drop_before(job.round)
@@ -145,6 +150,11 @@ def run(job: Job) -> Ending:
             with_usage(job.out, job.meter.usage(job.notes))
             if job.settings.dataset_card:
                 with_dataset(job.out, counts_of(job.dataset))
+            if masks is not None:
+                finished.keep(key, job.round, job.out)
+                _clear(job.out)
+                masks.make(finished.place(job.round), received=job.received, key=key, out=job.out)
+                return ending
             if job.settings.training.signing_key:
                 sign(job.out, resolve(job.settings.training.signing_key))
             finished.keep(key, job.round, job.out)
@@ -172,7 +182,8 @@ def train(job: Job) -> Ending:
         str(job.state),
         "--progress",
     ]
-    if (ahead := unsent(job.state, a.round, training)) is not None and a.round < job.settings.rounds:
+    ahead = unsent(job.state, a.round, training, masked=job.settings.masking is not None)
+    if ahead is not None and a.round < job.settings.rounds:
         command += ["--unsent", str(ahead)]
     return launch(
         command,
@@ -279,6 +290,12 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--settings", type=Path, required=True, metavar="FILE", help="the facility's settings (JSON)")
     add("--round", type=int, required=True, metavar="N", help="number of the round, from 0")
+    add(
+        "--roster",
+        type=Path,
+        metavar="DIR",
+        help="who masks with whom, where the settings ask for secure aggregation (coordinator.steps.roster)",
+    )
     add("--out", type=Path, required=True, metavar="DIR", help="the update, or failure.json alone")
     add(
         "--state",

@@ -26,8 +26,9 @@ from coordinator.aggregation.rules.contract import Combine
 from coordinator.aggregation.server_optimizers.contract import Step
 from coordinator.aggregation.steps import Steps, add_products
 from coordinator.aggregation.streams import PIECE, Files, Span, pieces, spans_of
+from coordinator.aggregation.unmasking import Unmasking
 from facility.exchange.checkpoints.checkpoint import ITEM_BYTES, TensorEntry
-from facility.exchange.checkpoints.floats import STORAGE, Array, narrow
+from facility.exchange.checkpoints.floats import STORAGE, Array, narrow, widen
 from facility.exchange.checkpoints.writer import TensorWriter
 from facility.exchange.errors import InputError
 
@@ -50,6 +51,8 @@ class Work:
     coefficients: Sequence[float] | None = None
     """Linear combination; None: `combine` works value by value, or nothing is combined."""
     combine: Combine | None = None
+    unmasking: Unmasking | None = None
+    """The updates are masked: this makes the step of the round from them, and no step of one update exists."""
     master: Mapping[str, TensorEntry] = field(default_factory=dict)
     """Tensors absent here start from the base."""
     slots: Sequence[Mapping[str, TensorEntry]] = ()
@@ -223,6 +226,8 @@ def _read(work: Work, name: str, begin: int, count: int, files: Files, buffers: 
 def _combined(part: _Part, piece: slice, result: Passed) -> tuple[Array, Array, bool]:
     """(base, combined step, whether the piece counts for the statistics); adds to the statistics."""
     work, number = part.work, (part.begin + piece.start) // PIECE
+    if work.unmasking is not None:
+        return *_unmasked(part, piece, work.unmasking), False
     counted = work.statistics == "exact" or (work.statistics == "sample" and number % SAMPLE == 0)
     base, steps, combined = part.take(
         piece,
@@ -242,6 +247,15 @@ def _combined(part: _Part, piece: slice, result: Passed) -> tuple[Array, Array, 
         assert steps is not None
         combined = work.combine(steps, part.name, part.begin + piece.start)
     return base, combined, counted
+
+
+def _unmasked(part: _Part, piece: slice, unmasking: Unmasking) -> tuple[Array, Array]:
+    """(base, step of the round) of masked updates."""
+    n = piece.stop - piece.start
+    base, step = part.buffers.block("base", part.dtype)[:n], part.buffers.block("unmasked", part.dtype)[:n]
+    widen(part.sources[0][piece], part.dtypes[0], base)
+    unmasking.combine(part.name, part.begin + piece.start, [source[piece] for source in part.sources[1:]], step)
+    return base, step
 
 
 def _move(
@@ -279,6 +293,8 @@ def _squared(after: Array, before: Array, scratch: Array) -> float:
 
 def _blame(part: _Part, piece: slice, dtype: str) -> None:
     """Raise `NotFinite`, naming the update whose own values do not fit, if one's do not."""
+    if part.work.unmasking is not None:
+        raise NotFinite(part.name, dtype, None)
     base, steps, _ = part.take(piece, gram=None, coefficients=None, rows=True)
     _refuse_not_finite(part.name, dtype, steps)
     assert steps is not None

@@ -9,8 +9,9 @@ from coordinator.aggregation.adapters import adapter_base
 from coordinator.aggregation.expected import agreed_encoding, agreed_layout
 from coordinator.aggregation.matching import match_tensors
 from coordinator.aggregation.round import Aggregation
+from coordinator.aggregation.unmasking import match_masked
 from coordinator.aggregation.updates import Update, open_updates
-from facility.exchange.checkpoints.checkpoint import FLOATS, open_checkpoint
+from facility.exchange.checkpoints.checkpoint import FLOATS, TensorEntry, open_checkpoint
 from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.errors import ConfigurationError, UpdateRefused
 from facility.exchange.messages.manifest import NAME, read_manifest
@@ -28,6 +29,8 @@ def open_round(aggregation: Aggregation, scratch: Path) -> None:
     if aggregation.with_adapters:
         layout, found = agreed_layout(found, whole, request.adapters, aggregation.drop)
         aggregation.check_enough(found)
+        if request.unmasking is not None:  # whole numbers travel; what they stand for is float32
+            layout = {name: (dtype if dtype in FLOATS else "F32", shape) for name, (dtype, shape) in layout.items()}
         aggregation.source, begun = adapter_base(whole, layout, scratch)
         if begun:  # there is no step yet that a server optimizer could take
             aggregation.settings = settings.without_optimizer()
@@ -36,6 +39,9 @@ def open_round(aggregation: Aggregation, scratch: Path) -> None:
     aggregation.floats = {n: e for n, e in tensors.items() if e.dtype in FLOATS and patterns.federated(n)}
     if not aggregation.floats:
         raise ConfigurationError("include and exclude leave no floating-point tensor to federate")
+    if request.unmasking is not None:
+        request.unmasking.prepare(aggregation.floats, whole)
+        aggregation.settings = dataclasses.replace(aggregation.settings, statistics="off")
     aggregation.opened = _matched(found, aggregation, patterns)
     aggregation.check_enough(aggregation.opened)
     aggregation.clock("open")
@@ -46,10 +52,16 @@ def _matched(found: list[Update], aggregation: Aggregation, patterns: Patterns) 
     fitting: list[Update] = []
     for update in found:
         try:
-            entries = match_tensors(
-                aggregation.source, update.checkpoint, update.facility, federated=patterns.federated
-            )
+            entries = _entries(update, aggregation, patterns)
             fitting.append(dataclasses.replace(update, entries=entries))
         except UpdateRefused as refusal:
             aggregation.drop(refusal)
     return fitting
+
+
+def _entries(update: Update, aggregation: Aggregation, patterns: Patterns) -> dict[str, TensorEntry]:
+    """Where the update holds each federated tensor. Raises `UpdateRefused`."""
+    source, facility, federated = aggregation.source, update.facility, patterns.federated
+    if (unmasking := aggregation.request.unmasking) is not None:
+        return match_masked(source, update.checkpoint, facility, unmasking.bits, federated=federated)
+    return match_tensors(source, update.checkpoint, facility, federated=federated)

@@ -49,6 +49,9 @@ def clip_ratio(settings: AggregationSettings, count: int) -> float:
 
 def plan_round(aggregation: Aggregation) -> None:
     """The third stage: fill in how the steps become one."""
+    if (unmasking := aggregation.request.unmasking) is not None:
+        aggregation.plan = Plan(coefficients=aggregation.weights, details=dict(unmasking.details))
+        return
     plan = make_plan(
         aggregation.settings,
         aggregation.names,

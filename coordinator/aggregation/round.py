@@ -10,6 +10,7 @@ from pathlib import Path
 from coordinator.aggregation.kernel import Passed
 from coordinator.aggregation.rules.contract import Plan
 from coordinator.aggregation.settings import AggregationSettings
+from coordinator.aggregation.unmasking import Unmasking
 from coordinator.aggregation.updates import Update
 from facility.exchange.checkpoints.checkpoint import Checkpoint, TensorEntry
 from facility.exchange.checkpoints.floats import Array
@@ -36,6 +37,8 @@ class Request:
     """0: automatic."""
     adapters: LoraSettings | None = None
     """What the facilities were told to train; None: not known, the base model and the majority decide."""
+    unmasking: Unmasking | None = None
+    """What takes the masks off; None: the updates are not masked."""
     drop_refused: bool = False
     """Go on without an update that is refused, instead of raising."""
     minimum_updates: int = 1

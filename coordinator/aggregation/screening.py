@@ -14,10 +14,11 @@ from coordinator.aggregation import kernel
 from coordinator.aggregation.outliers import screened
 from coordinator.aggregation.plan import needs_histograms, needs_measuring
 from coordinator.aggregation.round import Aggregation
-from coordinator.aggregation.updates import capped, weights_of
+from coordinator.aggregation.updates import weights_of
 from coordinator.aggregation.verify import check_finite
 from facility.exchange.checkpoints import magnitudes
 from facility.exchange.errors import UpdateRefused
+from facility.exchange.masking.weights import capped
 
 
 def screen_round(aggregation: Aggregation) -> None:
@@ -25,6 +26,9 @@ def screen_round(aggregation: Aggregation) -> None:
     settings = aggregation.settings
     aggregation.measured = aggregation.histograms = None
     aggregation.suspects, aggregation.quarantined = {}, {}
+    if (unmasking := aggregation.request.unmasking) is not None:
+        aggregation.weights = unmasking.shares
+        return
     _weigh(aggregation)
     product = aggregation.with_adapters and settings.lora == "product"
     if not (product or needs_measuring(settings, len(aggregation.opened))):

@@ -14,11 +14,15 @@ import numpy as np
 
 from facility.exchange.checkpoints.checkpoint import ITEM_BYTES, TensorEntry, read_exactly
 from facility.exchange.checkpoints.floats import STORAGE, Array
+from facility.exchange.masking.streams import DTYPES, UNSIGNED
 
 PIECE = 1 << 16
 """Elements worked on at once: small enough to stay in a core's cache. Sums of statistics are per piece."""
 SPAN = 64 * PIECE
 """Elements of one unit of work. Both are constants, so that results depend on neither threads nor read size."""
+
+STORED = STORAGE | {DTYPES[bits]: kind for bits, kind in UNSIGNED.items()}
+"""numpy dtype of what is read: floating point, or the whole numbers of masked updates."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,7 @@ class Files:
         item = ITEM_BYTES[entry.dtype]
         view = buffer[: count * item]
         read_exactly(self._descriptors[entry.file], view, entry.start + start * item, entry.file)
-        return np.frombuffer(view, STORAGE[entry.dtype])
+        return np.frombuffer(view, STORED[entry.dtype])
 
     def read_bytes(self, entry: TensorEntry, start: int, size: int, buffer: memoryview) -> memoryview:
         view = buffer[:size]

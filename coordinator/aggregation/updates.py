@@ -12,6 +12,7 @@ from coordinator.aggregation.verify import check_identity, check_tokenizer
 from facility.exchange.checkpoints.checkpoint import Checkpoint, TensorEntry, open_checkpoint
 from facility.exchange.errors import CheckpointError, ConfigurationError, InputError, UpdateRefused
 from facility.exchange.messages.manifest import NAME, Manifest, read_manifest
+from facility.exchange.messages.masking import DETAILS, ENCODING
 from facility.exchange.messages.report import REPORT, Report, read_failure, read_report
 
 
@@ -91,10 +92,18 @@ def _open(
         facility=facility,
         directory=directory,
         checkpoint=checkpoint,
-        adapters=manifest is not None and manifest.encoding == "lora",
+        adapters=manifest is not None and holds_adapters(manifest),
         report=report,
         staleness=staleness,
     )
+
+
+def holds_adapters(manifest: Manifest) -> bool:
+    """Whether an update holds adapters alone."""
+    if manifest.encoding == ENCODING:
+        details = manifest.extra.get(DETAILS)
+        return isinstance(details, dict) and details.get("adapters") is True
+    return manifest.encoding == "lora"
 
 
 def _staleness(
@@ -107,24 +116,6 @@ def _staleness(
         raise UpdateRefused(facility, f"{directory} holds no {NAME}, but the base has one: the update is incomplete")
     check_identity(manifest, base, facility, base.round, maximum_staleness=settings.maximum_staleness)
     return base.round - manifest.round
-
-
-def capped(weights: Sequence[float], most: float) -> list[float]:
-    """Shares of which none is above `most`, the rest in their proportions; they sum to 1.
-
-    With so few updates that all would exceed it, the shares are equal.
-    """
-    if most * len(weights) <= 1:
-        return [1 / len(weights)] * len(weights)
-    over: set[int] = set()
-    while True:
-        left = 1 - most * len(over)
-        mass = math.fsum(weight for i, weight in enumerate(weights) if i not in over)
-        shares = [most if i in over else weight / mass * left for i, weight in enumerate(weights)]
-        more = {i for i, share in enumerate(shares) if share > most} - over
-        if not more:
-            return shares
-        over |= more
 
 
 def weights_of(updates: Sequence[Update], settings: AggregationSettings) -> list[float]:

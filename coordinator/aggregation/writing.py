@@ -99,7 +99,7 @@ def seal_outputs(aggregation: Aggregation, outputs: Outputs, record: RoundRecord
 
 def _work(aggregation: Aggregation, outputs: Outputs, stack: ExitStack, model: TensorWriter) -> kernel.Work:
     """The pass that combines the updates, moves the master and writes both."""
-    settings, floats = aggregation.settings, aggregation.floats
+    settings, floats, unmasking = aggregation.settings, aggregation.floats, aggregation.request.unmasking
     optimizer = SERVER_OPTIMIZERS.get(settings.server_optimizer)
     step, starts = build(settings.server_optimizer, aggregation.number, settings.values_of(optimizer))
     old = open_state(aggregation.request.state_in, aggregation.sent, [MASTER, *optimizer.slots])
@@ -108,7 +108,8 @@ def _work(aggregation: Aggregation, outputs: Outputs, stack: ExitStack, model: T
     return kernel.Work(
         base=floats,
         updates=[update.entries for update in aggregation.opened],
-        coefficients=aggregation.plan.coefficients,
+        coefficients=aggregation.plan.coefficients if unmasking is None else None,
+        unmasking=unmasking,
         combine=aggregation.plan.combine,
         master=fitting(old.get(MASTER), floats),
         slots=[fitting(old.get(name), floats) for name in optimizer.slots],

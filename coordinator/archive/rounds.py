@@ -7,12 +7,14 @@
             state/                float32 master and optimizer moments (coordinator.aggregate); newest round only
             message/              the model as a difference to the one before, if `sending` says so
                                   (coordinator.steps.send)
+            clips.json            with secure aggregation: how large steps of the next round may be, by tensor
             round.json            RoundFile: outcomes by facility, decision, the aggregation's own record
         evaluation.json           the final model's perplexity by facility
         rewound.json              after `crossfed rewind` to a round whose state is gone: which
         stopped.json              why a run ended early for a reason that needs a person; removed by the next start
         attempts.json             how often the round under way was asked for
         history.jsonl             one row a facility and round; derived from the round files
+        unmasking/                the sum under way, with secure aggregation (coordinator.masking.pending)
         groups/                   instead of rounds, for a federation by groups (coordinator.asynchronous.buffer)
 
 Weights of old rounds may be pruned (`keep_rounds`); round.json stays. The state is needed by the next round alone: the
@@ -38,6 +40,8 @@ from facility.exchange.messages.manifest import Manifest, read_manifest, verify_
 from facility.exchange.validation import parse, validated
 
 FORMAT = 1
+CLIPS = "clips.json"
+"""In a round of masked updates: the clips of the next one, by tensor."""
 ROUND = re.compile(r"round-(\d{4,})")
 REWOUND = "rewound"
 """Note: the round that begins without a state, for it was pruned before a rewind."""

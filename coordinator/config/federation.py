@@ -14,6 +14,7 @@ from coordinator.aggregation.settings import AUTO
 from coordinator.config.compatibility import check_groups
 from coordinator.config.deployments import Deployment, Kind
 from coordinator.config.notifying import NotifySettings
+from coordinator.config.privacy import check_privacy
 from coordinator.config.publishing import Creator, PublicSettings
 from coordinator.config.resolution import choice_of, looks_pretrained, resolve_aggregation, resolve_training
 from coordinator.config.settings import RoundSettings
@@ -48,6 +49,8 @@ class Facility:
     """Changes of this facility to the federation's `training:`."""
     public: PublicSettings = field(default_factory=PublicSettings)
     """What may be published about this facility."""
+    peer_signers: Line = ""
+    """This facility's own `privacy.peer_signers`; empty: that of the federation."""
 
 
 @validated(frozen=True, kw_only=True)
@@ -157,6 +160,17 @@ def _build(lined: Lined) -> Federation:
     federation = _chosen(Federation(file=lined.file, **keys), data.get("aggregation") or {})
     if federation.groups is not None:
         check_groups(lined.data, federation, {one.name: one.training for one in federation.facilities})
+    if federation.privacy is not None:
+        check_privacy(
+            federation.privacy,
+            federation.aggregation,
+            training={one.name: one.training for one in federation.facilities},
+            peer_signers={
+                one.name: one.peer_signers or federation.privacy.peer_signers for one in federation.facilities
+            },
+            model_encoding=federation.sending.encoding,
+            grouped=federation.groups is not None,
+        )
     return federation
 
 

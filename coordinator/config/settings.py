@@ -8,6 +8,7 @@ from typing import Literal
 
 from coordinator.aggregation.settings import AggregationSettings
 from coordinator.config.buffering import GroupSettings
+from coordinator.config.privacy import PrivacySettings
 from facility.exchange.delta_codecs import Encoding
 from facility.exchange.messages.layout import LoraSettings
 from facility.exchange.messages.settings import SPARSE_DENSITY, read_settings
@@ -82,6 +83,13 @@ class RoundSettings:
     """When the federation ends before its last round."""
     groups: GroupSettings | None = None
     """Buffered aggregation: groups of facilities average as updates arrive, in place of rounds; absent: rounds."""
+    privacy: PrivacySettings | None = None
+    """What the coordinator cannot learn of a facility; absent: it sees every update."""
+
+    @property
+    def masks(self) -> PrivacySettings | None:
+        """How updates are masked; None where they are not."""
+        return self.privacy if self.privacy is not None and self.privacy.secure_aggregation else None
 
 
 @validated(frozen=True, kw_only=True)
@@ -97,6 +105,8 @@ class CoordinatorSettings(RoundSettings):
     """The adapters that updates must hold; a rank of 0: whole models; null: not known."""
     chosen: str = ""
     """What `aggregation.rule: auto` stands for here, and why; for the report."""
+    largest_step: float = 0.0
+    """With `privacy.secure_aggregation`: the clip of tensors whose steps nothing is known of; else 0 and not there."""
     format: int = FORMAT
 
 

@@ -14,6 +14,14 @@ WAITS_FOR_LOGIN = "waiting for login"
 """State of a facility that refuses the login."""
 LINE_SECONDS = 60.0
 """Between two lines about the steps of one facility."""
+DOING = {
+    "send": "sending",
+    "keys": "drawing keys",
+    "train": "training",
+    "receive": "receiving",
+    "unmask": "unmasking",
+}
+"""What a facility does in a step of this kind."""
 STEPS = {"start": "looking at the archive", "aggregate": "averaging", "report": "reporting"}
 
 
@@ -69,8 +77,8 @@ class Progress:
     def _on_executing(self, event: Event) -> str | None:
         leaf = str(event["step"]).rpartition("/")[2]
         kind, _, name = leaf.partition("_")
-        if name in self.states and kind in ("send", "train", "receive"):
-            doing = {"send": "sending", "receive": "receiving"}.get(kind, self._at_work)
+        if name in self.states and kind in DOING:
+            doing = self._at_work if kind == "train" else DOING[kind]
             self._set(name, doing)
             return f"{self.title}: {name} {doing}"
         self.step = STEPS.get(leaf, leaf)

@@ -19,8 +19,17 @@ from coordinator.asynchronous.workflow import HAND_WRITTEN as OF_GROUPS
 from coordinator.asynchronous.workflow import chain_step, groups_workflow
 from coordinator.config.deployments import job_name, job_template, streamflow_deployments, workflow_name
 from coordinator.config.federation import Facility, Federation
+from coordinator.config.privacy import largest_step
 from coordinator.config.settings import CoordinatorSettings, RoundSettings
 from coordinator.config.yaml_lines import Lined
+from coordinator.engine.masked_workflow import (
+    LOGIN_SUFFIX,
+    MASKED,
+    login_target,
+    login_template,
+    masked_round,
+    masking_settings,
+)
 from coordinator.engine.round_workflow import round_workflow
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.files.durable import write_text
@@ -50,12 +59,15 @@ def render(federation: Federation) -> dict[str, str]:
     }
     if federation.groups is None:
         encoded = federation.sending.encoding != "full"
-        files[f"{cwl}/round.cwl"] = _yaml(round_workflow(names, encoded=encoded))
+        workflow = round_workflow(names, encoded=encoded)
+        files[f"{cwl}/round.cwl"] = _yaml(masked_round(workflow, names) if federation.masks else workflow)
     else:
         files[f"{cwl}/groups.cwl"] = _yaml(groups_workflow(names))
     for facility in federation.facilities:
         if (template := _template(federation, facility)) is not None:
             files[f"{here}/jobs/{facility.name}.sh"] = template
+        if federation.masks and facility.deployment.host:
+            files[f"{here}/jobs/{facility.name}{LOGIN_SUFFIX}"] = login_template(facility.deployment)
         settings = FacilitySettings(
             federation=federation.name,
             facility=facility.name,
@@ -67,8 +79,12 @@ def render(federation: Federation) -> dict[str, str]:
             dataset_card=facility.public.dataset_card,
             model_encoding=federation.sending.encoding,
             asynchronous=federation.groups is not None,
+            masking=masking_settings(federation, facility),
         )
-        files[f"{here}/facilities/{facility.name}.json"] = _json(dataclasses.asdict(settings))
+        values = dataclasses.asdict(settings)
+        files[f"{here}/facilities/{facility.name}.json"] = _json(
+            {name: value for name, value in values.items() if name != "masking" or value is not None}
+        )
     return files
 
 
@@ -80,7 +96,7 @@ def write(federation: Federation) -> list[Path]:
     """
     root = federation.file.parent.parent
     changed = []
-    for name in OF_GROUPS if federation.groups else HAND_WRITTEN:
+    for name in OF_GROUPS if federation.groups else (*HAND_WRITTEN, *(MASKED if federation.masks else ())):
         target = root / _folder_of_cwl(federation) / name
         if not target.exists():
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -92,7 +108,8 @@ def write(federation: Federation) -> list[Path]:
             target.parent.mkdir(parents=True, exist_ok=True)
             write_text(target, text)
             changed.append(target)
-    names = {f"{facility.name}{suffix}" for facility in federation.facilities for suffix in (".json", ".sh")}
+    suffixes = (".json", ".sh", *([LOGIN_SUFFIX] if federation.masks else []))
+    names = {f"{facility.name}{suffix}" for facility in federation.facilities for suffix in suffixes}
     for folder, pattern in (("facilities", "*.json"), ("jobs", "*.sh")):
         for path in (federation.file.parent / folder).glob(pattern):
             if path.name not in names:
@@ -136,10 +153,13 @@ def coordinator_settings(federation: Federation) -> dict[str, Any]:
         sequences={facility.name: _sequences(facility) for facility in federation.facilities},
         lora=federation.facilities[0].training.lora,
         chosen=federation.chosen,
+        largest_step=largest_step({one.name: one.training for one in federation.facilities})
+        if federation.masks
+        else 0.0,
         **{key.name: getattr(federation, key.name) for key in dataclasses.fields(RoundSettings)},
     )
     values = {"federation": federation.name} | dataclasses.asdict(settings)
-    return {name: value for name, value in values.items() if name != "groups" or value is not None}
+    return {name: value for name, value in values.items() if value or name not in ("groups", "privacy", "largest_step")}
 
 
 def _training(federation: Federation, facility: Facility) -> TrainingSettings:
@@ -205,6 +225,10 @@ def streamflow(federation: Federation) -> dict[str, Any]:
         deployments |= entries
         step = f"/rounds/train_{facility.name}" if federation.groups is None else f"/{chain_step(facility.name)}/train"
         bindings.append({"step": step, "target": target})
+        if federation.masks:
+            place = f"{workdir}/{facility.name}"
+            target = login_target(deployments, facility.deployment, facility.name, workdir=place)
+            bindings += [{"step": f"/rounds/{kind}_{facility.name}", "target": target} for kind in ("keys", "unmask")]
     return {
         "version": "v1.0",
         "workflows": {

@@ -11,13 +11,14 @@ import dataclasses
 import sys
 import tempfile
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
 from coordinator.aggregate import aggregate
 from coordinator.aggregation.settings import AggregationSettings
-from coordinator.archive.rounds import Archive, FacilityRow, RoundFile
+from coordinator.aggregation.unmasking import Unmasking
+from coordinator.archive.rounds import CLIPS, Archive, FacilityRow, RoundFile
 from coordinator.archive.sweep import sweep_round
 from coordinator.config.settings import CoordinatorSettings, read_coordinator_settings
 from coordinator.events.event import FUTILE, emit, failures_of
@@ -26,7 +27,7 @@ from coordinator.steps.decide import decide
 from coordinator.steps.global_loss import global_losses, losses_of, losses_of_rows, plausible, without_each
 from coordinator.steps.guard import Guard, guard, guarded
 from coordinator.steps.send import Outgoing, bytes_of, make_message, outgoing
-from coordinator.steps.weight_limit import cap
+from coordinator.steps.weight_limit import Capped, cap
 from facility.exchange.errors import CrossFedError, InputError, TryAgain, UpdateRefused, exit_on_error
 from facility.exchange.files.durable import write_json
 from facility.exchange.files.paths import resolve
@@ -99,32 +100,14 @@ def close_round(
     """Model, number of the next round, and whether there is one."""
     if number >= settings.rounds:
         return _close_evaluation(archive, settings, model, arrived)
-    attempt = _attempt(archive, number)
-    asked = _asked(archive, number, arrived)
-    in_time = attempt <= settings.retries + settings.come_backs  # also where several ask in turns
-    more_time = in_time and any(
-        asked[name] <= settings.come_backs for name, one in arrived.failures.items() if one.again
-    )
-    if arrived.failures and (attempt <= settings.retries or more_time):
-        whole = sorted(name for name, failure in arrived.failures.items() if not failure.again)
-        archive.write_note(
-            "attempts",
-            {
-                "round": number,
-                "count": attempt,
-                "asked": asked,
-                "failures": _told(arrived),
-                "whole": _whole(archive, number, whole),
-            },
-        )
-        print(f"round {number} is asked for again (attempt {attempt + 1}): {_told(arrived)}")
-        emit("again", round=number, reason=f"attempt {attempt + 1}: {_told(arrived)}")
+    attempt = number_of_attempt(archive, number)
+    if ask_again(archive, settings, number, arrived):
         return model, number, True
     while True:
         if len(arrived.updates) < settings.minimum_facilities:
-            return _too_few(archive, settings, model, number, arrived)
+            return too_few(archive, settings, model, number, arrived)
         try:
-            return _commit(archive, settings, model, number, arrived, attempt)
+            return commit(archive, settings, model, number, arrived, attempt)
         except Exception as error:
             blamed = to_blame(error, archive, settings, model, arrived, number)
             if not blamed:
@@ -132,6 +115,32 @@ def close_round(
             print(f"round {number} is averaged without {', '.join(sorted(blamed))}: {clean(str(error) or repr(error))}")
             for name, reason in blamed.items():
                 arrived = drop(arrived, name, number, reason)
+
+
+def ask_again(archive: Archive, settings: CoordinatorSettings, number: int, arrived: Arrived) -> bool:
+    """Whether the round is repeated for the sake of a facility that failed or asked for more time; notes it."""
+    attempt = number_of_attempt(archive, number)
+    asked = _asked(archive, number, arrived)
+    in_time = attempt <= settings.retries + settings.come_backs  # also where several ask in turns
+    more_time = in_time and any(
+        asked[name] <= settings.come_backs for name, one in arrived.failures.items() if one.again
+    )
+    if not arrived.failures or not (attempt <= settings.retries or more_time):
+        return False
+    whole = sorted(name for name, failure in arrived.failures.items() if not failure.again)
+    archive.write_note(
+        "attempts",
+        {
+            "round": number,
+            "count": attempt,
+            "asked": asked,
+            "failures": _told(arrived),
+            "whole": _whole(archive, number, whole),
+        },
+    )
+    print(f"round {number} is asked for again (attempt {attempt + 1}): {_told(arrived)}")
+    emit("again", round=number, reason=f"attempt {attempt + 1}: {_told(arrived)}")
+    return True
 
 
 def to_blame(
@@ -163,22 +172,49 @@ def _alone(settings: CoordinatorSettings, model: Path, name: str, update: Path, 
     aggregate(base=model, updates={name: update}, out=scratch / "model", settings=plain, adapters=settings.lora)
 
 
-def _too_few(
-    archive: Archive, settings: CoordinatorSettings, model: Path, number: int, arrived: Arrived
+def too_few(
+    archive: Archive, settings: CoordinatorSettings, model: Path, number: int, arrived: Arrived, *, least: int = 0
 ) -> tuple[Path, int, bool]:
+    """End the run: fewer sound updates than `minimum_facilities`, or than `least` where that is more."""
     found, wanted = len(arrived.updates), settings.minimum_facilities
-    reason = f"round {number} got {found} sound updates, minimum_facilities is {wanted}: {_told(arrived)}"
+    what = f"minimum_facilities is {wanted}"
+    if least > wanted:
+        what = f"secure aggregation needs {least} (privacy.threshold)"
+    reason = f"round {number} got {found} sound updates, {what}: {_told(arrived)}"
+    return _stop(archive, model, number, reason)
+
+
+def give_up(
+    archive: Archive, settings: CoordinatorSettings, model: Path, number: int, reason: str
+) -> tuple[Path, int, bool]:
+    """Repeat the round while `retries` last, else end the run."""
+    if (attempt := number_of_attempt(archive, number)) > settings.retries:
+        return _stop(archive, model, number, f"{reason}; the same command asks again")
+    archive.write_note("attempts", {"round": number, "count": attempt, "failures": reason})
+    print(f"round {number} is asked for again (attempt {attempt + 1}): {reason}")
+    emit("again", round=number, reason=f"attempt {attempt + 1}: {reason}")
+    return model, number, True
+
+
+def _stop(archive: Archive, model: Path, number: int, reason: str) -> tuple[Path, int, bool]:
     archive.write_note("stopped", {"round": number, "reason": reason})
     print(reason)
     return model, number, False
 
 
-def _commit(
-    archive: Archive, settings: CoordinatorSettings, model: Path, number: int, arrived: Arrived, attempt: int
+def commit(
+    archive: Archive,
+    settings: CoordinatorSettings,
+    model: Path,
+    number: int,
+    arrived: Arrived,
+    attempt: int,
+    unmasking: Unmasking | None = None,
 ) -> tuple[Path, int, bool]:
     """Average the updates and append the round. Raises `UpdateRefused`; then the archive is as it was."""
     verify_manifest(model)
-    aggregation, capped = settings.aggregation, cap(settings, arrived.reports, model)
+    aggregation = settings.aggregation
+    capped = cap(settings, arrived.reports, model) if unmasking is None else Capped(weights={}, told={})
     if capped.weights:
         aggregation = dataclasses.replace(aggregation, weights=capped.weights)
     watched = _watch(archive, settings, arrived)
@@ -192,9 +228,12 @@ def _commit(
             state_in=archive.state_for(number),
             state_out=directory / "state",
             adapters=settings.lora,
-            drop_refused=True,
+            drop_refused=unmasking is None,
             minimum_updates=settings.minimum_facilities,
+            unmasking=unmasking,
         )
+        if unmasking is not None:
+            write_json(directory / CLIPS, unmasking.next_clips())
         with_run(directory / "model", run_of(read_manifest(model)))
         left_out = record.quarantined | record.dropped
         message = make_message(directory, model, settings.sending)
@@ -273,7 +312,7 @@ def _close_evaluation(
     return model, settings.rounds, False
 
 
-def _attempt(archive: Archive, number: int) -> int:
+def number_of_attempt(archive: Archive, number: int) -> int:
     """1 for the first try of round `number`."""
     note = archive.read_note("attempts")
     return int(note["count"]) + 1 if note.get("round") == number else 1
@@ -345,8 +384,9 @@ def _row(
     )
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m coordinator.steps.aggregate", description=__doc__)
+def arguments_of(program: str, text: str) -> argparse.ArgumentParser:
+    """The options of the steps that close a round."""
+    parser = argparse.ArgumentParser(prog=program, description=text)
     parser.add_argument(
         "--federation", type=Path, required=True, help="coordinator.json, rendered by `crossfed render`"
     )
@@ -356,12 +396,20 @@ def main() -> int:
     parser.add_argument("--model", type=Path, required=True, help="global model that the round started from")
     parser.add_argument("--round", type=int, required=True, help="number of the round, from 0")
     parser.add_argument("--updates", type=Path, nargs="*", default=[], help="directories from the receive steps")
-    arguments = parser.parse_args()
+    return parser
+
+
+def main() -> int:
+    return run_step(arguments_of("python -m coordinator.steps.aggregate", __doc__ or "").parse_args(), close_round)
+
+
+def run_step(arguments: argparse.Namespace, close: Callable[..., tuple[Path, int, bool]]) -> int:
+    """Close the round by `close`; whatever goes wrong ends the run with its reason in the archive."""
     settings = read_coordinator_settings(arguments.federation)
     archive = Archive(resolve(arguments.archive))
     try:
         arrived = sort_out(arguments.updates, settings.facilities, arguments.round)
-        outputs = close_round(archive, settings, model=arguments.model, number=arguments.round, arrived=arrived)
+        outputs = close(archive, settings, model=arguments.model, number=arguments.round, arrived=arrived)
     except Exception as error:  # a step that fails inside the loop hangs the engine
         if not isinstance(error, CrossFedError | OSError):
             traceback.print_exc()

@@ -8,8 +8,12 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from coordinator.aggregation.adapter_fit import check_adapters, check_told
 from coordinator.aggregation.settings import AggregationSettings
-from coordinator.aggregation.verify import check_files, check_identity, check_update
+from coordinator.aggregation.unmasking import match_masked
+from coordinator.aggregation.updates import holds_adapters
+from coordinator.aggregation.verify import check_files, check_identity, check_tokenizer, check_update
+from coordinator.config.privacy import PrivacySettings
 from coordinator.config.settings import read_coordinator_settings
 from coordinator.events.event import emit
 from coordinator.steps.weight_limit import Allowance, allowance_of
@@ -21,8 +25,11 @@ from facility.exchange.errors import InputError, UpdateRefused, exit_on_error
 from facility.exchange.files.durable import new_directory
 from facility.exchange.files.links import link_tree
 from facility.exchange.files.paths import resolve
+from facility.exchange.masking.streams import DTYPES
 from facility.exchange.messages import report
+from facility.exchange.messages.layout import LoraSettings
 from facility.exchange.messages.manifest import Manifest, read_manifest, run_of, verify_manifest
+from facility.exchange.messages.masking import ENCODING
 from facility.exchange.messages.signatures import verify
 from facility.exchange.messages.strict_json import clean
 
@@ -40,11 +47,14 @@ def receive(
     settings: AggregationSettings,
     decoded: Path | None = None,
     allowance: Allowance | None = None,
+    masks: PrivacySettings | None = None,
+    adapters: LoraSettings | None = None,
 ) -> report.Failure | None:
     """None when `update` may take part in the round, else why not. Raises only for our own model's faults.
 
     An update that travelled as a difference becomes a whole one at `decoded`. One whose report claims more than
-    `allowance` is refused. Whatever an update holds, what comes back names `facility` and `round` as given here.
+    `allowance` is refused. With `masks` it must be masked, and hold the tensors of `adapters`, if any. Whatever an
+    update holds, what comes back names `facility` and `round` as given here.
     """
     if update is None:
         reason = "left no update: its job was cancelled, ran out of time, or lost its node"
@@ -59,7 +69,7 @@ def receive(
         if evaluation:
             check_evaluation(update, sent, facility, round)
         else:
-            check_training(update, sent, facility, round, settings, decoded, allowance)
+            check_training(update, sent, facility, round, settings, decoded, allowance, masks, adapters)
     except (UpdateRefused, InputError) as error:
         return report.Failure(facility=facility, round=round, reason=clean(str(error)), kind="refused")
     except Exception as error:  # whatever an update does to our code is its facility's absence, and nobody else's
@@ -85,6 +95,8 @@ def check_training(
     settings: AggregationSettings,
     decoded: Path | None,
     allowance: Allowance | None,
+    masks: PrivacySettings | None = None,
+    adapters: LoraSettings | None = None,
 ) -> None:
     """Raise `UpdateRefused`, or another `InputError`, unless the update may be averaged."""
     manifest = read_manifest(update)
@@ -94,6 +106,14 @@ def check_training(
         assert decoded is not None, "an encoded update needs a place to be decoded at"
         decode(update, reference=sent.directory, out=decoded)
         update = decoded
+    if (masks is not None) != (manifest.encoding == ENCODING):
+        raise UpdateRefused(
+            facility, f"its encoding is {manifest.encoding!r}, expected {'masked' if masks else 'an update'} as agreed"
+        )
+    patterns = Patterns(tuple(settings.include), tuple(settings.exclude))
+    if masks is not None:
+        check_masked(update, manifest, sent, facility, round, masks.bits, adapters, patterns)
+        return
     check_update(
         update,
         base=sent.checkpoint,
@@ -101,12 +121,41 @@ def check_training(
         facility=facility,
         round=round,
         maximum_staleness=settings.maximum_staleness,
-        patterns=Patterns(tuple(settings.include), tuple(settings.exclude)),
+        patterns=patterns,
     )
     claimed = report.read_report(update)
     check_report(claimed, sent, facility)
     if allowance is not None and (reason := allowance.excess(claimed)):
         raise UpdateRefused(facility, reason)
+
+
+def check_masked(
+    update: Path,
+    manifest: Manifest,
+    sent: Sent,
+    facility: str,
+    round: int,
+    bits: int,
+    adapters: LoraSettings | None,
+    patterns: Patterns,
+) -> None:
+    """The same for a masked update, of whose values nothing can be told."""
+    verify_manifest(update)
+    check_identity(manifest, sent.manifest, facility, round)
+    check_report(report.read_report(update), sent, facility)
+    opened, told = open_checkpoint(update), adapters if adapters is not None and adapters.rank else None
+    if holds_adapters(manifest) != (told is not None):
+        raise UpdateRefused(
+            facility, f"it holds {'adapters' if told is None else 'a whole model'}, which was not agreed"
+        )
+    if told is not None:
+        check_adapters(sent.checkpoint, opened, facility)
+        check_told(sent.checkpoint, opened, told, facility)
+        if odd := {entry.dtype for entry in opened.tensors.values()} - {DTYPES[bits]}:
+            raise UpdateRefused(facility, f"it holds tensors of {sorted(odd)}, expected {DTYPES[bits]}")
+    else:
+        match_masked(sent.checkpoint, opened, facility, bits, federated=patterns.federated)
+    check_tokenizer(sent.directory, update, facility)
 
 
 def check_evaluation(update: Path, sent: Sent, facility: str, round: int) -> None:
@@ -189,6 +238,8 @@ def main() -> int:
         settings=settings.aggregation,
         decoded=decoded,
         allowance=allowance_of(settings, arguments.facility, arguments.model) if refuses else None,
+        masks=settings.masks,
+        adapters=settings.lora,
     )
     if failure is None:
         link_tree(decoded if decoded.exists() else arguments.update, arguments.out)

@@ -47,7 +47,7 @@ class Finished:
         place = self.directory / f"{PREFIX}{round}"
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir(parents=True)
-        link_tree(update, place / "update")
+        link_tree(update, self.place(round))
         write_json(place / KEY, {"key": key, "round": round})
         self.drop_before(round)
 
@@ -56,6 +56,10 @@ class Finished:
         for number, other in by_round(self.directory, PREFIX).items():
             if number < round and (other / KEY).is_file():
                 shutil.rmtree(other, ignore_errors=True)
+
+    def place(self, round: int) -> Path:
+        """Where the finished update of a round lies."""
+        return self.directory / f"{PREFIX}{round}" / "update"
 
     @contextmanager
     def alone(self, round: int) -> Iterator[bool]:

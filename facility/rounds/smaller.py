@@ -26,7 +26,7 @@ def make_smaller(
     if settings.encoding == "full":
         return None
     message = update.with_name(f".{update.name}.message")
-    after = _home(state) / f"round-{round}"
+    after = residual_path(state, round)
     for leftover in (after, message):  # of an earlier attempt at the same round
         shutil.rmtree(leftover, ignore_errors=True)
     done = encode(
@@ -40,18 +40,26 @@ def make_smaller(
     )
     shutil.rmtree(update)
     message.rename(update)
-    kept = by_round(_home(state))
-    for number in sorted(number for number in kept if number < round)[
-        :-1
-    ]:  # the last is needed if this round is repeated
-        shutil.rmtree(kept[number], ignore_errors=True)
+    forget_residuals(state, round)
     return done
 
 
-def unsent(state: Path, round: int, settings: TrainingSettings) -> Path | None:
+def unsent(state: Path, round: int, settings: TrainingSettings, *, masked: bool = False) -> Path | None:
     """The residual of messages before `round`: a float32 checkpoint of the tensors concerned; None if there is none."""
-    found = None if settings.encoding == "full" else latest_before(_home(state), round)
+    found = latest_before(_home(state), round) if masked or settings.encoding != "full" else None
     return found if found is not None and any(found.glob("*.safetensors")) else None
+
+
+def residual_path(state: Path, round: int) -> Path:
+    """Where what `round` left unsent is kept."""
+    return _home(state) / f"round-{round}"
+
+
+def forget_residuals(state: Path, round: int) -> None:
+    """Remove those of rounds before `round`, but the last: it is needed if this round is repeated."""
+    kept = by_round(_home(state))
+    for number in sorted(number for number in kept if number < round)[:-1]:
+        shutil.rmtree(kept[number], ignore_errors=True)
 
 
 def _home(state: Path) -> Path:

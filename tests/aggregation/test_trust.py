@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from coordinator.aggregate import aggregate
 from coordinator.aggregation.outliers import screened
 from coordinator.aggregation.settings import AggregationSettings, ScreenSettings
-from coordinator.aggregation.updates import capped
 from coordinator.aggregation.verify import check_update
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.errors import InputError, UpdateRefused
 from facility.exchange.files.durable import write_json
+from facility.exchange.masking.weights import capped
 from facility.exchange.messages.layout import LoraSettings
 from facility.exchange.messages.manifest import read_manifest, write_manifest
 from tests.aggregation import make

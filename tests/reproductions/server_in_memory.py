@@ -21,8 +21,8 @@ from coordinator.aggregation.server_optimizers.registry import SERVER_OPTIMIZERS
 from coordinator.aggregation.settings import AggregationSettings
 from coordinator.aggregation.steps import add_products
 from coordinator.aggregation.streams import PIECE
-from coordinator.aggregation.updates import capped
 from facility.exchange.checkpoints import magnitudes
+from facility.exchange.masking.weights import capped
 
 if TYPE_CHECKING:
     import torch

@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar
 from facility.exchange.delta_codecs import CODECS, Encoding
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.layout import LayoutSettings, LimitSettings, LoraSettings
+from facility.exchange.messages.masking import MaskingSettings
 from facility.exchange.messages.sync import SyncSettings
 from facility.exchange.text import Line, Name, Pattern
 from facility.exchange.validation import NonNegative, Positive, Share, parse, validated, with_settings
@@ -135,6 +136,8 @@ class FacilitySettings:
     """How models travel to this facility; other than `full`, it keeps the last two as references."""
     asynchronous: bool = False
     """Facilities do not wait for one another (`groups`): another one that shares the work directory may be behind."""
+    masking: MaskingSettings | None = None
+    """Secure aggregation; absent: updates travel as they are."""
     format: int = FORMAT
 
 

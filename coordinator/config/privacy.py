@@ -1,0 +1,178 @@
+"""The `privacy:` section of federation.yml, and what it cannot be combined with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from annotated_types import Ge
+
+from coordinator.aggregation.settings import AUTOMATIC, AggregationSettings
+from facility.exchange.errors import ConfigurationError
+from facility.exchange.messages.settings import TrainingSettings
+from facility.exchange.text import Line
+from facility.exchange.validation import NonNegative, validated
+
+
+@validated(frozen=True, kw_only=True)
+class PrivacySettings:
+    """What the coordinator cannot learn of a facility."""
+
+    secure_aggregation: bool = False
+    """The coordinator learns the weighted sum of the updates and no single one. Needs three facilities or more,
+    `training.signing_key`, `aggregation.allowed_signers` and `privacy.peer_signers`."""
+    bits: Literal[16, 32] = 16
+    """Of each value that is sent: 16 are the bytes of bfloat16, 32 lose next to nothing."""
+    threshold: Literal["auto"] | Annotated[int, Ge(2)] = "auto"
+    """Facilities that must answer for the masks of a round to come off; any others may be lost at any time. More than
+    half of all; auto: the least."""
+    clip_norm: NonNegative[float] = 0.0
+    """L2 norm to which each facility scales its own step down before it is masked, and signs that it did; 0: off."""
+    peer_signers: Line = ""
+    """Allowed-signers file at every facility with a key for each facility's name; an entry of `facilities:` may name
+    another. It is the facility's own: the coordinator must not be the one that writes it."""
+
+    def threshold_of(self, facilities: int) -> int:
+        """The threshold for so many facilities."""
+        return facilities // 2 + 1 if self.threshold == "auto" else self.threshold
+
+
+def check_privacy(
+    privacy: PrivacySettings,
+    aggregation: AggregationSettings,
+    *,
+    training: Mapping[str, TrainingSettings],
+    peer_signers: Mapping[str, str],
+    model_encoding: str,
+    grouped: bool,
+) -> None:
+    """Raise `ConfigurationError`, with the key, for settings that secure aggregation excludes.
+
+    `training`, `peer_signers`: by facility.
+    """
+    if not privacy.secure_aggregation:
+        return
+    count, threshold = len(training), privacy.threshold_of(len(training))
+    if count < 3:
+        raise _error(
+            "privacy.secure_aggregation",
+            f"secure_aggregation needs three facilities or more, found {count}: of the sum of two, each can subtract "
+            "its own update",
+        )
+    if not count / 2 < threshold <= count:
+        raise _error(
+            "privacy.threshold",
+            f"threshold is {threshold}, expected {count // 2 + 1} to {count} of {count} facilities: with half or "
+            "fewer, two sums of one round could be unmasked, and their difference is somebody's update",
+        )
+    if grouped:
+        raise _error("groups", "groups average pairs as they come, and in a sum of two each can subtract its own")
+    if model_encoding != "full":
+        raise _error(
+            "sending.encoding",
+            f"sending.encoding is {model_encoding!r}, expected 'full' with privacy.secure_aggregation",
+        )
+    _check_aggregation(aggregation)
+    for name, one in training.items():
+        _check_training(name, one, peer_signers[name])
+
+
+def _check_aggregation(aggregation: AggregationSettings) -> None:
+    sum_only = "privacy.secure_aggregation shows the coordinator the sum alone"
+    refused: list[tuple[str, bool, str]] = [
+        (
+            "rule",
+            aggregation.aggregation_rule != "mean",
+            f"aggregation.rule is {aggregation.rule!r}: {aggregation.aggregation_rule} compares single updates, and "
+            f"{sum_only}; expected mean or a server optimizer",
+        ),
+        (
+            "screen.action",
+            aggregation.screen.action in ("report", "quarantine"),
+            f"screen.action is {aggregation.screen.action!r}: norms and cosines are of single updates, and {sum_only}",
+        ),
+        (
+            "clip_norm",
+            aggregation.clip_norm > 0,
+            f"aggregation.clip_norm clips at the coordinator, and {sum_only}; set privacy.clip_norm: facilities clip",
+        ),
+        (
+            "clip_ratio",
+            aggregation.clip_ratio not in (0.0, AUTOMATIC),
+            f"aggregation.clip_ratio needs the norm of each update, and {sum_only}; set privacy.clip_norm",
+        ),
+        (
+            "lora",
+            aggregation.lora == "product",
+            f"aggregation.lora is 'product', which multiplies single updates, and {sum_only}; expected 'factors'",
+        ),
+        (
+            "weights",
+            isinstance(aggregation.weights, dict),
+            "aggregation.weights are numbers by facility; with privacy.secure_aggregation each facility weighs itself, "
+            "by what its signed keys claim: expected tokens, samples or equal",
+        ),
+        (
+            "maximum_staleness",
+            aggregation.maximum_staleness > 0,
+            "aggregation.maximum_staleness lets updates of other rounds in, whose masks do not cancel: expected 0",
+        ),
+        (
+            "allowed_signers",
+            not aggregation.allowed_signers,
+            "aggregation.allowed_signers is empty: keys and answers of secure aggregation are signed, and the "
+            "coordinator checks them against that file",
+        ),
+    ]
+    for key, wrong, message in refused:
+        if wrong:
+            raise _error(f"aggregation.{key}", message)
+
+
+def _check_training(name: str, training: TrainingSettings, peer_signers: str) -> None:
+    secure = "with privacy.secure_aggregation"
+    if training.encoding != "full":
+        raise _error(
+            "training.encoding",
+            f"training.encoding of {name!r} is {training.encoding!r}: masks cancel in sums of whole numbers, not of "
+            f"codes; expected 'full' {secure} (16 bits are the bytes of bfloat16)",
+        )
+    if training.export_dtype != "float32":
+        raise _error(
+            "training.export_dtype",
+            f"training.export_dtype of {name!r} is {training.export_dtype!r}, expected 'float32' {secure} (it does not "
+            "travel, and half precision would round small steps away before they are masked)",
+        )
+    if training.optimizer_state != "personal":
+        raise _error(
+            "training.optimizer_state",
+            f"training.optimizer_state of {name!r} is 'shared', which sends each facility's own moments; expected "
+            f"'personal' {secure}",
+        )
+    if training.sync.policy != "allreduce":
+        raise _error(
+            "training.sync.policy",
+            f"training.sync.policy of {name!r} is {training.sync.policy!r}, whose number of samples is known only "
+            f"after the round; expected 'allreduce' {secure}, where weights are agreed before",
+        )
+    if not training.signing_key:
+        raise _error("training.signing_key", f"training.signing_key of {name!r} is empty: keys are signed {secure}")
+    if not peer_signers:
+        raise _error(
+            "privacy.peer_signers",
+            f"privacy.peer_signers is empty for {name!r}: without the others' signing keys, the coordinator could put "
+            "its own keys in between and read every update",
+        )
+
+
+def largest_step(training: Mapping[str, TrainingSettings]) -> float:
+    """The most that AdamW moves a value in a round, over all facilities; the clip of tensors nothing is known of.
+
+    A step of AdamW moves a value by at most the learning rate where gradients are steady (D. Kingma, J. Ba, "Adam",
+    ICLR 2015, section 2.1); twice that leaves room for weight decay and for what earlier rounds left.
+    """
+    return max(2 * one.steps * one.learning_rate for one in training.values())
+
+
+def _error(key: str, message: str) -> ConfigurationError:
+    return ConfigurationError(message, key=key)

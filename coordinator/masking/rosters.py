@@ -1,0 +1,95 @@
+"""Make the roster of a round from the facilities' signed keys, and read it as the facilities do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from coordinator.archive.rounds import CLIPS, Archive
+from coordinator.config.settings import CoordinatorSettings
+from coordinator.steps.weight_limit import allowance_of
+from facility.exchange.errors import CrossFedError, InputError
+from facility.exchange.files.paths import resolve
+from facility.exchange.masking.roster import Agreement, Keys, Roster, base_of, read_keys, read_roster, write_roster
+from facility.exchange.messages.masking import MaskingSettings
+from facility.exchange.messages.report import read_failure
+from facility.exchange.messages.strict_json import clean
+
+
+def settings_of(settings: CoordinatorSettings) -> MaskingSettings:
+    """The same settings that each facility was given, with the coordinator's own file of signers."""
+    privacy, aggregation = settings.masks, settings.aggregation
+    assert privacy is not None and not isinstance(aggregation.weights, dict)
+    return MaskingSettings(
+        bits=privacy.bits,
+        threshold=privacy.threshold_of(len(settings.facilities)),
+        facilities=sorted(settings.facilities),
+        weights=aggregation.weights,
+        maximum_share=aggregation.maximum_share,
+        clip_norm=privacy.clip_norm,
+        peer_signers=aggregation.allowed_signers,
+    )
+
+
+def open_roster(directory: Path, settings: CoordinatorSettings) -> Roster:
+    """Raises `ManifestError`."""
+    masking = settings_of(settings)
+    return read_roster(directory, masking, resolve(masking.peer_signers))
+
+
+def make_roster(
+    directory: Path, *, archive: Archive, settings: CoordinatorSettings, model: Path, keys: Sequence[Path]
+) -> dict[str, str]:
+    """Write the roster of the round that `model` begins; returns why directories of keys were left out, by their name.
+
+    Whose keys a directory holds, its signature says.
+    """
+    run, base_sha256, number = base_of(model)
+    masking = settings_of(settings)
+    found: dict[str, Path] = {}
+    refused: dict[str, str] = {}
+    for path in keys:
+        try:
+            one = _usable(path, settings, model, number)
+            if one.facility in found:
+                raise InputError(f"{one.facility!r} left keys twice")
+            found[one.facility] = path
+        except (CrossFedError, OSError) as error:
+            refused[str(path)] = clean(str(error), 300)
+    agreement = Agreement(
+        federation=settings.federation,
+        run=run,
+        round=number,
+        base_sha256=base_sha256,
+        bits=masking.bits,
+        threshold=masking.threshold,
+        default_clip=settings.largest_step,
+        clips=_clips(archive, number),
+    )
+    write_roster(directory, agreement, found)
+    return refused
+
+
+def _usable(path: Path, settings: CoordinatorSettings, model: Path, number: int) -> Keys:
+    """Raises `InputError` where the keys may not take part."""
+    if (failure := read_failure(path)) is not None:
+        raise InputError(f"{failure.facility}: {failure.reason}")
+    keys = read_keys(path, resolve(settings.aggregation.allowed_signers))
+    if keys.facility not in settings.facilities:
+        raise InputError(f"keys of {keys.facility!r}, which is not of this federation")
+    if (keys.federation, keys.round) != (settings.federation, number):
+        raise InputError(f"the keys of {keys.facility!r} are of round {keys.round} of {keys.federation!r}")
+    allowance = allowance_of(settings, keys.facility, model)
+    if allowance is not None and (keys.samples > allowance.samples or keys.tokens > allowance.tokens):
+        raise InputError(
+            f"the keys of {keys.facility!r} claim {keys.samples:,} samples and {keys.tokens:,} tokens, its settings "
+            f"allow {allowance.samples:,} and {allowance.tokens:,} ({allowance.why})"
+        )
+    return keys
+
+
+def _clips(archive: Archive, number: int) -> dict[str, float]:
+    """By tensor, from the step of the round before; {} where there is none."""
+    path = archive.round_directory(number - 1) / CLIPS
+    return dict(json.loads(path.read_text())) if number and path.exists() else {}

@@ -1,0 +1,182 @@
+"""A round of masked updates: whose are summed, and taking the masks off.
+
+The rest is as in `coordinator.steps.aggregate`.
+
+Two steps, with the facilities' answers between them. What the first decides is final, so whether a round is asked for
+again for a facility's sake is decided there too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+from coordinator.aggregation.unmasking import Unmasking
+from coordinator.archive.rounds import Archive
+from coordinator.config.settings import CoordinatorSettings
+from coordinator.masking.pending import Pending, write_request_directory
+from coordinator.masking.reconstruct import reconstruct
+from coordinator.masking.rosters import open_roster, settings_of
+from coordinator.steps.aggregate import Arrived, ask_again, commit, drop, give_up, number_of_attempt, too_few
+from facility.exchange.errors import CrossFedError, InputError
+from facility.exchange.files.links import link_tree
+from facility.exchange.files.paths import resolve
+from facility.exchange.masking.roster import Roster
+from facility.exchange.masking.shares import NAME as SHARES_FILE
+from facility.exchange.masking.shares import check_members, read_shares
+from facility.exchange.masking.unmasking import (
+    ROSTER,
+    Answer,
+    UnmaskRequest,
+    read_answer,
+    read_request,
+    request_digest,
+    shares_path,
+)
+from facility.exchange.messages.report import read_failure, read_report
+from facility.exchange.messages.strict_json import clean
+
+
+def settle(
+    archive: Archive,
+    settings: CoordinatorSettings,
+    *,
+    model: Path,
+    number: int,
+    roster: Path,
+    arrived: Arrived,
+    out: Path,
+) -> UnmaskRequest:
+    """Write to `out` what the facilities are asked for. A request that is pending stays as it is."""
+    pending = Pending(archive=archive, round=number)
+    if number < settings.rounds and pending.find(model):
+        link_tree(pending.request, out)
+        return read_request(out)
+    nothing = UnmaskRequest(federation=settings.federation, round=number, survivors=[])
+    request = nothing
+    if number < settings.rounds:
+        arrived = without_misfits(arrived, roster, settings, number)
+        if ask_again(archive, settings, number, arrived):
+            request = dataclasses.replace(nothing, again=True)
+        elif len(arrived.updates) >= least_of(settings):
+            request = dataclasses.replace(nothing, survivors=sorted(arrived.updates))
+            pending.write(request, roster, arrived.updates)
+    write_request_directory(out, request, roster, arrived.updates)
+    return request
+
+
+def least_of(settings: CoordinatorSettings) -> int:
+    """Updates without which there is no sum."""
+    return max(settings_of(settings).threshold, settings.minimum_facilities)
+
+
+def without_misfits(arrived: Arrived, roster: Path, settings: CoordinatorSettings, number: int) -> Arrived:
+    """The updates that are masked under this roster; the others are their facilities' failures."""
+    opened = open_roster(roster, settings)
+    for name, update in dict(arrived.updates).items():
+        if reason := misfit(update, name, opened):
+            arrived = drop(arrived, name, number, reason)
+    return arrived
+
+
+def misfit(update: Path, name: str, roster: Roster) -> str:
+    """Why a masked update cannot be part of the sum, or ''."""
+    try:
+        shares = read_shares(update / SHARES_FILE)
+    except CrossFedError as error:
+        return str(error)
+    if name not in roster.keys:
+        return "it has no keys in the roster of the round"
+    if (shares.facility, shares.roster) != (name, roster.digest):
+        return "it is masked under another roster, or its shares are another facility's: they were used before"
+    return check_members(shares, roster.keys)
+
+
+def close_masked_round(
+    archive: Archive,
+    settings: CoordinatorSettings,
+    *,
+    model: Path,
+    number: int,
+    arrived: Arrived,
+    request: Path,
+    answers: Sequence[Path],
+) -> tuple[Path, int, bool]:
+    """Model, number of the next round, and whether there is one."""
+    asked = read_request(request)
+    if asked.again:
+        return model, number, True
+    if not asked.survivors:
+        arrived = without_misfits(arrived, request / ROSTER, settings, number)
+        return too_few(archive, settings, model, number, arrived, least=least_of(settings))
+    pending, roster = Pending(archive=archive, round=number), open_roster(request / ROSTER, settings)
+    arrived = survivors_of(pending, asked, without_misfits(arrived, request / ROSTER, settings, number))
+    found, unread = read_answers(answers, settings, roster, request_digest(request, asked, roster.digest))
+    for reason in unread:
+        print(f"round {number}: no answer: {reason}")
+    try:
+        shares = {name: read_shares(shares_path(request, name)) for name in asked.survivors}
+        seeds = reconstruct(roster, shares, found)
+    except InputError as error:
+        reason = f"round {number} cannot be unmasked: {clean(str(error))}"
+        if unread:
+            reason += f" ({'; '.join(unread)})"
+        return give_up(archive, settings, model, number, reason)
+    for name, lie in seeds.liars.items():
+        print(f"round {number}: the answer of {name} is left out: {lie}")
+    masking = settings_of(settings)
+    unmasking = Unmasking(
+        bits=masking.bits,
+        weights=roster.weights(masking.weights, masking.maximum_share),
+        survivors=asked.survivors,
+        seeds=seeds.streams,
+        clips=roster.agreement.clips,
+        default_clip=roster.agreement.default_clip,
+        details={
+            "masking": {
+                "bits": masking.bits,
+                "threshold": masking.threshold,
+                "clip_norm": masking.clip_norm,
+                "roster": roster.members,
+                "survivors": asked.survivors,
+                "answered": sorted(found),
+                "wrong_answers": seeds.liars,
+            }
+        },
+    )
+    attempt = number_of_attempt(archive, number)
+    closed = commit(archive, settings, model, number, arrived, attempt, unmasking)
+    pending.drop()
+    return closed
+
+
+def survivors_of(pending: Pending, asked: UnmaskRequest, arrived: Arrived) -> Arrived:
+    """What the request is for, whatever has arrived since; all others are failures."""
+    updates = {name: pending.update(name) for name in asked.survivors}
+    failures = {name: failure for name, failure in arrived.failures.items() if name not in updates}
+    late = Arrived(updates=arrived.updates, reports=arrived.reports, failures=failures)
+    for name in sorted(set(arrived.updates) - set(updates)):
+        late = drop(late, name, asked.round, "it came after the sum of the round was settled")
+    return Arrived(
+        updates=updates, reports={name: read_report(path) for name, path in updates.items()}, failures=late.failures
+    )
+
+
+def read_answers(
+    directories: Sequence[Path], settings: CoordinatorSettings, roster: Roster, request: str
+) -> tuple[dict[str, Answer], list[str]]:
+    """The answers to this request by facility, and why others do not count."""
+    found: dict[str, Answer] = {}
+    unread: list[str] = []
+    for directory in directories:
+        try:
+            if (failure := read_failure(directory)) is not None:
+                raise InputError(f"{failure.facility}: {failure.reason}")
+            answer = read_answer(directory, resolve(settings.aggregation.allowed_signers))
+            if answer.facility not in roster.keys or answer.request != request:
+                raise InputError(f"what {answer.facility} answers was not asked: it was used before, or is a lie")
+            found[answer.facility] = answer
+        except (CrossFedError, OSError) as error:
+            unread.append(clean(str(error), 300))
+    return found, unread

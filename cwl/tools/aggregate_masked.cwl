@@ -1,0 +1,13 @@
+cwlVersion: v1.2
+class: CommandLineTool
+doc: Take the masks off the sum of the round's updates, make the next global model, append the round to the archive, decide whether to go on.
+baseCommand: [python3, -m, coordinator.steps.aggregate_masked]
+inputs:
+  federation: {type: File, inputBinding: {prefix: --federation}}
+  archive: {type: string, inputBinding: {prefix: --archive}}
+  model: {type: Directory, inputBinding: {prefix: --model}}
+  round: {type: int, inputBinding: {prefix: --round}}
+  updates: {type: "Directory[]", inputBinding: {prefix: --updates}}
+  request: {type: Directory, inputBinding: {prefix: --request}}
+  answers: {type: "Directory[]", inputBinding: {prefix: --answers}}
+outputs: {model: Directory, round: int, proceed: boolean}

@@ -1,0 +1,64 @@
+"""Steps as whole numbers modulo 2^bits, so that masks cancel exactly: one scale a tensor, agreed before the round.
+
+A facility sends round(weight * step / scale). The scale makes room for the sum of all facilities of the roster: with
+every value of a step within the tensor's clip, no sum wraps. What rounding and the clip take away stays at the facility
+and is added to its next round. The error of the mean is scale * sqrt(N / 12) / sum of weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from facility.exchange.checkpoints.floats import Array
+from facility.exchange.masking.streams import SIGNED, UNSIGNED
+
+HEADROOM = 64.0
+"""A tensor's clip, in multiples of the root mean square of the round's mean before."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FixedPoint:
+    """How the values of one tensor become whole numbers."""
+
+    bits: int
+    clip: float
+    """Largest magnitude of a step's value that is sent."""
+    scale: float
+    """Of one unit."""
+
+    def encode(self, step: Array, weight: float, rest: Array) -> Array:
+        """The whole numbers of a step, modulo 2^bits; `rest` becomes what they leave of it."""
+        units = step.astype(np.float64)
+        np.clip(units, -self.clip, self.clip, out=units)  # in float64: the clip rounded to float32 could be beyond it
+        np.multiply(units, weight / self.scale, out=units)
+        np.rint(units, out=units)
+        np.subtract(step, units * (self.scale / weight), out=rest, casting="same_kind")
+        return units.astype(SIGNED[self.bits]).view(UNSIGNED[self.bits])
+
+    def decode(self, total: Array, weights: float, out: Array) -> None:
+        """Write the mean: the unmasked sum of all numbers, over the sum of the weights."""
+        values = total.view(SIGNED[self.bits])
+        if self.bits == 16 and out.dtype == np.float32:
+            np.multiply(values, np.float32(self.scale / weights), out=out, casting="unsafe")
+        else:
+            np.multiply(values, self.scale / weights, out=out, casting="unsafe")
+
+
+def fixed_point(bits: int, clip: float, weights: Mapping[str, float]) -> FixedPoint:
+    """The fixed point of one tensor for a roster with these weights, each at most 1."""
+    largest = 2 ** (bits - 1) - len(weights)
+    return FixedPoint(bits=bits, clip=clip, scale=clip * math.fsum(weights.values()) / largest)
+
+
+def clip_of(name: str, shape: tuple[int, ...], *, clips: Mapping[str, float], default: float, new: bool) -> float:
+    """Clip of a tensor: its own, or the largest step that a round can take. `new`: the model has no such tensor.
+
+    A new adapter's A begins with values of at most 1 / sqrt(inputs) (Kaiming's uniform with a = sqrt(5), as peft does).
+    """
+    if name in clips:
+        return clips[name]
+    return default + (1 / math.sqrt(max(1, shape[-1])) if new and len(shape) == 2 else 0.0)

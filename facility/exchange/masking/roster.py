@@ -1,0 +1,218 @@
+"""The roster of a round: who masks with whom, under which keys, and all else that must be equal at every facility.
+
+    ROSTER/agreement.json          what the coordinator proposes: bits, threshold, clips, the model it is for
+    ROSTER/keys/NAME/keys.json     a facility's public key of this round, and what it claims to count
+    ROSTER/keys/NAME/manifest.json, manifest.json.sig
+
+Each key is signed by its facility and checked by every other against signers that it holds itself, so the coordinator
+cannot put its own keys in between. The digest of all of it goes into every mask and every share: facilities that were
+shown different rosters cannot be unmasked together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from facility.exchange.errors import InputError, ManifestError
+from facility.exchange.files.durable import write_json
+from facility.exchange.masking.weights import scaled
+from facility.exchange.messages.manifest import Manifest, read_manifest, run_of, verify_manifest, write_manifest
+from facility.exchange.messages.masking import MaskingSettings
+from facility.exchange.messages.signatures import sign, verify
+from facility.exchange.messages.strict_json import HEX, Fields, read_json
+
+FORMAT = 1
+KIND = "keys"
+KEYS = "keys.json"
+FOLDER = "keys"
+AGREEMENT = "agreement.json"
+MOST_BYTES = 8 << 20
+MOST_TENSORS = 40_000
+MOST_CLAIM = 10**15
+MOST_ROUNDS = 10**9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keys:
+    """One facility's part of a roster."""
+
+    federation: str
+    facility: str
+    round: int
+    generation: str
+    """Names this pair of keys at its facility; drawn anew each time that keys are asked for."""
+    public_key: str
+    """X25519, hexadecimal."""
+    samples: int
+    """Sequences that it trains on in this round."""
+    tokens: int
+    """Those times the length of its blocks."""
+    format: int = FORMAT
+
+
+def write_keys(directory: Path, keys: Keys, signing_key: Path) -> None:
+    """Write and sign a facility's keys into an empty directory."""
+    write_json(directory / KEYS, dataclasses.asdict(keys))
+    manifest = Manifest(kind=KIND, federation=keys.federation, facility=keys.facility, round=keys.round)
+    write_manifest(directory, manifest)
+    sign(directory, signing_key)
+
+
+def read_keys(directory: Path, signers: Path) -> Keys:
+    """Keys whose signature is that of the facility they name. Raises `ManifestError`."""
+    manifest = verify_manifest(directory)
+    if manifest.kind != KIND or manifest.facility is None or set(manifest.files) != {KEYS}:
+        raise ManifestError(f"{directory} holds a {manifest.kind!r}, expected a facility's keys")
+    verify(directory, manifest.facility, signers)
+    path = directory / KEYS
+    found = Fields(raw=read_json(path, most_bytes=64_000), where=str(path)).only(_names(Keys))
+    keys = Keys(
+        federation=found.text("federation"),
+        facility=found.text("facility"),
+        round=found.whole("round", most=MOST_ROUNDS),
+        generation=_hex(found, "generation"),
+        public_key=_hex(found, "public_key"),
+        samples=found.whole("samples", least=1, most=MOST_CLAIM),
+        tokens=found.whole("tokens", least=1, most=MOST_CLAIM),
+        format=found.whole("format", least=1, most=FORMAT),
+    )
+    if (keys.facility, keys.federation, keys.round) != (manifest.facility, manifest.federation, manifest.round):
+        raise ManifestError(f"{path} and its manifest name different facilities, federations or rounds")
+    return keys
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreement:
+    """What a roster says besides keys."""
+
+    federation: str
+    run: str
+    round: int
+    base_sha256: str
+    """Of the model that the round starts from."""
+    bits: int
+    threshold: int
+    """Facilities that must answer for the masks to come off."""
+    default_clip: float
+    """Clip of tensors that `clips` does not name."""
+    clips: dict[str, float] = field(default_factory=dict)
+    format: int = FORMAT
+
+
+@dataclass(frozen=True, kw_only=True)
+class Roster:
+    """A roster, read and checked."""
+
+    agreement: Agreement
+    keys: dict[str, Keys]
+    """By facility, sorted."""
+    digest: str
+
+    @property
+    def members(self) -> list[str]:
+        return sorted(self.keys)
+
+    def point(self, facility: str) -> int:
+        """Number of a member's shares, from 1."""
+        return self.members.index(facility) + 1
+
+    def weights(self, kind: str, maximum_share: float) -> dict[str, float]:
+        """What each member counts; the largest weight is 1."""
+        claims = {name: 1.0 if kind == "equal" else float(getattr(one, kind)) for name, one in self.keys.items()}
+        return scaled(claims, maximum_share if len(claims) >= 3 else 1.0)
+
+
+def write_roster(directory: Path, agreement: Agreement, keys: Mapping[str, Path]) -> None:
+    """Write a roster into an empty directory from the directories of its members' keys."""
+    write_json(directory / AGREEMENT, dataclasses.asdict(agreement))
+    (directory / FOLDER).mkdir()
+    for name, source in sorted(keys.items()):
+        target = directory / FOLDER / name
+        target.mkdir()
+        for path in sorted(source.iterdir()):
+            (target / path.name).write_bytes(path.read_bytes())
+
+
+def read_roster(directory: Path, settings: MaskingSettings, signers: Path) -> Roster:
+    """Raises `ManifestError` unless every key is signed by one of the federation's facilities and all fits `settings`.
+
+    `signers`: the reader's own allowed-signers file.
+    """
+    agreement = read_agreement(directory)
+    keys: dict[str, Keys] = {}
+    digests: dict[str, str] = {}
+    for path in sorted((directory / FOLDER).iterdir()) if (directory / FOLDER).is_dir() else []:
+        one = read_keys(path, signers)
+        if one.facility != path.name or one.facility not in settings.facilities:
+            raise ManifestError(f"{path} holds the keys of {one.facility!r}, expected one of {settings.facilities}")
+        if (one.federation, one.round) != (agreement.federation, agreement.round):
+            raise ManifestError(
+                f"the keys of {one.facility!r} are of round {one.round} of {one.federation!r}, expected round "
+                f"{agreement.round} of {agreement.federation!r}: they were used before"
+            )
+        keys[one.facility] = one
+        digests[one.facility] = hashlib.sha256((path / "manifest.json").read_bytes()).hexdigest()
+    if len({one.public_key for one in keys.values()}) < len(keys):
+        raise ManifestError(f"{directory} has one key for two facilities")
+    found = (agreement.bits, agreement.threshold)
+    if found != (settings.bits, settings.threshold):
+        raise ManifestError(
+            f"{directory} asks for {found[0]} bits and threshold {found[1]}, the settings say {settings.bits} and "
+            f"{settings.threshold}"
+        )
+    text = json.dumps({"agreement": dataclasses.asdict(agreement), "keys": digests}, sort_keys=True)
+    return Roster(agreement=agreement, keys=keys, digest=hashlib.sha256(text.encode()).hexdigest())
+
+
+def check_size(roster: Roster, settings: MaskingSettings) -> None:
+    """Raise `InputError` where so few facilities take part that no sum could be unmasked."""
+    least = settings.threshold
+    if len(roster.keys) < least:
+        absent = ", ".join(sorted(set(settings.facilities) - set(roster.keys)))
+        raise InputError(
+            f"{len(roster.keys)} facilities have keys for round {roster.agreement.round}, secure aggregation needs "
+            f"{least}; without keys: {absent}"
+        )
+
+
+def read_agreement(directory: Path) -> Agreement:
+    """Raises `ManifestError`."""
+    path = directory / AGREEMENT
+    found = Fields(raw=read_json(path, most_bytes=MOST_BYTES), where=str(path)).only(_names(Agreement))
+    clips = Fields(raw=found.mapping("clips", MOST_TENSORS), where=f"{path}: clips")
+    agreement = Agreement(
+        federation=found.text("federation"),
+        run=found.text("run", ""),
+        round=found.whole("round", most=MOST_ROUNDS),
+        base_sha256=found.digest("base_sha256"),
+        bits=found.whole("bits", least=16, most=32),
+        threshold=found.whole("threshold", least=2, most=255),
+        default_clip=found.number("default_clip", most=1e6),
+        clips={name: clips.number(name, most=1e6) for name in clips.raw},
+        format=found.whole("format", least=1, most=FORMAT),
+    )
+    if min([agreement.default_clip, *agreement.clips.values()]) <= 0:
+        raise ManifestError(f"{path} has a clip of 0: nothing could be sent")
+    return agreement
+
+
+def base_of(model: Path) -> tuple[str, str, int]:
+    """Run, digest and round of a received model."""
+    manifest = read_manifest(model)
+    return run_of(manifest), manifest.content_sha256, manifest.round
+
+
+def _hex(found: Fields, name: str) -> str:
+    value = found.text(name)
+    if not HEX.fullmatch(value):
+        raise ManifestError(f"{found.where}: {name} is no number of 64 hexadecimal digits")
+    return value
+
+
+def _names(kind: type) -> list[str]:
+    return [one.name for one in dataclasses.fields(kind)]

@@ -1,0 +1,52 @@
+"""Mask streams: AES-256 in counter mode under a seed, readable from any offset on.
+
+Every tensor has its place in one stream: the federated tensors in the order of their names, each beginning at a
+multiple of 16 elements. NIST SP 800-38A, section 6.5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from cryptography.hazmat.primitives.ciphers import Cipher
+from cryptography.hazmat.primitives.ciphers.algorithms import AES
+from cryptography.hazmat.primitives.ciphers.modes import CTR
+
+from facility.exchange.checkpoints.floats import Array
+
+BLOCK = 16
+"""Bytes of a cipher block."""
+SEED_BYTES = 32
+UNSIGNED: dict[int, Any] = {16: np.dtype("<u2"), 32: np.dtype("<u4")}
+SIGNED: dict[int, Any] = {16: np.dtype("<i2"), 32: np.dtype("<i4")}
+DTYPES = {16: "U16", 32: "U32"}
+"""safetensors names of what is sent, by bits."""
+
+
+def places_of(elements: Mapping[str, int]) -> dict[str, int]:
+    """First element of each tensor in a mask stream, from the number of elements by name."""
+    places, position = {}, 0
+    for name in sorted(elements):
+        places[name] = position
+        position += -(-elements[name] // BLOCK) * BLOCK
+    return places
+
+
+class MaskBuffer:
+    """One thread's memory for streams of at most `elements` values of `bits` bits."""
+
+    def __init__(self, elements: int, bits: int) -> None:
+        size = elements * bits // 8
+        self.bits, self._zeros = bits, bytes(size + BLOCK)
+        self._space = bytearray(size + 3 * BLOCK)
+
+    def read(self, seed: bytes, start: int, count: int) -> Array:
+        """Elements `start` to `start + count` of the stream; the array is overwritten by the next call."""
+        item = self.bits // 8
+        first, skip = divmod(start * item, BLOCK)
+        encryptor = Cipher(AES(seed), CTR(first.to_bytes(BLOCK, "big"))).encryptor()
+        wanted = skip + count * item
+        encryptor.update_into(memoryview(self._zeros)[:wanted], self._space)
+        return np.frombuffer(self._space, UNSIGNED[self.bits], count, skip)

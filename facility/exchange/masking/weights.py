@@ -1,0 +1,32 @@
+"""What each facility counts in a mean."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+
+def capped(weights: Sequence[float], most: float) -> list[float]:
+    """Shares of which none is above `most`, the rest in their proportions; they sum to 1.
+
+    With so few updates that all would exceed it, the shares are equal.
+    """
+    if most * len(weights) <= 1:
+        return [1 / len(weights)] * len(weights)
+    over: set[int] = set()
+    while True:
+        left = 1 - most * len(over)
+        mass = math.fsum(weight for i, weight in enumerate(weights) if i not in over)
+        shares = [most if i in over else weight / mass * left for i, weight in enumerate(weights)]
+        more = {i for i, share in enumerate(shares) if share > most} - over
+        if not more:
+            return shares
+        over |= more
+
+
+def scaled(claims: Mapping[str, float], most: float) -> dict[str, float]:
+    """Weights of a roster, the largest of them 1, from what its members claim."""
+    names = sorted(claims)
+    total = math.fsum(claims.values())
+    shares = capped([claims[name] / total for name in names], most)
+    return {name: share / max(shares) for name, share in zip(names, shares, strict=True)}

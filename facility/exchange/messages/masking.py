@@ -1,0 +1,42 @@
+"""Secure aggregation in the rendered settings of a facility (`masking`); absent: updates travel as they are."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from annotated_types import Ge
+
+from facility.exchange.errors import ConfigurationError
+from facility.exchange.text import Line, Name
+from facility.exchange.validation import NonNegative, Share, validated
+
+ENCODING = "masked"
+"""In an update's manifest."""
+DETAILS = "masking"
+"""In a masked update's `extra`: bits, roster, clip_norm, adapters."""
+
+
+@validated(frozen=True, kw_only=True)
+class MaskingSettings:
+    """How this facility masks its updates."""
+
+    bits: Literal[16, 32]
+    threshold: Annotated[int, Ge(2)]
+    """Facilities that must answer for the masks to come off."""
+    facilities: list[Name]
+    """All of the federation."""
+    weights: Literal["tokens", "samples", "equal"] = "tokens"
+    """What an update counts, of the claims in its signed keys."""
+    maximum_share: Share = 0.5
+    """Largest share of one of three or more facilities."""
+    clip_norm: NonNegative[float] = 0.0
+    """L2 norm to which this facility scales its step down; 0: off."""
+    peer_signers: Line
+    """Allowed-signers file at this facility with the key of every facility."""
+
+    def __post_init__(self) -> None:
+        count = len(self.facilities)
+        if count < 3 or not count / 2 < self.threshold <= count:
+            raise ConfigurationError(
+                f"threshold is {self.threshold} of {count} facilities, expected more than half of three or more"
+            )

@@ -1,0 +1,63 @@
+"""Draw this facility's keys for the secure aggregation of one round; run on the login node, without a queue.
+
+    python -m facility.keys --settings FILE --dataset PATH --round N --out DIR
+
+`--out` holds the public key, signed; the private one stays below the state directory. Ends with 0, or with 7 and the
+reason in `--out`/failure.json, as `facility.round` does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from facility.dataset import open_dataset
+from facility.exchange.errors import ConfigurationError, exit_on_error
+from facility.exchange.files.durable import new_directory
+from facility.exchange.files.paths import resolve
+from facility.exchange.masking.roster import Keys, write_keys
+from facility.exchange.messages.settings import FacilitySettings, read_facility_settings
+from facility.masking.private_keys import PrivateKeys
+from facility.rounds.kept import default_directory
+from facility.rounds.login_command import add_arguments, ending
+
+
+def draw_keys(settings: FacilitySettings, dataset: Path, state: Path, round: int, out: Path) -> None:
+    """Write signed keys of `round` to `out`. Raises `CrossFedError`."""
+    training = settings.training
+    if settings.masking is None or not training.signing_key:
+        raise ConfigurationError("the settings ask for no secure aggregation, or name no training.signing_key")
+    sequences = training.steps * training.batch_sequences
+    block_tokens = open_dataset(dataset).manifest.block_tokens
+    generation, public_key = PrivateKeys(state=state).draw(round)
+    keys = Keys(
+        federation=settings.federation,
+        facility=settings.facility,
+        round=round,
+        generation=generation,
+        public_key=public_key,
+        samples=sequences,
+        tokens=sequences * block_tokens,
+    )
+    with new_directory(out) as temporary:
+        write_keys(temporary, keys, resolve(training.signing_key))
+
+
+def main(argv: list[str] | None = None) -> int:
+    assert __doc__
+    p = argparse.ArgumentParser(prog="python -m facility.keys", description=__doc__.splitlines()[0])
+    add_arguments(p)
+    a = p.parse_args(argv)
+
+    def work() -> None:
+        settings, dataset = read_facility_settings(a.settings), resolve(a.dataset)
+        if a.round >= settings.rounds:
+            raise ConfigurationError("the final evaluation needs no keys")
+        draw_keys(settings, dataset, a.state or default_directory(settings, dataset), a.round, a.out)
+
+    return ending(work, a.settings, a.round, a.out)
+
+
+if __name__ == "__main__":
+    sys.exit(exit_on_error(main))

@@ -1,0 +1,1 @@
+"""Secure aggregation at a facility: its keys, the masking of its updates, and its answers when masks come off."""

@@ -1,0 +1,79 @@
+"""Answer a request to unmask: check it, note it durably, then open the shares that it asks for and no others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from facility.exchange.errors import InputError
+from facility.exchange.masking.roster import Roster, check_size, read_roster
+from facility.exchange.masking.shares import OWN, Shares, read_shares
+from facility.exchange.masking.unmasking import (
+    ROSTER,
+    Answer,
+    UnmaskRequest,
+    asked_of,
+    read_request,
+    request_digest,
+    shares_path,
+)
+from facility.exchange.messages.masking import MaskingSettings
+from facility.masking.ledger import Entry, Ledger
+from facility.masking.private_keys import PrivateKeys
+from facility.masking.sharing import open_share
+
+
+def answer_request(request: Path, *, facility: str, settings: MaskingSettings, signers: Path, state: Path) -> Answer:
+    """This facility's answer. Raises `InputError` where the request must not, or cannot, be answered."""
+    asked = read_request(request)
+    roster = read_roster(request / ROSTER, settings, signers)
+    check_size(roster, settings)
+    check_survivors(asked, roster)
+    member = PrivateKeys(state=state).of(roster, facility)
+    sealed = [read_sealed(request, name, roster) for name in asked.survivors]
+    digest = request_digest(request, asked, roster.digest)
+    entry = Entry(
+        run=roster.agreement.run,
+        round=roster.agreement.round,
+        base_sha256=roster.agreement.base_sha256,
+        generation=roster.keys[facility].generation,
+        request=digest,
+        survivors=asked.survivors,
+    )
+    Ledger(state=state).record(entry)
+    own: dict[str, str] = {}
+    pairs: dict[str, dict[str, str]] = {}
+    absent = asked_of(asked.survivors, roster.keys)
+    for shares in sealed:
+        try:
+            opened = open_share(member, shares)
+        except (InputError, ValueError) as error:  # that facility's fault; the others are answered
+            print(f"unmask: {error}")
+            continue
+        own[shares.facility] = opened[OWN].hex()
+        pairs[shares.facility] = {name: opened[name].hex() for name in absent[shares.facility]}
+    return Answer(
+        federation=asked.federation, facility=facility, round=asked.round, request=digest, own=own, pairs=pairs
+    )
+
+
+def check_survivors(asked: UnmaskRequest, roster: Roster) -> None:
+    """Raise `InputError` unless the sum is over enough members of the roster."""
+    agreement = roster.agreement
+    if (asked.federation, asked.round) != (agreement.federation, agreement.round):
+        raise InputError(f"the request is of round {asked.round} of {asked.federation!r}, its roster is not")
+    if strangers := sorted(set(asked.survivors) - set(roster.keys)):
+        raise InputError(f"the request names {strangers}, which the roster does not have")
+    if len(asked.survivors) < agreement.threshold:
+        raise InputError(
+            f"the request is for a sum over {len(asked.survivors)} facilities, the threshold is {agreement.threshold}"
+        )
+
+
+def read_sealed(request: Path, name: str, roster: Roster) -> Shares:
+    """The shares of one survivor. Raises `InputError` where they are another facility's or of another roster."""
+    shares = read_shares(shares_path(request, name))
+    if (shares.facility, shares.roster) != (name, roster.digest):
+        raise InputError(
+            f"the request has shares of {shares.facility!r} for {name!r}, or of another roster: they were used before"
+        )
+    return shares

@@ -1,0 +1,92 @@
+"""What this facility has answered: one set of survivors for each round and for each model, written before the answer.
+
+Two sums of the same steps over different facilities give away their difference. So a second request for the same round,
+or for steps from the same model, is answered only if it names the same survivors; and a second one under the same keys
+only if it is the same to the byte.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from facility.exchange.errors import InputError
+from facility.exchange.files.durable import fsync_directory
+
+NAME = "answered.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One answer."""
+
+    run: str
+    round: int
+    base_sha256: str
+    generation: str
+    request: str
+    """Digest."""
+    survivors: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ledger:
+    """The answers of one facility in one federation, below its state directory."""
+
+    state: Path
+
+    @property
+    def path(self) -> Path:
+        return Path(self.state) / "masking" / NAME
+
+    def record(self, entry: Entry) -> None:
+        """Note an answer durably. Raises `InputError` where an earlier one forbids it."""
+        self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with self._alone():
+            for earlier in self.entries():
+                if reason := conflict(earlier, entry):
+                    raise InputError(reason)
+                if earlier == entry:
+                    return
+            with open(self.path, "ab") as file:
+                file.write(json.dumps(dataclasses.asdict(entry)).encode() + b"\n")
+                file.flush()
+                os.fsync(file.fileno())
+            fsync_directory(self.path.parent)
+
+    def entries(self) -> list[Entry]:
+        """All answers. Raises `InputError` where the file is damaged: then nothing is answered."""
+        if not self.path.exists():
+            return []
+        try:
+            return [Entry(**json.loads(line)) for line in self.path.read_text().splitlines()]
+        except (ValueError, TypeError) as error:
+            raise InputError(
+                f"{self.path} is damaged ({error}): what was answered before is not known, so nothing is answered; "
+                "remove its last line only if the machine stopped while it was written"
+            ) from None
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        with open(self.path.with_suffix(".lock"), "a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+
+def conflict(earlier: Entry, asked: Entry) -> str:
+    """Why `asked` must not be answered after `earlier`, or ''."""
+    if earlier.generation == asked.generation and earlier.request != asked.request:
+        return f"another request was answered under the same keys (round {earlier.round})"
+    same_round = (earlier.run, earlier.round) == (asked.run, asked.round)
+    if (same_round or earlier.base_sha256 == asked.base_sha256) and earlier.survivors != asked.survivors:
+        return (
+            f"round {asked.round} was answered for the sum over {', '.join(earlier.survivors)}; a second sum, over "
+            f"{', '.join(asked.survivors)}, would give away the difference"
+        )
+    return ""

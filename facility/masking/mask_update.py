@@ -1,0 +1,174 @@
+"""From a finished update to the masked one that travels: fixed point plus masks, streamed, and sealed shares beside it.
+
+    y = round(weight * step / scale) + stream(own seed) +- stream(seed in common with each other)   modulo 2^bits
+
+Of two facilities the one whose name comes first adds the stream that they have in common, the other subtracts it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from facility.exchange.checkpoints.adapters import is_adapter
+from facility.exchange.checkpoints.checkpoint import FLOATS, Checkpoint, TensorEntry, open_checkpoint
+from facility.exchange.checkpoints.codecs import PART
+from facility.exchange.checkpoints.companions import copy_companions
+from facility.exchange.checkpoints.delta_parts import as_bytes, difference, parts
+from facility.exchange.checkpoints.floats import Array, widen
+from facility.exchange.checkpoints.writer import TensorWriter, layout_like
+from facility.exchange.errors import CheckpointError, InputError
+from facility.exchange.files.durable import new_directory
+from facility.exchange.masking.fixed_point import FixedPoint, clip_of, fixed_point
+from facility.exchange.masking.roster import Roster
+from facility.exchange.masking.shares import write_shares
+from facility.exchange.masking.streams import DTYPES, SEED_BYTES, MaskBuffer, places_of
+from facility.exchange.messages.manifest import Manifest, read_manifest, run_of, write_manifest
+from facility.exchange.messages.masking import DETAILS, ENCODING, MaskingSettings
+from facility.masking.private_keys import Member
+from facility.masking.sharing import share_seeds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """One tensor of a step: the update's, and the received model's (None: a new adapter, which begins at zero)."""
+
+    update: TensorEntry
+    base: TensorEntry | None
+    point: FixedPoint
+    place: int
+    """First element in the mask streams."""
+
+
+def mask_update(
+    update: Path, *, received: Path, out: Path, residual_out: Path, member: Member, settings: MaskingSettings
+) -> Manifest:
+    """Write the masked form of `update`, trained from `received`, and what it leaves to send; returns its manifest.
+
+    Neither `out` nor `residual_out` may exist. Raises `InputError` where the roster is for another model.
+    """
+    roster, manifest = member.roster, read_manifest(update)
+    check_base(roster, received)
+    weights = roster.weights(settings.weights, settings.maximum_share)
+    checkpoint, base = open_checkpoint(update), open_checkpoint(received)
+    sources = sources_of(checkpoint, base, roster, weights)
+    factor = clip_factor(sources.values(), settings.clip_norm)
+    own = os.urandom(SEED_BYTES)
+    masks = [(1, own)] + [
+        (1 if member.facility < other else -1, member.seed(other))
+        for other in roster.members
+        if other != member.facility
+    ]
+    bits = roster.agreement.bits
+    with ExitStack() as stack:
+        directory = stack.enter_context(new_directory(out))
+        rest_directory = stack.enter_context(new_directory(residual_out))
+        with ExitStack() as open_files:
+            writer = open_files.enter_context(
+                TensorWriter(directory, layout_like(checkpoint, dict.fromkeys(sources, DTYPES[bits])))
+            )
+            rests = open_files.enter_context(
+                TensorWriter(rest_directory, layout_like(checkpoint, dict.fromkeys(sources, "F32")))
+            )
+            buffer, rest = MaskBuffer(PART, bits), np.empty(PART, np.float32)
+            for name, source in sources.items():
+                for start, step in steps_of(source):
+                    step *= np.float32(factor)
+                    total = source.point.encode(step, weights[member.facility], rest[: len(step)])
+                    add_masks(total, masks, buffer, source.place + start)
+                    writer.write(name, start * total.itemsize, as_bytes(total))
+                    rests.write(name, start * 4, as_bytes(rest[: len(step)]))
+        copy_companions(update, directory, leave=())
+        write_shares(directory, share_seeds(member, own))
+        details = {
+            "bits": bits,
+            "roster": roster.digest,
+            "clip_norm": settings.clip_norm,
+            "adapters": manifest.encoding == "lora",
+        }
+        made = write_manifest(
+            directory,
+            dataclasses.replace(
+                manifest,
+                encoding=ENCODING,
+                files={},
+                dtypes={DTYPES[bits]: len(sources)},
+                parameters=sum(source.update.elements for source in sources.values()),
+                extra=manifest.extra | {DETAILS: details},
+            ),
+        )
+    return made
+
+
+def check_base(roster: Roster, received: Path) -> None:
+    """Raise `InputError` unless the roster is for the round of this model."""
+    sent, agreement = read_manifest(received), roster.agreement
+    expected = (run_of(sent), sent.round, sent.content_sha256)
+    if (agreement.run, agreement.round, agreement.base_sha256) != expected:
+        raise InputError(
+            f"the roster is for round {agreement.round} from model {agreement.base_sha256:.12}, the received model is "
+            f"of round {sent.round} ({sent.content_sha256:.12})"
+        )
+
+
+def sources_of(update: Checkpoint, base: Checkpoint, roster: Roster, weights: dict[str, float]) -> dict[str, Source]:
+    """The floating-point tensors of an update, in the order of their names. Raises `CheckpointError`."""
+    entries = {name: entry for name, entry in sorted(update.tensors.items()) if entry.dtype in FLOATS}
+    places = places_of({name: entry.elements for name, entry in entries.items()})
+    found: dict[str, Source] = {}
+    for name, entry in entries.items():
+        before = base.tensors.get(name)
+        if before is None and not is_adapter(name):
+            raise CheckpointError(f"{update.directory}: tensor {name!r} is not in the received model")
+        agreement = roster.agreement
+        clip = clip_of(name, entry.shape, clips=agreement.clips, default=agreement.default_clip, new=before is None)
+        point = fixed_point(agreement.bits, clip, weights)
+        found[name] = Source(update=entry, base=before, point=point, place=places[name])
+    return found
+
+
+def steps_of(source: Source) -> Iterator[tuple[int, Array]]:
+    """(first element, update - model) of each part, in float32. Raises `CheckpointError` for NaN and infinity."""
+    block, scratch = np.empty(PART, np.float32), np.empty(PART, np.float32)
+    entries = [source.update] if source.base is None else [source.update, source.base]
+    for start, arrays in parts(entries):
+        step = block[: len(arrays[0])]
+        if source.base is None:
+            widen(arrays[0], source.update.dtype, step)
+            squared = float(np.vdot(step, step))
+        else:
+            squared = difference(
+                arrays[1], source.base.dtype, arrays[0], source.update.dtype, step, scratch[: len(step)]
+            )
+        if not math.isfinite(squared):
+            raise CheckpointError(f"tensor {source.update.name!r} holds NaN, infinity or absurdly large values")
+        yield start, step
+
+
+def clip_factor(sources: Iterable[Source], clip_norm: float) -> float:
+    """What the whole step is multiplied by, so that its L2 norm is at most `clip_norm`; 0: no limit."""
+    if not clip_norm:
+        return 1.0
+    squared = math.fsum(float(np.vdot(step, step)) for source in sources for _, step in steps_of(source))
+    return min(1.0, clip_norm / math.sqrt(squared)) if squared else 1.0
+
+
+def add_masks(total: Array, masks: list[tuple[int, bytes]], buffer: MaskBuffer, start: int) -> None:
+    """Add or subtract a piece of each stream, in place, modulo 2^bits."""
+    for sign, seed in masks:
+        stream = buffer.read(seed, start, len(total))
+        (np.add if sign > 0 else np.subtract)(total, stream, out=total)
+
+
+def replace_directory(old: Path, new: Path) -> None:
+    """Put `new` in the place of `old`."""
+    shutil.rmtree(old)
+    new.rename(old)

@@ -1,0 +1,109 @@
+"""A facility's private keys by generation, and the seeds and seals that follow from them.
+
+X25519 (RFC 7748), HKDF-SHA256 (RFC 5869), AES-256-GCM. Salt and associated data hold the roster's digest: what was
+sealed or masked under one roster means nothing under another.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from facility.exchange.errors import InputError
+from facility.exchange.files.durable import write_bytes
+from facility.exchange.masking.roster import Roster
+
+NONCE_BYTES = 12
+KEY_BYTES = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrivateKeys:
+    """The private keys of one facility in one federation, below its state directory."""
+
+    state: Path
+
+    @property
+    def directory(self) -> Path:
+        return Path(self.state) / "masking" / "keys"
+
+    def draw(self, round: int) -> tuple[str, str]:
+        """A new pair: its generation, and the public key. Pairs of rounds before the last are forgotten."""
+        self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for path in self.directory.glob("*.json"):
+            if json.loads(path.read_text())["round"] < round - 1:
+                path.unlink()
+        generation, key = secrets.token_hex(32), X25519PrivateKey.generate()
+        value = {"round": round, "private_key": key.private_bytes_raw().hex()}
+        write_bytes(self.directory / f"{generation}.json", json.dumps(value).encode(), mode=0o600)
+        return generation, key.public_key().public_bytes_raw().hex()
+
+    def of(self, roster: Roster, facility: str) -> Member:
+        """This facility as a member of a roster. Raises `InputError` where the roster holds keys that are not its."""
+        own = roster.keys.get(facility)
+        if own is None:
+            raise InputError(
+                f"the roster of round {roster.agreement.round} has no keys of {facility!r}: its step `keys` failed"
+            )
+        path = self.directory / f"{own.generation}.json"
+        try:
+            private = X25519PrivateKey.from_private_bytes(bytes.fromhex(json.loads(path.read_text())["private_key"]))
+        except (OSError, ValueError, KeyError):
+            private = None
+        if private is None or private.public_key().public_bytes_raw().hex() != own.public_key:
+            raise InputError(
+                f"the roster of round {roster.agreement.round} holds keys of {facility!r} that are not in "
+                f"{self.directory}: they were used before, or CROSSFED_STATE differs between login node and jobs "
+                "(set it in env.sh)"
+            )
+        return Member(facility=facility, roster=roster, key=private)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """One facility with its private key in one roster."""
+
+    facility: str
+    roster: Roster
+    key: X25519PrivateKey
+
+    def seed(self, other: str) -> bytes:
+        """The seed that this facility has in common with another member, and with nobody else."""
+        return self._derived(other, "\n".join(["crossfed mask", *sorted((self.facility, other))]))
+
+    def seal(self, content: bytes, receiver: str) -> bytes:
+        """`content` for a member alone."""
+        nonce = os.urandom(NONCE_BYTES)
+        context = self._context(self.facility, receiver)
+        return nonce + AESGCM(self._derived(receiver, context)).encrypt(nonce, content, context.encode())
+
+    def open(self, box: bytes, sender: str) -> bytes:
+        """What a member sealed for this facility. Raises `InputError`."""
+        context = self._context(sender, self.facility)
+        try:
+            return AESGCM(self._derived(sender, context)).decrypt(
+                box[:NONCE_BYTES], box[NONCE_BYTES:], context.encode()
+            )
+        except (InvalidTag, ValueError):
+            raise InputError(f"what {sender!r} sealed for {self.facility!r} cannot be opened") from None
+
+    def _context(self, sender: str, receiver: str) -> str:
+        return f"crossfed shares\n{self.roster.digest}\n{sender}\n{receiver}"
+
+    def _derived(self, other: str, purpose: str) -> bytes:
+        public = X25519PublicKey.from_public_bytes(bytes.fromhex(self.roster.keys[other].public_key))
+        try:
+            common = self.key.exchange(public)
+        except ValueError:
+            raise InputError(f"the public key of {other!r} is none (all keys give the same secret)") from None
+        salt = bytes.fromhex(self.roster.digest)
+        return HKDF(algorithm=SHA256(), length=KEY_BYTES, salt=salt, info=purpose.encode()).derive(common)

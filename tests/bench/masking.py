@@ -1,0 +1,103 @@
+"""Secure aggregation's cost as JSON: seconds a GB to mask, bytes sent, GB a second to unmask in the aggregation's pass.
+
+    python -m tests.bench.masking [--megabytes 256] [--facilities 4] [--bits 16]
+
+Figures are per core (one thread). `unmask` is the whole pass: reading every update and writing the next model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from coordinator.aggregate import aggregate
+from coordinator.aggregation.settings import AggregationSettings
+from coordinator.aggregation.unmasking import Unmasking
+from facility.exchange.checkpoints.checkpoint import open_checkpoint
+from tests.masking import federation as federations
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--megabytes", type=int, default=256, help="of the model in bfloat16 (default 256)")
+    parser.add_argument("--facilities", type=int, default=4)
+    parser.add_argument("--bits", type=int, choices=(16, 32), default=16)
+    arguments = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(prefix="crossfed-bench-") as folder:
+        print(json.dumps(measure(Path(folder), arguments.megabytes, arguments.facilities, arguments.bits), indent=2))
+
+
+def measure(root: Path, megabytes: int, count: int, bits: int) -> dict[str, object]:
+    names = tuple(f"f{number:02d}" for number in range(count))
+    rows = megabytes * 1_000_000 // 2 // 4096 // 4
+    federations.SHAPES.clear()
+    federations.SHAPES.update({f"layer{i}.weight": (rows, 4096) for i in range(4)})
+    signers = federations.ssh_keys(root / "keys", names)
+    federation = federations.Masking(
+        root=root / "federation", signers=signers, names=names, bits=bits, largest_step=0.064, dtype=torch.bfloat16
+    )
+    roster = federation.roster([federation.keys(name) for name in names])
+    told = federations.steps(names)
+    masked, seconds = {}, []
+    for name in names:
+        plain = federation.plain(name, told[name])
+        begun = time.process_time()
+        masked[name] = federation.masked(name, roster, plain)
+        seconds.append(time.process_time() - begun)
+    gigabytes = open_checkpoint(masked[names[0]]).bytes / 1e9
+    request = federation.settle(roster, masked)
+    begun = time.perf_counter()
+    answer = federation.answer(names[0], request)
+    answered = time.perf_counter() - begun
+    seeds = [(-1, bytes([number + 1] * 32)) for number in range(count)]
+    opened = federation.read(roster)
+    unmasking = Unmasking(
+        bits=bits,
+        weights=opened.weights("tokens", 0.5),
+        survivors=sorted(names),
+        seeds=seeds,
+        clips={},
+        default_clip=1.0,
+    )
+    spent = aggregation_seconds(federation, masked, unmasking, root / "model")
+    return {
+        "model_gigabytes_bfloat16": megabytes / 1000,
+        "facilities": count,
+        "bits": bits,
+        "sent_over_bfloat16": gigabytes / (megabytes / 1000),
+        "shares_bytes": (masked[names[0]] / "shares.json").stat().st_size,
+        "mask_cpu_seconds_per_gigabyte_sent": min(seconds) / gigabytes,
+        "mask_cpu_seconds_per_gigabyte_and_peer": min(seconds) / gigabytes / (count - 1),
+        "unmask_gigabytes_read_per_cpu_second": count * gigabytes / spent,
+        "answer_seconds": answered,
+        "answer_bytes": sum(path.stat().st_size for path in answer.iterdir()),
+        "peak_memory_megabytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000,
+    }
+
+
+def aggregation_seconds(
+    federation: federations.Masking, updates: dict[str, Path], unmasking: Unmasking, out: Path
+) -> float:
+    begun = time.process_time()
+    aggregate(
+        base=federation.model(),
+        updates=updates,
+        out=out,
+        settings=AggregationSettings(rule="mean"),
+        threads=1,
+        unmasking=unmasking,
+    )
+    return time.process_time() - begun
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,186 @@
+"""Laws of a masked round: the plain mean comes out, whoever is lost, up to what fixed point takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from facility.exchange.checkpoints.checkpoint import open_checkpoint
+from facility.exchange.messages.manifest import read_manifest
+from tests.aggregation import make
+from tests.masking.federation import Masking, error, mean_of, moved, steps
+
+NAMES = ("alpha", "beta", "gamma", "delta")
+
+
+@pytest.mark.parametrize(("bits", "largest"), [(16, 0.0025), (32, 1e-6)])
+def test_the_sum_is_the_plain_mean_and_no_larger_than_bfloat16(
+    tmp_path: Path, signers: Path, bits: int, largest: float
+):
+    federation = Masking(root=tmp_path, signers=signers, names=NAMES, bits=bits, largest_step=0.064)
+    told = steps(NAMES)  # root mean square 1e-3: the clip is 64 of them
+    assert federation.round(told)[1:] == (1, True)
+    assert error(moved(federation, 0), mean_of(told, dict.fromkeys(NAMES, 1.0)), told["alpha"]) < largest
+    tensors = open_checkpoint(federation.root / "work" / "11" / "update")
+    assert tensors.bytes == tensors.parameters * bits // 8
+
+
+@pytest.mark.parametrize("rule", ["mean", "nesterov", "fedadam", "slowmo", "fedavgm"])
+def test_every_server_optimizer_moves_as_with_the_plain_mean(tmp_path: Path, signers: Path, rule: str):
+    """Rounds of masked updates against the same rounds of plain ones, from the same steps."""
+    from coordinator.aggregate import aggregate
+    from coordinator.aggregation.settings import AggregationSettings
+
+    federation = Masking(root=tmp_path, signers=signers, rule=rule, bits=32)
+    told = [steps(federation.names, seed) for seed in range(3)]
+    base, state = federation.model(0), None
+    for number in range(3):
+        federation.round(told[number], number)
+        updates = {
+            name: make.update(
+                tmp_path / "plain" / f"{number}-{name}",
+                {k: v.float() + told[number][name][k] for k, v in make.read_all(base).items()},
+                base=base,
+                facility=name,
+            )
+            for name in federation.names
+        }
+        out = tmp_path / "plain" / f"model-{number}"
+        told_settings = AggregationSettings(rule=rule, **make.UNBOUNDED, screen={"action": "off"})  # type: ignore[arg-type]
+        aggregate(
+            base=base,
+            updates=updates,
+            out=out,
+            settings=told_settings,
+            state_in=state,
+            state_out=tmp_path / f"s{number}",
+        )
+        base, state = out, tmp_path / f"s{number}"
+    start, plain = make.read_all(federation.model(0)), make.read_all(base)
+    masked = make.read_all(federation.model(3))
+    way = {key: plain[key].double() - start[key].double() for key in plain}
+    found = {key: masked[key].double() - start[key].double() for key in plain}
+    assert error(found, way) < 1e-4
+
+
+def test_weights_are_the_claims_of_the_signed_keys_capped(tmp_path: Path, signers: Path):
+    tokens = {"alpha": 100, "beta": 300, "gamma": 4000}
+    federation = Masking(root=tmp_path, signers=signers, bits=32, tokens=tokens)
+    told = steps(federation.names)
+    federation.round(told)
+    wanted = mean_of(told, {"alpha": 0.125, "beta": 0.375, "gamma": 0.5})  # none outweighs all others together
+    assert error(moved(federation, 0), wanted) < 1e-5
+    rows = {row.facility: row.weight for row in federation.archive.read_round(0).facilities}
+    assert rows == pytest.approx({"alpha": 0.125, "beta": 0.375, "gamma": 0.5})
+
+
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(
+    lost=st.lists(st.sampled_from((*NAMES, "epsilon")), max_size=2, unique=True).flatmap(
+        lambda names: st.fixed_dictionaries({name: st.sampled_from(["keys", "train", "unmask"]) for name in names})
+    )
+)
+def test_whoever_is_lost_in_whichever_phase_the_sum_is_of_those_whose_updates_came(
+    tmp_path_factory: pytest.TempPathFactory, signers: Path, lost: dict[str, str]
+):
+    """Five facilities, threshold three: any two may be lost anywhere."""
+    names = (*NAMES, "epsilon")
+    federation = Masking(root=tmp_path_factory.mktemp("lost"), signers=signers, names=names, bits=32)
+    told = steps(names)
+    assert federation.round(told, lost=lost)[1:] == (1, True)
+    summed = [name for name in names if lost.get(name) not in ("keys", "train")]
+    assert error(moved(federation, 0), mean_of(told, dict.fromkeys(summed, 1.0))) < 1e-5
+    rows = {row.facility: row.status for row in federation.archive.read_round(0).facilities}
+    assert {name for name, status in rows.items() if status == "ok"} == set(summed)
+
+
+@pytest.mark.parametrize(
+    ("phase", "words"),
+    [("keys", "got 0 sound updates"), ("train", "secure aggregation needs 2"), ("unmask", "cannot be unmasked")],
+)
+def test_below_the_threshold_the_round_stops_with_the_reason_and_no_model(
+    tmp_path: Path, signers: Path, phase: str, words: str
+):
+    federation = Masking(root=tmp_path, signers=signers)
+    told = steps(federation.names)
+    if phase == "keys":
+        roster = federation.roster([federation.keys("alpha")])
+        closed = federation.close(federation.settle(roster, {}), {}, [])
+    else:
+        closed = federation.round(told, lost={"alpha": phase, "beta": phase})
+    assert closed[1:] == (0, False)
+    assert words in federation.archive.read_note("stopped")["reason"]
+    assert federation.archive.rounds() == []
+
+
+def test_the_same_request_is_asked_again_and_answered_again_after_too_few_answers(tmp_path: Path, signers: Path):
+    """What a coordinator that was killed while it waited does: nothing is trained or summed anew."""
+    federation = Masking(root=tmp_path, signers=signers, bits=32)
+    told = steps(federation.names)
+    roster = federation.roster([federation.keys(name) for name in federation.names])
+    received = {name: federation.masked(name, roster, federation.plain(name, told[name])) for name in federation.names}
+    request = federation.settle(roster, received)
+    first = federation.answer("alpha", request)
+    assert federation.close(request, received, [first])[1:] == (0, False)
+    again = federation.settle(roster, {})  # nothing has come this time
+    assert [p.read_bytes() for p in sorted(again.rglob("*.json"))] == [
+        p.read_bytes() for p in sorted(request.rglob("*.json"))
+    ]
+    answers = [federation.answer(name, again) for name in ("alpha", "gamma")]
+    assert (answers[0] / "answer.json").read_bytes() == (first / "answer.json").read_bytes()
+    assert federation.close(again, {}, answers)[1:] == (1, True)
+    assert error(moved(federation, 0), mean_of(told, dict.fromkeys(federation.names, 1.0))) < 1e-5
+    assert not (federation.archive.path / "unmasking").exists()
+
+
+def test_what_fixed_point_takes_is_the_residual(tmp_path: Path, signers: Path):
+    """Sent plus residual is the step, value by value, also where the clip cut it off."""
+    federation = Masking(root=tmp_path, signers=signers, largest_step=1e-3)
+    told = {name: {k: v.clone() for k, v in one.items()} for name, one in steps(federation.names, scale=2e-4).items()}
+    told["alpha"]["b.weight"][7, 11] = 0.05
+    plain = {name: federation.plain(name, told[name]) for name in federation.names}
+    roster = federation.roster([federation.keys(name) for name in federation.names])
+    received = {name: federation.masked(name, roster, plain[name]) for name in federation.names}
+    rest = {name: make.read_all(path.with_name("residual")) for name, path in received.items()}
+    request = federation.settle(roster, received)
+    federation.close(request, received, [federation.answer(name, request) for name in federation.names])
+    assert rest["alpha"]["b.weight"][7, 11] == pytest.approx(0.049, rel=1e-3)
+    mean = mean_of(told, dict.fromkeys(federation.names, 1.0))
+    left = mean_of(rest, dict.fromkeys(federation.names, 1.0))
+    sent = moved(federation, 0)
+    for key in mean:
+        assert torch.allclose(sent[key] + left[key], mean[key], atol=2e-8)
+
+
+def test_facilities_clip_to_the_agreed_norm_and_say_so(tmp_path: Path, signers: Path):
+    federation = Masking(root=tmp_path, signers=signers, bits=32, privacy={"clip_norm": 0.1})
+    told = steps(federation.names, scale=1e-3)  # norm 0.39
+    told["beta"] = {key: value * 0.1 for key, value in told["beta"].items()}  # within the limit
+    federation.round(told)
+    clipped = {
+        name: {
+            key: value * min(1.0, 0.1 / sum(float((v**2).sum()) for v in step.values()) ** 0.5)
+            for key, value in step.items()
+        }
+        for name, step in told.items()
+    }
+    assert error(moved(federation, 0), mean_of(clipped, dict.fromkeys(federation.names, 1.0))) < 1e-5
+    roster = federation.roster([federation.keys(name, 1) for name in federation.names], 1)
+    update = federation.masked("alpha", roster, federation.plain("alpha", told["alpha"], 1), 1)
+    assert read_manifest(update).extra["masking"]["clip_norm"] == 0.1
+
+
+def test_scales_follow_the_steps_of_the_round_before(tmp_path: Path, signers: Path):
+    """The first clip is what a round can move at most; the next is 64 of the mean's root mean squares."""
+    federation = Masking(root=tmp_path, signers=signers, largest_step=1.0)
+    told = [steps(federation.names, seed) for seed in range(2)]
+    for number in range(2):
+        federation.round(told[number], number)
+    rough, fine = (
+        error(moved(federation, n), mean_of(told[n], dict.fromkeys(federation.names, 1.0))) for n in range(2)
+    )
+    assert rough > 0.01 and fine < 0.0025

@@ -1,0 +1,288 @@
+"""Attacks on secure aggregation: by the coordinator, by a facility, and what the coordinator can know at all."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+
+from facility.exchange.errors import InputError
+from facility.exchange.masking.fixed_point import fixed_point
+from facility.exchange.masking.streams import MaskBuffer
+from facility.exchange.masking.unmasking import read_answer, read_request, write_answer, write_request
+from facility.exchange.messages.manifest import read_manifest
+from facility.masking.ledger import Entry, Ledger
+from facility.masking.mask_update import add_masks
+from tests.aggregation import make
+from tests.masking.conftest import signers  # noqa: F401 (a fixture)
+from tests.masking.federation import Masking, error, mean_of, moved, steps
+
+
+@pytest.fixture
+def federation(tmp_path: Path, signers: Path) -> Masking:  # noqa: F811
+    return Masking(root=tmp_path, signers=signers, bits=32)
+
+
+@pytest.fixture
+def begun(federation: Masking) -> tuple[Masking, Path, dict[str, Path], dict[str, make.Tensors]]:
+    """(federation, roster, masked updates, steps) of round 0."""
+    told = steps(federation.names)
+    roster = federation.roster([federation.keys(name) for name in federation.names])
+    received = {name: federation.masked(name, roster, federation.plain(name, told[name])) for name in federation.names}
+    return federation, roster, received, told
+
+
+def asked(federation: Masking, request: Path, survivors: list[str]) -> Path:
+    """A forged request: the same roster and shares, other survivors."""
+    other = federation.place("forged")
+    shutil.copytree(request, other)
+    found = read_request(request)
+    write_request(other, dataclasses.replace(found, survivors=survivors))
+    return other
+
+
+def test_both_kinds_of_share_of_one_facility_are_never_given(begun):
+    """Gamma's update came; then it is said to be absent, so that the seeds it has in common would come as well."""
+    federation, roster, received, _ = begun
+    request = federation.settle(roster, received)
+    federation.answer("alpha", request)
+    for survivors in (["alpha", "beta"], ["beta", "gamma"]):
+        with pytest.raises(InputError, match="would give away the difference|under the same keys"):
+            federation.answer("alpha", asked(federation, request, survivors))
+    again = federation.answer("alpha", request)  # the same once more is no harm
+    assert json.loads((again / "answer.json").read_text())["pairs"]["gamma"] == {}
+
+
+def test_new_keys_do_not_open_the_same_round_a_second_time(begun):
+    """The coordinator says that the round failed, and asks for the sum of the same steps without gamma."""
+    federation, roster, received, told = begun
+    federation.answer("alpha", federation.settle(roster, received))
+    shutil.rmtree(federation.archive.path / "unmasking")
+    second = federation.roster([federation.keys(name) for name in federation.names])
+    two = {name: federation.masked(name, second, federation.plain(name, told[name])) for name in ("alpha", "beta")}
+    request = federation.settle(second, two)
+    with pytest.raises(InputError, match="would give away the difference"):
+        federation.answer("alpha", request)
+
+
+def test_what_is_answered_is_on_disk_before_the_answer_exists(begun, monkeypatch: pytest.MonkeyPatch):
+    federation, roster, received, _ = begun
+    request = federation.settle(roster, received)
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("facility.masking.answering.open_share", killed)
+    with pytest.raises(KeyboardInterrupt):
+        federation.answer("alpha", request)
+    assert [entry.survivors for entry in Ledger(state=federation.state("alpha")).entries()] == [
+        ["alpha", "beta", "gamma"]
+    ]
+
+
+def test_a_damaged_ledger_means_no_answer(begun):
+    federation, roster, received, _ = begun
+    request = federation.settle(roster, received)
+    federation.answer("alpha", request)
+    with open(Ledger(state=federation.state("alpha")).path, "a") as file:
+        file.write('{"run": ')
+    with pytest.raises(InputError, match="is damaged"):
+        federation.answer("alpha", request)
+
+
+def test_one_entry_forbids_another_set_for_the_round_and_for_the_model(tmp_path: Path):
+    ledger = Ledger(state=tmp_path)
+    entry = Entry(run="r", round=3, base_sha256="m", generation="g", request="q", survivors=["a", "b"])
+    ledger.record(entry)
+    for change in ({"run": "other", "round": 9}, {"base_sha256": "other"}):
+        with pytest.raises(InputError, match="difference"):
+            ledger.record(dataclasses.replace(entry, generation="h", survivors=["a", "c"], **change))
+    ledger.record(dataclasses.replace(entry, run="x", round=4, base_sha256="n", generation="h", survivors=["a", "c"]))
+
+
+def test_a_sum_over_fewer_than_the_threshold_is_refused(begun):
+    federation, roster, received, _ = begun
+    request = federation.settle(roster, received)
+    with pytest.raises(InputError, match="threshold is 2"):
+        federation.answer("alpha", asked(federation, request, ["gamma"]))
+
+
+def test_swapped_keys_are_refused(federation: Masking):
+    """The coordinator puts a key of its own in gamma's place; it can sign as nobody but itself."""
+    keys = {name: federation.keys(name) for name in federation.names}
+    forged = json.loads((keys["gamma"] / "keys.json").read_text())
+    forged["public_key"] = X25519PrivateKey.generate().public_key().public_bytes_raw().hex()
+    good = federation.roster(list(keys.values()))
+    bad = federation.place("roster")
+    shutil.copytree(good, bad)
+    (bad / "keys" / "gamma" / "keys.json").write_text(json.dumps(forged))
+    with pytest.raises(InputError, match="gamma"):
+        federation.read(bad)
+    signed = federation.keys("gamma", signer="outsider")  # right in all but the signature
+    shutil.rmtree(bad / "keys" / "gamma")
+    shutil.copytree(signed, bad / "keys" / "gamma")
+    with pytest.raises(InputError, match="is not signed by 'gamma'"):
+        federation.read(bad)
+
+
+def test_keys_of_an_earlier_round_are_refused(federation: Masking):
+    old = [federation.keys(name) for name in federation.names]
+    federation.round(steps(federation.names))
+    roster = federation.roster([federation.keys("alpha", 1), federation.keys("beta", 1)], 1)
+    shutil.copytree(old[2], roster / "keys" / "gamma")
+    with pytest.raises(InputError, match="used before"):
+        federation.read(roster)
+    assert federation.roster_of(federation.roster([*old[:2], federation.keys("gamma", 1)], 1)).members == ["gamma"]
+
+
+def test_an_earlier_pair_of_keys_of_this_round_is_refused_by_its_owner(federation: Masking):
+    old = federation.keys("alpha")
+    shutil.rmtree(federation.state("alpha"))
+    roster = federation.roster([old, federation.keys("beta"), federation.keys("gamma")])
+    with pytest.raises(InputError, match="not in .*used before"):
+        federation.masked("alpha", roster, federation.plain("alpha", steps(federation.names)["alpha"]))
+
+
+def test_shares_of_another_roster_are_that_facilitys_absence(begun):
+    """Replayed shares: gamma's of an earlier attempt, in the update of this one."""
+    federation, roster, received, told = begun
+    second = federation.roster([federation.keys(name) for name in federation.names])
+    now = {name: federation.masked(name, second, federation.plain(name, told[name])) for name in federation.names}
+    shutil.copyfile(received["gamma"] / "shares.json", now["gamma"] / "shares.json")
+    request = federation.settle(second, now)
+    assert read_request(request).survivors == ["alpha", "beta"]
+    answers = [federation.answer(name, request) for name in ("alpha", "beta")]
+    federation.close(request, now, answers)
+    assert error(moved(federation, 0), mean_of(told, {"alpha": 1.0, "beta": 1.0})) < 1e-5
+    rows = {row.facility: row.reason for row in federation.archive.read_round(0).facilities}
+    assert "used before" in rows["gamma"]
+
+
+def test_an_answer_to_another_request_does_not_count(begun):
+    federation, roster, received, _ = begun
+    request = federation.settle(roster, received)
+    answers = [federation.answer(name, request) for name in federation.names]
+    told = read_answer(answers[0], federation.signers)
+    replayed = federation.place("answer")
+    replayed.mkdir()
+    write_answer(replayed, dataclasses.replace(told, request="0" * 64), federation.signers.parent / "alpha")
+    assert federation.close(request, received, [replayed, answers[1]])[1:] == (0, False)
+    assert "used before, or is a lie" in federation.archive.read_note("stopped")["reason"]
+
+
+def test_a_facility_that_lies_about_shares_is_found_and_named(begun):
+    """Three answers, threshold two: the wrong one is told from the others, and the sum is right."""
+    federation, roster, received, told = begun
+    del received["gamma"]
+    request = federation.settle(roster, received)
+    answers = {name: federation.answer(name, request) for name in federation.names}
+    honest = read_answer(answers["beta"], federation.signers)
+    lie = federation.place("answer")
+    lie.mkdir()
+    wrong = {name: bytes(byte ^ 1 for byte in bytes.fromhex(share)).hex() for name, share in honest.own.items()}
+    write_answer(lie, dataclasses.replace(honest, own=wrong), federation.signers.parent / "beta")
+    assert federation.close(request, received, [answers["alpha"], lie, answers["gamma"]])[1:] == (1, True)
+    assert error(moved(federation, 0), mean_of(told, {"alpha": 1.0, "beta": 1.0})) < 1e-5
+    masking = json.loads((federation.archive.round_directory(0) / "round.json").read_text())["aggregation"]["details"]
+    assert list(masking["masking"]["wrong_answers"]) == ["beta"]
+
+
+def test_a_facility_whose_own_shares_are_wrong_is_named(begun):
+    federation, roster, received, _ = begun
+    shares = json.loads((received["beta"] / "shares.json").read_text())
+    shares["commitments"][""] = "0" * 64
+    (received["beta"] / "shares.json").write_text(json.dumps(shares))
+    request = federation.settle(roster, received)
+    answers = [federation.answer(name, request) for name in federation.names]
+    assert federation.close(request, received, answers)[1:] == (0, False)
+    assert "a seed of 'beta'" in federation.archive.read_note("stopped")["reason"]
+
+
+def test_a_facility_that_signs_as_another_has_no_keys(federation: Masking):
+    roster = federation.roster(
+        [federation.keys("gamma", signer="beta"), federation.keys("alpha"), federation.keys("beta")]
+    )
+    assert federation.roster_of(roster).members == ["alpha", "beta"]
+
+
+def test_a_plain_update_is_refused_where_masked_ones_are_agreed(federation: Masking):
+    plain = federation.plain("alpha", steps(federation.names)["alpha"])
+    failure = json.loads((federation.receive("alpha", plain) / "failure.json").read_text())
+    assert failure["kind"] == "refused" and "expected masked" in failure["reason"]
+    assert read_manifest(plain).encoding == "full"
+
+
+@pytest.mark.parametrize("lost", [(), ("c",)])
+def test_given_the_sum_the_transcript_says_nothing_of_single_updates(lost: tuple[str, ...]):
+    """Two sets of updates with one sum, over all seeds: what the coordinator sees has the same distribution.
+
+    Exhaustive in a small world: numbers modulo 4, every value of every stream. The coordinator sees each masked
+    number, and the streams that are given away.
+    """
+    names, survivors = ["a", "b", "c"], [name for name in ["a", "b", "c"] if name not in lost]
+
+    def transcripts(values: dict[str, int]) -> dict[tuple[int, ...], int]:
+        counts: dict[tuple[int, ...], int] = {}
+        for drawn in np.ndindex(*(4,) * 6):
+            own = dict(zip(names, drawn[:3], strict=True))
+            pair = dict(zip(["ab", "ac", "bc"], drawn[3:], strict=True))
+
+            def common(one: str, other: str, pair: dict[str, int] = pair) -> int:
+                return pair["".join(sorted((one, other)))] * (1 if one < other else -1)
+
+            sent = {
+                one: (values[one] + own[one] + sum(common(one, other) for other in names if other != one)) % 4
+                for one in survivors
+            }
+            given = [own[one] for one in survivors] + [common(one, two) % 4 for one in survivors for two in lost]
+            seen = (*sent.values(), *given)
+            counts[seen] = counts.get(seen, 0) + 1
+        return counts
+
+    one = transcripts({"a": 0, "b": 1, "c": 3})
+    assert one == transcripts({"a": 2, "b": 3, "c": 3})  # the same sum, modulo 4, with c and without
+    assert one != transcripts({"a": 1, "b": 1, "c": 3})  # another sum is seen to be another
+
+
+def test_the_masking_of_the_product_maps_seeds_of_one_set_to_seeds_of_the_other():
+    """The same with the product's own arithmetic: for another set with the same sum there are streams that give the
+    same masked numbers and the same streams given away, so each transcript is as likely under either.
+
+    Alpha's step grows by d and beta's shrinks by it, in units; then the stream that the two have in common, which
+    nobody gives away, is smaller by d.
+    """
+    rng = np.random.default_rng(5)
+    weights = {"alpha": 1.0, "beta": 1.0, "gamma": 1.0}
+    point = fixed_point(16, 0.01, weights)
+    one = {name: rng.normal(0, 1e-3, 64).astype(np.float32) for name in weights}
+    difference = (rng.integers(-200, 200, 64) * point.scale).astype(np.float32)
+    two = {"alpha": one["alpha"] + difference, "beta": one["beta"] - difference, "gamma": one["gamma"]}
+    rest = np.empty(64, np.float32)
+    units = [{name: point.encode(step, 1.0, rest).copy() for name, step in steps.items()} for steps in (one, two)]
+    assert not np.array_equal(units[0]["alpha"], units[1]["alpha"])
+    moved_by = units[1]["alpha"] - units[0]["alpha"]
+    assert np.array_equal(units[0]["beta"] - units[1]["beta"], moved_by)  # so the sums are equal
+    buffer = MaskBuffer(64, 16)
+    seeds = {pair: bytes([number] * 32) for number, pair in enumerate(["alpha", "beta", "ab", "ag", "bg"])}
+    first, second = units[0], units[1]
+    add_masks(first["alpha"], [(1, seeds["alpha"]), (1, seeds["ab"]), (1, seeds["ag"])], buffer, 0)
+    add_masks(first["beta"], [(1, seeds["beta"]), (-1, seeds["ab"]), (1, seeds["bg"])], buffer, 0)
+    swapped = buffer.read(seeds["ab"], 0, 64) - moved_by  # uniform if the stream is
+    add_masks(second["alpha"], [(1, seeds["alpha"]), (1, seeds["ag"])], buffer, 0)
+    add_masks(second["beta"], [(1, seeds["beta"]), (1, seeds["bg"])], buffer, 0)
+    assert np.array_equal(first["alpha"], second["alpha"] + swapped)
+    assert np.array_equal(first["beta"], second["beta"] - swapped)
+
+
+def test_a_masked_update_looks_like_noise(begun):
+    """The bytes that are sent are uniform, though all steps are small."""
+    _, _, received, _ = begun
+    raw = np.frombuffer((received["alpha"] / "model.safetensors").read_bytes()[-400_000:], np.uint8)
+    counts = np.bincount(raw, minlength=256)
+    expected = len(raw) / 256
+    assert float(((counts - expected) ** 2 / expected).sum()) < 400  # chi-squared, 255 degrees of freedom
