@@ -85,8 +85,7 @@ def _login_steps(facility: str, train: dict[str, Any]) -> dict[str, Any]:
     site = {name: train["in"][name] for name in ("dataset", "settings", "round")}
     return {
         f"keys_{facility}": {"run": "tools/keys.cwl", "in": site, "out": ["update"]},
-        f"train_{facility}": train
-        | {"run": "tools/train_masked.cwl", "in": train["in"] | {"roster": "roster/roster"}},
+        f"train_{facility}": train | {"run": "tools/train_masked.cwl", "in": train["in"] | {"roster": "roster/roster"}},
         f"unmask_{facility}": {
             "run": "tools/unmask.cwl",
             "in": site | {"request": "survivors/request"},
