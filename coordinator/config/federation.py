@@ -177,6 +177,8 @@ def _build(lined: Lined) -> Federation:
 def _chosen(federation: Federation, given: dict[str, Any]) -> Federation:
     """The same with measured values for `auto`. `given`: the `aggregation:` section as written."""
     training = [facility.training for facility in federation.facilities]
+    if federation.masks:  # moments that are shared would be each facility's own
+        training = resolve_training(training, "personal")
     pretrained = federation.pretrained
     if pretrained is None:
         pretrained = looks_pretrained(federation.path(federation.model))
