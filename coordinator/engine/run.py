@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
@@ -167,19 +168,8 @@ def _follow(
     def say(sentence: str) -> None:
         console.print(f"{time.strftime('%H:%M:%S')} {shown(sentence)}", markup=False, highlight=False)
 
-    def on_line(line: str) -> None:
-        with suppress(OSError):  # a log that cannot be written stops no federation
-            sink.write(line + "\n")
-            sink.flush()
-
     notifier = Notifier(federation.name, federation.notify, federation.file.parent, say)
-    recorder = Recorder(
-        federation=federation.name,
-        progress=progress,
-        journal=Journal(archive.path),
-        notifier=notifier,
-        workdir=federation.workdir_path,
-    )
+    recorder = _recorder(federation, progress, archive, notifier)
 
     def on_event(event: Event) -> None:
         if (sentence := progress.feed(event)) is not None:
@@ -195,7 +185,7 @@ def _follow(
         directory=federation.file.parent,
         environment=engine_environment() | place.environment() | {PROGRESS_SECONDS: str(federation.progress_seconds)},
         queues=read_queues(federation.file.parent / "streamflow.yml", patience(federation)),
-        on_line=on_line,
+        on_line=partial(_write_line, sink),
         say=say,
         events=place.events,
         on_event=on_event,
@@ -205,20 +195,47 @@ def _follow(
         stopped=stopped,
         pass_fds=(lock,),
     )
-    wanted = (signal.SIGINT, signal.SIGTERM)
-    handlers = {number: signal.signal(number, lambda number, _: supervisor.stop(number)) for number in wanted}
-    recorder.begin(done)
-    code, reason = 1, "the supervisor itself failed"
+    with _stopped_by_signals(supervisor):
+        recorder.begin(done)
+        code, reason = 1, "the supervisor itself failed"
+        try:
+            with (
+                certificates_watched(federation.facilities, say, expiring=recorder.expiring),
+                _display(progress, archive, console) if live else nullcontext(),
+            ):
+                code, reason = supervisor.run()
+                return code, reason
+        finally:
+            recorder.end(code, stopped() or reason, done=code == 0 and done < complete(federation, archive))
+            notifier.close()
+
+
+def _recorder(federation: Federation, progress: Progress, archive: Archive, notifier: Notifier) -> Recorder:
+    return Recorder(
+        federation=federation.name,
+        progress=progress,
+        journal=Journal(archive.path),
+        notifier=notifier,
+        workdir=federation.workdir_path,
+    )
+
+
+def _write_line(sink: TextIO, line: str) -> None:
+    with suppress(OSError):  # a log that cannot be written stops no federation
+        sink.write(line + "\n")
+        sink.flush()
+
+
+@contextmanager
+def _stopped_by_signals(supervisor: Supervisor) -> Iterator[None]:
+    """SIGINT and SIGTERM end the supervised run, which then ends by itself."""
+    handlers = {
+        number: signal.signal(number, lambda number, _: supervisor.stop(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
-        with (
-            certificates_watched(federation.facilities, say, expiring=recorder.expiring),
-            _display(progress, archive, console) if live else nullcontext(),
-        ):
-            code, reason = supervisor.run()
-            return code, reason
+        yield
     finally:
-        recorder.end(code, stopped() or reason, done=code == 0 and done < complete(federation, archive))
-        notifier.close()
         for number, handler in handlers.items():
             signal.signal(number, handler)
 

@@ -23,7 +23,7 @@ from coordinator.archive.sweep import sweep_round
 from coordinator.config.settings import CoordinatorSettings, read_coordinator_settings
 from coordinator.events.event import FUTILE, emit, failures_of
 from coordinator.events.outputs import write_outputs
-from coordinator.steps.decide import decide
+from coordinator.steps.decide import Decision, decide
 from coordinator.steps.global_loss import global_losses, losses_of, losses_of_rows, plausible, without_each
 from coordinator.steps.guard import Guard, guard, guarded
 from coordinator.steps.send import Outgoing, bytes_of, make_message, outgoing
@@ -238,10 +238,7 @@ def commit(
         left_out = record.quarantined | record.dropped
         message = make_message(directory, model, settings.sending)
         weights = {entry.facility: entry.weight for entry in record.participants}
-        rows = [
-            _row(name, number, arrived, weights, left_out, outgoing(archive, settings, name, number))
-            for name in sorted({*arrived.reports, *arrived.failures})
-        ]
+        rows = _rows(archive, settings, number, arrived, weights, left_out)
         told = plausible([*map(losses_of, archive.history()), losses_of_rows(rows)])
         losses = global_losses(told)
         decision = decide(settings, losses, without_each(told))
@@ -271,16 +268,23 @@ def commit(
         print(watched.reason)
     print(f"round {number} is complete: {decision.reason}")
     emit("complete", round=number, decision=decision.reason)
-    following = archive.model_for(number + 1)
+    return _following(archive, settings, number, decision)
+
+
+def _following(
+    archive: Archive, settings: CoordinatorSettings, number: int, decision: Decision
+) -> tuple[Path, int, bool]:
+    """What comes after a round: the next one, the final evaluation, or the end with its reason."""
+    model = archive.model_for(number + 1)
     if decision.proceed:
-        return following, number + 1, True
+        return model, number + 1, True
     if decision.broken:
         archive.write_note(
             "stopped",
             {"round": number, "reason": f"{decision.reason}; the models of earlier rounds are in {archive.path}"},
         )
-        return following, number + 1, False
-    return following, settings.rounds, settings.final_evaluation
+        return model, number + 1, False
+    return model, settings.rounds, settings.final_evaluation
 
 
 def _watch(archive: Archive, settings: CoordinatorSettings, arrived: Arrived) -> Guard:
@@ -294,10 +298,7 @@ def _watch(archive: Archive, settings: CoordinatorSettings, arrived: Arrived) ->
 def _close_evaluation(
     archive: Archive, settings: CoordinatorSettings, model: Path, arrived: Arrived
 ) -> tuple[Path, int, bool]:
-    rows = [
-        _row(name, settings.rounds, arrived, {}, {}, outgoing(archive, settings, name, settings.rounds))
-        for name in sorted({*arrived.reports, *arrived.failures})
-    ]
+    rows = _rows(archive, settings, settings.rounds, arrived, {}, {})
     told = plausible([*map(losses_of, archive.history()), losses_of_rows(rows)])
     archive.write_note(
         "evaluation",
@@ -337,6 +338,21 @@ def _told(arrived: Arrived) -> str:
         "; ".join(f"{name}: {failure.reason}" for name, failure in sorted(arrived.failures.items()))
         or "no facility failed"
     )
+
+
+def _rows(
+    archive: Archive,
+    settings: CoordinatorSettings,
+    number: int,
+    arrived: Arrived,
+    weights: dict[str, float],
+    left_out: dict[str, str],
+) -> list[FacilityRow]:
+    """A row for every facility that answered, by name."""
+    return [
+        _row(name, number, arrived, weights, left_out, outgoing(archive, settings, name, number))
+        for name in sorted({*arrived.reports, *arrived.failures})
+    ]
 
 
 def _row(
