@@ -306,7 +306,7 @@ def test_command_line(round0, tmp_path: Path, capsys):
     with pytest.raises(ConfigurationError, match=r"settings.yml:2: .*did you mean 'rule'"):
         read_settings(tmp_path / "settings.yml")
     (tmp_path / "federation.yml").write_text("name: whole\nfacilities: []\n")
-    assert read_settings(tmp_path / "federation.yml").rule == "nesterov", "its default, as for a run"
+    assert read_settings(tmp_path / "federation.yml") == AggregationSettings(), "its defaults, as for a run"
     done = subprocess.run(
         [sys.executable, "-m", "coordinator.aggregate", "--base", str(base), "--out", str(tmp_path / "out2")],
         capture_output=True,
