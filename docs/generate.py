@@ -18,6 +18,7 @@ COMMANDS = (
     "run",
     "status",
     "report",
+    "publish",
     "explain",
     "schema",
     "plan",

@@ -25,6 +25,7 @@ from facility.exchange.files.links import link_tree
 from facility.exchange.files.paths import resolve
 from facility.exchange.messages import report
 from facility.exchange.messages.dataset_card import with_dataset
+from facility.exchange.messages.evaluation import with_scores
 from facility.exchange.messages.manifest import (
     NAME,
     Manifest,
@@ -44,6 +45,7 @@ from facility.launching.place import Tasks
 from facility.launching.supervise import Ending
 from facility.rounds.dataset_counts import counts_of
 from facility.rounds.energy import Meter
+from facility.rounds.evaluation import evaluate
 from facility.rounds.finished import Finished, key_of
 from facility.rounds.kept import default_directory
 from facility.rounds.masked import masked
@@ -148,6 +150,8 @@ def run(job: Job) -> Ending:
                 tell(job.out, base)
             with_run(job.out, run_of(received))
             with_usage(job.out, job.meter.usage(job.notes))
+            if job.settings.evaluation.due(job.round, job.settings.rounds):
+                tell_scores(job)
             if job.settings.dataset_card:
                 with_dataset(job.out, counts_of(job.dataset))
             if masks is not None:
@@ -193,6 +197,18 @@ def train(job: Job) -> Ending:
         limits=limits_from(a, job.tasks),
         notes=job.notes,
     )
+
+
+def tell_scores(job: Job) -> None:
+    """Evaluate the received model on tasks; an evaluation that fails is reported and costs no update."""
+    training = job.settings.training
+    base = str(resolve(training.lora.base)) if training.lora.rank else ""
+    try:
+        scores = evaluate(job.received, job.settings.evaluation, dataset=job.dataset, base=base, device=training.device)
+        with_scores(job.out, scores)
+    except (CrossFedError, OSError, ValueError, KeyError) as error:
+        print(f"round: the evaluation on tasks failed: {error}", file=sys.stderr)
+        with_scores(job.out, [], problem=str(error))
 
 
 def check_update(job: Job) -> None:

@@ -85,6 +85,8 @@ class FacilityRow:
     """Digest of the update's content (`Manifest.content_sha256`)."""
     usage: dict[str, Any] = field(default_factory=dict)
     """What the job used (`facility.exchange.messages.usage`); empty: not reported."""
+    scores: dict[str, Any] = field(default_factory=dict)
+    """`results` on tasks of the model that it received, and perhaps `problem`."""
     dataset: dict[str, Any] = field(default_factory=dict)
     """Counts and digests of its dataset, where it lets them be published."""
     holds: str = ""

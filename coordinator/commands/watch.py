@@ -116,3 +116,14 @@ def report(
     from coordinator.report.make import make_report
 
     print(make_report(federation, out, format))
+
+
+@app.command(rich_help_panel=WATCH)
+def publish(
+    federation: FederationOption,
+    out: Annotated[Path, typer.Option(help="Folder to make, with model/ and crate/.")] = Path("publication"),
+) -> None:
+    """Make the final model with its card, and a Workflow Run RO-Crate of how it came about and is made again."""
+    from coordinator.publishing.publish import publish as make
+
+    print(f"{make(federation, out.resolve())}: model/ with its card, crate/ with reproduce.md")

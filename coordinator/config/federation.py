@@ -13,6 +13,7 @@ from pydantic import BeforeValidator
 from coordinator.aggregation.settings import AUTO
 from coordinator.config.compatibility import check_groups
 from coordinator.config.deployments import Deployment, Kind
+from coordinator.config.evaluation import EvaluationPlan
 from coordinator.config.notifying import NotifySettings
 from coordinator.config.privacy import check_privacy
 from coordinator.config.publishing import Creator, PublicSettings
@@ -75,6 +76,8 @@ class FederationFile(RoundSettings):
     """Grants and compute allocations, one line each."""
     base_model: Line = ""
     """The initial model's name on the Hugging Face Hub, for the model card."""
+    evaluation: EvaluationPlan = field(default_factory=EvaluationPlan)
+    """Evaluation of the global model on tasks of lm-eval, in the facilities' own jobs."""
     seed: NonNegative[int] = 0
     """Each facility derives its own from it, its name and the round."""
     archive: Line = ""
@@ -96,6 +99,12 @@ class FederationFile(RoundSettings):
             raise ConfigurationError(
                 f"minimum_facilities is {self.minimum_facilities}, expected 1 to {len(self.facilities)} "
                 "(the number of facilities)"
+            )
+        where = self.evaluation.facility
+        if where != "all" and where not in [one.name for one in self.facilities]:
+            names = ", ".join(one.name for one in self.facilities)
+            raise ConfigurationError(
+                f"evaluation.facility is {where!r}, expected all or one of {names}", key="evaluation.facility"
             )
         seen: set[str] = set()
         for number, facility in enumerate(self.facilities):

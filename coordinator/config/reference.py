@@ -31,6 +31,7 @@ SECTIONS = {
     "claims": "The largest weight that an update may claim.",
     "stop": "When a federation ends before its last round.",
     "notify": "Whom to tell when a person is needed or a federation has ended.",
+    "evaluation": "Tasks of lm-eval, run on the global model in the facilities' own jobs.",
     "creators": "Who is to be cited when the model is published.",
     "groups": "Buffered aggregation in place of rounds.",
 }

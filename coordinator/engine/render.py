@@ -76,6 +76,7 @@ def render(federation: Federation) -> dict[str, str]:
             training=_training(federation, facility),
             include=federation.aggregation.include,
             exclude=federation.aggregation.exclude,
+            evaluation=federation.evaluation.for_facility(facility.name),
             dataset_card=facility.public.dataset_card,
             model_encoding=federation.sending.encoding,
             asynchronous=federation.groups is not None,

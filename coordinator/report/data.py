@@ -50,8 +50,8 @@ def gather(
         "rounds": rounds["rounds"],
         "final_evaluation": rounds["final_evaluation"],
         "curves": _curves(rounds, names, groups),
-        "matrix": archive.read_note("matrix"),
-        "tasks": archive.read_note("tasks").get("results", []),
+        "matrix": archive.read_note("matrix") or comparison(rounds, names),
+        "tasks": _tasks([*rows, *rounds["final_evaluation"]]),
         "timeline": {
             "observed": bool(entries),
             "segments": [_segment(one) for one in found],
@@ -148,6 +148,38 @@ def _curves(rounds: Mapping[str, Any], names: Sequence[str], groups: bool) -> di
             "returned": [pair for pair in returned if pair[1] is not None],
         }
     return curves
+
+
+def _tasks(rows: Sequence[Row]) -> list[Row]:
+    """Scores on tasks, by the round that received the evaluated model: round 0 received the initial one."""
+    return [
+        {"round": row["round"], "facility": row["facility"], **one}
+        for row in rows
+        for one in row.get("scores", {}).get("results", [])
+    ]
+
+
+def comparison(rounds: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Perplexity on each facility's validation data of the initial model, its own last update and the final model.
+
+    Every figure is of that facility's own jobs: no update is shown to another facility.
+    """
+    cells = []
+    for name in names:
+        own = [row for entry in rounds["rounds"] for row in entry["facilities"] if row["facility"] == name]
+        first = [row["perplexity_received"] for row in own if row["round"] == 0]
+        last = [row["perplexity_returned"] for row in own if row["perplexity_returned"] is not None]
+        final = [row["perplexity_received"] for row in rounds["final_evaluation"] if row["facility"] == name]
+        told = {"initial": first[0] if first else None, "own update": last[-1] if last else None}
+        told["final"] = final[0] if final else None
+        cells += [{"data": name, "model": model, "perplexity": value} for model, value in told.items() if value]
+    models = [model for model in ("initial", "own update", "final") if any(one["model"] == model for one in cells)]
+    data = [name for name in names if any(one["data"] == name for one in cells)]
+    caption = (
+        "Perplexity on each facility's validation data (rows) of the initial model, the facility's own last update "
+        "and the final global model; darker is better within a row."
+    )
+    return {"data": data, "models": models, "cells": cells, "caption": caption} if len(models) > 1 else {}
 
 
 def _segment(one: Segment) -> Row:

@@ -32,6 +32,7 @@ from facility.exchange.errors import CrossFedError, InputError, TryAgain, Update
 from facility.exchange.files.durable import write_json
 from facility.exchange.files.paths import resolve
 from facility.exchange.messages.dataset_card import dataset_of
+from facility.exchange.messages.evaluation import scores_of
 from facility.exchange.messages.lost_replicas import note_on
 from facility.exchange.messages.manifest import KEEPS, read_manifest, run_of, verify_manifest, with_run
 from facility.exchange.messages.report import Failure, Report, read_failure, read_report
@@ -371,6 +372,7 @@ def _row(
             received_bytes=int(manifest.extra.get("message_bytes") or bytes_of(manifest)),
             update_sha256=manifest.content_sha256,
             usage=usage_of(manifest),
+            scores=scores_of(manifest),
             dataset=dataset_of(manifest),
             holds=str(manifest.extra.get(KEEPS, "")),
         )

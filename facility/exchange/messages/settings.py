@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeVar
 
 from facility.exchange.delta_codecs import CODECS, Encoding
 from facility.exchange.errors import ConfigurationError
+from facility.exchange.messages.evaluation import EvaluationSettings
 from facility.exchange.messages.layout import LayoutSettings, LimitSettings, LoraSettings
 from facility.exchange.messages.masking import MaskingSettings
 from facility.exchange.messages.sync import SyncSettings
@@ -130,6 +131,8 @@ class FacilitySettings:
     """Glob patterns of the tensors that are federated (`aggregation.include`); none: all."""
     exclude: list[Pattern] = field(default_factory=list)
     """Glob patterns of the tensors that are not: they stay personal to this facility and never travel."""
+    evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
+    """Tasks to evaluate the received model on."""
     dataset_card: bool = False
     """Tell counts and digests of the dataset with every update, so that they can be published."""
     model_encoding: Encoding = "full"

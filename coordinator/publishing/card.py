@@ -1,0 +1,145 @@
+"""The model card: huggingface_hub's ModelCard with EvalResults, from the report's data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+
+from coordinator.config.federation import Federation
+from coordinator.publishing.names import public_names
+from coordinator.report.markdown import table
+from coordinator.report.page import number, size, span
+
+NO_GUARANTEE = (
+    "Datasets never left their facilities. Updates were sent as model weights to the coordinator, which can see each "
+    "of them; no differential privacy was applied, so that a published model may reproduce what it was trained on."
+)
+
+
+def model_card(federation: Federation, data: Mapping[str, Any]) -> ModelCard:
+    """Of the final model; `data` is the report's."""
+    names = public_names(federation)
+    title = federation.title or federation.name
+    languages = sorted({language for one in federation.facilities for language in one.public.languages})
+    card = ModelCardData(
+        model_name=title,
+        base_model=federation.base_model or None,
+        language=languages or None,
+        license=federation.license or None,
+        library_name="peft" if federation.training.lora.rank else "transformers",
+        pipeline_tag="text-generation",
+        tags=["federated-learning", "crossfed"],
+        eval_results=evaluations(data, names) or None,
+    )
+    return ModelCard(f"---\n{card.to_yaml()}\n---\n\n{_text(federation, data, names, title)}")
+
+
+def evaluations(data: Mapping[str, Any], names: Mapping[str, str]) -> list[EvalResult]:
+    """Perplexity of the final model on each facility's validation data, and the scores of tasks."""
+    found = [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type="private",
+            dataset_name=f"validation data of {names.get(row['facility'], 'a facility')}",
+            metric_type="perplexity",
+            metric_value=round(row["perplexity_received"], 4),
+        )
+        for row in data["final_evaluation"]
+        if row["status"] == "ok" and row["perplexity_received"] is not None
+    ]
+    last = max((one["round"] for one in data["tasks"]), default=None)
+    return found + [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=one["task"],
+            dataset_name=one["task"],
+            metric_type=one["metric"],
+            metric_value=one["value"],
+        )
+        for one in data["tasks"]
+        if one["round"] == last
+    ]
+
+
+def _text(federation: Federation, data: Mapping[str, Any], names: Mapping[str, str], title: str) -> str:
+    head, records = data["headline"], data["similarity"]
+    rule = f"{records[-1]['rule']} with server optimizer {records[-1]['server_optimizer']}" if records else "mean"
+    base = federation.base_model or "a model of the federation's own"
+    unit = "rounds" if data["mode"] == "rounds" else "groups"
+    lines = [
+        f"# {title}",
+        "",
+        f"Trained from {base} by the federation `{federation.name}` of {len(names)} facilities with CrossFed: each "
+        f"facility trained on data that it did not give away, and a coordinator aggregated the updates.",
+        "",
+        f"- facilities: {', '.join(names.values())}",
+        f"- {unit}: {head['rounds']}; tokens: {head['tokens']:,}; aggregation: {rule}",
+        f"- SHA-256 of the weights: `{_final(data)}`",
+        "",
+        "## Evaluation",
+        "",
+        *table(["data", "perplexity"], [[one.dataset_name, one.metric_value] for one in evaluations(data, names)]),
+        "## Privacy",
+        "",
+        privacy(data),
+        "",
+        "## Cost",
+        "",
+        *_cost(data, names),
+        "## People and money",
+        "",
+        *_people(federation),
+        "## Making it again",
+        "",
+        "`reproduce.md` in the crate published with this model holds the commands, versions, seeds and digests.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def privacy(data: Mapping[str, Any]) -> str:
+    """What protects the data, with the privacy budget where the report has one."""
+    told = data["settings"].get("privacy") or {}
+    epsilon = data.get("privacy", {}).get("epsilon") or (told.get("epsilon") if isinstance(told, dict) else None)
+    if not epsilon:
+        return NO_GUARANTEE
+    delta = data.get("privacy", {}).get("delta") or told.get("delta")
+    return f"Datasets never left their facilities. Training was differentially private: ε = {epsilon}, δ = {delta}."
+
+
+def _cost(data: Mapping[str, Any], names: Mapping[str, str]) -> list[str]:
+    rows = [
+        [
+            names.get(name, name),
+            number(one["node_hours"]),
+            number(one["gpu_hours"]),
+            number(one["kwh"]) or "not measured",
+            one["energy_source"],
+            number(one["co2e_kg"]),
+        ]
+        for name, one in data["cost"]["facilities"].items()
+    ]
+    head = ["facility", "node-hours", "GPU-hours", "kWh", "measured by", "kg CO₂e"]
+    total = data["headline"]
+    return [
+        *table(head, rows),
+        f"From the first event to the last: {span(total['wall_seconds'])}; moved both ways: {size(total['bytes'])}.",
+        "",
+    ]
+
+
+def _people(federation: Federation) -> list[str]:
+    people = [
+        f"- {one.name}"
+        + (f" ([{one.orcid}](https://orcid.org/{one.orcid}))" if one.orcid else "")
+        + (f", {one.affiliation}" if one.affiliation else "")
+        for one in federation.creators
+    ]
+    return [*(people or ["- not stated"]), *(f"- Funding: {one}" for one in federation.funding), ""]
+
+
+def _final(data: Mapping[str, Any]) -> str:
+    models = [one for one in data["artefacts"] if "model" in one["name"] or "group" in one["name"]]
+    return str(models[-1]["sha256"]) if models else "unknown"

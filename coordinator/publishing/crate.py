@@ -1,0 +1,244 @@
+"""A Workflow Run RO-Crate of a federation (https://w3id.org/ro/wfrun/workflow/0.5): who ran what, when, to what end.
+
+One CreateAction for the whole run and one for each facility and round. Models and updates are entities with their
+digest; no weights are in the crate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rocrate.model.contextentity import ContextEntity
+from rocrate.model.person import Person
+from rocrate.rocrate import ROCrate
+
+from coordinator.config.federation import Federation
+from facility import __version__
+from facility.exchange.files.paths import shipped
+
+PROFILES = (
+    ("https://w3id.org/ro/wfrun/process/0.5", "Process Run Crate", "0.5"),
+    ("https://w3id.org/ro/wfrun/workflow/0.5", "Workflow Run Crate", "0.5"),
+    ("https://w3id.org/workflowhub/workflow-ro-crate/1.0", "Workflow RO-Crate", "1.0"),
+)
+SPDX = "https://spdx.org/licenses/"
+RUN = "https://w3id.org/ro/terms/workflow-run/context"
+
+
+def write_crate(folder: Path, federation: Federation, names: Mapping[str, str], data: Mapping[str, Any]) -> None:
+    """Write ro-crate-metadata.json into `folder`, whose files it describes; adds the workflow's CWL."""
+    crate = ROCrate(version="1.1")  # what the Workflow Run profiles 0.5 are made for
+    crate.metadata.extra_contexts.append(RUN)
+    title = federation.title or federation.name
+    crate.name = title
+    crate.description = f"Federated training of {title} over {len(names)} facilities: {len(data['rounds'])} rounds."
+    crate.license = _license(crate, federation.license)
+    crate.datePublished = datetime.now(UTC)
+    crate.root_dataset["conformsTo"] = [_profile(crate, *one) for one in PROFILES]
+    people = [_person(crate, one.name, one.orcid, one.affiliation) for one in federation.creators]
+    if people:
+        crate.root_dataset["author"] = people
+        crate.root_dataset["creator"] = people
+    if federation.funding:
+        crate.root_dataset["funding"] = list(federation.funding)
+    workflow = _workflow(crate, federation, people)
+    files = _files(crate, folder)
+    actions = _actions(crate, federation, names, data, workflow, files, people)
+    crate.root_dataset["mentions"] = actions
+    crate.write(folder)
+
+
+def _workflow(crate: ROCrate, federation: Federation, people: list[Any]) -> Any:
+    """main.cwl as the crate's main entity, with its tools as parts."""
+    cwl = federation.file.parent.parent / "cwl"
+    groups = federation.groups is not None
+    main, inner = ("groups.cwl", "chain.cwl") if groups else ("main.cwl", "round.cwl")
+    source = cwl if (cwl / main).is_file() else shipped("cwl")
+    workflow = crate.add_workflow(source / main, f"cwl/{main}", main=True, lang="cwl", lang_version="v1.2")
+    workflow["name"] = "CrossFed federation"
+    workflow["license"] = "https://spdx.org/licenses/Apache-2.0"
+    if people:
+        workflow["author"] = people
+    parts = []
+    for path in [source / inner, *sorted((source / "tools").glob("*.cwl"))]:
+        if path.is_file():
+            place = f"cwl/{path.relative_to(source)}"
+            properties = {
+                "@type": ["File", "SoftwareSourceCode"],
+                "name": path.stem,
+                "encodingFormat": "application/cwl",
+            }
+            parts.append(crate.add_file(path, place, properties=properties | {"programmingLanguage": {"@id": CWL}}))
+    workflow["hasPart"] = parts
+    return workflow
+
+
+CWL = "https://w3id.org/workflowhub/workflow-ro-crate#cwl"
+FILES = {
+    "reproduce.md": ("How to make the model again", "text/markdown"),
+    "workflow/federation.yml": ("The federation on one machine", "application/yaml"),
+    "settings.json": ("Settings of the federation that was run", "application/json"),
+    "history.json": ("What each facility did in each round", "application/json"),
+    "sbom.json": ("Software: a CycloneDX document", "application/json"),
+    "report.html": ("Report", "text/html"),
+}
+
+
+def _files(crate: ROCrate, folder: Path) -> dict[str, Any]:
+    """Files of the folder, as entities by name."""
+    found = {}
+    for place, (name, kind) in FILES.items():
+        if (folder / place).is_file():
+            found[place] = crate.add_file(
+                folder / place, place, properties={"name": name, "encodingFormat": kind, "description": name}
+            )
+    for path in sorted((folder / "croissant").glob("*.json")):
+        place = str(path.relative_to(folder))
+        kind = {"name": f"Croissant card {path.stem}", "encodingFormat": "application/ld+json"}
+        found[place] = crate.add_file(path, place, properties=kind)
+    return found
+
+
+def _actions(
+    crate: ROCrate,
+    federation: Federation,
+    names: Mapping[str, str],
+    data: Mapping[str, Any],
+    workflow: Any,
+    files: Mapping[str, Any],
+    people: list[Any],
+) -> list[Any]:
+    """The run as one action, and a training action for each facility and round."""
+    digests = {one["name"]: one["sha256"] for one in data["artefacts"]}
+    initial = _weights(crate, "initial model", digests.get("initial model", ""))
+    engine = _software(crate)
+    models = {-1: initial}
+    trained = []
+    times = _times(data)
+    for entry in data["rounds"]:
+        number = entry["round"]
+        made = _weights(
+            crate, f"global model after round {number}", digests.get(f"global model after round {number}", "")
+        )
+        for row in entry["facilities"]:
+            trained.append(_training(crate, row, names, models.get(number - 1, initial), digests, number, times))
+        models[number] = made
+    begin, end = times.get("", ("", ""))
+    run = crate.add(
+        ContextEntity(
+            crate,
+            "#run",
+            properties={
+                "@type": "CreateAction",
+                "name": f"Run of federation {federation.name}",
+                "instrument": {"@id": workflow.id},
+                "object": [{"@id": initial.id}, *({"@id": one.id} for one in files.values() if "federation" in one.id)],
+                "result": [
+                    {"@id": models[max(models)].id},
+                    *({"@id": f.id} for p, f in files.items() if "report" in p),
+                ],
+                "startTime": begin,
+                "endTime": end,
+                "actionStatus": {"@id": _status(data["stopped"] is None)},
+            }
+            | ({"agent": [{"@id": one.id} for one in people]} if people else {"agent": {"@id": engine.id}}),
+        )
+    )
+    return [run, *trained]
+
+
+def _training(
+    crate: ROCrate,
+    row: Mapping[str, Any],
+    names: Mapping[str, str],
+    model: Any,
+    digests: Mapping[str, str],
+    number: int,
+    times: Mapping[str, tuple[str, str]],
+) -> Any:
+    """One facility's part of one round."""
+    place = names.get(row["facility"], row["facility"])
+    slug = place.replace(" ", "-")
+    ok = row["status"] == "ok"
+    begin, end = times.get(f"{number} {row['facility']}", times.get("", ("", "")))
+    properties: dict[str, Any] = {
+        "@type": "CreateAction",
+        "name": f"Training at {place}, round {number}",
+        "instrument": {"@id": "cwl/tools/train.cwl"},
+        "object": {"@id": model.id},
+        "agent": {"@id": _site(crate, place).id},
+        "startTime": begin,
+        "endTime": end,
+        "actionStatus": {"@id": _status(ok)},
+    }
+    if ok and (digest := row.get("update_sha256") or digests.get(f"update of {row['facility']}, round {number}", "")):
+        properties["result"] = {"@id": _weights(crate, f"update of {place}, round {number}", digest).id}
+    if not ok:
+        properties["error"] = row["status"]
+    return crate.add(ContextEntity(crate, f"#round-{number}-{slug}", properties=properties))
+
+
+def _weights(crate: ROCrate, name: str, digest: str) -> Any:
+    """Weights that are named by their digest and are not in the crate."""
+    identifier = f"urn:sha256:{digest}" if digest else f"#{name.replace(' ', '-').replace(',', '')}"
+    if (found := crate.dereference(identifier)) is not None:
+        return found
+    properties = {"@type": "CreativeWork", "name": name} | ({"sha256": digest, "identifier": digest} if digest else {})
+    return crate.add(ContextEntity(crate, identifier, properties=properties))
+
+
+def _times(data: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    """Begin and end by `ROUND FACILITY`, and of everything under ''."""
+    spans: dict[str, list[float]] = {}
+    for one in data["timeline"]["segments"]:
+        for key in (f"{one['round']} {one['facility']}", ""):
+            span = spans.setdefault(key, [one["begin"], one["end"]])
+            span[0], span[1] = min(span[0], one["begin"]), max(span[1], one["end"])
+    return {key: (_iso(begin), _iso(end)) for key, (begin, end) in spans.items()}
+
+
+def _iso(moment: float) -> str:
+    return datetime.fromtimestamp(moment, UTC).isoformat(timespec="seconds")
+
+
+def _status(ok: bool) -> str:
+    return f"http://schema.org/{'Completed' if ok else 'Failed'}ActionStatus"
+
+
+def _profile(crate: ROCrate, identifier: str, name: str, version: str) -> Any:
+    properties = {"@type": "CreativeWork", "name": name, "version": version}
+    return crate.add(ContextEntity(crate, identifier, properties=properties))
+
+
+def _license(crate: ROCrate, license: str) -> Any:
+    identifier = license if "://" in license else f"{SPDX}{license or 'NOASSERTION'}"
+    properties = {"@type": "CreativeWork", "name": license or "not stated", "description": "licence of the model"}
+    return crate.add(ContextEntity(crate, identifier, properties=properties))
+
+
+def _person(crate: ROCrate, name: str, orcid: str, affiliation: str) -> Any:
+    identifier = f"https://orcid.org/{orcid}" if orcid else f"#{name.replace(' ', '-')}"
+    properties: dict[str, Any] = {"name": name}
+    if affiliation:
+        place = crate.add(
+            ContextEntity(
+                crate, f"#{affiliation.replace(' ', '-')}", properties={"@type": "Organization", "name": affiliation}
+            )
+        )
+        properties["affiliation"] = {"@id": place.id}
+    return crate.add(Person(crate, identifier, properties=properties))
+
+
+def _site(crate: ROCrate, name: str) -> Any:
+    identifier = f"#site-{name.replace(' ', '-')}"
+    found = crate.dereference(identifier)
+    properties = {"@type": "Organization", "name": name}
+    return found if found is not None else crate.add(ContextEntity(crate, identifier, properties=properties))
+
+
+def _software(crate: ROCrate) -> Any:
+    properties = {"@type": "SoftwareApplication", "name": "CrossFed", "version": __version__}
+    return crate.add(ContextEntity(crate, "#crossfed", properties=properties))

@@ -1,0 +1,63 @@
+"""Croissant 1.0 cards (https://docs.mlcommons.org/croissant/docs/croissant-spec.html) of facilities that opt in.
+
+Counts and digests only: no text, no file name, no address where the data could be fetched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from coordinator.config.publishing import PublicSettings
+
+CONTEXT = {
+    "@vocab": "https://schema.org/",
+    "sc": "https://schema.org/",
+    "cr": "http://mlcommons.org/croissant/",
+    "dct": "http://purl.org/dc/terms/",
+    "conformsTo": "dct:conformsTo",
+    "citeAs": "cr:citeAs",
+    "recordSet": "cr:recordSet",
+    "field": "cr:field",
+    "dataType": {"@id": "cr:dataType", "@type": "@vocab"},
+    "isLiveDataset": "cr:isLiveDataset",
+}
+
+
+def card(name: str, dataset: Mapping[str, Any], public: PublicSettings) -> dict[str, Any]:
+    """`dataset`: what `facility.exchange.messages.dataset_card` says of it."""
+    counts = {
+        split: {key: one[key] for key in ("documents", "tokens", "blocks")} for split, one in dataset["splits"].items()
+    }
+    told = "; ".join(
+        f"{split}: {one['documents']:,} documents, {one['tokens']:,} tokens" for split, one in counts.items()
+    )
+    return {
+        "@context": CONTEXT,
+        "@type": "sc:Dataset",
+        "conformsTo": "http://mlcommons.org/croissant/1.0",
+        "name": name.replace(" ", "-"),
+        "description": f"Training data of {name}, prepared for {dataset['task']} in blocks of "
+        f"{dataset['block_tokens']} tokens. It stays at the facility; this card holds counts and digests only. {told}.",
+        "license": public.license or "not stated",
+        "inLanguage": list(public.languages),
+        "isAccessibleForFree": False,
+        "distribution": [
+            {
+                "@type": "cr:FileObject",
+                "@id": f"{split}.npy",
+                "name": f"{split}.npy",
+                "description": f"token blocks of the {split} split; not distributed",
+                "contentUrl": f"{split}.npy",
+                "encodingFormat": "application/octet-stream",
+                "contentSize": f"{one['blocks'] * dataset['block_tokens'] * 4} B",
+                "sha256": one["sha256"],
+            }
+            for split, one in dataset["splits"].items()
+        ],
+        "variableMeasured": [
+            {"@type": "sc:PropertyValue", "name": f"{split} {key}", "value": value}
+            for split, one in counts.items()
+            for key, value in one.items()
+        ],
+    }

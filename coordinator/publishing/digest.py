@@ -1,0 +1,28 @@
+"""`python -m coordinator.publishing.digest MODEL --expect SHA256`: is this the published model?"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from facility.exchange.errors import exit_on_error
+from facility.exchange.exit_codes import ExitCode
+from facility.exchange.messages.manifest import verify_manifest
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m coordinator.publishing.digest", description=__doc__)
+    parser.add_argument("model", type=Path, help="a model's directory with its manifest.json")
+    parser.add_argument("--expect", default="", help="SHA-256 of the weights; exit 1 where they have another")
+    arguments = parser.parse_args()
+    found = verify_manifest(arguments.model).content_sha256
+    print(found)
+    if arguments.expect and found != arguments.expect:
+        print(f"{arguments.model} is another model, expected {arguments.expect}", file=sys.stderr)
+        return int(ExitCode.FOUND)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(exit_on_error(main))

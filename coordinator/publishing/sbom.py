@@ -1,0 +1,42 @@
+"""The software of a federation as CycloneDX 1.6: the coordinator's packages, and what the facilities reported."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from facility import __version__
+
+
+def bill_of_materials(versions: Mapping[str, Mapping[str, str]], name: str) -> dict[str, Any]:
+    """`versions`: package versions by who reported them; the coordinator's own packages are read here."""
+    found: dict[tuple[str, str], set[str]] = {}
+    for package in importlib.metadata.distributions():
+        if title := package.metadata["Name"]:
+            found.setdefault((_normal(title), package.version), set()).add("coordinator")
+    for who, packages in versions.items():
+        for title, version in packages.items():
+            found.setdefault((_normal(title), version), set()).add(who)
+    return {
+        "bomFormat": "CycloneDX",
+        "specVersion": "1.6",
+        "version": 1,
+        "metadata": {"component": {"type": "application", "name": name, "version": __version__}},
+        "components": [
+            {
+                "type": "library",
+                "name": title,
+                "version": version,
+                "purl": f"pkg:pypi/{title}@{version.replace('+', '%2B')}",
+                "properties": [{"name": "crossfed:where", "value": one} for one in sorted(where)],
+            }
+            for (title, version), where in sorted(found.items())
+        ],
+    }
+
+
+def _normal(name: str) -> str:
+    """As PEP 503 says."""
+    return re.sub(r"[-_.]+", "-", name).lower()

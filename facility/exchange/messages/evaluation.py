@@ -1,0 +1,99 @@
+"""Evaluation on tasks: what a facility is asked to evaluate, and the scores that it tells in its update's manifest."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from facility.exchange.errors import ConfigurationError, ManifestError
+from facility.exchange.files.durable import write_json
+from facility.exchange.messages.manifest import NAME, Manifest, read_manifest
+from facility.exchange.messages.strict_json import Fields
+from facility.exchange.text import Line
+from facility.exchange.validation import AtLeastOne, NonNegative, Positive, validated
+
+SCORES = "scores"
+"""Key in a manifest's `extra`."""
+MOST_SCORES = 2000
+MOST_VALUE = 1e9
+TASK = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]*")
+
+
+@validated(frozen=True, kw_only=True)
+class EvaluationSettings:
+    """Tasks of EleutherAI's lm-eval, run on the received global model in a facility's own job, without a network."""
+
+    tasks: list[Line] = field(default_factory=list)
+    """Names of tasks; none: no evaluation on tasks."""
+    every: AtLeastOne[int] = 1
+    """Rounds between two evaluations; the final model is always evaluated."""
+    directory: Line = ""
+    """Folder at the facility with the tasks' YAML files and their local data (lm-eval's `--include_path`); empty: only
+    tasks that lm-eval has, whose data must be in the facility's cache."""
+    limit: NonNegative[int] = 0
+    """Examples of each task; 0: all."""
+    batch: AtLeastOne[int] = 8
+    """Examples evaluated together."""
+    minutes: Positive[int] = 60
+    """After so long the evaluation is given up; the update is sent all the same."""
+
+    def __post_init__(self) -> None:
+        if odd := next((task for task in self.tasks if not TASK.fullmatch(task)), None):
+            raise ConfigurationError(f"tasks names {odd!r}, expected names of tasks such as arc_easy", key="tasks")
+
+    def due(self, round: int, rounds: int) -> bool:
+        """True when the model that this round receives is to be evaluated."""
+        return bool(self.tasks) and (round >= rounds or round % self.every == 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """One figure of one task."""
+
+    task: str
+    metric: str
+    """As lm-eval calls it, without its filter."""
+    value: float
+    stderr: float | None = None
+
+
+def with_scores(update: Path, scores: Sequence[Score], problem: str = "") -> None:
+    """Say in an update's manifest how the received model did; `problem`: why there are no scores."""
+    manifest = read_manifest(update)
+    told: dict[str, Any] = {"results": [dataclasses.asdict(one) for one in scores]} | (
+        {"problem": problem} if problem else {}
+    )
+    write_json(
+        Path(update) / NAME, dataclasses.asdict(dataclasses.replace(manifest, extra=manifest.extra | {SCORES: told}))
+    )
+
+
+def scores_of(manifest: Manifest) -> dict[str, Any]:
+    """`results` and perhaps `problem`, as plain data; {} where there is nothing, or nothing possible."""
+    raw = manifest.extra.get(SCORES)
+    if not isinstance(raw, dict):
+        return {}
+    try:
+        found = Fields(raw=raw, where=SCORES).only(["results", "problem"])
+        listed = raw.get("results", [])
+        if not isinstance(listed, list) or len(listed) > MOST_SCORES:
+            return {}
+        problem = found.words("problem", "", longest=500)
+        return {"results": [_score(one) for one in listed]} | ({"problem": problem} if problem else {})
+    except ManifestError:
+        return {}
+
+
+def _score(raw: Any) -> dict[str, Any]:
+    found = Fields(raw=raw if isinstance(raw, dict) else {}, where=SCORES).only(["task", "metric", "value", "stderr"])
+    stderr = None if found.raw.get("stderr") is None else found.number("stderr", most=MOST_VALUE)
+    return {
+        "task": found.text("task", longest=100),
+        "metric": found.text("metric", longest=100),
+        "value": found.number("value", least=-MOST_VALUE, most=MOST_VALUE),
+        "stderr": stderr,
+    }

@@ -1,0 +1,92 @@
+"""lm-eval's own command on a model, in this job and without a network; only its scores leave the facility."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from facility.exchange.errors import TryAgain
+from facility.exchange.messages.evaluation import EvaluationSettings, Score
+
+OFFLINE = {
+    "HF_HUB_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+
+
+def command(
+    model: Path, settings: EvaluationSettings, out: Path, *, tokenizer: Path | None, base: str, device: str
+) -> list[str]:
+    """The command line of lm-eval. `base`: the whole model below adapters, or ''."""
+    arguments = f"pretrained={base},peft={model}" if base else f"pretrained={model}"
+    arguments += f",tokenizer={tokenizer}" if tokenizer is not None else ""
+    words = [sys.executable, "-m", "lm_eval", "--model", "hf", "--model_args", arguments]
+    words += ["--tasks", ",".join(settings.tasks), "--batch_size", str(settings.batch), "--output_path", str(out)]
+    words += ["--device", "cpu"] if device == "cpu" else []
+    words += ["--include_path", settings.directory] if settings.directory else []
+    return words + (["--limit", str(settings.limit)] if settings.limit else [])
+
+
+def evaluate(
+    model: Path, settings: EvaluationSettings, *, dataset: Path, base: str = "", device: str = "auto"
+) -> list[Score]:
+    """Scores of `model`. Raises `TryAgain` with the end of lm-eval's output where it fails or takes too long."""
+    has_tokenizer = any((model / name).is_file() for name in TOKENIZERS)
+    own = dataset / "tokenizer"
+    tokenizer = own if not has_tokenizer and own.is_dir() else None
+    with tempfile.TemporaryDirectory(prefix="lm-eval-") as folder:
+        words = command(model, settings, Path(folder), tokenizer=tokenizer, base=base, device=device)
+        environment = {
+            name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")
+        } | OFFLINE
+        with open(Path(folder) / "log", "w+b") as log:
+            process = subprocess.Popen(
+                words,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+            )
+            try:
+                code = process.wait(settings.minutes * 60)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                raise TryAgain(f"lm-eval took more than {settings.minutes} minutes") from None
+            log.seek(0)
+            said = log.read().decode(errors="replace").strip().splitlines()
+        files = sorted(Path(folder).rglob("results*.json"))
+        if code or not files:
+            raise TryAgain(f"lm-eval ended with code {code}: {' / '.join(said[-3:]) or 'it said nothing'}")
+        return scores_in(json.loads(files[-1].read_text())["results"])
+
+
+def scores_in(results: Mapping[str, Mapping[str, Any]]) -> list[Score]:
+    """Figures of lm-eval's results: `acc,none` and its error `acc_stderr,none`."""
+    found = []
+    for task, figures in sorted(results.items()):
+        for key, value in sorted(figures.items()):
+            metric, comma, rest = key.partition(",")
+            if not comma or metric.endswith("_stderr") or not _finite(value):
+                continue
+            error = figures.get(f"{metric}_stderr,{rest}")
+            stderr = float(error) if _finite(error) else None
+            name = metric if rest == "none" else f"{metric} ({rest})"
+            found.append(Score(task=task, metric=name, value=float(value), stderr=stderr))
+    return found
+
+
+def _finite(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

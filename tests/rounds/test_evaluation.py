@@ -1,0 +1,117 @@
+"""Scores of a round are those of lm-eval's own command, on tasks that need no network."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from facility.exchange.errors import ConfigurationError, TryAgain
+from facility.exchange.messages.evaluation import SCORES, EvaluationSettings, Score, scores_of
+from facility.exchange.messages.manifest import Manifest
+from facility.rounds.evaluation import OFFLINE, evaluate, scores_in
+
+TASK = """
+task: count_up
+dataset_path: json
+dataset_kwargs: {data_files: {test: %s}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{question}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: "{{answer}}"
+metric_list: [{metric: acc}, {metric: acc_norm}]
+"""
+
+
+def write_task(folder: Path) -> Path:
+    """A task of made-up questions over a local file."""
+    folder.mkdir()
+    rows = [{"question": f"after {n} comes", "choices": [f" {n + 1}", f" {n - 1}"], "answer": 0} for n in range(12)]
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "count_up.yaml").write_text(TASK % (folder / "data.jsonl"))
+    return folder
+
+
+def write_model(folder: Path) -> Path:
+    """A pico model with a tokenizer that was trained on a line of text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    from tests.pico import save_pico
+
+    save_pico(folder)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=100, special_tokens=["<|end|>"], show_progress=False)
+    tokenizer.train_from_iterator(["after 0 1 2 3 4 5 6 7 8 9 comes"], trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|end|>")
+    fast.save_pretrained(folder)
+    return folder
+
+
+def test_scores_equal_those_of_the_command(tmp_path: Path):
+    pytest.importorskip("lm_eval")
+    tasks, model = write_task(tmp_path / "tasks"), write_model(tmp_path / "model")
+    settings = EvaluationSettings(tasks=["count_up"], directory=str(tasks))
+    ours = evaluate(model, settings, dataset=tmp_path, device="cpu")
+    command = [
+        sys.executable,
+        "-m",
+        "lm_eval",
+        "--model",
+        "hf",
+        "--model_args",
+        f"pretrained={model}",
+        "--device",
+        "cpu",
+    ]
+    command += ["--tasks", "count_up", "--include_path", str(tasks), "--output_path", str(tmp_path / "out")]
+    subprocess.run([*command, "--batch_size", "8"], check=True, env=os.environ | OFFLINE, capture_output=True)
+    theirs = json.loads(next((tmp_path / "out").rglob("results*.json")).read_text())["results"]["count_up"]
+    assert {one.metric: (one.value, one.stderr) for one in ours} == {
+        name: (theirs[f"{name},none"], theirs[f"{name}_stderr,none"]) for name in ("acc", "acc_norm")
+    }
+
+
+def test_an_evaluation_that_fails_says_why(tmp_path: Path):
+    pytest.importorskip("lm_eval")
+    with pytest.raises(TryAgain, match="lm-eval ended with code"):
+        evaluate(tmp_path, EvaluationSettings(tasks=["no_such_task"]), dataset=tmp_path, device="cpu")
+
+
+def test_figures_are_taken_with_their_errors_and_nothing_else():
+    told = {"b": {"alias": "b", "acc,none": 0.5, "acc_stderr,none": 0.1, "f1,strict": 0.25, "f1_stderr,strict": "N/A"}}
+    assert scores_in(told | {"a": {"perplexity,none": float("inf")}}) == [
+        Score(task="b", metric="acc", value=0.5, stderr=0.1),
+        Score(task="b", metric="f1 (strict)", value=0.25),
+    ]
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        [],
+        {"results": {}},
+        {"results": [1]},
+        {"results": [{"task": "a", "metric": "m"}]},
+        {"results": [{"task": "a\x1b", "metric": "m", "value": 1.0}]},
+        {"results": [{"task": "a", "metric": "m", "value": 1e300}]},
+        {"results": [], "text": "x"},
+    ],
+)
+def test_scores_that_cannot_be_are_not_recorded(told: object):
+    assert scores_of(Manifest(kind="update", federation="f", round=0, extra={SCORES: told})) == {}
+
+
+def test_when_an_evaluation_is_due():
+    settings = EvaluationSettings(tasks=["a"], every=3)
+    assert [number for number in range(9) if settings.due(number, 8)] == [0, 3, 6, 8]
+    assert not EvaluationSettings().due(8, 8)
+    with pytest.raises(ConfigurationError, match="tasks"):
+        EvaluationSettings(tasks=["a --trust_remote_code"])
