@@ -97,8 +97,8 @@ def _files(crate: ROCrate, folder: Path) -> dict[str, Any]:
             )
     for path in sorted((folder / "croissant").glob("*.json")):
         place = str(path.relative_to(folder))
-        kind = {"name": f"Croissant card {path.stem}", "encodingFormat": "application/ld+json"}
-        found[place] = crate.add_file(path, place, properties=kind)
+        about = {"name": f"Croissant card {path.stem}", "encodingFormat": "application/ld+json"}
+        found[place] = crate.add_file(path, place, properties=about)
     return found
 
 

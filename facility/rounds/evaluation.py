@@ -82,7 +82,7 @@ def scores_in(results: Mapping[str, Mapping[str, Any]]) -> list[Score]:
             if not comma or metric.endswith("_stderr") or not _finite(value):
                 continue
             error = figures.get(f"{metric}_stderr,{rest}")
-            stderr = float(error) if _finite(error) else None
+            stderr = float(error) if error is not None and _finite(error) else None
             name = metric if rest == "none" else f"{metric} ({rest})"
             found.append(Score(task=task, metric=name, value=float(value), stderr=stderr))
     return found
