@@ -15,6 +15,7 @@ from coordinator.config.automatic import Choice, Situation, choose
 from facility.exchange.checkpoints.checkpoint import TensorEntry, open_checkpoint, read_exactly
 from facility.exchange.checkpoints.floats import STORAGE, widen
 from facility.exchange.errors import CrossFedError
+from facility.exchange.messages.optimizers import OPTIMIZERS
 from facility.exchange.messages.settings import TrainingSettings
 
 OUTER = ("rule", "server_learning_rate", "momentum", "momentum_warmup")
@@ -47,7 +48,13 @@ def may_share(training: Sequence[TrainingSettings], settings: AggregationSetting
     return (
         not groups
         and settings.aggregation_rule == "mean"
-        and all(one.keep_optimizer and not one.lora.rank and one.optimizer_state != "personal" for one in training)
+        and all(
+            one.keep_optimizer
+            and not one.lora.rank
+            and one.optimizer_state != "personal"
+            and OPTIMIZERS.get(one.optimizer).shares_second_moments
+            for one in training
+        )
     )
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from coordinator.aggregation.server_optimizers.registry import SERVER_OPTIMIZERS
 from coordinator.aggregation.settings import split_rule
-from coordinator.preflight.estimates import MOMENTS_BYTES, ModelFigures
+from coordinator.preflight.estimates import ModelFigures, moments_bytes
 from coordinator.preflight.row import size
 from facility.exchange.messages.settings import TrainingSettings
 
@@ -45,8 +45,8 @@ def facility_disk(model: ModelFigures, training: TrainingSettings, sending: str 
     a checkpoint in the middle of the round (master weights and moments) of a job that ran out of time. `sending`: the
     encoding of received models, which refer to one that is kept.
     """
-    moments = MOMENTS_BYTES * model.parameters if training.keep_optimizer else 0
-    paused = (MASTER_BYTES + MOMENTS_BYTES) * model.parameters
+    moments = round(moments_bytes(training) * model.parameters) if training.keep_optimizer else 0
+    paused = round((MASTER_BYTES + moments_bytes(training)) * model.parameters)
     update = model.written(training)
     encoded = training.encoding != "full"
     return Disk(

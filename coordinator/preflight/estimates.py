@@ -10,11 +10,10 @@ from typing import Any
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.tokenizer import tokenizer_digest
 from facility.exchange.delta_codecs import FULL, declared_codec
+from facility.exchange.messages.optimizers import OPTIMIZERS
 from facility.exchange.messages.settings import TrainingSettings
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-MOMENTS_BYTES = 8
-"""AdamW's two float32 moments, a parameter."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,10 +62,15 @@ def model_figures(directory: Path) -> ModelFigures:
     )
 
 
+def moments_bytes(training: TrainingSettings) -> float:
+    """Optimizer state, bytes a parameter."""
+    return OPTIMIZERS.get(training.optimizer).state_bytes
+
+
 def state_bytes(model: ModelFigures, training: TrainingSettings) -> int:
-    """Float32 master, gradient and AdamW's two moments, and the copy in the compute dtype where it is another."""
+    """Float32 master, gradient and optimizer state, and the copy in the compute dtype where it is another."""
     copy = 0 if training.compute_dtype == "float32" else BYTES[training.compute_dtype]
-    return model.parameters * (4 + 4 + MOMENTS_BYTES + copy)
+    return round(model.parameters * (4 + 4 + moments_bytes(training) + copy))
 
 
 def activation_bytes(model: ModelFigures, training: TrainingSettings, block_tokens: int, ranks: int) -> int:

@@ -13,8 +13,9 @@ from facility.exchange.errors import InputError
 from facility.exchange.messages.settings import TrainingSettings
 from facility.sync.protocol import Synchroniser
 from facility.training.data.tasks import Batch
+from facility.training.gradients import clip, squared_norm
 from facility.training.monitor.clock import Clock
-from facility.training.optimizer import adamw, clip, squared_norm
+from facility.training.optimizers.protocol import optimizer_of
 from facility.training.parallel.arrange import Layout
 from facility.training.parallel.assemble import Assembly
 from facility.training.parallel.shard import drop_gathered
@@ -45,7 +46,7 @@ class Engine:
         self.assembly, self.layout, self.ranks, self.settings, self.clock = assembly, layout, ranks, settings, clock
         self.parts = [part for part in assembly.parts if part.trained]
         self.compute = assembly.compute
-        self.optimizer = adamw(self.parts, settings)
+        self.optimizer = optimizer_of(self.parts, settings)
         self.anchor = [part.tensor.detach().clone() for part in self.parts] if settings.proximal else []
         _, row, _ = layout.grid.place(ranks.rank)
         self.counts = row == 0

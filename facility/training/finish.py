@@ -83,6 +83,7 @@ def save_state(round: Round) -> None:
         position=round.progress.position,
         optimizer_steps=round.progress.optimizer_steps if kept else 0,
         sync=sorted(round.sync_vectors) if kept else [],
+        optimizer=training.optimizer,
     )
     state.save_state(
         request.state,

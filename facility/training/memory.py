@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from facility.exchange.errors import InputError
+from facility.exchange.messages.optimizers import OPTIMIZERS
 from facility.exchange.messages.settings import TrainingSettings
 from facility.exchange.schedules.registry import SCHEDULES
 from facility.training.devices import free_bytes
@@ -31,7 +32,7 @@ def predicted_bytes(
     config: Any,
     chunk_rows: int = 0,
 ) -> dict[str, int]:
-    """By part: weights (4 bytes), gradients (4) and moments (8) of the rows held; activations of the micro-batches in
+    """By part: weights (4 bytes), gradients (4) and optimizer state (AdamW 8) of the rows held; activations of micro-batches in
     flight (34 bytes a token, hidden unit and block in half precision; Korthikanti et al. 2022, arXiv 2205.05198, eq. 2
     without the attention matrix); logits and their gradient in float32, of `chunk_rows` positions where they are
     computed in chunks (then the weight's gradient exists a second time)."""
@@ -61,7 +62,7 @@ def predicted_bytes(
     return {
         "weights": 4 * held // grid.shards,
         "gradients": 4 * trained // grid.shards,
-        "optimizer": 8 * trained // grid.shards,
+        "optimizer": int(OPTIMIZERS.get(settings.optimizer).state_bytes * trained) // grid.shards,
         "activations": tokens * hidden * blocks * per_token * in_flight,
         "logits": vocabulary * ((chunk_rows or tokens) * (8 + width) + once_more) if has_head else 0,
     }

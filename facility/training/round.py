@@ -248,6 +248,7 @@ class Round:
             interruptions=progress.interruptions,
             replicas=[first_of[replica] for replica in range(self.replicas)],
             sync=sorted(vectors),
+            optimizer=request.training.optimizer,
         )
         state.save_checkpoint(
             request.state,

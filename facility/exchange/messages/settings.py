@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 from dataclasses import field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from facility.exchange.delta_codecs import CODECS, Encoding
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.evaluation import EvaluationSettings
 from facility.exchange.messages.layout import LayoutSettings, LimitSettings, LoraSettings
 from facility.exchange.messages.masking import MaskingSettings
+from facility.exchange.messages.optimizers import OPTIMIZERS
 from facility.exchange.messages.sync import SyncSettings
+from facility.exchange.one_of import either
 from facility.exchange.text import Line, Name, Pattern
 from facility.exchange.validation import NonNegative, Positive, Share, parse, validated, with_settings
 
@@ -32,6 +34,10 @@ class TrainingSettings:
     """Sequences (blocks) per optimizer step over the whole facility."""
     micro_batch_sequences: NonNegative[int] = 0
     """Sequences per forward pass and rank; 0: as many as the batch gives each rank."""
+    optimizer: Annotated[str, either(OPTIMIZERS.built_in)] = "adamw"
+    """Name of the inner optimizer, or the dotted path of your own. A change between rounds begins with new state."""
+    optimizer_parameters: dict[str, bool | int | float | str] = field(default_factory=dict)
+    """Parameters that the optimizer declares for itself; the keys of AdamW stand beside this one."""
     learning_rate: Positive[float] = 1e-4
     """Peak learning rate."""
     minimum_learning_rate_ratio: float = 0.1
@@ -108,6 +114,13 @@ class TrainingSettings:
                 f"encoding is {self.encoding!r} with export_dtype {self.export_dtype!r}: a difference needs "
                 "export_dtype 'float32' (it does not travel, and half precision would round small steps away before "
                 "they are encoded)"
+            )
+        entry = OPTIMIZERS.get(self.optimizer, "optimizer")
+        entry.values(self.optimizer_parameters, "optimizer_parameters")
+        if self.optimizer_state == "shared" and not entry.shares_second_moments:
+            raise ConfigurationError(
+                f"optimizer_state is 'shared' with optimizer {self.optimizer!r}, which keeps no second moment of every "
+                "parameter; expected 'personal' or 'auto', or optimizer 'adamw'"
             )
         if self.optimizer_state == "shared" and not self.keep_optimizer:
             raise ConfigurationError(

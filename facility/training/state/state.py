@@ -1,4 +1,4 @@
-"""What a facility keeps between rounds: AdamW's moments and the position in its data, one directory a round.
+"""What a facility keeps between rounds: the optimizer's state and the position in its data, one directory a round.
 
 `round-N` is written whole when round N ends. Round N reads `round-(N-1)`, so doing round N again, after the
 coordinator died for instance, starts from the same state and ends in the same bytes. Two are kept. Tensors lie whole
@@ -12,7 +12,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -22,6 +22,7 @@ from facility.exchange.errors import CheckpointError, ConfigurationError
 from facility.exchange.files.durable import new_directory, write_json
 from facility.exchange.messages.settings import FacilitySettings
 from facility.exchange.validation import parse, validated
+from facility.training.optimizers.protocol import Optimizer, Shape
 from facility.training.processes.ranks import Ranks, barrier, broadcast, together
 from facility.training.shards import LocalShard, load_shards
 from facility.training.state.save import create_files, plan_files, write_shards
@@ -32,7 +33,6 @@ NAME = "state.json"
 PAUSED = "paused"
 Shapes = dict[str, tuple[int, ...]]
 """Every trained parameter of the whole model, by name on disk."""
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @validated(frozen=True, kw_only=True)
@@ -49,6 +49,8 @@ class RoundState:
     """Steps that the moments have seen; 0 when there are none."""
     sync: list[str] = dataclasses.field(default_factory=list)
     """Vectors over the parameters that the policy between replicas keeps (DiLoCo's outer momentum)."""
+    optimizer: str = "adamw"
+    """Whose state it is."""
     format: int = FORMAT
 
 
@@ -87,6 +89,8 @@ class MidRoundCheckpoint:
     """One for each replica that has weights of its own; one in all where every replica makes the same steps."""
     sync: list[str]
     """Vectors over the parameters that the policy between replicas keeps."""
+    optimizer: str = "adamw"
+    """Whose state it is."""
     format: int = PAUSE_FORMAT
 
     def progress_of(self, replica: int, replicas: int) -> ReplicaProgress:
@@ -114,20 +118,15 @@ def read_state(directory: Path, settings: FacilitySettings, round: int) -> tuple
     mine = (settings.federation, settings.facility, settings.seed)
     if (state.federation, state.facility, state.seed) != mine:
         return None, f"{path} belongs to {(state.federation, state.facility, state.seed)}, this run is {mine}"
+    if state.optimizer != settings.training.optimizer:
+        reason = f"continuing from {path} with new optimizer state: that of {state.optimizer} is of no use here"
+        return dataclasses.replace(state, optimizer_steps=0), reason
     return state, f"continuing from {path}"
 
 
-def moments_of(optimizer: torch.optim.Optimizer, parts: Sequence[LocalShard]) -> list[LocalShard]:
-    """AdamW's moments, without those of copies, as parts named `exp_avg.<parameter>`; absent ones are made as zeros."""
-    moments = []
-    for part in parts:
-        state = optimizer.state[part.tensor]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=part.tensor.device)
-            for moment in MOMENTS:
-                state[moment] = torch.zeros_like(part.tensor)
-        moments += [dataclasses.replace(part, name=f"{m}.{part.name}", tensor=state[m]) for m in MOMENTS]
-    return moments
+def moments_of(optimizer: Optimizer, parts: Sequence[LocalShard]) -> list[LocalShard]:
+    """What the optimizer keeps, as parts named `KIND.<parameter>`; absent state is made as zeros."""
+    return [held for part in parts for held in optimizer.shards(part)]
 
 
 def pieces_of(parts: Sequence[LocalShard], vectors: dict[str, torch.Tensor]) -> list[LocalShard]:
@@ -139,13 +138,19 @@ def pieces_of(parts: Sequence[LocalShard], vectors: dict[str, torch.Tensor]) -> 
     ]
 
 
+def kept_of(optimizer: Optimizer, vectors: Iterable[str]) -> Callable[[str, Shape], list[tuple[str, Shape]]]:
+    """What is stored of a parameter beside its weight: (kind, whole shape) of the optimizer's state and the vectors."""
+    own = [*vectors]
+    return lambda name, shape: [*optimizer.kept(name, shape).items(), *((kind, shape) for kind in own)]
+
+
 def of_replica(replica: int, parts: Sequence[LocalShard]) -> list[LocalShard]:
     return [dataclasses.replace(part, name=f"replica-{replica}.{part.name}") for part in parts]
 
 
 def load_moments(
     directory: Path,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     parts: Sequence[LocalShard],
     steps: int,
     *,
@@ -155,7 +160,8 @@ def load_moments(
     moments = moments_of(optimizer, parts)
     load_shards(moments if replica is None else of_replica(replica, moments), open_checkpoint(directory))
     for part in parts:
-        optimizer.state[part.tensor]["step"].fill_(float(steps))
+        if "step" in (state := optimizer.state[part.tensor]):
+            state["step"].fill_(float(steps))
 
 
 def publish(
@@ -195,7 +201,7 @@ def save_state(
     state: RoundState,
     ranks: Ranks,
     shapes: Shapes,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: Optimizer | None,
     parts: Sequence[LocalShard],
     *,
     vectors: dict[str, torch.Tensor],
@@ -207,7 +213,8 @@ def save_state(
     """
     tensors, mine = [], []
     if optimizer is not None:
-        tensors = [(f"{kind}.{name}", shape) for name, shape in shapes.items() for kind in [*MOMENTS, *vectors]]
+        kept = kept_of(optimizer, vectors)
+        tensors = [(f"{kind}.{name}", whole) for name, shape in shapes.items() for kind, whole in kept(name, shape)]
         held = [*moments_of(optimizer, parts), *pieces_of(parts, vectors)]
         mine = [part for part in held if writes and not part.copy]
     publish(directory / f"round-{state.round}", ranks, tensors, mine, state)
@@ -224,7 +231,7 @@ def save_checkpoint(
     pause: MidRoundCheckpoint,
     ranks: Ranks,
     shapes: Shapes,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     parts: Sequence[LocalShard],
     *,
     vectors: dict[str, torch.Tensor],
@@ -235,11 +242,12 @@ def save_checkpoint(
 
     `replica`: this rank's among `pause.replicas`; `writes`: this rank is one that writes it.
     """
+    kept = kept_of(optimizer, vectors)
     tensors = [
-        (f"replica-{number}.{kind}.{name}", shape)
+        (f"replica-{number}.{kind}.{name}", whole)
         for number in range(len(pause.replicas))
         for name, shape in shapes.items()
-        for kind in [*MOMENTS, *vectors, "weight"]
+        for kind, whole in [*kept(name, shape), ("weight", shape)]
     ]
     mine = []
     if writes:
@@ -267,8 +275,9 @@ def read_checkpoint(
         raise CheckpointError(
             f"{file} is unreadable: {error}; remove {file.parent} to start the round afresh"
         ) from None
-    mine = (settings.federation, settings.facility, settings.seed, round, base_sha256)
-    same = (pause.federation, pause.facility, pause.seed, pause.round, pause.base_sha256) == mine
+    mine = (settings.federation, settings.facility, settings.seed, round, base_sha256, settings.training.optimizer)
+    found = (pause.federation, pause.facility, pause.seed, pause.round, pause.base_sha256, pause.optimizer)
+    same = found == mine
     return pause if same else None
 
 
@@ -276,7 +285,7 @@ def read_checkpoint(
 def load_checkpoint(
     directory: Path,
     pause: MidRoundCheckpoint,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     parts: Sequence[LocalShard],
     *,
     replica: int,

@@ -1,0 +1,25 @@
+"""The inner optimizers by name: what `training.optimizer` takes. Reading the names imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from facility.exchange.registry import Declaration, Registry
+
+
+@dataclass(frozen=True, kw_only=True)
+class InnerOptimizer(Declaration):
+    """An optimizer that trains at a facility. Its class takes (shards, settings, parameters)."""
+
+    state_bytes: float = 8.0
+    """Bytes of state a trained parameter, at most, for predictions of memory and disk."""
+    shares_second_moments: bool = False
+    """True if every parameter has a second moment of its own, which `optimizer_state: shared` averages."""
+
+
+OPTIMIZERS = Registry(
+    kind="optimizer",
+    package="facility.training.optimizers",
+    entry_points="crossfed.optimizers",
+    declaration=InnerOptimizer,
+)

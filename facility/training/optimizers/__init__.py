@@ -1,0 +1,1 @@
+"""Inner optimizers, one file each: `training.optimizer` names one."""

@@ -1,0 +1,58 @@
+"""AdamW: Adam with decoupled weight decay, fused.
+
+I. Loshchilov, F. Hutter, "Decoupled weight decay regularization", ICLR 2019, arXiv 1711.05101, algorithm 2.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from facility.exchange.messages.optimizers import InnerOptimizer
+from facility.exchange.messages.settings import TrainingSettings
+from facility.training.optimizers.groups import decaying
+from facility.training.state.load import LocalShard
+
+DECLARATION = InnerOptimizer(
+    name="adamw",
+    summary="Adam with decoupled weight decay",
+    citation="Loshchilov and Hutter 2019, arXiv 1711.05101",
+    implementation="AdamW",
+    needs=("beta1, beta2, epsilon and weight_decay of `training:`",),
+    state_bytes=8.0,
+    shares_second_moments=True,
+)
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class AdamW(torch.optim.AdamW):
+    """Fused AdamW over this rank's rows; matrices decay, vectors (biases, norms) do not."""
+
+    def __init__(self, parts: Sequence[LocalShard], settings: TrainingSettings, values: Mapping[str, Any]) -> None:
+        super().__init__(
+            decaying(parts, settings.weight_decay),
+            lr=settings.learning_rate,
+            betas=(settings.beta1, settings.beta2),
+            eps=settings.epsilon,
+            fused=True,
+        )
+
+    def kept(self, name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """Both moments, of the parameter's shape."""
+        return dict.fromkeys(MOMENTS, shape)
+
+    def shards(self, part: LocalShard) -> list[LocalShard]:
+        """Both moments' rows."""
+        return moments_of(self.state[part.tensor], part)
+
+
+def moments_of(state: dict[str, Any], part: LocalShard) -> list[LocalShard]:
+    """Both moments of a parameter held here; made as zeros where there are none."""
+    if not state:
+        state["step"] = torch.zeros((), dtype=torch.float32, device=part.tensor.device)
+        for moment in MOMENTS:
+            state[moment] = torch.zeros_like(part.tensor)
+    return [dataclasses.replace(part, name=f"{m}.{part.name}", tensor=state[m]) for m in MOMENTS]
