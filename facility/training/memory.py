@@ -32,10 +32,10 @@ def predicted_bytes(
     config: Any,
     chunk_rows: int = 0,
 ) -> dict[str, int]:
-    """By part: weights (4 bytes), gradients (4) and optimizer state (AdamW 8) of the rows held; activations of micro-batches in
-    flight (34 bytes a token, hidden unit and block in half precision; Korthikanti et al. 2022, arXiv 2205.05198, eq. 2
-    without the attention matrix); logits and their gradient in float32, of `chunk_rows` positions where they are
-    computed in chunks (then the weight's gradient exists a second time)."""
+    """By part: weights (4 bytes), gradients (4) and optimizer state (AdamW: 8) of the rows held; activations of the
+    micro-batches in flight (34 bytes a token, hidden unit and block in half precision; Korthikanti et al. 2022, arXiv
+    2205.05198, eq. 2 without the attention matrix); logits and their gradient in float32, of `chunk_rows` positions
+    where they are computed in chunks (then the weight's gradient exists a second time)."""
     grid = layout.grid
     _, row, _ = grid.place(ranks.rank)
     mine = [pair for index, pair in enumerate(layout.units) if index % grid.stages == row]

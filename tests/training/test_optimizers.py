@@ -1,0 +1,160 @@
+"""Inner optimizers: torch's own as oracles, and what they keep, pauses and layouts leave unchanged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from facility.exchange.errors import ConfigurationError
+from facility.exchange.messages.optimizers import OPTIMIZERS
+from facility.exchange.messages.outcome import Outcome
+from facility.exchange.messages.settings import TrainingSettings
+from facility.training.optimizers.protocol import optimizer_of
+from facility.training.state.load import LocalShard, shard_of
+from facility.training.state.state import kept_of, moments_of
+from tests.pico import save_pico
+from tests.training.federation import largest_difference, write_dataset
+from tests.training.layouts import TWO, arguments, rounds_in
+
+SHAPES = {"model.embed_tokens.weight": (12, 6), "layer.wide.weight": (4, 9), "layer.tall.weight": (9, 4), "norm": (7,)}
+
+
+def shards(seed: int = 0) -> list[LocalShard]:
+    draw = torch.Generator().manual_seed(seed)
+    return [shard_of(name, torch.nn.Parameter(torch.randn(shape, generator=draw))) for name, shape in SHAPES.items()]
+
+
+def steps(optimizer: Any, tensors: list[torch.Tensor], first: int = 0, count: int = 4) -> None:
+    """Steps `first`, `first` + 1, ... with gradients that the step's number decides."""
+    for number in range(first, first + count):
+        draw = torch.Generator().manual_seed(number)
+        for tensor in tensors:
+            tensor.grad = torch.randn(tensor.shape, generator=draw)
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2 / (number + 1)
+        optimizer.step()
+
+
+def oracle(name: str, tensors: list[torch.Tensor]) -> list[torch.optim.Optimizer]:
+    """torch's own optimizers over copies of the parameters, in the order of `SHAPES`."""
+    embedding, wide, tall, norm = tensors
+    if name == "adafactor":
+        return [
+            torch.optim.Adafactor([embedding, wide, tall], weight_decay=0.1),
+            torch.optim.Adafactor([norm], weight_decay=0.0),
+        ]
+    adamw = {"betas": (0.9, 0.95), "eps": 1e-8}
+    decaying = [embedding] if name == "muon" else [embedding, wide, tall]
+    found: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW(decaying, weight_decay=0.1, fused=True, **adamw),  # type: ignore[arg-type]
+        torch.optim.AdamW([norm], weight_decay=0.0, fused=True, **adamw),  # type: ignore[arg-type]
+    ]
+    if name == "muon":
+        found.append(torch.optim.Muon([wide, tall], weight_decay=0.1, adjust_lr_fn="match_rms_adamw"))
+    return found
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon", "adafactor"])
+def test_the_steps_are_those_of_torch(name: str):
+    ours = shards()
+    copies = [part.tensor.detach().clone().requires_grad_() for part in ours]
+    steps(optimizer_of(ours, TrainingSettings(optimizer=name, weight_decay=0.1)), [part.tensor for part in ours])
+    others = oracle(name, copies)
+
+    class Together:
+        param_groups = [group for one in others for group in one.param_groups]
+
+        def step(self) -> None:
+            for one in others:
+                one.step()
+
+    steps(Together(), copies)
+    for part, copy in zip(ours, copies, strict=True):
+        if name == "adafactor":
+            assert torch.allclose(part.tensor, copy, rtol=1e-5, atol=1e-6), part.name
+        else:
+            assert torch.equal(part.tensor, copy), part.name
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon", "adafactor"])
+def test_what_is_kept_has_the_names_and_shapes_that_are_stored(name: str):
+    parts = shards()
+    optimizer = optimizer_of(parts, TrainingSettings(optimizer=name))
+    held = {part.name: tuple(part.tensor.shape) for part in moments_of(optimizer, parts)}
+    kept = kept_of(optimizer, ())
+    assert held == {f"{kind}.{n}": whole for n, shape in SHAPES.items() for kind, whole in kept(n, shape)}
+    values = sum(torch.Size(shape).numel() for shape in held.values())
+    trained = sum(torch.Size(shape).numel() for shape in SHAPES.values())
+    if name != "adafactor":  # its row and column means are a small share of large matrices only
+        assert values * 4 <= OPTIMIZERS.get(name).state_bytes * trained
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon", "adafactor"])
+def test_steps_after_a_pause_are_the_same(name: str):
+    whole, paused, settings = shards(), shards(), TrainingSettings(optimizer=name)
+    steps(optimizer_of(whole, settings), [part.tensor for part in whole])
+    before = optimizer_of(paused, settings)
+    steps(before, [part.tensor for part in paused], 0, 2)
+    after = optimizer_of(paused, settings)
+    for new, old in zip(moments_of(after, paused), moments_of(before, paused), strict=True):
+        new.tensor.copy_(old.tensor)
+    for part in paused:
+        if "step" in after.state[part.tensor]:
+            after.state[part.tensor]["step"].fill_(2.0)
+    steps(after, [part.tensor for part in paused], 2, 2)
+    assert all(torch.equal(one.tensor, other.tensor) for one, other in zip(whole, paused, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"optimizer": "muom"}, "muon"),
+        ({"optimizer": "muon", "optimizer_parameters": {"momentum": 2.0}}, "momentum"),
+        ({"optimizer_parameters": {"momentum": 0.5}}, "adamw"),
+        ({"optimizer": "muon", "optimizer_state": "shared"}, "second moment"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(settings: dict[str, Any], told: str):
+    with pytest.raises(ConfigurationError, match=told):
+        TrainingSettings(**settings)
+
+
+def test_every_layout_ends_as_one_process_does(tmp_path: Path):
+    """Two rounds under FSDP2 and a pipeline, state resharded in between."""
+    dataset, model = write_dataset(tmp_path / "data"), save_pico(tmp_path / "model")
+
+    def two_rounds(name: str, ranks: int, layouts: dict[str, dict[str, Any]]) -> None:
+        first, second = [], []
+        for layout, settings in layouts.items():
+            at = tmp_path / name / layout
+            chosen = settings | {"optimizer": name}
+            first.append((f"{name} {layout} 0", arguments(at / "0", model, dataset, **chosen)))
+            following = arguments(at / "1", model, dataset, 1, **chosen)
+            following[following.index("--state") + 1] = str(at / "0" / "state")
+            second.append((f"{name} {layout} 1", following))
+        rounds_in([*first, *second], ranks=ranks)
+
+    for name in ("muon", "adafactor"):
+        two_rounds(name, 1, {"one": {}})
+        two_rounds(name, 2, {layout: TWO[layout] for layout in ("fsdp", "1f1b")})
+        for layout in ("fsdp", "1f1b"):
+            for number in ("0", "1"):
+                one, other = (tmp_path / name / which / number / "out" for which in ("one", layout))
+                assert largest_difference(one, other) < 1e-5, (name, layout, number)
+        again = tmp_path / name / "changed"
+        moved = arguments(again, model, dataset, 1, optimizer="adamw")
+        moved[moved.index("--state") + 1] = str(tmp_path / name / "one" / "0" / "state")
+        rounds_in([(f"{name} then adamw", moved)])
+
+
+def test_a_round_with_muon_goes_on_where_it_stopped_under_another_layout(tmp_path: Path):
+    dataset, model = write_dataset(tmp_path / "data"), save_pico(tmp_path / "model")
+    muon = {"optimizer": "muon", "steps": 4}
+    rounds_in([("quiet", arguments(tmp_path / "quiet", model, dataset, **muon))])
+    stopped = arguments(tmp_path / "stopped", model, dataset, **muon, limits={"stop_after": 2})
+    rounds_in([("stopped", stopped)], expect=Outcome.CHECKPOINTED)
+    rounds_in([("stopped", arguments(tmp_path / "stopped", model, dataset, **muon))], ranks=2)
+    assert largest_difference(tmp_path / "quiet" / "out", tmp_path / "stopped" / "out") < 1e-5
