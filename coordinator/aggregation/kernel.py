@@ -63,6 +63,8 @@ class Work:
     float64: bool = False
     statistics: str = "exact"
     """`exact`, `sample` or `off`: whether the inner products of the steps are summed."""
+    by_tensor: bool = False
+    """Whether the inner products are also kept for every tensor."""
     observe: Callable[[Array], None] | None = None
     """Sees every (updates, n) block of steps, from any thread."""
     model: TensorWriter | None = None
@@ -76,6 +78,8 @@ class Passed:
 
     gram: Array
     """Inner products of the updates' steps, (updates, updates), float64."""
+    by_tensor: dict[str, Array] = field(default_factory=dict)
+    """The same for each tensor, where it is asked for."""
     step_squared: float = 0.0
     """Squared L2 norm of the master's change."""
     elements: int = 0
@@ -149,8 +153,10 @@ def run(work: Work, *, threads: int) -> Passed:
             with ThreadPoolExecutor(threads) as pool:
                 results = list(pool.map(one, range(len(jobs))))
     total = Passed(gram=np.zeros((len(work.updates), len(work.updates))))
-    for result in results:  # in the jobs' order: floating-point sums depend on it
+    for job, result in zip(jobs, results, strict=True):  # in the jobs' order: floating-point sums depend on it
         total.gram += result.gram
+        if work.by_tensor:
+            total.by_tensor[job.name] = total.by_tensor.get(job.name, 0.0) + result.gram
         total.step_squared += result.step_squared
         total.elements += result.elements
         total.counted += result.counted

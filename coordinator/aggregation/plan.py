@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from coordinator.aggregation.rules.contract import (
     HISTOGRAMS,
     INNER_PRODUCTS,
     SORTED_VALUES,
+    TENSOR_PRODUCTS,
     Combine,
     Plan,
     RoundUpdates,
@@ -30,10 +31,15 @@ def needs_histograms(settings: AggregationSettings) -> bool:
     return HISTOGRAMS in RULES.get(settings.aggregation_rule).needs
 
 
+def needs_tensor_products(settings: AggregationSettings) -> bool:
+    """Whether the rule wants the inner products of every tensor by itself."""
+    return TENSOR_PRODUCTS in RULES.get(settings.aggregation_rule).needs
+
+
 def needs_measuring(settings: AggregationSettings, count: int) -> bool:
     """Whether all steps of `count` updates must be seen once before they can be combined."""
     return bool(
-        {INNER_PRODUCTS, HISTOGRAMS} & set(RULES.get(settings.aggregation_rule).needs)
+        {INNER_PRODUCTS, TENSOR_PRODUCTS, HISTOGRAMS} & set(RULES.get(settings.aggregation_rule).needs)
         or settings.clip_norm
         or clip_ratio(settings, count)
         or (settings.screen.action in ("auto", "quarantine") and count >= settings.screen.minimum_updates)
@@ -57,6 +63,7 @@ def plan_round(aggregation: Aggregation) -> None:
         aggregation.names,
         aggregation.weights,
         gram=aggregation.measured.gram if aggregation.measured else None,
+        tensor_grams=aggregation.measured.by_tensor if aggregation.measured else None,
         histograms=aggregation.histograms,
         round=aggregation.number,
     )
@@ -72,10 +79,11 @@ def make_plan(
     weights: Sequence[float],
     *,
     gram: Array | None = None,
+    tensor_grams: Mapping[str, Array] | None = None,
     histograms: Sequence[Array] | None = None,
     round: int = 0,
 ) -> Plan:
-    """The plan for updates of facilities `names`; `gram` and `histograms` as measured, where the rule needs them."""
+    """The plan for updates of facilities `names`; `gram`s and `histograms` as measured, where the rule needs them."""
     details: dict[str, Any] = {}
     factors: list[float] = []
     if settings.clip_norm or clip_ratio(settings, len(names)):
@@ -85,12 +93,14 @@ def make_plan(
             details = {"clip_limit": limit, "clip_factors": dict(zip(names, factors, strict=True))}
         scale = np.array(factors)
         gram = gram * scale[:, None] * scale[None, :]
+        tensor_grams = {name: one * scale[:, None] * scale[None, :] for name, one in (tensor_grams or {}).items()}
     rule = RULES.get(settings.aggregation_rule)
     updates = RoundUpdates(
         facilities=names,
         weights=weights,
         number=round,
         inner_products=gram,
+        tensor_products=tensor_grams,
         histograms=histograms,
         clip_factors=factors,
     )

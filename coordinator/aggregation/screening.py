@@ -12,7 +12,7 @@ import numpy as np
 
 from coordinator.aggregation import kernel
 from coordinator.aggregation.outliers import screened
-from coordinator.aggregation.plan import needs_histograms, needs_measuring
+from coordinator.aggregation.plan import needs_histograms, needs_measuring, needs_tensor_products
 from coordinator.aggregation.round import Aggregation
 from coordinator.aggregation.updates import weights_of
 from coordinator.aggregation.verify import check_finite
@@ -44,7 +44,9 @@ def screen_round(aggregation: Aggregation) -> None:
         if aggregation.histograms is not None:
             aggregation.histograms = [aggregation.histograms[i] for i in kept]
         aggregation.opened = [aggregation.opened[i] for i in kept]
-        aggregation.measured = dataclasses.replace(aggregation.measured, gram=gram[np.ix_(kept, kept)])
+        chosen = np.ix_(kept, kept)
+        by_tensor = {name: one[chosen] for name, one in aggregation.measured.by_tensor.items()}
+        aggregation.measured = dataclasses.replace(aggregation.measured, gram=gram[chosen], by_tensor=by_tensor)
         _weigh(aggregation)
 
 
@@ -112,6 +114,7 @@ def _measure(aggregation: Aggregation) -> None:
         updates=[update.entries for update in aggregation.opened],
         float64=aggregation.settings.accumulate == "float64",
         observe=observe if wanted else None,
+        by_tensor=needs_tensor_products(aggregation.settings),
     )
     aggregation.measured = run_pass(aggregation, work)
     aggregation.histograms = histograms if wanted else None

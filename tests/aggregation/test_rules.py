@@ -7,7 +7,17 @@ import pytest
 
 from coordinator.aggregation import clipping
 from coordinator.aggregation.plan import make_plan
-from coordinator.aggregation.rules import bulyan, dare, geometric_median, krum, mean, median, ties, trimmed_mean
+from coordinator.aggregation.rules import (
+    bulyan,
+    dare,
+    geometric_median,
+    krum,
+    mean,
+    median,
+    radial_directional,
+    ties,
+    trimmed_mean,
+)
 from coordinator.aggregation.server_optimizers import fedadagrad, fedadam, fedavgm, fedyogi, nesterov, slowmo
 from coordinator.aggregation.server_optimizers.registry import SERVER_OPTIMIZERS, build
 from coordinator.aggregation.settings import AggregationSettings, split_rule
@@ -130,6 +140,28 @@ def test_geometric_median_of_a_line_is_the_median():
     # An equilateral triangle: its centre, by symmetry.
     triangle = np.array([[1, 0], [-0.5, 3**0.5 / 2], [-0.5, -(3**0.5) / 2]])
     np.testing.assert_allclose(geometric_median.coefficients(triangle @ triangle.T, np.ones(3), iterations=50), 1 / 3)
+
+
+def test_radial_directional_by_hand():
+    # lengths 3 and 1, at right angles, weights 0.5: length 2 along (1, 1) / sqrt(2)
+    steps = f32([3, 0], [0, 1])
+    gram = steps @ steps.T
+    found = radial_directional.coefficients(gram, np.array([0.5, 0.5]))
+    np.testing.assert_allclose(found @ steps, [2**0.5, 2**0.5], rtol=1e-6)
+    # one direction: the plain mean; opposite ones of one length cancel: the plain mean; a step of nothing adds nothing
+    same = radial_directional.coefficients(np.array([[4.0, 2.0], [2.0, 1.0]]), np.array([0.25, 0.75]))
+    np.testing.assert_allclose(same @ np.array([2.0, 1.0]), 1.25)
+    np.testing.assert_allclose(radial_directional.coefficients(np.array([[1.0, -1.0], [-1.0, 1.0]]), [0.5, 0.5]), 0.5)
+    assert radial_directional.coefficients(np.array([[4.0, 0.0], [0.0, 0.0]]), [0.5, 0.5])[1] == 0
+
+
+def test_the_length_of_a_radial_directional_step_is_the_mean_length_whatever_the_number_of_updates():
+    draw = np.random.default_rng(0)
+    for count in (2, 5, 9):
+        steps = draw.normal(size=(count, 400))
+        weights = draw.dirichlet(np.ones(count))
+        found = radial_directional.coefficients(steps @ steps.T, weights) @ steps
+        np.testing.assert_allclose(np.linalg.norm(found), weights @ np.linalg.norm(steps, axis=1), rtol=1e-9)
 
 
 def test_krum_scores_by_hand():

@@ -62,8 +62,10 @@ class Server:
         starts = {name: flat(base[name]) for name in floats}
         steps = {name: np.stack([flat(updates[who][name]) - starts[name] for who in names]) for name in floats}
         self.gram = np.zeros((len(names), len(names)))
+        by_tensor = {name: np.zeros((len(names), len(names))) for name in floats}
         for name in floats:
             for piece in _pieces(steps[name].shape[1]):
+                add_products(by_tensor[name], steps[name][:, piece])
                 add_products(self.gram, steps[name][:, piece])
         if len(names) >= settings.screen.minimum_updates:
             shares = capped(shares, settings.maximum_share) if max(shares) > settings.maximum_share else shares
@@ -77,12 +79,15 @@ class Server:
                 shares = capped(shares, settings.maximum_share)
             steps = {name: block[kept] for name, block in steps.items()}
             self.gram = self.gram[np.ix_(kept, kept)]
+            by_tensor = {name: one[np.ix_(kept, kept)] for name, one in by_tensor.items()}
         histograms = None
         if needs_histograms(settings):
             histograms = [
                 np.sum([magnitudes.histogram(steps[name][k]) for name in floats], axis=0) for k in range(len(names))
             ]
-        plan = make_plan(settings, names, shares, gram=self.gram, histograms=histograms, round=self.round)
+        plan = make_plan(
+            settings, names, shares, gram=self.gram, tensor_grams=by_tensor, histograms=histograms, round=self.round
+        )
         self.details = plan.details | {"suspects": found.suspects}
         optimizer = SERVER_OPTIMIZERS.get(settings.server_optimizer)
         outer, slot_starts = build(settings.server_optimizer, self.round, settings.values_of(optimizer))

@@ -16,7 +16,7 @@ weighted sum of the updates' steps, or a function that combines the steps value 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,8 @@ Combine = Callable[[Array, str, int], Array]
 
 INNER_PRODUCTS = "inner_products"
 """The inner products of all pairs of steps, from a first pass over the updates."""
+TENSOR_PRODUCTS = "tensor_products"
+"""The same for every tensor by itself."""
 HISTOGRAMS = "histograms"
 """A histogram of each update's magnitudes (`facility.exchange.checkpoints.magnitudes`), from a first pass."""
 SORTED_VALUES = "sorted_values"
@@ -39,7 +41,7 @@ class AggregationRule(Declaration):
     """One way to combine the updates of a round into a step.
 
     `implementation` names a function (RoundUpdates, *, parameters) -> Plan; `needs` what it is given beyond names and
-    weights: `inner_products`, `histograms`, `sorted_values`.
+    weights: `inner_products`, `tensor_products`, `histograms`, `sorted_values`.
     """
 
     minimum_updates: str = ""
@@ -58,6 +60,8 @@ class RoundUpdates:
     """Of the round, from 0."""
     inner_products: Array | None = None
     """(updates, updates), of the clipped steps; where the rule needs them."""
+    tensor_products: Mapping[str, Array] | None = None
+    """The same by tensor; where the rule needs them."""
     histograms: Sequence[Array] | None = None
     """Of each update's magnitudes before clipping; where the rule needs them."""
     clip_factors: Sequence[float] = ()
