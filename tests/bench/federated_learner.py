@@ -68,6 +68,8 @@ class Learner:
     def __init__(self, model: nn.Module, loader: Iterator[Tensor], local: Local, total_steps: int) -> None:
         self.model, self.loader, self.local, self.total = copy.deepcopy(model), loader, local, total_steps
         self.step_number = 0
+        self.adam_steps = 0
+        """Steps that AdamW's moments have seen."""
         self.parameters = list(self.model.parameters())
         self._fresh()
 
@@ -75,6 +77,14 @@ class Learner:
         self.optimizer = torch.optim.AdamW(
             self.parameters, lr=0.0, betas=self.local.betas, weight_decay=self.local.weight_decay, fused=True
         )
+
+    def begin_moments(self, steps: int) -> None:
+        """Moments of zero, of an optimizer that has made so many steps."""
+        self.adam_steps = steps
+        for parameter in self.parameters:
+            state = self.optimizer.state[parameter]
+            state["step"] = torch.tensor(float(steps))
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
 
     def learning_rate(self) -> float:
         """Linear warm-up, then a cosine to `minimum_ratio` of the peak."""
@@ -89,6 +99,7 @@ class Learner:
         """Take steps; returns the mean training loss."""
         if not self.local.keep_optimizer:
             self._fresh()
+            self.adam_steps = 0
         anchor = [p.detach().clone() for p in self.parameters] if self.local.proximal else []
         total = 0.0
         for _ in range(steps):
@@ -106,6 +117,7 @@ class Learner:
             self.optimizer.step()
             self.optimizer.zero_grad()
             self.step_number += 1
+            self.adam_steps += 1
             total += float(loss.detach())
         return total / steps
 
@@ -116,22 +128,26 @@ class Learner:
 
 
 @torch.no_grad()
-def share_second_moments(learners: list[Learner]) -> None:
-    """Give every learner the mean of all second moments, as it travels; all have made the same number of steps."""
+def share_second_moments(learners: list[Learner], weights: list[float], takers: list[Learner]) -> None:
+    """Give `takers` the weighted mean of the learners' second moments, as it travels: corrected for AdamW's bias."""
     sent = []
-    for learner in learners:
-        factors = {}
+    for learner, weight in zip(learners, weights, strict=True):
+        factors, scale = {}, 1 / (1 - learner.local.betas[1] ** learner.adam_steps)
         for number, parameter in enumerate(learner.parameters):
-            value = learner.optimizer.state[parameter]["exp_avg_sq"].flatten(1) if parameter.ndim > 1 else None
-            if value is None:
-                factors[str(number)] = Factors(learner.optimizer.state[parameter]["exp_avg_sq"].numpy().copy())
+            value = learner.optimizer.state[parameter]["exp_avg_sq"] * scale
+            if parameter.ndim > 1:
+                factors[str(number)] = Factors(value.flatten(1).mean(1).numpy(), value.flatten(1).mean(0).numpy())
             else:
-                factors[str(number)] = Factors(value.mean(1).numpy(), value.mean(0).numpy())
-        sent.append((factors, 1.0))
+                factors[str(number)] = Factors(value.numpy().copy())
+        sent.append((factors, weight))
     mean = mean_of(sent)
-    for learner in learners:
+    seen = max(1, round(sum(learner.adam_steps for learner in learners) / len(learners)))
+    for learner in takers:
+        if learner.adam_steps == 0:
+            learner.begin_moments(seen)
+        scale = 1 - learner.local.betas[1] ** learner.adam_steps
         for number, parameter in enumerate(learner.parameters):
-            rebuilt = mean[str(number)].rebuilt(0, len(parameter))
+            rebuilt = mean[str(number)].rebuilt(0, len(parameter)) * numpy.float32(scale)
             learner.optimizer.state[parameter]["exp_avg_sq"].copy_(torch.from_numpy(rebuilt).reshape(parameter.shape))
 
 
@@ -149,6 +165,30 @@ def perplexity(model: nn.Module, blocks: numpy.ndarray, limit: int = 0) -> float
 def rounded(values: list[Tensor]) -> list[Tensor]:
     """As they travel."""
     return [value.detach().to(torch.bfloat16).float() for value in values]
+
+
+UNLIKE = ("", "steps", "sizes", "absent", "noise")
+"""How the first facility (for `absent`: each in turn) differs from the others; empty: it does not."""
+
+
+def steps_of(unlike: str, facility: int, round: int, steps: int) -> int:
+    """Local steps of a facility in a round: with `steps` the first makes a third, with `absent` each misses a third."""
+    if unlike == "absent" and round % 3 == facility % 3:
+        return 0
+    return max(1, steps // 3) if unlike == "steps" and facility == 0 else steps
+
+
+def text_of(unlike: str, facility: int, text: Text, seed: int) -> Text:
+    """A facility's text: with `sizes` the first has a tenth, with `noise` a fifth of its tokens are random."""
+    if facility or unlike not in ("sizes", "noise"):
+        return text
+    if unlike == "sizes":
+        return Text(train=text.train[: len(text.train) // 10], validation=text.validation)
+    rng = numpy.random.default_rng(seed)
+    train = numpy.array(text.train)
+    wrong = rng.random(train.shape) < 0.2
+    train[wrong] = rng.integers(0, train.max() + 1, size=int(wrong.sum()))
+    return Text(train=train, validation=text.validation)
 
 
 @dataclass(kw_only=True)
@@ -172,30 +212,39 @@ def federate(
     codec: DeltaCodec | None = None,
     downlink: DeltaCodec | None = None,
     evaluation_blocks: int = 0,
+    unlike: str = "",
 ) -> Curve:
-    """Rounds of local training and outer steps, equal weights (every facility takes the same number of tokens)."""
-    learners = {
-        name: Learner(model, batches(text.train, local.batch, seed * 1000 + number), local, rounds * steps)
-        for number, (name, text) in enumerate(texts.items())
-    }
+    """Rounds of local training and outer steps, weighted by tokens (without `unlike` all take the same number)."""
+    learners = {}
+    for number, (name, text) in enumerate(texts.items()):
+        own = text_of(unlike, number, text, seed)
+        total = rounds * steps_of(unlike.replace("absent", ""), number, 0, steps)
+        learners[name] = Learner(model, batches(own.train, local.batch, seed * 1000 + number), local, total)
     server = Server(aggregation)
     names = [str(position) for position, _ in enumerate(model.parameters())]
     sent = rounded([p.detach() for p in model.parameters()])
     scratch = copy.deepcopy(model)
     curve = Curve()
     for number in range(1, rounds + 1):
-        updates = {}
+        updates, weights = {}, {}
         for index, (who, learner) in enumerate(learners.items()):
+            count = steps_of(unlike, index, number - 1, steps)
+            if unlike == "absent":  # the schedule spans the federation, as in the trainer
+                learner.step_number = (number - 1) * steps
+            if count == 0:
+                continue
             learner.load(sent if codec is None else codec.start(index, sent))
-            learner.train(steps)
+            learner.train(count)
+            weights[who] = float(count)
             update = [p.detach().clone() for p in learner.parameters]
             update = codec(index, sent, update) if codec is not None else rounded(update)
             updates[who] = dict(zip(names, update, strict=True))
         if local.optimizer_state == "shared":
-            share_second_moments(list(learners.values()))
+            there = [learners[who] for who in updates]
+            share_second_moments(there, list(weights.values()), list(learners.values()))
         # What was sent is exact in bfloat16, and the base's dtype is the dtype of the next model.
         base = {name: value.to(torch.bfloat16) for name, value in zip(names, sent, strict=True)}
-        following = server.step(base, updates, dict.fromkeys(updates, 1.0))
+        following = server.step(base, updates, weights)
         if downlink is None:
             sent = [following[name].float() for name in names]
         else:

@@ -113,7 +113,7 @@ def key_of(cell: Cell) -> dict[str, Any]:
     """What tells one training from another, and nothing that does not change its result."""
     arm = cell.arm
     rounds, steps = map(int, cell.schedule.split("x"))
-    names = ["aggregation", "local", *(["codec", "density"] if arm.codec else [])]
+    names = ["aggregation", "local", *(["codec", "density"] if arm.codec else []), *(["unlike"] if arm.unlike else [])]
     return {
         "experiment": cell.experiment,
         "schedule": {"federated": cell.schedule, "base": "0 steps"}.get(arm.kind, f"{rounds * steps} steps"),
@@ -183,6 +183,7 @@ def train(model: torch.nn.Module, texts: dict[str, Text], cell: Cell) -> Curve:
         downlink=coders[1],
         evaluate_rounds=set(range(every, rounds + 1, every)),
         evaluation_blocks=96,
+        unlike=arm.unlike,
     )
 
 

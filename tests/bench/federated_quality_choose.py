@@ -47,7 +47,7 @@ def measured(results: Iterable[dict[str, Any]], earlier: Iterable[dict[str, Any]
     for row in rows:
         key = row["key"]
         against = pooled.get(_place(key))
-        if key["arm"]["aggregation"] is not None and against is not None and "codec" not in key["arm"]:
+        if key["arm"]["aggregation"] is not None and against is not None and not {"codec", "unlike"} & set(key["arm"]):
             over = {key["seed"]: row["geometric_mean"] / against}
             _add(found, key["experiment"], key["schedule"], key["arm"], over)
     return found

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from facility.exchange.messages.settings import SPARSE_DENSITY
+from tests.bench.federated_learner import UNLIKE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +22,8 @@ class Arm:
     """What travels both ways instead of bfloat16: delta-int8, delta-int4 or sparse."""
     density: float = SPARSE_DENSITY
     """Of `sparse`."""
+    unlike: str = ""
+    """How facilities differ beside their text (`federated_learner.UNLIKE`)."""
     without: Literal["pooled", "alone", "base"] = "pooled"
     """How to train where nothing is aggregated."""
 
@@ -97,6 +100,11 @@ def with_beta2(beta2: float, rate: float = 2e-3, **outer: Any) -> tuple[str, Arm
     return f"{DEFAULT}, beta2 {beta2:g}{told}" + (f" at {rate:g}" if rate != 2e-3 else ""), arm
 
 
+def unlike(name: str, how: str) -> tuple[str, Arm]:
+    """An arm over facilities that differ."""
+    return f"{name}, {how}", replace(ARMS[name], unlike=how)
+
+
 def short(pair: tuple[str, Arm]) -> tuple[str, Arm]:
     """The same with the warm-up of a short federation."""
     return pair[0], replace(pair[1], local=pair[1].local | SHORT)
@@ -115,9 +123,11 @@ def groups() -> list[tuple[list[tuple[str, str]], list[tuple[str, Arm]]]]:
         ([four[1]], [outer[0]]),
         ([two[0]], [at(RATES[0], name) for name in ("pooled", DEFAULT)]),
         ([four[1]], [with_beta2(0.99), outer[1], with_beta2(0.99, momentum=0.9)]),
+        ([two[0]], [unlike(name, how) for how in UNLIKE[1:] for name in (DEFAULT, "mean")]),
         ([two[0]], [at(RATES[1], name) for name in ("pooled", DEFAULT)]),
         ([four[1], two[1]], [at(rate, DEFAULT) for rate in RATES]),
         ([four[0]], [with_beta2(0.99, 8e-3)]),
+        ([four[1]], [with_beta2(0.999)]),
         ([*two, *four], [(name, ARMS[name]) for name in ("alone", "base")]),
         ([*two, *four], [(name, ARMS[name]) for name in ("nesterov", "mean", "mean, shared second moments")]),
         ([*two, *four], outer),
