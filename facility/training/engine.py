@@ -20,6 +20,7 @@ from facility.training.parallel.arrange import Layout
 from facility.training.parallel.assemble import Assembly
 from facility.training.parallel.shard import drop_gathered
 from facility.training.processes.ranks import Ranks
+from facility.training.trained_rank import TrainedRank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +48,7 @@ class Engine:
         self.parts = [part for part in assembly.parts if part.trained]
         self.compute = assembly.compute
         self.optimizer = optimizer_of(self.parts, settings)
+        self.trained_rank = TrainedRank(self.parts, settings.lora.trained_rank)
         self.anchor = [part.tensor.detach().clone() for part in self.parts] if settings.proximal else []
         _, row, _ = layout.grid.place(ranks.rank)
         self.counts = row == 0
@@ -119,6 +121,7 @@ class Engine:
         """Hand the rows of each gradient to the optimizer's tensors, unscaled; returns those that are present."""
         with self.clock("communication"):
             self._tie()
+        self.trained_rank.drop_gradients()
         gradients = [part.gradient for part in self.parts]
         for part, gradient in zip(self.parts, gradients, strict=True):
             part.tensor.grad = gradient
@@ -144,7 +147,8 @@ class Engine:
         """One optimizer step at the learning rate `rate`."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        self.optimizer.step()
+        with self.trained_rank.unchanged():
+            self.optimizer.step()
 
     def _tie(self) -> None:
         """A tied head away from its embedding: both ranks take the sum of both gradients."""

@@ -105,6 +105,12 @@ def unlike(name: str, how: str) -> tuple[str, Arm]:
     return f"{name}, {how}", replace(ARMS[name], unlike=how)
 
 
+def shared_at(rate: float, **outer: float) -> tuple[str, Arm]:
+    """Shared second moments at another learning rate with other outer settings."""
+    name, arm = shared_with(**outer)
+    return f"{name} at {rate:g}", replace(arm, local=arm.local | {"learning_rate": rate})
+
+
 def short(pair: tuple[str, Arm]) -> tuple[str, Arm]:
     """The same with the warm-up of a short federation."""
     return pair[0], replace(pair[1], local=pair[1].local | SHORT)
@@ -123,6 +129,7 @@ def groups() -> list[tuple[list[tuple[str, str]], list[tuple[str, Arm]]]]:
         ([four[1]], [outer[0]]),
         ([two[0]], [at(RATES[0], name) for name in ("pooled", DEFAULT)]),
         ([four[1]], [with_beta2(0.99), outer[1], with_beta2(0.99, momentum=0.9)]),
+        ([four[0]], [shared_at(8e-3, momentum=0.5)]),
         ([two[0]], [unlike(name, how) for how in UNLIKE[1:] for name in (DEFAULT, "mean")]),
         ([two[0]], [at(RATES[1], name) for name in ("pooled", DEFAULT)]),
         ([four[1], two[1]], [at(rate, DEFAULT) for rate in RATES]),

@@ -59,6 +59,9 @@ class LoraSettings:
 
     rank: NonNegative[int] = 0
     """Rank of an adapter; 0: off, the whole model is trained."""
+    trained_rank: NonNegative[int] = 0
+    """Leading components of each adapter that this facility trains, the others stay as received; 0: all. Facilities
+    may differ in it while `rank` is the same for all."""
     alpha: float = 16.0
     """Scale: an adapter adds alpha / rank * B A."""
     dropout: Annotated[float, Ge(0), Lt(1)] = 0.0
@@ -68,6 +71,12 @@ class LoraSettings:
     model."""
     targets: list[str] = field(default_factory=list)
     """Ends of the names of the linear layers that get one; empty: every linear layer of the blocks."""
+
+    def __post_init__(self) -> None:
+        if self.trained_rank > self.rank:
+            raise ConfigurationError(
+                f"lora.trained_rank is {self.trained_rank}, expected at most lora.rank, which is {self.rank}"
+            )
 
 
 @validated(frozen=True, kw_only=True)

@@ -33,6 +33,13 @@ DECLARATION = InnerOptimizer(
         Parameter(name="nesterov", default=True, text="Look one step ahead of the momentum."),
         Parameter(name="newton_schulz_steps", default=5, at_least=1, at_most=20, text="Iterations per step."),
         Parameter(
+            name="precision",
+            default="float32",
+            choices=("float32", "bfloat16"),
+            text="Of the iterations: float32, in which layouts agree to 1e-5; bfloat16, as torch.optim.Muon, faster on a "
+            "GPU.",
+        ),
+        Parameter(
             name="scale",
             default="match_rms_adamw",
             choices=("match_rms_adamw", "original"),
@@ -85,7 +92,8 @@ class Muon(torch.optim.Optimizer):
             buffer = self.state[part.tensor].setdefault(BUFFER, torch.zeros_like(part.tensor))
             buffer.lerp_(gradient, 1 - momentum)
             updates.append(gradient.lerp(buffer, momentum) if self.values["nesterov"] else buffer)
-        rows = orthogonalise_shards(parts, updates, self.values["newton_schulz_steps"])
+        steps, dtype = self.values["newton_schulz_steps"], getattr(torch, self.values["precision"])
+        rows = orthogonalise_shards(parts, updates, steps, dtype)
         for part, update in zip(parts, rows, strict=True):
             part.tensor.mul_(1 - group["lr"] * group["weight_decay"])
             part.tensor.add_(update, alpha=-group["lr"] * self._scale(part.shape))

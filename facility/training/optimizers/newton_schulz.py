@@ -19,11 +19,11 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 EPSILON = 1e-7
 
 
-def orthogonalised(matrix: torch.Tensor, steps: int) -> torch.Tensor:
-    """About the nearest matrix with equal singular values, in bfloat16."""
+def orthogonalised(matrix: torch.Tensor, steps: int, dtype: torch.dtype) -> torch.Tensor:
+    """About the nearest matrix with equal singular values, computed in `dtype`."""
     a, b, c = COEFFICIENTS
     tall = matrix.size(0) > matrix.size(1)
-    value = matrix.bfloat16()
+    value = matrix.to(dtype)
     value = value.T if tall else value
     value = value / value.norm().clamp(min=EPSILON)
     for _ in range(steps):
@@ -32,13 +32,15 @@ def orthogonalised(matrix: torch.Tensor, steps: int) -> torch.Tensor:
     return value.T if tall else value
 
 
-def orthogonalise_shards(parts: Sequence[LocalShard], values: Sequence[torch.Tensor], steps: int) -> list[torch.Tensor]:
+def orthogonalise_shards(
+    parts: Sequence[LocalShard], values: Sequence[torch.Tensor], steps: int, dtype: torch.dtype
+) -> list[torch.Tensor]:
     """The rows held here of every orthogonalised matrix; `values[i]` holds rows of a matrix of `parts[i].shape`."""
     found: dict[int, torch.Tensor] = {}
     dealt: dict[dist.ProcessGroup, list[int]] = {}
     for number, (part, value) in enumerate(zip(parts, values, strict=True)):
         if (group := group_of(part)) is None:
-            found[number] = orthogonalised(value, steps)
+            found[number] = orthogonalised(value, steps, dtype)
         else:
             dealt.setdefault(group, []).append(number)
     for group, numbers in dealt.items():
@@ -46,13 +48,17 @@ def orthogonalise_shards(parts: Sequence[LocalShard], values: Sequence[torch.Ten
         for start in range(0, len(numbers), size):
             batch = numbers[start : start + size]
             shapes = [parts[number].shape for number in batch]
-            rows = _together([values[number] for number in batch], shapes, group, steps)
+            rows = _together([values[number] for number in batch], shapes, group, steps, dtype)
             found |= dict(zip(batch, rows, strict=True))
     return [found[number] for number in range(len(parts))]
 
 
 def _together(
-    values: Sequence[torch.Tensor], shapes: Sequence[tuple[int, ...]], group: dist.ProcessGroup, steps: int
+    values: Sequence[torch.Tensor],
+    shapes: Sequence[tuple[int, ...]],
+    group: dist.ProcessGroup,
+    steps: int,
+    dtype: torch.dtype,
 ) -> list[torch.Tensor]:
     """At most as many matrices as the group has ranks: matrix i is whole at rank i for as long as it is worked on."""
     size, me = dist.get_world_size(group), dist.get_rank(group)
@@ -62,7 +68,7 @@ def _together(
         dist.gather(_padded(value, shape, size), pieces, group=group, group_dst=owner)
         if pieces is not None:
             whole = torch.cat(pieces)[: shape[0]]
-    done = None if whole is None else orthogonalised(whole, steps).to(values[0].dtype)
+    done = None if whole is None else orthogonalised(whole, steps, dtype).to(values[0].dtype)
     rows = []
     for owner, (value, shape) in enumerate(zip(values, shapes, strict=True)):
         mine, pieces = _padded(torch.zeros_like(value), shape, size), None

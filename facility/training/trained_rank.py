@@ -1,0 +1,51 @@
+"""Adapters of which a facility trains the leading components alone (`training.lora.trained_rank`).
+
+Facilities of different ranks share adapters of one shape, the largest rank. One of rank r trains the first r rows of A
+and columns of B; the others keep their values in its forward passes and in its update. So nothing is truncated, and an
+update is exactly B A as it was trained (unlike truncation and zero padding: Y. J. Cho et al., "Heterogeneous LoRA for
+federated fine-tuning of on-device foundation models", EMNLP 2024, arXiv 2401.06432). Under `aggregation.lora: product`
+the components are in the order of their singular values (J. Bai et al., "Federated fine-tuning of large language models
+under heterogeneous tasks and client resources", NeurIPS 2024, arXiv 2402.11505), so the leading ones matter most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from facility.exchange.checkpoints.adapters import A, B
+from facility.training.state.load import LocalShard
+
+
+class TrainedRank:
+    """Holds the components beyond a rank."""
+
+    def __init__(self, parts: Sequence[LocalShard], rank: int) -> None:
+        """`rank` 0: everything is trained."""
+        self.held = [(part, _beyond(part, rank)) for part in parts if rank and (A in part.name or B in part.name)]
+
+    @torch.no_grad()
+    def drop_gradients(self) -> None:
+        """No gradient of what is held: neither the norm nor the optimizer sees it."""
+        for part, beyond in self.held:
+            if (gradient := part.gradient) is not None:
+                gradient[beyond] = 0.0
+
+    @contextmanager
+    def unchanged(self) -> Any:
+        """What is held has the same values after the block (weight decay would move it)."""
+        before = [part.tensor.detach()[beyond].clone() for part, beyond in self.held]
+        yield
+        with torch.no_grad():
+            for (part, beyond), values in zip(self.held, before, strict=True):
+                part.tensor.detach()[beyond] = values
+
+
+def _beyond(part: LocalShard, rank: int) -> Any:
+    """Index of what is held among the rows that lie here: A is (rank, in), B is (out, rank)."""
+    if A in part.name:
+        return slice(max(0, rank - part.first), None)
+    return slice(None), slice(rank, None)
