@@ -103,6 +103,25 @@ def test_too_few_updates_end_the_loop_with_a_reason_and_no_round(begun: tuple[Ar
     assert "the node burnt down" in archive.read_note("stopped")["reason"]
 
 
+@pytest.mark.parametrize("guard", [True, False])
+def test_a_round_that_was_worse_halves_the_server_rate_and_the_archive_says_so(
+    begun: tuple[Archive, Path], tmp_path: Path, guard: bool
+):
+    archive, model = begun
+    aggregation = AggregationSettings(rule="mean", guard=guard)
+    settings = CoordinatorSettings(federation="f", rounds=5, facilities=["a"], aggregation=aggregation)
+    for number, loss in enumerate((4.0, 4.5)):
+        update = write_update(tmp_path / f"a{number}", model, "a", round=number, loss=loss, move=0.5)
+        before, (model, _, _) = model, close(archive, model, [update], settings, number)
+    entry, factor = archive.read_round(1), 0.5 if guard else 1.0
+    assert (entry.outer_factor, bool(entry.guard)) == (factor, guard)
+    assert entry.aggregation["settings"]["server_learning_rate"] == factor
+    for name, old in open_checkpoint(before).tensors.items():
+        if old.dtype == "BF16":
+            moved = open_checkpoint(model).read(name).float() - open_checkpoint(before).read(name).float()
+            assert torch.allclose(moved, torch.full_like(moved, 0.5 * factor), atol=2e-2), name
+
+
 def test_divergence_stops_and_says_where_the_good_models_are(begun: tuple[Archive, Path], tmp_path: Path):
     archive, model = begun
     settings = CoordinatorSettings(federation="f", rounds=5, facilities=["a"], stop=StopSettings(divergence=1.0))

@@ -68,3 +68,22 @@ def test_the_layouts_send_and_take_over_the_same_second_moments(tmp_path: Path):
 def test_moments_that_are_not_kept_cannot_be_shared():
     with pytest.raises(ConfigurationError, match="keep_optimizer"):
         TrainingSettings(optimizer_state="shared", keep_optimizer=False)
+
+
+def test_adapters_share_their_second_moments_as_whole_models_do(tmp_path: Path):
+    dataset, model = write_dataset(tmp_path / "data"), save_pico(tmp_path / "model")
+    settings = SHARED | {"lora": {"rank": 2}}
+    rounds_in([("first", arguments(tmp_path / "first", model, dataset, **settings))])
+    sent = {name: entry.shape for name, entry in open_checkpoint(tmp_path / "first" / "out").tensors.items()}
+    factors, _ = read_factors(tmp_path / "first" / "out", sent)
+    assert factors.keys() == sent.keys()
+    following = tmp_path / "following"
+    shutil.copytree(model, following)
+    write_factors(following, {name: Factors(one.rows * 1e4, one.columns) for name, one in factors.items()}, steps=3)
+    cases = []
+    for name, received in (("own", model), ("shared", following)):
+        second = arguments(tmp_path / name, received, dataset, 1, **settings)
+        second[second.index("--state") + 1] = str(shutil.copytree(tmp_path / "first" / "state", tmp_path / f"{name}-s"))
+        cases.append((name, second))
+    rounds_in(cases)
+    assert largest_difference(tmp_path / "own" / "out", tmp_path / "shared" / "out") > 1e-4
