@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from facility.exchange.checkpoints.adapters import A, B
-from facility.training.state.load import LocalShard
+from facility.training.shards import LocalShard
 
 
 class TrainedRank:

@@ -13,7 +13,7 @@ from facility.exchange.messages.optimizers import OPTIMIZERS
 from facility.exchange.messages.outcome import Outcome
 from facility.exchange.messages.settings import TrainingSettings
 from facility.training.optimizers.protocol import optimizer_of
-from facility.training.state.load import LocalShard, shard_of
+from facility.training.shards import LocalShard, shard_of
 from facility.training.state.state import kept_of, moments_of
 from tests.pico import save_pico
 from tests.training.federation import largest_difference, write_dataset

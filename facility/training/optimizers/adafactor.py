@@ -16,7 +16,7 @@ from facility.exchange.messages.optimizers import InnerOptimizer
 from facility.exchange.messages.settings import TrainingSettings
 from facility.exchange.registry import Parameter
 from facility.training.optimizers.groups import decaying, sum_over_shards
-from facility.training.state.load import LocalShard
+from facility.training.shards import LocalShard
 
 DECLARATION = InnerOptimizer(
     name="adafactor",

@@ -14,7 +14,7 @@ import torch
 from facility.exchange.messages.optimizers import InnerOptimizer
 from facility.exchange.messages.settings import TrainingSettings
 from facility.training.optimizers.groups import decaying
-from facility.training.state.load import LocalShard
+from facility.training.shards import LocalShard
 
 DECLARATION = InnerOptimizer(
     name="adamw",

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
-from facility.training.state.load import LocalShard
+from facility.training.shards import LocalShard
 
 
 def decaying(parts: Sequence[LocalShard], weight_decay: float) -> list[dict[str, Any]]:

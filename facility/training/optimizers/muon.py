@@ -21,7 +21,7 @@ from facility.exchange.registry import Parameter
 from facility.training.optimizers.adamw import MOMENTS, moments_of
 from facility.training.optimizers.groups import decaying
 from facility.training.optimizers.newton_schulz import orthogonalise_shards
-from facility.training.state.load import LocalShard
+from facility.training.shards import LocalShard
 
 DECLARATION = InnerOptimizer(
     name="muon",

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from facility.training.optimizers.groups import group_of
-from facility.training.state.load import LocalShard
+from facility.training.shards import LocalShard
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 EPSILON = 1e-7

@@ -12,7 +12,7 @@ import torch
 
 from facility.exchange.messages.optimizers import OPTIMIZERS
 from facility.exchange.messages.settings import TrainingSettings
-from facility.training.state.load import LocalShard
+from facility.training.shards import LocalShard
 
 Shape = tuple[int, ...]
 
