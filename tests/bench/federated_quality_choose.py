@@ -69,7 +69,10 @@ def _add(found: Found, experiment: str, schedule: str, arm: dict[str, Any], over
 
 
 def row_of(federation: Federation, ways: dict[Way, dict[int, float]]) -> dict[str, Any] | None:
-    """The table's row; None where the plain mean was not measured. No choice is worse than the plain mean."""
+    """The table's row; None where the plain mean was not measured.
+
+    No choice is worse than the plain mean, and none was measured with fewer seeds than another of its optimizer state.
+    """
     experiment, schedule = federation
     means = {way: statistics.mean(over.values()) for way, over in ways.items()}
     plain = means.get((json.dumps({"rule": "mean"}), "personal"))
@@ -77,9 +80,9 @@ def row_of(federation: Federation, ways: dict[Way, dict[int, float]]) -> dict[st
         return None
     best: dict[str, Any] = {}
     for way, over in sorted(means.items(), key=lambda pair: (pair[1], -len(ways[pair[0]]))):
-        aggregation, state = way
-        if over <= plain and state not in best:
-            seeds = len(ways[way])
+        (aggregation, state), seeds = way, len(ways[way])
+        most = max(len(others) for (_, other), others in ways.items() if other == state)
+        if over <= plain and state not in best and seeds == most:
             best[state] = {"aggregation": json.loads(aggregation), "over_pooled": round(over, 4), "seeds": seeds}
     rounds, steps = map(int, schedule.split("x"))
     situation = {
