@@ -13,7 +13,7 @@ from typing import Any
 
 from facility.exchange.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from facility.exchange.errors import InputError
-from facility.exchange.files.durable import new_directory, write_json
+from facility.exchange.files.durable import as_umask_allows, new_directory, write_json
 from facility.exchange.messages.strict_json import Fields, read_json
 
 WEIGHTS, CONFIGURATION, MERGED = "adapter_model.safetensors", "adapter_config.json", "merged"
@@ -80,7 +80,7 @@ def write_adapter(directory: Path, checkpoint: Checkpoint, names: list[str], con
     from safetensors.torch import save_file
 
     save_file({name: checkpoint.read(name) for name in names}, directory / WEIGHTS, metadata={"format": "pt"})
-    os.chmod(directory / WEIGHTS, 0o644)  # safetensors writes 0600 whatever the umask
+    os.chmod(directory / WEIGHTS, as_umask_allows(0o644))  # safetensors writes 0600 whatever the umask
     write_json(directory / CONFIGURATION, configuration)
 
 
@@ -106,4 +106,4 @@ def write_merged(directory: Path, adapted: Any, base: Path) -> None:
         if path.is_file() and not (directory / path.name).exists() and path.name.startswith(TOKENIZER):
             shutil.copyfile(path, directory / path.name)
     for path in directory.iterdir():
-        path.chmod(0o644)
+        path.chmod(as_umask_allows(0o644))

@@ -27,7 +27,7 @@ from typing import Any
 
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.errors import CrossFedError, InputError, exit_on_error
-from facility.exchange.files.durable import new_directory, write_json, write_text
+from facility.exchange.files.durable import as_umask_allows, new_directory, write_json, write_text
 from facility.exchange.files.paths import shipped
 from facility.exchange.messages.manifest import Manifest, write_manifest
 
@@ -173,7 +173,7 @@ def make_model(out: Path, tokenizer: Any, sizes: Sizes, seed: int) -> int:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         for path in folder.iterdir():
-            path.chmod(0o644)  # safetensors writes 0600 whatever the umask
+            path.chmod(as_umask_allows(0o644))  # safetensors writes 0600 whatever the umask
         checkpoint = open_checkpoint(folder)
         write_manifest(
             folder,

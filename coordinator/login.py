@@ -6,6 +6,7 @@ import shlex
 import subprocess
 
 from coordinator.config.federation import Federation
+from coordinator.preflight.gate import check_gate
 from coordinator.preflight.remote import check_connection
 from coordinator.preflight.row import Row, fail
 from facility.exchange.errors import InputError
@@ -26,4 +27,7 @@ def log_in(federation: Federation, facility: str) -> Row:
             return fail(
                 facility, "renew", f"`{deployment.renew}` ended with code {code}", "give the same command again"
             )
+    if deployment.gate:
+        member = next(one for one in federation.facilities if one.name == facility)
+        return check_gate(federation, member, link=False)[0]
     return check_connection(facility, deployment)

@@ -34,6 +34,8 @@ def set_up(federation: Federation, name: str, *, bundle: Path | None, arguments:
     deployment = _facility(federation, name).deployment
     if not deployment.host:
         raise InputError(f"facility {name!r} is on this machine: run facility/setup.sh here, if it needs one at all")
+    if deployment.gate:
+        raise InputError(f"facility {name!r} has a gate, which gives no shell: its own people run facility/setup.sh")
     if deployment.environment.image or deployment.environment.venv:
         raise InputError(f"facility {name!r} brings its own environment (image or venv): there is nothing to set up")
     if (row := check_connection(name, deployment)).verdict != "ok":

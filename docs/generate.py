@@ -24,6 +24,7 @@ COMMANDS = (
     "plan",
     "demo",
     "bundle",
+    "audit",
     "rewind",
     "login",
     "testbed",
@@ -42,6 +43,8 @@ MODULES = (
     "facility.selfcheck",
     "facility.keys",
     "facility.unmask",
+    "facility.gate",
+    "facility.audit",
 )
 
 

@@ -31,10 +31,13 @@ from facility.exchange.messages.manifest import (
     Manifest,
     read_manifest,
     run_of,
+    sha256_of,
     verify_manifest,
+    with_head,
     with_run,
     write_manifest,
 )
+from facility.exchange.messages.order import SIGNERS, verify_order
 from facility.exchange.messages.outcome import Outcome
 from facility.exchange.messages.settings import FacilitySettings, read_facility_settings
 from facility.exchange.messages.signatures import sign
@@ -54,6 +57,8 @@ from facility.rounds.personal import Personal
 from facility.rounds.smaller import make_smaller, unsent
 from facility.rounds.sweep import forget_earlier, sweep
 
+AUDIT = "CROSSFED_AUDIT"
+"""Environment variable: this facility's audit log, whose head an update's manifest carries."""
 GO, DONE, FAILED = "train", "done", "failed"
 """What the first task tells the others."""
 
@@ -102,6 +107,7 @@ class Job:
 
 def run(job: Job) -> Ending:
     """The first task's part: find the update finished, or train it. Raises `CrossFedError`."""
+    check_order(job)
     received = read_manifest(job.arguments.model)
     base = digest_of(received)
     if not job.dataset.is_dir():
@@ -154,6 +160,7 @@ def run(job: Job) -> Ending:
                 tell_scores(job)
             if job.settings.dataset_card:
                 with_dataset(job.out, counts_of(job.dataset))
+            with_head(job.out, os.environ.get(AUDIT, ""))
             if masks is not None:
                 finished.keep(key, job.round, job.out)
                 _clear(job.out)
@@ -164,6 +171,23 @@ def run(job: Job) -> Ending:
             finished.keep(key, job.round, job.out)
             forget_earlier(job.state, job.round)
         return ending
+
+
+def check_order(job: Job) -> None:
+    """Raise `InputError` unless this model and these settings may be trained here, before any work is done."""
+    model, settings = job.arguments.model, job.arguments.settings
+    if job.arguments.approved and job.arguments.approved != [sha256_of(model / NAME), sha256_of(settings)]:
+        raise InputError("model or settings are not those that this facility's gate approved: exchanged while waiting")
+    if signers := os.environ.get(SIGNERS):
+        verify_order(
+            model,
+            settings,
+            federation=job.settings.federation,
+            facility=job.settings.facility,
+            round=job.round,
+            rounds=job.settings.rounds,
+            allowed_signers=Path(signers),
+        )
 
 
 def train(job: Job) -> Ending:
@@ -319,6 +343,12 @@ def parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="what is kept between rounds (default: $CROSSFED_STATE/<federation>/<facility>, "
         "or .crossfed/<federation>/<facility> beside the dataset)",
+    )
+    add(
+        "--approved",
+        nargs=2,
+        metavar=("MODEL", "SETTINGS"),
+        help="sha256 of the model's manifest and of the settings, as this facility's gate approved them",
     )
     add("--module", default="facility.train", metavar="NAME", help="Python module that trains (default facility.train)")
     add(

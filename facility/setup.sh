@@ -19,6 +19,9 @@ usage: bash facility/setup.sh [options] [-- arguments for `python -m facility.pr
   --template NAME|FILE  job template for the self-check, through its queue (default: run it here)
   --fill NAME=VALUE     value for one of the template's placeholders (may be repeated)
   --no-self-check       leave the self-check out
+  --gate KEY.pub        let this key of a coordinator in through the gate alone: a forced command that
+                        does what <home>/policy.yml allows (docs/how-to/run-behind-a-gate.md)
+  --authorized-keys F   file that sshd reads for this account (default ~/.ssh/authorized_keys)
   -h, --help            this text
 
 After `--`: for instance --input it.jsonl --tokenizer tokenizer --out ~/crossfed/data/it --block-tokens 512
@@ -30,10 +33,11 @@ fail() { printf 'error: %s\n' "$*" >&2; exit 2; }
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 home=$HOME/crossfed python=python3 conda= as_is= torch=auto torch_index= wheelhouse= template= check=yes
+gate= authorized=$HOME/.ssh/authorized_keys
 modules=() fills=() prepare=()
 while [ $# -gt 0 ]; do
     case "$1" in
-        --home|--python|--module|--conda|--torch|--torch-index|--wheelhouse|--template|--fill)
+        --home|--python|--module|--conda|--torch|--torch-index|--wheelhouse|--template|--fill|--gate|--authorized-keys)
             [ $# -ge 2 ] || fail "$1 needs a value" ;;&
         --home) home=$2; shift 2 ;;
         --python) python=$2; shift 2 ;;
@@ -46,6 +50,8 @@ while [ $# -gt 0 ]; do
         --template) template=$2; shift 2 ;;
         --fill) fills+=(--fill "$2"); shift 2 ;;
         --no-self-check) check=; shift ;;
+        --gate) gate=$2; shift 2 ;;
+        --authorized-keys) authorized=$2; shift 2 ;;
         -h|--help) usage; exit 0 ;;
         --) shift; prepare=("$@"); break ;;
         *) fail "unknown option $1; --help lists them" ;;
@@ -55,6 +61,8 @@ case "$torch" in auto|cuda|rocm|cpu) ;; *) fail "--torch is '$torch', expected a
 [ -z "$wheelhouse" ] || [ -d "$wheelhouse" ] || fail "--wheelhouse $wheelhouse is no directory; make it with: crossfed bundle --out wheelhouse"
 [ -z "$template" ] || [ -f "$template" ] || [ ! -f "$here/templates/$template.sh" ] || template=$here/templates/$template.sh
 [ -z "$template" ] || [ -f "$template" ] || fail "--template $template does not exist"
+
+[ -z "$gate" ] || ssh-keygen -lf "$gate" >/dev/null || fail "--gate $gate is no public ssh key; ask the coordinator for one (*.pub)"
 
 # A bundle says what it holds (crossfed bundle); what was altered or lost on the way is not installed.
 if [ -f "$here/../SHA256SUMS" ]; then
@@ -199,5 +207,35 @@ if [ -n "$check" ]; then
         printf '%s\n%s\n' "$digest" "$result" >"$home/.self-check"
         say "self-check: $result"
     fi
+fi
+
+# 7. The gate: the coordinator's key runs one command of ours, whatever it asks for
+if [ -n "$gate" ]; then
+    print=$(ssh-keygen -lf "$gate" | cut -d' ' -f2)
+    if [ ! -f "$home/policy.yml" ]; then
+        sed -e "s|/home/alice/crossfed|$home|" -e "s|SHA256:[A-Za-z0-9+/]*|$print|" "$here/facility/policy-example.yml" >"$home/policy-example.yml"
+        fail "$home/policy.yml does not exist; $home/policy-example.yml explains every key: copy and edit it, then run this again"
+    fi
+    {
+        echo '#!/bin/bash'
+        echo "# Written by facility/setup.sh --gate; sshd runs it in place of whatever the coordinator asks for."
+        echo 'unset BASH_ENV ENV LD_PRELOAD PYTHONPATH PYTHONHOME PYTHONSTARTUP'
+        echo "export PATH=$(quote "$PATH") CROSSFED_HOME=$(quote "$home") CROSSFED_STATE=$(quote "$home/state")"
+        [ -z "${LD_LIBRARY_PATH:-}" ] || echo "export LD_LIBRARY_PATH=$(quote "$LD_LIBRARY_PATH")"
+        echo "exec $(quote "$run") -s -P -c $(quote 'import sys; sys.path.insert(0, sys.argv.pop(1)); from facility.gate import main; sys.exit(main())') $(quote "$here") --policy $(quote "$home/policy.yml") --key \"\$1\""
+    } >"$home/.crossfed-gate.new"
+    chmod 700 "$home/.crossfed-gate.new"
+    mv "$home/.crossfed-gate.new" "$home/crossfed-gate"
+    (cd "$home" && "$run" -m facility.gate --policy "$home/policy.yml" --check) || fail "$home/policy.yml is not sound; see above"
+    line="restrict,command=\"$home/crossfed-gate $print\" $(cut -d' ' -f1,2 "$gate")"
+    body=$(cut -d' ' -f2 "$gate")
+    mkdir -p "$(dirname "$authorized")"; touch "$authorized"
+    if others=$(grep -F -- "$body" "$authorized" | grep -vxF -- "$line"); then
+        fail "$authorized lets this key in another way too, so the gate would not hold; remove: ${others:0:120}..."
+    fi
+    grep -qxF -- "$line" "$authorized" || printf '%s\n' "$line" >>"$authorized"
+    chmod 600 "$authorized"
+    case "$home" in *[\ \"\\]*) fail "--home $home holds blanks or quotes, which authorized_keys cannot quote" ;; esac
+    say "gate: $print may run $home/crossfed-gate and nothing else; its log is $home/gate/audit.jsonl"
 fi
 say "done: $home"

@@ -179,7 +179,7 @@ class Archive:
 
         Raises `InputError` when the archive belongs to another federation or began with other weights.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         initial = self.path / "initial"
         given = _manifest_of(model)
         if not initial.exists():

@@ -23,11 +23,14 @@ from pathlib import Path
 from coordinator.archive.rounds import Archive
 from coordinator.asynchronous.semidecentral import STATE, Reduced, SemiDecentralised
 from coordinator.config.settings import CoordinatorSettings
-from facility.exchange.errors import ConfigurationError, InputError, UpdateRefused
+from coordinator.events.event import FUTILE
+from facility.exchange.checkpoints.checkpoint import open_checkpoint
+from facility.exchange.errors import ConfigurationError, InputError, ManifestError, TryAgain, UpdateRefused
 from facility.exchange.files.durable import new_directory
 from facility.exchange.files.links import link_tree
 from facility.exchange.messages.manifest import verify_manifest
-from facility.exchange.messages.report import Failure, read_failure
+from facility.exchange.messages.report import Failure, read_failure, read_report
+from facility.exchange.messages.strict_json import clean
 
 FOLDER = "groups"
 
@@ -120,9 +123,14 @@ class Meeting:
         with self.alone() as (driver, now):
             if driver.rounds[facility] != round or facility in driver.scheduler.waiting or driver.final:
                 return []
-            if (failure := read_failure(received)) is not None:
+            try:
+                failure = read_failure(received)
+                update = None if failure else self._keep(facility, round, received)
+            except ManifestError as error:
+                failure, update = self._refused(facility, round, error), None
+            if failure is not None or update is None:
+                assert failure is not None
                 return self._fail(driver, facility, failure, now)
-            update = self._keep(facility, round, received)
             reduced = []
             try:
                 if facility not in driver.scheduler.members:
@@ -131,10 +139,32 @@ class Meeting:
             except UpdateRefused as error:
                 if error.facility != facility:
                     raise
-                failure = Failure(facility=facility, round=round, reason=str(error), kind="refused")
-                return reduced + self._fail(self.driver(), facility, failure, now)
+                return reduced + self._fail(self.driver(), facility, self._refused(facility, round, error), now)
+            except Exception as error:  # whatever an update does to our code is its facility's absence
+                if not self._to_blame(error, update):
+                    raise
+                return reduced + self._fail(self.driver(), facility, self._refused(facility, round, error), now)
             self._prune(driver)
             return reduced
+
+    @staticmethod
+    def _refused(facility: str, round: int, error: Exception) -> Failure:
+        reason = str(error) if isinstance(error, UpdateRefused) else f"its update cannot be averaged: {error!r}"
+        return Failure(facility=facility, round=round, reason=clean(reason), kind="refused")
+
+    def _to_blame(self, error: Exception, update: Path) -> bool:
+        """True when the update itself cannot be read any more; a fault of this machine is nobody's."""
+        if isinstance(error, TryAgain | MemoryError) or (isinstance(error, OSError) and error.errno in FUTILE):
+            return False
+        try:
+            verify_manifest(update)
+            checkpoint = open_checkpoint(update)
+            for name in checkpoint.tensors:
+                checkpoint.read(name)
+            read_report(update)
+        except Exception:
+            return True
+        return False
 
     def _keep(self, facility: str, round: int, received: Path) -> Path:
         """The update in a place of its own: the engine's directories are not ours."""

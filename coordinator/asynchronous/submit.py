@@ -18,6 +18,7 @@ from coordinator.asynchronous.buffer import Meeting, Next, meeting_of
 from coordinator.config.settings import read_coordinator_settings
 from coordinator.events.event import emit
 from coordinator.events.outputs import wait, write_outputs
+from coordinator.steps.order import OUTPUT, order_or_tell
 from facility.exchange.errors import CrossFedError, TryAgain, exit_on_error
 from facility.exchange.files.paths import resolve
 
@@ -96,6 +97,7 @@ def main() -> int:
         proceed=answer.proceed,
         facility=name if answer.proceed else None,
     )
+    order_or_tell(Path.cwd() / OUTPUT, settings)
     return 0
 
 

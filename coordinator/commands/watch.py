@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from coordinator.commands.app import WATCH, FederationOption, app
+from facility.exchange.errors import InputError
 
 if TYPE_CHECKING:
     from coordinator.config.federation import Federation
@@ -127,3 +128,24 @@ def publish(
     from coordinator.publishing.publish import publish as make
 
     print(f"{make(federation, out.resolve())}: model/ with its card, crate/ with reproduce.md")
+
+
+@app.command(rich_help_panel=WATCH)
+def audit(
+    action: Annotated[str, typer.Argument(help="verify")],
+    file: Annotated[Path, typer.Argument(help="An audit log: audit.jsonl of an archive or of a facility's gate.")],
+    head: Annotated[list[str] | None, typer.Option(help="Digest of a line that was seen before (repeat).")] = None,
+    archive: Annotated[
+        Path | None, typer.Option(help="Archive whose log recorded heads of this facility's log, with --facility.")
+    ] = None,
+    facility: Annotated[str, typer.Option(help="Facility whose log FILE is.")] = "",
+) -> None:
+    """Follow an audit log's chain of digests; report the first broken line by number, and lines that were cut off."""
+    from coordinator.archive.audit import heads_of, verified
+
+    if action != "verify":
+        raise InputError(f"audit knows verify, not {action!r}")
+    heads = [*(head or []), *(heads_of(archive, facility) if archive else [])]
+    text, code = verified(file, heads)
+    print(text)
+    raise typer.Exit(code)

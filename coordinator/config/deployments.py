@@ -35,6 +35,8 @@ WORKDIR = re.compile(r"/[A-Za-z0-9_./@%+=:,-]*")
 Kind = Literal["local", "ssh", "slurm", "pbs", "flux"]
 QUEUES = ("slurm", "pbs", "flux")
 SHELL = re.compile(r"[$`\\;\"'<>\x00-\x1f\x7f]")
+GATE = "gate"
+"""Type of a gated facility's ssh deployment in streamflow.yml."""
 SERVICE, PREFIX = "train", "crossfed-"
 FACILITY = "facility-"
 """Prefix of facilities' deployment names in streamflow.yml, and of no others: data from these is not trusted."""
@@ -108,6 +110,9 @@ class Deployment(Connection):
     """Sessions in each ssh connection; sshd's MaxSessions is 10 unless the site changed it."""
     retries: AtLeastOne[int] = 240
     """Times a lost ssh connection is tried again."""
+    gate: bool = False
+    """The facility lets us in through its gate (`facility/setup.sh --gate`): it submits a template of its own, and its
+    `policy.yml` says what we may do."""
     retry_seconds: AtLeastOne[int] = 30
     """Pause between two tries: with the default number, the login node may be away for two hours."""
     connect_seconds: AtLeastOne[int] = 30
@@ -145,7 +150,15 @@ class Deployment(Connection):
                 "(StreamFlow does not quote it)",
                 key="workdir",
             )
-        if self.type in QUEUES and not self.template:
+        if self.gate:
+            for name in ("template", "fill", "options"):
+                if getattr(self, name):
+                    raise ConfigurationError(
+                        f"{name} is set, but behind a gate the facility's own policy has it; remove it", key=name
+                    )
+            if not self.host:
+                raise ConfigurationError("gate is set, but there is no host that a gate could stand at", key="gate")
+        if self.type in QUEUES and not self.template and not self.gate:
             raise ConfigurationError(f"template is missing, expected for instance `template: {self.type}`", key="type")
         if self.type in QUEUES:
             _check_options(self.type, self.options)
@@ -167,6 +180,8 @@ def read_deployment(raw: dict[str, Any], where: str) -> Deployment:
 
 def job_template(deployment: Deployment, folder: Path, name: str = "") -> str | None:
     """Text of the facility's job template, or None without one. `folder`: of federation.yml; `name`: of its jobs."""
+    if deployment.gate:
+        return "{{ streamflow_command }}\n"
     if deployment.type == "ssh" and name:
         rest = job_template(deployment, folder) or "#!/bin/bash\n{{ streamflow_command }}\n"
         return re.sub(r"^#!.*\n", lambda first: f"{first[0]}export {MARK}={name}\n", rest, count=1, flags=re.MULTILINE)
@@ -200,7 +215,7 @@ def streamflow_deployments(
         services = {SERVICE: template} if deployment.type == "ssh" else {}
         ssh_name = name if deployment.type == "ssh" else f"{name}-ssh"
         result[ssh_name] = {
-            "type": "ssh",
+            "type": GATE if deployment.gate else "ssh",
             "config": _ssh(deployment) | ({"services": services} if services else {}),
         } | place
         if deployment.type == "ssh":

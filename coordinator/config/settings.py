@@ -12,8 +12,8 @@ from coordinator.config.privacy import PrivacySettings
 from facility.exchange.delta_codecs import Encoding
 from facility.exchange.messages.layout import LoraSettings
 from facility.exchange.messages.settings import SPARSE_DENSITY, read_settings
-from facility.exchange.text import Name
-from facility.exchange.validation import AtLeastOne, NonNegative, Share, validated
+from facility.exchange.text import Line, Name
+from facility.exchange.validation import AtLeastOne, NonNegative, Positive, Share, validated
 
 FORMAT = 1
 
@@ -40,6 +40,11 @@ class SendingSettings:
     sparse_density: Share = SPARSE_DENSITY
     """Share of the values that `sparse` sends each round, in 1 + 4 x share bits a value; the rest is sent in later
     rounds. The default shows no measurable loss over 10 rounds, 0.35 none over 30."""
+    signing_key: Line = ""
+    """Private ssh key of the coordinator that signs models and settings (a public one: the agent's); empty: they are
+    not signed. Facilities that name allowed signers train nothing else."""
+    valid_hours: Positive[float] = 720.0
+    """Hours after which a signed model is void; a new start of `crossfed run` signs anew."""
 
 
 @validated(frozen=True, kw_only=True)
@@ -107,6 +112,8 @@ class CoordinatorSettings(RoundSettings):
     """What `aggregation.rule: auto` stands for here, and why; for the report."""
     largest_step: float = 0.0
     """With `privacy.secure_aggregation`: the clip of tensors whose steps nothing is known of; else 0 and not there."""
+    settings_sha256: dict[str, str] = field(default_factory=dict)
+    """By facility, the digest of its settings file, where models and settings are signed."""
     format: int = FORMAT
 
 

@@ -65,7 +65,7 @@ def unwritable(folders: Sequence[Path]) -> str:
     """A sentence on the first folder that takes no file of 64 KiB, or ''. Folders that do not exist are made."""
     for folder in folders:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=folder) as file:
                 file.write(bytes(PROBE_BYTES))
                 file.flush()

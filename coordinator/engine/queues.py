@@ -14,11 +14,12 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
-from coordinator.config.deployments import federation_of, job_name
+from coordinator.config.deployments import GATE, federation_of, job_name
+from coordinator.schedulers.gated import Gated
 from coordinator.schedulers.registry import scheduler, schedulers
 from coordinator.schedulers.scheduler import Job, Scheduler
 from facility.exchange.errors import TryAgain
@@ -40,12 +41,15 @@ class Queue:
     """`config` of the ssh deployment that the queue is wrapped around; empty: the queue is this machine's."""
     directory: Path
     """Relative paths in `ssh` count from here."""
+    gated: bool = False
+    """The facility has a gate, which is asked by requests."""
     patience_seconds: float = 0.0
     """How long a job may wait for a reason that no time clears before its round is given up; 0: for ever."""
 
     @property
     def scheduler(self) -> Scheduler:
-        return scheduler(self.kind)
+        found = scheduler(self.kind)
+        return cast(Scheduler, Gated(found)) if self.gated else found
 
     def jobs(self) -> list[Job]:
         """Our jobs that have not ended. Raises `TryAgain` when the facility does not answer."""
@@ -64,7 +68,7 @@ class Queue:
 
     def _ask(self, command: str) -> str:
         """What a shell line prints at the facility. Raises `TryAgain` when that is no answer."""
-        line = f"{{ {command}; }} 2>&1"
+        line = self.scheduler.line(command)
         try:
             if self.ssh:
                 text, code = asyncio.run(asyncio.wait_for(_login(self, line), ANSWER_SECONDS))
@@ -87,10 +91,12 @@ async def _login(queue: Queue, command: str) -> tuple[str, int]:
     """Run one command at a facility's login node."""
     from streamflow.core.deployment import ExecutionLocation
 
+    from coordinator.streamflow_plugin.gate import GatedSSHConnector
     from coordinator.streamflow_plugin.ssh import ParallelSSHConnector
 
     settings = {**queue.ssh, "retries": 2, "retryDelay": 2, "connectTimeout": 20, "waits_for_login": False}
-    connector = ParallelSSHConnector(queue.facility, str(queue.directory), **settings)
+    kind = GatedSSHConnector if queue.gated else ParallelSSHConnector
+    connector = kind(queue.facility, str(queue.directory), **settings)
     host = next(iter(connector.nodes))
     location = ExecutionLocation(name=host, deployment=queue.facility, hostname=host, local=False)
     try:
@@ -109,21 +115,23 @@ def read_queues(streamflow: Path, patience: dict[str, float] | None = None) -> l
     found = []
     for binding in _bindings(data):
         target = deployments.get(binding["deployment"], {})
-        if target.get("type") not in schedulers():
+        kind = "ssh" if target.get("type") == GATE else target.get("type")
+        if kind not in schedulers():
             continue
         facility = facility_of(binding["step"])
-        if target["type"] == "ssh":
+        if kind == "ssh":
             inner, name = target, job_name(federation, facility) if binding.get("service") else ""
         else:
             service = (target["config"].get("services") or {}).get(binding.get("service"), {})
             name = service.get("jobName")
             wrapped = target.get("wraps")
             inner = deployments.get(wrapped["deployment"] if isinstance(wrapped, dict) else wrapped, {})
-        if name and inner.get("type", "local") in ("ssh", "local"):
+        if name and inner.get("type", "local") in ("ssh", "local", GATE):
             found.append(
                 Queue(
                     facility=facility,
-                    kind=target["type"],
+                    kind=kind,
+                    gated=inner.get("type") == GATE,
                     job_name=name,
                     ssh=inner.get("config") or {},
                     directory=streamflow.parent.resolve(),

@@ -7,6 +7,7 @@ compared and kept under version control. `write` puts them in place whole or not
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 import shutil
@@ -68,24 +69,7 @@ def render(federation: Federation) -> dict[str, str]:
             files[f"{here}/jobs/{facility.name}.sh"] = template
         if federation.masks and facility.deployment.host:
             files[f"{here}/jobs/{facility.name}{LOGIN_SUFFIX}"] = login_template(facility.deployment)
-        settings = FacilitySettings(
-            federation=federation.name,
-            facility=facility.name,
-            rounds=federation.rounds,
-            seed=federation.seed,
-            training=_training(federation, facility),
-            include=federation.aggregation.include,
-            exclude=federation.aggregation.exclude,
-            evaluation=federation.evaluation.for_facility(facility.name),
-            dataset_card=facility.public.dataset_card,
-            model_encoding=federation.sending.encoding,
-            asynchronous=federation.groups is not None,
-            masking=masking_settings(federation, facility),
-        )
-        values = dataclasses.asdict(settings)
-        files[f"{here}/facilities/{facility.name}.json"] = _json(
-            {name: value for name, value in values.items() if name != "masking" or value is not None}
-        )
+        files[f"{here}/facilities/{facility.name}.json"] = _facility_settings(federation, facility)
     return files
 
 
@@ -160,7 +144,34 @@ def coordinator_settings(federation: Federation) -> dict[str, Any]:
         **{key.name: getattr(federation, key.name) for key in dataclasses.fields(RoundSettings)},
     )
     values = {"federation": federation.name} | dataclasses.asdict(settings)
-    return {name: value for name, value in values.items() if value or name not in ("groups", "privacy", "largest_step")}
+    if key := federation.sending.signing_key:
+        values["sending"]["signing_key"] = _for_a_step(federation.path(key))
+        values["settings_sha256"] = {
+            facility.name: hashlib.sha256(_facility_settings(federation, facility).encode()).hexdigest()
+            for facility in federation.facilities
+        }
+    optional = ("groups", "privacy", "largest_step", "settings_sha256")
+    return {name: value for name, value in values.items() if value or name not in optional}
+
+
+def _facility_settings(federation: Federation, facility: Facility) -> str:
+    """Text of the file that is staged to a facility with every round."""
+    settings = FacilitySettings(
+        federation=federation.name,
+        facility=facility.name,
+        rounds=federation.rounds,
+        seed=federation.seed,
+        training=_training(federation, facility),
+        include=federation.aggregation.include,
+        exclude=federation.aggregation.exclude,
+        evaluation=federation.evaluation.for_facility(facility.name),
+        dataset_card=facility.public.dataset_card,
+        model_encoding=federation.sending.encoding,
+        asynchronous=federation.groups is not None,
+        masking=masking_settings(federation, facility),
+    )
+    values = dataclasses.asdict(settings)
+    return _json({name: value for name, value in values.items() if name != "masking" or value is not None})
 
 
 def _training(federation: Federation, facility: Facility) -> TrainingSettings:

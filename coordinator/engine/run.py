@@ -17,6 +17,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from coordinator.archive.audit import NAME as AUDIT_LOG
+from coordinator.archive.audit import VARIABLE as LOG
 from coordinator.archive.journal import Journal
 from coordinator.archive.rounds import Archive
 from coordinator.archive.summary import remarks, shown, shown_perplexity, summary, table
@@ -183,7 +185,9 @@ def _follow(
     supervisor = Supervisor(
         command=lambda: engine_command(federation),
         directory=federation.file.parent,
-        environment=engine_environment() | place.environment() | {PROGRESS_SECONDS: str(federation.progress_seconds)},
+        environment=engine_environment()
+        | place.environment()
+        | {PROGRESS_SECONDS: str(federation.progress_seconds), LOG: str(archive.path / AUDIT_LOG)},
         queues=read_queues(federation.file.parent / "streamflow.yml", patience(federation)),
         on_line=partial(_write_line, sink),
         say=say,

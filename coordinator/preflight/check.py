@@ -21,6 +21,7 @@ from coordinator.preflight.coordinator import check_here
 from coordinator.preflight.cost import check_hours, check_link, check_memory
 from coordinator.preflight.estimates import ModelFigures
 from coordinator.preflight.facility import check_site
+from coordinator.preflight.gate import check_gate
 from coordinator.preflight.remote import check_connection
 from coordinator.preflight.row import Row, fail, ok, skipped
 from coordinator.preflight.scheduler import check_scheduler, wanted_hours
@@ -82,23 +83,25 @@ def check_facility(
         if one
         else []
     )
-    connection = check_connection(facility.name, deployment)
-    if connection.verdict != "ok":
+    reached = (
+        check_gate(federation, facility, link) if deployment.gate else [check_connection(facility.name, deployment)]
+    )
+    if reached[0].verdict != "ok":
         unseen = skipped(facility.name, "everything else", "the facility cannot be reached")
-        return [connection, *certificates, unseen], None
-    rows = [connection, *certificates]
+        return [*reached, *certificates, unseen], None
+    rows = [*reached, *certificates]
     local = deployment.type == "local"
     dataset = str(federation.path(facility.dataset)) if local else facility.dataset
     workdir = deployment.workdir or str(federation.workdir_path / facility.name)
     rows_of_site, answer = check_site(facility, deployment, model, dataset, workdir, federation.sending.encoding)
     rows += rows_of_site
-    if deployment.type in QUEUES:
+    if deployment.type in QUEUES and not deployment.gate:
         rows += check_scheduler(facility.name, deployment, template)
         rows.append(check_hours(facility, deployment, federation.rounds, template))
     if model is not None:
         block = (answer or {}).get("dataset", {}).get("block_tokens") or model.positions or 1024
         rows.append(check_memory(facility, deployment, model, block, template))
-        if link:
+        if link and not deployment.gate:
             rows.append(check_link(facility, deployment, model, federation.sending))
     return rows, answer
 

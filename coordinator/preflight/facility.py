@@ -9,6 +9,7 @@ from typing import Any
 
 from coordinator.config.deployments import Deployment
 from coordinator.config.federation import Facility
+from coordinator.preflight import gate
 from coordinator.preflight.disk import Disk, facility_disk
 from coordinator.preflight.estimates import ModelFigures
 from coordinator.preflight.remote import run
@@ -88,7 +89,10 @@ def check_site(
 ) -> tuple[list[Row], dict[str, Any] | None]:
     """Rows on environment, versions, dataset and room; and the answer itself."""
     reserve = facility_disk(model, facility.training, sending) if model else Disk(parts={})
-    answer, wrong = probe(deployment, dataset, workdir, reserve.bytes)
+    if deployment.gate:
+        answer, wrong = gate.probe(deployment, dataset, reserve.bytes)
+    else:
+        answer, wrong = probe(deployment, dataset, workdir, reserve.bytes)
     name = facility.name
     if answer is None:
         assert wrong is not None

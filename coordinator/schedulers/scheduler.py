@@ -7,6 +7,7 @@ answer, an empty answer and an unknown state are silence: they are asked again a
 from __future__ import annotations
 
 import re
+import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from typing import ClassVar
 from coordinator.schedulers.partition import Partition, Wish
 from facility.exchange.messages.outcome import Outcome
 
+OUTPUT_BYTES = 1 << 16
+"""What is read of a job's output: its end."""
 FORGOTTEN = "FORGOTTEN"
 """State of a job whose id the scheduler says it does not know (any more)."""
 
@@ -92,6 +95,10 @@ class Scheduler(ABC):
     def cancel_waiting(self, name: str) -> str:
         """Shell line that cancels only those that have not begun."""
 
+    def line(self, command: str) -> str:
+        """The same command with all that it prints in one stream."""
+        return f"{{ {command}; }} 2>&1"
+
     def is_answer(self, text: str, code: int) -> bool:
         """True when a listing or a question about jobs was answered."""
         return code == 0
@@ -149,6 +156,10 @@ class BatchScheduler(Scheduler):
     def blocks(self, wish: Wish) -> dict[str, str]:
         """Blocks of `templates/<name>.sh` for these wishes: directives, one a line."""
         return {}
+
+    def end_of_output(self, id: str, path: str) -> str:
+        """Shell line that prints the end of what a job printed into `path`."""
+        return f"tail -c {OUTPUT_BYTES} {shlex.quote(path)}"
 
     @abstractmethod
     def cancel_ids(self, ids: Sequence[str]) -> str:

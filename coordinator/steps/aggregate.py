@@ -18,6 +18,7 @@ from pathlib import Path
 from coordinator.aggregate import aggregate
 from coordinator.aggregation.settings import AggregationSettings
 from coordinator.aggregation.unmasking import Unmasking
+from coordinator.archive.audit import log_entry
 from coordinator.archive.rounds import CLIPS, Archive, FacilityRow, RoundFile
 from coordinator.archive.sweep import sweep_round
 from coordinator.config.settings import CoordinatorSettings, read_coordinator_settings
@@ -26,6 +27,7 @@ from coordinator.events.outputs import write_outputs
 from coordinator.steps.decide import Decision, decide
 from coordinator.steps.global_loss import global_losses, losses_of, losses_of_rows, plausible, without_each
 from coordinator.steps.guard import Guard, guard, guarded
+from coordinator.steps.order import OUTPUT, order_or_tell
 from coordinator.steps.send import Outgoing, bytes_of, make_message, outgoing
 from coordinator.steps.weight_limit import Capped, cap
 from facility.exchange.errors import CrossFedError, InputError, TryAgain, UpdateRefused, exit_on_error
@@ -262,6 +264,13 @@ def commit(
             aggregation=dataclasses.asdict(record),
         )
         write_json(directory / "round.json", dataclasses.asdict(round_file))
+    log_entry(
+        "aggregated",
+        round=number,
+        model=read_manifest(archive.model_for(number + 1)).content_sha256,
+        weights=weights,
+        left_out=left_out | {name: failure.reason for name, failure in arrived.failures.items()},
+    )
     archive.drop_note("attempts")
     archive.prune(settings.keep_rounds)
     sweep_round(Path.cwd(), record.federation, number)
@@ -437,6 +446,7 @@ def run_step(arguments: argparse.Namespace, close: Callable[..., tuple[Path, int
         print(f"round {arguments.round} cannot be closed: {clean(reason)}")
         outputs = arguments.model, arguments.round, False
     write_outputs(model=outputs[0], round=outputs[1], proceed=outputs[2])
+    order_or_tell(Path.cwd() / OUTPUT, settings)
     return 0
 
 

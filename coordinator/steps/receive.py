@@ -13,6 +13,7 @@ from coordinator.aggregation.settings import AggregationSettings
 from coordinator.aggregation.unmasking import match_masked
 from coordinator.aggregation.updates import holds_adapters
 from coordinator.aggregation.verify import check_files, check_identity, check_tokenizer, check_update
+from coordinator.archive.audit import log_entry
 from coordinator.config.privacy import PrivacySettings
 from coordinator.config.settings import read_coordinator_settings
 from coordinator.events.event import emit
@@ -21,14 +22,23 @@ from facility.exchange.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from facility.exchange.checkpoints.delta import decode
 from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.delta_codecs import CODECS
-from facility.exchange.errors import InputError, UpdateRefused, exit_on_error
+from facility.exchange.errors import CrossFedError, InputError, UpdateRefused, exit_on_error
+from facility.exchange.files.audit_log import HEAD
 from facility.exchange.files.durable import new_directory
 from facility.exchange.files.links import link_tree
 from facility.exchange.files.paths import resolve
 from facility.exchange.masking.streams import DTYPES
 from facility.exchange.messages import report
 from facility.exchange.messages.layout import LoraSettings
-from facility.exchange.messages.manifest import Manifest, read_manifest, run_of, verify_manifest
+from facility.exchange.messages.manifest import (
+    NAME,
+    Manifest,
+    manifest_if_any,
+    read_manifest,
+    run_of,
+    sha256_of,
+    verify_manifest,
+)
 from facility.exchange.messages.masking import ENCODING
 from facility.exchange.messages.signatures import verify
 from facility.exchange.messages.strict_json import clean
@@ -122,6 +132,7 @@ def check_training(
         round=round,
         maximum_staleness=settings.maximum_staleness,
         patterns=patterns,
+        adapters=adapters,
     )
     claimed = report.read_report(update)
     check_report(claimed, sent, facility)
@@ -212,6 +223,25 @@ def _failure(update: Path, told: report.Failure, facility: str, round: int, *, s
     return report.Failure(facility=facility, round=round, reason=told.reason, log_tail=told.log_tail, again=told.again)
 
 
+def log_received(
+    update: Path | None, facility: str, round: int, settings: AggregationSettings, failure: report.Failure | None
+) -> None:
+    """What came, with its digests and whose signature it bears, and what was decided, in the coordinator's log."""
+    told = manifest_if_any(update) if update is not None else None
+    signature = "none asked for"
+    if settings.allowed_signers and update is not None:
+        try:
+            signature = verify(update, facility, resolve(settings.allowed_signers))
+        except (CrossFedError, OSError) as error:
+            signature = f"refused: {clean(str(error), 300)}"
+    digests: dict[str, str] = {}
+    if update is not None and told is not None:
+        theirs = clean(str(told.extra.get(HEAD, "")), 64)
+        digests = {"manifest": sha256_of(update / NAME), "content": told.content_sha256, "facility_head": theirs}
+    verdict = {"verdict": "accepted"} if failure is None else {"verdict": failure.kind, "reason": failure.reason}
+    log_entry("received", facility=facility, round=round, signature=signature, **digests, **verdict)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m coordinator.steps.receive", description=__doc__)
     parser.add_argument(
@@ -241,6 +271,7 @@ def main() -> int:
         masks=settings.masks,
         adapters=settings.lora,
     )
+    log_received(arguments.update, arguments.facility, arguments.round, settings.aggregation, failure)
     if failure is None:
         link_tree(decoded if decoded.exists() else arguments.update, arguments.out)
         shutil.rmtree(decoded, ignore_errors=True)

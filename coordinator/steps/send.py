@@ -18,6 +18,7 @@ from typing import Any
 from coordinator.aggregation.state import belong_to, draw_near
 from coordinator.archive.rounds import Archive
 from coordinator.config.settings import CoordinatorSettings, SendingSettings, read_coordinator_settings
+from coordinator.steps.order import order_or_tell
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.delta import encode_model
 from facility.exchange.delta_codecs import FULL, declared_codec
@@ -151,6 +152,7 @@ def main() -> int:
         found = Outgoing(path=arguments.model, encoding="full", reason=f"the archive cannot be read: {error}")
     source = arguments.model if found.encoding == "full" else found.path
     link_tree(source, arguments.out)
+    order_or_tell(arguments.out, settings)
     print(f"round {arguments.round}: {arguments.facility} is sent {found}")
     return 0
 

@@ -6,12 +6,14 @@ import argparse
 import sys
 from pathlib import Path
 
+from coordinator.archive.audit import log_entry
 from coordinator.archive.rounds import Archive
 from coordinator.archive.sweep import sweep_round
 from coordinator.asynchronous.buffer import FOLDER, meeting_of
 from coordinator.config.settings import CoordinatorSettings, read_coordinator_settings
 from coordinator.events.event import emit, failures_of
 from coordinator.events.outputs import write_outputs
+from coordinator.steps.order import OUTPUT, order
 from facility.exchange.errors import InputError, exit_on_error
 from facility.exchange.files.paths import resolve
 from facility.exchange.messages.manifest import verify_manifest
@@ -58,7 +60,9 @@ def main() -> int:
     arguments = parser.parse_args()
     with failures_of("start"):
         settings = read_coordinator_settings(arguments.federation)
-        model, number, proceed = start(Archive(resolve(arguments.archive)), arguments.model.resolve(), settings)
+        archive = Archive(resolve(arguments.archive))
+        model, number, proceed = start(archive, arguments.model.resolve(), settings)
+        log_entry("started", federation=settings.federation, round=number, proceed=proceed)
     what = "group" if settings.groups else "round"
     print(
         f"{what} {number}: starting from {model}" if proceed else f"nothing left to do: {number} {what}s are complete"
@@ -67,6 +71,7 @@ def main() -> int:
         emit("starting", round=number, model=str(model))
     with failures_of("start"):
         write_outputs(model=model, round=number, proceed=proceed)
+        order(Path.cwd() / OUTPUT, settings)
     return 0
 
 

@@ -24,6 +24,8 @@ CHANNELS = 2
 """Pieces at once in each connection: while one waits for its command to start or end, the other moves."""
 STALL_SECONDS = 120.0
 """A connection that moves nothing for so long counts as broken."""
+LEAST_BYTES_PER_SECOND = 20_000
+"""What comes slower than this for a whole piece is given up: a facility that sends byte by byte holds nobody up."""
 ATTEMPTS = 10
 """Times one piece may break before the transfer is given up; waiting for a lost host is the connection's own matter."""
 BROKEN = (asyncssh.Error, ConnectionError, BrokenPipeError, asyncio.TimeoutError, asyncio.IncompleteReadError)
@@ -41,12 +43,13 @@ class TransferFailed(WorkflowExecutionException):
     """The other side said no: what it said is the message."""
 
 
-async def worth(lane: SSHContextFactory, most: int) -> int:
+async def worth(lane: SSHContextFactory, most: int, nothing: str) -> int:
     """Log in, and return the number of connections for this distance: two at a short one, where one process can fill
-    the link and more only wait for each other, and `most` from about 100 ms of round trip on."""
-    await persist(functools.partial(output, lane, ":"))
+    the link and more only wait for each other, and `most` from about 100 ms of round trip on. `nothing`: a command that
+    does nothing."""
+    await persist(functools.partial(output, lane, nothing))
     start = time.monotonic()
-    await persist(functools.partial(output, lane, ":"))
+    await persist(functools.partial(output, lane, nothing))
     return min(most, max(FEWEST, int((time.monotonic() - start) / ROUND_TRIPS_SECONDS)))
 
 
@@ -114,13 +117,20 @@ async def receive(
         if text:
             process.stdin.write(text)
         process.stdin.write_eof()
-        count = 0
+        count, start = 0, time.monotonic()
         while block := await asyncio.wait_for(process.stdout.read(BLOCK_BYTES), STALL_SECONDS):
             count += len(block)
             take(block)
+            check_pace(count, time.monotonic() - start, command)
         await _ended(process, command)
         if length is not None and count != length:
             raise TransferFailed(f"`{command:.120}` gave {count} bytes, expected {length}")
+
+
+def check_pace(count: int, seconds: float, command: str) -> None:
+    """Raise `TransferFailed` for a stream that trickles."""
+    if seconds > STALL_SECONDS and count < (seconds - STALL_SECONDS) * LEAST_BYTES_PER_SECOND:
+        raise TransferFailed(f"`{command:.60}` gave {count} bytes in {seconds:.0f} s: too slow to wait for")
 
 
 MOST_OUTPUT = 64 << 20

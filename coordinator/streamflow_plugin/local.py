@@ -8,6 +8,7 @@ from typing import Any
 from streamflow.core.deployment import ExecutionLocation
 from streamflow.deployment.connector.local import LocalConnector
 
+from coordinator.archive.audit import VARIABLE as LOG
 from coordinator.config.deployments import FACILITY
 from coordinator.events.event import VARIABLE, emit
 from coordinator.streamflow_plugin.job_progress import JobWatch, asking, watched
@@ -31,8 +32,8 @@ class TellingLocalConnector(LocalConnector):
     ) -> tuple[str, int] | None:
         if job_name is None:
             return await super().run(location, command, *args, job_name=job_name, **rest)
-        if self.deployment_name.startswith(FACILITY):  # the event file is the coordinator's alone
-            command = ["unset", VARIABLE, "&&", *command]
+        if self.deployment_name.startswith(FACILITY):  # event file and log are the coordinator's alone
+            command = ["unset", VARIABLE, LOG, "&&", *command]
         step = step_of(job_name)
         emit("executing", step=step)
         if not self.deployment_name.startswith(FACILITY):

@@ -12,23 +12,27 @@ import importlib
 import logging
 import shlex
 from collections.abc import Callable, Collection, MutableSequence
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 from streamflow.core.deployment import ExecutionLocation
 from streamflow.core.exception import WorkflowExecutionException
 from streamflow.deployment.connector.queue_manager import QueueManagerConnector
+from streamflow.deployment.wrapper import get_inner_location
 from streamflow.log_handler import logger
 
-from coordinator.events.event import emit
+from coordinator.archive.audit import VARIABLE as LOG
+from coordinator.events.event import VARIABLE, emit
+from coordinator.schedulers.gated import Gated
 from coordinator.schedulers.scheduler import FORGOTTEN, BatchScheduler, Ending, Job
 from coordinator.streamflow_plugin.job_progress import JobWatch, asking, interval
+from coordinator.streamflow_plugin.names import DATABASE
 
 PATIENCE_SECONDS = 3600.0
 """How long a scheduler may be silent."""
 HELD_UP_SECONDS = 60.0
 """A question that took longer waited for the connection or the login."""
-OUTPUT_BYTES = 1 << 16
-"""What is read of a job's output: its end."""
+REFUSED = "refused-"
+"""Begins the id of a job that the facility's gate did not take."""
 
 T = TypeVar("T")
 
@@ -36,7 +40,8 @@ T = TypeVar("T")
 class PatientQueue(QueueManagerConnector):
     """Comes before StreamFlow's own connector in a class; the same settings."""
 
-    scheduler: ClassVar[BatchScheduler]
+    behind: ClassVar[BatchScheduler]
+    """The facility's scheduler, be it behind a gate or not."""
     _endings: dict[str, Ending]
 
     def __init__(self, *args, **settings) -> None:
@@ -50,10 +55,20 @@ class PatientQueue(QueueManagerConnector):
         self._begun: set[str] = set()
         self._watches: dict[str, asyncio.Task[None]] = {}
 
+    @property
+    def _gate(self) -> Any:
+        """The connector of a facility's gate, once it is deployed (until then the engine has a stand-in); else None."""
+        connector: Any = getattr(self.connector, "_connector", None) or self.connector
+        return connector if hasattr(connector, "submit_job") else None
+
+    @property
+    def scheduler(self) -> BatchScheduler:
+        return self.behind if self._gate is None else cast(BatchScheduler, Gated(self.behind))
+
     async def _shell(self, location: ExecutionLocation, line: str) -> tuple[str, int]:
         """Run a shell line at the login node; returns all that it printed, and its code."""
         start = asyncio.get_running_loop().time()
-        answer = await self.run(location=location, command=[f"{{ {line}; }} 2>&1"], capture_output=True)
+        answer = await self.run(location=location, command=[self.scheduler.line(line)], capture_output=True)
         if (took := asyncio.get_running_loop().time() - start) > HELD_UP_SECONDS:
             self._held_up += took
         return answer if answer is not None else ("", 1)
@@ -97,7 +112,7 @@ class PatientQueue(QueueManagerConnector):
         return states
 
     async def _get_running_jobs(self, location: ExecutionLocation) -> Collection[str]:
-        ids = list(self._scheduled_jobs)
+        ids = [one for one in self._scheduled_jobs if not one.startswith(REFUSED)]
         if not ids:
             return []
         if "jobs" in self._jobs_cache:
@@ -161,7 +176,10 @@ class PatientQueue(QueueManagerConnector):
         path = self._outputs.pop(job_id, "") or (await self._ending(job_id, location)).output
         if not path:
             return ""
-        text, code = await self._shell(location, f"tail -c {OUTPUT_BYTES} {shlex.quote(path)}")
+        try:
+            text, code = await self._shell(location, self.scheduler.end_of_output(job_id, path))
+        except WorkflowExecutionException:  # a gate that keeps what jobs print
+            return ""
         return text.strip() if code == 0 else ""
 
     async def _get_returncode(self, job_id: str, location: ExecutionLocation) -> int:
@@ -187,14 +205,7 @@ class PatientQueue(QueueManagerConnector):
         deadline = self._now() + PATIENCE_SECONDS
         while True:
             try:
-                text = await super()._run_batch_command(
-                    command=command,
-                    environment=environment,
-                    job_name=job_name,
-                    location=location,
-                    workdir=workdir,
-                    **rest,
-                )
+                text = await self._submit(command, environment, job_name, location, workdir, **rest)
             except WorkflowExecutionException as error:
                 if not self.scheduler.is_silence(str(error)) or self._now() > deadline:
                     raise
@@ -207,6 +218,8 @@ class PatientQueue(QueueManagerConnector):
                     continue
                 logger.info(f"the job was taken all the same: {jobs[0].id}")
                 text = jobs[0].id
+            if text.startswith(REFUSED):
+                return text
             if not (job_id := self.scheduler.read_id(text)):
                 raise WorkflowExecutionException(
                     f"{self.scheduler.program} at {self.deployment_name} named no job: {text.strip()[-300:]!r}"
@@ -215,6 +228,21 @@ class PatientQueue(QueueManagerConnector):
             emit("submitted", step=step, job=job_id)
             self._watch(job_id, workdir, location)
             return job_id
+
+    async def _submit(self, command: str, environment, job_name: str, location, workdir, **rest) -> str:
+        """What the submission printed; at a gate that refuses, the id of a job that has ended without an update."""
+        if self._gate is None:
+            # A queue on this machine would hand the coordinator's own environment to the job.
+            environment = (environment or {}) | dict.fromkeys((VARIABLE, LOG, DATABASE), "''")
+            return await super()._run_batch_command(
+                command=command, environment=environment, job_name=job_name, location=location, workdir=workdir, **rest
+            )
+        try:
+            return await self._gate.submit_job(get_inner_location(location), command)
+        except self._gate.refused as error:
+            refused = f"{REFUSED}{len(self._endings)}-{abs(hash(job_name))}"
+            self._endings[refused] = Ending(state="REFUSED", code=None, detail=str(error))
+            return refused
 
     def _name(self, location: ExecutionLocation) -> str | None:
         """The job name that federation.yml's rendering gives this facility."""
@@ -248,7 +276,8 @@ class PatientQueue(QueueManagerConnector):
 
     async def _remove_jobs(self, location: ExecutionLocation, jobs: MutableSequence[str]) -> None:
         """Cancel jobs at the end of a run; `location` is the login node's (the original looks inside it and fails)."""
-        await self.connector.run(location=location, command=[self.scheduler.cancel_ids(jobs)])
+        if there := [one for one in jobs if not one.startswith(REFUSED)]:
+            await self.connector.run(location=location, command=[self.scheduler.cancel_ids(there)])
 
 
 def step_of(job_name: str) -> str:
@@ -266,4 +295,4 @@ def connector_for(scheduler: BatchScheduler) -> type[QueueManagerConnector]:
     """StreamFlow's connector of this scheduler with `PatientQueue`'s manners."""
     module, _, name = scheduler.connector.partition(":")
     original = getattr(importlib.import_module(module), name)
-    return type(f"Patient{name}", (PatientQueue, original), {"scheduler": scheduler})
+    return type(f"Patient{name}", (PatientQueue, original), {"behind": scheduler})

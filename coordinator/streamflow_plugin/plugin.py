@@ -13,6 +13,7 @@ from coordinator.schedulers.registry import schedulers
 from coordinator.schedulers.scheduler import BatchScheduler
 from coordinator.streamflow_plugin import facility_steps
 from coordinator.streamflow_plugin.database import PrivateDatabase
+from coordinator.streamflow_plugin.gate import GatedSSHConnector
 from coordinator.streamflow_plugin.local import TellingLocalConnector
 from coordinator.streamflow_plugin.patient import connector_for
 from coordinator.streamflow_plugin.ssh import ParallelSSHConnector
@@ -23,6 +24,7 @@ class CrossFedPlugin(StreamFlowPlugin):
         facility_steps.install()
         self.register_data_manager("default", facility_steps.CarefulDataManager)
         self.register_connector("ssh", ParallelSSHConnector)
+        self.register_connector("gate", GatedSSHConnector)
         self.register_connector("local", TellingLocalConnector)
         for name in ("default", "sqlite"):
             self.register_database(name, PrivateDatabase)

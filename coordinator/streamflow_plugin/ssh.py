@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import shlex
 import time
@@ -10,24 +11,31 @@ from collections.abc import Callable, MutableMapping, MutableSequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import asyncssh
 from streamflow.core.deployment import ExecutionLocation, Shell
 from streamflow.core.exception import WorkflowExecutionException
-from streamflow.core.utils import get_local_to_remote_destination
+from streamflow.core.utils import get_local_to_remote_destination, run_in_shell
 from streamflow.deployment.connector.ssh import SSHConfig, SSHConnector, SSHContext, SSHContextFactory
 from streamflow.log_handler import logger
 
 from coordinator.config.deployments import FACILITY
 from coordinator.events.event import emit
-from coordinator.schedulers.scheduler import step_code
+from coordinator.schedulers.scheduler import OUTPUT_BYTES, step_code
+from coordinator.streamflow_plugin.dialect import SHELL, ShellDialect
 from coordinator.streamflow_plugin.job_progress import JobWatch, asking, watched
-from coordinator.streamflow_plugin.lanes import CHANNELS, TransferFailed, worth
+from coordinator.streamflow_plugin.lanes import BLOCK_BYTES, CHANNELS, MOST_OUTPUT, TransferFailed, worth
 from coordinator.streamflow_plugin.patient import step_of, tell
 from coordinator.streamflow_plugin.patient_login import REFUSED, PatientLogin
 from coordinator.streamflow_plugin.swift import SwiftLane, swift_lanes
 from coordinator.streamflow_plugin.tree import pull, push
+from facility.exchange.messages.manifest import manifest_if_any
 
+BESIDE_BYTES = 256 << 20
+COMMAND_BYTES = 1 << 20
+"""What is kept of a command's answer: its end."""
+COMMAND_SECONDS = 3600
 STREAMS = 8
 """Connections of one transfer unless `maxConnections` asks for more."""
 
@@ -73,16 +81,49 @@ class CarefulContext(SSHContext):
             raise WorkflowExecutionException(f"{self.get_hostname()} refuses the login: {error}") from error
 
 
+class BoundedReader:
+    """A shell's output; more than `MOST_OUTPUT` bytes in answer to one command are an error, not kept."""
+
+    def __init__(self, reader: Any) -> None:
+        self._reader, self._count = reader, 0
+
+    async def read(self, size: int) -> bytes:
+        block = await self._reader.read(size)
+        self._count += len(block)
+        if self._count > MOST_OUTPUT:
+            raise WorkflowExecutionException(f"a command answered more than {MOST_OUTPUT} bytes")
+        return bytes(block)
+
+    async def close(self) -> None:
+        await self._reader.close()
+
+    @staticmethod
+    def reset_by(writer: Any, reader: BoundedReader) -> Any:
+        """The writer, each of whose writes begins a command."""
+        write = writer.write
+
+        async def begin(data: Any) -> None:
+            reader._count = 0
+            await write(data)
+
+        writer.write = begin
+        return writer
+
+
 class ParallelSSHConnector(SSHConnector):
     """`type: ssh`, the same settings. `maxConnections` is also the number of streams of one transfer (at least 8).
 
     `waits_for_login`: a refused login is waited for; otherwise it is an error at once.
     """
 
+    dialect: ShellDialect = SHELL
+    """What transfers ask for."""
+
     def __init__(self, *args, waits_for_login: bool = True, **settings) -> None:
         super().__init__(*args, **settings)
         login = PatientLogin(facility=self.deployment_name.removeprefix(FACILITY)) if waits_for_login else None
         self._cls_context = partial(CarefulContext, login=login)
+        self._most_bytes: int | None = None
         self._lanes: dict[str, list[SSHContextFactory]] = {}
         self._worth: dict[str, asyncio.Future[int]] = {}
 
@@ -97,12 +138,12 @@ class ParallelSSHConnector(SSHConnector):
         """As many of `lanes` as the distance is worth, the first of them logged in."""
         lanes, known = self.lanes(location), self._worth.get(location.name)
         if known is None or known.done() and (known.cancelled() or known.exception() is not None):
-            self._worth[location.name] = asyncio.ensure_future(worth(lanes[0], len(lanes)))
+            self._worth[location.name] = asyncio.ensure_future(worth(lanes[0], len(lanes), self.dialect.nothing))
         return lanes[: await asyncio.shield(self._worth[location.name])]
 
     def swift(self, location: ExecutionLocation, count: int) -> AbstractAsyncContextManager[list[SwiftLane]]:
         """Connections of the system's ssh to where `lanes` go."""
-        return swift_lanes(self.dataTransferConfig or self.nodes[location.name], count, CHANNELS)
+        return swift_lanes(self.dataTransferConfig or self.nodes[location.name], count, CHANNELS, self.dialect)
 
     async def run(
         self,
@@ -119,35 +160,79 @@ class ParallelSSHConnector(SSHConnector):
     ) -> tuple[str, int] | None:
         """As the original, but a job ends with its connection, and its exit code is one that the workflow knows."""
         if job_name is None:
-            return await super().run(
-                location, private(command), environment, workdir, stdin, stdout, stderr, capture_output, timeout
-            )
+            return await self._command(location, private(command), environment, workdir, stdin, capture_output, timeout)
         emit("executing", step=step_of(job_name))
         text = self._get_command(location, command, environment, workdir, stdin, stdout, stderr, job_name)
         text = self.template_map.get_command(text, location.service, environment, workdir)
         step = step_of(job_name)
         watch = JobWatch(step=step, directory=workdir or ".", ask=asking(self, location))
         emit("began", step=step, job="")
-        async with (
-            self._get_ssh_client_process(
-                location=location.name, command=tethered(text), stderr=asyncio.subprocess.STDOUT
-            ) as process,
-            watched(watch),
-        ):
-            result = await process.wait(timeout=timeout)
-        if result.returncode is None:
+        async with watched(watch):
+            said, code = await self.end_of(location, self.job_line(text), OUTPUT_BYTES, timeout)
+        if code is None:
             raise WorkflowExecutionException(f"the connection to {self.deployment_name} broke during job {job_name}")
-        emit("ended", step=step, job="", code=step_code(result.returncode), problem="")
-        if step_code(result.returncode) != result.returncode:
-            tell(
-                f"job {job_name} of {self.deployment_name} did not end well: exit code {result.returncode}",
-                logging.ERROR,
-            )
-        return (str(result.stdout or "").strip(), step_code(result.returncode)) if capture_output else None
+        emit("ended", step=step, job="", code=step_code(code), problem="")
+        if step_code(code) != code:
+            tell(f"job {job_name} of {self.deployment_name} did not end well: exit code {code}", logging.ERROR)
+        return (said, step_code(code)) if capture_output else None
+
+    async def _command(
+        self,
+        location: ExecutionLocation,
+        command: MutableSequence[str],
+        environment: MutableMapping[str, str] | None,
+        workdir: str | None,
+        stdin: int | str | None,
+        capture_output: bool,
+        timeout: int | None,
+    ) -> tuple[str, int] | None:
+        """A command in the open shell; with `stdin`, or where the shell cannot be had, in a session of its own."""
+        if stdin is None:
+            with contextlib.suppress(WorkflowExecutionException):
+                return await run_in_shell(
+                    shell=await self.get_shell(command=["sh"], location=location),
+                    location=location,
+                    command=command,
+                    environment=environment,
+                    workdir=workdir,
+                    capture_output=capture_output,
+                    timeout=timeout or COMMAND_SECONDS,
+                )
+        text = self._get_command(location, command, environment, workdir, stdin)
+        said, code = await self.end_of(location, text, COMMAND_BYTES, timeout or COMMAND_SECONDS)
+        if code is None:
+            raise WorkflowExecutionException(f"the connection to {self.deployment_name} broke during `{text:.100}`")
+        return (said, code) if capture_output else None
+
+    async def end_of(
+        self, location: ExecutionLocation, text: str, most: int, timeout: int | None
+    ) -> tuple[str, int | None]:
+        """The last `most` bytes of what a command prints, and its code; None where the connection broke."""
+        said = b""
+        async with self._get_ssh_client_process(
+            location=location.name, command=text, stderr=asyncio.subprocess.STDOUT, encoding=None
+        ) as process:
+            try:
+                async with asyncio.timeout(timeout):  # the wait for a login is not counted
+                    while block := await process.stdout.read(BLOCK_BYTES):
+                        said = (said + block)[-most:]
+                    result = await process.wait()
+            except TimeoutError:
+                raise WorkflowExecutionException(
+                    f"{self.deployment_name} did not answer `{text:.100}` within {timeout} s"
+                ) from None
+        return said.decode(errors="replace").strip(), result.returncode
+
+    def job_line(self, command: str) -> str:
+        """What is sent for a job's shell command."""
+        return tethered(command)
 
     async def _create_shell(self, command: MutableSequence[str], location: ExecutionLocation) -> Shell:
         """A login shell, as in `crossfed check`: sites put schedulers on PATH in /etc/profile.d or ~/.bash_profile."""
-        return await super()._create_shell([LOGIN_SHELL] if list(command) == ["sh"] else command, location)
+        shell = await super()._create_shell([LOGIN_SHELL] if list(command) == ["sh"] else command, location)
+        shell._reader = BoundedReader(shell._reader)
+        shell._writer = BoundedReader.reset_by(shell._writer, shell._reader)
+        return shell
 
     def _get_ssh_context_factory(self, location: ExecutionLocation) -> SSHContextFactory:
         """Commands go to the login node, which has the scheduler (the original sends them to a data-transfer host where
@@ -175,10 +260,18 @@ class ParallelSSHConnector(SSHConnector):
 
     async def _push(self, src: str, dst: str, location: ExecutionLocation) -> None:
         logger.info(f"COPYING from {src} on local file-system to {dst} on location {location}")
+        self._most_bytes = largest_update(Path(src)) or self._most_bytes
         start = time.monotonic()
         lanes = await self.awake(location)
         try:
-            size = await push(lanes, partial(self.swift, location), Path(src), dst, _tell(f"to {self.deployment_name}"))
+            size = await push(
+                lanes,
+                partial(self.swift, location),
+                Path(src),
+                dst,
+                _tell(f"to {self.deployment_name}"),
+                dialect=self.dialect,
+            )
         except TransferFailed as error:
             # The job still starts and finds no whole model: the trainer's manifest check tells the coordinator, and the
             # round goes on without this facility instead of ending for all.
@@ -197,7 +290,13 @@ class ParallelSSHConnector(SSHConnector):
         lanes = await self.awake(location)
         try:
             size = await pull(
-                lanes, partial(self.swift, location), src, Path(dst), _tell(f"from {self.deployment_name}")
+                lanes,
+                partial(self.swift, location),
+                src,
+                Path(dst),
+                _tell(f"from {self.deployment_name}"),
+                dialect=self.dialect,
+                most_bytes=self._most_bytes,
             )
         except TransferFailed as error:
             raise WorkflowExecutionException(f"FAILED copy of {src} from {self.deployment_name}: {error}") from error
@@ -216,6 +315,17 @@ class ParallelSSHConnector(SSHConnector):
         await super().undeploy(external)
         await asyncio.gather(*(lane.close() for lanes in self._lanes.values() for lane in lanes))
         self._lanes, self._worth = {}, {}
+
+
+def largest_update(model: Path) -> int | None:
+    """Bytes that an update of this model may have; None for a directory that is no model of known size.
+
+    float32 weights, as much again for what may come beside them, and `BESIDE_BYTES` for reports and tokenizer.
+    """
+    manifest = manifest_if_any(model)
+    if manifest is None or not manifest.parameters:
+        return None
+    return BESIDE_BYTES + 2 * 4 * manifest.parameters
 
 
 def tethered(command: str) -> str:

@@ -16,6 +16,7 @@ import os
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,7 +26,8 @@ from streamflow.deployment.connector.ssh import SSHConfig
 from streamflow.log_handler import logger
 
 from coordinator.streamflow_plugin import openssh
-from coordinator.streamflow_plugin.lanes import BLOCK_BYTES, STALL_SECONDS, TransferFailed, words
+from coordinator.streamflow_plugin.dialect import ARRIVED, SHELL, ShellDialect
+from coordinator.streamflow_plugin.lanes import BLOCK_BYTES, STALL_SECONDS, TransferFailed, check_pace, words
 
 OPTIONS = (
     "-a",
@@ -48,7 +50,6 @@ OPTIONS = (
     "-o",
     "ServerAliveCountMax=4",
 )
-ARRIVED = "crossfed-arrived"
 BROKE = 255
 """ssh's own exit code: the connection, not the command."""
 PIPE_BYTES = 1 << 20
@@ -81,14 +82,20 @@ def login_of(config: SSHConfig) -> openssh.Login | None:
 class SwiftLane:
     """One connection of the system's ssh; any number of pieces at once."""
 
-    def __init__(self, words: list[str], master: asyncio.subprocess.Process, pool: ThreadPoolExecutor) -> None:
-        self._words, self._master, self._pool = words, master, pool
+    def __init__(
+        self,
+        words: list[str],
+        master: asyncio.subprocess.Process,
+        pool: ThreadPoolExecutor,
+        dialect: ShellDialect = SHELL,
+    ) -> None:
+        self._words, self._master, self._pool, self._dialect = words, master, pool, dialect
 
     async def put(self, command: str, file: int, offset: int, length: int) -> None:
         """Feed a range of an open file to a remote command. Raises `TransferFailed`, or what `BROKEN` names."""
         ours = _Pipe()
         said = await self._move(
-            f"{command} && echo {ARRIVED}", ours, ours.reader, lambda: _pour(file, offset, length, ours)
+            self._dialect.confirmed(command), ours, ours.reader, lambda: _pour(file, offset, length, ours)
         )
         # A client of a connection that breaks may end with 0: only the command itself can say that it has all.
         if ARRIVED.encode() not in said:
@@ -118,7 +125,7 @@ class SwiftLane:
         try:
             failure: Exception | None = None
             try:
-                await _watched(moving, pipe)
+                await _watched(moving, pipe, command if end == pipe.writer else "")
             except (OSError, TransferFailed) as error:
                 failure = error
             answer, said = await asyncio.wait_for(asyncio.shield(ending), STALL_SECONDS)
@@ -158,7 +165,9 @@ class SwiftLane:
 
 
 @contextlib.asynccontextmanager
-async def swift_lanes(config: SSHConfig, count: int, channels: int) -> AsyncIterator[list[SwiftLane]]:
+async def swift_lanes(
+    config: SSHConfig, count: int, channels: int, dialect: ShellDialect = SHELL
+) -> AsyncIterator[list[SwiftLane]]:
     """Up to `count` connections, closed at the end; none if the system's ssh cannot be used."""
     login = login_of(config)
     if login is None or not count:
@@ -169,7 +178,7 @@ async def swift_lanes(config: SSHConfig, count: int, channels: int) -> AsyncIter
     with ThreadPoolExecutor(count * channels, thread_name_prefix="swift") as pool:
         try:
             opened = await asyncio.gather(
-                *(_open(login, config.connect_timeout, folder / str(number), pool) for number in range(count))
+                *(_open(login, config.connect_timeout, folder / str(number), pool, dialect) for number in range(count))
             )
             lanes = [lane for lane in opened if lane is not None]
             yield lanes
@@ -178,7 +187,9 @@ async def swift_lanes(config: SSHConfig, count: int, channels: int) -> AsyncIter
             shutil.rmtree(folder, ignore_errors=True)
 
 
-async def _open(login: openssh.Login, seconds: int, socket: Path, pool: ThreadPoolExecutor) -> SwiftLane | None:
+async def _open(
+    login: openssh.Login, seconds: int, socket: Path, pool: ThreadPoolExecutor, dialect: ShellDialect
+) -> SwiftLane | None:
     """One connection, or None with a line in the log.
 
     It carries a remote `cat`, whose input ends when this process does, however it ends: then the connection ends too.
@@ -187,7 +198,7 @@ async def _open(login: openssh.Login, seconds: int, socket: Path, pool: ThreadPo
     words = openssh.command(login, connect_seconds=seconds, options=(*shared, "-o", "ControlMaster=yes"))
     master = await asyncio.create_subprocess_exec(
         *words,
-        "echo; exec cat >/dev/null",
+        dialect.hold,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,
@@ -201,7 +212,7 @@ async def _open(login: openssh.Login, seconds: int, socket: Path, pool: ThreadPo
         master.kill()
         raise
     client = openssh.command(login, connect_seconds=seconds, options=(*shared, "-o", "ControlMaster=no"))
-    lane = SwiftLane(client, master, pool)
+    lane = SwiftLane(client, master, pool, dialect)
     if not answer:
         await lane.close()
         logger.info(f"a connection of the system's ssh to {login.host} was not made; the transfer does without it")
@@ -281,8 +292,12 @@ def _joined(
     return len(block)
 
 
-async def _watched(moving: asyncio.Future[None], pipe: _Pipe) -> None:
-    """Wait for the thread; `asyncio.TimeoutError` once it has moved nothing for `STALL_SECONDS`."""
+async def _watched(moving: asyncio.Future[None], pipe: _Pipe, pulling: str) -> None:
+    """Wait for the thread; `asyncio.TimeoutError` once it has moved nothing for `STALL_SECONDS`.
+
+    `pulling`: the command whose output comes, which must not trickle; '': something is sent.
+    """
+    start = time.monotonic()
     while True:
         before = pipe.moved
         done, _ = await asyncio.wait([moving], timeout=STALL_SECONDS)
@@ -290,3 +305,5 @@ async def _watched(moving: asyncio.Future[None], pipe: _Pipe) -> None:
             return moving.result()
         if pipe.moved == before:
             raise TimeoutError
+        if pulling:
+            check_pace(pipe.moved, time.monotonic() - start, pulling)

@@ -7,7 +7,6 @@ import io
 import os
 import posixpath
 import re
-import shlex
 import shutil
 import tarfile
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 
 from streamflow.deployment.connector.ssh import SSHContextFactory
 
+from coordinator.streamflow_plugin.dialect import SHELL, ShellDialect
 from coordinator.streamflow_plugin.lanes import (
     BLOCK_BYTES,
     BROKEN,
@@ -119,7 +119,13 @@ def local_entries(source: Path) -> tuple[list[str], list[Entry]]:
 
 
 async def push(
-    lanes: list[SSHContextFactory], swift: Swift, source: Path, target: str, moved: Callable[[int], None]
+    lanes: list[SSHContextFactory],
+    swift: Swift,
+    source: Path,
+    target: str,
+    moved: Callable[[int], None],
+    *,
+    dialect: ShellDialect = SHELL,
 ) -> int:
     """Copy `source` on this machine to `target` at the facility; returns bytes; `moved` hears of every piece's.
 
@@ -129,17 +135,7 @@ async def push(
     directories, files = local_entries(source)
     small, large, pieces = split(files, piece_size(files, len(lanes)))
     single = source.is_file()
-    place = shlex.quote(target)
-    if single:
-        make = f"rm -rf {place} && mkdir -p {shlex.quote(posixpath.dirname(target))} && "
-        unpack = (
-            f"cat > {place} && chmod {files[0].mode:o} {place}"
-            if small
-            else f": > {place} && chmod {files[0].mode:o} {place}"
-        )
-    else:
-        make = f"rm -rf {place} && mkdir -p {place} && "
-        unpack = f"tar xpf - -C {place}"
+    first = dialect.put_file(target, files[0].mode, empty=not small) if single else dialect.put_tree(target)
 
     def first_blocks() -> Iterable[bytes]:
         if single:
@@ -151,31 +147,28 @@ async def push(
     try:
 
         async def move(lane: Lane, piece: Piece) -> None:
-            file = shlex.quote(posixpath.join(target, piece.path) if piece.path else target)
-            command = (
-                f"dd of={file} bs=1M seek={piece.offset} count={piece.length} oflag=seek_bytes "
-                "iflag=fullblock,count_bytes conv=notrunc status=none"
-            )
+            file = posixpath.join(target, piece.path) if piece.path else target
+            command = dialect.put_piece(file, piece.offset, piece.length)
             await lane.put(command, handles[piece.path], piece.offset, piece.length)
             moved(piece.length)
 
         async with _lanes(lanes, swift, pieces) as opening:
-            await persist(lambda: send(lanes[0], make + unpack, first_blocks()))
+            await persist(lambda: send(lanes[0], first, first_blocks()))
             await spread(await opening, pieces, move)
     finally:
         for handle in handles.values():
             os.close(handle)
-    await _check_sizes(lanes[0], target, large)
+    await _check_sizes(lanes[0], target, large, dialect)
     return sum(entry.size for entry in files)
 
 
-async def _check_sizes(lane: SSHContextFactory, target: str, large: list[Entry]) -> None:
+async def _check_sizes(lane: SSHContextFactory, target: str, large: list[Entry], dialect: ShellDialect) -> None:
     """A disk that fills may lose data after dd has ended well (delayed allocation, quotas): compare the sizes."""
     if not large:
         return
     paths = [posixpath.join(target, entry.path) if entry.path else target for entry in large]
     names = b"".join(os.fsencode(path) + b"\0" for path in paths)
-    answer = await persist(lambda: output(lane, "xargs -0 stat -L -c %s --", names))
+    answer = await persist(lambda: output(lane, dialect.sizes, names))
     for entry, size in zip(large, answer.split(), strict=True):
         if int(size) != entry.size:
             raise TransferFailed(f"{entry.path or target} arrived with {int(size)} bytes of {entry.size}")
@@ -201,17 +194,24 @@ def _header(path: str, kind: bytes, size: int, mode: int) -> bytes:
 
 
 async def pull(
-    lanes: list[SSHContextFactory], swift: Swift, source: str, target: Path, moved: Callable[[int], None]
+    lanes: list[SSHContextFactory],
+    swift: Swift,
+    source: str,
+    target: Path,
+    moved: Callable[[int], None],
+    *,
+    dialect: ShellDialect = SHELL,
+    most_bytes: int | None = None,
 ) -> int:
     """Copy `source` at the facility to `target` here, which must not exist; returns bytes; `moved` gets each piece's.
+
+    `most_bytes`: what the facility can have to send at most; it is never more than half of the free space.
 
     Raises `TransferFailed`, and writes nothing, where `target` exists or the facility lists names that are not plain.
     """
     check_new(target)
-    place = shlex.quote(source)
-    command = f"find -L {place} -type f -printf '%s %m %P\\0' -o -type d -printf 'd %m %P\\0'"
-    listing = await persist(lambda: output(lanes[0], command))
-    directories, files = read_listing(listing, room(target))
+    listing = await persist(lambda: output(lanes[0], dialect.listing(source)))
+    directories, files = read_listing(listing, min(room(target), room(target) if most_bytes is None else most_bytes))
     small, large, pieces = split(files, piece_size(files, len(lanes)))
     single = len(files) == 1 and not directories and files[0].path == ""
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -227,15 +227,14 @@ async def pull(
             os.truncate(handles[entry.path], entry.size)
 
         async def move(lane: Lane, piece: Piece) -> None:
-            file = shlex.quote(posixpath.join(source, piece.path) if piece.path else source)
-            flags = "iflag=skip_bytes,count_bytes,fullblock status=none"
-            command = f"dd if={file} bs=1M skip={piece.offset} count={piece.length} {flags}"
+            file = posixpath.join(source, piece.path) if piece.path else source
+            command = dialect.get_piece(file, piece.offset, piece.length)
             await lane.get(command, handles[piece.path], piece.offset, piece.length)
             moved(piece.length)
 
         async with _lanes(lanes, swift, pieces) as opening:
             if small:
-                await _pull_small(lanes[0], source, target, small, single)
+                await _pull_small(lanes[0], source, target, small, single, dialect)
             await spread(await opening, pieces, move)
     finally:
         for handle in handles.values():
@@ -287,17 +286,18 @@ def room(target: Path) -> int:
     return shutil.disk_usage(place).free // 2
 
 
-async def _pull_small(lane: SSHContextFactory, source: str, target: Path, small: list[Entry], single: bool) -> None:
+async def _pull_small(
+    lane: SSHContextFactory, source: str, target: Path, small: list[Entry], single: bool, dialect: ShellDialect
+) -> None:
     """Small files through one tar that is read in memory, file by file; only what was listed is written."""
     if single:
-        content = await persist(lambda: output(lane, f"cat -- {shlex.quote(source)}", most=small[0].size))
+        content = await persist(lambda: output(lane, dialect.get_file(source), most=small[0].size))
         _write(target, content, small[0])
         return
     names = b"".join(os.fsencode(entry.path) + b"\0" for entry in small)
-    command = f"tar chf - -C {shlex.quote(source)} --no-recursion --null --verbatim-files-from -T -"
     # Each file: header, contents, padding, and a longer name's own header and block.
     most = sum(entry.size + 4 * tarfile.BLOCKSIZE + len(entry.path) for entry in small) + (1 << 20)
-    data = await persist(lambda: output(lane, command, names, most=most))
+    data = await persist(lambda: output(lane, dialect.get_tree(source), names, most=most))
     try:
         _unpack(data, target, small)
     except (tarfile.TarError, ValueError, EOFError, OverflowError, RecursionError) as error:

@@ -129,9 +129,23 @@ def test_several_launchers_admit_only_ranks_that_know_the_secret(tmp_path: Path,
 
 def test_a_rank_with_another_secret_is_refused():
     store = dist.HashStore()
+    store.set("challenge/1", "c")
     store.set("rank/1", rendezvous.proof(b"another", "rank 1 of 2"))
     with pytest.raises(TryAgain, match="rank 1 does not know the job's secret"):
         rendezvous.admit(store, b"s" * 32, rank=0, world=2)
+
+
+def test_what_a_rank_proved_once_admits_nobody_again():
+    """A stranger that saw a whole meeting says the same in the next one, of the same job and secret."""
+    first, again, secret = dist.HashStore(), dist.HashStore(), b"s" * 32
+    other = threading.Thread(target=lambda: rendezvous.admit(first, secret, rank=1, world=2))
+    other.start()
+    rendezvous.admit(first, secret, rank=0, world=2)
+    other.join(20)
+    for name in ("challenge/1", "rank/1"):
+        again.set(name, first.get(name))
+    with pytest.raises(TryAgain, match="rank 1 does not know the job's secret"):
+        rendezvous.admit(again, secret, rank=0, world=2)
 
 
 def test_a_store_listens_on_the_address_of_the_job_alone():

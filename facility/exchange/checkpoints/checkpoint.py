@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from facility.exchange.errors import CheckpointError
-from facility.exchange.files.durable import write_json
+from facility.exchange.files.durable import as_umask_allows, write_json
 
 if TYPE_CHECKING:
     import torch
@@ -291,7 +291,7 @@ def save_tensors(
         nonlocal pending, filled
         path = directory / f"shard-{len(shards):05d}.part"
         save_file(pending, path, metadata={"format": "pt"})
-        os.chmod(path, 0o644)  # safetensors writes 0600 whatever the umask
+        os.chmod(path, as_umask_allows(0o644))  # safetensors writes 0600 whatever the umask
         shards.append((path, list(pending)))
         pending, filled = {}, 0
 

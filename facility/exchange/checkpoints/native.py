@@ -25,6 +25,8 @@ from typing import Any
 
 import numpy as np
 
+from facility.exchange.files.durable import as_umask_allows
+
 SOURCE = Path(__file__).with_name("native.c")
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 RUN = 512
@@ -78,7 +80,7 @@ def _compiled(compiler: str, folder: Path, name: str) -> Path:
             capture_output=True,
             timeout=_COMPILE_SECONDS,
         )
-        os.chmod(temporary, 0o755)
+        os.chmod(temporary, as_umask_allows(0o755))
         os.replace(temporary, folder / name)
     finally:
         Path(temporary).unlink(missing_ok=True)

@@ -23,6 +23,14 @@ def fsync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
+def as_umask_allows(mode: int) -> int:
+    """What a file made with this mode gets: `mkstemp` and safetensors make files of mode 0600 whatever the umask."""
+    with suppress(OSError, StopIteration, ValueError), open("/proc/self/status") as status:
+        return mode & ~int(next(line for line in status if line.startswith("Umask:")).split()[1], 8)
+    os.umask(found := os.umask(0o077))
+    return mode & ~found
+
+
 def write_bytes(path: Path, content: bytes, *, mode: int = 0o644) -> None:
     """Write `content` to `path` so that a reader sees the old file or the new one, never a part."""
     path = Path(path)
@@ -32,7 +40,7 @@ def write_bytes(path: Path, content: bytes, *, mode: int = 0o644) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, mode)
+        os.chmod(temporary, as_umask_allows(mode))
         os.replace(temporary, path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
@@ -62,7 +70,7 @@ def new_directory(path: Path) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_abandoned(path)
     temporary, lock = _locked_sibling(path)
-    os.chmod(temporary, 0o755)
+    os.chmod(temporary, as_umask_allows(0o755))
     try:
         yield temporary
         for folder, _, names in os.walk(temporary):

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from facility.exchange.errors import ManifestError
+from facility.exchange.files.audit_log import HEAD, head
 from facility.exchange.files.durable import write_json
 from facility.exchange.messages.strict_json import Fields, read_json
 
@@ -92,6 +93,16 @@ def with_run(directory: Path, run: str) -> None:
         write_json(
             Path(directory) / NAME,
             dataclasses.asdict(dataclasses.replace(manifest, extra=manifest.extra | {RUN: run})),
+        )
+
+
+def with_head(directory: Path, log: str) -> None:
+    """Write the head of the audit log `log` into the manifest of `directory`; nothing where there is none."""
+    if log and (found := head(Path(log))):
+        manifest = read_manifest(directory)
+        write_json(
+            Path(directory) / NAME,
+            dataclasses.asdict(dataclasses.replace(manifest, extra=manifest.extra | {HEAD: found})),
         )
 
 

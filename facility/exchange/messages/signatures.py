@@ -5,11 +5,15 @@ other file by its sha256. The verifier holds an allowed-signers file (see ssh-ke
 facility, whose principal is the facility's name:
 
     alpha namespaces="crossfed" ssh-ed25519 AAAAC3Nz...
+
+Keys rotate by two lines of one principal, of which the old has `valid-before="20260401"`. A key is revoked by a file of
+the same name with `.revoked` appended: public keys, one a line, or a KRL (`ssh-keygen -k`).
 """
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import tempfile
 from pathlib import Path
@@ -19,8 +23,11 @@ from facility.exchange.messages.manifest import NAME, SIGNATURE
 
 NAMESPACE = "crossfed"
 """Keeps a signature made for CrossFed from being valid for anything else, and the other way round."""
+REVOKED = ".revoked"
+"""What the name of the revocation file has more than that of the allowed-signers file."""
 MOST_BYTES = 64_000
 SECONDS = 30
+FINGERPRINT = re.compile(r"SHA256:[A-Za-z0-9+/]{43}")
 
 
 def sign(directory: Path, key: Path) -> None:
@@ -41,8 +48,10 @@ def sign(directory: Path, key: Path) -> None:
     os.replace(temporary, directory / SIGNATURE)
 
 
-def verify(directory: Path, signer: str, allowed_signers: Path) -> None:
+def verify(directory: Path, signer: str, allowed_signers: Path) -> str:
     """Raise `ManifestError` unless the manifest's signature is `signer`'s by the allowed-signers file.
+
+    Returns the fingerprint of the key that signed.
 
     Checks the manifest alone; `verify_manifest` checks the files against it.
     """
@@ -59,16 +68,22 @@ def verify(directory: Path, signer: str, allowed_signers: Path) -> None:
     if not signer or signer.startswith("-") or not signer.isprintable() or "," in signer or " " in signer:
         raise ManifestError(f"{signer!r} cannot be a signer's name")
     command = ["-Y", "verify", "-f", str(allowed_signers), "-I", signer, "-n", NAMESPACE, "-s", str(signature)]
+    revoked = allowed_signers.with_name(allowed_signers.name + REVOKED)
+    if revoked.exists():
+        command += ["-r", str(revoked)]
     try:
-        _run(command, (directory / NAME).read_bytes(), "")
+        said = _run(command, (directory / NAME).read_bytes(), "")
     except ConfigurationError as error:
         raise ManifestError(
             f"{directory}/{NAME} is not signed by {signer!r} as {allowed_signers} has it ({str(error).strip()}): "
-            "altered, or signed with another key"
+            "altered, or signed with another key, or with one that is revoked or no longer valid"
         ) from None
+    found = FINGERPRINT.search(said)
+    return found[0] if found else ""
 
 
-def _run(arguments: list[str], text: bytes, what: str) -> None:
+def _run(arguments: list[str], text: bytes, what: str) -> str:
+    """What ssh-keygen said. Raises `ConfigurationError`."""
     environment = os.environ | {"LC_ALL": "C", "SSH_ASKPASS_REQUIRE": "never"}
     try:
         done = subprocess.run(
@@ -88,3 +103,4 @@ def _run(arguments: list[str], text: bytes, what: str) -> None:
     if done.returncode:
         told = (done.stderr or done.stdout).decode(errors="replace").strip().splitlines()
         raise ConfigurationError(f"{what}: {told[-1] if told else 'no reason given'}".removeprefix(": "))
+    return done.stdout.decode(errors="replace")

@@ -18,6 +18,7 @@ import fcntl
 import hashlib
 import hmac
 import os
+import secrets
 import socket
 import stat
 import struct
@@ -34,6 +35,7 @@ from facility.training.processes.exchange import broadcast_json
 from facility.training.processes.ranks import Ranks
 
 SIOCGIFADDR = 0x8915
+CHALLENGE_BYTES = 16
 
 
 def start(ranks: Ranks, *, threads: int, timeout_seconds: float) -> None:
@@ -138,11 +140,20 @@ def admitted(name: str, store: dist.Store, ranks: Ranks) -> dist.Store:
 
 
 def admit(store: dist.Store, secret: bytes, *, rank: int, world: int) -> None:
-    """Prove to all ranks that this one knows the secret, and wait for every other's proof. Raises `TryAgain`."""
-    store.set(f"rank/{rank}", proof(secret, f"rank {rank} of {world}"))
+    """Prove to all ranks that this one knows the secret, and wait for every other's proof. Raises `TryAgain`.
+
+    Every rank names a random challenge, and a proof covers all of them: one that was seen before proves nothing.
+    """
+    own = secrets.token_hex(CHALLENGE_BYTES)
+    store.set(f"challenge/{rank}", own)
+    challenges = [store.get(f"challenge/{other}").decode(errors="replace") for other in range(world)]
+    if challenges[rank] != own:
+        raise TryAgain(f"another process answers for rank {rank} at the job's store")
+    asked = f"of {world}: {' '.join(challenges)}"
+    store.set(f"rank/{rank}", proof(secret, f"rank {rank} {asked}"))
     for other in range(world):
         shown = store.get(f"rank/{other}").decode(errors="replace")
-        if not hmac.compare_digest(shown, proof(secret, f"rank {other} of {world}")):
+        if not hmac.compare_digest(shown, proof(secret, f"rank {other} {asked}")):
             raise TryAgain(f"rank {other} does not know the job's secret: it is no process of this job")
 
 

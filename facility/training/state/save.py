@@ -19,6 +19,7 @@ from facility.exchange.checkpoints.checkpoint import ITEM_BYTES, torch_dtype
 from facility.exchange.checkpoints.conversion import Conversion, Run
 from facility.exchange.checkpoints.writer import Planned, header_of, layout_of_shards, write_index
 from facility.exchange.errors import CheckpointError
+from facility.exchange.files.durable import as_umask_allows
 from facility.training.shards import PIECE_BYTES, LocalShard
 
 FILE_BYTES = 2_000_000_000
@@ -67,7 +68,7 @@ def create_files(directory: Path, slots: dict[str, Slot], headers: dict[str, byt
         with open(directory / file, "wb") as handle:
             handle.write(header)
             handle.truncate(max(ends[file], len(header)))
-        os.chmod(directory / file, 0o644)
+        os.chmod(directory / file, as_umask_allows(0o644))
     layout: dict[str, list[Planned]] = {file: [] for file in headers}
     for name, slot in slots.items():
         layout[slot.file].append(Planned(name=name, dtype=slot.dtype, shape=slot.shape))

@@ -1,0 +1,60 @@
+"""The coordinator's audit log, `audit.jsonl` in the archive: what came, from whom, how it was signed, what was refused.
+
+Chained line by line (`facility.exchange.files.audit_log`), so that `crossfed audit verify` finds an altered line; a log
+that was cut short lacks heads that signed models carried to the facilities.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from facility.exchange.errors import InputError
+from facility.exchange.files import audit_log
+
+NAME = "audit.jsonl"
+VARIABLE = "CROSSFED_ARCHIVE_LOG"
+"""Environment variable with the log's path, for the coordinator's own steps; unset: no log is kept."""
+
+
+def log_entry(what: str, **fields: Any) -> None:
+    """A line in the log, where one is kept. A log that cannot be written is reported and stops no round."""
+    path = os.environ.get(VARIABLE)
+    if not path:
+        return
+    try:
+        audit_log.append(Path(path), what, **fields)
+    except OSError as error:
+        print(f"the audit log {path} cannot be written: {error}", file=sys.stderr)
+
+
+def head() -> str:
+    """Digest of the log's last line; '' where there is none."""
+    path = os.environ.get(VARIABLE)
+    return audit_log.head(Path(path)) if path else ""
+
+
+def verified(file: Path, heads: list[str]) -> tuple[str, int]:
+    """A sentence on a log and the exit code. Raises `InputError` when it cannot be read."""
+    try:
+        found = audit_log.verify(file, heads)
+    except OSError as error:
+        raise InputError(f"{file} cannot be read: {error.strerror}; expected an audit log") from None
+    return found.sentence(file), int(found.broken > 0)
+
+
+def heads_of(archive: Path, facility: str) -> list[str]:
+    """Heads of a facility's log that its updates' manifests carried, from the coordinator's log in `archive`.
+
+    Raises `InputError` where that log is broken: then its word counts nothing.
+    """
+    log = Path(archive) / NAME
+    text, code = verified(log, [])
+    if code:
+        raise InputError(text)
+    entries = [json.loads(line) for line in log.read_bytes().splitlines() if line.startswith(b"{")]
+    found = [entry.get("facility_head") for entry in entries if entry.get("facility") == facility]
+    return [one for one in found if one]

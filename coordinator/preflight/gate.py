@@ -1,0 +1,117 @@
+"""Checks of a facility behind a gate: by requests to it, since there is no shell."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import time
+from typing import Any
+
+from coordinator.config.deployments import Deployment
+from coordinator.config.federation import Facility, Federation
+from coordinator.preflight.cost import PROBE_BYTES
+from coordinator.preflight.remote import Answer, ssh_command
+from coordinator.preflight.row import Row, fail, ok, size, skipped, warning
+from coordinator.preflight.ssh_errors import explain
+from facility.exchange.messages.strict_json import clean
+
+PROGRAM = "crossfed-gate"
+
+
+def ask(deployment: Deployment, *words: str, seconds: float = 60, data: bytes = b"") -> Answer:
+    """Send one request to the gate."""
+    line = [*ssh_command(deployment), shlex.join([PROGRAM, *words])]
+    try:
+        result = subprocess.run(line, input=data, capture_output=True, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return Answer(code=124, out="", error=f"no answer within {seconds:.0f} s")
+    out, error = result.stdout.decode(errors="replace"), result.stderr.decode(errors="replace")
+    return Answer(code=result.returncode, out=out, error=error)
+
+
+def check_gate(federation: Federation, facility: Facility, link: bool) -> list[Row]:
+    """Rows on the gate, its policy, the queue behind it and the link."""
+    name, deployment = facility.name, facility.deployment
+    answer = ask(deployment, "hello", seconds=min(deployment.connect_seconds, 30) + 30)
+    told = _told(answer)
+    if told is None:
+        if answer.code == 255:
+            line = ssh_command(deployment)
+            return [explain(name, deployment, command=line, code=answer.code, out=answer.out, error=answer.error)]
+        said = clean(answer.error or answer.out, 300)
+        return [
+            fail(name, "gate", f"no gate answers: {said}", "ask the site: is its policy.yml sound, is our key in it?")
+        ]
+    rows = [ok(name, "gate", f"{deployment.host} lets our key through its gate")]
+    rows += _agreed(federation, facility, told)
+    if deployment.type != "ssh":
+        rows.append(_queue(name, deployment))
+        hours = federation.rounds * float(told["nodes"]) * float(told["hours"])
+        rows.append(ok(name, "node-hours", f"at most {hours:g} ({federation.rounds} rounds, by the site's policy)"))
+    return [*rows, _link(name, deployment)] if link else rows
+
+
+def _told(answer: Answer) -> dict[str, Any] | None:
+    try:
+        told = json.loads(answer.out.splitlines()[-1])
+        float(told["nodes"]), float(told["hours"])
+        return told if isinstance(told["gate"], int) and isinstance(told["federations"], list) else None
+    except (ValueError, KeyError, TypeError, IndexError):
+        return None
+
+
+def _agreed(federation: Federation, facility: Facility, told: dict[str, Any]) -> list[Row]:
+    """The policy's names and places against federation.yml's."""
+    name, deployment, rows = facility.name, facility.deployment, []
+    wanted = {"facility": name, "scheduler": deployment.type, "workdir": deployment.workdir}
+    for key, ours in wanted.items():
+        if (theirs := clean(str(told.get(key)), 200)) != ours:
+            rows.append(
+                fail(name, "policy", f"the site's policy has {key} {theirs!r}, federation.yml {ours!r}", "agree on one")
+            )
+    if federation.name not in told["federations"]:
+        rows.append(
+            fail(name, "policy", f"the site's policy does not name {federation.name!r}", "ask the site to add it")
+        )
+    if not federation.sending.signing_key:
+        rows.append(
+            fail(
+                name,
+                "signature",
+                "models are not signed, and a gate lets only signed ones be trained",
+                "set `sending: {signing_key: ~/.ssh/id_ed25519}` and give the site its .pub",
+            )
+        )
+    return rows or [ok(name, "policy", "facility, federation, scheduler and workdir agree; models are signed")]
+
+
+def _queue(name: str, deployment: Deployment) -> Row:
+    answer = ask(deployment, "test-job")
+    said = clean((answer.out or answer.error).strip(), 300)
+    if answer.code == 0:
+        return ok(name, "job accepted", said or "the site's queue takes its template")
+    return fail(name, "job accepted", f"the site's own template is refused: {said}", "tell the site")
+
+
+def _link(name: str, deployment: Deployment) -> Row:
+    began = time.monotonic()
+    if ask(deployment, "sink").code != 0:
+        return skipped(name, "link", "could not be measured")
+    start = time.monotonic() - began
+    answer = ask(deployment, "sink", seconds=120, data=os.urandom(PROBE_BYTES))
+    seconds = max(time.monotonic() - began - 2 * start, 0.01)
+    if answer.code != 0:
+        return warning(name, "link", f"{size(PROBE_BYTES)} did not get through in 120 s", "look at the link")
+    return ok(name, "link", f"{size(PROBE_BYTES / seconds)}/s (one stream)")
+
+
+def probe(deployment: Deployment, dataset: str, reserve: int) -> tuple[dict[str, Any] | None, Row | None]:
+    """The facility's own probe, run by its gate; or a row that gives the reason for its absence."""
+    answer = ask(deployment, "probe", "--dataset", dataset, "--reserve", str(reserve), seconds=180)
+    try:
+        return json.loads(answer.out.strip().splitlines()[-1]), None
+    except (IndexError, ValueError):
+        said = clean(answer.error or f"code {answer.code}", 300)
+        return None, fail("", "environment", f"the gate runs no probe: {said}", "tell the site")

@@ -1,0 +1,47 @@
+"""A scheduler behind a facility's gate: the gate runs the scheduler's own commands, and hands on what they print."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from typing import Any
+
+PROGRAM = "crossfed-gate"
+
+
+class Gated:
+    """Reads answers as the scheduler behind the gate does; asks by requests (`facility.gating.grammar`)."""
+
+    def __init__(self, behind: Any) -> None:
+        self._behind = behind
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._behind, name)
+
+    def line(self, command: str) -> str:
+        """A request is sent as it is: there is no shell that could join its outputs."""
+        return command
+
+    def listing(self, name: str) -> str:
+        return f"{PROGRAM} jobs {name}"
+
+    def cancel(self, name: str) -> str:
+        return f"{PROGRAM} cancel {name}"
+
+    def cancel_waiting(self, name: str) -> str:
+        return f"{PROGRAM} cancel-waiting {name}"
+
+    def cancel_ids(self, ids: Sequence[str]) -> str:
+        return f"{PROGRAM} cancel-ids {shlex.join(ids)}"
+
+    def query(self, ids: Sequence[str]) -> str:
+        return f"{PROGRAM} states {shlex.join(ids)}"
+
+    def query_begin(self, id: str) -> str:
+        return f"{PROGRAM} begins {shlex.quote(id)}" if self._behind.query_begin(id) else ""
+
+    def query_ending(self, id: str) -> str:
+        return f"{PROGRAM} ending {shlex.quote(id)}"
+
+    def end_of_output(self, id: str, path: str) -> str:
+        return f"{PROGRAM} output {shlex.quote(id)}"

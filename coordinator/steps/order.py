@@ -1,0 +1,47 @@
+"""The signed order under every model that leaves, where `sending.signing_key` names the coordinator's key."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from coordinator.archive.audit import head, log_entry
+from coordinator.config.settings import CoordinatorSettings
+from coordinator.events.event import emit
+from facility.exchange.errors import CrossFedError
+from facility.exchange.files.paths import resolve
+from facility.exchange.messages.manifest import NAME, SIGNATURE, manifest_if_any, run_of, sha256_of
+from facility.exchange.messages.order import sign_order
+
+OUTPUT = "model"
+"""Directory in which a step leaves the model for the engine (`coordinator.events.outputs`)."""
+
+
+def order(model: Path, settings: CoordinatorSettings) -> None:
+    """Sign the model in `model`, if orders are signed. Raises `ConfigurationError` for a key that cannot sign."""
+    sending, manifest = settings.sending, manifest_if_any(model)
+    if manifest is None:
+        return
+    if not sending.signing_key:
+        (model / SIGNATURE).unlink(missing_ok=True)
+        return
+    expires = time.time() + sending.valid_hours * 3600
+    sign_order(model, resolve(sending.signing_key), settings=settings.settings_sha256, expires=expires, head=head())
+    log_entry(
+        "ordered",
+        round=manifest.round,
+        facility=manifest.facility,
+        run=run_of(manifest),
+        model=manifest.content_sha256,
+        manifest=sha256_of(model / NAME),
+        expires=int(expires),
+    )
+
+
+def order_or_tell(model: Path, settings: CoordinatorSettings) -> None:
+    """The same in a step that must not fail: without a signature, facilities that want one refuse the round."""
+    try:
+        order(model, settings)
+    except (CrossFedError, OSError) as error:
+        print(f"the model cannot be signed: {error}")
+        emit("problem", text=f"the model cannot be signed: {error}")

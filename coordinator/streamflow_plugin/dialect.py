@@ -1,0 +1,87 @@
+"""The remote commands of a transfer: lines for a facility's shell, or requests to the gate in front of it."""
+
+from __future__ import annotations
+
+import posixpath
+import shlex
+
+ARRIVED = "crossfed-arrived"
+"""Printed once a piece has been written."""
+GATE = "crossfed-gate"
+
+
+class ShellDialect:
+    """What a shell, GNU tar, dd and find are asked for."""
+
+    nothing = ":"
+    hold = "echo; exec cat >/dev/null"
+    """Prints a line, then keeps the connection until its input ends."""
+    sizes = "xargs -0 stat -L -c %s --"
+
+    def put_tree(self, target: str) -> str:
+        place = shlex.quote(target)
+        return f"rm -rf {place} && mkdir -p {place} && tar xpf - -C {place}"
+
+    def put_file(self, target: str, mode: int, *, empty: bool) -> str:
+        place = shlex.quote(target)
+        start = f"rm -rf {place} && mkdir -p {shlex.quote(posixpath.dirname(target))} && "
+        return start + (f": > {place}" if empty else f"cat > {place}") + f" && chmod {mode:o} {place}"
+
+    def put_piece(self, path: str, offset: int, length: int) -> str:
+        return (
+            f"dd of={shlex.quote(path)} bs=1M seek={offset} count={length} oflag=seek_bytes "
+            "iflag=fullblock,count_bytes conv=notrunc status=none"
+        )
+
+    def confirmed(self, command: str) -> str:
+        """The same, which prints `ARRIVED` at its end."""
+        return f"{command} && echo {ARRIVED}"
+
+    def listing(self, path: str) -> str:
+        return f"find -L {shlex.quote(path)} -type f -printf '%s %m %P\\0' -o -type d -printf 'd %m %P\\0'"
+
+    def get_piece(self, path: str, offset: int, length: int) -> str:
+        flags = "iflag=skip_bytes,count_bytes,fullblock status=none"
+        return f"dd if={shlex.quote(path)} bs=1M skip={offset} count={length} {flags}"
+
+    def get_file(self, path: str) -> str:
+        return f"cat -- {shlex.quote(path)}"
+
+    def get_tree(self, path: str) -> str:
+        return f"tar chf - -C {shlex.quote(path)} --no-recursion --null --verbatim-files-from -T -"
+
+
+class GateDialect(ShellDialect):
+    """The requests of `facility.gating.grammar`."""
+
+    nothing = f"{GATE} nothing"
+    hold = f"{GATE} hold"
+    sizes = f"{GATE} sizes"
+
+    def put_tree(self, target: str) -> str:
+        return f"{GATE} put-tree {shlex.quote(target)}"
+
+    def put_file(self, target: str, mode: int, *, empty: bool) -> str:
+        return f"{GATE} put-file {shlex.quote(target)} {mode:03o}"
+
+    def put_piece(self, path: str, offset: int, length: int) -> str:
+        return f"{GATE} put-piece {shlex.quote(path)} {offset} {length}"
+
+    def confirmed(self, command: str) -> str:
+        return command
+
+    def listing(self, path: str) -> str:
+        return f"{GATE} list {shlex.quote(path)}"
+
+    def get_piece(self, path: str, offset: int, length: int) -> str:
+        return f"{GATE} get-piece {shlex.quote(path)} {offset} {length}"
+
+    def get_file(self, path: str) -> str:
+        return f"{GATE} get-file {shlex.quote(path)}"
+
+    def get_tree(self, path: str) -> str:
+        return f"{GATE} get-tree {shlex.quote(path)}"
+
+
+SHELL = ShellDialect()
+"""Of every facility that gives the coordinator a shell."""

@@ -1,0 +1,130 @@
+"""StreamFlow's ssh connector for a facility behind a gate (`gate: true`): requests in place of shell lines.
+
+The engine's own commands are few (they were recorded from runs), so each is translated; one that is not known is an
+error here, before it is refused there. No shell is opened, and no persistent one either.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shlex
+from collections.abc import MutableMapping, MutableSequence
+from typing import Any
+
+from streamflow.core.deployment import ExecutionLocation
+from streamflow.core.exception import WorkflowExecutionException
+from streamflow.core.scheduling import Hardware, Storage
+
+from coordinator.streamflow_plugin.dialect import GATE, GateDialect
+from coordinator.streamflow_plugin.ssh import COMMAND_BYTES, COMMAND_SECONDS, ParallelSSHConnector
+
+REFUSED = 77
+"""Exit code by which a gate says no (`facility.gating.refusal`)."""
+ROUND = ["python3", "-m", "facility.round", "--out", "update"]
+EXPORT = re.compile(r'export (HOME|TMPDIR)="([^"]+)"')
+
+
+class GateRefused(WorkflowExecutionException):
+    """What the facility's gate said."""
+
+
+def request_of(command: str) -> str:
+    """A command of the engine's as a request to the gate. Raises `WorkflowExecutionException` for any other."""
+    words = shlex.split(command)
+    match words:
+        case [program, *_] if program == GATE:
+            return command
+        case ["test", ("-e" | "-d" | "-f" | "-L" | "-x") as flag, path]:
+            return shlex.join([GATE, "test", flag, path])
+        case ["test", "-e", path, "&&", "readlink", "-f", same] if path == same:
+            return shlex.join([GATE, "resolve", path])
+        case ["test", "-f", path, "&&", "sha1sum", same, "|", "awk", "{print $1}"] if path == same:
+            return shlex.join([GATE, "sha1", path])
+        case ["mkdir", "-m", _, "-p", *paths] | ["mkdir", "-p", *paths]:
+            return shlex.join([GATE, "make", *paths])
+        case ["rm", "-rf", *paths]:
+            return shlex.join([GATE, "remove", *paths])
+        case ["head", "-c", _, path]:
+            return shlex.join([GATE, "get-file", path])
+        case ["ln", "-snf", source, target]:
+            return shlex.join([GATE, "link", source, target])
+        case ["/bin/cp" | "cp", "-rf", source, target]:
+            return shlex.join([GATE, "copy", source, target])
+    raise WorkflowExecutionException(f"a gate has no request for `{command:.200}`")
+
+
+def training_of(command: str, verb: str) -> str:
+    """The request for a training job, from the command that the engine made of cwl/tools/train.cwl."""
+    *set_up, last = command.strip().removesuffix("2>&1").split(" && ")
+    exports = {found[1]: found[2] for one in set_up if (found := EXPORT.fullmatch(one))}
+    words = shlex.split(last)
+    given = words[len(ROUND) :]
+    if words[: len(ROUND)] != ROUND or len(given) % 2 or set(exports) != {"HOME", "TMPDIR"}:
+        raise WorkflowExecutionException(f"a gate takes training jobs only, this is `{command:.200}`")
+    return shlex.join([GATE, verb, "--directory", exports["HOME"], "--temporary", exports["TMPDIR"], *given])
+
+
+class GatedSSHConnector(ParallelSSHConnector):
+    """`type: gate`, the settings of `ssh`."""
+
+    dialect = GateDialect()
+    refused = GateRefused
+
+    async def run(
+        self,
+        location: ExecutionLocation,
+        command: MutableSequence[str],
+        environment: MutableMapping[str, str] | None = None,
+        workdir: str | None = None,
+        stdin: int | str | None = None,
+        stdout: int | str = asyncio.subprocess.STDOUT,
+        stderr: int | str = asyncio.subprocess.STDOUT,
+        capture_output: bool = False,
+        timeout: int | None = None,
+        job_name: str | None = None,
+    ) -> tuple[str, int] | None:
+        if job_name is not None:
+            return await super().run(
+                location, command, environment, workdir, stdin, stdout, stderr, capture_output, timeout, job_name
+            )
+        if list(command[:2]) == ["find", "-L"]:  # the engine's bookkeeping of storage, which decides nothing here
+            return ("0", 0) if capture_output else None
+        text, code = await self.ask(location, request_of(" ".join(command)), timeout)
+        return (text, code) if capture_output else None
+
+    async def ask(self, location: ExecutionLocation, request: str, timeout: int | None = None) -> tuple[str, int]:
+        """Send a request; returns what was printed and the exit code. Raises `GateRefused`."""
+        said, code = await self.end_of(location, request, COMMAND_BYTES, timeout or COMMAND_SECONDS)
+        if code is None:
+            raise WorkflowExecutionException(f"the connection to {self.deployment_name} broke during `{request:.100}`")
+        if code == REFUSED:
+            raise GateRefused(f"{self.deployment_name}: {said[-500:]}")
+        return said, code
+
+    async def submit_job(self, location: ExecutionLocation, command: str) -> str:
+        """Have the gate submit its own template for a training command; returns what it printed, the job's id."""
+        text, code = await self.ask(location, training_of(command, "submit"))
+        if code:
+            raise WorkflowExecutionException(f"the gate of {self.deployment_name} submitted nothing: {text[-300:]}")
+        return text
+
+    def job_line(self, command: str) -> str:
+        """A job on the host itself; the gate ends it once the connection is gone."""
+        return training_of(command, "run")
+
+    async def _get_available_location(self, location: str) -> Hardware:
+        if location not in self.hardware:
+            place = ExecutionLocation(name=location, deployment=self.deployment_name, hostname=location)
+            text, code = await self.ask(place, f"{GATE} hello")
+            try:
+                told: dict[str, Any] = json.loads(text.splitlines()[-1])
+                storage = Storage(mount_point="/", size=float(told["free_mb"]))
+                hardware = Hardware(float(told["cores"]), float(told["memory_mb"]), {"/": storage})
+            except (ValueError, KeyError, TypeError, IndexError):
+                raise WorkflowExecutionException(
+                    f"{self.deployment_name} has no gate that can be understood (code {code}): {text[-300:]}"
+                ) from None
+            self.hardware[location] = hardware
+        return self.hardware[location]

@@ -1,0 +1,75 @@
+"""The coordinator's signed order: which model, with which settings, for which round and run, and until when.
+
+An order is a model's manifest under the coordinator's ssh signature (`facility.exchange.messages.signatures`). Its
+`extra` holds the run, the sha256 of every facility's settings file, and the second from which it is void. The principal
+in the facility's allowed-signers file is the federation's name, so that one federation's coordinator cannot order for
+another.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from facility.exchange.errors import ManifestError
+from facility.exchange.files.audit_log import HEAD
+from facility.exchange.files.durable import write_json
+from facility.exchange.messages.manifest import NAME, SIGNATURE, Manifest, read_manifest, run_of, sha256_of
+from facility.exchange.messages.signatures import sign, verify
+
+SETTINGS, EXPIRES = "settings_sha256", "expires"
+"""In a model's `extra`: digests of the settings by facility; seconds since 1970."""
+SIGNERS = "CROSSFED_COORDINATORS"
+"""Environment variable: the facility's allowed-signers file. Where it is set, an unsigned model is not trained."""
+
+
+def sign_order(directory: Path, key: Path, *, settings: Mapping[str, str], expires: float, head: str = "") -> None:
+    """Write the order into the manifest of the model in `directory`, and sign it."""
+    directory = Path(directory)
+    manifest = read_manifest(directory)
+    extra = manifest.extra | {SETTINGS: dict(settings), EXPIRES: int(expires)} | ({HEAD: head} if head else {})
+    (directory / SIGNATURE).unlink(missing_ok=True)
+    write_json(directory / NAME, dataclasses.asdict(dataclasses.replace(manifest, extra=extra)))
+    sign(directory, key)
+
+
+def verify_order(
+    model: Path, settings: Path, *, federation: str, facility: str, round: int, rounds: int, allowed_signers: Path
+) -> Manifest:
+    """The model's manifest, once signature, expiry, settings and round are found right. Raises `ManifestError`.
+
+    Checks the manifest alone: its digests bind the files, which `verify_manifest` compares.
+    """
+    verify(model, federation, allowed_signers)
+    manifest = read_manifest(model)
+    if manifest.kind != "model" or manifest.federation != federation:
+        raise ManifestError(
+            f"what was signed is a {manifest.kind} of {manifest.federation!r}, expected a model of ours"
+        )
+    if manifest.facility not in (None, facility):
+        raise ManifestError(f"the order is for facility {manifest.facility!r}, this is {facility!r}")
+    if not run_of(manifest):
+        raise ManifestError("the order names no run of the federation")
+    expires = manifest.extra.get(EXPIRES)
+    if type(expires) is not int or expires < time.time():
+        raise ManifestError(
+            f"the order is void: it expired at {_moment(expires)}; the coordinator signs anew when it is started again"
+        )
+    if manifest.round != round and not manifest.round <= round == rounds:
+        raise ManifestError(f"the order is for round {manifest.round}, this job is of round {round}")
+    told = manifest.extra.get(SETTINGS)
+    wanted = told.get(facility) if isinstance(told, dict) else None
+    if wanted != sha256_of(settings):
+        raise ManifestError(
+            f"the settings {settings.name} are not those that the coordinator signed for {facility!r}: altered on the "
+            "way, or rendered again after the model was signed"
+        )
+    return manifest
+
+
+def _moment(expires: object) -> str:
+    if type(expires) is not int or not 0 <= expires < 2**40:
+        return "no time that can be read"
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(expires))

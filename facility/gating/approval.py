@@ -1,0 +1,153 @@
+"""May this job be trained here? The signed order and the settings, held against the policy; nothing is run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from facility.exchange.errors import CrossFedError
+from facility.exchange.files.audit_log import HEAD
+from facility.exchange.files.paths import resolve
+from facility.exchange.messages.manifest import NAME, Manifest, manifest_if_any, run_of, sha256_of
+from facility.exchange.messages.order import verify_order
+from facility.exchange.messages.settings import FacilitySettings, read_facility_settings
+from facility.gating.confine import confined
+from facility.gating.grammar import Request
+from facility.gating.ledger import changed
+from facility.gating.refusal import Refused
+from facility.gating.session import Session
+
+
+@dataclass(frozen=True, kw_only=True)
+class Approved:
+    """One round of training that the policy allows."""
+
+    federation: str
+    facility: str
+    round: int
+    run: str
+    module: str
+    model: Path
+    settings: Path
+    dataset: Path
+    model_sha256: str
+    """Of the manifest: the job compares it, so that nothing is exchanged while it waits."""
+    settings_sha256: str
+    head: str
+    """Of the coordinator's audit log, as the order holds it."""
+
+
+def approve(session: Session, request: Request) -> Approved:
+    """Raises `Refused` with the reason."""
+    policy = session.policy
+    model = confined(request["model"], session.workdir, follow=True)
+    settings_file = confined(request["settings"], session.workdir, follow=True)
+    number = int(request["round"])
+    try:
+        before = sha256_of(settings_file), sha256_of(model / NAME)
+        settings = read_facility_settings(settings_file)
+        if settings.federation not in policy.federations or settings.facility != policy.facility:
+            raise Refused(
+                f"the settings are for {settings.facility!r} in federation {settings.federation!r}; the policy allows "
+                f"{policy.facility!r} in {', '.join(policy.federations)}"
+            )
+        order = verify_order(
+            model,
+            settings_file,
+            federation=settings.federation,
+            facility=settings.facility,
+            round=number,
+            rounds=settings.rounds,
+            allowed_signers=policy.coordinators,
+        )
+        raw = json.loads(settings_file.read_bytes())
+    except Refused:
+        raise
+    except (CrossFedError, OSError, ValueError) as error:
+        raise Refused(str(error)) from None
+    check_settings(session, settings, raw)
+    check_module(session, request.given.get("module", "facility.train"))
+    check_model(session, order, settings)
+    dataset = check_dataset(session, request["dataset"])
+    if (sha256_of(settings_file), sha256_of(model / NAME)) != before:
+        raise Refused("the order or the settings were exchanged while they were read")
+    return Approved(
+        federation=settings.federation,
+        facility=settings.facility,
+        round=number,
+        run=run_of(order),
+        module=request.given.get("module", "facility.train"),
+        model=model,
+        settings=settings_file,
+        dataset=dataset,
+        settings_sha256=before[0],
+        model_sha256=before[1],
+        head=str(order.extra.get(HEAD, ""))[:64],
+    )
+
+
+def check_settings(session: Session, settings: FacilitySettings, raw: dict[str, Any]) -> None:
+    """What the settings ask for, against the policy."""
+    policy, training = session.policy, settings.training
+    if policy.encodings and training.encoding not in policy.encodings:
+        raise Refused(f"updates would travel as {training.encoding!r}, the policy allows {', '.join(policy.encodings)}")
+    if policy.adapters_only and not training.lora.rank:
+        raise Refused("the whole model would be trained, the policy allows low-rank adapters only")
+    if training.tracker and training.tracker not in policy.trackers:
+        allowed = ", ".join(policy.trackers) or "none"
+        raise Refused(f"steps would be logged to {training.tracker!r}, the policy allows {allowed}")
+    asked = _privacy(raw)
+    if policy.secure_aggregation and settings.masking is None:
+        raise Refused("the update would leave unmasked, the policy wants secure aggregation")
+    if policy.epsilon:
+        differential = asked.get("differential")
+        epsilon = differential.get("epsilon") if isinstance(differential, dict) else None
+        if not isinstance(epsilon, int | float) or not 0 < epsilon <= policy.epsilon:
+            raise Refused(
+                f"the settings ask for an epsilon of {epsilon!r:.40}, the policy wants differential privacy with "
+                f"{policy.epsilon:g} at most"
+            )
+
+
+def _privacy(raw: dict[str, Any]) -> dict[str, Any]:
+    """The settings' `privacy`, wherever this version of the settings has it."""
+    training = raw.get("training")
+    inner = training.get("privacy") if isinstance(training, dict) else None
+    found = raw.get("privacy") or inner
+    return found if isinstance(found, dict) else {}
+
+
+def check_module(session: Session, module: str) -> None:
+    if module not in session.policy.modules:
+        raise Refused(f"module {module!r} would train, the policy allows {', '.join(session.policy.modules)}")
+
+
+def check_model(session: Session, order: Manifest, settings: FacilitySettings) -> None:
+    """A run begins with a listed model; its later rounds follow from that. A LoRA base is listed itself."""
+    models = session.policy.models
+    if not models:
+        return
+    if base := settings.training.lora.base:
+        found = manifest_if_any(resolve(base))
+        digest = found.content_sha256 if found else "no digest"
+        if digest not in models:
+            raise Refused(f"the base model {base} has {digest:.16}..., which is not among the policy's models")
+    run = f"{order.federation}/{run_of(order)}"
+    with changed(session.ledger) as (ledger, _):
+        if run in ledger.runs:
+            return
+        if order.content_sha256 not in models:
+            raise Refused(
+                f"the run begins with a model of digest {order.content_sha256:.16}..., which is not among the policy's "
+                "models"
+            )
+        ledger.runs.append(run)
+
+
+def check_dataset(session: Session, dataset: str) -> Path:
+    allowed = {resolve(one).resolve() for one in session.policy.datasets}
+    if (found := resolve(dataset).resolve()) not in allowed:
+        raise Refused(f"the dataset {dataset} is not one of the policy's: {', '.join(session.policy.datasets)}")
+    return found

@@ -1,0 +1,39 @@
+"""Paths held below the working directory: every link on the way is followed before a path is compared."""
+
+from __future__ import annotations
+
+import os
+import posixpath
+from pathlib import Path
+
+from facility.gating.refusal import Refused
+
+
+def confined(path: str, workdir: Path, *, follow: bool = False) -> Path:
+    """The path with every link resolved but, unless `follow`, a last one. Raises `Refused` outside of the workdir.
+
+    `workdir` itself is inside; it is the resolved one.
+    """
+    if follow or path == str(workdir):
+        found = Path(os.path.realpath(path))
+    else:
+        found = Path(os.path.realpath(posixpath.dirname(path))) / posixpath.basename(path)
+    if found != workdir and not found.is_relative_to(workdir):
+        raise Refused(f"{path} lies outside of {workdir}, the only directory that this gate gives access to")
+    return found
+
+
+def below(path: str, workdir: Path) -> Path:
+    """The same for what is to be written or removed: not the workdir itself."""
+    found = confined(path, workdir)
+    if found == workdir:
+        raise Refused(f"{path} is the working directory itself, which stays as it is")
+    return found
+
+
+def plain(name: str) -> str:
+    """A relative name inside a directory that travels. Raises `Refused` unless it stays inside."""
+    parts = name.split("/")
+    if not name or len(name) > 1000 or not name.isprintable() or any(part in ("", ".", "..") for part in parts):
+        raise Refused(f"{name!r:.80} is no plain name of a file")
+    return name

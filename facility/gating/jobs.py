@@ -1,0 +1,166 @@
+"""Submit the site's own template: the gate writes the script itself, and takes paths and a round from the request.
+
+A refusal leaves `failure.json` where the update would be, so that the coordinator's table shows the reason.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+from facility.exchange.files.durable import new_directory
+from facility.exchange.messages import report
+from facility.exchange.messages.job_template import Environment, fill_template
+from facility.exchange.messages.order import SIGNERS
+from facility.exchange.messages.template_inheritance import find_template, read_template
+from facility.gating import queue
+from facility.gating.approval import Approved, approve
+from facility.gating.confine import below
+from facility.gating.grammar import Request
+from facility.gating.ledger import RESERVED, JobEntry, changed
+from facility.gating.refusal import Refused
+from facility.gating.session import Session
+
+COMMAND = "{{ streamflow_command }}"
+AUDIT = "CROSSFED_AUDIT"
+"""`facility.round`'s: the gate's log, whose head goes into the update's manifest."""
+
+
+def submit(session: Session, request: Request) -> int:
+    """`submit` prints the job's id; `run` (no queue) runs the job on this host."""
+    directory = below(request["directory"], session.workdir)
+    temporary = below(request["temporary"], session.workdir)
+    if not directory.is_dir() or directory.is_symlink():
+        raise Refused(f"the job's directory {directory} does not exist")
+    if (session.policy.scheduler == "ssh") != (request.verb == "run"):
+        raise Refused(f"{request.verb} was asked for, this site's scheduler is {session.policy.scheduler}")
+    try:
+        approved = approve(session, request)
+        job = _reserve(session, approved, directory)
+    except Refused as error:
+        _leave_reason(session, directory, int(request["round"]), str(error))
+        raise
+    text = script(session, approved, directory, temporary)
+    session.write(
+        "approved",
+        federation=approved.federation,
+        run=approved.run,
+        round=approved.round,
+        model=approved.model_sha256,
+        settings=approved.settings_sha256,
+        dataset=str(approved.dataset),
+        node_hours=job.nodes * job.hours,
+        coordinators_head=approved.head,
+    )
+    if request.verb == "run":
+        try:
+            return queue.on_this_host(session, text, job.name, directory)
+        finally:
+            with changed(session.ledger) as (ledger, now):
+                if (entry := ledger.job(job.id)) is not None:
+                    entry.ended = now
+    try:
+        id = queue.enqueue(session, text, job.name, directory)
+    except Refused:
+        with changed(session.ledger) as (ledger, _):
+            ledger.jobs = [entry for entry in ledger.jobs if entry.id != job.id]
+        raise
+    with changed(session.ledger) as (ledger, _):
+        if (entry := ledger.job(job.id)) is not None:
+            entry.id = id
+    session.write("submitted", job=id, name=job.name, directory=str(directory))
+    print(id)
+    return 0
+
+
+def _reserve(session: Session, approved: Approved, directory: Path) -> JobEntry:
+    """Enter the job into the ledger before it exists, so that two requests at once cannot share the last hours."""
+    policy = session.policy
+    queue.note_ends(session)
+    with changed(session.ledger) as (ledger, now):
+        wanted, used = policy.nodes * policy.hours, ledger.node_hours(now)
+        if used + wanted > policy.node_hours_per_day:
+            raise Refused(
+                f"the job may use {wanted:g} node-hours, {used:.2f} were used or reserved within 24 hours, and the "
+                f"policy's node_hours_per_day is {policy.node_hours_per_day:g}"
+            )
+        job = JobEntry(
+            id=f"{RESERVED}{now:.6f}",
+            name=f"crossfed-{approved.federation}-{approved.facility}",
+            directory=str(directory),
+            submitted=now,
+            nodes=policy.nodes,
+            hours=policy.hours,
+            run=approved.run,
+        )
+        ledger.jobs.append(job)
+    return job
+
+
+def _leave_reason(session: Session, directory: Path, round: int, reason: str) -> None:
+    update = directory / "update"
+    if update.is_symlink() or update.is_file():
+        update.unlink()
+    else:
+        shutil.rmtree(update, ignore_errors=True)
+    failure = report.Failure(
+        facility=session.policy.facility, round=round, reason=f"refused by the facility's gate: {reason}"
+    )
+    with new_directory(update) as temporary:
+        report.write(temporary, failure)
+    with changed(session.ledger) as (ledger, now):
+        ledger.jobs.append(JobEntry(id="", name="refused", directory=str(directory), submitted=now))
+
+
+def script(session: Session, approved: Approved, directory: Path, temporary: Path) -> str:
+    """The site's template with the job's command in it."""
+    return template(session).replace(COMMAND, command(session, approved, directory, temporary))
+
+
+def template(session: Session) -> str:
+    """The site's template, filled, as text in which only the command is missing."""
+    policy, place = session.policy, session.state.parent
+    text, name = f"#!/bin/bash\n. '<home>/env.sh'\n{COMMAND}\n", "the template of this host"
+    if policy.template:
+        path = find_template(policy.template, place)
+        text, name = read_template(path), path.name
+    home = policy.fill.get("home", str(place))
+    fill = {key: value for key, value in policy.fill.items() if key != "home"}
+    filled = fill_template(text, fill=fill, environment=Environment(home=home), workdir=str(session.workdir), name=name)
+    return re.sub(r"\{#.*?-#\}\s*|\{% (?:end)?raw %\}", "", filled, flags=re.DOTALL)
+
+
+def command(session: Session, approved: Approved, directory: Path, temporary: Path) -> str:
+    """One line of shell: every value in it is one quoted word, and none came from the request unchecked."""
+    exports = {
+        "HOME": directory,
+        "TMPDIR": temporary,
+        SIGNERS: session.policy.coordinators,
+        AUDIT: session.log,
+    }
+    words = ["python3", "-m", "facility.round", "--out", "update"]
+    words += ["--model", str(approved.model), "--settings", str(approved.settings), "--dataset", str(approved.dataset)]
+    words += ["--round", str(approved.round), "--module", approved.module]
+    words += ["--approved", approved.model_sha256, approved.settings_sha256]
+    set_up = " && ".join(f"export {name}={shlex.quote(str(value))}" for name, value in exports.items())
+    return f"cd {shlex.quote(str(directory))} && {set_up} && {shlex.join(words)} 2>&1"
+
+
+def test_job(session: Session, request: Request) -> int:
+    """Would the queue take the site's template? Submits nothing."""
+    policy = session.policy
+    if policy.scheduler == "ssh":
+        print("no queue")
+        return 0
+    commands = queue.table(session)
+    if not commands.dry:
+        code, text = queue.call([commands.submit[0], "--version"])
+        sys.stdout.write(text)
+        return code
+    text = template(session).replace(COMMAND, "true")
+    code, told = queue.call(queue.words(commands.dry, queue.values_of(policy)), text=text)
+    sys.stdout.write(told)
+    return code

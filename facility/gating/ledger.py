@@ -1,0 +1,102 @@
+"""What the gate remembers between requests: the jobs that it submitted, and the bytes that it let out."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from facility.exchange.files.durable import write_json
+
+DAY = 86_400.0
+RESERVED = "reserved-"
+"""Begins the id of a job that the scheduler has not named yet."""
+KEPT = 400
+"""Jobs that are remembered; older ones' updates cannot be read any more."""
+
+
+@dataclass(kw_only=True)
+class JobEntry:
+    """One job that came through the gate, or was refused."""
+
+    id: str
+    """The scheduler's; '' for a refused one."""
+    name: str
+    directory: str
+    """Its update and its progress are read from here."""
+    submitted: float
+    """Seconds since 1970."""
+    nodes: int = 1
+    hours: float = 0.0
+    """Its time limit."""
+    ended: float = 0.0
+    """When it was first seen to have left the queue; 0: not yet."""
+    run: str = ""
+    """Run of the federation that it trained for."""
+
+    @property
+    def node_hours(self) -> float:
+        """What it uses at most, as far as is known."""
+        return self.nodes * min(self.hours, (self.ended - self.submitted) / 3600 if self.ended else self.hours)
+
+
+@dataclass(kw_only=True)
+class Ledger:
+    """The file's content."""
+
+    jobs: list[JobEntry] = field(default_factory=list)
+    out: dict[str, int] = field(default_factory=dict)
+    """Bytes that left, by hour since 1970."""
+    runs: list[str] = field(default_factory=list)
+    """`federation/run` of the runs that began here with an allowed model."""
+
+    def node_hours(self, now: float) -> float:
+        return sum(job.node_hours for job in self.jobs if job.id and now - job.submitted < DAY)
+
+    def bytes_out(self, now: float) -> int:
+        return sum(count for hour, count in self.out.items() if int(hour) * 3600 + 3600 > now - DAY)
+
+    def let_out(self, count: int, now: float) -> None:
+        hour = str(int(now // 3600))
+        self.out = {one: n for one, n in self.out.items() if int(one) * 3600 + 3600 > now - DAY}
+        self.out[hour] = self.out.get(hour, 0) + count
+
+    def job(self, id: str) -> JobEntry | None:
+        return next((job for job in reversed(self.jobs) if job.id and job.id == id), None)
+
+    def note_ended(self, name: str, active: Collection[str], now: float) -> None:
+        """Jobs of this name that are in no queue any more have ended by now."""
+        for job in self.jobs:
+            if job.id not in active and job.name == name and not job.ended and not job.id.startswith(RESERVED):
+                job.ended = now
+
+
+def read_ledger(path: Path) -> Ledger:
+    """Raises `ValueError` for a damaged file: then nothing is granted."""
+    try:
+        raw = json.loads(Path(path).read_text())
+    except FileNotFoundError:
+        return Ledger()
+    return Ledger(jobs=[JobEntry(**job) for job in raw["jobs"]], out=dict(raw["out"]), runs=list(raw["runs"]))
+
+
+@contextmanager
+def changed(path: Path, clock: Callable[[], float] = time.time) -> Iterator[tuple[Ledger, float]]:
+    """The ledger, for one request alone, and the time; written when the body ends, also by an exception."""
+    path = Path(path)
+    lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        ledger = read_ledger(path)
+        try:
+            yield ledger, clock()
+        finally:
+            ledger.jobs, ledger.runs = ledger.jobs[-KEPT:], ledger.runs[-KEPT:]
+            write_json(path, asdict(ledger))
+    finally:
+        os.close(lock)

@@ -1,0 +1,233 @@
+"""`policy.yml`: what this site lets a coordinator do. Owned and written by the site; read anew for every request.
+
+Parsed without pydantic, since the gate starts for every command: PyYAML's nodes give the line of every error. Unknown
+keys, aliases and values of another type are errors, and a gate without a sound policy refuses everything.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from facility.exchange.errors import ConfigurationError
+
+SCHEDULERS = ("slurm", "pbs", "flux", "ssh")
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+FINGERPRINT = re.compile(r"SHA256:[A-Za-z0-9+/]{43}")
+DIGEST = re.compile(r"[0-9a-f]{64}")
+PLACE = re.compile(r"/[A-Za-z0-9_./@%+=:,-]+")
+MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+MOST_BYTES = 1 << 20
+DEEPEST = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """The keys of policy.yml."""
+
+    facility: str
+    """This facility's name in the federations."""
+    federations: tuple[str, ...]
+    """Names of the federations that may run here."""
+    keys: tuple[str, ...]
+    """Fingerprints (`SHA256:...`) of the ssh keys that may come through the gate."""
+    coordinators: Path
+    """Allowed-signers file (ssh-keygen(1)); the principal is the federation's name. Only signed models are trained."""
+    workdir: Path
+    """Directory for models and updates: nothing outside of it is read or written for a coordinator."""
+    datasets: tuple[str, ...]
+    """Prepared datasets that may be trained on; relative paths count from $CROSSFED_HOME."""
+    scheduler: str
+    """`slurm`, `pbs`, `flux`, or `ssh` for the host itself."""
+    template: str = ""
+    """The site's job template: the name of a shipped one or a path; only `ssh` may do without."""
+    fill: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Values of the template's placeholders."""
+    nodes: int = 1
+    """Nodes of one job."""
+    hours: float = 2.0
+    """Time limit of one job."""
+    node_hours_per_day: float = 24.0
+    """Most node-hours of jobs submitted within 24 hours; a job counts with its limit, or until its end."""
+    bytes_out_per_day: int = 100_000_000_000
+    """Most bytes that leave within 24 hours."""
+    models: tuple[str, ...] = ()
+    """Digests (`content_sha256` of their manifests) of the models that a run may begin with, and of LoRA's bases; none:
+    any."""
+    modules: tuple[str, ...] = ("facility.train",)
+    """Python modules that may train."""
+    encodings: tuple[str, ...] = ()
+    """How updates may travel: `full` or codecs' names; none: in any way."""
+    adapters_only: bool = False
+    """Only low-rank adapters are trained, and leave."""
+    secure_aggregation: bool = False
+    """Only masked updates leave: settings must ask for secure aggregation."""
+    epsilon: float = 0.0
+    """Largest privacy loss of differentially private training that settings may ask for; 0: it is not required."""
+    trackers: tuple[str, ...] = ()
+    """Experiment trackers (`training.tracker`) that may be used; none: no tracker."""
+    job_output: bool = True
+    """The end of what a job printed may be read by the coordinator."""
+
+    @property
+    def place(self) -> Path:
+        """Where nothing is a symbolic link any more."""
+        return self.workdir.resolve()
+
+
+def read_policy(path: Path) -> Policy:
+    """Raises `ConfigurationError` with file and line."""
+    path = Path(path)
+    try:
+        text = path.read_bytes()
+        if len(text) > MOST_BYTES:
+            raise ConfigurationError(f"has {len(text)} bytes, expected at most {MOST_BYTES}", file=path)
+        root = yaml.compose(text.decode("utf-8"), Loader=yaml.SafeLoader)
+    except OSError as error:
+        raise ConfigurationError(f"cannot be read: {error.strerror}", file=path) from None
+    except UnicodeDecodeError:
+        raise ConfigurationError("is not UTF-8", file=path) from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        what = getattr(error, "problem", None) or "is not YAML"
+        raise ConfigurationError(str(what), file=path, line=mark.line + 1 if mark else None) from None
+    return _Reader(path).policy(root)
+
+
+class _Reader:
+    """Turns YAML nodes into the policy's values."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def policy(self, root: yaml.Node | None) -> Policy:
+        if not isinstance(root, yaml.MappingNode):
+            raise ConfigurationError("is empty or no mapping, expected the keys of a policy", file=self.file, line=1)
+        known = {field.name: field for field in dataclasses.fields(Policy)}
+        found: dict[str, Any] = {}
+        lines: dict[str, int] = {}
+        for key, node in root.value:
+            name, line = str(key.value), key.start_mark.line + 1
+            if name not in known:
+                raise self.error(f"unknown key {name!r}; known keys are {', '.join(known)}", line)
+            if name in found:
+                raise self.error(f"{name} stands there twice", line)
+            found[name], lines[name] = READ[name](self, name, node), line
+        if missing := [name for name, field in known.items() if name not in found and _required(field)]:
+            raise self.error(f"lacks {', '.join(missing)}", root.end_mark.line + 1)
+        policy = Policy(**found)
+        if policy.scheduler != "ssh" and not policy.template:
+            raise self.error(f"scheduler is {policy.scheduler!r}, which needs a template", lines["scheduler"])
+        for name in ("coordinators", "template"):
+            value = str(found.get(name, ""))
+            if value.startswith("/") and Path(value).resolve().is_relative_to(policy.place):
+                raise self.error(f"{name} lies in the workdir, where a coordinator may write", lines[name])
+        if self.file.resolve().is_relative_to(policy.place):
+            raise self.error("workdir holds this policy, which a coordinator could then replace", lines["workdir"])
+        return policy
+
+    def error(self, message: str, line: int) -> ConfigurationError:
+        return ConfigurationError(message, file=self.file, line=line)
+
+    def scalar(self, name: str, node: yaml.Node, kinds: tuple[type, ...], expected: str) -> Any:
+        value = None
+        if isinstance(node, yaml.ScalarNode):
+            maker = yaml.SafeLoader("")
+            try:
+                value = maker.construct_object(node)  # type: ignore[no-untyped-call]
+            except (yaml.YAMLError, ValueError):
+                value = None
+        if type(value) not in kinds:
+            raise self.error(f"{name} is {getattr(node, 'value', '')!r:.60}, expected {expected}", _line(node))
+        return value
+
+    def text(self, name: str, node: yaml.Node, pattern: re.Pattern[str] | None, expected: str) -> str:
+        value = str(self.scalar(name, node, (str,), expected))
+        if (pattern and not pattern.fullmatch(value)) or not value or not value.isprintable():
+            raise self.error(f"{name} is {value!r:.60}, expected {expected}", _line(node))
+        return value
+
+    def texts(self, name: str, node: yaml.Node, pattern: re.Pattern[str] | None, expected: str) -> tuple[str, ...]:
+        if not isinstance(node, yaml.SequenceNode):
+            raise self.error(f"{name} is no list, expected a list of {expected}", _line(node))
+        return tuple(self.text(name, one, pattern, expected) for one in node.value)
+
+    def number(self, name: str, node: yaml.Node, kinds: tuple[type, ...], least: float, expected: str) -> Any:
+        value = self.scalar(name, node, kinds, expected)
+        if not least <= value < float("inf"):
+            raise self.error(f"{name} is {value!r}, expected {expected}", _line(node))
+        return value
+
+    def words(self, name: str, node: yaml.Node) -> dict[str, str]:
+        if not isinstance(node, yaml.MappingNode):
+            raise self.error(f"{name} is no mapping, expected placeholder: value", _line(node))
+        return {
+            str(key.value): str(self.scalar(f"{name}.{key.value}", value, (str, int, float), "text or a number"))
+            for key, value in node.value
+        }
+
+    def one_of(self, name: str, node: yaml.Node, known: tuple[str, ...]) -> str:
+        value = self.text(name, node, None, f"one of {', '.join(known)}")
+        if value not in known:
+            raise self.error(f"{name} is {value!r:.60}, expected one of {', '.join(known)}", _line(node))
+        return value
+
+
+def _line(node: yaml.Node) -> int:
+    return int(node.start_mark.line) + 1
+
+
+def _required(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def _texts(pattern: re.Pattern[str] | None, expected: str) -> Callable[[_Reader, str, yaml.Node], Any]:
+    return lambda reader, name, node: reader.texts(name, node, pattern, expected)
+
+
+def _flag(reader: _Reader, name: str, node: yaml.Node) -> bool:
+    return bool(reader.scalar(name, node, (bool,), "true or false"))
+
+
+def _above_zero(reader: _Reader, name: str, node: yaml.Node) -> float:
+    return float(reader.number(name, node, (int, float), 0.0, "a number, at least 0"))
+
+
+def _whole(least: int) -> Callable[[_Reader, str, yaml.Node], Any]:
+    return lambda reader, name, node: reader.number(name, node, (int,), least, f"a whole number, at least {least}")
+
+
+def _path(reader: _Reader, name: str, node: yaml.Node) -> Path:
+    return Path(reader.text(name, node, PLACE, "an absolute path of letters, digits and _./@%+=:,-"))
+
+
+READ: dict[str, Callable[[_Reader, str, yaml.Node], Any]] = {
+    "facility": lambda reader, name, node: reader.text(name, node, NAME, "a facility's name"),
+    "federations": _texts(NAME, "federations' names"),
+    "keys": _texts(FINGERPRINT, "fingerprints as `ssh-keygen -lf KEY.pub` prints them (SHA256:...)"),
+    "coordinators": _path,
+    "workdir": _path,
+    "datasets": _texts(None, "paths"),
+    "scheduler": lambda reader, name, node: reader.one_of(name, node, SCHEDULERS),
+    "template": lambda reader, name, node: reader.text(name, node, None, "a template's name or path"),
+    "fill": lambda reader, name, node: reader.words(name, node),
+    "nodes": _whole(1),
+    "hours": _above_zero,
+    "node_hours_per_day": _above_zero,
+    "bytes_out_per_day": _whole(0),
+    "models": _texts(DIGEST, "sha256 digests"),
+    "modules": _texts(MODULE, "modules' names"),
+    "encodings": _texts(NAME, "codecs' names"),
+    "adapters_only": _flag,
+    "secure_aggregation": _flag,
+    "epsilon": _above_zero,
+    "trackers": _texts(NAME, "trackers' names"),
+    "job_output": _flag,
+}
+"""How each key is read."""

@@ -1,0 +1,355 @@
+"""Jobs in the site's queue: submitted, asked about and cancelled by fixed argument lists, ours alone."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from facility.gating.grammar import Request
+from facility.gating.ledger import changed, read_ledger
+from facility.gating.policy import Policy
+from facility.gating.refusal import Refused
+from facility.gating.session import Session
+
+OUTPUT_BYTES = 1 << 16
+SECONDS = 120
+MARK = "CROSSFED_JOB"
+"""Environment variable that names our processes on a host without a queue."""
+OUTPUT = "crossfed-job.log"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Commands:
+    """Argument lists of one scheduler; USER, NAME, ID, IDS (one word each), LIST (joined by commas), NODES, LIMIT,
+    SECONDS and DIRECTORY stand for values."""
+
+    submit: tuple[str, ...]
+    dry: tuple[str, ...] = ()
+    """Tests a job without submitting it; none: only the program's presence is tested."""
+    listing: tuple[tuple[str, ...], ...]
+    """One after the other; the last's exit code counts."""
+    found: tuple[str, ...] = ()
+    """Prints ids, one a line, that are given to the listing as IDS."""
+    active: tuple[str, ...]
+    """Prints the ids of jobs that have not ended."""
+    waiting: tuple[str, ...]
+    """Prints those that have not begun."""
+    cancel: tuple[str, ...]
+    states: tuple[str, ...]
+    ending: tuple[tuple[str, ...], ...]
+    """Tried in turn until one exits with 0."""
+    begins: tuple[str, ...] = ()
+    """Prints when a waiting job is expected to begin; none: this scheduler does not say."""
+    id: str = r"\d[\w.\[\]@-]*"
+
+
+TABLE = {
+    "slurm": Commands(
+        submit=("sbatch", "--parsable", "--chdir=DIRECTORY", "--job-name=NAME", "--nodes=NODES", "--time=LIMIT"),
+        dry=("sbatch", "--test-only", "--nodes=NODES", "--time=LIMIT"),
+        listing=(("squeue", "-h", "-u", "USER", "-n", "NAME", "-o", "%i %T %r"),),
+        active=("squeue", "-h", "-u", "USER", "-n", "NAME", "-o", "%i"),
+        waiting=("squeue", "-h", "-u", "USER", "-n", "NAME", "-t", "PENDING", "-o", "%i"),
+        cancel=("scancel", "IDS"),
+        begins=("squeue", "-h", "-j", "ID", "-o", "%S"),
+        states=("squeue", "-h", "-t", "all", "-o", "%i %T", "-j", "LIST"),
+        ending=(
+            ("scontrol", "show", "-o", "job", "ID"),
+            ("sacct", "-X", "-n", "-P", "-o", "State,ExitCode", "-j", "ID"),
+        ),
+    ),
+    "pbs": Commands(
+        submit=("qsub", "-N", "NAME", "-l", "walltime=LIMIT", "-j", "oe", "-o", f"DIRECTORY/{OUTPUT}"),
+        listing=(("qstat", "-f", "-F", "json", "IDS"),),
+        found=("qselect", "-u", "USER", "-N", "NAME"),
+        active=("qselect", "-u", "USER", "-N", "NAME"),
+        waiting=("qselect", "-u", "USER", "-N", "NAME", "-s", "QHW"),
+        cancel=("qdel", "IDS"),
+        begins=("qstat", "-f", "-Fjson", "ID"),
+        states=("qstat", "-f", "-Fjson", "IDS"),
+        ending=(("qstat", "-xf", "-Fjson", "ID"),),
+    ),
+    "flux": Commands(
+        submit=("flux", "batch", "--cwd=DIRECTORY", "--job-name=NAME", "--nodes=NODES", "--time-limit=SECONDSs"),
+        listing=(
+            (
+                "flux",
+                "jobs",
+                "-n",
+                "-f",
+                "pending,running",
+                "--name=NAME",
+                "-o",
+                "{id} {state} urgency={urgency} queue={queue} {dependencies}",
+            ),
+            ("flux", "queue", "status"),
+        ),
+        active=("flux", "jobs", "-n", "-f", "pending,running", "--name=NAME", "-o", "{id}"),
+        waiting=("flux", "jobs", "-n", "-f", "pending", "--name=NAME", "-o", "{id}"),
+        cancel=("flux", "cancel", "IDS"),
+        states=(
+            "flux",
+            "jobs",
+            "-n",
+            "-o",
+            "{id} {returncode} {status} {result} {exception.type} {exception.note}",
+            "IDS",
+        ),
+        ending=(
+            (
+                "flux",
+                "jobs",
+                "-n",
+                "-o",
+                "{id} {returncode} {status} {result} {exception.type} {exception.note}",
+                "ID",
+            ),
+        ),
+        id=r"[fƒ]\w+",
+    ),
+}
+
+
+def words(form: Sequence[str], values: dict[str, str], ids: Sequence[str] = ()) -> list[str]:
+    """An argument list with its values in place, each within one word."""
+    pattern = re.compile("|".join(sorted(values, key=len, reverse=True)) or r"(?!)")
+    result: list[str] = []
+    for word in form:
+        result += list(ids) if word == "IDS" else [pattern.sub(lambda found: values[found[0]], word)]
+    return result
+
+
+def values_of(policy: Policy, *, name: str = "", directory: str = "") -> dict[str, str]:
+    seconds = round(policy.hours * 3600)
+    limit = f"{seconds // 3600:02d}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
+    return {
+        "USER": getpass.getuser(),
+        "NAME": name,
+        "NODES": str(policy.nodes),
+        "LIMIT": limit,
+        "SECONDS": str(seconds),
+        "DIRECTORY": directory,
+    }
+
+
+def call(command: Sequence[str], text: str | None = None, cwd: Path | None = None) -> tuple[int, str]:
+    """Run a program of the site's without a shell; returns its code and all that it printed."""
+    try:
+        result = subprocess.run(
+            command,
+            input=None if text is None else text.encode(),
+            stdin=subprocess.DEVNULL if text is None else None,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=SECONDS,
+            cwd=cwd,
+        )
+    except FileNotFoundError:
+        return 127, f"there is no {command[0]} command on this gate's PATH ({os.environ.get('PATH', '')})\n"
+    except subprocess.TimeoutExpired:
+        return 124, f"{command[0]} did not answer within {SECONDS} s\n"
+    return result.returncode, result.stdout.decode(errors="replace")
+
+
+def table(session: Session) -> Commands:
+    if session.policy.scheduler not in TABLE:
+        raise Refused(f"this site's scheduler is {session.policy.scheduler}, which has no queue to ask")
+    return TABLE[session.policy.scheduler]
+
+
+def our_name(session: Session, name: str) -> str:
+    if name not in session.names():
+        raise Refused(f"jobs are called {name!r:.100}, ours here are {', '.join(session.names())}")
+    return name
+
+
+def our_ids(session: Session, ids: Sequence[str]) -> list[str]:
+    ledger = read_ledger(session.ledger)
+    if foreign := [id for id in ids if ledger.job(id) is None]:
+        raise Refused(f"job {foreign[0]} was not submitted through this gate")
+    return list(ids)
+
+
+def ids_of(session: Session, form: Sequence[str], name: str) -> tuple[int, list[str], str]:
+    code, text = call(words(form, values_of(session.policy, name=name)))
+    return code, [word for word in text.split() if re.fullmatch(TABLE[session.policy.scheduler].id, word)], text
+
+
+def jobs(session: Session, request: Request) -> int:
+    name = our_name(session, request["name"])
+    if session.policy.scheduler == "ssh":
+        for pid in processes(name):
+            print(f"{pid} R")
+        return 0
+    commands = table(session)
+    ids: list[str] = []
+    if commands.found:
+        code, ids, text = ids_of(session, commands.found, name)
+        if code or not ids:
+            sys.stdout.write(text if code else "")
+            return code
+    code = 0
+    for form in commands.listing:
+        code, text = call(words(form, values_of(session.policy, name=name), ids))
+        sys.stdout.write(text)
+    return code
+
+
+def cancel(session: Session, request: Request) -> int:
+    """All our jobs of a name; with `cancel-waiting` only those that have not begun."""
+    name, waiting = our_name(session, request["name"]), request.verb == "cancel-waiting"
+    if session.policy.scheduler == "ssh":
+        for pid in [] if waiting else processes(name):
+            os.kill(pid, signal.SIGTERM)
+        return 0
+    commands = table(session)
+    code, ids, text = ids_of(session, commands.waiting if waiting else commands.active, name)
+    if code or not ids:
+        sys.stdout.write(text if code else "")
+        return code
+    code, text = call(words(commands.cancel, {}, ids))
+    sys.stdout.write(text)
+    return code
+
+
+def cancel_ids(session: Session, request: Request) -> int:
+    code, text = call(words(table(session).cancel, {}, our_ids(session, request.more)))
+    sys.stdout.write(text)
+    return code
+
+
+def states(session: Session, request: Request) -> int:
+    ids = our_ids(session, request.more)
+    code, text = call(words(table(session).states, {"LIST": ",".join(ids)}, ids))
+    sys.stdout.write(text)
+    return code
+
+
+def begins(session: Session, request: Request) -> int:
+    (id,), form = our_ids(session, [request["id"]]), table(session).begins
+    code, text = call(words(form, {"ID": id})) if form else (0, "")
+    sys.stdout.write(text)
+    return code
+
+
+def ending(session: Session, request: Request) -> int:
+    (id,) = our_ids(session, [request["id"]])
+    code = 1
+    for form in table(session).ending:
+        code, text = call(words(form, {"ID": id}))
+        sys.stdout.write(text)
+        if code == 0:
+            break
+    return code
+
+
+def output(session: Session, request: Request) -> int:
+    """The end of what a job printed."""
+    if not session.policy.job_output:
+        raise Refused("what jobs print stays here (job_output in the policy)")
+    (id,) = our_ids(session, [request["id"]])
+    path = _output_of(session, id)
+    if path is None:
+        return 1
+    with open(path, "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - OUTPUT_BYTES))
+        session.take_out(min(size, OUTPUT_BYTES))
+        sys.stdout.buffer.write(file.read(OUTPUT_BYTES))
+    return 0
+
+
+def _output_of(session: Session, id: str) -> Path | None:
+    entry = read_ledger(session.ledger).job(id)
+    assert entry is not None  # `our_ids` found it
+    directory = Path(entry.directory)
+    places = [directory / OUTPUT, directory / f"slurm-{id}.out", directory / f"flux-{id}.out"]
+    places += sorted(directory.glob("*.log"))
+    return next((path for path in places if path.is_file() and not path.is_symlink()), None)
+
+
+def note_ends(session: Session) -> None:
+    """Note which of our jobs have left the queue, so that they count with what they used."""
+    if session.policy.scheduler == "ssh":
+        return
+    for name in session.names():
+        code, ids, _ = ids_of(session, TABLE[session.policy.scheduler].active, name)
+        if code == 0:
+            with changed(session.ledger) as (ledger, now):
+                ledger.note_ended(name, ids, now)
+
+
+def enqueue(session: Session, script: str, name: str, directory: Path) -> str:
+    """Submit a script of the site's own making; returns the job's id. Raises `Refused` with the scheduler's words."""
+    commands = table(session)
+    command = words(commands.submit, values_of(session.policy, name=name, directory=str(directory)))
+    code, text = call(command, text=script, cwd=directory)
+    ids = [word.split(";")[0] for word in text.split() if re.fullmatch(commands.id, word.split(";")[0])]
+    if code or not ids:
+        raise Refused(f"{command[0]} took no job (code {code}): {' '.join(text.split())[-300:]}")
+    return ids[-1]
+
+
+def processes(name: str) -> list[int]:
+    """Processes of ours that carry the name in their environment."""
+    mark, found = f"{MARK}={name}".encode(), []
+    for place in Path("/proc").iterdir():
+        try:
+            if place.name.isdigit() and mark in (place / "environ").read_bytes().split(b"\0"):
+                found.append(int(place.name))
+        except OSError:
+            continue
+    return [pid for pid in found if pid != os.getpid()]
+
+
+def on_this_host(session: Session, script: str, name: str, directory: Path) -> int:
+    """Run a script here until it ends, its time is over, or the connection is gone."""
+    process = subprocess.Popen(
+        ["bash", "-s"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        cwd=directory,
+        env=os.environ | {MARK: name},
+        start_new_session=True,
+    )
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(script.encode())
+    process.stdin.close()
+    ended = threading.Event()
+
+    def end(hard: bool = False) -> None:
+        try:
+            os.killpg(process.pid, signal.SIGKILL if hard else signal.SIGTERM)
+        except ProcessLookupError:
+            pass
+
+    def tether() -> None:
+        while sys.stdin.buffer.read(1):
+            pass
+        if not ended.is_set():
+            end()
+            if not ended.wait(20):
+                end(hard=True)
+
+    limit = threading.Timer(session.policy.hours * 3600, end)
+    limit.daemon = True
+    limit.start()
+    threading.Thread(target=tether, daemon=True).start()
+    told = b""
+    while block := process.stdout.read1(1 << 16):  # type: ignore[attr-defined]
+        told = (told + block)[-OUTPUT_BYTES:]
+    code = process.wait()
+    ended.set()
+    limit.cancel()
+    sys.stdout.buffer.write(told if session.policy.job_output else b"")
+    sys.stdout.flush()
+    return code if code >= 0 else 128 - code

@@ -1,0 +1,56 @@
+"""One request's surroundings: the policy, who asks, and the files that the gate keeps."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from facility.exchange.files import audit_log
+from facility.gating.ledger import changed
+from facility.gating.policy import Policy
+from facility.gating.refusal import Refused
+
+
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """What every verb is given."""
+
+    policy: Policy
+    key: str
+    """Fingerprint of the ssh key that came in, as authorized_keys names it."""
+    state: Path
+    """The gate's own directory, outside of the workdir."""
+
+    @property
+    def log(self) -> Path:
+        return self.state / "audit.jsonl"
+
+    @property
+    def ledger(self) -> Path:
+        return self.state / "ledger.json"
+
+    @property
+    def workdir(self) -> Path:
+        return self.policy.place
+
+    def names(self) -> list[str]:
+        """Names of our jobs in the queue."""
+        return [f"crossfed-{federation}-{self.policy.facility}" for federation in self.policy.federations]
+
+    def write(self, what: str, **fields: Any) -> str:
+        """A line in the audit log; returns its digest."""
+        client = os.environ.get("SSH_CLIENT", "").split(" ")[0]
+        return audit_log.append(self.log, what, key=self.key, client=client, **fields)
+
+    def take_out(self, count: int) -> None:
+        """Count bytes that are about to leave. Raises `Refused` where they exceed the day's share."""
+        with changed(self.ledger) as (ledger, now):
+            left, most = ledger.bytes_out(now), self.policy.bytes_out_per_day
+            if left + count > most:
+                raise Refused(
+                    f"{count} bytes more would leave, {left} left within 24 hours, and the policy's bytes_out_per_day "
+                    f"is {most}"
+                )
+            ledger.let_out(count, now)

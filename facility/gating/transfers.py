@@ -1,0 +1,264 @@
+"""Files in and out, by the system calls that tar, dd, cat and find would make, without those programs.
+
+In: anywhere below the workdir. Out: only what a job of ours left in its `update` directory, and its `progress.json`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import stat
+import sys
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from facility.gating.confine import below, confined, plain
+from facility.gating.grammar import Request
+from facility.gating.ledger import read_ledger
+from facility.gating.refusal import Refused
+from facility.gating.session import Session
+
+BLOCK = 1 << 20
+MOST_SMALL = 64 << 20
+"""Bytes of a file that comes or goes as a whole; larger ones go in pieces."""
+MOST_FILES = 20_000
+MOST_NAMES = 16 << 20
+ARRIVED = "crossfed-arrived"
+"""Printed after a piece, so that a connection that broke is told from one that delivered."""
+NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def _input() -> IO[bytes]:
+    return sys.stdin.buffer
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def test(session: Session, request: Request) -> int:
+    path = confined(request["path"], session.workdir, follow=request["flag"] != "-L")
+    found = {
+        "-e": os.path.exists,
+        "-d": os.path.isdir,
+        "-f": os.path.isfile,
+        "-L": os.path.islink,
+        "-x": lambda one: os.access(one, os.X_OK),
+    }[request["flag"]](path)
+    return 0 if found else 1
+
+
+def resolve(session: Session, request: Request) -> int:
+    path = confined(request["path"], session.workdir, follow=True)
+    if not path.exists():
+        return 1
+    _say(f"{path}\n")
+    return 0
+
+
+def sha1(session: Session, request: Request) -> int:
+    """The engine's checksum of a file."""
+    path = confined(request["path"], session.workdir, follow=True)
+    if not path.is_file():
+        return 1
+    with open(path, "rb") as file:
+        _say(hashlib.file_digest(file, lambda: hashlib.sha1(usedforsecurity=False)).hexdigest() + "\n")
+    return 0
+
+
+def make(session: Session, request: Request) -> int:
+    for word in request.more:
+        path = confined(word, session.workdir)
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return 0
+
+
+def remove(session: Session, request: Request) -> int:
+    for word in request.more:
+        _clear(below(word, session.workdir))
+    return 0
+
+
+def _clear(path: Path) -> None:
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.is_dir():
+        shutil.rmtree(path)
+
+
+def link(session: Session, request: Request) -> int:
+    source = confined(request["source"], session.workdir, follow=True)
+    target = below(request["target"], session.workdir)
+    _clear(target)
+    os.symlink(source, target)
+    return 0
+
+
+def copy(session: Session, request: Request) -> int:
+    source = confined(request["source"], session.workdir, follow=True)
+    target = below(request["target"], session.workdir)
+    if source.is_dir():
+        shutil.copytree(source, target, symlinks=True, dirs_exist_ok=True)
+    else:
+        shutil.copyfile(source, target)
+    return 0
+
+
+def put_tree(session: Session, request: Request) -> int:
+    """A tar stream of directories and regular files becomes the directory; what stood there is replaced."""
+    place = below(request["path"], session.workdir)
+    _clear(place)
+    place.mkdir(mode=0o700, parents=True)
+    try:
+        with tarfile.open(fileobj=_input(), mode="r|", bufsize=BLOCK) as archive:
+            for count, member in enumerate(archive):
+                if count >= MOST_FILES:
+                    raise Refused(f"more than {MOST_FILES} files come at once")
+                _unpack(archive, member, place)
+    except (tarfile.TarError, EOFError) as error:
+        raise Refused(f"what came is no tar stream: {error}") from None
+    return 0
+
+
+def _unpack(archive: tarfile.TarFile, member: tarfile.TarInfo, place: Path) -> None:
+    name = plain(member.name)
+    target = confined(f"{place}/{name}", place)
+    if member.size > MOST_SMALL:
+        raise Refused(f"{name} is too large to come whole")
+    if member.isdir():
+        target.mkdir(mode=0o700, parents=True, exist_ok=True)
+    elif member.isreg() and (source := archive.extractfile(member)) is not None:
+        _write(target, source, member.size)
+    else:
+        raise Refused(f"{name} is neither a directory nor a regular file")
+
+
+def _write(target: Path, source: IO[bytes], size: int) -> None:
+    target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with os.fdopen(os.open(target, NEW, 0o600), "wb") as file:
+        shutil.copyfileobj(source, file, BLOCK)
+        if file.tell() != size:
+            raise Refused(f"{target} came with {file.tell()} bytes, expected {size}")
+
+
+def put_file(session: Session, request: Request) -> int:
+    place = below(request["path"], session.workdir)
+    _clear(place)
+    place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with os.fdopen(os.open(place, NEW, 0o600), "wb") as file:
+        while block := _input().read(BLOCK):
+            if file.tell() + len(block) > MOST_SMALL:
+                raise Refused(f"{place} is larger than {MOST_SMALL} bytes, and has to come in pieces")
+            file.write(block)
+    return 0
+
+
+def put_piece(session: Session, request: Request) -> int:
+    """A range of a file that put-tree or put-file made."""
+    place = below(request["path"], session.workdir)
+    offset, left = int(request["offset"]), int(request["length"])
+    file = os.open(place, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        while left:
+            block = _input().read(min(BLOCK, left))
+            if not block:
+                raise OSError(f"{place}: the connection ended {left} bytes too early")
+            done = 0
+            while done < len(block):
+                done += os.pwrite(file, block[done:], offset + done)
+            offset, left = offset + len(block), left - len(block)
+    finally:
+        os.close(file)
+    _say(f"{ARRIVED}\n")
+    return 0
+
+
+def sizes(session: Session, request: Request) -> int:
+    """Bytes of each file that the input names, one a line."""
+    for name in _names():
+        _say(f"{confined(name, session.workdir, follow=True).stat().st_size}\n")
+    return 0
+
+
+def _names() -> list[str]:
+    data = _input().read(MOST_NAMES + 1)
+    names = data.split(b"\0")
+    if len(data) > MOST_NAMES or names.pop() or len(names) > MOST_FILES:
+        raise Refused("the list of names is too long, or stops within a name")
+    return [os.fsdecode(name) for name in names]
+
+
+def readable(path: str, session: Session) -> Path:
+    """A path that may be read. Raises `Refused` unless it is a job's update or progress."""
+    found = confined(path, session.workdir, follow=True)
+    for job in read_ledger(session.ledger).jobs:
+        directory = Path(job.directory)
+        if found.is_relative_to(directory / "update") or found == directory / "progress.json":
+            return found
+    raise Refused(f"{path} is neither a job's update nor its progress.json: nothing else leaves through this gate")
+
+
+def listing(session: Session, request: Request) -> int:
+    """Sizes, modes and names below a directory, as `find -L -printf '%s %m %P\\0'` prints them."""
+    place = readable(request["path"], session)
+    for path in _walk(place, session):
+        found = path.stat()
+        name = "" if path == place else path.relative_to(place).as_posix()
+        kind = "d" if stat.S_ISDIR(found.st_mode) else str(found.st_size)
+        sys.stdout.buffer.write(f"{kind} {found.st_mode & 0o777:o} ".encode() + os.fsencode(name) + b"\0")
+    sys.stdout.flush()
+    return 0
+
+
+def _walk(place: Path, session: Session) -> Iterator[Path]:
+    """The place and all below it; links only where they lead to what may be read."""
+    yield place
+    if place.is_dir():
+        for folder, directories, files in os.walk(place):
+            for name in sorted([*directories, *files]):
+                path = Path(folder, name)
+                if path.is_symlink():
+                    readable(str(path), session)
+                if path.is_dir() or path.is_file():
+                    yield path
+
+
+def get_file(session: Session, request: Request) -> int:
+    path = readable(request["path"], session)
+    _give(session, path, 0, path.stat().st_size)
+    return 0
+
+
+def get_piece(session: Session, request: Request) -> int:
+    _give(session, readable(request["path"], session), int(request["offset"]), int(request["length"]))
+    return 0
+
+
+def _give(session: Session, path: Path, offset: int, length: int) -> None:
+    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        length = min(length, max(0, os.fstat(file).st_size - offset))
+        session.take_out(length)
+        out = sys.stdout.buffer
+        while length and (block := os.pread(file, min(BLOCK, length), offset)):
+            out.write(block)
+            offset, length = offset + len(block), length - len(block)
+        out.flush()
+    finally:
+        os.close(file)
+
+
+def get_tree(session: Session, request: Request) -> int:
+    """The files that the input names, below a directory, as a tar stream."""
+    place = readable(request["path"], session)
+    files = [(plain(name), readable(f"{place}/{name}", session)) for name in _names()]
+    session.take_out(sum(path.stat().st_size for _, path in files))
+    with tarfile.open(fileobj=sys.stdout.buffer, mode="w|", format=tarfile.GNU_FORMAT, dereference=True) as archive:
+        for name, path in files:
+            archive.add(path, arcname=name, recursive=False)
+    sys.stdout.flush()
+    return 0

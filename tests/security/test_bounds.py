@@ -1,0 +1,146 @@
+"""What a facility can make the coordinator hold, wait for or show to others is bounded."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from streamflow.core.exception import WorkflowExecutionException
+from streamflow.deployment.connector.queue_manager import SlurmConnector
+
+from coordinator.archive.rounds import Archive
+from coordinator.engine.place import unwritable
+from coordinator.schedulers.registry import schedulers
+from coordinator.streamflow_plugin import lanes, ssh
+from coordinator.streamflow_plugin.lanes import TransferFailed, check_pace
+from coordinator.streamflow_plugin.patient import connector_for
+from coordinator.streamflow_plugin.tree import read_listing
+from facility.exchange.files.durable import new_directory, write_json
+from facility.exchange.messages.manifest import Manifest, write_manifest
+
+MASKS = {0o077: (0o600, 0o700), 0o027: (0o640, 0o750), 0o022: (0o644, 0o755)}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_files_and_directories_are_as_private_as_the_umask_says(tmp_path: Path, mask: int):
+    before = os.umask(mask)
+    try:
+        with new_directory(tmp_path / "made") as folder:
+            write_json(folder / "file.json", {})
+    finally:
+        os.umask(before)
+    found = (tmp_path / "made/file.json").stat().st_mode & 0o777, (tmp_path / "made").stat().st_mode & 0o777
+    assert found == MASKS[mask]
+
+
+def test_checkpoints_are_as_private_as_the_umask_says(tmp_path: Path):
+    code = (
+        "import os, sys, pathlib, torch; os.umask(0o077)\n"
+        "from facility.exchange.checkpoints.checkpoint import save_tensors\n"
+        "save_tensors(pathlib.Path(sys.argv[1]), iter([('a', torch.zeros(4))]))\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
+    assert list(tmp_path.glob("*.safetensors"))
+    assert all(path.stat().st_mode & 0o077 == 0 for path in tmp_path.iterdir())
+
+
+def test_archive_and_work_directory_are_private(tmp_path: Path):
+    assert unwritable([tmp_path / "work"]) == ""
+    assert (tmp_path / "work").stat().st_mode & 0o777 == 0o700
+    archive = Archive(tmp_path / "archive")
+    with pytest.raises(Exception):  # noqa: B017 (no model is there; the directory was made before)
+        archive.begin(tmp_path / "absent", "heron")
+    assert archive.path.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_pull_is_bounded_by_the_model_that_was_sent(tmp_path: Path):
+    (tmp_path / "config.json").write_text("{}")
+    write_manifest(tmp_path, Manifest(kind="model", federation="heron", round=0, parameters=1_000_000))
+    most = ssh.largest_update(tmp_path)
+    assert most is not None and 2 * 4_000_000 <= most < 1 << 30
+    with pytest.raises(TransferFailed, match="at most"):
+        read_listing(b"%d 644 model.safetensors\0" % (most + 1), most)
+    assert read_listing(b"%d 644 model.safetensors\0" % (4_000_000 + 8), most)
+    assert ssh.largest_update(tmp_path / "nothing") is None
+
+
+def test_a_stream_that_trickles_is_given_up():
+    slow = lanes.STALL_SECONDS + 100.0
+    check_pace(10, lanes.STALL_SECONDS, "dd")
+    check_pace(int(100.0 * lanes.LEAST_BYTES_PER_SECOND) + 1, slow, "dd")
+    with pytest.raises(TransferFailed, match="too slow"):
+        check_pace(1000, slow, "dd")
+
+
+class Endless:
+    """A shell's output without an end."""
+
+    async def read(self, size: int) -> bytes:
+        return bytes(size)
+
+
+def test_what_a_command_answers_is_bounded_anew_for_each(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ssh, "MOST_OUTPUT", 1000)
+    reader = ssh.BoundedReader(Endless())
+
+    class Writer:
+        async def write(self, data: bytes) -> None:
+            pass
+
+    writer = ssh.BoundedReader.reset_by(Writer(), reader)
+
+    async def two_commands() -> None:
+        for _ in range(2):
+            await writer.write(b"squeue")
+            await reader.read(900)
+        with pytest.raises(WorkflowExecutionException, match="more than 1000 bytes"):
+            await reader.read(900)
+
+    asyncio.run(two_commands())
+
+
+def test_what_a_job_prints_is_kept_to_its_end():
+    """A job that prints for ever costs a few kilobytes here."""
+    told = [bytes([65 + number % 26]) * 50_000 for number in range(40)]
+
+    class Process:
+        def __init__(self) -> None:
+            self.stdout, self.left = self, list(told)
+
+        async def read(self, size: int) -> bytes:
+            return self.left.pop(0) if self.left else b""
+
+        async def wait(self):
+            return type("Result", (), {"returncode": 0})()
+
+        async def __aenter__(self):
+            return self
+
+        async def __aexit__(self, *_):
+            return None
+
+    connector = object.__new__(ssh.ParallelSSHConnector)
+    connector._get_ssh_client_process = lambda **_: Process()
+    place = type("Place", (), {"name": "login"})()
+    said, code = asyncio.run(connector.end_of(place, "train", 65_536, None))
+    assert (len(said), code) == (65_536, 0) and said.endswith("N" * 15_536 + "N" * 34_464)
+
+
+def test_events_and_log_of_the_coordinator_are_not_a_jobs(monkeypatch: pytest.MonkeyPatch):
+    """A queue on this machine would hand the environment over: the submission empties them."""
+    seen = {}
+
+    async def submit(self, *, environment, **rest) -> str:
+        seen.update(environment)
+        return "17"
+
+    monkeypatch.setattr(SlurmConnector, "_run_batch_command", submit)
+    connector = object.__new__(connector_for(schedulers()["slurm"]))
+    connector.connector = None
+    assert asyncio.run(connector._submit("train", {"A": "b"}, "/rounds/train_a/0.1", None, None)) == "17"
+    empty = {name: "''" for name in ("CROSSFED_EVENTS", "CROSSFED_ARCHIVE_LOG", "CROSSFED_DATABASE")}
+    assert seen == {"A": "b"} | empty

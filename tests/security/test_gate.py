@@ -1,0 +1,410 @@
+"""The gate's laws, request by request: what a federation needs is done, everything else is refused and logged."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+
+import pytest
+
+from facility import gate
+from facility.exchange.errors import ConfigurationError
+from facility.exchange.files.audit_log import verify
+from facility.exchange.messages.manifest import Manifest, sha256_of, with_run, write_manifest
+from facility.exchange.messages.order import sign_order
+from facility.exchange.messages.report import read_failure
+from facility.gating import queue
+from facility.gating.grammar import FORMS
+from facility.gating.policy import read_policy
+from facility.gating.session import Session
+
+KEY = "SHA256:" + "A" * 43
+
+
+class Gate:
+    """A gate with a scheduler that answers as the recorded sbatch does, and files around it."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary) -> None:
+        self.folder, self.monkeypatch, self.capture = folder, monkeypatch, capfdbinary
+        self.workdir, self.home = folder / "work", folder / "home"
+        for place in (self.workdir, self.home, self.home / "data"):
+            place.mkdir()
+        self.key = self.home / "coordinator"
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", self.key], check=True)
+        public = " ".join(self.key.with_suffix(".pub").read_text().split()[:2])
+        (self.home / "coordinators").write_text(f'heron namespaces="crossfed" {public}\n')
+        (self.home / "site.sh").write_text("#!/bin/bash\n#SBATCH --partition=<partition>\n{{ streamflow_command }}\n")
+        self.policy()
+        self.calls: list[tuple[list[str], str | None]] = []
+        self.active = ""
+        monkeypatch.setattr(queue, "call", self.call)
+        monkeypatch.setenv("CROSSFED_HOME", str(self.home))
+
+    def policy(self, **changes) -> None:
+        values = {
+            "facility": "alpha",
+            "federations": ["heron"],
+            "keys": [KEY],
+            "coordinators": str(self.home / "coordinators"),
+            "workdir": str(self.workdir),
+            "datasets": [str(self.home / "data")],
+            "scheduler": "slurm",
+            "template": str(self.home / "site.sh"),
+            "fill": {"partition": "gpu"},
+            "hours": 2.0,
+            "node_hours_per_day": 5.0,
+        }
+        (self.home / "policy.yml").write_text(json.dumps(values | changes))
+
+    def call(self, command, text=None, cwd=None):
+        self.calls.append((list(command), text))
+        return (0, "17\n") if command[0] == "sbatch" else (0, self.active)
+
+    def ask(self, request: str, data: bytes = b"", key: str = KEY) -> tuple[int, bytes, str]:
+        """Exit code, output and complaint of one request."""
+        self.monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+        session = Session(policy=read_policy(self.home / "policy.yml"), key=key, state=self.home / "gate")
+        session.state.mkdir(exist_ok=True)
+        self.capture.readouterr()
+        code = gate.serve(session, request)
+        sys.stdout.flush()
+        out, error = self.capture.readouterr()
+        return code, out, error.decode()
+
+    def round(self, number: int = 0, run: str = "a" * 32, **training) -> str:
+        """Stage a signed model and settings and a job's directory; returns the request that submits them."""
+        model, settings = self.workdir / "in" / "model", self.workdir / "in" / "alpha.json"
+        model.mkdir(parents=True, exist_ok=True)
+        (model / "model.safetensors").write_bytes(b"weights")
+        raw = {"federation": "heron", "facility": "alpha", "rounds": 5, "seed": 1, "training": training}
+        settings.write_text(json.dumps(raw))
+        write_manifest(model, Manifest(kind="model", federation="heron", round=number))
+        with_run(model, run)
+        self.sign()
+        for name in ("job", "tmp"):
+            (self.workdir / name).mkdir(exist_ok=True)
+        w = self.workdir
+        return (
+            f"crossfed-gate submit --directory {w}/job --temporary {w}/tmp --model {model} --settings {settings} "
+            f"--dataset {self.home}/data --round {number}"
+        )
+
+    def sign(self, key: Path | None = None) -> None:
+        settings = {"alpha": sha256_of(self.workdir / "in" / "alpha.json")}
+        sign_order(self.workdir / "in" / "model", key or self.key, settings=settings, expires=time.time() + 60)
+
+    def log(self) -> list[dict]:
+        path = self.home / "gate" / "audit.jsonl"
+        assert verify(path).broken == 0
+        return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch, capfdbinary) -> Gate:
+    return Gate(tmp_path.resolve(), monkeypatch, capfdbinary)
+
+
+def packed(**files: bytes) -> bytes:
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w", format=tarfile.GNU_FORMAT) as archive:
+        for name, content in files.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            archive.addfile(entry, io.BytesIO(content))
+    return stream.getvalue()
+
+
+COMMANDS = [
+    None,
+    "",
+    "bash",
+    "sh -c id",
+    "crossfed-gate",
+    "crossfed-gate shell",
+    "crossfed-gate jobs crossfed-heron-alpha; id",
+    "crossfed-gate jobs $(id)",
+    "crossfed-gate test -e /etc/passwd && id",
+    "crossfed-gate test -e {w}/../home",
+    "crossfed-gate make {w}/x\nid",
+    "crossfed-gate make {w}/`id`",
+    "crossfed-gate make relative",
+    "crossfed-gate make",
+    "crossfed-gate put-file {w}/x 4755",
+    "crossfed-gate put-piece {w}/x -1 5",
+    "crossfed-gate put-piece {w}/x 0",
+    "crossfed-gate cancel-ids --all",
+    "crossfed-gate submit --directory {w}/job",
+    "crossfed-gate submit --directory {w}/job --directory {w}/job",
+    "crossfed-gate jobs 'unclosed",
+    "scp -t /tmp",
+    "/usr/lib/openssh/sftp-server",
+    "crossfed-gate " + "x" * 9000,
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_whatever_is_no_request_is_refused_told_and_logged(site: Gate, command: str | None):
+    text = command and command.replace("{w}", str(site.workdir))
+    code, out, error = site.ask(text)
+    assert code == 77 and out == b"" and error.startswith("refused by the gate: ")
+    assert [entry["what"] for entry in site.log()] == ["refused"] and site.calls == []
+
+
+def test_another_key_is_refused_whatever_it_asks(site: Gate):
+    for verb in FORMS:
+        code, _, error = site.ask(f"crossfed-gate {verb}", key="SHA256:" + "B" * 43)
+        assert code == 77 and "not one of the policy's" in error
+
+
+def paths(site: Gate) -> dict[str, str]:
+    """Ways out of the workdir."""
+    os.symlink(site.home, site.workdir / "out")
+    os.symlink(site.home / "policy.yml", site.workdir / "policy")
+    return {
+        "absolute": str(site.home / "policy.yml"),
+        "beside": f"{site.workdir}-other/x",
+        "through a directory's link": f"{site.workdir}/out/policy.yml",
+        "through a file's link": f"{site.workdir}/policy",
+        "root": "/",
+    }
+
+
+VERBS = [
+    "resolve {p}",
+    "sha1 {p}",
+    "test -e {p}",
+    "make {p}/new",
+    "remove {p}",
+    "link {p} {w}/x",
+    "copy {p} {w}/x",
+    "link {w} {p}",
+    "put-file {p} 600",
+    "put-tree {p}",
+    "put-piece {p} 0 1",
+    "list {p}",
+    "get-file {p}",
+    "get-piece {p} 0 10",
+    "get-tree {p}",
+]
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_no_request_leaves_the_workdir(site: Gate, verb: str):
+    before = sorted(str(path) for path in site.home.rglob("*") if "gate" not in path.parts)
+    policy = (site.home / "policy.yml").read_bytes()
+    for name, path in paths(site).items():
+        request = "crossfed-gate " + verb.format(p=path, w=site.workdir)
+        code, out, _ = site.ask(request, data=b"x")
+        # A link itself lies inside: these replace or remove it, and nothing that it leads to.
+        own_link = name.endswith("file's link") and verb.split()[0] in ("remove", "put-file", "put-tree", "link")
+        if not own_link:
+            assert code != 0 and out == b"", (name, request)
+    assert (site.home / "policy.yml").read_bytes() == policy
+    assert sorted(str(path) for path in site.home.rglob("*") if "gate" not in path.parts) == before
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc/x", "a/../../x", "a//b"])
+def test_a_tar_stream_stays_inside_its_directory(site: Gate, name: str):
+    code, _, _ = site.ask(f"crossfed-gate put-tree {site.workdir}/in", data=packed(**{name: b"x"}))
+    assert code == 77 and not (site.workdir / "x").exists()
+
+
+@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.FIFOTYPE])
+def test_a_tar_stream_brings_files_and_directories_only(site: Gate, kind: bytes):
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w") as archive:
+        entry = tarfile.TarInfo("x")
+        entry.type, entry.linkname = kind, "/etc/passwd"
+        archive.addfile(entry)
+    assert site.ask(f"crossfed-gate put-tree {site.workdir}/in", data=stream.getvalue())[0] == 77
+
+
+def test_what_is_put_arrives_privately_and_in_pieces(site: Gate):
+    w = site.workdir
+    assert site.ask(f"crossfed-gate put-tree {w}/m", data=packed(**{"a/b": b"small", "large": b""}))[0] == 0
+    code, out, _ = site.ask(f"crossfed-gate put-piece {w}/m/large 3 4", data=b"5678")
+    assert (code, out) == (0, b"crossfed-arrived\n")
+    site.ask(f"crossfed-gate put-piece {w}/m/large 0 3", data=b"abc")
+    assert (w / "m/large").read_bytes() == b"abc5678" and (w / "m/a/b").read_bytes() == b"small"
+    assert all(path.stat().st_mode & 0o077 == 0 for path in (w / "m").rglob("*"))
+    assert site.ask("crossfed-gate sizes", data=f"{w}/m/large\0".encode())[1] == b"7\n"
+    assert site.ask(f"crossfed-gate put-piece {w}/m/large 0 9", data=b"abc")[0] == 2, "the connection ended early"
+
+
+def test_only_a_jobs_update_and_progress_leave(site: Gate):
+    assert site.ask(site.round())[0] == 0
+    w = site.workdir
+    (w / "job/update/deep").mkdir(parents=True)
+    (w / "job/update/deep/manifest.json").write_text("told")
+    (w / "job/progress.json").write_text("{}")
+    (w / "job/secret").write_text("secret")
+    os.symlink(site.home / "data", w / "job/update/data")
+    for path in ("in/alpha.json", "in/model", "job/secret", "job", "job/update/data", "tmp"):
+        for verb in ("get-file", "list", "get-tree"):
+            code, out, _ = site.ask(f"crossfed-gate {verb} {w}/{path}", data=b"manifest.json\0")
+            assert code == 77 and out == b"", path
+    assert site.ask(f"crossfed-gate get-file {w}/job/progress.json")[1] == b"{}"
+    os.unlink(w / "job/update/data")
+    assert b"deep/manifest.json" in site.ask(f"crossfed-gate list {w}/job/update")[1]
+    _, out, _ = site.ask(f"crossfed-gate get-tree {w}/job/update", data=b"deep/manifest.json\0")
+    assert tarfile.open(fileobj=io.BytesIO(out)).extractfile("deep/manifest.json").read() == b"told"
+    assert site.ask(f"crossfed-gate get-piece {w}/job/update/deep/manifest.json 1 2")[1] == b"ol"
+
+
+def test_the_script_is_the_sites_own(site: Gate):
+    code, out, _ = site.ask(site.round())
+    assert (code, out) == (0, b"17\n")
+    command, script = site.calls[-1]
+    assert command[:2] == ["sbatch", "--parsable"] and "--job-name=crossfed-heron-alpha" in command
+    assert script is not None and script.startswith("#!/bin/bash\n#SBATCH --partition=gpu\ncd ")
+    w = site.workdir
+    digests = f"{sha256_of(w / 'in/model/manifest.json')} {sha256_of(w / 'in/alpha.json')}"
+    assert f"python3 -m facility.round --out update --model {w}/in/model" in script
+    assert f"--approved {digests}" in script and f"CROSSFED_COORDINATORS={site.home}/coordinators" in script
+
+
+REFUSALS = {
+    "another dataset": (lambda s: s.round().replace(f"{s.home}/data", "/etc"), {}, "not one of the policy's"),
+    "another module": (lambda s: s.round() + " --module os", {}, "'os' would train"),
+    "unsigned": (
+        lambda s: (s.round(), (s.workdir / "in/model/manifest.json.sig").unlink())[0],
+        {},
+        "holds no manifest.json.sig",
+    ),
+    "other settings": (
+        lambda s: (
+            s.round(),
+            (s.workdir / "in/alpha.json").write_text(
+                (s.workdir / "in/alpha.json").read_text().replace('"seed": 1', '"seed": 2')
+            ),
+        )[0],
+        {},
+        "not those that the coordinator signed",
+    ),
+    "another round": (lambda s: s.round(2).replace("--round 2", "--round 3"), {}, "order is for round 2"),
+    "whole models": (lambda s: s.round(), {"adapters_only": True}, "low-rank adapters only"),
+    "another encoding": (lambda s: s.round(), {"encodings": ["delta-int8"]}, "would travel as 'full'"),
+    "another base": (lambda s: s.round(), {"models": ["0" * 64]}, "not among the policy's models"),
+    "unmasked": (lambda s: s.round(), {"secure_aggregation": True}, "wants secure aggregation"),
+    "no privacy": (lambda s: s.round(), {"epsilon": 3.0}, "wants differential privacy"),
+    "a tracker": (lambda s: s.round(tracker="wandb"), {}, "would be logged to 'wandb'"),
+    "another federation": (lambda s: s.round(), {"federations": ["egret"]}, "the policy allows 'alpha' in egret"),
+    "over the day's hours": (lambda s: s.round(), {"node_hours_per_day": 1.0}, "node_hours_per_day is 1"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_the_policy_does_not_allow_is_refused_before_a_node_hour_with_the_reason_in_the_table(
+    site: Gate, name: str
+):
+    make, changes, reason = REFUSALS[name]
+    site.policy(**changes)
+    code, _, error = site.ask(make(site))
+    assert code == 77 and reason in error, error
+    assert not [command for command, _ in site.calls if command[0] == "sbatch"]
+    assert reason in site.log()[-1]["reason"]
+    listed = site.ask(f"crossfed-gate list {site.workdir}/job/update")[1]
+    assert b"failure.json" in listed, "the coordinator can fetch the reason"
+    failure = read_failure(site.workdir / "job" / "update")
+    assert failure is not None and reason in failure.reason and failure.facility == "alpha"
+
+
+def test_node_hours_are_counted_by_what_was_used(site: Gate):
+    """Two hours each and five a day: two jobs fit; a third does once one has ended at once."""
+    site.active = "17\n"
+    assert [site.ask(site.round())[0] for _ in range(2)] == [0, 0]
+    assert site.ask(site.round())[0] == 77
+    site.active = ""
+    assert site.ask(site.round())[0] == 0
+
+
+def test_bytes_that_leave_are_counted_before_they_leave(site: Gate):
+    site.policy(bytes_out_per_day=1000)
+    site.ask(site.round())
+    (site.workdir / "job/update").mkdir()
+    (site.workdir / "job/update/x").write_bytes(bytes(600))
+    request = f"crossfed-gate get-file {site.workdir}/job/update/x"
+    assert len(site.ask(request)[1]) == 600
+    code, out, error = site.ask(request)
+    assert (code, out) == (77, b"") and "bytes_out_per_day is 1000" in error
+    assert len(site.ask(f"crossfed-gate get-piece {site.workdir}/job/update/x 0 400")[1]) == 400
+
+
+def test_only_our_jobs_are_asked_about_and_cancelled(site: Gate):
+    site.ask(site.round())
+    for request in ("states 18", "ending 18", "cancel-ids 17 18", "output 18", "jobs other", "cancel crossfed-heron-b"):
+        calls = len(site.calls)
+        assert site.ask(f"crossfed-gate {request}")[0] == 77 and len(site.calls) == calls, request
+    assert site.ask("crossfed-gate states 17")[0] == 0
+    assert site.calls[-1][0] == ["squeue", "-h", "-t", "all", "-o", "%i %T", "-j", "17"]
+    assert site.ask("crossfed-gate cancel-ids 17")[0] == 0 and site.calls[-1][0] == ["scancel", "17"]
+
+
+def test_a_run_begins_with_a_listed_model_and_goes_on(site: Gate):
+    request = site.round()
+    from facility.exchange.messages.manifest import read_manifest
+
+    site.policy(models=[read_manifest(site.workdir / "in/model").content_sha256], node_hours_per_day=100.0)
+    assert site.ask(request)[0] == 0
+    request = site.round(1)
+    (site.workdir / "in/model/model.safetensors").write_bytes(b"after a round")
+    write_manifest(site.workdir / "in/model", Manifest(kind="model", federation="heron", round=1))
+    with_run(site.workdir / "in/model", "a" * 32)
+    site.sign()
+    assert site.ask(request)[0] == 0, "the model of a later round follows from the first"
+    with_run(site.workdir / "in/model", "b" * 32)
+    site.sign()
+    assert site.ask(request)[0] == 77, "another run has to begin with a listed model"
+
+
+BAD_POLICIES = {
+    "facility: [": (2, "expected"),
+    "- a": (1, "no mapping"),
+    "facility: alpha\nfacilty: b": (2, "unknown key 'facilty'"),
+    "facility: 7": (1, "expected a facility's name"),
+    "facility: alpha\nhours: soon": (2, "expected a number"),
+    "facility: alpha\nhours: .inf": (2, "expected a number"),
+    "facility: alpha\nkeys:\n  - SHA256:short": (3, "fingerprints"),
+    "facility: alpha\nworkdir: ../x": (2, "absolute path"),
+    "facility: alpha\nencodings: [../zip]": (2, "codecs' names"),
+    "facility: alpha\nadapters_only: maybe": (2, "true or false"),
+    "facility: alpha\nfacility: beta": (2, "twice"),
+    "facility: alpha": (2, "lacks federations, keys"),
+}
+
+
+@pytest.mark.parametrize("text", BAD_POLICIES)
+def test_a_policy_that_is_not_sound_closes_the_gate_and_names_the_line(tmp_path: Path, text: str, capsys, monkeypatch):
+    line, words = BAD_POLICIES[text]
+    file = tmp_path / "policy.yml"
+    file.write_text(text + "\n")
+    with pytest.raises(ConfigurationError, match=words) as caught:
+        read_policy(file)
+    assert caught.value.line == line
+    monkeypatch.setenv("SSH_ORIGINAL_COMMAND", "crossfed-gate nothing")
+    assert gate.main(["--policy", str(file), "--key", KEY]) == 2
+    assert "the gate is closed" in capsys.readouterr().err
+
+
+def test_a_policy_that_a_coordinator_could_replace_is_refused(site: Gate):
+    site.policy(workdir=str(site.home))
+    with pytest.raises(ConfigurationError, match="lies in the workdir|holds this policy"):
+        read_policy(site.home / "policy.yml")
+
+
+def test_the_example_policy_is_sound():
+    example = read_policy(Path(gate.__file__).with_name("policy-example.yml"))
+    assert example.facility == "alpha"
+
+
+def test_the_gate_starts_without_what_takes_time_to_import():
+    code = (
+        "import facility.gate, sys; sys.exit(bool({'torch', 'numpy', 'pydantic', 'transformers'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
