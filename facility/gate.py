@@ -35,6 +35,7 @@ WHERE = {
     "test": "transfers:test",
     "resolve": "transfers:resolve",
     "sha1": "transfers:sha1",
+    "walk": "transfers:walk",
     "make": "transfers:make",
     "remove": "transfers:remove",
     "link": "transfers:link",

@@ -23,6 +23,7 @@ from coordinator.streamflow_plugin.ssh import COMMAND_BYTES, COMMAND_SECONDS, Pa
 REFUSED = 77
 """Exit code by which a gate says no (`facility.gating.refusal`)."""
 ROUND = ["python3", "-m", "facility.round", "--out", "update"]
+STORAGE = re.compile(r"^find -L .* -exec ls -ln ")
 EXPORT = re.compile(r'export (HOME|TMPDIR)="([^"]+)"')
 
 
@@ -46,6 +47,8 @@ def request_of(command: str) -> str:
             return shlex.join([GATE, "make", *paths])
         case ["rm", "-rf", *paths]:
             return shlex.join([GATE, "remove", *paths])
+        case ["find", *_, path, "-mindepth", "1", "-maxdepth", "1", "-type", ("d" | "f") as kind]:
+            return shlex.join([GATE, "walk", kind, path])
         case ["head", "-c", _, path]:
             return shlex.join([GATE, "get-file", path])
         case ["ln", "-snf", source, target]:
@@ -89,7 +92,7 @@ class GatedSSHConnector(ParallelSSHConnector):
             return await super().run(
                 location, command, environment, workdir, stdin, stdout, stderr, capture_output, timeout, job_name
             )
-        if list(command[:2]) == ["find", "-L"]:  # the engine's bookkeeping of storage, which decides nothing here
+        if STORAGE.search(" ".join(command)):  # the engine's bookkeeping of storage, which decides nothing here
             return ("0", 0) if capture_output else None
         text, code = await self.ask(location, request_of(" ".join(command)), timeout)
         return (text, code) if capture_output else None

@@ -78,6 +78,7 @@ FORMS = {
     "test": Form(words=(("flag", _one_of("-e", "-d", "-f", "-L", "-x")), ("path", _path))),
     "resolve": Form(words=(("path", _path),)),
     "sha1": Form(words=(("path", _path),)),
+    "walk": Form(words=(("kind", _one_of("d", "f")), ("path", _path))),
     "make": Form(more=_path),
     "remove": Form(more=_path),
     "link": Form(words=(("source", _path), ("target", _path))),

@@ -70,6 +70,16 @@ def sha1(session: Session, request: Request) -> int:
     return 0
 
 
+def walk(session: Session, request: Request) -> int:
+    """Directories or files in a directory, one path a line."""
+    place = confined(request["path"], session.workdir, follow=True)
+    for name in sorted(os.listdir(place)):
+        found = place / name
+        if name.isprintable() and (found.is_dir() if request["kind"] == "d" else found.is_file()):
+            _say(f"{request['path']}/{name}\n")
+    return 0
+
+
 def make(session: Session, request: Request) -> int:
     for word in request.more:
         path = confined(word, session.workdir)

@@ -178,6 +178,7 @@ def paths(site: Gate) -> dict[str, str]:
 VERBS = [
     "resolve {p}",
     "sha1 {p}",
+    "walk f {p}",
     "test -e {p}",
     "make {p}/new",
     "remove {p}",

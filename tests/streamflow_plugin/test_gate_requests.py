@@ -23,6 +23,7 @@ RECORDED = {
     f'test -d "{PLACE}"': "test",
     f"test -L {PLACE}/model": "test",
     f"mkdir -m 777 -p {PLACE}": "make",
+    f"find -L {PLACE}/update -mindepth 1 -maxdepth 1 -type d": "walk",
     f"head -c 4096 {PLACE}/progress.json": "get-file",
     f"rm -rf {PLACE}": "remove",
     f"ln -snf {PLACE}/a {PLACE}/b": "link",
