@@ -78,6 +78,9 @@ class RoundSettings:
     """After the last round, send the final model once more, for evaluation only."""
     carbon_g_per_kwh: NonNegative[float] = 0.0
     """Grams of CO2 equivalent per kWh of the facilities' electricity, for the report; 0: no carbon figure."""
+    trackers: list[Name] = field(default_factory=list)
+    """Experiment trackers that the coordinator feeds with the curves of every complete round, by accelerate's names:
+    tensorboard, mlflow, wandb (offline unless WANDB_MODE says otherwise)."""
     aggregation: AggregationSettings = field(default_factory=AggregationSettings)
     """How the updates of a round become the next model."""
     sending: SendingSettings = field(default_factory=SendingSettings)

@@ -24,6 +24,7 @@ from coordinator.archive.sweep import sweep_round
 from coordinator.config.settings import CoordinatorSettings, read_coordinator_settings
 from coordinator.events.event import FUTILE, emit, failures_of
 from coordinator.events.outputs import write_outputs
+from coordinator.report.trackers import track_round
 from coordinator.steps.decide import Decision, decide
 from coordinator.steps.global_loss import global_losses, losses_of, losses_of_rows, plausible, without_each
 from coordinator.steps.guard import Guard, guard, guarded
@@ -278,6 +279,9 @@ def commit(
         print(watched.reason)
     print(f"round {number} is complete: {decision.reason}")
     emit("complete", round=number, decision=decision.reason)
+    for problem in track_round(archive.path, settings.federation, settings.trackers, round_file):
+        print(problem)
+        emit("problem", text=problem)
     return _following(archive, settings, number, decision)
 
 
