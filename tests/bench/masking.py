@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import tempfile
 import time
 from pathlib import Path
@@ -80,7 +79,6 @@ def measure(root: Path, megabytes: int, count: int, bits: int) -> dict[str, obje
         "unmask_gigabytes_read_per_cpu_second": count * gigabytes / spent,
         "answer_seconds": answered,
         "answer_bytes": sum(path.stat().st_size for path in answer.iterdir()),
-        "peak_memory_megabytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000,
     }
 
 
