@@ -1,0 +1,151 @@
+"""Bytes that one round reads and writes beyond what it must, by the kernel's own counters. Prints JSON.
+
+    python tests/bench/bytes.py [--hidden 512] [--facilities 2] [--rounds 3] [--out FILE]
+
+A federation of local facilities runs under StreamFlow, once with a model of --hidden and once with a tiny one. Every
+workflow step is started through this file, which writes down what /proc/PID/io says of the step and all its
+descendants: `rchar` and `wchar`, bytes through read and write calls, page cache or not. The difference between the two
+models is what weights cost; interpreter, libraries and logs are in both and cancel out.
+
+What a round must move: a facility reads the model and writes the update once; the coordinator reads every update and
+the server state, and writes the model and the state. A facility's optimizer state is read and written once, too.
+Training reads weights through `mmap` in places, which these counters do not see: reads of `train` are a lower bound.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from coordinator.archive.rounds import Archive
+from coordinator.config.federation import read_federation
+from coordinator.engine.render import write
+from facility.exchange.checkpoints.checkpoint import open_checkpoint
+from tests.engine.engines import streamflow
+from tests.federations import write_federation
+
+LOG = "CROSSFED_BYTES_LOG"
+TINY = 32
+
+
+def counters() -> dict[str, int]:
+    """Of this process and of every child that it has waited for."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return {key: int(value) for key, value in (line.split(": ") for line in lines)}
+
+
+def counted(log: str, command: list[str]) -> int:
+    """Run a step, and append its bytes to the log."""
+    before = counters()
+    code = subprocess.run(command).returncode
+    after = counters()
+    entry = {key: after[key] - before[key] for key in ("rchar", "wchar", "read_bytes", "write_bytes")}
+    with open(log, "a") as file:
+        file.write(json.dumps({"step": command[command.index("-m") + 1].rpartition(".")[2], **entry}) + "\n")
+    return code
+
+
+def run(root: Path, hidden: int, facilities: int, rounds: int) -> tuple[dict[str, dict[str, float]], dict[str, int]]:
+    """Bytes a call of each step in the last round's steady state, and the sizes of what moves."""
+    size = {"hidden_size": hidden, "intermediate_size": 2 * hidden}
+    names = [f"site{number}" for number in range(facilities)]
+    path = write_federation(root, names, training={"steps": 1}, size=size, rounds=rounds, final_evaluation=False)
+    log = root / "bytes.jsonl"
+    write(read_federation(path))
+    for tool in (root / "cwl" / "tools").glob("*.cwl"):
+        mine = f"baseCommand: [python3, {Path(__file__).resolve()}, --counted, {log}, --, python3,"
+        tool.write_text(tool.read_text().replace("baseCommand: [python3,", mine))
+    began = counters()
+    result = streamflow(path, root / "engine", timeout=1200)
+    ended = counters()
+    archive = Archive(read_federation(path).archive_path)
+    if result.returncode or len(archive.rounds()) != rounds:
+        raise SystemExit(f"the federation did not end well: {result.stdout[-3000:]}")
+    steps: dict[str, list[dict[str, int]]] = defaultdict(list)
+    for line in log.read_text().splitlines():
+        entry = json.loads(line)
+        steps[entry.pop("step")].append(entry)
+    calls = {
+        step: {
+            key: sum(entry[key] for entry in entries[-(len(entries) // rounds or 1) :]) for key in ("rchar", "wchar")
+        }
+        for step, entries in steps.items()
+    }
+    all_steps = {key: sum(entry[key] for entries in steps.values() for entry in entries) for key in ("rchar", "wchar")}
+    calls["engine, a round"] = {key: (ended[key] - began[key] - all_steps[key]) / rounds for key in ("rchar", "wchar")}
+    state = archive.state_for(rounds)
+    assert state is not None
+    sizes = {
+        "model": open_checkpoint(archive.model_for(rounds)).bytes,
+        "server_state": sum(file.stat().st_size for file in state.rglob("*.safetensors")),
+        "optimizer_state": sum(
+            file.stat().st_size for file in (root / "sites" / names[0]).rglob(f"round-{rounds - 1}/*.safetensors")
+        ),
+    }
+    return calls, sizes
+
+
+def report(arguments: argparse.Namespace) -> dict[str, object]:
+    measured = []
+    for hidden in (arguments.hidden, TINY):
+        with tempfile.TemporaryDirectory(prefix="crossfed-bytes-") as folder:
+            measured.append(run(Path(folder), hidden, arguments.facilities, arguments.rounds))
+    (large, sizes), (small, tiny) = measured
+    steps = {step: {key: large[step][key] - small[step][key] for key in ("rchar", "wchar")} for step in large}
+    n, model, state, moments = (
+        arguments.facilities,
+        sizes["model"] - tiny["model"],
+        sizes["server_state"] - tiny["server_state"],
+        sizes["optimizer_state"] - tiny["optimizer_state"],
+    )
+    must = {
+        "train": {"rchar": n * (model + moments), "wchar": n * (model + moments)},
+        "coordinator": {"rchar": n * model + state, "wchar": model + state},
+    }
+    done = {"train": steps["round"], "coordinator": {}}
+    for key in ("rchar", "wchar"):
+        done["coordinator"][key] = steps["receive"][key] + steps["aggregate"][key]
+    return {
+        "facilities": n,
+        "model_bytes": model,
+        "server_state_bytes": state,
+        "optimizer_state_bytes": moments,
+        "steps_a_round": {step: {key: round(value) for key, value in of.items()} for step, of in steps.items()},
+        "over_what_is_needed": {
+            side: {
+                what: round(done[side][key] / must[side][key], 3)
+                for what, key in (("read", "rchar"), ("written", "wchar"))
+            }
+            for side in must
+        },
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def main() -> int:
+    if sys.argv[1:2] == ["--counted"]:
+        return counted(sys.argv[2], sys.argv[4:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hidden", type=int, default=512, help="width of the model; 512: 9 million parameters")
+    parser.add_argument("--facilities", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path, help="also write the JSON here")
+    arguments = parser.parse_args()
+    text = json.dumps(report(arguments), indent=2)
+    print(text)
+    if arguments.out:
+        arguments.out.write_text(text + "\n")
+    return os.EX_OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,367 @@
+"""Everything worth knowing about the trainer on a GPU, in one command. Prints JSON.
+
+    python tests/bench/gpu.py --minutes 9 [--out FILE]       on any machine with a CUDA device
+    python tests/bench/gpu.py --tiny                         the same steps on a CPU, with sizes of a rehearsal
+
+1. Laws: a pico model after four steps, by every setting that a GPU adds (bf16, compile, recomputation, offload, the
+   chunked loss, sharding), beside one plain float32 process on the CPU: largest difference of a weight.
+2. Speed: a 1 B Llama at sequence 2,048 in bf16 with the best settings found, beside Hugging Face's Trainer and a plain
+   FSDP2 loop (`gpu_plain.py`) on the same model and data, turn about: tokens a second, MFU, peak memory beside what
+   `crossfed check` predicts. A ratio is printed only where the turns' spread allows one.
+3. A federation of two facilities on this device, 150 M parameters on two real texts: perplexity after every round.
+
+A part that no longer fits in --minutes is left out and says so; a part that fails says why, and the others go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+
+from coordinator.preflight.estimates import gpu_bytes, model_figures
+from facility.exchange.checkpoints.checkpoint import open_checkpoint
+from facility.exchange.messages.report import read_report
+from facility.exchange.messages.settings import TrainingSettings
+from tests.bench.train_speed import spawn
+from tests.training.federation import write_dataset
+
+LAWS: dict[str, tuple[dict[str, Any], float]] = {
+    "float32": ({}, 2e-5),
+    "float32, compiled": ({"layout": {"compile": True}}, 2e-5),
+    "float32, recomputation": ({"layout": {"activation_checkpointing": "full"}}, 2e-5),
+    "float32, selective recomputation": ({"layout": {"activation_checkpointing": "selective"}}, 2e-5),
+    "float32, chunked loss": ({"chunked_loss": "always"}, 2e-5),
+    "float32, two micro-batches": ({"micro_batch_sequences": 2}, 2e-5),
+    "bfloat16": ({"compute_dtype": "bfloat16"}, 4e-3),
+    "bfloat16, compiled": ({"compute_dtype": "bfloat16", "layout": {"compile": True}}, 4e-3),
+    "bfloat16, offload": ({"compute_dtype": "bfloat16", "layout": {"offload": True}}, 4e-3),
+}
+"""Settings, and how far a weight may be from one plain float32 process after four steps at 1e-3. AdamW moves a weight
+by the learning rate a step, whichever the size of its gradient: bf16 may change a step's sign where that is noise."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    hidden: int
+    layers: int
+    heads: int
+    intermediate: int
+    vocabulary: int
+    tokens: int
+    micro: tuple[int, ...]
+    """Sequences a forward pass to try, largest first."""
+    batch: int
+    steps: int
+    turns: int
+
+
+LARGE = Sizes(
+    hidden=2048,
+    layers=18,
+    heads=16,
+    intermediate=5632,
+    vocabulary=32_000,
+    tokens=2048,
+    micro=(8, 4, 2),
+    batch=16,
+    steps=6,
+    turns=2,
+)
+TINY = Sizes(
+    hidden=32, layers=2, heads=4, intermediate=64, vocabulary=128, tokens=16, micro=(2,), batch=4, steps=4, turns=1
+)
+
+
+class Deadline:
+    """Minutes that are left."""
+
+    def __init__(self, minutes: float) -> None:
+        self.end = time.monotonic() + 60 * minutes
+
+    def left(self) -> float:
+        return self.end - time.monotonic()
+
+
+@contextlib.contextmanager
+def told(result: dict[str, Any], part: str, deadline: Deadline, seconds: float) -> Iterator[dict[str, Any]]:
+    """A part's own figures; why it failed, or that there was no time for it."""
+    entry: dict[str, Any] = {}
+    result[part] = entry
+    if deadline.left() < seconds:
+        entry["left_out"] = f"{deadline.left():.0f} s were left, it may take {seconds:.0f}"
+        yield {}
+        return
+    began = time.monotonic()
+    try:
+        yield entry
+    except Exception as error:
+        entry["failed"] = str(error)[-1500:]
+    entry["seconds"] = round(time.monotonic() - began, 1)
+
+
+def train(folder: Path, training: dict[str, Any]) -> Path:
+    """One round of `facility.train` in a process of its own; the update."""
+    settings = {"federation": "bench", "facility": "here", "rounds": 1, "seed": 0, "training": training}
+    (folder / "settings.json").write_text(json.dumps(settings))
+    out = folder / "out"
+    for left in (out, folder / "state"):
+        shutil.rmtree(left, ignore_errors=True)
+    command = [sys.executable, "-m", "facility.train", "--model", str(folder / "model")]
+    command += ["--dataset", str(folder / "data"), "--settings", str(folder / "settings.json"), "--round", "0"]
+    spawn([*command, "--out", str(out), "--state", str(folder / "state")], 1)
+    return out
+
+
+def llama(folder: Path, sizes: Sizes, device: str) -> int:
+    """Random weights of a Llama below `folder`/model, and data; its parameters."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    configuration = LlamaConfig(
+        hidden_size=sizes.hidden,
+        intermediate_size=sizes.intermediate,
+        num_hidden_layers=sizes.layers,
+        num_attention_heads=sizes.heads,
+        vocab_size=sizes.vocabulary,
+        max_position_embeddings=sizes.tokens,
+        tie_word_embeddings=False,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(configuration, dtype=torch.bfloat16)
+    model.save_pretrained(folder / "model")
+    write_dataset(
+        folder / "data", train=sizes.batch * sizes.steps, block_tokens=sizes.tokens, vocabulary=sizes.vocabulary
+    )
+    return sum(p.numel() for p in model.parameters())
+
+
+def laws(folder: Path, device: str, entry: dict[str, Any]) -> None:
+    llama(folder, TINY, "cpu")
+    common = {"steps": 4, "batch_sequences": 4, "learning_rate": 1e-3, "export_dtype": "float32", "threads": 1}
+    plain = open_checkpoint(shutil.copytree(train(folder, common | {"device": "cpu"}), folder / "plain"))
+    wanted = {name: plain.read(name) for name in plain.tensors}
+    for name, (changes, bound) in LAWS.items():
+        try:
+            found = open_checkpoint(train(folder, common | {"device": device} | changes))
+        except RuntimeError as error:
+            entry[name] = {"failed": str(error)[-400:]}
+            continue
+        off = max(float((found.read(one) - tensor).abs().max()) for one, tensor in wanted.items())
+        entry[name] = {"largest_difference": off, "bound": bound, "holds": off <= bound}
+
+
+def candidates(sizes: Sizes) -> Iterator[dict[str, Any]]:
+    """Settings in the order in which they are worth trying."""
+    for micro in sizes.micro:
+        for checkpointing in ("none", "selective"):
+            yield {
+                "micro_batch_sequences": micro,
+                "layout": {"compile": True, "activation_checkpointing": checkpointing},
+            }
+
+
+def ours(folder: Path, sizes: Sizes, device: str, changes: dict[str, Any]) -> dict[str, Any]:
+    common = {
+        "steps": sizes.steps,
+        "batch_sequences": sizes.batch,
+        "learning_rate": 1e-4,
+        "compute_dtype": "bfloat16",
+        "device": device,
+        "evaluation_sequences": 1,
+        "keep_optimizer": False,
+    }
+    report = read_report(train(folder, common | changes))
+    return {
+        "tokens_per_second": float(report.details["tokens_per_second_steady"]),
+        "operations_per_token": report.details["flops_per_second"] / report.tokens * report.seconds.train,
+        "peak_memory_bytes": report.peak_memory_bytes,
+    }
+
+
+def peer(command: list[str]) -> Callable[[], dict[str, Any]]:
+    return lambda: json.loads(spawn([sys.executable, *command], 1)[0].strip().splitlines()[-1])
+
+
+def ratio(mine: list[float], theirs: list[float]) -> float | str:
+    """Median over median, unless the slowest of the faster side is not faster than the fastest of the slower one."""
+    fast, slow = (mine, theirs) if statistics.median(mine) >= statistics.median(theirs) else (theirs, mine)
+    if min(fast) <= max(slow):
+        return "none: the turns overlap"
+    return round(statistics.median(mine) / statistics.median(theirs), 3)
+
+
+def speed(folder: Path, sizes: Sizes, device: str, deadline: Deadline, entry: dict[str, Any]) -> None:
+    entry["parameters"] = llama(folder, sizes, device)
+    best: dict[str, Any] = {}
+    tried = entry["tried"] = []
+    for changes in candidates(sizes):
+        if best and deadline.left() < 240:
+            break
+        try:
+            figures = ours(folder, sizes, device, changes)
+        except RuntimeError as error:
+            tried.append(changes | {"failed": str(error).strip().splitlines()[-1][-200:]})
+            continue
+        tried.append(changes | figures)
+        if not best or figures["tokens_per_second"] > best["figures"]["tokens_per_second"]:
+            best = {"settings": changes, "figures": figures}
+        elif best["settings"]["micro_batch_sequences"] != changes["micro_batch_sequences"]:
+            break  # smaller passes are slower from here on
+    if not best:
+        raise RuntimeError("no settings ran")
+    micro = str(best["settings"]["micro_batch_sequences"])
+    here = Path(__file__).parent
+    common = ["--folder", str(folder), "--steps", str(sizes.steps), "--batch", str(sizes.batch), "--micro", micro]
+    common += ["--dtype", "bfloat16", "--device", device]
+    contenders: dict[str, Callable[[], dict[str, Any]]] = {
+        "crossfed": lambda: ours(folder, sizes, device, best["settings"]),
+        "trainer": peer([str(here / "train_speed.py"), "--trainer", "single", *common, "--compile"]),
+        "fsdp2": peer([str(here / "gpu_plain.py"), *common, "--compile"]),
+    }
+    rates: dict[str, list[float]] = {name: [] for name in contenders}
+    failures: dict[str, str] = {}
+    for _ in range(sizes.turns):
+        for name, run in contenders.items():
+            if deadline.left() < 45 and all(rates.values()):
+                continue
+            try:
+                rates[name].append(run()["tokens_per_second"])
+            except RuntimeError as error:
+                failures[name] = str(error).strip().splitlines()[-1][-300:]
+    model, operations = model_figures(folder / "model"), best["figures"]["operations_per_token"]
+    settings = TrainingSettings(
+        batch_sequences=sizes.batch, micro_batch_sequences=int(micro), compute_dtype="bfloat16", device=device
+    )
+    peak = peak_of(device)
+    entry |= {
+        "settings": best["settings"],
+        "tokens_per_second": rates,
+        "failures": failures,
+        "mfu": {n: round(statistics.median(r) * operations / peak, 4) for n, r in rates.items() if r} if peak else None,
+        "ratio_over": {n: ratio(rates["crossfed"], r) for n, r in rates.items() if r and n != "crossfed"},
+        "peak_memory_bytes": {
+            "measured": best["figures"]["peak_memory_bytes"],
+            "predicted_by_check": gpu_bytes(model, settings, sizes.tokens, 1),
+        },
+    }
+
+
+def peak_of(device: str) -> float | None:
+    from facility.training.monitor.account import peak_flops
+
+    return peak_flops(torch.cuda.get_device_name(0)) if device == "cuda" else None
+
+
+def federation(folder: Path, tiny: bool, device: str, deadline: Deadline, entry: dict[str, Any]) -> None:
+    """Two facilities on two real texts (Python's own sources and manual), as `crossfed run` does it."""
+    import yaml
+
+    from coordinator.archive.rounds import Archive
+    from coordinator.archive.summary import summary
+    from coordinator.config.federation import read_federation
+    from coordinator.demo import Sizes as Material
+    from coordinator.demo import make
+
+    material = (
+        Material()
+        if tiny
+        else Material(
+            characters=12_000_000, vocabulary=8192, block_tokens=512, hidden=768, layers=18, heads=12, intermediate=2304
+        )
+    )
+    entry["parameters"] = make(folder, sizes=material)[0]["parameters"]
+    described = {
+        "name": "gpu",
+        "model": "../model",
+        "rounds": 1 if tiny else 4,
+        "archive": "../archive",
+        "workdir": "../work",
+        "training": {
+            "steps": 2 if tiny else 40,
+            "batch_sequences": 4 if tiny else 32,
+            "learning_rate": 6e-4,
+            "warmup_steps": 2 if tiny else 20,
+            "compute_dtype": "float32" if tiny else "bfloat16",
+            "device": device,
+            "evaluation_sequences": 8 if tiny else 64,
+        },
+        "facilities": [{"name": name, "dataset": f"../datasets/{name}"} for name in ("stdlib", "manual")],
+    }
+    path = folder / "workflow" / "federation.yml"
+    path.parent.mkdir()
+    path.write_text(yaml.safe_dump(described, sort_keys=False))
+    seconds = max(60.0, deadline.left() - 10)
+    command = [sys.executable, "-m", "coordinator.cli", "run", "--quiet", "-f", str(path)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+        entry["ended"] = "done" if done.returncode == 0 else (done.stdout + done.stderr)[-800:]
+    except subprocess.TimeoutExpired:
+        entry["ended"] = "stopped: the minutes are over"
+    data = summary(Archive(read_federation(path).archive_path))
+    entry["perplexity"] = [data["initial_perplexity"], *(one["global_perplexity"] for one in data["rounds"])]
+    entry["facilities"] = [
+        {"round": one["round"], **{row["facility"]: row["tokens_per_second"] for row in one["facilities"]}}
+        for one in data["rounds"]
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=9.0, help="no part begins that would end later")
+    parser.add_argument("--tiny", action="store_true", help="rehearse every part with tiny sizes, on a CPU if need be")
+    parser.add_argument("--parts", default="laws,speed,federation", help="by commas")
+    parser.add_argument("--out", type=Path, help="also write the JSON here")
+    a = parser.parse_args()
+    if not torch.cuda.is_available() and not a.tiny:
+        print("error: torch sees no CUDA device here; --tiny rehearses on the CPU", file=sys.stderr)
+        return 2
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    device, deadline = "cuda" if torch.cuda.is_available() else "cpu", Deadline(a.minutes)
+    result: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(0) if device == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "tiny": a.tiny,
+    }
+    parts: dict[str, tuple[float, Callable[[Path, dict[str, Any]], None]]] = {
+        "laws": (60, lambda folder, entry: laws(folder, device, entry)),
+        "speed": (
+            150,
+            lambda folder, entry: speed(folder, TINY if a.tiny else LARGE, device, deadline, entry),
+        ),
+        "federation": (60, lambda folder, entry: federation(folder, a.tiny, device, deadline, entry)),
+    }
+    for name in a.parts.split(","):
+        seconds, part = parts[name]
+        with (
+            tempfile.TemporaryDirectory(prefix="crossfed-gpu-") as folder,
+            told(result, name, deadline, 0 if a.tiny else seconds) as entry,
+        ):
+            if "left_out" not in result[name]:
+                part(Path(folder), entry)
+    text = json.dumps(result, indent=2)
+    print(text)
+    if a.out:
+        a.out.write_text(text + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
