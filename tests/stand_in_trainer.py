@@ -1,7 +1,8 @@
 """Stand-in for `facility.train` in tests of what surrounds it: same arguments, no torch, ends in milliseconds.
 
 What it does is named by $STAND_IN: `train` (the default; writes an update), `wait` (says "step" and sleeps), `raise`,
-`nothing` (exit 0 without an update), `come-back` (on SIGUSR1), `wrong-round`, `code:N`.
+`nothing` (exit 0 without an update), `come-back` (on SIGUSR1), `wrong-round`, `code:N`. A file `seconds` in the dataset
+says how long it takes.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ def main() -> int:
         return 0
     settings = read_facility_settings(a.settings)
     verify_manifest(a.model)
+    if (pace := a.dataset / "seconds").is_file():
+        time.sleep(float(pace.read_text()))
     with new_directory(a.out) as out:
         (out / "model.safetensors").write_bytes((a.model / "model.safetensors").read_bytes())
         figures = dict(

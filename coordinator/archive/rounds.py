@@ -54,12 +54,15 @@ class FacilityRow:
     round: int
     facility: str
     status: str
-    """`ok`, `failed` (told so itself), `absent` (left nothing) or `refused` (verification)."""
+    """`ok`, `failed` (told so itself), `absent` (left nothing), `late` (not done when the round closed) or `refused`
+    (verification)."""
     reason: str = ""
     note: str = ""
     """What its report says beside figures: replicas that it lost during the round."""
     weight: float = 0.0
     """Normalised weight in the mean."""
+    staleness: int = 0
+    """Rounds before this one that its update was made for; more than 0 where rounds do not wait."""
     tokens: int = 0
     samples: int = 0
     steps: int = 0

@@ -110,9 +110,10 @@ def number(value: float | None) -> str:
 
 
 def _status(row: dict[str, Any]) -> str:
-    """`ok`, with the facility's note if any, or why not; both are text, whatever brackets they hold."""
-    status, reason = row["status"], row["reason"]
+    """`ok`, with the round it is of if late and the facility's note if any, or why not; both are text."""
+    status, reason, late = row["status"], row["reason"], row.get("staleness", 0)
     if status != "ok":
         return f"[red]{escape(status + ': ' + shown(reason))}[/red]"
+    of = f", of round {row['round'] - late}" if late else ""
     note = row.get("note", "")
-    return f"ok ([yellow]{escape(shown(note))}[/yellow])" if note else "ok"
+    return f"ok{of} ([yellow]{escape(shown(note))}[/yellow])" if note else f"ok{of}"

@@ -13,8 +13,10 @@ from facility.exchange.files.sweep import sweep_engine_directories
 from facility.exchange.messages.manifest import manifest_if_any
 
 
-def sweep_round(job_directory: Path, federation: str, round: int) -> list[Path]:
+def sweep_round(job_directory: Path, federation: str, round: int, *, behind: int = 0) -> list[Path]:
     """Remove updates of rounds up to `round`, which is complete, and models of rounds before it; returns them.
+
+    `behind`: rounds that a facility at work may be behind; local ones read the coordinator's own copy of the model.
 
     `job_directory` is the directory of a step that the engine runs at the coordinator: its neighbours are looked at.
     Call it only after the round is in the archive: a run that is killed in between reads models from there.
@@ -23,6 +25,6 @@ def sweep_round(job_directory: Path, federation: str, round: int) -> list[Path]:
     def is_over(directory: Path) -> bool:
         if (manifest := manifest_if_any(directory)) is None or manifest.federation != federation:
             return False
-        return manifest.round <= round if manifest.kind == "update" else manifest.round < round
+        return manifest.round <= round if manifest.kind == "update" else manifest.round < round - behind
 
     return sweep_engine_directories(job_directory, is_over)

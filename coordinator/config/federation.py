@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator
 
 from coordinator.aggregation.settings import AUTO
+from coordinator.config.closing import ClosingSettings, Rounds
 from coordinator.config.compatibility import check_groups
 from coordinator.config.deployments import Deployment, Kind
 from coordinator.config.evaluation import EvaluationPlan
@@ -123,6 +124,8 @@ class Federation(FederationFile):
     file: Path
     chosen: str = ""
     """What `auto` stands for here, and why."""
+    closing: ClosingSettings | None = None
+    """What `rounds:` says beside the number; None: every round waits for all."""
 
     @property
     def archive_path(self) -> Path:
@@ -166,7 +169,8 @@ def _build(lined: Lined) -> Federation:
     data["facilities"] = [_merged(entry, defaults) for entry in entries]
     declared = parse(FederationFile, data)
     keys = {key.name: getattr(declared, key.name) for key in dataclasses.fields(declared)}
-    federation = _chosen(Federation(file=lined.file, **keys), data.get("aggregation") or {})
+    federation = Federation(file=lined.file, closing=_closing(data["rounds"], declared), **keys)
+    federation = _chosen(federation, data.get("aggregation") or {})
     if federation.groups is not None:
         check_groups(lined.data, federation, {one.name: one.training for one in federation.facilities})
     if federation.privacy is not None:
@@ -208,6 +212,39 @@ def _chosen(federation: Federation, given: dict[str, Any]) -> Federation:
     aggregation = resolve_aggregation(given, settings, choice)
     reason = choice.reason if settings.rule == AUTO else f"aggregation.rule is given: {settings.rule}"
     return dataclasses.replace(federation, facilities=facilities, aggregation=aggregation, chosen=reason)
+
+
+def _closing(rounds: Any, declared: FederationFile) -> ClosingSettings | None:
+    """How rounds close, where `rounds:` is a mapping. Raises `ConfigurationError` for what cannot go together."""
+    if not isinstance(rounds, dict):
+        return None
+    described = parse(Rounds, rounds, where="rounds")
+    if declared.masks:
+        raise ConfigurationError(
+            "rounds.quorum with privacy.secure_aggregation: masks cancel in the sum of one round alone, and a late update "
+            "is of another; remove one of them",
+            key="rounds",
+        )
+    if declared.groups is not None:
+        raise ConfigurationError(
+            "rounds is a mapping and there are groups: a quorum of 1 with `late: carry` is the same; remove `groups`",
+            key="groups",
+        )
+    if isinstance(described.quorum, int) and described.quorum > len(declared.facilities):
+        raise ConfigurationError(
+            f"rounds.quorum is {described.quorum}, expected 1 to {len(declared.facilities)} (the number of "
+            "facilities), a share below 1, or all",
+            key="rounds.quorum",
+        )
+    if described.late == "carry" and declared.keep_rounds == 1:
+        raise ConfigurationError(
+            "rounds.late is 'carry' with keep_rounds 1: a late update is measured against the model that it started "
+            "from, which must still be in the archive; set keep_rounds to 2 or more, or 0",
+            key="keep_rounds",
+        )
+    if described.late == "wait" or described.needed(len(declared.facilities)) == len(declared.facilities):
+        return None
+    return ClosingSettings(quorum=described.quorum, grace=described.grace, late=described.late)
 
 
 def _merged(entry: Any, defaults: dict[str, Any]) -> Any:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator
 
 from coordinator.aggregation.settings import AggregationSettings
 from coordinator.config.buffering import GroupSettings
+from coordinator.config.closing import ClosingSettings, Rounds, count_of
 from coordinator.config.privacy import PrivacySettings
 from facility.exchange.delta_codecs import Encoding
 from facility.exchange.messages.layout import LoraSettings
@@ -61,8 +64,9 @@ class ClaimSettings:
 class RoundSettings:
     """Keys of federation.yml that the coordinator's steps read as well, as they are."""
 
-    rounds: AtLeastOne[int]
-    """Rounds of the federation; with groups: of each facility."""
+    rounds: Annotated[AtLeastOne[int], BeforeValidator(count_of, json_schema_input_type=int | Rounds)]
+    """Rounds of the federation; with groups: of each facility. As a mapping `{count, quorum, grace, late}` it also says
+    how a round closes: see `rounds.quorum`."""
     minimum_facilities: AtLeastOne[int] = 1
     """Fewer verified updates than this end the run with an error; the archive stays as it was. With groups: fewer
     facilities that have not failed for good."""
@@ -109,6 +113,8 @@ class CoordinatorSettings(RoundSettings):
     """Names, in the order of federation.yml."""
     sequences: dict[str, int] = field(default_factory=dict)
     """By facility, the sequences that it trains on in a round: steps x batch."""
+    closing: ClosingSettings | None = None
+    """How a round closes, where it does not wait for all."""
     lora: LoraSettings | None = None
     """The adapters that updates must hold; a rank of 0: whole models; null: not known."""
     chosen: str = ""

@@ -49,6 +49,10 @@ HAND_WRITTEN = (
 )
 
 
+MOST_LATE = 8
+"""Rounds that a carried update may be late where the archive keeps all models."""
+
+
 def render(federation: Federation) -> dict[str, str]:
     """Text of every rendered file, by path relative to the folder above federation.yml's own."""
     here, cwl = federation.file.parent.name, _folder_of_cwl(federation)
@@ -60,7 +64,7 @@ def render(federation: Federation) -> dict[str, str]:
     }
     if federation.groups is None:
         encoded = federation.sending.encoding != "full"
-        workflow = round_workflow(names, encoded=encoded)
+        workflow = round_workflow(names, encoded=encoded, carries=carries(federation))
         files[f"{cwl}/round.cwl"] = _yaml(masked_round(workflow, names) if federation.masks else workflow)
     else:
         files[f"{cwl}/groups.cwl"] = _yaml(groups_workflow(names))
@@ -141,8 +145,13 @@ def coordinator_settings(federation: Federation) -> dict[str, Any]:
         largest_step=largest_step({one.name: one.training for one in federation.facilities})
         if federation.masks
         else 0.0,
+        closing=federation.closing,
         **{key.name: getattr(federation, key.name) for key in dataclasses.fields(RoundSettings)},
     )
+    if carries(federation):
+        latest = max(settings.aggregation.maximum_staleness, behind(federation))
+        aggregation = dataclasses.replace(settings.aggregation, maximum_staleness=latest)
+        settings = dataclasses.replace(settings, aggregation=aggregation)
     values = {"federation": federation.name} | dataclasses.asdict(settings)
     if key := federation.sending.signing_key:
         values["sending"]["signing_key"] = _for_a_step(federation.path(key))
@@ -150,7 +159,7 @@ def coordinator_settings(federation: Federation) -> dict[str, Any]:
             facility.name: hashlib.sha256(_facility_settings(federation, facility).encode()).hexdigest()
             for facility in federation.facilities
         }
-    optional = ("groups", "privacy", "largest_step", "settings_sha256")
+    optional = ("groups", "privacy", "largest_step", "closing", "settings_sha256")
     return {name: value for name, value in values.items() if value or name not in optional}
 
 
@@ -167,11 +176,23 @@ def _facility_settings(federation: Federation, facility: Facility) -> str:
         evaluation=federation.evaluation.for_facility(facility.name),
         dataset_card=facility.public.dataset_card,
         model_encoding=federation.sending.encoding,
-        asynchronous=federation.groups is not None,
+        behind=behind(federation),
         masking=masking_settings(federation, facility),
     )
     values = dataclasses.asdict(settings)
     return _json({name: value for name, value in values.items() if name != "masking" or value is not None})
+
+
+def carries(federation: Federation) -> bool:
+    """Are updates averaged in a later round than they were made for?"""
+    return federation.closing is not None and federation.closing.late == "carry"
+
+
+def behind(federation: Federation) -> int:
+    """Rounds that a facility at work may be behind the newest model."""
+    if federation.groups is not None:
+        return 1
+    return 0 if federation.closing is None else (federation.keep_rounds or MOST_LATE + 1) - 1
 
 
 def _training(federation: Federation, facility: Facility) -> TrainingSettings:

@@ -14,14 +14,16 @@ RECORD: dict[str, Any] = {
 OUTPUTS = {"model": "Directory", "round": "int", "proceed": "boolean"}
 
 
-def round_workflow(names: Sequence[str], *, encoded: bool) -> dict[str, Any]:
+def round_workflow(names: Sequence[str], *, encoded: bool, carries: bool = False) -> dict[str, Any]:
     """A train and a receive step for each facility, then aggregate; a send step where models travel `encoded`.
+
+    `carries`: updates may be of earlier rounds, whose models the receive steps find in the archive.
 
     Not one scattered step: that sends the model to one facility after the other, and hangs when an element fails.
     """
     steps: dict[str, Any] = {}
     for number, name in enumerate(names):
-        steps |= _steps_of(number, name, encoded=encoded)
+        steps |= _steps_of(number, name, encoded=encoded, carries=carries)
     return {
         "cwlVersion": "v1.2",
         "class": "Workflow",
@@ -41,7 +43,7 @@ def round_workflow(names: Sequence[str], *, encoded: bool) -> dict[str, Any]:
     }
 
 
-def _steps_of(number: int, name: str, *, encoded: bool) -> dict[str, Any]:
+def _steps_of(number: int, name: str, *, encoded: bool, carries: bool) -> dict[str, Any]:
     """The steps of the facility that stands at `number` in the list."""
     own = {key: {"source": "facilities", "valueFrom": f"$(self[{number}].{key})"} for key in RECORD["fields"]}
     send = {
@@ -68,7 +70,8 @@ def _steps_of(number: int, name: str, *, encoded: bool) -> dict[str, Any]:
             "round": "round",
             "facility": own["name"],
             "update": f"train_{name}/update",
-        },
+        }
+        | ({"archive": "archive"} if carries else {}),
         "out": ["update"],
     }
     return ({f"send_{name}": send} if encoded else {}) | {f"train_{name}": train, f"receive_{name}": receive}

@@ -129,9 +129,10 @@ def ask_again(archive: Archive, settings: CoordinatorSettings, number: int, arri
     more_time = in_time and any(
         asked[name] <= settings.come_backs for name, one in arrived.failures.items() if one.again
     )
-    if not arrived.failures or not (attempt <= settings.retries or more_time):
+    failed = {name for name, failure in arrived.failures.items() if failure.kind != "late"}
+    if not failed or not (attempt <= settings.retries or more_time):
         return False
-    whole = sorted(name for name, failure in arrived.failures.items() if not failure.again)
+    whole = sorted(name for name in failed if not arrived.failures[name].again)
     archive.write_note(
         "attempts",
         {
@@ -274,7 +275,7 @@ def commit(
     )
     archive.drop_note("attempts")
     archive.prune(settings.keep_rounds)
-    sweep_round(Path.cwd(), record.federation, number)
+    sweep_round(Path.cwd(), record.federation, number, behind=settings.aggregation.maximum_staleness)
     if watched.reason:
         print(watched.reason)
     print(f"round {number} is complete: {decision.reason}")
@@ -395,9 +396,11 @@ def _row(
         )
         return dataclasses.replace(row, status=failure.kind, reason=failure.reason)
     report = arrived.reports[name]
+    late = number - report.round
     return dataclasses.replace(
         row,
         note=note_on(report),
+        staleness=late,
         weight=weights.get(name, 0.0),
         tokens=report.tokens,
         samples=report.samples,

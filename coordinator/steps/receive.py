@@ -9,14 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coordinator.aggregation.adapter_fit import check_adapters, check_told
+from coordinator.aggregation.rebase import rebase
 from coordinator.aggregation.settings import AggregationSettings
 from coordinator.aggregation.unmasking import match_masked
 from coordinator.aggregation.updates import holds_adapters
 from coordinator.aggregation.verify import check_files, check_identity, check_tokenizer, check_update
 from coordinator.archive.audit import log_entry
+from coordinator.archive.rounds import Archive
 from coordinator.config.privacy import PrivacySettings
 from coordinator.config.settings import read_coordinator_settings
 from coordinator.events.event import emit
+from coordinator.steps.late import read_late
 from coordinator.steps.weight_limit import Allowance, allowance_of
 from facility.exchange.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from facility.exchange.checkpoints.delta import decode
@@ -59,13 +62,20 @@ def receive(
     allowance: Allowance | None = None,
     masks: PrivacySettings | None = None,
     adapters: LoraSettings | None = None,
+    late: str = "",
+    earlier: Earlier | None = None,
 ) -> report.Failure | None:
     """None when `update` may take part in the round, else why not. Raises only for our own model's faults.
 
     An update that travelled as a difference becomes a whole one at `decoded`. One whose report claims more than
-    `allowance` is refused. With `masks` it must be masked, and hold the tensors of `adapters`, if any. Whatever an
-    update holds, what comes back names `facility` and `round` as given here.
+    `allowance` is refused. With `masks` it must be masked, and hold the tensors of `adapters`, if any. A late one, of an
+    earlier round, becomes at `decoded` what it would be had it started from `model`; `earlier`: what the archive knows
+    of rounds before. `late`: why nothing came of a facility that the round did not wait for. Whatever an update holds,
+    what comes back names `facility` and `round` as given here.
     """
+    if update is None and late:
+        reason = f"not done when the round closed: its job goes on, and its update {late}"
+        return report.Failure(facility=facility, round=round, reason=reason, kind="late")
     if update is None:
         reason = "left no update: its job was cancelled, ran out of time, or lost its node"
         return report.Failure(facility=facility, round=round, reason=reason, kind="absent")
@@ -75,11 +85,12 @@ def receive(
         if settings.allowed_signers:
             check_signature(update, facility, settings.allowed_signers)
         if (failure := report.read_failure(update)) is not None:
-            return _failure(update, failure, facility, round, signed=bool(settings.allowed_signers))
+            signed = bool(settings.allowed_signers)
+            return _failure(update, failure, facility, round, signed=signed, late=settings.maximum_staleness)
         if evaluation:
             check_evaluation(update, sent, facility, round)
         else:
-            check_training(update, sent, facility, round, settings, decoded, allowance, masks, adapters)
+            check_training(update, sent, facility, round, settings, decoded, allowance, masks, adapters, earlier)
     except (UpdateRefused, InputError) as error:
         return report.Failure(facility=facility, round=round, reason=clean(str(error)), kind="refused")
     except Exception as error:  # whatever an update does to our code is its facility's absence, and nobody else's
@@ -97,6 +108,27 @@ class Sent:
     directory: Path
 
 
+@dataclass(frozen=True, kw_only=True)
+class Earlier:
+    """What the archive knows of the rounds before, for updates that come late."""
+
+    archive: Archive
+    facility: str
+
+    def model(self, round: int) -> Path:
+        """The model that round `round` started from. Raises `UpdateRefused` where it is gone."""
+        path = self.archive.model_for(round)
+        if not path.is_dir():
+            reason = f"it is of round {round}, and the model of that round is no longer in the archive (keep_rounds)"
+            raise UpdateRefused(self.facility, reason)
+        return path
+
+    def averaged(self) -> set[int]:
+        """Rounds whose update of this facility was averaged, whenever that was."""
+        rows = [row for entry in self.archive.history() for row in entry.facilities]
+        return {row.round - row.staleness for row in rows if row.facility == self.facility and row.status == "ok"}
+
+
 def check_training(
     update: Path,
     sent: Sent,
@@ -107,14 +139,23 @@ def check_training(
     allowance: Allowance | None,
     masks: PrivacySettings | None = None,
     adapters: LoraSettings | None = None,
+    earlier: Earlier | None = None,
 ) -> None:
     """Raise `UpdateRefused`, or another `InputError`, unless the update may be averaged."""
     manifest = read_manifest(update)
     check_run(manifest, sent, facility)
+    check_identity(manifest, None, facility, round, maximum_staleness=settings.maximum_staleness)
+    started = sent.directory
+    if manifest.round < round:
+        assert earlier is not None and decoded is not None, "a late update needs the archive and a place"
+        started = earlier.model(manifest.round)
+        if manifest.round in earlier.averaged():
+            raise UpdateRefused(facility, f"its update of round {manifest.round} was averaged already")
+        if manifest.base_sha256 not in (None, read_manifest(started).content_sha256):
+            raise UpdateRefused(facility, f"it started from another model than that of round {manifest.round}")
     if manifest.encoding in CODECS.names():
-        check_identity(manifest, None, facility, round, maximum_staleness=settings.maximum_staleness)
         assert decoded is not None, "an encoded update needs a place to be decoded at"
-        decode(update, reference=sent.directory, out=decoded)
+        decode(update, reference=started, out=decoded)
         update = decoded
     if (masks is not None) != (manifest.encoding == ENCODING):
         raise UpdateRefused(
@@ -138,6 +179,13 @@ def check_training(
     check_report(claimed, sent, facility)
     if allowance is not None and (reason := allowance.excess(claimed)):
         raise UpdateRefused(facility, reason)
+    if started != sent.directory:
+        assert decoded is not None
+        moved = decoded.with_name(f"{decoded.name}.moved")
+        shutil.rmtree(moved, ignore_errors=True)
+        rebase(update, then=started, now=sent.directory, out=moved, facility=facility)
+        shutil.rmtree(decoded, ignore_errors=True)
+        moved.rename(decoded)
 
 
 def check_masked(
@@ -209,14 +257,16 @@ def check_run(manifest: Manifest, sent: Sent, facility: str) -> None:
         )
 
 
-def _failure(update: Path, told: report.Failure, facility: str, round: int, *, signed: bool) -> report.Failure:
+def _failure(
+    update: Path, told: report.Failure, facility: str, round: int, *, signed: bool, late: int
+) -> report.Failure:
     """A facility's own account of its failure, in the name that the coordinator knows it by.
 
     Raises `InputError` where it is of another facility or round, or where what was signed is another failure.
     """
     if told.facility not in (facility, "?"):  # a job of several tasks that failed early does not know its name
         raise UpdateRefused(facility, f"its failure.json is of facility {told.facility!r}")
-    if told.round != round:
+    if not 0 <= round - told.round <= late:
         raise UpdateRefused(facility, f"its failure.json is of round {told.round}, expected {round}")
     if signed:
         verify_manifest(update)  # the signature covers the manifest, and the manifest this file
@@ -251,6 +301,7 @@ def main() -> int:
     parser.add_argument("--round", type=int, required=True, help="number of the round, from 0")
     parser.add_argument("--facility", required=True, help="name of the facility the update must come from")
     parser.add_argument("--update", type=Path, help="the update's directory; leave out when the facility left none")
+    parser.add_argument("--archive", help="where late updates find the model that they started from")
     parser.add_argument(
         "--out", type=Path, required=True, help="directory to make: the sound update, or failure.json alone"
     )
@@ -259,6 +310,9 @@ def main() -> int:
     decoded = arguments.out.with_name(f".{arguments.out.name}.decoded")
     shutil.rmtree(decoded, ignore_errors=True)
     refuses = settings.claims.action == "refuse"
+    earlier = None
+    if arguments.archive:
+        earlier = Earlier(archive=Archive(resolve(arguments.archive)), facility=arguments.facility)
     failure = receive(
         update=arguments.update,
         facility=arguments.facility,
@@ -270,6 +324,8 @@ def main() -> int:
         allowance=allowance_of(settings, arguments.facility, arguments.model) if refuses else None,
         masks=settings.masks,
         adapters=settings.lora,
+        late=read_late(Path.cwd(), arguments.round, arguments.facility) if settings.closing else "",
+        earlier=earlier,
     )
     log_received(arguments.update, arguments.facility, arguments.round, settings.aggregation, failure)
     if failure is None:

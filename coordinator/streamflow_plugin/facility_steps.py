@@ -27,10 +27,13 @@ from streamflow.log_handler import logger
 from streamflow.workflow.utils import get_job_token
 
 from coordinator.config.deployments import FACILITY
+from coordinator.streamflow_plugin.closing import Closing, closing_of_run
 from coordinator.streamflow_plugin.lanes import TransferFailed
 from coordinator.streamflow_plugin.targets import check_target
 from facility.exchange.messages.outcome import Outcome
 
+COORDINATOR = "coordinator"
+"""Deployment of the coordinator's own steps, as `crossfed render` names it."""
 OUTPUT_FILE = "cwl.output.json"
 OUTPUT = "update"
 """Name of the one directory that cwl/tools/train.cwl leaves, and of the port that it goes to."""
@@ -57,13 +60,23 @@ def output_path(*parts: str, context: Any, location: Any) -> Any:
     return StreamFlowPath(*parts, context=context, location=location)
 
 
-def executing(original: Any) -> Any:
-    """`CWLCommand.execute`: a facility's job that fails has left no update, and what it wrote names no outputs."""
+def executing(original: Any, closing: Closing | None) -> Any:
+    """`CWLCommand.execute`: a facility's job that fails has left no update, and what it wrote names no outputs.
+
+    A job that its round does not wait for (`closing`) has left none either, for now.
+    """
 
     async def execute(self: CWLCommand, job: Job) -> CommandOutput:
-        result = await original(self, job)
-        if not is_facility(self.step.workflow.context.scheduler.get_connector(job.name).deployment_name):
-            return result
+        context = self.step.workflow.context
+        if not is_facility(context.scheduler.get_connector(job.name).deployment_name):
+            return await original(self, job)
+        if closing is None:
+            result = await original(self, job)
+        else:
+            closing.workdir = Path(context.deployment_manager.config_map[COORDINATOR].workdir)
+            result = await closing.run(job, lambda: original(self, job))
+            if result is None:
+                return CWLCommandOutput(value=None, status=Status.COMPLETED, exit_code=int(Outcome.SKIPPED))
         if result.status is not Status.COMPLETED:
             logger.error(f"job {job.name} ended with code {result.exit_code}: the round goes on without its facility")
         # Nothing but the code is taken over, so that no other kind of output can name files either.
@@ -73,7 +86,7 @@ def executing(original: Any) -> Any:
     return execute
 
 
-def retrieving(original: Any) -> Any:
+def retrieving(original: Any, closing: Closing | None) -> Any:
     """`CWLExecuteStep._retrieve_output`: a facility's step yields the directory `OUTPUT` if it exists, else null."""
 
     async def retrieve(
@@ -86,7 +99,7 @@ def retrieving(original: Any) -> Any:
         token = Token(value=None, tag=get_tag(job.inputs.values()))
         try:
             if output_name == OUTPUT:
-                token = await _directory(self, job) or token
+                token = await _directory(self, job if closing is None else closing.source(job), job) or token
         except Exception as error:
             logger.error(f"FAILED looking for what job {job.name} left: {error}")
         job_token = get_job_token(job.name, self.get_input_port("__job__").token_list)
@@ -97,8 +110,8 @@ def retrieving(original: Any) -> Any:
     return retrieve
 
 
-async def _directory(step: CWLExecuteStep, job: Job) -> Token | None:
-    """The token of the directory `OUTPUT` in the job's own directory; None where there is none."""
+async def _directory(step: CWLExecuteStep, job: Job, asked: Job) -> Token | None:
+    """The token of the directory `OUTPUT` in `job`'s own directory, for the step of `asked`; None without one."""
     context = step.workflow.context
     locations = context.scheduler.get_locations(job.name)
     path = f"{job.output_directory}/{OUTPUT}"
@@ -112,7 +125,7 @@ async def _directory(step: CWLExecuteStep, job: Job) -> Token | None:
         base_path=job.output_directory,
         token_value=value,
     )
-    return CWLFileToken(value=value, tag=get_tag(job.inputs.values()))
+    return CWLFileToken(value=value, tag=get_tag(asked.inputs.values()))
 
 
 def transferring(original: Any) -> Any:
@@ -158,7 +171,7 @@ class CarefulDataManager(DefaultDataManager):
 
 
 def install() -> None:
-    """Replace StreamFlow's own classes by these, once. Raises `RuntimeError` if StreamFlow's internals are unknown."""
+    """Replace StreamFlow's own methods by these, once. Raises `RuntimeError` if StreamFlow's internals are unknown."""
     if getattr(cwl_command, "StreamFlowPath", None) is output_path:
         return
     source = inspect.getsource(CWLCommand.execute)
@@ -175,6 +188,7 @@ def install() -> None:
             "install streamflow==0.2.0rc3"
         )
     cwl_command.StreamFlowPath = output_path
-    CWLCommand.execute = executing(CWLCommand.execute)
-    CWLExecuteStep._retrieve_output = retrieving(CWLExecuteStep._retrieve_output)
+    closing = closing_of_run()
+    CWLCommand.execute = executing(CWLCommand.execute, closing)
+    CWLExecuteStep._retrieve_output = retrieving(CWLExecuteStep._retrieve_output, closing)
     CWLTransferStep.transfer = transferring(CWLTransferStep.transfer)

@@ -8,5 +8,6 @@ inputs:
   round: {type: int, inputBinding: {prefix: --round}}
   facility: {type: string, inputBinding: {prefix: --facility}}
   update: {type: "Directory?", inputBinding: {prefix: --update}}
+  archive: {type: "string?", inputBinding: {prefix: --archive}}
 outputs:
   update: {type: Directory, outputBinding: {glob: update}}

@@ -19,8 +19,8 @@ from facility.rounds.kept import by_round
 def sweep(job_directory: Path, settings: FacilitySettings, round: int) -> list[Path]:
     """Remove this federation's models and this facility's updates of rounds before `round` beside `job_directory`.
 
-    Another facility may share that directory. Where facilities do not wait for one another it may be behind: then
-    models stay a round longer. Returns what was removed.
+    Another facility may share that directory. Where facilities do not wait for one another it may be behind: so many
+    rounds longer models stay. Returns what was removed.
     """
 
     def is_over(directory: Path) -> bool:
@@ -28,7 +28,7 @@ def sweep(job_directory: Path, settings: FacilitySettings, round: int) -> list[P
             return False
         to_everybody = manifest.kind == "model" and manifest.facility is None
         mine = to_everybody or manifest.facility == settings.facility
-        behind = 1 if settings.asynchronous and manifest.kind == "model" else 0
+        behind = settings.behind if manifest.kind == "model" else 0
         return mine and manifest.federation == settings.federation and manifest.round < round - behind
 
     return sweep_engine_directories(job_directory, is_over)

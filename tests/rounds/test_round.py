@@ -315,8 +315,8 @@ def test_a_requeued_job_clears_what_its_first_start_left(site: Site):
 SETTINGS = FacilitySettings(federation="test", facility="north", rounds=9, seed=0)
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_the_sweep_removes_only_our_old_models_and_updates(tmp_path: Path, asynchronous: bool):
+@pytest.mark.parametrize("behind", [0, 1])
+def test_the_sweep_removes_only_our_old_models_and_updates(tmp_path: Path, behind: int):
     work = tmp_path / "work"
     kept: list[Path] = []
 
@@ -331,7 +331,7 @@ def test_the_sweep_removes_only_our_old_models_and_updates(tmp_path: Path, async
     old = [put("model", round=0), put("update", kind="update", facility="north", round=3), put("a b'c", round=3)]
     old += [put("model", facility="north", round=0), put("update", kind="update", facility="north", round=4)]
     previous = put("model", round=4)
-    (kept if asynchronous else old).append(previous)
+    (kept if behind else old).append(previous)
     kept += [
         put("model", round=5),
         put("update", kind="update", facility="north", round=5),
@@ -356,7 +356,7 @@ def test_the_sweep_removes_only_our_old_models_and_updates(tmp_path: Path, async
     write_manifest(job / "model", Manifest(kind="model", federation="test", round=0))
 
     before = {path: sha256_of(path) for path in tmp_path.rglob("*") if path.is_file()}
-    removed = sweep(job, replace(SETTINGS, asynchronous=asynchronous), 5)
+    removed = sweep(job, replace(SETTINGS, behind=behind), 5)
     assert sorted(removed) == sorted(old)
     assert not any(path.exists() for path in old)
     assert all(path.exists() for path in [*kept, broken, outside, linked / "model", job / "model"])

@@ -83,8 +83,8 @@ class Failure:
     """One sentence for the user."""
     log_tail: str = ""
     """Last lines of the failing rank's output."""
-    kind: Literal["failed", "refused", "absent"] = "failed"
-    """Who says so: the facility itself, the coordinator's check, or nobody (nothing came back)."""
+    kind: Literal["failed", "refused", "absent", "late"] = "failed"
+    """Who says so: the facility itself, the coordinator's check, or nobody (nothing came back, or not in time)."""
     again: bool = False
     """True when time ran out and the same command goes on mid-round."""
     format: int = FORMAT
@@ -139,7 +139,7 @@ def read_failure(directory: Path) -> Failure | None:
         round=found.whole("round", most=MOST_ROUNDS),
         reason=found.words("reason", "no reason given", longest=MOST_REASON) or "no reason given",
         log_tail=found.words("log_tail", "", longest=MOST_LOG, lines=True),
-        kind=found.one_of("kind", "failed", ("failed", "refused", "absent")),
+        kind=found.one_of("kind", "failed", ("failed", "refused", "absent", "late")),
         again=found.flag("again", False),
         format=found.whole("format", FORMAT, least=1, most=FORMAT),
     )

@@ -150,8 +150,8 @@ class FacilitySettings:
     """Tell counts and digests of the dataset with every update, so that they can be published."""
     model_encoding: Encoding = "full"
     """How models travel to this facility; other than `full`, it keeps the last two as references."""
-    asynchronous: bool = False
-    """Facilities do not wait for one another (`groups`): another one that shares the work directory may be behind."""
+    behind: NonNegative[int] = 0
+    """Rounds that another facility, which may share the work directory, can be behind where rounds do not wait."""
     masking: MaskingSettings | None = None
     """Secure aggregation; absent: updates travel as they are."""
     format: int = FORMAT

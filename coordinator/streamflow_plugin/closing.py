@@ -1,0 +1,156 @@
+"""Rounds that close without waiting for all: a facility's step ends when its job does, or when its round closes.
+
+The job of a facility that is late goes on in its queue. Its step yields nothing, so the round is averaged without it;
+in the next round the facility gets no new job: its step waits for the one that runs, and hands on what that leaves, an
+update of an earlier round. The last round and the final evaluation wait for all, so that no update is lost.
+
+What the engine does not tell apart is decided here, inside `streamflow run`, for every kind of connector alike.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from streamflow.core.workflow import Status
+
+from coordinator.config.closing import ClosingSettings
+from coordinator.config.settings import read_coordinator_settings
+from coordinator.steps.late import write_late
+from coordinator.streamflow_plugin.grace import best_grace
+from coordinator.streamflow_plugin.patient import step_of, tell
+from facility.exchange.errors import CrossFedError
+
+INPUT = "round"
+"""Port of cwl/tools/train.cwl that holds the round's number."""
+
+Execute = Callable[[], Awaitable[Any]]
+
+
+@dataclass(kw_only=True)
+class Pending:
+    """A job that its round did not wait for."""
+
+    task: asyncio.Future[Any]
+    job: Any
+    """The engine's job whose directory the update will be in."""
+    began: float
+
+
+@dataclass(kw_only=True)
+class Gate:
+    """One round: who has delivered, and whether it has closed."""
+
+    began: float
+    closed: asyncio.Event = field(default_factory=asyncio.Event)
+    delivered: dict[str, float] = field(default_factory=dict)
+    """Seconds that each step took."""
+    waiting: bool = False
+    """The grace runs."""
+
+
+class Closing:
+    """Of one run of the engine."""
+
+    def __init__(self, settings: ClosingSettings, *, rounds: int, facilities: int, exponent: float = 0.5) -> None:
+        """`exponent`: of the weight of late updates (`aggregation.staleness_exponent`)."""
+        self.settings, self.rounds = settings, rounds
+        self.quorum, self.exponent = settings.needed(facilities), exponent
+        self.workdir: Path | None = None
+        """The coordinator's work directory, where a late facility is noted for its receive step."""
+        self._gates: dict[int, Gate] = {}
+        self._pending: dict[str, Pending] = {}
+        self._sources: dict[str, Any] = {}
+        self._history: dict[int, dict[str, float]] = {}
+
+    def source(self, job: Any) -> Any:
+        """The job whose directory holds what `job` hands on: itself, or the late one that it waited for."""
+        return self._sources.get(job.name, job)
+
+    def grace(self) -> float:
+        """Seconds after the quorum; `inf`: no limit."""
+        if self.settings.grace != "auto":
+            return float(self.settings.grace)
+        return best_grace([self._history[n] for n in sorted(self._history)], self.quorum, exponent=self.exponent)
+
+    async def run(self, job: Any, execute: Execute) -> Any | None:
+        """What the engine's own `execute` returns for `job`, or None where the round closed before.
+
+        A job that an earlier round left at work takes the place of this one.
+        """
+        number, step = int(job.inputs[INPUT].value), step_of(job.name)
+        began, source = time.monotonic(), job
+        task: asyncio.Future[Any]
+        if (before := self._pending.pop(step, None)) is not None:
+            carried = self.settings.late == "carry" and number < self.rounds
+            if not carried:
+                await asyncio.wait([before.task])
+                task = asyncio.ensure_future(execute())
+            else:
+                task, source, began = before.task, before.job, before.began
+        else:
+            task = asyncio.ensure_future(execute())
+        if number >= self.rounds - 1:  # nothing comes after it that could use what is late
+            return await self._deliver(number, step, job, source, task, began)
+        gate = self._gates.setdefault(number, Gate(began=time.monotonic()))
+        closed = asyncio.ensure_future(gate.closed.wait())
+        try:
+            await asyncio.wait([task, closed], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            closed.cancel()
+        if task.done():
+            return await self._deliver(number, step, job, source, task, began)
+        self._pending[step] = Pending(task=task, job=source, began=began)
+        facility = step.rpartition("/")[2].removeprefix("train_")
+        fate = "is averaged in a later round" if self.settings.late == "carry" else "is discarded"
+        tell(f"round {number} closes without {facility}, whose job goes on; its update {fate}")
+        if self.workdir is not None:
+            write_late(self.workdir, number, facility, fate)
+        return None
+
+    async def _deliver(
+        self, number: int, step: str, job: Any, source: Any, task: asyncio.Future[Any], began: float
+    ) -> Any:
+        result = await task
+        if source is not job:
+            self._sources[job.name] = source
+        if result.status is Status.COMPLETED and result.exit_code == 0:
+            took = time.monotonic() - began
+            self._history.setdefault(number, {})[step] = took
+            if (gate := self._gates.get(number)) is not None:
+                gate.delivered[step] = took
+                if len(gate.delivered) >= self.quorum and not gate.waiting:
+                    gate.waiting = True
+                    self._close_after(gate, self.grace())
+        return result
+
+    def _close_after(self, gate: Gate, seconds: float) -> None:
+        if math.isfinite(seconds):
+            asyncio.get_running_loop().call_later(seconds, gate.closed.set)
+
+
+def closing_of_run(arguments: list[str] | None = None) -> Closing | None:
+    """What the federation whose streamflow.yml this process runs says; None where rounds wait for all."""
+    words = sys.argv if arguments is None else arguments
+    files = [Path(word) for word in words if word.endswith("streamflow.yml")]
+    described = files[0].resolve().parent / "coordinator.json" if files else None
+    if described is None or not described.is_file():
+        return None
+    try:
+        settings = read_coordinator_settings(described)
+    except CrossFedError:
+        return None  # the start step tells it
+    if settings.closing is None:
+        return None
+    return Closing(
+        settings.closing,
+        rounds=settings.rounds,
+        facilities=len(settings.facilities),
+        exponent=settings.aggregation.staleness_exponent,
+    )

@@ -1,0 +1,47 @@
+"""A late update is moved to the present model by exactly its own step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from coordinator.aggregation.rebase import rebase
+from facility.exchange.errors import UpdateRefused
+from facility.exchange.messages.manifest import Manifest, read_manifest, verify_manifest, write_manifest
+
+
+def save(directory: Path, seed: int, *, dtype: torch.dtype = torch.bfloat16, shape: tuple[int, ...] = (5, 7)) -> Path:
+    torch.manual_seed(seed)
+    directory.mkdir()
+    tensors = {"a.weight": torch.randn(shape).to(dtype), "b": torch.randn(3).to(dtype), "ids": torch.arange(4)}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_what_counts_is_the_step_from_its_own_start(tmp_path: Path, dtype: torch.dtype):
+    then, now, update = (save(tmp_path / name, seed) for seed, name in enumerate(("then", "now", "x")))
+    update = save(tmp_path / "update", 2, dtype=dtype)
+    (update / "report.json").write_text("{}")
+    write_manifest(update, Manifest(kind="update", federation="f", facility="a", round=3, base_sha256="0" * 64))
+    rebase(update, then=then, now=now, out=tmp_path / "moved", facility="a")
+    one, two, three, moved = (load_file(d / "model.safetensors") for d in (then, now, update, tmp_path / "moved"))
+    for name in ("a.weight", "b"):
+        assert torch.equal(moved[name], three[name].float() - one[name].float() + two[name].float())
+    assert torch.equal(moved["ids"], three["ids"])
+    manifest = verify_manifest(tmp_path / "moved")
+    assert (manifest.round, manifest.facility, manifest.dtypes) == (3, "a", {"F32": 2, "I64": 1})
+    assert (tmp_path / "moved" / "report.json").read_text() == "{}"
+    assert read_manifest(update).dtypes == {}, "what the facility sent is unchanged"
+
+
+def test_another_shape_is_refused_by_name(tmp_path: Path):
+    then, now = save(tmp_path / "then", 0), save(tmp_path / "now", 1)
+    update = save(tmp_path / "update", 2, shape=(5, 8))
+    write_manifest(update, Manifest(kind="update", federation="f", facility="a", round=3))
+    with pytest.raises(UpdateRefused, match=r"'a.weight' of its late update is not in"):
+        rebase(update, then=then, now=now, out=tmp_path / "moved", facility="a")
+    assert not (tmp_path / "moved").exists()
