@@ -167,9 +167,11 @@ def _build(lined: Lined) -> Federation:
     if not isinstance(entries, list) or not entries:
         raise lined.error("facilities is empty or not a list, expected entries with name and dataset", "facilities")
     data["facilities"] = [_merged(entry, defaults) for entry in entries]
+    rounds = data.get("rounds")
+    closing = parse(Rounds, rounds, where="rounds") if isinstance(rounds, dict) else None
     declared = parse(FederationFile, data)
     keys = {key.name: getattr(declared, key.name) for key in dataclasses.fields(declared)}
-    federation = Federation(file=lined.file, closing=_closing(data["rounds"], declared), **keys)
+    federation = Federation(file=lined.file, closing=_closing(closing, declared), **keys)
     federation = _chosen(federation, data.get("aggregation") or {})
     if federation.groups is not None:
         check_groups(lined.data, federation, {one.name: one.training for one in federation.facilities})
@@ -214,17 +216,10 @@ def _chosen(federation: Federation, given: dict[str, Any]) -> Federation:
     return dataclasses.replace(federation, facilities=facilities, aggregation=aggregation, chosen=reason)
 
 
-def _closing(rounds: Any, declared: FederationFile) -> ClosingSettings | None:
+def _closing(described: Rounds | None, declared: FederationFile) -> ClosingSettings | None:
     """How rounds close, where `rounds:` is a mapping. Raises `ConfigurationError` for what cannot go together."""
-    if not isinstance(rounds, dict):
+    if described is None:
         return None
-    described = parse(Rounds, rounds, where="rounds")
-    if declared.masks:
-        raise ConfigurationError(
-            "rounds.quorum with privacy.secure_aggregation: masks cancel in the sum of one round alone, and a late update "
-            "is of another; remove one of them",
-            key="rounds",
-        )
     if declared.groups is not None:
         raise ConfigurationError(
             "rounds is a mapping and there are groups: a quorum of 1 with `late: carry` is the same; remove `groups`",
@@ -236,14 +231,20 @@ def _closing(rounds: Any, declared: FederationFile) -> ClosingSettings | None:
             "facilities), a share below 1, or all",
             key="rounds.quorum",
         )
+    if described.late == "wait" or described.needed(len(declared.facilities)) == len(declared.facilities):
+        return None
+    if declared.masks:
+        raise ConfigurationError(
+            "rounds.quorum with privacy.secure_aggregation: masks cancel in the sum of one round alone, and a late "
+            "update is of another; remove one of them",
+            key="rounds",
+        )
     if described.late == "carry" and declared.keep_rounds == 1:
         raise ConfigurationError(
             "rounds.late is 'carry' with keep_rounds 1: a late update is measured against the model that it started "
             "from, which must still be in the archive; set keep_rounds to 2 or more, or 0",
             key="keep_rounds",
         )
-    if described.late == "wait" or described.needed(len(declared.facilities)) == len(declared.facilities):
-        return None
     return ClosingSettings(quorum=described.quorum, grace=described.grace, late=described.late)
 
 

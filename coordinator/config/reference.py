@@ -16,6 +16,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
+from coordinator.config.closing import Rounds
 from coordinator.config.federation import FederationFile
 from facility.exchange.errors import InputError
 from facility.exchange.files.durable import write_text
@@ -69,6 +70,10 @@ class Key:
     """The declaration's documentation, on one line."""
 
 
+MAPPINGS = {"rounds": Rounds}
+"""Keys that are a plain value or a mapping."""
+
+
 def keys(kind: type = FederationFile, above: str = "") -> Iterator[Key]:
     """Every key below a dataclass, sections before what they hold."""
     for field in dataclasses.fields(kind):
@@ -79,6 +84,8 @@ def keys(kind: type = FederationFile, above: str = "") -> Iterator[Key]:
         yield _key(kind, field, hint, path, section=below is not None)
         if below is not None and path != "facilities[].training":  # the same keys as training
             yield from keys(below, f"{path}[]" if repeated else path)
+        if path in MAPPINGS:
+            yield from keys(MAPPINGS[path], path)
 
 
 def find(path: str) -> Key:

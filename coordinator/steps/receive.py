@@ -68,10 +68,10 @@ def receive(
     """None when `update` may take part in the round, else why not. Raises only for our own model's faults.
 
     An update that travelled as a difference becomes a whole one at `decoded`. One whose report claims more than
-    `allowance` is refused. With `masks` it must be masked, and hold the tensors of `adapters`, if any. A late one, of an
-    earlier round, becomes at `decoded` what it would be had it started from `model`; `earlier`: what the archive knows
-    of rounds before. `late`: why nothing came of a facility that the round did not wait for. Whatever an update holds,
-    what comes back names `facility` and `round` as given here.
+    `allowance` is refused. With `masks` it must be masked, and hold the tensors of `adapters`, if any. A late one, of
+    an earlier round, becomes at `decoded` what it would be had it started from `model`; `earlier`: what the archive
+    knows of rounds before. `late`: why nothing came of a facility that the round did not wait for. Whatever an update
+    holds, what comes back names `facility` and `round` as given here.
     """
     if update is None and late:
         reason = f"not done when the round closed: its job goes on, and its update {late}"

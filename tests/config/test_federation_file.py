@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+import uuid
 from pathlib import Path
 
 import pytest
 
-from coordinator.config.federation import check_paths, read_federation
+from coordinator.config.federation import Federation, check_paths, read_federation
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.settings import read_facility_settings
 from tests.federations import write_federation
@@ -158,3 +160,23 @@ def test_names_in_a_facilitys_settings_are_never_paths(tmp_path: Path, name: str
         file.write_text(json.dumps(values))
         with pytest.raises(ConfigurationError, match=f"{key} is .*, expected 1-63 letters"):
             read_facility_settings(file)
+
+
+def test_rounds_may_say_how_they_close(tmp_path: Path):
+    def described(**rounds: object) -> Federation:
+        return read_federation(write_federation(tmp_path / uuid.uuid4().hex, ["a", "b", "c"], rounds=rounds))
+
+    assert described(count=4).rounds == 4 and described(count=4).closing is None
+    for quorum, needed in ((2, 2), (0.5, 2), (0.67, 3), (1, 1)):
+        closing = described(count=4, quorum=quorum, late="carry").closing
+        assert (closing.needed(3) if closing else 3) == needed
+    assert described(count=4, quorum=1, late="wait").closing is None
+    for wrong, sentence in (
+        ({"count": 4, "quorum": 4}, "rounds.quorum is 4, expected 1 to 3"),
+        ({"count": 4, "quorum": 0}, "rounds.quorum"),
+        ({"quorum": 2}, "rounds.count"),
+        ({"count": 4, "qorum": 2}, "did you mean 'quorum'"),
+        ({"count": 4, "quorum": 2, "grace": -1}, "rounds.grace"),
+    ):
+        with pytest.raises(ConfigurationError, match=re.escape(sentence)):
+            described(**wrong)
