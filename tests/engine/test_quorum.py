@@ -13,10 +13,11 @@ from coordinator.engine.render import write
 from tests.engine.engines import streamflow
 from tests.federations import write_federation
 
-SLOW = 12.0
-"""Seconds of the slow facility; the others take some two seconds, engine included."""
+SLOW = 25.0
+"""Seconds of the slow facility; the others take a few, the engine included."""
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_rounds_close_without_the_slow_one_whose_updates_count_later(tmp_path: Path):
     path = write_federation(
@@ -32,19 +33,18 @@ def test_rounds_close_without_the_slow_one_whose_updates_count_later(tmp_path: P
     assert result.returncode == 0, result.stdout[-4000:]
     history = Archive(read_federation(path).archive_path).history()
     assert len(history) == 5
-    slow = [row for entry in history for row in entry.facilities if row.facility == "slow"]
-    others = [row for entry in history for row in entry.facilities if row.facility != "slow"]
-    assert all(row.status == "ok" and row.staleness == 0 for row in others), others
-    assert "late" in [row.status for row in slow] and slow[-1].status == "ok", slow
-    used = [row.round - row.staleness for row in slow if row.status == "ok"]
-    assert used == sorted(set(used)), "no update twice, in order"
-    late = [row for row in slow if row.staleness]
+    rows = [row for entry in history for row in entry.facilities]
+    used = {
+        name: [row.round - row.staleness for row in rows if row.facility == name and row.status == "ok"]
+        for name in ("a", "b", "slow")
+    }
+    for rounds in used.values():
+        assert rounds == sorted(set(rounds)), "no update twice, none after a later one"
+    assert {row.status for row in rows} == {"ok", "late"}, "nobody failed"
+    for entry in history:
+        assert sum(row.status == "ok" for row in entry.facilities) >= 2, "a quorum"
+    assert all(row.status == "ok" for row in history[-1].facilities), "the last round waits for all"
+    assert len(used["slow"]) < 5 and took < 5 * SLOW, "rounds did not wait for the slow one"
+    late = [row for row in rows if row.staleness]
     assert late, "an update of an earlier round was averaged"
-    by_round = {entry.round: entry.facilities for entry in history}
-    for row in late:  # tokens are equal: its weight is the others' by (1 + staleness) ** -1/2
-        fresh = next(other for other in by_round[row.round] if other.facility == "a")
-        assert row.weight / fresh.weight == pytest.approx((1 + row.staleness) ** -0.5, rel=0.02) or row.weight <= 0.5
-        assert row.loss_received is None
-    jobs = len(used)
-    assert took < 5 * SLOW, f"{jobs} jobs of the slow facility in five rounds"
-    assert jobs < 5
+    assert all(row.loss_received is None for row in late), "what it received is not this round's model"
