@@ -74,18 +74,18 @@ def login_target(deployments: dict[str, Any], deployment: Deployment, facility: 
 
 def masked_round(workflow: dict[str, Any], facilities: list[str]) -> dict[str, Any]:
     """round.cwl with the steps of secure aggregation; `workflow`: without them."""
-    steps = dict(workflow["steps"])
-    for name in facilities:
-        steps |= _login_steps(name, steps[f"train_{name}"])
-    return workflow | {"steps": steps | _coordinator_steps(facilities, steps["aggregate"])}
+    plain, steps = workflow["steps"], dict[str, Any]()
+    for name in facilities:  # a facility's steps together, as they stood when StreamFlow was seen to run them
+        steps |= _login_steps(name, plain[f"train_{name}"]) | {f"receive_{name}": plain[f"receive_{name}"]}
+    return workflow | {"steps": steps | _coordinator_steps(facilities, plain["aggregate"])}
 
 
 def _login_steps(facility: str, train: dict[str, Any]) -> dict[str, Any]:
     """Keys before training, training with the roster, the answer after the deadline."""
     site = {name: train["in"][name] for name in ("dataset", "settings", "round")}
     return {
-        f"keys_{facility}": {"run": "tools/keys.cwl", "in": site, "out": ["update"]},
         f"train_{facility}": train | {"run": "tools/train_masked.cwl", "in": train["in"] | {"roster": "roster/roster"}},
+        f"keys_{facility}": {"run": "tools/keys.cwl", "in": site, "out": ["update"]},
         f"unmask_{facility}": {
             "run": "tools/unmask.cwl",
             "in": site | {"request": "survivors/request"},
