@@ -18,11 +18,13 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from facility.dataset import NAME as DATASET
 from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.errors import CrossFedError, InputError, ManifestError, exit_on_error
 from facility.exchange.files.durable import new_directory
 from facility.exchange.files.links import link_tree
 from facility.exchange.files.paths import resolve
+from facility.exchange.files.storage import is_storage, sentence
 from facility.exchange.messages import report
 from facility.exchange.messages.dataset_card import with_dataset
 from facility.exchange.messages.evaluation import with_scores
@@ -46,6 +48,7 @@ from facility.launch import add_limits, attempt_of, launch, limits_from, show_fa
 from facility.launching.notes import Notes
 from facility.launching.place import Tasks
 from facility.launching.supervise import Ending
+from facility.rounds.dataset_check import check_dataset
 from facility.rounds.dataset_counts import counts_of
 from facility.rounds.energy import Meter
 from facility.rounds.evaluation import evaluate
@@ -54,6 +57,7 @@ from facility.rounds.kept import default_directory
 from facility.rounds.masked import masked
 from facility.rounds.models import Models, digest_of, tell
 from facility.rounds.personal import Personal
+from facility.rounds.sealed import put_aside_damaged
 from facility.rounds.smaller import make_smaller, unsent
 from facility.rounds.sweep import forget_earlier, sweep
 
@@ -131,6 +135,10 @@ def run(job: Job) -> Ending:
             return Ending(code=0, reason="")
         finished.drop_before(job.round)
         _clear(job.out)
+        for told in put_aside_damaged(job.state):
+            print(f"round: {told}", file=sys.stderr)
+        if (job.dataset / DATASET).is_file():
+            check_dataset(job.dataset, job.state)
         if job.keeps_models:
             Models(job.state).whole(job.arguments.model)
         job.personal.put_in(job.received, job.round)
@@ -262,7 +270,8 @@ def first(job: Job) -> int:
         ending = Ending(code=2, reason=str(error))
     except Exception as error:
         tail = traceback.format_exc()
-        ending = Ending(code=1, reason=f"the round's own command failed: {error!r}", tail=tail)
+        told = sentence(error, job.state) if isinstance(error, OSError) and is_storage(error) else repr(error)
+        ending = Ending(code=1, reason=f"the round's own command failed: {told}", tail=tail)
     if ending.code == Outcome.DONE:
         return Outcome.DONE
     job.notes.write("first", FAILED)

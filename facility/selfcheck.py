@@ -21,13 +21,14 @@ from facility.dataset import NAME, DatasetManifest, SplitEntry
 from facility.exchange.errors import CrossFedError, InputError, exit_on_error
 from facility.exchange.messages import report
 from facility.exchange.messages.job_template import Environment, fill_template
-from facility.exchange.messages.manifest import Manifest, verify_manifest, write_manifest
+from facility.exchange.messages.manifest import Manifest, sha256_of, verify_manifest, write_manifest
 from facility.exchange.messages.settings import FacilitySettings, TrainingSettings
 from facility.exchange.messages.template_inheritance import read_template
 
 SUBMIT = {
     "#SBATCH": ["sbatch", "--wait", "--time=00:10:00", "--job-name=crossfed-selfcheck"],
     "#PBS": ["qsub", "-W", "block=true", "-j", "oe"],
+    "#$ ": ["qsub", "-sync", "y", "-j", "y"],
     "#flux:": ["flux", "batch", "--wait", "--time-limit=10m"],
 }
 """How a template with these directives is submitted and waited for."""
@@ -56,7 +57,12 @@ def material(folder: Path, ranks: int) -> None:
     for split, blocks in (("train", 64), ("validation", 16)):
         np.save(data / f"{split}.npy", (np.arange(blocks * 16, dtype=np.int32).reshape(blocks, 16) * 3) % 64)
         splits[split] = SplitEntry(
-            blocks=blocks, documents=blocks, empty_documents=0, tokens=blocks * 16, tail_tokens=0, sha256="0" * 64
+            blocks=blocks,
+            documents=blocks,
+            empty_documents=0,
+            tokens=blocks * 16,
+            tail_tokens=0,
+            sha256=sha256_of(data / f"{split}.npy"),
         )
     manifest = DatasetManifest(
         task="causal-lm",
@@ -110,7 +116,9 @@ def run(folder: Path, template: Path | None, fill: dict[str, str], home: Path, l
             name=template.name,
         )
         text = re.sub(r"\{#.*?-#\}\s*", "", text, flags=re.DOTALL).replace("{{ streamflow_command }}", command(folder))
-        words = next((SUBMIT[mark] for mark in SUBMIT if re.search(f"^{mark}", text, re.MULTILINE)), ["bash", "-s"])
+        words = next(
+            (SUBMIT[mark] for mark in SUBMIT if re.search(f"^{re.escape(mark)}", text, re.MULTILINE)), ["bash", "-s"]
+        )
         if shutil.which(words[0]) is None:
             raise InputError(
                 f"{template.name} is for {words[0]}, which is not on the PATH here: run this on a login node"

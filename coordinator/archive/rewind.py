@@ -25,6 +25,8 @@ def rewind(archive: Archive, to: int) -> Path:
         kept = [number for number in done if archive.model_for(number).is_dir()]
         raise InputError(f"the model that round {to} starts from was pruned; rounds to go back to are {_span(kept)}")
     verify_manifest(model)
+    if (state := archive.state_for(to)) is not None and state.is_dir():
+        verify_manifest(state)
     aside = archive.path / f"rewound-{time.strftime('%Y%m%d-%H%M%S')}"
     aside.mkdir()
     if stateless(archive, to):

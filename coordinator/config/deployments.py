@@ -1,7 +1,7 @@
 """How a facility is reached: `facilities[].deployment` in federation.yml, and what it becomes in streamflow.yml.
 
     deployment:
-      type: slurm                         # local, ssh, slurm, pbs or flux
+      type: slurm                         # local, ssh, slurm, pbs, flux or gridengine
       host: login.example.org             # its login node
       user: alice
       workdir: /scratch/alice/crossfed
@@ -20,9 +20,13 @@ import re
 import shlex
 from dataclasses import field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, WithJsonSchema
 
 from coordinator.schedulers.none import MARK
+from coordinator.schedulers.registry import schedulers
+from coordinator.schedulers.scheduler import BatchScheduler
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.job_template import Environment, fill_template
 from facility.exchange.messages.template_inheritance import find_template, read_template
@@ -32,8 +36,20 @@ from facility.exchange.validation import AtLeastOne, NonNegative, parse, validat
 HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(:\d{1,5})?|\[[0-9A-Fa-f:.]+\](:\d{1,5})?")
 USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@+-]*")
 WORKDIR = re.compile(r"/[A-Za-z0-9_./@%+=:,-]*")
-Kind = Literal["local", "ssh", "slurm", "pbs", "flux"]
-QUEUES = ("slurm", "pbs", "flux")
+QUEUES = tuple(sorted(one.name for one in schedulers().values() if isinstance(one, BatchScheduler)))
+"""Deployment types with a queue: what `coordinator.schedulers` finds."""
+KINDS = ("local", "ssh", *QUEUES)
+
+
+def _kind(value: str) -> str:
+    if value not in KINDS:
+        close = difflib.get_close_matches(value, KINDS, 1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"expected one of {', '.join(KINDS)}{hint}")
+    return value
+
+
+Kind = Annotated[str, AfterValidator(_kind), WithJsonSchema({"type": "string", "enum": list(KINDS)})]
 SHELL = re.compile(r"[$`\\;\"'<>\x00-\x1f\x7f]")
 GATE = "gate"
 """Type of a gated facility's ssh deployment in streamflow.yml."""
@@ -286,7 +302,8 @@ def _check_options(kind: str, options: dict[str, Any]) -> None:
     if found is None or not found.submodule_search_locations:
         return  # checked where StreamFlow is installed
     folder = Path(next(iter(found.submodule_search_locations))) / "deployment" / "connector" / "schemas"
-    known = json.loads((folder / f"{kind}.json").read_text())["$defs"]["service"]["properties"]
+    schema = folder / f"{kind}.json"
+    known = json.loads(schema.read_text())["$defs"]["service"]["properties"] if schema.is_file() else ()
     for name, value in options.items():
         _check_option(name, value)
         if name in ("file", "jobName"):

@@ -29,7 +29,7 @@ LOCAL = """\
     # On this machine: python -m facility.prepare --input TEXT.jsonl --tokenizer MODEL --out DIR --block-tokens 512
     dataset: <prepared dataset, absolute or relative to this file>
 """
-QUEUES = ("pbs", "flux", "ssh")
+QUEUES = ("pbs", "flux", "gridengine", "ssh")
 
 
 def init(folder: Path, name: str, facilities: list[str]) -> Path:

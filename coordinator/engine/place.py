@@ -6,7 +6,6 @@ node, share nothing.
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 import tempfile
@@ -18,14 +17,9 @@ from coordinator.events.event import VARIABLE as EVENTS
 from coordinator.events.follow import EventFile
 from coordinator.streamflow_plugin.names import DATABASE
 from facility.exchange.errors import InputError
+from facility.exchange.files.storage import sentence
 
 PROBE_BYTES = 1 << 16
-WORDS = {
-    errno.ENOSPC: "is full: free some room",
-    errno.EDQUOT: "is over its quota: free some room",
-    errno.EROFS: "is mounted read-only: choose another `archive:` or `workdir:`, or have it mounted for writing",
-    errno.EACCES: "cannot be written to: correct its permissions, or choose another `archive:` or `workdir:`",
-}
 
 
 class RunPlace:
@@ -71,6 +65,5 @@ def unwritable(folders: Sequence[Path]) -> str:
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
-            what = WORDS.get(error.errno or 0, f"cannot be used: {error}")
-            return f"{folder} {what}, then give the same command again"
+            return sentence(OSError(error.errno, error.strerror), folder)
     return ""

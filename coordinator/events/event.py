@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from facility.exchange.errors import InputError
+from facility.exchange.files.storage import is_storage, sentence
 
 VARIABLE = "CROSSFED_EVENTS"
 """Environment variable with the file's path; unset: nobody wants to know."""
@@ -95,10 +96,7 @@ def failures_of(step: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        futile = isinstance(error, InputError | PermissionError) or isinstance(error, OSError) and error.errno in FUTILE
-        emit("failed", step=step, reason=str(error) or type(error).__name__, futile=futile)
+        reason = sentence(error) if isinstance(error, OSError) and is_storage(error) else str(error)
+        futile = isinstance(error, InputError) or is_storage(error)
+        emit("failed", step=step, reason=reason or type(error).__name__, futile=futile)
         raise
-
-
-FUTILE = frozenset({13, 28, 30, 122})
-"""EACCES, ENOSPC, EROFS, EDQUOT: trying again at once does not help."""

@@ -8,8 +8,9 @@ import shlex
 from coordinator.config.deployments import Deployment
 from coordinator.preflight.remote import Answer, run
 from coordinator.preflight.row import Row, fail, ok, warning
+from coordinator.schedulers.registry import scheduler
+from coordinator.schedulers.scheduler import BatchScheduler
 
-COMMANDS = {"slurm": "sbatch", "pbs": "qsub", "flux": "flux"}
 SBATCH_REFUSES = (
     (
         "invalid partition",
@@ -58,7 +59,7 @@ SBATCH_REFUSES = (
 
 def check_scheduler(name: str, deployment: Deployment, template: str) -> list[Row]:
     """The command is there, and partition, account and limits are accepted. `template`: the filled job template."""
-    command = COMMANDS[deployment.type]
+    command = _batch(deployment).program
     answer = run(deployment, f"command -v {command}\n")
     if answer.code != 0:
         return [
@@ -72,7 +73,7 @@ def check_scheduler(name: str, deployment: Deployment, template: str) -> list[Ro
         ]
     rows = [ok(name, "scheduler", answer.out.strip().splitlines()[-1])]
     job = re.sub(r"\{#.*?-#\}\s*", "", template, flags=re.DOTALL).replace("{{ streamflow_command }}", "true")
-    ask = {"slurm": _slurm, "pbs": _pbs, "flux": _flux}[deployment.type]
+    ask = {"slurm": _slurm, "pbs": _pbs, "flux": _flux}.get(deployment.type, _other)
     return [*rows, ask(name, deployment, job)]
 
 
@@ -137,6 +138,32 @@ def _pbs(name: str, deployment: Deployment, job: str) -> Row:
     return ok(
         name, "job accepted", f"queue {queue} is enabled and started (PBS cannot test a job without submitting it)"
     )
+
+
+def _other(name: str, deployment: Deployment, job: str) -> Row:
+    """A scheduler without a dry run: the queue that the template names is one of those it lists as open."""
+    queue, found = _batch(deployment), re.search(r"^#\$\s+-q\s+(\S+)", job, re.MULTILINE)
+    answer = run(deployment, queue.survey + "\n")
+    if answer.code != 0:
+        said = _last(answer, queue.program)
+        return fail(name, "job accepted", f"{queue.title} does not tell its queues: {said}", "wait, or ask the site")
+    usable = [one.name for one in queue.read_partitions(answer.out) if one.open]
+    if found and found[1] not in usable:
+        return fail(
+            name,
+            "job accepted",
+            f"{queue.title} has no open queue {found[1]!r} with a parallel environment on one host",
+            f"correct `fill: {{queue: ...}}`; open are {', '.join(usable) or 'none'}",
+        )
+    return ok(
+        name, "job accepted", f"{queue.title} lists the queue as open (it cannot test a job without submitting it)"
+    )
+
+
+def _batch(deployment: Deployment) -> BatchScheduler:
+    found = scheduler(deployment.type)
+    assert isinstance(found, BatchScheduler)
+    return found
 
 
 def _flux(name: str, deployment: Deployment, job: str) -> Row:
@@ -211,6 +238,7 @@ def wanted_hours(deployment: Deployment, template: str) -> float:
         or _directive(template, r"--time[= ](\S+)")
         or _directive(template, r"walltime=(\S+)")
         or _directive(template, r"--time-limit[= ](\S+)")
+        or _directive(template, r"h_rt=(\S+)")
         or ""
     )
     if found := re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text):  # Flux
@@ -224,7 +252,7 @@ def wanted_hours(deployment: Deployment, template: str) -> float:
 
 
 def _directive(template: str, pattern: str) -> str:
-    lines = "\n".join(line for line in template.splitlines() if re.match(r"#(SBATCH|PBS|flux:)", line))
+    lines = "\n".join(line for line in template.splitlines() if re.match(r"#(SBATCH|PBS|flux:|\$ )", line))
     found = re.search(pattern, lines)
     return found.group(1) if found else ""
 

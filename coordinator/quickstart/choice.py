@@ -109,7 +109,8 @@ def choose(dialog: Dialog, name: str, login: Deployment, survey: Survey, data: s
         return Choice(**common, scheduler=queue.name, template=shipped, fill=fill, gpus=one.gpus)  # type: ignore[arg-type]
     gpus = _count(dialog, f"{name}.gpus", one.gpus, "GPUs that a job asks for")
     hours = min(HOURS, one.hours or HOURS)
-    wish = Wish(partition=named, account=charged, cores=one.cores or 1, gpus=gpus, hours=hours)
+    cores, environment = one.cores or 1, one.environment
+    wish = Wish(partition=named, account=charged, cores=cores, gpus=gpus, hours=hours, environment=environment)
     why["template"] = "made from the site's answers; compare it with the site's user guide"
     return Choice(
         **common,  # type: ignore[arg-type]

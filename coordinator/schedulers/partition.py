@@ -26,6 +26,8 @@ class Partition:
     """Of one node; 0: none."""
     hours: float = 0.0
     """Longest job; 0: no limit, or not known."""
+    environment: str = ""
+    """Grid engine: a parallel environment of it that keeps a job's slots on one host."""
     allowed: frozenset[str] = frozenset()
     """Accounts that may use it; empty: all."""
 
@@ -48,6 +50,8 @@ class Wish:
     cores: int = 1
     gpus: int = 0
     hours: float = 2.0
+    environment: str = ""
+    """As in `Partition`."""
 
     @property
     def clock(self) -> str:

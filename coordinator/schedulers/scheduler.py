@@ -161,6 +161,10 @@ class BatchScheduler(Scheduler):
         """Shell line that prints the end of what a job printed into `path`."""
         return f"tail -c {OUTPUT_BYTES} {shlex.quote(path)}"
 
+    def submission(self, name: str, output: str) -> str:
+        """Shell command that submits the job script on its standard input, for `connector` `shell_queue:ShellQueue`."""
+        raise NotImplementedError(f"{self.title} is submitted to by {self.connector}")
+
     @abstractmethod
     def cancel_ids(self, ids: Sequence[str]) -> str:
         """Shell line that cancels these jobs."""

@@ -22,7 +22,7 @@ from coordinator.archive.audit import log_entry
 from coordinator.archive.rounds import CLIPS, Archive, FacilityRow, RoundFile
 from coordinator.archive.sweep import sweep_round
 from coordinator.config.settings import CoordinatorSettings, read_coordinator_settings
-from coordinator.events.event import FUTILE, emit, failures_of
+from coordinator.events.event import emit, failures_of
 from coordinator.events.outputs import write_outputs
 from coordinator.report.trackers import track_round
 from coordinator.steps.decide import Decision, decide
@@ -34,6 +34,7 @@ from coordinator.steps.weight_limit import Capped, cap
 from facility.exchange.errors import CrossFedError, InputError, TryAgain, UpdateRefused, exit_on_error
 from facility.exchange.files.durable import write_json
 from facility.exchange.files.paths import resolve
+from facility.exchange.files.storage import is_storage
 from facility.exchange.messages.dataset_card import dataset_of
 from facility.exchange.messages.evaluation import scores_of
 from facility.exchange.messages.lost_replicas import note_on
@@ -158,7 +159,7 @@ def to_blame(
     """
     if isinstance(error, UpdateRefused):
         return {error.facility: str(error)} if error.facility in arrived.updates else {}
-    if isinstance(error, TryAgain | MemoryError) or (isinstance(error, OSError) and error.errno in FUTILE):
+    if isinstance(error, TryAgain | MemoryError) or is_storage(error):
         return {}
     failed: dict[str, str] = {}
     for name, update in arrived.updates.items():

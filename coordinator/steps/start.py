@@ -14,7 +14,7 @@ from coordinator.config.settings import CoordinatorSettings, read_coordinator_se
 from coordinator.events.event import emit, failures_of
 from coordinator.events.outputs import write_outputs
 from coordinator.steps.order import OUTPUT, order
-from facility.exchange.errors import InputError, exit_on_error
+from facility.exchange.errors import CheckpointError, InputError, ManifestError, exit_on_error
 from facility.exchange.files.paths import resolve
 from facility.exchange.messages.manifest import verify_manifest
 
@@ -41,11 +41,28 @@ def start(archive: Archive, model: Path, settings: CoordinatorSettings) -> tuple
     following = len(done)
     sweep_round(Path.cwd(), settings.federation, following)  # no engine runs yet: what lies there, a killed one left
     current = archive.model_for(following)
-    verify_manifest(current)
+    verify_whole(archive, following)
     if following < settings.rounds and not (done and archive.read_round(done[-1]).ended):
         return current, following, True
     evaluate = settings.final_evaluation and archive.read_note("evaluation").get("after_round") != following - 1
     return current, settings.rounds, evaluate
+
+
+def verify_whole(archive: Archive, following: int) -> None:
+    """Raise `CheckpointError` when the model, the float32 master or an optimizer tensor of round `following` is
+    damaged: before a job is submitted, with the way back."""
+    state = archive.state_for(following)
+    try:
+        verify_manifest(archive.model_for(following))
+        if state is not None and state.is_dir():
+            verify_manifest(state)
+    except ManifestError as error:
+        if not following:
+            raise
+        raise CheckpointError(
+            f"{error}; restore that file from a copy, or go back: `crossfed rewind --to {following - 1}` repeats "
+            f"round {following - 1}, whose updates are asked for again"
+        ) from None
 
 
 def main() -> int:

@@ -140,7 +140,9 @@ PBS_JOB = AllocationTable(name="PBS", job=("PBS_JOBID",), host_file=("PBS_NODEFI
 # https://flux-framework.readthedocs.io/projects/flux-core/en/latest/man7/flux-environment.html; no host list there:
 # the template asks `flux hostlist`
 FLUX_JOB = AllocationTable(name="Flux", job=("FLUX_JOB_ID", "FLUX_ENCLOSING_ID"))
-ALLOCATIONS = (FLUX_JOB, SLURM_JOB, PBS_JOB)
+# https://gridscheduler.sourceforge.net/htmlman/htmlman1/qsub.html, "ENVIRONMENTAL VARIABLES"; jobs of one node only
+GRID_ENGINE_JOB = AllocationTable(name="grid engine", job=("JOB_ID",))
+ALLOCATIONS = (FLUX_JOB, SLURM_JOB, PBS_JOB, GRID_ENGINE_JOB)
 
 HOSTS = "CROSSFED_HOSTS"
 """Host list of the job, set by a template where the scheduler's environment has none; wins over the tables."""

@@ -20,6 +20,7 @@ from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.files.durable import new_directory
 from facility.exchange.messages.manifest import read_manifest, write_manifest
 from facility.rounds.kept import by_round, latest_before
+from facility.rounds.sealed import seal
 
 if TYPE_CHECKING:
     import torch
@@ -66,6 +67,7 @@ class Personal:
         shutil.rmtree(self.directory / f"round-{round}", ignore_errors=True)
         with new_directory(self.directory / f"round-{round}") as temporary:
             save_tensors(temporary, ((name, trained.read(name)) for name in names))
+            seal(temporary)
         slim = update.with_name(f".{update.name}.federated")
         shutil.rmtree(slim, ignore_errors=True)
         with new_directory(slim) as temporary:

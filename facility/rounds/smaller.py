@@ -14,6 +14,7 @@ from facility.exchange.checkpoints.delta import Encoded, encode
 from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.messages.settings import TrainingSettings
 from facility.rounds.kept import by_round, latest_before
+from facility.rounds.sealed import seal
 
 
 def make_smaller(
@@ -38,6 +39,8 @@ def make_smaller(
         density=settings.sparse_density,
         patterns=patterns,
     )
+    if after.is_dir():
+        seal(after)
     shutil.rmtree(update)
     message.rename(update)
     forget_residuals(state, round)

@@ -44,6 +44,7 @@ def test_every_site_and_scheduler_is_there():
         "slurm",
         "pbs",
         "flux",
+        "gridengine",
         "ssh",
         "leonardo",
         "karolina",
@@ -205,7 +206,7 @@ def test_an_ordinary_slurm_facility_takes_at_most_ten_lines(tmp_path: Path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (("type: slurm", "type: slrum"), "expected one of 'local', 'ssh', 'slurm', 'pbs', 'flux'"),
+        (("type: slurm", "type: slrum"), "expected one of local, ssh, flux, gridengine, pbs, slurm"),
         (("host: login", "hst: login"), "did you mean 'host'"),
         (("workdir: /scratch", "workdir: scratch"), "expected an absolute path at the facility"),
         (("workdir: /scratch", "workdir: /scr atch"), "without blanks or quotes"),
@@ -257,7 +258,7 @@ def test_jump_host_transfer_host_and_plain_ssh(tmp_path: Path):
     assert written["deployments"]["facility-far.site-1"]["config"]["services"] == {"train": "jobs/far.site-1.sh"}
 
 
-@pytest.mark.parametrize("kind", ["slurm", "pbs", "flux", "ssh", "local"])
+@pytest.mark.parametrize("kind", ["slurm", "pbs", "flux", "gridengine", "ssh", "local"])
 def test_streamflow_accepts_what_is_rendered(tmp_path: Path, kind: str):
     """By StreamFlow's own schema, which refuses unknown properties."""
     words = unfilled(read_template(ROOT / "templates" / f"{kind}.sh"), {}) if kind != "local" else []

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from facility.dataset import DatasetManifest, SplitEntry
+from facility.exchange.messages.manifest import sha256_of
 from tests.distributed import Started, free_port
 
 
@@ -33,7 +34,12 @@ def write_dataset(
         ids = ((draw.integers(0, vocabulary, size=(blocks, 1)) + steps.cumsum(1)) % vocabulary).astype(np.int32)
         np.save(directory / f"{name}.npy", ids)
         splits[name] = SplitEntry(
-            blocks=blocks, documents=blocks, empty_documents=0, tokens=ids.size, tail_tokens=0, sha256="0" * 64
+            blocks=blocks,
+            documents=blocks,
+            empty_documents=0,
+            tokens=ids.size,
+            tail_tokens=0,
+            sha256=sha256_of(directory / f"{name}.npy"),
         )
     manifest = DatasetManifest(
         task="causal-lm",

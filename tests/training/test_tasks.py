@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from facility.dataset import DatasetManifest, SplitEntry
-from facility.exchange.messages.manifest import read_manifest
+from facility.exchange.messages.manifest import read_manifest, sha256_of
 from facility.exchange.messages.report import read_report
 from tests.pico import pico_config, save_pico
 from tests.training.families import save_tiny
@@ -36,7 +36,13 @@ def write_classes(directory: Path, *, blocks: int = 40, seed: int = 0) -> Path:
         np.save(directory / f"{name}.npy", ids)
         np.save(directory / f"{name}.rows.npy", rows)
         splits[name] = SplitEntry(
-            blocks=count, documents=count, empty_documents=0, tokens=ids.size, tail_tokens=0, sha256="0" * 64
+            blocks=count,
+            documents=count,
+            empty_documents=0,
+            tokens=ids.size,
+            tail_tokens=0,
+            sha256=sha256_of(directory / f"{name}.npy"),
+            rows_sha256=sha256_of(directory / f"{name}.rows.npy"),
         )
     manifest = DatasetManifest(
         task="classification",

@@ -22,6 +22,7 @@ from facility.exchange.errors import CheckpointError, ConfigurationError
 from facility.exchange.files.durable import new_directory, write_json
 from facility.exchange.messages.settings import FacilitySettings
 from facility.exchange.validation import parse, validated
+from facility.rounds.sealed import seal
 from facility.training.optimizers.protocol import Optimizer, Shape
 from facility.training.processes.ranks import Ranks, barrier, broadcast, together
 from facility.training.shards import LocalShard, load_shards
@@ -191,6 +192,7 @@ def publish(
         create_files(temporary, slots, headers if tensors else {})
         write_mine(temporary)
         write_json(temporary / NAME, dataclasses.asdict(message))  # type: ignore[call-overload]
+        seal(temporary)
     shutil.rmtree(path, ignore_errors=True)
     os.rename(new, path)
     barrier(ranks)

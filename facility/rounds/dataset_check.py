@@ -1,0 +1,42 @@
+"""The dataset of a round is the one that was prepared: cheap every round, whole once after every change of its files.
+
+Sizes, times and inodes of the files are compared with those of the last whole verification, which is recorded in the
+facility's state. Where they differ, every file is read and compared with the digests in `dataset.json`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from facility.dataset import NAME, PreparedDataset, open_dataset
+from facility.exchange.files.durable import write_json
+
+RECORD = "verified-dataset.json"
+
+
+def check_dataset(dataset: Path, state: Path) -> bool:
+    """True if the files were read. Raises `DatasetError` naming the file that is missing or was altered."""
+    prepared = open_dataset(dataset)
+    found = {"directory": str(dataset.resolve()), "files": _figures(prepared)}
+    if _recorded(state) == found:
+        return False
+    prepared.verify()
+    write_json(state / RECORD, found)
+    return True
+
+
+def _figures(prepared: PreparedDataset) -> dict[str, list[int]]:
+    """Size, time in nanoseconds and inode of every file that training reads."""
+    names = [NAME]
+    for split, entry in prepared.manifest.splits.items():
+        names += [f"{split}.npy"] + ([f"{split}.rows.npy"] if entry.rows_sha256 is not None else [])
+    status = {name: (prepared.directory / name).stat() for name in names}
+    return {name: [one.st_size, one.st_mtime_ns, one.st_ino] for name, one in status.items()}
+
+
+def _recorded(state: Path) -> object:
+    try:
+        return json.loads((state / RECORD).read_text())
+    except (OSError, ValueError):
+        return None

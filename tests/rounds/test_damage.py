@@ -1,0 +1,88 @@
+"""Damage at a facility is named before a step is made with it: dataset, kept state, file systems that refuse."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import numpy
+import pytest
+
+from facility.dataset import DatasetError
+from facility.exchange.files.storage import is_storage, sentence
+from facility.rounds.dataset_check import RECORD, check_dataset
+from facility.rounds.sealed import SEAL, flaw, put_aside_damaged, seal
+from tests.federations import write_dataset
+
+
+def test_a_dataset_is_read_wholly_once_and_again_after_every_change(tmp_path: Path):
+    dataset, state = write_dataset(tmp_path / "data", seed=1), tmp_path / "state"
+    state.mkdir()
+    assert check_dataset(dataset, state) and not check_dataset(dataset, state)
+    os.utime(dataset / "train.npy", (1, 1))
+    assert check_dataset(dataset, state), "touched: read again, and found as it was"
+    (state / RECORD).write_text("{")
+    assert check_dataset(dataset, state), "a damaged record is none"
+
+
+@pytest.mark.parametrize("file", ["train.npy", "validation.npy"])
+def test_one_altered_token_is_refused_by_the_name_of_its_file(file: str, tmp_path: Path):
+    dataset, state = write_dataset(tmp_path / "data", seed=1), tmp_path / "state"
+    state.mkdir()
+    check_dataset(dataset, state)
+    original = (dataset / file).read_bytes()
+    blocks = numpy.load(dataset / file)
+    blocks[0, 0] = (blocks[0, 0] + 1) % 8
+    numpy.save(dataset / file, blocks)
+    for _ in range(2):
+        with pytest.raises(DatasetError, match=f"{file} has sha256 .* altered"):
+            check_dataset(dataset, state)
+    (dataset / file).write_bytes(original)
+    assert check_dataset(dataset, state), "restored: the same command goes on"
+
+
+def kept(state: Path, *inner: str) -> Path:
+    directory = state.joinpath(*inner)
+    directory.mkdir(parents=True)
+    (directory / "model.safetensors").write_bytes(b"numbers")
+    (directory / "state.json").write_text("{}")
+    seal(directory)
+    return directory
+
+
+@pytest.mark.parametrize("harm", ["altered", "missing", "seal"])
+def test_damaged_state_is_put_aside_by_name_and_the_rest_stays(harm: str, tmp_path: Path):
+    sound, hurt = kept(tmp_path, "round-1"), kept(tmp_path, "personal", "round-0")
+    assert put_aside_damaged(tmp_path) == [] and flaw(sound) == ""
+    file = hurt / (SEAL if harm == "seal" else "model.safetensors")
+    file.unlink() if harm == "missing" else file.write_bytes(b"numberz")
+    (told,) = put_aside_damaged(tmp_path)
+    assert str(file) in told and "begins without it" in told
+    assert sound.is_dir() and not hurt.exists() and list((tmp_path / "damaged").glob("personal-round-0-*"))
+    assert put_aside_damaged(tmp_path) == [], "what is aside is not looked at again"
+
+
+def test_state_from_before_seals_is_used_as_it_is(tmp_path: Path):
+    old = kept(tmp_path, "round-1")
+    (old / SEAL).unlink()
+    (old / "model.safetensors").write_bytes(b"other")
+    assert put_aside_damaged(tmp_path) == [] and old.is_dir()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EDQUOT, errno.EFBIG])
+def test_a_file_system_that_refuses_is_one_sentence_with_its_place(number: int):
+    error = OSError(number, os.strerror(number), "/scratch/a/round-1")
+    assert is_storage(error) and not is_storage(ValueError()) and not is_storage(OSError(errno.EIO, "x"))
+    said = sentence(error)
+    assert said.startswith("/scratch/a/round-1 ") and "Errno" not in said and "same command again" in said
+    assert sentence(OSError(number, "x"), "/state").startswith("/state ")
+
+
+def test_a_state_directory_that_cannot_be_made_is_no_bare_number(tmp_path: Path):
+    (tmp_path / "state").write_text("a file")
+    dataset = write_dataset(tmp_path / "data", seed=1)
+    with pytest.raises(OSError) as caught:
+        check_dataset(dataset, tmp_path / "state")
+    assert str(tmp_path) in sentence(caught.value) and json.dumps(sentence(caught.value))

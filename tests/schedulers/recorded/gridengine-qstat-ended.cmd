@@ -1,0 +1,3 @@
+# user alice, 2026-11-22T09:43:32Z
+qstat -u alice -r
+# exit code 0

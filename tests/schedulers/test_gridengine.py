@@ -1,0 +1,102 @@
+"""Grid engine as a real one answered (8.1.9 of Debian, one host): `recorded/gridengine-*`."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from coordinator.config.deployments import read_deployment
+from coordinator.schedulers.gridengine import SCHEDULER
+from coordinator.schedulers.registry import scheduler
+from coordinator.schedulers.scheduler import FORGOTTEN
+from coordinator.streamflow_plugin.patient import connector_for
+from facility.exchange.errors import ConfigurationError
+from tests.schedulers.recordings import recorded
+
+
+def asked(line: str, answers: dict[str, str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a shell line where each program answers with a recording, whatever it is asked."""
+    for program, name in answers.items():
+        one = recorded(f"gridengine-{name}")
+        (folder / f"{program}.out").write_text(one.out + one.err)
+        file = folder / program
+        file.write_text(
+            f'#!/bin/sh\necho "$@" >>{folder}/{program}.asked\ncat {folder}/{program}.out\nexit {one.code}\n'
+        )
+        file.chmod(file.stat().st_mode | stat.S_IXUSR)
+    path = f"{folder}{os.pathsep}/usr/bin:/bin"
+    return subprocess.run(["bash", "-c", line], capture_output=True, text=True, env={"PATH": path})
+
+
+def test_it_is_found_by_its_file_alone():
+    assert scheduler("gridengine") is SCHEDULER
+    assert read_deployment({"type": "gridengine", "template": "gridengine"}, "d").type == "gridengine"
+    with pytest.raises(ConfigurationError, match="gridengine"):
+        read_deployment({"type": "gridengines", "template": "gridengine"}, "d")
+    assert connector_for(SCHEDULER).__mro__[1].__name__ == "PatientQueue"
+
+
+def test_jobs_are_found_by_their_whole_name_with_why_they_wait(tmp_path: Path):
+    def named(name: str) -> list[tuple[str, str, bool, str]]:
+        done = asked(SCHEDULER.listing(name), {"qstat": "qstat-r"}, tmp_path)
+        assert SCHEDULER.is_answer(done.stdout, done.returncode)
+        return [(job.id, job.state, job.began, job.reason) for job in SCHEDULER.read_listing(done.stdout)]
+
+    assert named("crossfed-f-a") == [("1", "qw", False, "")]
+    assert named("crossfed-f-h") == [("3", "hqw", False, "hqw")]
+    assert named("crossfed-f") == [], "the table cuts names; only the whole one counts"
+    (held,) = SCHEDULER.read_listing("3 hqw\n")
+    assert "qrls 3" in SCHEDULER.what_to_do(held)
+
+
+def test_only_those_that_have_not_begun_are_cancelled(tmp_path: Path):
+    asked(SCHEDULER.cancel_waiting("crossfed-f-a"), {"qstat": "qstat-running", "qdel": "qdel-running"}, tmp_path)
+    assert not (tmp_path / "qdel.asked").exists()
+    asked(SCHEDULER.cancel("crossfed-f-a"), {"qstat": "qstat-running", "qdel": "qdel-running"}, tmp_path)
+    assert (tmp_path / "qdel.asked").read_text() == "1\n"
+
+
+def test_an_end_is_only_what_grid_engine_says_it_does_not_know():
+    table, gone = recorded("gridengine-qstat-ended"), recorded("gridengine-qstat-j-ended")
+    ids = ["1", "2", "5"]
+    states = SCHEDULER.read_states(table.out + gone.out + gone.err, 0, ids)
+    assert states == {"1": FORGOTTEN, "5": "qw"} and SCHEDULER.ended(states, ids) == ["1"], "of 2 it says nothing"
+    running = SCHEDULER.read_states(recorded("gridengine-qstat-running").out, 0, ids)
+    assert running == {"1": "r", "2": "r", "5": "qw"} and SCHEDULER.ended(running, ids) == []
+
+
+@pytest.mark.parametrize("name", ["down-qstat", "down-qsub", "down-qdel"])
+def test_a_qmaster_that_is_down_is_silence(name: str):
+    down = recorded(f"gridengine-{name}")
+    for text in down.texts:
+        assert SCHEDULER.is_silence(text) and not SCHEDULER.is_answer(text, down.code)
+        assert SCHEDULER.read_states(text, down.code, ["1"]) == {}
+    assert not SCHEDULER.is_silence(recorded("gridengine-qsub-unknown-queue").err)
+
+
+def test_how_a_job_ended_comes_from_accounting():
+    gone = recorded("gridengine-qstat-j-ended")
+    said = gone.out + gone.err
+    by_itself = SCHEDULER.read_ending(said + recorded("gridengine-qacct-j-code7").out, 0, "1")
+    assert by_itself is not None and by_itself.code == 7 and by_itself.problem == ""
+    deleted = said.replace("1", "2") + recorded("gridengine-qacct-j-deleted").out
+    ended = SCHEDULER.read_ending(deleted, 0, "2")
+    assert ended is not None and ended.code is None and "137" in ended.detail and ended.step_code == 7
+    never = SCHEDULER.read_ending(said.replace("1", "3") + recorded("gridengine-qacct-j-never").err, 0, "3")
+    assert never is not None and never.state == FORGOTTEN and "never began" in never.problem
+    assert SCHEDULER.read_ending(recorded("gridengine-qstat-running").out, 0, "1") is None
+
+
+def test_the_id_is_read_from_what_qsub_prints():
+    assert SCHEDULER.read_id(recorded("gridengine-qsub").out) == "1"
+    assert SCHEDULER.submission("a b", "/o") == "qsub -terse -N 'a b' -j y -o /o"
+
+
+def test_queues_are_read_with_a_parallel_environment_of_one_host():
+    names = ("qconf-sql", "qconf-spl", "qhost", "qstat-g-c", "qconf-sq", "qconf-sp")
+    (one,) = SCHEDULER.read_partitions("\n".join(recorded(f"gridengine-{name}").out for name in names))
+    assert (one.name, one.open, one.nodes, one.cores, one.hours, one.environment) == ("all.q", True, 1, 2, 24.0, "smp")
