@@ -90,18 +90,18 @@ def test_without_a_file_or_with_one_that_cannot_be_written_a_step_goes_on(
 
 
 @pytest.mark.parametrize(
-    ("error", "futile"),
+    ("error", "futile", "reason"),
     [
-        (InputError("damaged"), True),
-        (OSError(28, "No space left on device"), True),
-        (OSError(5, "Input/output"), False),
+        (InputError("damaged"), True, "damaged"),
+        (OSError(28, "x", "/a"), True, "/a is full: free some room, then give the same command again"),
+        (OSError(5, "Input/output"), False, "[Errno 5] Input/output"),
     ],
 )
-def test_a_steps_failure_is_told_and_goes_on(events: EventFile, error: Exception, futile: bool):
+def test_a_steps_failure_is_told_and_goes_on(events: EventFile, error: Exception, futile: bool, reason: str):
     with pytest.raises(type(error)), failures_of("start"):
         raise error
     (one,) = events.new()
-    assert one == Event(kind="failed", fields={"step": "start", "reason": str(error), "futile": futile})
+    assert one == Event(kind="failed", fields={"step": "start", "reason": reason, "futile": futile})
 
 
 def test_an_earlier_runs_file_is_not_read(tmp_path: Path):

@@ -8,6 +8,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from streamflow.config.validator import SfValidator
+from streamflow.core.exception import WorkflowDefinitionException
+from streamflow.deployment.connector import connector_classes
 
 from coordinator.config.deployments import read_deployment
 from coordinator.schedulers.gridengine import SCHEDULER
@@ -38,6 +41,16 @@ def test_it_is_found_by_its_file_alone():
     with pytest.raises(ConfigurationError, match="gridengine"):
         read_deployment({"type": "gridengines", "template": "gridengine"}, "d")
     assert connector_for(SCHEDULER).__mro__[1].__name__ == "PatientQueue"
+
+
+def test_streamflow_accepts_it_once_the_plug_in_is_there(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(connector_classes, "gridengine", connector_for(SCHEDULER))
+    service = {"file": "jobs/a.sh", "jobName": "crossfed-f-a"}
+    deployment = {"type": "gridengine", "config": {"maxConcurrentJobs": 2, "services": {"train": service}}}
+    SfValidator().validate({"version": "v1.0", "deployments": {"facility-a": deployment}})
+    service["time"] = "1:00"
+    with pytest.raises(WorkflowDefinitionException, match="time"):
+        SfValidator().validate({"version": "v1.0", "deployments": {"facility-a": deployment}})
 
 
 def test_jobs_are_found_by_their_whole_name_with_why_they_wait(tmp_path: Path):

@@ -258,7 +258,7 @@ def test_jump_host_transfer_host_and_plain_ssh(tmp_path: Path):
     assert written["deployments"]["facility-far.site-1"]["config"]["services"] == {"train": "jobs/far.site-1.sh"}
 
 
-@pytest.mark.parametrize("kind", ["slurm", "pbs", "flux", "gridengine", "ssh", "local"])
+@pytest.mark.parametrize("kind", ["slurm", "pbs", "flux", "ssh", "local"])
 def test_streamflow_accepts_what_is_rendered(tmp_path: Path, kind: str):
     """By StreamFlow's own schema, which refuses unknown properties."""
     words = unfilled(read_template(ROOT / "templates" / f"{kind}.sh"), {}) if kind != "local" else []
