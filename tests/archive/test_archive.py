@@ -26,6 +26,8 @@ def close(archive: Archive, number: int, loss: float = 2.0, **changes: object) -
         save_pico(directory / "model", seed=number + 1)
         write_manifest(directory / "model", Manifest(kind="model", federation="f", round=number + 1))
         (directory / "state").mkdir()
+        write_json(directory / "state" / "round.json", {})
+        write_manifest(directory / "state", Manifest(kind="state", federation="f", round=number + 1))
         record = RoundFile(round=number, facilities=rows, global_loss=loss, decision="go on", **changes)  # type: ignore[arg-type]
         write_json(directory / "round.json", dataclasses.asdict(record))
 
