@@ -14,7 +14,7 @@ from coordinator.config.settings import CoordinatorSettings, read_coordinator_se
 from coordinator.events.event import emit, failures_of
 from coordinator.events.outputs import write_outputs
 from coordinator.steps.order import OUTPUT, order
-from facility.exchange.errors import CheckpointError, InputError, ManifestError, exit_on_error
+from facility.exchange.errors import InputError, ManifestError, exit_on_error
 from facility.exchange.files.paths import resolve
 from facility.exchange.messages.manifest import verify_manifest
 
@@ -49,7 +49,7 @@ def start(archive: Archive, model: Path, settings: CoordinatorSettings) -> tuple
 
 
 def verify_whole(archive: Archive, following: int) -> None:
-    """Raise `CheckpointError` when the model, the float32 master or an optimizer tensor of round `following` is
+    """Raise `ManifestError` when the model, the float32 master or an optimizer tensor of round `following` is
     damaged: before a job is submitted, with the way back."""
     state = archive.state_for(following)
     try:
@@ -59,7 +59,7 @@ def verify_whole(archive: Archive, following: int) -> None:
     except ManifestError as error:
         if not following:
             raise
-        raise CheckpointError(
+        raise ManifestError(
             f"{error}; restore that file from a copy, or go back: `crossfed rewind --to {following - 1}` repeats "
             f"round {following - 1}, whose updates are asked for again"
         ) from None
