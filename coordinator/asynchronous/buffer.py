@@ -23,11 +23,11 @@ from pathlib import Path
 from coordinator.archive.rounds import Archive
 from coordinator.asynchronous.semidecentral import STATE, Reduced, SemiDecentralised
 from coordinator.config.settings import CoordinatorSettings
-from coordinator.events.event import FUTILE
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.errors import ConfigurationError, InputError, ManifestError, TryAgain, UpdateRefused
 from facility.exchange.files.durable import new_directory
 from facility.exchange.files.links import link_tree
+from facility.exchange.files.storage import is_storage
 from facility.exchange.messages.manifest import verify_manifest
 from facility.exchange.messages.report import Failure, read_failure, read_report
 from facility.exchange.messages.strict_json import clean
@@ -154,7 +154,7 @@ class Meeting:
 
     def _to_blame(self, error: Exception, update: Path) -> bool:
         """True when the update itself cannot be read any more; a fault of this machine is nobody's."""
-        if isinstance(error, TryAgain | MemoryError) or (isinstance(error, OSError) and error.errno in FUTILE):
+        if isinstance(error, TryAgain | MemoryError) or is_storage(error):
             return False
         try:
             verify_manifest(update)
