@@ -2,7 +2,7 @@
 
     DIR/train.npy, DIR/validation.npy   int32, one row of `block_tokens` token ids per block (NumPy, memory-mapped)
     DIR/train.rows.npy, ...             classification only: int32, one row (label, length, second_start) per block
-    DIR/train.marks.npy, ...            chat, and documents kept apart: uint8, for each id LOSS + START
+    DIR/train.marks.npy, ...            chat, preference, documents kept apart: uint8, for each id LOSS + START
     DIR/tokenizer/                      a copy of the tokenizer that made the ids
     DIR/dataset.json                    `DatasetManifest`, written last: a directory without it is no dataset
 
@@ -27,7 +27,7 @@ FORMAT = 1
 NAME = "dataset.json"
 TOKENIZER = "tokenizer"
 SPLITS = ("train", "validation")
-Task = Literal["causal-lm", "chat", "masked-lm", "classification"]
+Task = Literal["causal-lm", "chat", "preference", "masked-lm", "classification"]
 Documents = Literal["joined", "separate", "padded"]
 LOSS, START = 1, 2
 """Marks of a token: it is to be predicted; a document (or the filling of a block) begins here."""
@@ -144,7 +144,7 @@ class PreparedDataset:
     @property
     def marked(self) -> bool:
         """Does the dataset say which tokens bear loss and where documents begin?"""
-        return self.manifest.task == "chat" or self.manifest.documents != "joined"
+        return self.manifest.task in ("chat", "preference") or self.manifest.documents != "joined"
 
     def marks(self, name: str) -> numpy.memmap:
         """uint8 of the ids' shape: `LOSS` and `START` of each. Raises `DatasetError` for a dataset without marks."""

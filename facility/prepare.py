@@ -78,7 +78,7 @@ def add_documents(arguments: argparse.ArgumentParser) -> None:
     add = arguments.add_argument
     add(
         "--task",
-        choices=("causal-lm", "chat", "masked-lm", "classification"),
+        choices=("causal-lm", "chat", "preference", "masked-lm", "classification"),
         default="causal-lm",
         help="default causal-lm",
     )
@@ -224,7 +224,8 @@ def main(argv: list[str] | None = None) -> int:
             pair=options.pair_field,
             label=label,
             unit=options.text_unit,
-            chat=options.task == "chat",
+            chat=options.task in ("chat", "preference"),
+            pairs=options.task == "preference",
         ),
         validation=options.validation,
         validation_share=options.validation_share,

@@ -39,6 +39,7 @@ from facility.preparing.writing import write_splits
 DEFAULT_TEMPLATE: dict[Task, str] = {
     "causal-lm": "{text}{eos}",
     "chat": "{text}",
+    "preference": "{text}",
     "masked-lm": "{text}",
     "classification": "{text}",
 }
@@ -106,21 +107,29 @@ class Request:
             raise DatasetError(f"a second text is for classification only; the task is {self.task}")
         if self.task == "classification" and self.template not in (None, "{text}"):
             raise DatasetError("classification takes no template: the tokenizer joins the texts")
-        chat = self.task == "chat"
+        chat = self.task in ("chat", "preference")
         if chat != self.fields.chat:
             raise DatasetError(f"conversations are read for chat and only there; the task is {self.task}")
         if chat and self.template is not None:
             raise DatasetError("chat takes no --template: give --chat-template, a Jinja file")
         if not chat and (self.chat_template is not None or self.loss != "all-turns"):
             raise DatasetError(f"a chat template and a choice of turns are for chat only; the task is {self.task}")
-        allowed = {"chat": ("separate", "joined", "padded"), "causal-lm": ("joined", "separate")}
+        if self.fields.pairs != (self.task == "preference"):
+            raise DatasetError(f"pairs of answers are read for preference and only there; the task is {self.task}")
+        if self.task == "preference" and self.loss != "all-turns":
+            raise DatasetError("a choice of turns is for chat only: what follows the prompt is the answer")
+        allowed = {
+            "chat": ("separate", "joined", "padded"),
+            "preference": ("separate",),
+            "causal-lm": ("joined", "separate"),
+        }
         if self.sharing not in allowed.get(self.task, ("joined",)):
             raise DatasetError(f"documents cannot be {self.sharing!r} for the task {self.task}")
 
     @property
     def sharing(self) -> Documents:
         """How documents share a block."""
-        return self.documents or ("separate" if self.task == "chat" else "joined")
+        return self.documents or ("separate" if self.task in ("chat", "preference") else "joined")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +167,7 @@ def prepare(request: Request, *, progress: Progress | None = None) -> Prepared:
     }
     tokenizer = None
     chat = None
-    if request.task == "chat":
+    if request.fields.chat:
         tokenizer = load_tokenizer(request.tokenizer)
         chat = chat_encoding(tokenizer, request.tokenizer, request.chat_template, request.loss)
         wanted |= {"template": "", "chat_template_sha256": chat.template.sha256}

@@ -73,9 +73,17 @@ class ChatEncoder:
         self.special = {number: token.content for number, token in tokens.items() if token.special}
         self.spellings = sorted(set(self.special.values()) - {""}, key=len, reverse=True)
 
-    def __call__(self, text: str) -> EncodedChat:
-        """Encode a conversation as `Conversation.to_json` wrote it. Raises `DatasetError`."""
+    def __call__(self, text: str) -> list[EncodedChat]:
+        """Encode a conversation as `Conversation.to_json` wrote it; a pair of answers gives two.
+
+        Raises `DatasetError`.
+        """
         conversation = from_json(text)
+        if not conversation.rejected:
+            return [self._one(conversation, text)]
+        return [self._one(side, text) for side in (conversation, conversation.other)]
+
+    def _one(self, conversation: Conversation, text: str) -> EncodedChat:
         if not self.encoding.template.source:
             return self._plain(conversation)
         plane = self._plane(text)

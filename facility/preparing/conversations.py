@@ -10,6 +10,7 @@ A record of another shape is an error that names the shapes; nothing is guessed 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Iterable
@@ -73,26 +74,54 @@ class Conversation:
     texts: tuple[str, str] | None = None
     """Prompt and completion as plain texts, where the record holds those and not messages."""
     rejected: list[Message] = field(default_factory=list)
-    """Preferences only: the answer that lost, in place of the last one."""
+    """Preferences only: the messages with the answer that was rejected."""
+    rejected_texts: tuple[str, str] | None = None
+    """The same as plain texts."""
+
+    @property
+    def other(self) -> Conversation:
+        """The conversation with the answer that was rejected."""
+        answers = [n for n in self.answers if n < len(self.rejected)] or [len(self.rejected) - 1]
+        return Conversation(messages=self.rejected, answers=answers, tools=self.tools, texts=self.rejected_texts)
 
     def to_json(self) -> str:
         """The same conversation gives the same text; empty where nothing is to be learnt."""
         if not self.answers:
             return ""
         return json.dumps(
-            [self.messages, self.answers, self.tools, self.texts, self.rejected], ensure_ascii=False, sort_keys=True
+            [self.messages, self.answers, self.tools, self.texts, self.rejected, self.rejected_texts],
+            ensure_ascii=False,
+            sort_keys=True,
         )
 
 
 def from_json(text: str) -> Conversation:
-    messages, answers, tools, texts, rejected = json.loads(text)
+    messages, answers, tools, texts, rejected, rejected_texts = json.loads(text)
     return Conversation(
         messages=messages,
         answers=answers,
         tools=tools,
         texts=(texts[0], texts[1]) if texts else None,
         rejected=rejected,
+        rejected_texts=(rejected_texts[0], rejected_texts[1]) if rejected_texts else None,
     )
+
+
+def preference_of(record: Any, place: str) -> Conversation:
+    """Read one pair of answers: `chosen` and `rejected`, with `prompt` or beginning alike. Raises `DatasetError`."""
+    if not isinstance(record, dict) or record.get("chosen") is None or record.get("rejected") is None:
+        raise DatasetError(f"{place}: found {record!r:.60}, expected an object with chosen, rejected and prompt")
+    prompt, sides = record.get("prompt"), [record["chosen"], record["rejected"]]
+    if prompt is None:
+        if not all(isinstance(side, list) for side in sides):
+            raise DatasetError(f"{place}: no field 'prompt', and chosen and rejected are no lists of messages")
+        alike = next((n for n, (a, b) in enumerate(zip(*sides, strict=False)) if a != b), min(map(len, sides)))
+        prompt, sides = sides[0][:alike], [side[alike:] for side in sides]
+    held = {name: record.get(name) for name in ("system", "tools")}
+    chosen, rejected = (conversation_of(held | {"prompt": prompt, "completion": side}, place) for side in sides)
+    if not chosen.answers or not rejected.answers:
+        return dataclasses.replace(chosen, answers=[])
+    return dataclasses.replace(chosen, rejected=rejected.messages, rejected_texts=rejected.texts)
 
 
 def conversation_of(record: Any, place: str) -> Conversation:

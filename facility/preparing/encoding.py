@@ -108,7 +108,7 @@ def encoder(encoding: Encoding) -> Callable[[list[Document]], EncodedBatch]:
 
 def _conversations(encode: ChatEncoder) -> Callable[[list[Document]], EncodedBatch]:
     def encode_batch(documents: list[Document]) -> EncodedBatch:
-        found = [encode(document.text) for document in documents]
+        found = [one for document in documents for one in encode(document.text)]
         batch = _batch([one.ids for one in found])
         empty = numpy.empty(0, dtype=numpy.uint8)
         return dataclasses.replace(batch, loss=numpy.concatenate([empty, *(one.loss for one in found)]))

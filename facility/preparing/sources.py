@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from facility.dataset import DatasetError
-from facility.preparing.conversations import SURROGATE, columns_of, conversation_of
+from facility.preparing.conversations import SURROGATE, columns_of, conversation_of, preference_of
 
 HUB = "hub:"
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -37,6 +37,8 @@ class Fields:
     """What a document is in a file of plain text."""
     chat: bool = False
     """Records are conversations, read from the fields of `facility.preparing.conversations`."""
+    pairs: bool = False
+    """Each with an answer that was chosen and one that was rejected."""
 
     @property
     def names(self) -> list[str]:
@@ -169,7 +171,8 @@ def _hub(name: str, split: str, streaming: bool) -> Source:
 
 def _document(record: Any, fields: Fields, place: str, done: float) -> Document:
     if fields.chat:
-        return Document(text=conversation_of(record, place).to_json(), done=done)
+        conversation = preference_of(record, place) if fields.pairs else conversation_of(record, place)
+        return Document(text=conversation.to_json(), done=done)
     if not isinstance(record, dict):
         raise DatasetError(f"{place}: found {record!r:.60}, expected an object with a field {fields.text!r}")
     for name in fields.names:

@@ -11,6 +11,7 @@ from facility.preparing.encoding import EncodedBatch, Encoding, encode_all
 from facility.preparing.marked import MarkedStream, WholeDocuments
 from facility.preparing.overlap import check_overlap
 from facility.preparing.packing import Packer
+from facility.preparing.pairs import AnswerPairs
 from facility.preparing.reading import Reading
 from facility.preparing.rows import LabelledRows, class_names, pad_token_id
 from facility.preparing.sources import Document
@@ -50,6 +51,9 @@ def writer_of(request: Wanted, tokenizer: Any, directory: Path, split: str) -> A
     """The writer that task and sharing ask for."""
     if request.task == "classification":
         return LabelledRows(directory, split, request.block_tokens, pad_token_id(tokenizer, request.tokenizer))
+    if request.task == "preference":
+        filler = pad_token_id(tokenizer, request.tokenizer)
+        return AnswerPairs(directory, split, request.block_tokens, filler=filler)
     if request.sharing in ("separate", "padded") and request.task == "chat":
         filler, alone = pad_token_id(tokenizer, request.tokenizer), request.sharing == "padded"
         return WholeDocuments(directory, split, request.block_tokens, filler=filler, alone=alone)

@@ -17,6 +17,7 @@ from facility.launching.replica_notes import ReplicaNote, note_replica
 from facility.sync.protocol import Synchroniser
 from facility.training.data.documents import check_separation
 from facility.training.data.inputs import RoundInputs
+from facility.training.data.preference import Preference
 from facility.training.engine import StepResult
 from facility.training.lost import lost_replicas
 from facility.training.monitor.clock import Clock
@@ -32,6 +33,7 @@ from facility.training.schedule import learning_rate
 from facility.training.seeds import derive
 from facility.training.shards import add_shards
 from facility.training.state import state
+from facility.training.state.reference import prepare_reference
 from facility.training.state.resume import SavedState, restore, restore_vectors
 from facility.training.state.update import round_in_place
 from facility.training.stop import Stop
@@ -86,6 +88,8 @@ class Round:
         self.show("evaluating")
         if self.inputs.task.separate:
             check_separation(self.engine.loss_of, self.inputs, self.request.training.compute_dtype)
+        if isinstance(self.inputs.task, Preference):
+            prepare_reference(self.request, self.inputs, self.engine, self.ranks)
         if self.saved.checkpoint is None:
             self.progress.loss_received = self.engine.evaluate(self.setup.loader.evaluation())
             if self.request.unsent is not None:

@@ -13,6 +13,7 @@ from facility.exchange.messages.evaluation import EvaluationSettings
 from facility.exchange.messages.layout import LayoutSettings, LimitSettings, LoraSettings
 from facility.exchange.messages.masking import MaskingSettings
 from facility.exchange.messages.optimizers import OPTIMIZERS
+from facility.exchange.messages.preference import PreferenceSettings
 from facility.exchange.messages.sync import SyncSettings
 from facility.exchange.one_of import either
 from facility.exchange.text import Line, Name, Pattern
@@ -99,6 +100,8 @@ class TrainingSettings:
     """How the model lies over the facility's ranks; other facilities may lay it out differently."""
     lora: LoraSettings = field(default_factory=LoraSettings)
     """Low-rank adapters instead of the whole model."""
+    preference: PreferenceSettings = field(default_factory=PreferenceSettings)
+    """How preferences are learned; without effect for other tasks."""
     freeze: list[Pattern] = field(default_factory=list)
     """Parameters that stay as received: shell patterns over their names, for instance `*.layers.[0-3].*`."""
     limits: LimitSettings = field(default_factory=LimitSettings)

@@ -16,6 +16,7 @@ from facility.exchange.messages import manifest as manifests
 from facility.exchange.messages.settings import FacilitySettings
 from facility.preparing.tokenizer import load_tokenizer
 from facility.training.data.documents import check_positions
+from facility.training.data.preference import Preference
 from facility.training.data.tasks import Task, task_for
 from facility.training.model import Attention, choose_attention, count_blocks, read_config
 from facility.training.processes.ranks import Ranks
@@ -59,7 +60,8 @@ def read_inputs(request: RoundRequest, ranks: Ranks) -> RoundInputs:
     check_inputs(request.round, request.out, request.settings, dataset, config)
     if ranks.first:
         check_vocabulary(base_model, dataset)
-    task = task_for(dataset, config)
+    preferring = dataset.manifest.task == "preference"
+    task: Task = Preference(request.training.preference) if preferring else task_for(dataset, config)
     dtype = getattr(torch, request.training.compute_dtype)
     attention = choose_attention(config, task.factory, ranks.device, dtype, separate=task.separate)
     if task.separate:

@@ -25,10 +25,15 @@ class Batch:
     """Keyword arguments of the model's forward."""
     targets: torch.Tensor
     """One target per prediction; `IGNORED` where none is asked."""
+    by_row: int = 0
+    """The loss averages over rows, whose targets end in so many values of which the first is never `IGNORED`; 0: over
+    predictions."""
 
     @property
     def predictions(self) -> int:
-        """Number of predictions that the loss averages over."""
+        """Number of predictions (or rows) that the loss averages over."""
+        if self.by_row:
+            return int((self.targets[:, -self.by_row] != IGNORED).sum())
         return int((self.targets != IGNORED).sum())
 
 

@@ -1,0 +1,222 @@
+"""Oracles of preferences: a loop in plain PyTorch over single answers, and TRL's DPOTrainer where it is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch.nn import functional as F
+
+from facility.dataset import LOSS, START, DatasetError, PreparedDataset
+from facility.exchange.messages.report import read_report
+from facility.preparing.build import Request, prepare
+from facility.preparing.conversations import preference_of
+from facility.preparing.sources import Fields
+from tests.pico import save_pico
+from tests.preparing.chats import save_chat_tokenizer
+from tests.preparing.corpora import sentences, write_json_lines
+from tests.training.federation import largest_difference, weights
+from tests.training.layouts import TWO, arguments, rounds_in
+from tests.training.test_documents import SIZE
+
+STEPS, BETA, SMOOTHING = 3, 0.3, 0.1
+PREFERENCE = {"beta": BETA, "label_smoothing": SMOOTHING}
+SETTINGS: dict[str, Any] = {
+    "steps": STEPS,
+    "learning_rate": 1e-3,
+    "epsilon": 1e-6,
+    "beta2": 0.999,
+    "schedule": "constant",
+    "preference": PREFERENCE,
+}
+
+
+def pairs(count: int, start: int = 0) -> list[dict[str, Any]]:
+    texts = iter(sentences(3 * count, start))
+    return [
+        {
+            "prompt": [{"role": "user", "content": next(texts)}],
+            "chosen": [{"role": "assistant", "content": next(texts)}],
+            "rejected": [{"role": "assistant", "content": next(texts)}],
+        }
+        for _ in range(count)
+    ]
+
+
+def prepare_pairs(place: Path, records: list[Any], **changes: Any) -> PreparedDataset:
+    place.mkdir(parents=True)
+    values = {
+        "inputs": [str(write_json_lines(place / "train.jsonl", records))],
+        "validation": [str(write_json_lines(place / "validation.jsonl", pairs(4, 3000)))],
+        "tokenizer": save_chat_tokenizer(place / "tokenizer"),
+        "out": place / "out",
+        "block_tokens": 192,
+        "task": "preference",
+        "fields": Fields(chat=True, pairs=True),
+    }
+    return prepare(Request(**(values | changes))).dataset
+
+
+def answers(dataset: PreparedDataset, split: str) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """(ids, labels) of the chosen and of the rejected answer of every pair."""
+    found = []
+    for ids, marks in zip(dataset.split(split), dataset.marks(split), strict=True):
+        starts = [*numpy.flatnonzero(marks & START).tolist(), len(ids)]
+        row = []
+        for a, b in list(zip(starts, starts[1:], strict=False))[:2]:
+            labels = numpy.where(marks[a:b] & LOSS, ids[a:b], -100).astype(numpy.int64)
+            row.append((torch.from_numpy(ids[a:b].astype(numpy.int64)), torch.from_numpy(labels)))
+        found.append(row)
+    return found
+
+
+def differences(net: Any, rows: list[list[tuple[torch.Tensor, torch.Tensor]]]) -> torch.Tensor:
+    """log p(chosen) - log p(rejected), each answer run alone."""
+    sums = [
+        [-F.cross_entropy(net(input_ids=ids[None]).logits[0, :-1], labels[1:], reduction="sum") for ids, labels in row]
+        for row in rows
+    ]
+    return torch.stack([chosen - rejected for chosen, rejected in sums])
+
+
+def dpo(margin: torch.Tensor) -> torch.Tensor:
+    return (-(1 - SMOOTHING) * F.logsigmoid(BETA * margin) - SMOOTHING * F.logsigmoid(-BETA * margin)).mean()
+
+
+def test_preferences_are_a_plain_loop_over_single_answers_in_every_layout(tmp_path: Path):
+    from transformers import AutoModelForCausalLM
+
+    dataset, model = prepare_pairs(tmp_path / "data", pairs(6)), save_pico(tmp_path / "model", "llama", **SIZE)
+    settings = SETTINGS | {"batch_sequences": 6}
+    rounds_in([("one", arguments(tmp_path / "one", model, dataset.directory, **settings))])
+    layouts = {name: TWO[name] for name in ("fsdp", "replicas", "1f1b")}
+    rounds_in(
+        [(n, arguments(tmp_path / n, model, dataset.directory, **settings, **more)) for n, more in layouts.items()],
+        ranks=2,
+    )
+    net = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    rows = answers(dataset, "train")
+    with torch.no_grad():
+        reference = differences(net, rows)
+        held_out = differences(net, answers(dataset, "validation"))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.0)
+    for _ in range(STEPS):
+        loss = dpo(differences(net, rows) - reference)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+    report, held = read_report(tmp_path / "one/out"), weights(tmp_path / "one/out")
+    assert report.loss_received == pytest.approx(numpy.log(2), abs=1e-6)
+    with torch.no_grad():
+        after = dpo(differences(net, answers(dataset, "validation")) - held_out).item()
+    assert report.loss_returned == pytest.approx(after, abs=1e-5)
+    assert max((held[name] - net.state_dict()[name]).abs().max().item() for name in held) < 1e-5
+    assert largest_difference(model, tmp_path / "one/out") > 1e-4
+    for name in layouts:
+        assert largest_difference(tmp_path / "one/out", tmp_path / name / "out") < 1e-5, name
+
+
+def test_the_reference_is_measured_once_and_stays_that_of_round_0(tmp_path: Path):
+    """With adapters: the second round's loss is measured from the model of the first, not from the received one."""
+    dataset, model = prepare_pairs(tmp_path / "data", pairs(6)), save_pico(tmp_path / "model", "llama", **SIZE)
+    settings = SETTINGS | {"batch_sequences": 6, "learning_rate": 2e-2, "lora": {"rank": 4}}
+    said = rounds_in([("first", arguments(tmp_path / "a", model, dataset.directory, **settings))])
+    assert "10 pairs measured" in said["first"][0]
+    first = read_report(tmp_path / "a/out")
+    received = (tmp_path / "a/out").rename(tmp_path / "received")
+    (received / "manifest.json").unlink()
+    second = settings | {"lora": {"rank": 4, "base": str(model)}}
+    again = arguments(tmp_path / "a", received, dataset.directory, round=1, **second)
+    said = rounds_in([("second", again)])
+    assert "pairs measured" not in said["second"][0]
+    assert read_report(tmp_path / "a/out").loss_received == pytest.approx(first.loss_returned, abs=1e-6)
+    late = arguments(tmp_path / "late", received, dataset.directory, round=1, **second)
+    said = rounds_in([("late", late)], expect=2)
+    assert "set training.preference.reference" in said["late"][0]
+    told = second | {"preference": PREFERENCE | {"reference": str(model)}}
+    rounds_in([("told", arguments(tmp_path / "told", received, dataset.directory, round=1, **told))])
+    assert read_report(tmp_path / "told/out").loss_received == pytest.approx(first.loss_returned, abs=1e-6)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="trl is not installed")
+@pytest.mark.parametrize("rank", [0, 4])
+def test_preferences_are_trls(tmp_path: Path, rank: int):
+    """Weights and losses of TRL's DPOTrainer; under LoRA both begin with the same adapters."""
+    from datasets import Dataset
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import DPOConfig, DPOTrainer
+
+    records = pairs(6)
+    dataset, model = prepare_pairs(tmp_path / "data", records), save_pico(tmp_path / "model", "llama", **SIZE)
+    adapters = {"lora": {"rank": rank, "targets": ["q_proj", "v_proj"]}} if rank else {}
+    settings = SETTINGS | {"batch_sequences": 6, "preference": {"beta": BETA}} | adapters
+    net = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    if rank:  # what the trainer begins with: a round whose rate is next to nothing
+        rounds_in(
+            [("begin", arguments(tmp_path / "b", model, dataset.directory, **settings | {"learning_rate": 1e-30}))]
+        )
+        net = PeftModel.from_pretrained(net, tmp_path / "b/out", is_trainable=True)
+    rounds_in([("here", arguments(tmp_path / "here", model, dataset.directory, **settings))])
+    config = DPOConfig(
+        output_dir=str(tmp_path / "trl"),
+        per_device_train_batch_size=6,
+        max_steps=STEPS,
+        learning_rate=1e-3,
+        lr_scheduler_type="constant",
+        warmup_steps=0,
+        optim="adamw_torch",
+        adam_beta2=0.999,
+        adam_epsilon=1e-6,
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        beta=BETA,
+        max_length=192,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        disable_tqdm=True,
+    )
+    trainer = DPOTrainer(
+        model=net,
+        args=config,
+        train_dataset=Dataset.from_list(records),
+        processing_class=AutoTokenizer.from_pretrained(tmp_path / "data/tokenizer"),
+    )
+    trainer.train()
+    held = weights(tmp_path / "here/out")
+    state = {name.replace(".default.", "."): t for name, t in trainer.model.state_dict().items()}
+    assert max((held[name] - state[name]).abs().max().item() for name in held) < 1e-5
+
+
+def test_every_shape_of_a_pair_is_the_same_pair():
+    record = pairs(1)[0]
+    ask, good, bad = (record[name][0]["content"] for name in ("prompt", "chosen", "rejected"))
+    shapes = [
+        record,
+        {"prompt": ask, "chosen": good, "rejected": bad},
+        {"chosen": record["prompt"] + record["chosen"], "rejected": record["prompt"] + record["rejected"]},
+    ]
+    found = [preference_of(shape, "here") for shape in shapes]
+    assert all(one.messages == found[0].messages and one.rejected == found[0].rejected for one in found)
+    assert found[0].other.messages[-1]["content"] == bad and found[0].messages[-1]["content"] == good
+    with pytest.raises(DatasetError, match="expected an object with chosen"):
+        preference_of({"prompt": ask, "chosen": good}, "here")
+
+
+def test_pairs_that_do_not_fit_are_counted(tmp_path: Path):
+    records: list[Any] = pairs(4)
+    records[0]["rejected"][0]["content"] = "tetto " * 100
+    records[1]["prompt"][0]["content"] = "tetto " * 200
+    dataset = prepare_pairs(tmp_path / "data", records)
+    entry = dataset.manifest.splits["train"]
+    assert (entry.blocks, entry.truncated_documents, entry.dropped_documents) == (3, 1, 1)
+    dataset.verify()
