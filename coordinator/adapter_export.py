@@ -11,6 +11,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from facility.exchange.checkpoints.adapters import is_adapter
 from facility.exchange.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from facility.exchange.errors import InputError
 from facility.exchange.files.durable import as_umask_allows, new_directory, write_json
@@ -30,13 +31,15 @@ def export_adapter(model: Path, *, base: Path, out: Path, merged: bool = False) 
     if out.exists():
         raise InputError(f"{out} exists; choose another --out")
     checkpoint = open_checkpoint(model)
-    names = sorted(name for name in checkpoint.tensors if ".lora_A." in name or ".lora_B." in name)
+    names = sorted(filter(is_adapter, checkpoint.tensors))
     if not names:
         raise InputError(f"{model} holds no adapters: expected the model of a federation with training.lora")
     configuration = read_configuration(model / CONFIGURATION)
     loaded = load_base(base)
-    if type(loaded).__name__.endswith("ForCausalLM"):
-        configuration["task_type"] = "CAUSAL_LM"
+    kinds = {"ForCausalLM": "CAUSAL_LM", "ForSequenceClassification": "SEQ_CLS"}
+    for ending, kind in kinds.items():
+        if type(loaded).__name__.endswith(ending):
+            configuration["task_type"] = kind
     with new_directory(out) as temporary:
         write_adapter(temporary, checkpoint, names, configuration | {"base_model_name_or_path": str(base)})
         adapted = load_adapter(temporary, loaded, names)
@@ -52,12 +55,17 @@ def read_configuration(file: Path) -> dict[str, Any]:
     targets = fields.raw.get("target_modules")
     if not isinstance(targets, list) or len(targets) > MOST_TARGETS or not all(isinstance(t, str) for t in targets):
         raise InputError(f"{file}: target_modules must be a list of names of layers")
+    saved = fields.raw.get("modules_to_save") or []
+    if not isinstance(saved, list) or len(saved) > MOST_TARGETS or not all(isinstance(name, str) for name in saved):
+        raise InputError(f"{file}: modules_to_save must be a list of names of modules")
     return {
         "peft_type": fields.one_of("peft_type", "LORA", ("LORA",)),
         "r": fields.whole("r", least=1),
         "lora_alpha": fields.number("lora_alpha"),
         "lora_dropout": fields.number("lora_dropout", 0.0, most=1.0),
         "target_modules": targets,
+        "use_rslora": fields.raw.get("use_rslora") is True,
+        "modules_to_save": saved or None,
         "bias": "none",
         "inference_mode": True,
     }

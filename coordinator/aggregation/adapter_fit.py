@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from coordinator.aggregation import lora
-from facility.exchange.checkpoints.adapters import PREFIX, A, is_adapter
+from facility.exchange.checkpoints.adapters import HEADS, PREFIX, A, is_adapter, is_factor, saves
 from facility.exchange.checkpoints.checkpoint import Checkpoint
 from facility.exchange.errors import InputError, UpdateRefused
 from facility.exchange.messages.layout import LoraSettings
@@ -23,6 +23,14 @@ def check_adapters(base: Checkpoint, update: Checkpoint, facility: str) -> None:
             odd = sorted(set(own) ^ set(update.tensors)) or [n for n in own if own[n].shape != update.tensors[n].shape]
             raise UpdateRefused(facility, f"its adapters are not the base model's: {odd[:3]} differ in name or shape")
         return
+    for name, entry in update.tensors.items():
+        plain = base.tensors.get(name.removeprefix(PREFIX))
+        if is_factor(name):
+            continue
+        if not name.startswith(PREFIX):
+            raise UpdateRefused(facility, f"beside its adapters it holds {name!r}, which none of them trains")
+        if plain is not None and plain.shape != entry.shape:
+            raise UpdateRefused(facility, f"{name!r} has shape {list(entry.shape)}, the model's {list(plain.shape)}")
     for a, b in names:
         layer = a.removeprefix(PREFIX).partition(A)[0] + ".weight"
         first, second = update.tensors[a], update.tensors[b]
@@ -42,6 +50,12 @@ def check_adapters(base: Checkpoint, update: Checkpoint, facility: str) -> None:
 
 def check_told(base: Checkpoint, update: Checkpoint, told: LoraSettings, facility: str) -> None:
     """Refuse adapters of another rank or for other layers than the facilities were told to train."""
+    for name in update.tensors:
+        module = name.removeprefix(PREFIX).rpartition(".")[0]
+        if not is_factor(name) and not saves(module, told.modules_to_save or HEADS):
+            raise UpdateRefused(
+                facility, f"it brings {module!r} whole, which training.lora.modules_to_save do not name"
+            )
     layers = set()
     for a, _ in lora.pairs(update.tensors):
         layers.add(a.removeprefix(PREFIX).partition(A)[0])

@@ -18,7 +18,7 @@ import numpy as np
 from coordinator.aggregation import lora
 from coordinator.aggregation.expected import Layout
 from coordinator.aggregation.updates import Update
-from facility.exchange.checkpoints.adapters import CONFIG, A, is_adapter
+from facility.exchange.checkpoints.adapters import CONFIG, PREFIX, A, is_adapter, is_factor
 from facility.exchange.checkpoints.checkpoint import FLOATS, SINGLE, Checkpoint, TensorEntry, open_checkpoint
 from facility.exchange.checkpoints.floats import STORAGE, Array, narrow, widen
 from facility.exchange.checkpoints.writer import Layout as FileLayout
@@ -28,13 +28,16 @@ from facility.exchange.messages.layout import LoraSettings
 
 
 def adapter_base(base: Checkpoint, layout: Layout, scratch: Path) -> tuple[Checkpoint, bool]:
-    """The adapters that updates are compared with, and whether they are new: then zeros at `scratch`."""
+    """The adapters that updates are compared with, and whether they are new: then at `scratch`, factors of zeros and
+    modules that are saved whole as in the base."""
     own = {name: entry for name, entry in base.tensors.items() if is_adapter(name)}
     if own:
         return dataclasses.replace(base, tensors=own), False
     planned = [Planned(name=n, dtype=d, shape=shape) for n, (d, shape) in sorted(layout.items()) if d in FLOATS]
-    with TensorWriter(scratch, {SINGLE: planned}):
-        pass  # files of the final size, all zero
+    with TensorWriter(scratch, {SINGLE: planned}) as writer:  # files of the final size, all zero
+        for one in planned:
+            if not is_factor(one.name) and (entry := base.tensors.get(one.name.removeprefix(PREFIX))) is not None:
+                _write(writer, one.name, _value(entry))
     return dataclasses.replace(open_checkpoint(scratch), directory=base.directory), True
 
 
@@ -47,16 +50,23 @@ def settings_of(updates: Sequence[Update], told: LoraSettings | None) -> LoraSet
     alpha = next((value for value, count in claimed.most_common(1) if 2 * count > len(updates)), None)
     if alpha is None and claimed:
         raise InputError(f"the updates' {CONFIG} differ in lora_alpha ({sorted(claimed)}): set training.lora.alpha")
-    return LoraSettings(rank=rank, alpha=alpha or float(rank))
+    rslora = all(_claims(update.directory / CONFIG).get("use_rslora") is True for update in updates)
+    return LoraSettings(rank=rank, alpha=alpha or float(rank), rslora=rslora)
 
 
 def _alpha(path: Path) -> float | None:
     """`lora_alpha` of an adapter_config.json that a facility wrote; None where there is no plausible one."""
-    try:
-        value = json.loads(path.read_bytes()[:1_000_000])["lora_alpha"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None
+    value: Any = _claims(path).get("lora_alpha")
     return float(value) if type(value) in (int, float) and 0 < value < 1e6 else None
+
+
+def _claims(path: Path) -> dict[str, Any]:
+    """What a facility's adapter_config.json says; empty where it cannot be read."""
+    try:
+        claimed = json.loads(path.read_bytes()[:1_000_000])
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return claimed if isinstance(claimed, dict) else {}
 
 
 def layout_with(base: Checkpoint, adapters: Checkpoint, dtypes: Mapping[str, str]) -> FileLayout:
@@ -94,12 +104,25 @@ def write_products(
         first, second = _values(opened, a), _values(opened, b)
         result = lora.mean_of_products(first, second, weights, first[0].shape[0])
         for name, values in zip((a, b), result, strict=True):
-            for writer in (model, master):
-                if writer is not None:
-                    dtype = writer.places[name][2].dtype
-                    block = np.empty(values.size, STORAGE[dtype])
-                    narrow(np.ascontiguousarray(values).reshape(-1), dtype, block, np.empty(values.size, np.uint32))
-                    writer.write(name, 0, block.data.cast("B"))
+            _write_both(name, values, model, master)
+    for name in opened[0].entries:
+        if not is_factor(name):  # a module that is saved whole
+            values = np.tensordot(np.asarray(weights), np.stack(_values(opened, name)), 1)
+            _write_both(name, values, model, master)
+
+
+def _write_both(name: str, values: Array, model: TensorWriter, master: TensorWriter | None) -> None:
+    for writer in (model, master):
+        if writer is not None:
+            _write(writer, name, values)
+
+
+def _write(writer: TensorWriter, name: str, values: Array) -> None:
+    """Write a tensor in the dtype that is planned for it."""
+    dtype = writer.places[name][2].dtype
+    block = np.empty(values.size, STORAGE[dtype])
+    narrow(np.ascontiguousarray(values).reshape(-1), dtype, block, np.empty(values.size, np.uint32))
+    writer.write(name, 0, block.data.cast("B"))
 
 
 def _values(opened: Sequence[Update], name: str) -> list[Array]:

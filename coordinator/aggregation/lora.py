@@ -15,14 +15,17 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from facility.exchange.checkpoints.adapters import A, B
+from facility.exchange.checkpoints.adapters import A, B, is_factor
 from facility.exchange.checkpoints.floats import Array
 from facility.exchange.errors import InputError
 
 
 def pairs(names: Iterable[str]) -> list[tuple[str, str]]:
-    """Names of (A, B) of each adapted layer. Raises `InputError` for one without the other, or for no adapter."""
-    names = set(names)
+    """Names of (A, B) of each adapted layer; modules that are saved whole are not among them.
+
+    Raises `InputError` for one without the other.
+    """
+    names = set(filter(is_factor, names))
     found = [(name, name.replace(A, B)) for name in sorted(names) if A in name]
     together = {name for pair in found for name in pair}
     if together != names:

@@ -1,20 +1,24 @@
 """Low-rank adapters: injected by peft into the skeleton, the only thing trained, kept and sent.
 
-An update holds adapter tensors under peft's names (`base_model.model.<layer>.lora_A.weight`) beside an
-`adapter_config.json`; its manifest says `encoding: lora`. The received model is either a checkpoint (with or without
-adapter tensors in it), or adapters alone, where `training.lora.base` names a base model that never travels.
+An update holds adapter tensors under peft's names (`base_model.model.<layer>.lora_A.weight`, and
+`base_model.model.<module>.weight` of a module that is trained whole) in `adapter_model.safetensors` beside an
+`adapter_config.json`, so that peft loads it; its manifest says `encoding: lora`. The received model is either a
+checkpoint (with or without adapter tensors in it), or adapters alone, where `training.lora.base` names a base model
+that never travels.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
 
-from facility.exchange.checkpoints.adapters import PREFIX, is_adapter
+from facility.exchange.checkpoints.adapters import HEADS, PREFIX, is_factor, saves
 from facility.exchange.checkpoints.checkpoint import Checkpoint
+from facility.exchange.checkpoints.conversion import Conversion
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.layout import LoraSettings
 from facility.training.blocks import find_blocks
@@ -54,8 +58,12 @@ def targets_of(model: nn.Module, settings: LoraSettings) -> list[str]:
     return chosen
 
 
-def inject(model: nn.Module, settings: LoraSettings) -> None:
-    """Add adapters on the meta device; nothing else is trained from here on."""
+def inject(model: nn.Module, settings: LoraSettings, *, classifies: bool) -> None:
+    """Add adapters on the meta device; beside them only `modules_to_save` are trained from here on.
+
+    `classifies`: the model has a classifier's head, which is saved unless others are named. Raises
+    `ConfigurationError`.
+    """
     import warnings
 
     from peft import LoraConfig, inject_adapter_in_model
@@ -65,40 +73,66 @@ def inject(model: nn.Module, settings: LoraSettings) -> None:
         lora_alpha=settings.alpha,  # type: ignore[arg-type]  # peft takes floats too
         lora_dropout=settings.dropout,
         target_modules=targets_of(model, settings),
+        use_rslora=settings.rslora,
         fan_in_fan_out=any(type(m).__name__ == "Conv1D" for m in model.modules()),
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         inject_adapter_in_model(configuration, model, low_cpu_mem_usage=True)
+    wanted = settings.modules_to_save or (HEADS if classifies else ())
+    saved = [name for name, _ in model.named_parameters() if not is_factor(name) and saves_parameter(name, wanted)]
+    for name in settings.modules_to_save:
+        if not any(saves_parameter(found, [name]) for found in saved):
+            raise ConfigurationError(
+                f"training.lora.modules_to_save names {name!r}, which is no module of this model outside its adapters; "
+                f"its heads are {', '.join(sorted({n.partition('.')[0] for n, _ in model.named_children()}))}"
+            )
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(is_adapter(name))
+        parameter.requires_grad_(is_factor(name) or name in saved)
+
+
+def saves_parameter(name: str, wanted: Sequence[str]) -> bool:
+    """Whether a parameter belongs to a module that is saved; adapted layers have their adapters instead."""
+    return ".base_layer." not in name and saves(name.rpartition(".")[0], wanted)
 
 
 def name_on_disk(name: str) -> str:
-    """Of a parameter of a model with adapters: peft's name for an adapter, the plain name for the rest."""
-    if is_adapter(name):
+    """Of a parameter of a model with adapters: peft's name for a factor, the plain name for the rest."""
+    if is_factor(name):
         return PREFIX + name.replace(".default.", ".")
     return name.replace(".base_layer.", ".")
 
 
 @torch.no_grad()
-def load_adapters(parts: Sequence[LocalShard], received: Checkpoint, seed: int) -> str:
-    """Fill the adapters from the received model, or begin them: A uniform as peft does, B zero; says which.
+def load_adapters(
+    parts: Sequence[LocalShard],
+    received: Checkpoint,
+    base: Checkpoint,
+    plain: Mapping[str, str],
+    seed: int,
+    conversion: Conversion | None = None,
+) -> str:
+    """Fill the adapters from the received model, or begin them: A uniform as peft does, B zero, what is saved whole as
+    in the base; says which. `plain`: the base's names of modules that are saved.
 
     A beginning is drawn from the federation's seed and the name: every facility begins with the same.
     """
     adapters = [part for part in parts if part.name.startswith(PREFIX)]
-    heads = sorted({part.name.partition(".")[0] for part in parts} & {"score", "classifier"})
-    note = f"; the classification head ({heads[0]}) stays as received: only adapters are trained" if heads else ""
+    saved = [part for part in adapters if not is_factor(part.name)]
+    whole = sorted({part.name.removeprefix(PREFIX).rpartition(".")[0] for part in saved})
+    note = f"; trained whole: {', '.join(whole)}" if whole else ""
     if all(part.name in received.tensors for part in adapters):
         load_shards(adapters, received)
         return f"{len(adapters)} adapter tensors received{note}"
+    load_shards([dataclasses.replace(part, name=plain[part.name]) for part in saved], base, conversion)
     for part in adapters:
+        if not is_factor(part.name):
+            continue
         if ".lora_B." in part.name:
             part.tensor.zero_()
             continue
         bound = 1 / math.sqrt(part.shape[1])  # kaiming_uniform_(a=sqrt(5)) of an (r, in) matrix
         generator = torch.Generator().manual_seed(derive(seed, "lora", part.name))
-        whole = (torch.rand(part.shape, generator=generator) * 2 - 1) * bound
-        part.tensor.copy_(whole[part.first : part.first + part.tensor.shape[0]])
+        drawn = (torch.rand(part.shape, generator=generator) * 2 - 1) * bound
+        part.tensor.copy_(drawn[part.first : part.first + part.tensor.shape[0]])
     return f"{len(adapters)} adapter tensors begun from the federation's seed{note}"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from facility.exchange.checkpoints.adapters import is_adapter
+from facility.exchange.checkpoints.adapters import PREFIX, is_factor
 from facility.exchange.checkpoints.checkpoint import Checkpoint
 from facility.exchange.checkpoints.conversion import Conversion, conversion_of, describe_missing, lacking
 from facility.exchange.errors import CheckpointError, InputError
@@ -97,6 +97,8 @@ class Names:
     repeats: dict[str, str]
     """Checkpoint tensors that repeat a tied parameter: their name -> the name it is loaded from."""
     conversion: Conversion
+    saved: dict[str, str]
+    """Modules that are trained whole beside adapters: their name among the adapters -> in the base."""
 
     @property
     def known(self) -> set[str]:
@@ -112,14 +114,14 @@ def names_of(model: Any, checkpoint: Checkpoint) -> Names:
     The names of transformers' own conversions are honoured (see `facility.exchange.checkpoints.conversion`); a tensor
     that is made of several, or is part of one, keeps the model's name, and adapters have peft's.
     """
-    own = {lora.name_on_disk(name): t for name, t in model.state_dict().items() if not is_adapter(name)}
+    own = {lora.name_on_disk(name): t for name, t in model.state_dict().items() if not is_factor(name)}
     conversion = conversion_of(model, checkpoint, own)
     aliases: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         aliases.setdefault(id(parameter), []).append(name)
     disk: dict[str, str] = {}
     repeats: dict[str, str] = {}
-    if absent := [name for name in lacking(model, conversion, lora.name_on_disk) if not is_adapter(name)]:
+    if absent := [name for name in lacking(model, conversion, lora.name_on_disk) if not is_factor(name)]:
         raise CheckpointError(describe_missing(checkpoint, absent))
     for first, *others in aliases.values():
         plain = [lora.name_on_disk(name) for name in (first, *others)]
@@ -127,4 +129,11 @@ def names_of(model: Any, checkpoint: Checkpoint) -> Names:
         whole = [name for name in plain if name in conversion.pieces]
         disk[first] = (stored or whole or plain)[0]
         repeats |= dict.fromkeys(stored[1:], disk[first])
-    return Names(disk=disk, repeats=repeats, conversion=conversion)
+    saved: dict[str, str] = {}
+    parameters = dict(model.named_parameters())
+    if any(map(is_factor, parameters)):
+        for name, parameter in parameters.items():
+            if parameter.requires_grad and not is_factor(name):
+                saved[PREFIX + lora.name_on_disk(name)] = disk[name]
+                disk[name] = PREFIX + lora.name_on_disk(name)
+    return Names(disk=disk, repeats=repeats, conversion=conversion, saved=saved)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from dataclasses import dataclass
 
 import torch
 
-from facility.exchange.checkpoints.adapters import is_adapter
+from facility.exchange.checkpoints.adapters import PREFIX
 from facility.training import lora, memory
 from facility.training.data.inputs import RoundInputs
 from facility.training.data.loader import DataLoader
+from facility.training.data.preference import Preference
 from facility.training.engine import Engine
 from facility.training.head import HeadChoice, choose_head
 from facility.training.monitor.clock import Clock
@@ -63,8 +65,9 @@ def choose_setup(request: RoundRequest, inputs: RoundInputs, ranks: Ranks) -> Se
     else:
         layout = arrange.layout_of_settings(ranks, training, blocks=inputs.blocks, block_tokens=tokens)
     attention = inputs.attention.name
+    whole = isinstance(task, Preference)  # a pair's loss is not a sum over positions
     head = choose_head(
-        training,
+        dataclasses.replace(training, chunked_loss="never") if whole else training,
         inputs.config,
         task.factory,
         attention,
@@ -98,8 +101,11 @@ def build_engine(request: RoundRequest, inputs: RoundInputs, setup: Setup, ranks
     checkpoint, rows = inputs.checkpoint, setup.head.rows
     held = assemble(skeleton, inputs.task, checkpoint, layout, ranks, training, clock, structure, rows)
     with together(ranks):
-        weights = [part for part in held.parts if not is_adapter(part.name)]
-        load_shards([*weights, *held.buffers], checkpoint, held.names.conversion)
+        names = held.names
+        weights = [part for part in held.parts if not part.name.startswith(PREFIX)]
+        load_shards([*weights, *held.buffers], checkpoint, names.conversion)
         if training.lora.rank:
-            log.info("%s", lora.load_adapters(held.parts, inputs.received, request.settings.seed))
+            seed, received = request.settings.seed, inputs.received
+            begun = lora.load_adapters(held.parts, received, checkpoint, names.saved, seed, names.conversion)
+            log.info("%s", begun)
     return Engine(held, layout, ranks, training, clock)

@@ -16,6 +16,7 @@ from coordinator.aggregation.verify import check_update
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.errors import ConfigurationError, InputError, UpdateRefused
 from facility.exchange.files.durable import write_json
+from facility.exchange.messages.layout import LoraSettings
 from facility.exchange.messages.manifest import read_manifest, verify_manifest, write_manifest
 from tests.aggregation import make
 
@@ -153,3 +154,34 @@ def test_adapters_that_do_not_fit(tmp_path: Path):
             ConfigurationError, match=f"a mean of its own; rule is '{rule.replace('+', '.')}', expected 'mean'"
         ):
             AggregationSettings(lora="product", rule=rule)
+
+
+@pytest.mark.parametrize("how", ["factors", "product"])
+def test_a_module_that_is_saved_whole_is_averaged_beside_the_adapters(tmp_path: Path, how: str):
+    """Its mean, in the next model under peft's name; the base's own stays as it was."""
+    head, own = "base_model.model.score.weight", torch.full((3, 4), 5.0)
+    base = make.model(tmp_path / "m0", {"layer.weight": torch.zeros(LAYER), "score.weight": own})
+    settings = AggregationSettings(rule="mean", weights="equal", lora=how)
+    sent = [adapters(i) | {head: torch.full((3, 4), float(i))} for i in range(2)]
+    updates = [adapter_update(tmp_path / f"u{i}", tensors, base, f"f{i}") for i, tensors in enumerate(sent)]
+    told = LoraSettings(rank=RANK, targets=["layer"])
+    aggregate(base=base, updates=updates, out=tmp_path / "m1", settings=settings, adapters=told)
+    after = make.read_all(tmp_path / "m1")
+    torch.testing.assert_close(after[head], torch.full((3, 4), 0.5))
+    assert after["score.weight"].equal(own)
+    assert '"modules_to_save": [\n    "score"\n  ]' in (tmp_path / "m1/adapter_config.json").read_text()
+
+
+def test_a_module_that_nobody_asked_for_is_refused(tmp_path: Path):
+    base = make.model(tmp_path / "m0", {"layer.weight": torch.zeros(LAYER), "lm_head.weight": torch.zeros(3, 4)})
+    opened, manifest = open_checkpoint(base), read_manifest(base)
+    told = LoraSettings(rank=RANK)
+    cases = {
+        "uninvited": ({"base_model.model.lm_head.weight": torch.ones(3, 4)}, "'lm_head' whole"),
+        "unlike": ({"base_model.model.lm_head.weight": torch.ones(4, 4)}, r"has shape \[4, 4\], the model's \[3, 4\]"),
+        "plain": ({"lm_head.weight": torch.ones(3, 4)}, "which none of them trains"),
+    }
+    for name, (more, words) in cases.items():
+        bad = adapter_update(tmp_path / name, adapters(0) | more, base, name)
+        with pytest.raises(UpdateRefused, match=words):
+            check_update(bad, opened, manifest, name, 0, adapters=told)

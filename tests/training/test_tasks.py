@@ -92,19 +92,60 @@ def test_adapters_travel_alone_and_train_alike_in_every_layout(tmp_path: Path):
         assert largest_difference(tmp_path / "one/out", tmp_path / name / "out") < 1e-5
 
 
-def test_adapters_load_with_peft_and_give_the_reported_loss(tmp_path: Path):
+@pytest.mark.parametrize(
+    "more", [{}, {"rslora": True, "alpha": 8}, {"modules_to_save": ["lm_head"]}, {"modules_to_save": ["embed_tokens"]}]
+)
+def test_adapters_load_with_peft_and_give_the_reported_loss(tmp_path: Path, more: dict[str, Any]):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
     dataset, model = write_dataset(tmp_path / "data"), save_pico(tmp_path / "model")
-    rounds_in([("one", arguments(tmp_path, model, dataset, lora={"rank": 4}, learning_rate=1e-2))])
+    rounds_in([("one", arguments(tmp_path, model, dataset, lora={"rank": 4} | more, learning_rate=1e-2))])
     out = tmp_path / "out"
-    (out / "model.safetensors").rename(out / "adapter_model.safetensors")
     loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), out)
     ids = torch.from_numpy(np.load(dataset / "validation.npy").astype(np.int64))
     with torch.no_grad():
         loss = loaded(input_ids=ids, labels=ids).loss.item()
     assert loss == pytest.approx(read_report(out).loss_returned, abs=1e-5)
+
+
+def test_a_classifiers_head_is_trained_and_travels_with_its_adapters(tmp_path: Path):
+    """In every layout alike; peft loads the update; the next round goes on from what was sent."""
+    from peft import PeftModel
+    from torch.nn import functional as F
+    from transformers import AutoModelForSequenceClassification
+
+    classes, head = write_classes(tmp_path / "classes"), "base_model.model.score.weight"
+    model = save_classifier(tmp_path / "model", 4, "llama")
+    lora = {"lora": {"rank": 4}, "learning_rate": 5e-3}
+    rounds_in([("one", arguments(tmp_path / "one", model, classes, **lora))])
+    layouts = {"fsdp": {}, "pipeline": PIPELINE}
+    rounds_in([(n, arguments(tmp_path / n, model, classes, **lora, **more)) for n, more in layouts.items()], ranks=2)
+    out = tmp_path / "one/out"
+    assert {name for name in weights(out) if ".lora_" not in name} == {head}
+    assert (weights(out)[head] - weights(model)["score.weight"]).abs().max() > 1e-3
+    for name in layouts:
+        assert largest_difference(out, tmp_path / name / "out") < 1e-5, name
+    loaded = PeftModel.from_pretrained(AutoModelForSequenceClassification.from_pretrained(model), out).eval()
+    ids = torch.from_numpy(np.load(classes / "validation.npy").astype(np.int64))
+    labels, lengths, _ = torch.from_numpy(np.load(classes / "validation.rows.npy").astype(np.int64)).T
+    with torch.no_grad():
+        found = loaded(input_ids=ids, attention_mask=(torch.arange(TOKENS) < lengths[:, None]).long()).logits
+    assert F.cross_entropy(found, labels).item() == pytest.approx(read_report(out).loss_returned, abs=1e-5)
+    received = out.rename(tmp_path / "received")
+    (received / "manifest.json").unlink()
+    again = lora | {"lora": {"rank": 4, "base": str(model)}}
+    rounds_in([("two", arguments(tmp_path / "two", received, classes, round=1, **again))])
+    assert read_report(tmp_path / "two/out").loss_received == pytest.approx(
+        read_report(received).loss_returned, abs=1e-6
+    )
+
+
+def test_a_module_to_save_that_no_model_has_is_refused(tmp_path: Path):
+    dataset, model = write_dataset(tmp_path / "data"), save_pico(tmp_path / "model")
+    lora = {"rank": 2, "modules_to_save": ["head"]}
+    said = rounds_in([("one", arguments(tmp_path / "one", model, dataset, lora=lora))], expect=2)
+    assert "names 'head'" in said["one"][0] and "lm_head" in said["one"][0]
 
 
 def test_the_next_round_goes_on_from_received_adapters(tmp_path: Path):
@@ -210,7 +251,7 @@ def test_a_classifier_that_knows_another_padding_token_or_none_is_refused(tmp_pa
         assert sentence in said[name][0] and "Traceback" not in said[name][0]
     bert = save_classifier(tmp_path / "c", 2, "bert", pad_token_id=None)  # it pools the first token
     said = rounds_in([("bert", arguments(tmp_path / "bert", bert, classes, lora={"rank": 2}))])
-    assert "the classification head (classifier) stays as received" in said["bert"][0]
+    assert "trained whole: classifier" in said["bert"][0]
 
 
 @pytest.mark.slow

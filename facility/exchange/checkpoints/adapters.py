@@ -15,22 +15,48 @@ PREFIX = "base_model.model."
 CONFIG = "adapter_config.json"
 
 
+HEADS = ("classifier", "score")
+"""Heads of classifiers: peft saves them with an adapter."""
+
+
 def is_adapter(name: str) -> bool:
-    """Whether a tensor or parameter of that name belongs to an adapter."""
+    """Whether a tensor of a checkpoint belongs to an adapter: a factor, or a module that is saved whole."""
+    return is_factor(name) or name.startswith(PREFIX)
+
+
+def is_factor(name: str) -> bool:
+    """Whether a tensor or parameter of that name is a low-rank factor."""
     return A in name or B in name
+
+
+def saves(module: str, wanted: Iterable[str]) -> bool:
+    """Whether the module of that name, or one that holds it, is among the `modules_to_save`."""
+    parts = f".{module}."
+    return any(f".{name}." in parts for name in wanted)
 
 
 def write_adapter_config(directory: Path, settings: LoraSettings, adapters: Iterable[str], base: str = "") -> None:
     """Write the configuration of the adapters with these names, without paths of any facility."""
-    targets = sorted({name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in adapters})
+    names = list(adapters)
+    targets = sorted({name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in names if is_factor(name)})
+    whole = {name.removeprefix(PREFIX).rpartition(".")[0] for name in names if not is_factor(name)}
     configuration: dict[str, Any] = {
         "peft_type": "LORA",
         "r": settings.rank,
         "lora_alpha": settings.alpha,
         "lora_dropout": settings.dropout,
         "target_modules": targets,
+        "use_rslora": settings.rslora,
+        "modules_to_save": saved_modules(whole, settings.modules_to_save or HEADS) or None,
         "bias": "none",
         "inference_mode": True,
         "base_model_name_or_path": base,
     }
     (directory / CONFIG).write_text(json.dumps(configuration, indent=2) + "\n")
+
+
+def saved_modules(modules: Iterable[str], wanted: Iterable[str]) -> list[str]:
+    """The names of `wanted` by which these modules, or parts of such modules, were chosen; of others, their own."""
+    held = list(modules)
+    chosen = {name for name in wanted for module in held if saves(module, [name])}
+    return sorted(chosen | {module for module in held if not saves(module, chosen)})

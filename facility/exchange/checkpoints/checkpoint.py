@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+ADAPTER = "adapter_model.safetensors"
+"""What peft calls the file of an adapter."""
 MAX_HEADER_BYTES = 100_000_000
 MAX_NAME = 500
 """Characters of a tensor's name."""
@@ -222,7 +224,7 @@ def _entry(file: Path, name: str, value: Any, begin: int, size: int) -> TensorEn
 
 
 def open_checkpoint(directory: Path) -> Checkpoint:
-    """Open `model.safetensors`, or the shards that `model.safetensors.index.json` names.
+    """Open `model.safetensors`, the shards that `model.safetensors.index.json` names, or an adapter of peft's.
 
     Raises `CheckpointError` for missing shards, names outside the directory, tensors in the wrong shard or twice.
     """
@@ -241,8 +243,8 @@ def open_checkpoint(directory: Path) -> Checkpoint:
             raise
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{directory / INDEX} is malformed: {error!r}") from None
-    elif (directory / SINGLE).exists():
-        weight_map, names = None, [SINGLE]
+    elif single := next((name for name in (SINGLE, ADAPTER) if (directory / name).exists()), None):
+        weight_map, names = None, [single]
     else:
         raise CheckpointError(
             f"{directory} holds neither {SINGLE} nor {INDEX}; "

@@ -71,6 +71,11 @@ class LoraSettings:
     model."""
     targets: list[str] = field(default_factory=list)
     """Ends of the names of the linear layers that get one; empty: every linear layer of the blocks."""
+    rslora: bool = False
+    """Scale by alpha / sqrt(rank) (Kalajdzievski 2023, arXiv 2312.03732): higher ranks do not learn ever less."""
+    modules_to_save: list[str] = field(default_factory=list)
+    """Ends of the names of modules that are trained whole and travel with the adapters, such as `lm_head`; empty: the
+    head of a classifier (`score`, `classifier`), as peft does, and nothing else."""
 
     def __post_init__(self) -> None:
         if self.trained_rank > self.rank:

@@ -65,7 +65,7 @@ def build_meta_model(config: Any, task: Task, attention: Attention, settings: Tr
     """The whole model without memory: adapters in, what is frozen marked."""
     skeleton = build(config, task.factory, attention)
     if settings.lora.rank:
-        lora.inject(skeleton, settings.lora)
+        lora.inject(skeleton, settings.lora, classifies=task.pools)
     for name, parameter in skeleton.named_parameters():
         if frozen(name, settings.freeze):
             parameter.requires_grad_(False)

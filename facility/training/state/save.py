@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from facility.exchange.checkpoints.checkpoint import ITEM_BYTES, torch_dtype
+from facility.exchange.checkpoints.checkpoint import ITEM_BYTES, SINGLE, torch_dtype
 from facility.exchange.checkpoints.conversion import Conversion, Run
 from facility.exchange.checkpoints.writer import Planned, header_of, layout_of_shards, write_index
 from facility.exchange.errors import CheckpointError
@@ -43,16 +43,18 @@ class Slot:
 
 
 def plan_files(
-    tensors: Sequence[tuple[str, str, tuple[int, ...]]], *, file_bytes: int = FILE_BYTES
+    tensors: Sequence[tuple[str, str, tuple[int, ...]]], *, file_bytes: int = FILE_BYTES, single: str = SINGLE
 ) -> tuple[dict[str, Slot], dict[str, bytes]]:
     """Lay `(name, dtype, shape)` out in files: the slot of each tensor and the header of each file.
 
-    Pure: every rank computes the same plan.
+    `single`: name of the file where one is enough. Pure: every rank computes the same plan.
     """
     planned = [Planned(name=name, dtype=dtype, shape=shape) for name, dtype, shape in tensors]
     slots: dict[str, Slot] = {}
     headers: dict[str, bytes] = {}
-    for file, group in layout_of_shards(planned, file_bytes).items():
+    files = layout_of_shards(planned, file_bytes)
+    for file, group in files.items():
+        file = single if len(files) == 1 else file
         headers[file], starts, _ = header_of(group, {"format": "pt"})
         for one in group:
             slots[one.name] = Slot(file=file, start=starts[one.name], dtype=one.dtype, shape=one.shape)

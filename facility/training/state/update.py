@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from facility.exchange.checkpoints.adapters import write_adapter_config
-from facility.exchange.checkpoints.checkpoint import FLOATS, Checkpoint
+from facility.exchange.checkpoints.checkpoint import ADAPTER, FLOATS, SINGLE, Checkpoint
 from facility.exchange.checkpoints.companions import copy_companions
 from facility.exchange.checkpoints.conversion import Conversion
 from facility.exchange.files.durable import new_directory
@@ -61,7 +61,8 @@ def write_update(
 
     What no rank holds of the checkpoint is sent as received; `writes`: this rank's replica writes.
     """
-    slots, headers = plan_files(tensors)
+    adapters = settings.training.lora
+    slots, headers = plan_files(tensors, single=ADAPTER if adapters.rank else SINGLE)
     conversion = None if settings.training.lora.rank else names.conversion
     mine = [part for part in parts if writes and held_in(part.name, slots, conversion)]
     if not ranks.first:
@@ -73,7 +74,6 @@ def write_update(
         return
     for name in sorted(set(slots) - names.known):  # buffers and the like
         mine.append(shard_of(name, torch.nn.Parameter(checkpoint.read(name), requires_grad=False)))
-    adapters = settings.training.lora
     with new_directory(out) as temporary:
         broadcast(ranks, str(temporary))
         create_files(temporary, slots, headers)
