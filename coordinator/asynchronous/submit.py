@@ -18,7 +18,7 @@ from coordinator.asynchronous.buffer import Meeting, Next, meeting_of
 from coordinator.config.settings import read_coordinator_settings
 from coordinator.events.event import emit
 from coordinator.events.outputs import wait, write_outputs
-from coordinator.steps.order import OUTPUT, order_or_tell
+from coordinator.rounds.order import OUTPUT, order_or_tell
 from facility.exchange.errors import CrossFedError, TryAgain, exit_on_error
 from facility.exchange.files.paths import resolve
 

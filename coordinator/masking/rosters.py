@@ -8,7 +8,7 @@ from pathlib import Path
 
 from coordinator.archive.rounds import CLIPS, Archive
 from coordinator.config.settings import CoordinatorSettings
-from coordinator.steps.weight_limit import allowance_of
+from coordinator.rounds.weight_limit import allowance_of
 from facility.exchange.errors import CrossFedError, InputError
 from facility.exchange.files.paths import resolve
 from facility.exchange.masking.roster import Agreement, Keys, Roster, base_of, read_keys, read_roster, write_roster

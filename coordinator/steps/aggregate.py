@@ -25,12 +25,12 @@ from coordinator.config.settings import CoordinatorSettings, read_coordinator_se
 from coordinator.events.event import emit, failures_of
 from coordinator.events.outputs import write_outputs
 from coordinator.report.trackers import track_round
+from coordinator.rounds.order import OUTPUT, order_or_tell
+from coordinator.rounds.weight_limit import Capped, cap
 from coordinator.steps.decide import Decision, decide
 from coordinator.steps.global_loss import global_losses, losses_of, losses_of_rows, plausible, without_each
 from coordinator.steps.guard import Guard, guard, guarded
-from coordinator.steps.order import OUTPUT, order_or_tell
 from coordinator.steps.send import Outgoing, bytes_of, make_message, outgoing
-from coordinator.steps.weight_limit import Capped, cap
 from facility.exchange.errors import CrossFedError, InputError, TryAgain, UpdateRefused, exit_on_error
 from facility.exchange.files.durable import write_json
 from facility.exchange.files.paths import resolve

@@ -19,8 +19,8 @@ from coordinator.archive.rounds import Archive
 from coordinator.config.privacy import PrivacySettings
 from coordinator.config.settings import read_coordinator_settings
 from coordinator.events.event import emit
-from coordinator.steps.late import read_late
-from coordinator.steps.weight_limit import Allowance, allowance_of
+from coordinator.rounds.late import read_late
+from coordinator.rounds.weight_limit import Allowance, allowance_of
 from facility.exchange.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from facility.exchange.checkpoints.delta import decode
 from facility.exchange.checkpoints.patterns import Patterns

@@ -18,7 +18,7 @@ from typing import Any
 from coordinator.aggregation.state import belong_to, draw_near
 from coordinator.archive.rounds import Archive
 from coordinator.config.settings import CoordinatorSettings, SendingSettings, read_coordinator_settings
-from coordinator.steps.order import order_or_tell
+from coordinator.rounds.order import order_or_tell
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.delta import encode_model
 from facility.exchange.delta_codecs import FULL, declared_codec

@@ -13,7 +13,7 @@ from coordinator.asynchronous.buffer import FOLDER, meeting_of
 from coordinator.config.settings import CoordinatorSettings, read_coordinator_settings
 from coordinator.events.event import emit, failures_of
 from coordinator.events.outputs import write_outputs
-from coordinator.steps.order import OUTPUT, order
+from coordinator.rounds.order import OUTPUT, order
 from facility.exchange.errors import InputError, ManifestError, exit_on_error
 from facility.exchange.files.paths import resolve
 from facility.exchange.messages.manifest import verify_manifest

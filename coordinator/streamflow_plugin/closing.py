@@ -22,7 +22,7 @@ from streamflow.core.workflow import Status
 
 from coordinator.config.closing import ClosingSettings
 from coordinator.config.settings import read_coordinator_settings
-from coordinator.steps.late import write_late
+from coordinator.rounds.late import write_late
 from coordinator.streamflow_plugin.grace import best_grace
 from coordinator.streamflow_plugin.patient import step_of, tell
 from facility.exchange.errors import CrossFedError

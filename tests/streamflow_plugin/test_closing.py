@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from streamflow.core.workflow import Status
 
 from coordinator.config.closing import ClosingSettings
-from coordinator.steps.late import read_late
+from coordinator.rounds.late import read_late
 from coordinator.streamflow_plugin.closing import Closing, closing_of_run
 
 DONE = SimpleNamespace(status=Status.COMPLETED, exit_code=0)

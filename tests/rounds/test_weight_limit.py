@@ -14,9 +14,9 @@ from coordinator.archive.rounds import Archive
 from coordinator.config.federation import read_federation
 from coordinator.config.settings import ClaimSettings, CoordinatorSettings
 from coordinator.engine.render import coordinator_settings
+from coordinator.rounds.weight_limit import allowance_of, longest_sequence
 from coordinator.steps.aggregate import close_round, sort_out
 from coordinator.steps.start import start
-from coordinator.steps.weight_limit import allowance_of, longest_sequence
 from facility.exchange.messages.report import read_failure
 from tests.aggregation.updates import write_update
 from tests.federations import write_federation

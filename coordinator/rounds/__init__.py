@@ -1,0 +1,1 @@
+"""What several steps of a round share: the signed order, the largest weight of an update, notes on late facilities."""
