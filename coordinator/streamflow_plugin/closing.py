@@ -2,7 +2,9 @@
 
 The job of a facility that is late goes on in its queue. Its step yields nothing, so the round is averaged without it;
 in the next round the facility gets no new job: its step waits for the one that runs, and hands on what that leaves, an
-update of an earlier round. The last round and the final evaluation wait for all, so that no update is lost.
+update of an earlier round. A round waits for an update that would be too late to count in the next (bounded staleness:
+Ho et al. 2013, "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", section 3); the last
+round and the final evaluation wait for all: no update is lost.
 
 What the engine does not tell apart is decided here, inside `streamflow run`, for every kind of connector alike.
 """
@@ -41,6 +43,8 @@ class Pending:
     job: Any
     """The engine's job whose directory the update will be in."""
     began: float
+    round: int
+    """Of the model that it trains from."""
 
 
 @dataclass(kw_only=True)
@@ -58,10 +62,12 @@ class Gate:
 class Closing:
     """Of one run of the engine."""
 
-    def __init__(self, settings: ClosingSettings, *, rounds: int, facilities: int, exponent: float = 0.5) -> None:
-        """`exponent`: of the weight of late updates (`aggregation.staleness_exponent`)."""
+    def __init__(
+        self, settings: ClosingSettings, *, rounds: int, facilities: int, most_late: int, exponent: float = 0.5
+    ) -> None:
+        """`most_late`: rounds that an update may be late and still count; `exponent`: of the weight of late ones."""
         self.settings, self.rounds = settings, rounds
-        self.quorum, self.exponent = settings.needed(facilities), exponent
+        self.quorum, self.most_late, self.exponent = settings.needed(facilities), most_late, exponent
         self.workdir: Path | None = None
         """The coordinator's work directory, where a late facility is noted for its receive step."""
         self._gates: dict[int, Gate] = {}
@@ -85,18 +91,18 @@ class Closing:
         A job that an earlier round left at work takes the place of this one.
         """
         number, step = int(job.inputs[INPUT].value), step_of(job.name)
-        began, source = time.monotonic(), job
+        began, source, trained = time.monotonic(), job, number
         task: asyncio.Future[Any]
         if (before := self._pending.pop(step, None)) is not None:
-            carried = self.settings.late == "carry" and number < self.rounds
-            if not carried:
+            if self.settings.late != "carry" or number >= self.rounds:
                 await asyncio.wait([before.task])
                 task = asyncio.ensure_future(execute())
             else:
-                task, source, began = before.task, before.job, before.began
+                task, source, began, trained = before.task, before.job, before.began, before.round
         else:
             task = asyncio.ensure_future(execute())
-        if number >= self.rounds - 1:  # nothing comes after it that could use what is late
+        carries = self.settings.late == "carry"
+        if number >= self.rounds - 1 or (carries and number + 1 - trained > self.most_late):
             return await self._deliver(number, step, job, source, task, began)
         gate = self._gates.setdefault(number, Gate(began=time.monotonic()))
         closed = asyncio.ensure_future(gate.closed.wait())
@@ -106,9 +112,9 @@ class Closing:
             closed.cancel()
         if task.done():
             return await self._deliver(number, step, job, source, task, began)
-        self._pending[step] = Pending(task=task, job=source, began=began)
+        self._pending[step] = Pending(task=task, job=source, began=began, round=trained)
         facility = step.rpartition("/")[2].removeprefix("train_")
-        fate = "is averaged in a later round" if self.settings.late == "carry" else "is discarded"
+        fate = "is averaged in a later round" if carries else "is discarded"
         tell(f"round {number} closes without {facility}, whose job goes on; its update {fate}")
         if self.workdir is not None:
             write_late(self.workdir, number, facility, fate)
@@ -152,5 +158,6 @@ def closing_of_run(arguments: list[str] | None = None) -> Closing | None:
         settings.closing,
         rounds=settings.rounds,
         facilities=len(settings.facilities),
+        most_late=settings.aggregation.maximum_staleness,
         exponent=settings.aggregation.staleness_exponent,
     )
