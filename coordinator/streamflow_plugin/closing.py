@@ -73,11 +73,15 @@ class Closing:
         self._gates: dict[int, Gate] = {}
         self._pending: dict[str, Pending] = {}
         self._sources: dict[str, Any] = {}
+        self._left_out: set[str] = set()
         self._history: dict[int, dict[str, float]] = {}
 
-    def source(self, job: Any) -> Any:
-        """The job whose directory holds what `job` hands on: itself, or the late one that it waited for."""
-        return self._sources.get(job.name, job)
+    def source(self, job: Any) -> Any | None:
+        """The job whose directory holds what `job` hands on: itself, or the late one that it waited for.
+
+        None where its round closed before it ended: what it leaves since then is handed on later, and once.
+        """
+        return None if job.name in self._left_out else self._sources.get(job.name, job)
 
     def grace(self) -> float:
         """Seconds after the quorum; `inf`: no limit."""
@@ -112,6 +116,7 @@ class Closing:
             closed.cancel()
         if task.done():
             return await self._deliver(number, step, job, source, task, began)
+        self._left_out.add(job.name)
         self._pending[step] = Pending(task=task, job=source, began=began, round=trained)
         facility = step.rpartition("/")[2].removeprefix("train_")
         fate = "is averaged in a later round" if carries else "is discarded"

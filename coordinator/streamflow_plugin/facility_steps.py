@@ -99,7 +99,8 @@ def retrieving(original: Any, closing: Closing | None) -> Any:
         token = Token(value=None, tag=get_tag(job.inputs.values()))
         try:
             if output_name == OUTPUT:
-                token = await _directory(self, job if closing is None else closing.source(job), job) or token
+                source = job if closing is None else closing.source(job)
+                token = (await _directory(self, source, job) if source is not None else None) or token
         except Exception as error:
             logger.error(f"FAILED looking for what job {job.name} left: {error}")
         job_token = get_job_token(job.name, self.get_input_port("__job__").token_list)
