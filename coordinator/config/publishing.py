@@ -21,6 +21,7 @@ class Creator:
     orcid: Line = ""
     """Sixteen digits in four groups, such as 0000-0002-1825-0097."""
     affiliation: Line = ""
+    """Name of the institution."""
 
     def __post_init__(self) -> None:
         if self.orcid and not (ORCID.fullmatch(self.orcid) and _check_digit(self.orcid)):

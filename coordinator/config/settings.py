@@ -64,7 +64,7 @@ class ClaimSettings:
 class RoundSettings:
     """Keys of federation.yml that the coordinator's steps read as well, as they are."""
 
-    rounds: Annotated[AtLeastOne[int], BeforeValidator(count_of, json_schema_input_type=int | Rounds)]
+    rounds: Annotated[AtLeastOne[int], BeforeValidator(count_of, json_schema_input_type=AtLeastOne[int] | Rounds)]
     """Rounds of the federation; with groups: of each facility. As a mapping `{count, quorum, grace, late}` it also says
     how a round closes: see `rounds.quorum`."""
     minimum_facilities: AtLeastOne[int] = 1
