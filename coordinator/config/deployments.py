@@ -51,6 +51,8 @@ def _kind(value: str) -> str:
 
 Kind = Annotated[str, AfterValidator(_kind), WithJsonSchema({"type": "string", "enum": list(KINDS)})]
 SHELL = re.compile(r"[$`\\;\"'<>\x00-\x1f\x7f]")
+GATED = ("ssh", "slurm", "pbs", "flux")
+"""Kinds of deployment that a gate can stand before (`facility.gating.queue`)."""
 GATE = "gate"
 """Type of a gated facility's ssh deployment in streamflow.yml."""
 SERVICE, PREFIX = "train", "crossfed-"
@@ -174,6 +176,10 @@ class Deployment(Connection):
                     )
             if not self.host:
                 raise ConfigurationError("gate is set, but there is no host that a gate could stand at", key="gate")
+            if self.type not in GATED:
+                raise ConfigurationError(
+                    f"gate is set with type {self.type!r}: a gate knows the commands of {', '.join(GATED)}", key="gate"
+                )
         if self.type in QUEUES and not self.template and not self.gate:
             raise ConfigurationError(f"template is missing, expected for instance `template: {self.type}`", key="type")
         if self.type in QUEUES:

@@ -52,7 +52,7 @@ def main() -> int:
         print(f"warning: {archive.path / 'report.html'} cannot be written: {error}; `crossfed report` tries again")
         emit("problem", text=f"the report page cannot be written ({error}): mend that, then `crossfed report`")
     Console(width=140).print(account.table(data) if groups else table(data))
-    for line in remarks(data):
+    for line in [] if groups else remarks(data):
         print(line)
     if data["stopped"]:
         print(f"error: federation {settings.federation} stopped: {shown(data['stopped'])}", file=sys.stderr)

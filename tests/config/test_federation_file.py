@@ -174,7 +174,7 @@ def test_rounds_may_say_how_they_close(tmp_path: Path):
     for wrong, sentence in (
         ({"count": 4, "quorum": 4}, "rounds.quorum is 4, expected 1 to 3"),
         ({"count": 4, "quorum": 0}, "rounds.quorum"),
-        ({"quorum": 2}, "rounds.count"),
+        ({"quorum": 2}, "rounds lacks count"),
         ({"count": 4, "qorum": 2}, "did you mean 'quorum'"),
         ({"count": 4, "quorum": 2, "grace": -1}, "rounds.grace"),
     ):

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.preflight.disk import Disk
 from coordinator.preflight.facility import _room
 from facility.quota import Quota, ask, quotas, read_mmlsquota, read_table
 
+NEED = Disk(parts={"models": 5 * 10**9})
 LFS = """Disk quotas for usr bob (uid 500):
      Filesystem  kbytes   quota   limit   grace   files   quota   limit   grace
 /mnt/testfs      10001*  10000   11000  6d23h59m59s   30     0   20000       -
@@ -86,7 +88,7 @@ def test_here_it_is_asked_for_real(tmp_path: Path):
     ],
 )
 def test_a_small_quota_fails_the_check_with_what_to_do(quota: dict, words: str):
-    row = _room("site", {"writable": True, "free": 10**13, "quotas": [quota]}, "/scratch/work", 5 * 10**9)
+    row = _room("site", {"writable": True, "free": 10**13, "quotas": [quota]}, "/scratch/work", NEED)
     assert row.verdict == "fail" and words in row.found and row.fix
     enough = {"of": "/scratch", "free": 10**12, "files_free": 10**6}
-    assert _room("site", {"writable": True, "free": 10**13, "quotas": [enough]}, "/w", 5 * 10**9).verdict == "ok"
+    assert _room("site", {"writable": True, "free": 10**13, "quotas": [enough]}, "/w", NEED).verdict == "ok"

@@ -54,6 +54,7 @@ def federation(reason: str, place: Path) -> dict[str, object]:
     data = summary(Archive(place))
     data["rounds"] = [
         {"round": 0, "global_perplexity": 3.0, "global_perplexity_over": ["odd"], "facilities": [row(reason)]}
+        | {"decision": "go on", "finished": "", "attempts": 1}
     ]
     return data | {"stopped": reason, "federation": "f", "final_evaluation": [row(reason)]}
 

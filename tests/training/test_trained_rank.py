@@ -19,7 +19,10 @@ from tests.training.layouts import TWO, arguments, rounds_in
 def test_components_beyond_the_rank_stay_as_received(tmp_path: Path):
     dataset, model = write_dataset(tmp_path / "data"), save_pico(tmp_path / "model")
     rounds_in([("begun", arguments(tmp_path / "begun", model, dataset, lora={"rank": 4}))])
-    weights, adapters = load_file(model / "model.safetensors"), load_file(tmp_path / "begun/out/model.safetensors")
+    weights, adapters = (
+        load_file(model / "model.safetensors"),
+        load_file(tmp_path / "begun/out/adapter_model.safetensors"),
+    )
     save_file(weights | adapters, model / "model.safetensors", {"format": "pt"})
 
     own = {"lora": {"rank": 4, "trained_rank": 1}, "weight_decay": 0.1}
@@ -27,7 +30,7 @@ def test_components_beyond_the_rank_stay_as_received(tmp_path: Path):
     rounds_in([("fsdp", arguments(tmp_path / "fsdp", model, dataset, **(own | TWO["fsdp"])))], ranks=2)
     assert largest_difference(tmp_path / "one/out", tmp_path / "fsdp/out") < 1e-5
 
-    returned = load_file(tmp_path / "one/out/model.safetensors")
+    returned = load_file(tmp_path / "one/out/adapter_model.safetensors")
     assert returned.keys() == adapters.keys()
     for name, after in returned.items():
         before = adapters[name]
