@@ -412,9 +412,10 @@ def _row(
         ranks=report.ranks,
         devices=report.devices[:MOST_DEVICES],
         versions=report.versions,
-        loss_received=report.loss_received,
+        # What a late one received was the model of an earlier round: no figure of this one's.
+        loss_received=None if late else report.loss_received,
         loss_returned=report.loss_returned,
-        perplexity_received=report.perplexity_received,
+        perplexity_received=None if late else report.perplexity_received,
         perplexity_returned=report.perplexity_returned,
     )
 
