@@ -265,7 +265,7 @@ def speed(folder: Path, sizes: Sizes, device: str, deadline: Deadline, entry: di
 
 
 def peak_of(device: str) -> float | None:
-    from facility.training.monitor.account import peak_flops
+    from facility.training.account import peak_flops
 
     return peak_flops(torch.cuda.get_device_name(0)) if device == "cuda" else None
 
