@@ -6,8 +6,8 @@ section 5, a = 1/2). In the steady state the useful work a second is
 
     sum_f weight_f n_f ** -a / n_f / (seconds of a round).
 
-The grace that maximises it over the rounds seen is chosen, the way FedCompass (Li et al. 2024, arXiv 2309.14675) sets
-the wait of a group from measured speeds.
+Of the waits that some round has seen, the one that maximises it is chosen, the way FedCompass (Li et al. 2024, arXiv
+2309.14675) sets the wait of a group from measured speeds.
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ def best_grace(
 ) -> float:
     """Seconds to wait after the quorum; `inf`, to wait for all, until `LEARNING_ROUNDS` rounds have been seen.
 
-    Candidates are the waits after which some facility delivered in some round: the rate rises only there. Of equal
-    ones the longest counts, since an update in time is worth more than the same rate of late ones.
+    Candidates are no wait at all and the waits after which some facility delivered in some round: the best of these,
+    not of every number. Of equal ones the longest counts, since an update in time is worth more than the same rate of
+    late ones.
     """
     seen = [one for one in rounds if one][-WINDOW:]
     if len(seen) < LEARNING_ROUNDS:
