@@ -121,6 +121,8 @@ def descend(cost: Cost, begin: Layouts, stop: Stop, *, most: int = 40) -> Layout
             break
         around = _neighbours(cost, now)
         values = cost.value(around)
+        if not len(values):  # one device that holds everything has no neighbour
+            break
         best = int(values.argmin())
         if values[best] >= worth * (1 - 1e-9):
             break
