@@ -49,12 +49,9 @@ class Pending:
 
 @dataclass(kw_only=True)
 class Gate:
-    """One round: who has delivered, and whether it has closed."""
+    """Whether a round has closed."""
 
-    began: float
     closed: asyncio.Event = field(default_factory=asyncio.Event)
-    delivered: dict[str, float] = field(default_factory=dict)
-    """Seconds that each step took."""
     waiting: bool = False
     """The grace runs."""
 
@@ -97,18 +94,18 @@ class Closing:
         number, step = int(job.inputs[INPUT].value), step_of(job.name)
         began, source, trained = time.monotonic(), job, number
         task: asyncio.Future[Any]
+        carries = self.settings.late == "carry"
         if (before := self._pending.pop(step, None)) is not None:
-            if self.settings.late != "carry" or number >= self.rounds:
+            if not carries or number >= self.rounds:
                 await asyncio.wait([before.task])
                 task = asyncio.ensure_future(execute())
             else:
                 task, source, began, trained = before.task, before.job, before.began, before.round
         else:
             task = asyncio.ensure_future(execute())
-        carries = self.settings.late == "carry"
         if number >= self.rounds - 1 or (carries and number + 1 - trained > self.most_late):
             return await self._deliver(number, step, job, source, task, began)
-        gate = self._gates.setdefault(number, Gate(began=time.monotonic()))
+        gate = self._gates.setdefault(number, Gate())
         closed = asyncio.ensure_future(gate.closed.wait())
         try:
             await asyncio.wait([task, closed], return_when=asyncio.FIRST_COMPLETED)
@@ -133,12 +130,12 @@ class Closing:
             self._sources[job.name] = source
         if result.status is Status.COMPLETED and result.exit_code == 0:
             took = time.monotonic() - began
-            self._history.setdefault(number, {})[step] = took
-            if (gate := self._gates.get(number)) is not None:
-                gate.delivered[step] = took
-                if len(gate.delivered) >= self.quorum and not gate.waiting:
-                    gate.waiting = True
-                    self._close_after(gate, self.grace())
+            delivered = self._history.setdefault(number, {})
+            delivered[step] = took
+            gate = self._gates.get(number)
+            if gate is not None and len(delivered) >= self.quorum and not gate.waiting:
+                gate.waiting = True
+                self._close_after(gate, self.grace())
         return result
 
     def _close_after(self, gate: Gate, seconds: float) -> None:

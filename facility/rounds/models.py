@@ -7,16 +7,14 @@ the whole model in the next.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import shutil
 from pathlib import Path
 
 from facility.exchange.checkpoints.delta import decode
 from facility.exchange.errors import CheckpointError, InputError
-from facility.exchange.files.durable import write_json
 from facility.exchange.files.links import link_tree
-from facility.exchange.messages.manifest import KEEPS, NAME, Manifest, read_manifest
+from facility.exchange.messages.manifest import KEEPS, NAME, Manifest, read_manifest, with_extra
 
 
 def digest_of(received: Manifest) -> str:
@@ -79,6 +77,4 @@ class Models:
 
 def tell(update: Path, digest: str) -> None:
     """Say in an update's manifest which model this facility keeps."""
-    manifest = read_manifest(update)
-    told = dataclasses.replace(manifest, extra=manifest.extra | {KEEPS: digest})
-    write_json(Path(update) / NAME, dataclasses.asdict(told))
+    with_extra(update, KEEPS, digest)

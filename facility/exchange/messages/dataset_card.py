@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from facility.exchange.errors import ManifestError
-from facility.exchange.files.durable import write_json
-from facility.exchange.messages.manifest import NAME, Manifest, read_manifest
+from facility.exchange.messages.manifest import Manifest, with_extra
 from facility.exchange.messages.strict_json import Fields
 
 DATASET = "dataset"
@@ -40,9 +39,7 @@ class DatasetCounts:
 
 def with_dataset(update: Path, counts: DatasetCounts) -> None:
     """Say in an update's manifest what it was trained on, in numbers."""
-    manifest = read_manifest(update)
-    told = dataclasses.replace(manifest, extra=manifest.extra | {DATASET: dataclasses.asdict(counts)})
-    write_json(Path(update) / NAME, dataclasses.asdict(told))
+    with_extra(update, DATASET, dataclasses.asdict(counts))
 
 
 def dataset_of(manifest: Manifest) -> dict[str, Any]:

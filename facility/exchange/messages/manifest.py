@@ -88,12 +88,15 @@ def run_of(manifest: Manifest) -> str:
 
 def with_run(directory: Path, run: str) -> None:
     """Write `run` into the manifest of `directory`; nothing for an empty one."""
+    if run and run_of(read_manifest(directory)) != run:
+        with_extra(directory, RUN, run)
+
+
+def with_extra(directory: Path, key: str, value: Any) -> None:
+    """Write one entry of `extra` into the manifest of `directory`."""
     manifest = read_manifest(directory)
-    if run and run_of(manifest) != run:
-        write_json(
-            Path(directory) / NAME,
-            dataclasses.asdict(dataclasses.replace(manifest, extra=manifest.extra | {RUN: run})),
-        )
+    told = dataclasses.replace(manifest, extra=manifest.extra | {key: value})
+    write_json(Path(directory) / NAME, dataclasses.asdict(told))
 
 
 def with_head(directory: Path, log: str) -> None:

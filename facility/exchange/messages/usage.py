@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from facility.exchange.errors import ManifestError
-from facility.exchange.files.durable import write_json
-from facility.exchange.messages.manifest import NAME, Manifest, read_manifest
+from facility.exchange.messages.manifest import Manifest, with_extra
 from facility.exchange.messages.strict_json import Fields
 
 USAGE = "usage"
@@ -35,9 +34,7 @@ class Usage:
 
 def with_usage(update: Path, usage: Usage) -> None:
     """Say in an update's manifest what its job used."""
-    manifest = read_manifest(update)
-    told = dataclasses.replace(manifest, extra=manifest.extra | {USAGE: dataclasses.asdict(usage)})
-    write_json(Path(update) / NAME, dataclasses.asdict(told))
+    with_extra(update, USAGE, dataclasses.asdict(usage))
 
 
 def usage_of(manifest: Manifest) -> dict[str, Any]:
