@@ -65,6 +65,9 @@ class Work:
     """`exact`, `sample` or `off`: whether the inner products of the steps are summed."""
     by_tensor: bool = False
     """Whether the inner products are also kept for every tensor."""
+    momentum: bool = False
+    """The first slot is the server optimizer's momentum, and the rule looks at it: a pass that writes nothing measures
+    the steps' inner products with it by tensor, `combine` gets it as the last row of its steps."""
     observe: Callable[[Array], None] | None = None
     """Sees every (updates, n) block of steps, from any thread."""
     model: TensorWriter | None = None
@@ -80,6 +83,8 @@ class Passed:
     """Inner products of the updates' steps, (updates, updates), float64."""
     by_tensor: dict[str, Array] = field(default_factory=dict)
     """The same for each tensor, where it is asked for."""
+    along_momentum: dict[str, Array] = field(default_factory=dict)
+    """Inner products of each update's step, and last of the momentum itself, with the momentum, by tensor."""
     step_squared: float = 0.0
     """Squared L2 norm of the master's change."""
     elements: int = 0
@@ -157,6 +162,8 @@ def run(work: Work, *, threads: int) -> Passed:
         total.gram += result.gram
         if work.by_tensor:
             total.by_tensor[job.name] = total.by_tensor.get(job.name, 0.0) + result.gram
+        for name, products in result.along_momentum.items():
+            total.along_momentum[name] = total.along_momentum.get(name, 0.0) + products
         total.step_squared += result.step_squared
         total.elements += result.elements
         total.counted += result.counted
@@ -239,7 +246,7 @@ def _combined(part: _Part, piece: slice, result: Passed) -> tuple[Array, Array, 
         piece,
         gram=result.gram if counted else None,
         coefficients=work.coefficients,
-        rows=work.observe is not None or work.combine is not None,
+        rows=work.observe is not None or work.combine is not None or work.momentum,
         add=part.added,
     )
     if counted:
@@ -249,10 +256,24 @@ def _combined(part: _Part, piece: slice, result: Passed) -> tuple[Array, Array, 
     if work.observe:
         assert steps is not None
         work.observe(steps)
+    if work.momentum and steps is not None:
+        steps = _with_momentum(part, piece, steps)
+        if work.model is None:
+            total = result.along_momentum.setdefault(part.name, np.zeros(len(steps)))
+            pairs = np.zeros((len(steps), len(steps)))
+            add_products(pairs, steps)
+            total += pairs[-1]
     if work.model is not None and work.combine is not None:
         assert steps is not None
         combined = work.combine(steps, part.name, part.begin + piece.start)
     return base, combined, counted
+
+
+def _with_momentum(part: _Part, piece: slice, steps: Array) -> Array:
+    """The steps and, as one row more, the momentum at the same place."""
+    stored = part.slots[0]
+    row = np.full(steps.shape[1], part.work.slot_starts[0]) if stored is None else stored[piece]
+    return np.concatenate([steps, row[None].astype(steps.dtype)])
 
 
 def _unmasked(part: _Part, piece: slice, unmasking: Unmasking) -> tuple[Array, Array]:

@@ -15,6 +15,7 @@ from coordinator.aggregation.round import Aggregation
 from coordinator.aggregation.rules.contract import (
     HISTOGRAMS,
     INNER_PRODUCTS,
+    MOMENTUM,
     SORTED_VALUES,
     TENSOR_PRODUCTS,
     Combine,
@@ -36,10 +37,15 @@ def needs_tensor_products(settings: AggregationSettings) -> bool:
     return TENSOR_PRODUCTS in RULES.get(settings.aggregation_rule).needs
 
 
+def needs_momentum(settings: AggregationSettings) -> bool:
+    """Whether the rule looks at the server optimizer's momentum."""
+    return MOMENTUM in RULES.get(settings.aggregation_rule).needs
+
+
 def needs_measuring(settings: AggregationSettings, count: int) -> bool:
     """Whether all steps of `count` updates must be seen once before they can be combined."""
     return bool(
-        {INNER_PRODUCTS, TENSOR_PRODUCTS, HISTOGRAMS} & set(RULES.get(settings.aggregation_rule).needs)
+        {INNER_PRODUCTS, TENSOR_PRODUCTS, HISTOGRAMS, MOMENTUM} & set(RULES.get(settings.aggregation_rule).needs)
         or settings.clip_norm
         or clip_ratio(settings, count)
         or (settings.screen.action in ("auto", "quarantine") and count >= settings.screen.minimum_updates)
@@ -64,7 +70,9 @@ def plan_round(aggregation: Aggregation) -> None:
         aggregation.weights,
         gram=aggregation.measured.gram if aggregation.measured else None,
         tensor_grams=aggregation.measured.by_tensor if aggregation.measured else None,
+        along_momentum=aggregation.measured.along_momentum if aggregation.measured else None,
         histograms=aggregation.histograms,
+        staleness=[update.staleness for update in aggregation.opened],
         round=aggregation.number,
     )
     details = {"capped_shares": aggregation.capped} if aggregation.capped else {}
@@ -80,7 +88,9 @@ def make_plan(
     *,
     gram: Array | None = None,
     tensor_grams: Mapping[str, Array] | None = None,
+    along_momentum: Mapping[str, Array] | None = None,
     histograms: Sequence[Array] | None = None,
+    staleness: Sequence[int] = (),
     round: int = 0,
 ) -> Plan:
     """The plan for updates of facilities `names`; `gram`s and `histograms` as measured, where the rule needs them."""
@@ -94,6 +104,7 @@ def make_plan(
         scale = np.array(factors)
         gram = gram * scale[:, None] * scale[None, :]
         tensor_grams = {name: one * scale[:, None] * scale[None, :] for name, one in (tensor_grams or {}).items()}
+        along_momentum = {name: one * np.append(scale, 1.0) for name, one in (along_momentum or {}).items()}
     rule = RULES.get(settings.aggregation_rule)
     updates = RoundUpdates(
         facilities=names,
@@ -101,6 +112,8 @@ def make_plan(
         number=round,
         inner_products=gram,
         tensor_products=tensor_grams,
+        momentum_products=along_momentum,
+        staleness=staleness,
         histograms=histograms,
         clip_factors=factors,
     )
@@ -111,7 +124,7 @@ def make_plan(
     assert plan.combine is not None, f"{settings.aggregation_rule} decided nothing"
     combine = _sorting(plan.combine) if SORTED_VALUES in rule.needs else plan.combine
     if any(factor != 1 for factor in factors):
-        combine = _scaling(combine, factors)
+        combine = _scaling(combine, [*factors, 1.0] if MOMENTUM in rule.needs else factors)
     return dataclasses.replace(plan, combine=combine, details=details | plan.details)
 
 

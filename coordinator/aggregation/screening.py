@@ -6,17 +6,21 @@ import dataclasses
 import math
 import os
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from coordinator.aggregation import kernel
 from coordinator.aggregation.outliers import screened
-from coordinator.aggregation.plan import needs_histograms, needs_measuring, needs_tensor_products
+from coordinator.aggregation.plan import needs_histograms, needs_measuring, needs_momentum, needs_tensor_products
 from coordinator.aggregation.round import Aggregation
+from coordinator.aggregation.server_optimizers.registry import SERVER_OPTIMIZERS, build
+from coordinator.aggregation.state import fitting, open_state
 from coordinator.aggregation.updates import weights_of
 from coordinator.aggregation.verify import check_finite
 from facility.exchange.checkpoints import magnitudes
+from facility.exchange.checkpoints.checkpoint import TensorEntry
 from facility.exchange.errors import UpdateRefused
 from facility.exchange.masking.weights import capped
 
@@ -46,7 +50,11 @@ def screen_round(aggregation: Aggregation) -> None:
         aggregation.opened = [aggregation.opened[i] for i in kept]
         chosen = np.ix_(kept, kept)
         by_tensor = {name: one[chosen] for name, one in aggregation.measured.by_tensor.items()}
-        aggregation.measured = dataclasses.replace(aggregation.measured, gram=gram[chosen], by_tensor=by_tensor)
+        with_momentum = [*kept, len(gram)]
+        along = {name: one[with_momentum] for name, one in aggregation.measured.along_momentum.items()}
+        aggregation.measured = dataclasses.replace(
+            aggregation.measured, gram=gram[chosen], by_tensor=by_tensor, along_momentum=along
+        )
         _weigh(aggregation)
 
 
@@ -108,13 +116,27 @@ def _measure(aggregation: Aggregation) -> None:
             with lock:
                 total += counts
 
-    wanted = needs_histograms(aggregation.settings)
+    wanted, momentum = needs_histograms(aggregation.settings), needs_momentum(aggregation.settings)
+    slots, starts = _momentum(aggregation) if momentum else ([], ())
     work = kernel.Work(
         base=aggregation.floats,
         updates=[update.entries for update in aggregation.opened],
         float64=aggregation.settings.accumulate == "float64",
         observe=observe if wanted else None,
         by_tensor=needs_tensor_products(aggregation.settings),
+        slots=slots,
+        slot_starts=starts,
+        momentum=momentum,
     )
     aggregation.measured = run_pass(aggregation, work)
     aggregation.histograms = histograms if wanted else None
+
+
+def _momentum(aggregation: Aggregation) -> tuple[list[Mapping[str, TensorEntry]], tuple[float, ...]]:
+    """The server optimizer's velocity of the round before, as the kernel takes it."""
+    settings = aggregation.settings
+    optimizer = SERVER_OPTIMIZERS.get(settings.server_optimizer)
+    _, starts = build(settings.server_optimizer, aggregation.number, settings.values_of(optimizer))
+    (name,) = optimizer.slots[:1]
+    old = open_state(aggregation.request.state_in, aggregation.sent, [name])
+    return [fitting(old.get(name), aggregation.floats)], starts[:1]

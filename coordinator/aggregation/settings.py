@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Le
 
 from coordinator.aggregation.rule_parameters import declared, unset, with_rule_parameters
+from coordinator.aggregation.rules.contract import MOMENTUM
 from coordinator.aggregation.rules.registry import RULES
 from coordinator.aggregation.server_optimizers.registry import SERVER_OPTIMIZERS
 from facility.exchange.errors import ConfigurationError
@@ -88,6 +89,11 @@ class AggregationSettings:
     """After a round whose model is worse than the one before (mean validation loss over the facilities that reported
     both), say so and halve the server learning rate, to an eighth of its value at the least; three rounds that improve
     in a row double it again, up to its value. Each round file records the factor. Without effect on groups."""
+    server_decay_share: Annotated[float, Ge(0), Le(1)] = 0.0
+    """Last share of the federation's rounds over which the server learning rate falls linearly; 0: it stays constant.
+    Without effect on a single `python -m coordinator.aggregate`, which knows no number of rounds, and on groups."""
+    server_decay_to: Share = 0.65
+    """What the server learning rate is multiplied by in the last round, where it falls."""
     parameters: dict[str, Any] = field(default_factory=dict)
     """Parameters of a rule or optimizer that is not shipped, by name."""
     weights: Literal["tokens", "samples", "equal"] | dict[str, Positive[float]] = "tokens"
@@ -126,6 +132,14 @@ class AggregationSettings:
         self._check_parameters()
         if self.clip_ratio < 0 and self.clip_ratio != AUTOMATIC:
             raise ConfigurationError(f"clip_ratio is {self.clip_ratio}, expected 0 or more, or -1 for automatic")
+        if MOMENTUM in RULES.get(self.aggregation_rule).needs and (
+            SERVER_OPTIMIZERS.get(self.server_optimizer).slots[:1] != ("velocity",)
+        ):
+            raise ConfigurationError(
+                f"{self.aggregation_rule} turns late updates towards the server optimizer's momentum, and rule is "
+                f"{self.rule!r}; expected {self.aggregation_rule}+nesterov or {self.aggregation_rule}+fedavgm",
+                key="rule",
+            )
         if self.lora == "product" and (self.aggregation_rule, self.server_optimizer) != ("mean", "plain"):
             raise ConfigurationError(
                 f"lora is 'product', which is a mean of its own; rule is {self.rule!r}, expected 'mean'"

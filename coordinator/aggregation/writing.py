@@ -10,6 +10,7 @@ from pathlib import Path
 
 from coordinator.aggregation import kernel
 from coordinator.aggregation.adapters import layout_with, settings_of, write_products
+from coordinator.aggregation.plan import needs_momentum
 from coordinator.aggregation.record import ROUND, RoundRecord, write_record
 from coordinator.aggregation.round import Aggregation, Request
 from coordinator.aggregation.screening import run_pass, screen_afterwards
@@ -115,6 +116,7 @@ def _work(aggregation: Aggregation, outputs: Outputs, stack: ExitStack, model: T
         slots=[fitting(old.get(name), floats) for name in optimizer.slots],
         slot_starts=starts,
         step=None if step is plain.add else step,
+        momentum=needs_momentum(settings),
         float64=settings.accumulate == "float64",
         statistics=statistics,
         model=model,

@@ -117,6 +117,8 @@ class RoundFile:
     """What the guard multiplied the server learning rate by."""
     guard: str = ""
     """Why that changed in this round; empty: it did not."""
+    decay: float = 1.0
+    """What the schedule of the server learning rate multiplied it by."""
     finished: str = ""
     """UTC, ISO 8601."""
     aggregation: dict[str, Any] = field(default_factory=dict)

@@ -29,7 +29,8 @@ from coordinator.rounds.order import OUTPUT, order_or_tell
 from coordinator.rounds.weight_limit import Capped, cap
 from coordinator.steps.decide import Decision, decide
 from coordinator.steps.global_loss import global_losses, losses_of, losses_of_rows, plausible, without_each
-from coordinator.steps.guard import Guard, guard, guarded
+from coordinator.steps.guard import Guard, guard
+from coordinator.steps.schedule import decay_factor, with_rate
 from coordinator.steps.send import Outgoing, bytes_of, make_message, outgoing
 from facility.exchange.errors import CrossFedError, InputError, TryAgain, UpdateRefused, exit_on_error
 from facility.exchange.files.durable import write_json
@@ -224,7 +225,8 @@ def commit(
     if capped.weights:
         aggregation = dataclasses.replace(aggregation, weights=capped.weights)
     watched = _watch(archive, settings, arrived)
-    aggregation = guarded(aggregation, watched)
+    decay = decay_factor(number, settings.rounds, share=aggregation.server_decay_share, to=aggregation.server_decay_to)
+    aggregation = with_rate(aggregation, watched.factor * decay)
     with archive.append(number) as directory:
         record = aggregate(
             base=model,
@@ -263,6 +265,7 @@ def commit(
             attempts=attempt,
             outer_factor=watched.factor,
             guard=watched.reason,
+            decay=decay,
             finished=datetime.now(UTC).isoformat(timespec="seconds"),
             aggregation=dataclasses.asdict(record),
         )

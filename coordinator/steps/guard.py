@@ -5,17 +5,12 @@ A pure function of the archive: the same rounds give the same factor, whoever as
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from coordinator.aggregation.server_optimizers.registry import SERVER_OPTIMIZERS
-from coordinator.aggregation.settings import AggregationSettings
-
 LEAST = 1 / 8
 """Smallest factor."""
-RATE = "server_learning_rate"
 RECOVERY = 3
 """Rounds that improve in a row, after which the factor doubles."""
 
@@ -58,12 +53,3 @@ def guard(losses: Sequence[float | None]) -> Guard:
                 )
         before = loss
     return found
-
-
-def guarded(settings: AggregationSettings, found: Guard) -> AggregationSettings:
-    """The settings with the server learning rate times the factor; optimizers of one's own know no such rate."""
-    entry = SERVER_OPTIMIZERS.get(settings.server_optimizer)
-    if found.factor == 1 or entry is not SERVER_OPTIMIZERS.built_in.get(entry.name):
-        return settings
-    rate = float(settings.values_of(entry)[RATE]) * found.factor
-    return dataclasses.replace(settings, **{RATE: rate})  # type: ignore[arg-type]

@@ -17,11 +17,18 @@ from tests.reproductions.server_in_memory import Server
 
 SHAPES = {"a.weight": (40, 50), "b.weight": (70_000,), "c.bias": (5,)}
 FACILITIES = [f"f{i}" for i in range(7)]
-COMBINED = [*RULES.names(), *SERVER_OPTIMIZERS.names(), "median+nesterov"]
+COMBINED = [
+    *(name for name in RULES.names() if name != "heloco"),
+    *SERVER_OPTIMIZERS.names(),
+    "median+nesterov",
+    "heloco+nesterov",
+]
 
 
 def settings_of(rule: str, **more) -> AggregationSettings:
-    return AggregationSettings(rule=rule, byzantine=1, weights="equal", server_learning_rate=0.7, **more)
+    return AggregationSettings(
+        rule=rule, byzantine=1, weights="equal", server_learning_rate=0.7, heloco_staleness=0, **more
+    )
 
 
 @pytest.mark.parametrize("rule", COMBINED)
@@ -44,6 +51,56 @@ def test_two_rounds_over_files_are_two_rounds_in_memory(rule: str, tmp_path: Pat
             assert torch.equal(got[name], tensors[name]), name
         assert record.step_norm and record.step_norm > 0
         base, state = out, after
+
+
+def test_heloco_turns_only_the_update_that_is_late(tmp_path: Path):
+    """Two rounds over files; in the second, one update is of the round before. A plain loop in torch is the oracle."""
+    settings = AggregationSettings(
+        rule="heloco+nesterov",
+        weights="equal",
+        maximum_staleness=1,
+        momentum_warmup=False,
+        **make.UNBOUNDED,
+    )
+    start = make.random_tensors(0, SHAPES, torch.float32)
+    m0 = make.model(tmp_path / "m0", start)
+    first = {who: make.moved(start, i) for i, who in enumerate(("a", "b"))}
+    paths = {who: make.update(tmp_path / f"{who}0", one, base=m0, facility=who) for who, one in first.items()}
+    aggregate(base=m0, updates=paths, out=tmp_path / "m1", settings=settings, state_out=tmp_path / "s1")
+    one = make.read_all(tmp_path / "m1")
+    second = {"a": make.moved(one, 7), "late": make.moved(one, 8)}
+    paths = {
+        "a": make.update(tmp_path / "a1", second["a"], base=tmp_path / "m1", facility="a"),
+        "late": make.update(tmp_path / "late", second["late"], base=tmp_path / "m1", facility="late", round=0),
+    }
+    record = aggregate(
+        base=tmp_path / "m1",
+        updates=paths,
+        out=tmp_path / "m2",
+        settings=settings,
+        state_in=tmp_path / "s1",
+        state_out=tmp_path / "s2",
+    )
+    assert record.details["turned"] == ["late"]
+    got, turned = make.read_all(tmp_path / "m2"), 0
+    shares = [1 / (1 + 2**-0.5), 2**-0.5 / (1 + 2**-0.5)]
+    for name in SHAPES:
+        velocity = sum((update[name] - start[name]).double() for update in first.values()) / 2
+        step, late = (second["a"][name] - one[name]).double(), (second["late"][name] - one[name]).double()
+        cosine = float((late * velocity).sum() / late.norm() / velocity.norm())
+        confidence = float(late.norm() / (late.norm() + 3 * velocity.norm() + 1e-8))
+        if cosine < 0:
+            late = late - min(-0.5 * cosine * confidence, 0.5) * cosine * late.norm() * velocity / velocity.norm()
+        elif cosine < 0.2:
+            turn = min((1 - cosine) * confidence, 1)
+            mixed = (1 - turn) * late / late.norm() + turn * velocity / velocity.norm()
+            late = late.norm() * mixed / mixed.norm()
+        turned += cosine < 0.2
+        mean = shares[0] * step + shares[1] * late
+        after = 0.8 * velocity + mean
+        expected = one[name].double() + mean + 0.8 * after
+        torch.testing.assert_close(got[name].double(), expected, rtol=0, atol=3e-7)
+    assert turned
 
 
 def attacked(kind: str) -> tuple[dict[str, dict[str, torch.Tensor]], torch.Tensor, torch.Tensor]:

@@ -11,6 +11,7 @@ from coordinator.aggregation.rules import (
     bulyan,
     dare,
     geometric_median,
+    heloco,
     krum,
     mean,
     median,
@@ -140,6 +141,37 @@ def test_geometric_median_of_a_line_is_the_median():
     # An equilateral triangle: its centre, by symmetry.
     triangle = np.array([[1, 0], [-0.5, 3**0.5 / 2], [-0.5, -(3**0.5) / 2]])
     np.testing.assert_allclose(geometric_median.coefficients(triangle @ triangle.T, np.ones(3), iterations=50), 1 / 3)
+
+
+@pytest.mark.parametrize("angle", [0.0, 30.0, 78.0, 80.0, 89.0, 90.0, 91.0, 135.0, 180.0])
+@pytest.mark.parametrize("ratio", [0.1, 1.0, 20.0])
+def test_a_late_step_is_turned_towards_the_momentum_as_the_paper_writes_it(angle: float, ratio: float):
+    momentum = np.array([0.0, 2.0])
+    step = 2 * ratio * np.array([np.sin(np.radians(angle)), np.cos(np.radians(angle))])
+    own, other = heloco.correction(2 * ratio, 2.0, float(step @ momentum))
+    found = own * step + other * momentum
+    cosine = np.cos(np.radians(angle))
+    confidence = 2 * ratio / (2 * ratio + 6)
+    if cosine >= 0.2:
+        expected = step
+    elif cosine < -1e-12:
+        expected = step - min(0.5 * -cosine * confidence, 0.5) * cosine * np.linalg.norm(step) * momentum / 2
+    else:
+        mixed = (1 - min((1 - cosine) * confidence, 1)) * step / np.linalg.norm(step)
+        mixed = mixed + min((1 - cosine) * confidence, 1) * momentum / 2
+        expected = np.linalg.norm(step) * mixed / np.linalg.norm(mixed)
+        assert np.linalg.norm(found) == pytest.approx(np.linalg.norm(step))
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-9)
+    assert found @ momentum >= step @ momentum - 1e-9
+
+
+def test_without_a_momentum_a_late_step_is_as_it_is():
+    assert heloco.correction(1.0, 0.0, 0.0) == heloco.correction(0.0, 1.0, 0.0) == (1.0, 0.0)
+
+
+def test_heloco_without_a_momentum_to_turn_to_is_refused():
+    with pytest.raises(ConfigurationError, match="heloco\\+nesterov"):
+        AggregationSettings(rule="heloco")
 
 
 def test_radial_directional_by_hand():

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from coordinator.aggregation.outliers import screened
-from coordinator.aggregation.plan import make_plan, needs_histograms
+from coordinator.aggregation.plan import make_plan, needs_histograms, needs_momentum
 from coordinator.aggregation.rules import mean
 from coordinator.aggregation.server_optimizers.registry import SERVER_OPTIMIZERS, build
 from coordinator.aggregation.settings import AggregationSettings
@@ -46,6 +46,7 @@ class Server:
         base: Mapping[str, torch.Tensor],
         updates: Mapping[str, Mapping[str, torch.Tensor]],
         weights: Mapping[str, float],
+        staleness: Mapping[str, int] | None = None,
     ) -> dict[str, torch.Tensor]:
         """The next model, each tensor in the base's dtype. `base` is the model that the updates started from."""
         import torch
@@ -85,12 +86,24 @@ class Server:
             histograms = [
                 np.sum([magnitudes.histogram(steps[name][k]) for name in floats], axis=0) for k in range(len(names))
             ]
-        plan = make_plan(
-            settings, names, shares, gram=self.gram, tensor_grams=by_tensor, histograms=histograms, round=self.round
-        )
-        self.details = plan.details | {"suspects": found.suspects}
         optimizer = SERVER_OPTIMIZERS.get(settings.server_optimizer)
         outer, slot_starts = build(settings.server_optimizer, self.round, settings.values_of(optimizer))
+        if momentum := needs_momentum(settings):
+            for name in floats:
+                velocity = self.slots[name][0] if name in self.slots else np.zeros_like(starts[name])
+                steps[name] = np.concatenate([steps[name], velocity[None]])
+        plan = make_plan(
+            settings,
+            names,
+            shares,
+            gram=self.gram,
+            tensor_grams=by_tensor,
+            along_momentum={name: _along(block) for name, block in steps.items()} if momentum else None,
+            histograms=histograms,
+            staleness=[(staleness or {}).get(name, 0) for name in names],
+            round=self.round,
+        )
+        self.details = plan.details | {"suspects": found.suspects}
         result = dict(base)
         for name in floats:
             master = self.master.get(name)
@@ -114,3 +127,13 @@ class Server:
 
 def _pieces(count: int) -> list[slice]:
     return [slice(start, min(start + PIECE, count)) for start in range(0, count, PIECE)]
+
+
+def _along(rows: Any) -> Any:
+    """Inner products of the rows with the last one, summed by pieces as the kernel does."""
+    total = np.zeros(len(rows))
+    for piece in _pieces(rows.shape[1]):
+        pairs = np.zeros((len(rows), len(rows)))
+        add_products(pairs, rows[:, piece])
+        total += pairs[-1]
+    return total

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.aggregation.settings import AggregationSettings
-from coordinator.steps.guard import LEAST, guard, guarded
+from coordinator.steps.guard import LEAST, guard
+from coordinator.steps.schedule import with_rate
 
 LOSSES = st.lists(st.none() | st.floats(0.0, 20.0), max_size=30)
 
@@ -43,6 +44,6 @@ def test_within_bounds_and_at_its_full_value_while_no_round_is_worse(losses):
 @pytest.mark.parametrize("rule", ["nesterov", "mean", "fedadam", "median"])
 def test_the_factor_is_of_the_rules_own_rate(rule):
     settings = AggregationSettings(rule=rule)
-    half = guarded(settings, guard([1.0, 2.0]))
+    half = with_rate(settings, guard([1.0, 2.0]).factor)
     assert half.server_learning_rate == settings.server_learning_rate / 2  # type: ignore[attr-defined]
-    assert guarded(settings, guard([2.0, 1.0])) is settings
+    assert with_rate(settings, guard([2.0, 1.0]).factor) is settings

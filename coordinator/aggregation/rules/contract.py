@@ -32,6 +32,9 @@ TENSOR_PRODUCTS = "tensor_products"
 """The same for every tensor by itself."""
 HISTOGRAMS = "histograms"
 """A histogram of each update's magnitudes (`facility.exchange.checkpoints.magnitudes`), from a first pass."""
+MOMENTUM = "momentum"
+"""The steps' inner products with the server optimizer's momentum, by tensor; `combine` is given the momentum as a last
+row of the steps. Needs an optimizer whose first slot is the velocity."""
 SORTED_VALUES = "sorted_values"
 """`combine` is given every value's steps in ascending order, in place of the order of the facilities."""
 
@@ -41,7 +44,7 @@ class AggregationRule(Declaration):
     """One way to combine the updates of a round into a step.
 
     `implementation` names a function (RoundUpdates, *, parameters) -> Plan; `needs` what it is given beyond names and
-    weights: `inner_products`, `tensor_products`, `histograms`, `sorted_values`.
+    weights: `inner_products`, `tensor_products`, `histograms`, `sorted_values`, `momentum`.
     """
 
     minimum_updates: str = ""
@@ -62,6 +65,11 @@ class RoundUpdates:
     """(updates, updates), of the clipped steps; where the rule needs them."""
     tensor_products: Mapping[str, Array] | None = None
     """The same by tensor; where the rule needs them."""
+    momentum_products: Mapping[str, Array] | None = None
+    """(updates + 1,) by tensor: of the clipped steps with the momentum, and last of the momentum with itself; where the
+    rule needs them."""
+    staleness: Sequence[int] = ()
+    """Rounds that each update is late; empty: none is."""
     histograms: Sequence[Array] | None = None
     """Of each update's magnitudes before clipping; where the rule needs them."""
     clip_factors: Sequence[float] = ()
