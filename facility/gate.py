@@ -50,6 +50,8 @@ WHERE = {
     "get-piece": "transfers:get_piece",
     "submit": "jobs:submit",
     "run": "jobs:submit",
+    "keys": "login_commands:keys",
+    "unmask": "login_commands:unmask",
     "test-job": "jobs:test_job",
     "jobs": "queue:jobs",
     "cancel": "queue:cancel",
@@ -78,6 +80,8 @@ def hello(session: Session, request: Request) -> int:
         "hours": policy.hours,
         "cores": os.cpu_count() or 1,
         "memory_mb": memory >> 20,
+        "masks": policy.peer_signers is not None,
+        "minimum_sum": policy.minimum_sum,
         "free_mb": shutil.disk_usage(session.workdir).free >> 20,
     }
     print(json.dumps(told))

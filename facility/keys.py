@@ -19,6 +19,7 @@ from facility.exchange.files.paths import resolve
 from facility.exchange.masking.roster import Keys, write_keys
 from facility.exchange.messages.settings import FacilitySettings, read_facility_settings
 from facility.masking.private_keys import PrivateKeys
+from facility.masking.site_rules import site_rules
 from facility.rounds.kept import default_directory
 from facility.rounds.login_command import add_arguments, ending
 
@@ -26,6 +27,8 @@ from facility.rounds.login_command import add_arguments, ending
 def draw_keys(settings: FacilitySettings, dataset: Path, state: Path, round: int, out: Path) -> None:
     """Write signed keys of `round` to `out`. Raises `CrossFedError`."""
     training = settings.training
+    if settings.masking is not None:
+        site_rules().check(settings.masking)
     if settings.masking is None or not training.signing_key:
         raise ConfigurationError("the settings ask for no secure aggregation, or name no training.signing_key")
     sequences = training.steps * training.batch_sequences

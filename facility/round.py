@@ -54,7 +54,7 @@ from facility.rounds.energy import Meter
 from facility.rounds.evaluation import evaluate
 from facility.rounds.finished import Finished, key_of
 from facility.rounds.kept import default_directory
-from facility.rounds.masked import masked
+from facility.rounds.masked import masked, unmasked_path
 from facility.rounds.models import Models, digest_of, tell
 from facility.rounds.personal import Personal
 from facility.rounds.sealed import put_aside_damaged
@@ -87,6 +87,16 @@ class Job:
     @property
     def round(self) -> int:
         return self.arguments.round
+
+    @property
+    def masks(self) -> bool:
+        """Does the update leave masked?"""
+        return self.settings.masking is not None and self.round < self.settings.rounds
+
+    @property
+    def trained(self) -> Path:
+        """Where training leaves the update: with masks not in the job's own directory, which the coordinator reads."""
+        return unmasked_path(self.state, self.round) if self.masks else self.out
 
     @property
     def personal(self) -> Personal:
@@ -142,18 +152,20 @@ def run(job: Job) -> Ending:
         if job.keeps_models:
             Models(job.state).whole(job.arguments.model)
         job.personal.put_in(job.received, job.round)
+        _clear(job.trained)
+        job.trained.parent.mkdir(parents=True, exist_ok=True)
         job.notes.write("first", GO)
         ending = train(job)
-        if ending.code not in (Outcome.DONE, Outcome.CHECKPOINTED) and (job.out / NAME).is_file():
-            verify_manifest(job.out)  # written last: what follows it cannot make the update less complete
+        if ending.code not in (Outcome.DONE, Outcome.CHECKPOINTED) and (job.trained / NAME).is_file():
+            verify_manifest(job.trained)  # written last: what follows it cannot make the update less complete
             print(f"round: the update was complete when {ending.reason}", file=sys.stderr)
             ending = Ending(code=0, reason="")
         if ending.code == Outcome.DONE:
             check_update(job)
             if job.round < job.settings.rounds:
-                job.personal.take_out(job.out, job.received, job.round)
+                job.personal.take_out(job.trained, job.received, job.round)
                 make_smaller(
-                    job.out,
+                    job.trained,
                     model=job.received,
                     state=job.state,
                     round=job.round,
@@ -161,17 +173,17 @@ def run(job: Job) -> Ending:
                     patterns=job.personal.patterns,
                 )
             if job.keeps_models:
-                tell(job.out, base)
-            with_run(job.out, run_of(received))
-            with_usage(job.out, job.meter.usage(job.notes))
+                tell(job.trained, base)
+            with_run(job.trained, run_of(received))
+            with_usage(job.trained, job.meter.usage(job.notes))
             if job.settings.evaluation.due(job.round, job.settings.rounds):
                 tell_scores(job)
             if job.settings.dataset_card:
-                with_dataset(job.out, counts_of(job.dataset))
-            with_head(job.out, os.environ.get(AUDIT, ""))
+                with_dataset(job.trained, counts_of(job.dataset))
+            with_head(job.trained, os.environ.get(AUDIT, ""))
             if masks is not None:
-                finished.keep(key, job.round, job.out)
-                _clear(job.out)
+                finished.keep(key, job.round, job.trained)
+                _clear(job.trained)
                 masks.make(finished.place(job.round), received=job.received, key=key, out=job.out)
                 return ending
             if job.settings.training.signing_key:
@@ -213,11 +225,13 @@ def train(job: Job) -> Ending:
         "--round",
         str(a.round),
         "--out",
-        str(a.out),
+        str(job.trained),
         "--state",
         str(job.state),
         "--progress",
     ]
+    if job.masks:
+        command += ["--job-directory", str(Path.cwd())]
     ahead = unsent(job.state, a.round, training, masked=job.settings.masking is not None)
     if ahead is not None and a.round < job.settings.rounds:
         command += ["--unsent", str(ahead)]
@@ -237,19 +251,19 @@ def tell_scores(job: Job) -> None:
     base = str(resolve(training.lora.base)) if training.lora.rank else ""
     try:
         scores = evaluate(job.received, job.settings.evaluation, dataset=job.dataset, base=base, device=training.device)
-        with_scores(job.out, scores)
+        with_scores(job.trained, scores)
     except (CrossFedError, OSError, ValueError, KeyError) as error:
         print(f"round: the evaluation on tasks failed: {error}", file=sys.stderr)
-        with_scores(job.out, [], problem=str(error))
+        with_scores(job.trained, [], problem=str(error))
 
 
 def check_update(job: Job) -> None:
     """Raise `ManifestError` unless the training process left what it promised."""
-    manifest = read_manifest(job.out)
+    manifest = read_manifest(job.trained)
     found = (manifest.kind, manifest.federation, manifest.facility, manifest.round)
     expected = ("update", job.settings.federation, job.settings.facility, job.round)
     if found != expected:
-        raise ManifestError(f"{job.out} is {found}, expected {expected}")
+        raise ManifestError(f"{job.trained} is {found}, expected {expected}")
 
 
 def follow(job: Job) -> int:

@@ -186,6 +186,7 @@ quote() { printf '%q' "$1"; }
     echo "export CROSSFED_HOME=$(quote "$home") CROSSFED_STATE=$(quote "$home/state")"
     echo "export HF_HOME=$(quote "$home/cache/huggingface") TORCH_HOME=$(quote "$home/cache/torch") TRITON_CACHE_DIR=$(quote "$home/cache/triton")"
     echo "export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONNOUSERSITE=1"
+    echo "[ ! -f $(quote "$home/site.sh") ] || . $(quote "$home/site.sh")  # the site's own, never written by setup.sh"
 } >"$home/.env.sh.new"
 if cmp -s "$home/.env.sh.new" "$home/env.sh"; then rm "$home/.env.sh.new"; say "env.sh: unchanged"
 else mv "$home/.env.sh.new" "$home/env.sh"; say "env.sh: written to $home/env.sh"; fi

@@ -43,6 +43,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--round", type=int, required=True, metavar="N", help="number of the round, from 0")
     p.add_argument("--out", type=Path, required=True, metavar="DIR", help="the update; must not exist, appears whole")
     p.add_argument(
+        "--job-directory", type=Path, metavar="DIR", help="where progress.json goes; default: the directory of --out"
+    )
+    p.add_argument(
         "--state",
         type=Path,
         metavar="DIR",
@@ -74,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"rank {os.environ.get('RANK', 0)}: the plan leaves this rank idle", flush=True)
         return Outcome.DONE
     start_logging(ranks, request.name)
-    show_stage(ranks, request.out.absolute().parent, "loading")
+    show_stage(ranks, request.job_directory, "loading")
     inputs, setup, saved = read(request, ranks)
 
     round = Round(request, ranks, inputs, setup)

@@ -19,6 +19,7 @@ from facility.exchange.files.paths import resolve
 from facility.exchange.masking.unmasking import read_request, write_answer
 from facility.exchange.messages.settings import FacilitySettings, read_facility_settings
 from facility.masking.answering import answer_request
+from facility.masking.site_rules import site_rules
 from facility.rounds.kept import default_directory
 from facility.rounds.login_command import add_arguments, ending
 
@@ -33,8 +34,8 @@ def unmask(settings: FacilitySettings, request: Path, state: Path, out: Path) ->
         request,
         facility=settings.facility,
         settings=settings.masking,
-        signers=resolve(settings.masking.peer_signers),
         state=state,
+        rules=site_rules(),
     )
     with new_directory(out) as temporary:
         write_answer(temporary, answer, resolve(settings.training.signing_key))

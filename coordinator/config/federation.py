@@ -186,14 +186,6 @@ def _build(lined: Lined) -> Federation:
             model_encoding=federation.sending.encoding,
             grouped=federation.groups is not None,
         )
-    for number, facility in enumerate(federation.facilities):
-        if federation.masks and facility.deployment.gate:
-            key = f"facilities[{number}].deployment.gate"
-            raise lined.error(
-                f"{key}: secure aggregation runs commands at the login node, for which a gate has no requests yet; "
-                "leave privacy.secure_aggregation or the gate out",
-                key,
-            )
     return federation
 
 

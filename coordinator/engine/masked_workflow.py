@@ -43,6 +43,7 @@ def masking_settings(federation: Federation, facility: Facility) -> MaskingSetti
     return MaskingSettings(
         bits=privacy.bits,
         threshold=privacy.threshold_of(len(federation.facilities)),
+        minimum_sum=privacy.least_sum,
         facilities=sorted(one.name for one in federation.facilities),
         weights=aggregation.weights,
         maximum_share=aggregation.maximum_share,
@@ -52,7 +53,9 @@ def masking_settings(federation: Federation, facility: Facility) -> MaskingSetti
 
 
 def login_template(deployment: Deployment) -> str:
-    """The shell script around a command on the facility's login node."""
+    """The shell script around a command on the facility's login node; a gate has its own."""
+    if deployment.gate:
+        return "{{ streamflow_command }}\n"
     return fill_template(
         LOGIN, fill={}, environment=deployment.environment, workdir=deployment.workdir, name="login node"
     )

@@ -75,6 +75,7 @@ def _agreed(federation: Federation, facility: Facility, told: dict[str, Any]) ->
         rows.append(
             fail(name, "policy", f"the site's policy does not name {federation.name!r}", "ask the site to add it")
         )
+    rows += _masks_agreed(federation, name, told)
     if not federation.sending.signing_key:
         rows.append(
             fail(
@@ -85,6 +86,30 @@ def _agreed(federation: Federation, facility: Facility, told: dict[str, Any]) ->
             )
         )
     return rows or [ok(name, "policy", "facility, federation, scheduler and workdir agree; models are signed")]
+
+
+def _masks_agreed(federation: Federation, name: str, told: dict[str, Any]) -> list[Row]:
+    """What the policy says of secure aggregation, where federation.yml asks for it."""
+    privacy = federation.masks
+    if privacy is None:
+        return []
+    if told.get("masks") is not True:
+        problem = "the site's policy names no peer_signers, and without them its gate masks nothing"
+        return [fail(name, "policy", problem, "ask the site to set peer_signers in policy.yml")]
+    least = told.get("minimum_sum")
+    if isinstance(least, int) and least > len(federation.facilities):
+        problem = (
+            f"the site helps to unmask sums of {least} updates or more, of {len(federation.facilities)} facilities"
+        )
+        return [fail(name, "policy", problem, "ask the site to lower minimum_sum in policy.yml")]
+    if isinstance(least, int) and least > privacy.least_sum:
+        problem = (
+            f"the site helps to unmask sums of {least} updates or more, privacy.minimum_sum is {privacy.least_sum}"
+        )
+        return [
+            warning(name, "policy", problem, f"set privacy: {{minimum_sum: {least}}}, so that no sum is tried in vain")
+        ]
+    return []
 
 
 def _queue(name: str, deployment: Deployment) -> Row:

@@ -186,7 +186,7 @@ def too_few(
     found, wanted = len(arrived.updates), settings.minimum_facilities
     what = f"minimum_facilities is {wanted}"
     if least > wanted:
-        what = f"secure aggregation needs {least} (privacy.threshold)"
+        what = f"secure aggregation needs {least} (privacy.threshold, privacy.minimum_sum)"
     reason = f"round {number} got {found} sound updates, {what}: {_told(arrived)}"
     return _stop(archive, model, number, reason)
 

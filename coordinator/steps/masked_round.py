@@ -68,7 +68,8 @@ def settle(
 
 def least_of(settings: CoordinatorSettings) -> int:
     """Updates without which there is no sum."""
-    return max(settings_of(settings).threshold, settings.minimum_facilities)
+    masking = settings_of(settings)
+    return max(masking.threshold, masking.minimum_sum, settings.minimum_facilities)
 
 
 def without_misfits(arrived: Arrived, roster: Path, settings: CoordinatorSettings, number: int) -> Arrived:
@@ -137,6 +138,7 @@ def close_masked_round(
             "masking": {
                 "bits": masking.bits,
                 "threshold": masking.threshold,
+                "minimum_sum": masking.minimum_sum,
                 "clip_norm": masking.clip_norm,
                 "roster": roster.members,
                 "survivors": asked.survivors,

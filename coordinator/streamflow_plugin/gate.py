@@ -22,7 +22,9 @@ from coordinator.streamflow_plugin.ssh import COMMAND_BYTES, COMMAND_SECONDS, Pa
 
 REFUSED = 77
 """Exit code by which a gate says no (`facility.gating.refusal`)."""
-ROUND = ["python3", "-m", "facility.round", "--out", "update"]
+PYTHON, OUT = ["python3", "-m"], ["--out", "update"]
+LOGIN = {"facility.keys": "keys", "facility.unmask": "unmask"}
+"""Verb of each command that needs no queue."""
 STORAGE = re.compile(r"^find -L .* -exec ls -ln ")
 EXPORT = re.compile(r'export (HOME|TMPDIR)="([^"]+)"')
 
@@ -58,15 +60,19 @@ def request_of(command: str) -> str:
     raise WorkflowExecutionException(f"a gate has no request for `{command:.200}`")
 
 
-def training_of(command: str, verb: str) -> str:
-    """The request for a training job, from the command that the engine made of cwl/tools/train.cwl."""
+def job_of(command: str, verb: str) -> str:
+    """The request for a step at the facility, from the command that the engine made of its tool in cwl/tools.
+
+    `verb`: for a training job.
+    """
     *set_up, last = command.strip().removesuffix("2>&1").split(" && ")
     exports = {found[1]: found[2] for one in set_up if (found := EXPORT.fullmatch(one))}
     words = shlex.split(last)
-    given = words[len(ROUND) :]
-    if words[: len(ROUND)] != ROUND or len(given) % 2 or set(exports) != {"HOME", "TMPDIR"}:
-        raise WorkflowExecutionException(f"a gate takes training jobs only, this is `{command:.200}`")
-    return shlex.join([GATE, verb, "--directory", exports["HOME"], "--temporary", exports["TMPDIR"], *given])
+    module, given = words[2] if len(words) > 2 else "", words[5:]
+    known = {"facility.round": verb} if verb == "submit" else {"facility.round": verb} | LOGIN
+    if words[:5] != [*PYTHON, module, *OUT] or module not in known or len(given) % 2 or len(exports) != 2:
+        raise WorkflowExecutionException(f"a gate takes the steps of a round only, this is `{command:.200}`")
+    return shlex.join([GATE, known[module], "--directory", exports["HOME"], "--temporary", exports["TMPDIR"], *given])
 
 
 class GatedSSHConnector(ParallelSSHConnector):
@@ -108,14 +114,14 @@ class GatedSSHConnector(ParallelSSHConnector):
 
     async def submit_job(self, location: ExecutionLocation, command: str) -> str:
         """Have the gate submit its own template for a training command; returns what it printed, the job's id."""
-        text, code = await self.ask(location, training_of(command, "submit"))
+        text, code = await self.ask(location, job_of(command, "submit"))
         if code:
             raise WorkflowExecutionException(f"the gate of {self.deployment_name} submitted nothing: {text[-300:]}")
         return text
 
     def job_line(self, command: str) -> str:
-        """A job on the host itself; the gate ends it once the connection is gone."""
-        return training_of(command, "run")
+        """A command on the host itself; the gate ends it once the connection is gone."""
+        return job_of(command, "run")
 
     async def _get_available_location(self, location: str) -> Hardware:
         if location not in self.hardware:

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from facility.exchange.errors import CrossFedError
+from facility.exchange.errors import CrossFedError, InputError
 from facility.exchange.files.audit_log import HEAD
 from facility.exchange.files.paths import resolve
 from facility.exchange.messages.manifest import NAME, Manifest, manifest_if_any, run_of, sha256_of
+from facility.exchange.messages.masking import ENCODING, MaskingSettings
 from facility.exchange.messages.order import verify_order
 from facility.exchange.messages.settings import FacilitySettings, read_facility_settings
 from facility.gating.confine import confined
@@ -18,6 +19,7 @@ from facility.gating.grammar import Request
 from facility.gating.ledger import changed
 from facility.gating.refusal import Refused
 from facility.gating.session import Session
+from facility.masking.site_rules import SiteRules
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +39,8 @@ class Approved:
     settings_sha256: str
     head: str
     """Of the coordinator's audit log, as the order holds it."""
+    roster: Path | None = None
+    """Who masks with whom, where the settings ask for secure aggregation."""
 
 
 def approve(session: Session, request: Request) -> Approved:
@@ -44,15 +48,12 @@ def approve(session: Session, request: Request) -> Approved:
     policy = session.policy
     model = confined(request["model"], session.workdir, follow=True)
     settings_file = confined(request["settings"], session.workdir, follow=True)
+    roster = confined(request["roster"], session.workdir, follow=True) if "roster" in request.given else None
     number = int(request["round"])
     try:
         before = sha256_of(settings_file), sha256_of(model / NAME)
         settings = read_facility_settings(settings_file)
-        if settings.federation not in policy.federations or settings.facility != policy.facility:
-            raise Refused(
-                f"the settings are for {settings.facility!r} in federation {settings.federation!r}; the policy allows "
-                f"{policy.facility!r} in {', '.join(policy.federations)}"
-            )
+        check_names(session, settings)
         order = verify_order(
             model,
             settings_file,
@@ -73,6 +74,9 @@ def approve(session: Session, request: Request) -> Approved:
     dataset = check_dataset(session, request["dataset"])
     if (sha256_of(settings_file), sha256_of(model / NAME)) != before:
         raise Refused("the order or the settings were exchanged while they were read")
+    with changed(session.ledger) as (ledger, _):
+        if before[0] not in ledger.settings:
+            ledger.settings.append(before[0])
     return Approved(
         federation=settings.federation,
         facility=settings.facility,
@@ -85,14 +89,26 @@ def approve(session: Session, request: Request) -> Approved:
         settings_sha256=before[0],
         model_sha256=before[1],
         head=str(order.extra.get(HEAD, ""))[:64],
+        roster=roster,
     )
+
+
+def check_names(session: Session, settings: FacilitySettings) -> None:
+    """Raise `Refused` unless the settings are this facility's, in a federation of the policy's."""
+    policy = session.policy
+    if settings.federation not in policy.federations or settings.facility != policy.facility:
+        raise Refused(
+            f"the settings are for {settings.facility!r} in federation {settings.federation!r}; the policy allows "
+            f"{policy.facility!r} in {', '.join(policy.federations)}"
+        )
 
 
 def check_settings(session: Session, settings: FacilitySettings, raw: dict[str, Any]) -> None:
     """What the settings ask for, against the policy."""
     policy, training = session.policy, settings.training
-    if policy.encodings and training.encoding not in policy.encodings:
-        raise Refused(f"updates would travel as {training.encoding!r}, the policy allows {', '.join(policy.encodings)}")
+    encoding = training.encoding if settings.masking is None else ENCODING
+    if policy.encodings and encoding not in policy.encodings:
+        raise Refused(f"updates would travel as {encoding!r}, the policy allows {', '.join(policy.encodings)}")
     if policy.adapters_only and not training.lora.rank:
         raise Refused("the whole model would be trained, the policy allows low-rank adapters only")
     if training.tracker and training.tracker not in policy.trackers:
@@ -101,6 +117,8 @@ def check_settings(session: Session, settings: FacilitySettings, raw: dict[str, 
     asked = _privacy(raw)
     if policy.secure_aggregation and settings.masking is None:
         raise Refused("the update would leave unmasked, the policy wants secure aggregation")
+    if settings.masking is not None:
+        check_masking(session, settings.masking)
     if policy.epsilon:
         differential = asked.get("differential")
         epsilon = differential.get("epsilon") if isinstance(differential, dict) else None
@@ -109,6 +127,20 @@ def check_settings(session: Session, settings: FacilitySettings, raw: dict[str, 
                 f"the settings ask for an epsilon of {epsilon!r:.40}, the policy wants differential privacy with "
                 f"{policy.epsilon:g} at most"
             )
+
+
+def check_masking(session: Session, masking: MaskingSettings) -> None:
+    """Raise `Refused` where peers' keys, or the sums that are opened, would not be as the policy says."""
+    policy = session.policy
+    if policy.peer_signers is None:
+        raise Refused(
+            "the settings ask for secure aggregation, and the policy names no peer_signers: without a file of its own "
+            "this site cannot tell the other facilities' keys from the coordinator's"
+        )
+    try:
+        SiteRules(peer_signers=policy.peer_signers, minimum_sum=policy.minimum_sum).check(masking)
+    except InputError as error:
+        raise Refused(str(error)) from None
 
 
 def _privacy(raw: dict[str, Any]) -> dict[str, Any]:

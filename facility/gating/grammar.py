@@ -56,18 +56,8 @@ class Form:
     optional: tuple[str, ...] = ()
 
 
-TRAINING = Form(
-    options=(
-        ("directory", _path),
-        ("temporary", _path),
-        ("model", _path),
-        ("settings", _path),
-        ("dataset", text),
-        ("round", whole),
-        ("module", module),
-    ),
-    optional=("module",),
-)
+STEP = (("directory", _path), ("temporary", _path), ("settings", _path), ("dataset", text), ("round", whole))
+TRAINING = Form(options=(*STEP, ("model", _path), ("roster", _path), ("module", module)), optional=("roster", "module"))
 FORMS = {
     "hello": Form(),
     "nothing": Form(),
@@ -93,6 +83,8 @@ FORMS = {
     "get-piece": Form(words=(("path", _path), ("offset", whole), ("length", whole))),
     "submit": TRAINING,
     "run": TRAINING,
+    "keys": Form(options=STEP),
+    "unmask": Form(options=(*STEP, ("request", _path))),
     "jobs": Form(words=(("name", text),)),
     "cancel": Form(words=(("name", text),)),
     "cancel-waiting": Form(words=(("name", text),)),

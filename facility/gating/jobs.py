@@ -9,6 +9,7 @@ import re
 import shlex
 import shutil
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from facility.exchange.files.durable import new_directory
@@ -23,6 +24,7 @@ from facility.gating.grammar import Request
 from facility.gating.ledger import RESERVED, JobEntry, changed
 from facility.gating.refusal import Refused
 from facility.gating.session import Session
+from facility.masking.site_rules import MINIMUM_SUM, PEER_SIGNERS
 
 COMMAND = "{{ streamflow_command }}"
 AUDIT = "CROSSFED_AUDIT"
@@ -41,7 +43,7 @@ def submit(session: Session, request: Request) -> int:
         approved = approve(session, request)
         job = _reserve(session, approved, directory)
     except Refused as error:
-        _leave_reason(session, directory, int(request["round"]), str(error))
+        leave_reason(session, directory, int(request["round"]), str(error))
         raise
     text = script(session, approved, directory, temporary)
     session.write(
@@ -100,7 +102,8 @@ def _reserve(session: Session, approved: Approved, directory: Path) -> JobEntry:
     return job
 
 
-def _leave_reason(session: Session, directory: Path, round: int, reason: str) -> None:
+def leave_reason(session: Session, directory: Path, round: int, reason: str) -> None:
+    """Leave `failure.json` where the update would be, and let it be read."""
     update = directory / "update"
     if update.is_symlink() or update.is_file():
         update.unlink()
@@ -120,32 +123,42 @@ def script(session: Session, approved: Approved, directory: Path, temporary: Pat
     return template(session).replace(COMMAND, command(session, approved, directory, temporary))
 
 
-def template(session: Session) -> str:
-    """The site's template, filled, as text in which only the command is missing."""
+def template(session: Session, *, login: bool = False) -> str:
+    """The site's template, filled, as text in which only the command is missing; `login`: for this host itself."""
     policy, place = session.policy, session.state.parent
     text, name = f"#!/bin/bash\n. '<home>/env.sh'\n{COMMAND}\n", "the template of this host"
-    if policy.template:
+    if policy.template and not login:
         path = find_template(policy.template, place)
         text, name = read_template(path), path.name
     home = policy.fill.get("home", str(place))
-    fill = {key: value for key, value in policy.fill.items() if key != "home"}
+    fill = {} if login else {key: value for key, value in policy.fill.items() if key != "home"}
     filled = fill_template(text, fill=fill, environment=Environment(home=home), workdir=str(session.workdir), name=name)
     return re.sub(r"\{#.*?-#\}\s*|\{% (?:end)?raw %\}", "", filled, flags=re.DOTALL)
 
 
 def command(session: Session, approved: Approved, directory: Path, temporary: Path) -> str:
     """One line of shell: every value in it is one quoted word, and none came from the request unchecked."""
-    exports = {
-        "HOME": directory,
-        "TMPDIR": temporary,
-        SIGNERS: session.policy.coordinators,
-        AUDIT: session.log,
-    }
+    exports = {SIGNERS: session.policy.coordinators, AUDIT: session.log} | masking_exports(session)
     words = ["python3", "-m", "facility.round", "--out", "update"]
     words += ["--model", str(approved.model), "--settings", str(approved.settings), "--dataset", str(approved.dataset)]
     words += ["--round", str(approved.round), "--module", approved.module]
     words += ["--approved", approved.model_sha256, approved.settings_sha256]
-    set_up = " && ".join(f"export {name}={shlex.quote(str(value))}" for name, value in exports.items())
+    if approved.roster is not None:
+        words += ["--roster", str(approved.roster)]
+    return line(words, exports, directory, temporary)
+
+
+def masking_exports(session: Session) -> dict[str, object]:
+    """The policy's demands of secure aggregation, as the commands of `facility.masking` read them."""
+    policy = session.policy
+    signers = {PEER_SIGNERS: policy.peer_signers} if policy.peer_signers else {}
+    return signers | ({MINIMUM_SUM: policy.minimum_sum} if policy.minimum_sum else {})
+
+
+def line(words: Sequence[str], exports: Mapping[str, object], directory: Path, temporary: Path) -> str:
+    """One line of shell that runs a command in a directory, with variables set."""
+    all_exports = {"HOME": directory, "TMPDIR": temporary} | dict(exports)
+    set_up = " && ".join(f"export {name}={shlex.quote(str(value))}" for name, value in all_exports.items())
     return f"cd {shlex.quote(str(directory))} && {set_up} && {shlex.join(words)} 2>&1"
 
 

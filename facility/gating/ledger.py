@@ -54,6 +54,10 @@ class Ledger:
     """Bytes that left, by hour since 1970."""
     runs: list[str] = field(default_factory=list)
     """`federation/run` of the runs that began here with an allowed model."""
+    settings: list[str] = field(default_factory=list)
+    """Digests of the settings that a signed order named."""
+    commands: dict[str, int] = field(default_factory=dict)
+    """Commands run outside of the queue, by hour since 1970."""
 
     def node_hours(self, now: float) -> float:
         return sum(job.node_hours for job in self.jobs if job.id and now - job.submitted < DAY)
@@ -62,9 +66,12 @@ class Ledger:
         return sum(count for hour, count in self.out.items() if int(hour) * 3600 + 3600 > now - DAY)
 
     def let_out(self, count: int, now: float) -> None:
-        hour = str(int(now // 3600))
-        self.out = {one: n for one, n in self.out.items() if int(one) * 3600 + 3600 > now - DAY}
-        self.out[hour] = self.out.get(hour, 0) + count
+        self.out = counted(self.out, count, now)
+
+    def count_command(self, now: float) -> int:
+        """Count one command; returns how many there were within 24 hours, it included."""
+        self.commands = counted(self.commands, 1, now)
+        return sum(self.commands.values())
 
     def job(self, id: str) -> JobEntry | None:
         return next((job for job in reversed(self.jobs) if job.id and job.id == id), None)
@@ -76,13 +83,26 @@ class Ledger:
                 job.ended = now
 
 
+def counted(hours: dict[str, int], count: int, now: float) -> dict[str, int]:
+    """Counts by hour with `count` more, without those that are older than a day."""
+    recent = {one: n for one, n in hours.items() if int(one) * 3600 + 3600 > now - DAY}
+    hour = str(int(now // 3600))
+    return recent | {hour: recent.get(hour, 0) + count}
+
+
 def read_ledger(path: Path) -> Ledger:
     """Raises `ValueError` for a damaged file: then nothing is granted."""
     try:
         raw = json.loads(Path(path).read_text())
     except FileNotFoundError:
         return Ledger()
-    return Ledger(jobs=[JobEntry(**job) for job in raw["jobs"]], out=dict(raw["out"]), runs=list(raw["runs"]))
+    return Ledger(
+        jobs=[JobEntry(**job) for job in raw["jobs"]],
+        out=dict(raw["out"]),
+        runs=list(raw["runs"]),
+        settings=list(raw.get("settings", [])),
+        commands=dict(raw.get("commands", {})),
+    )
 
 
 @contextmanager
@@ -97,6 +117,7 @@ def changed(path: Path, clock: Callable[[], float] = time.time) -> Iterator[tupl
             yield ledger, clock()
         finally:
             ledger.jobs, ledger.runs = ledger.jobs[-KEPT:], ledger.runs[-KEPT:]
+            ledger.settings = ledger.settings[-KEPT:]
             write_json(path, asdict(ledger))
     finally:
         os.close(lock)

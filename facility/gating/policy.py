@@ -63,11 +63,18 @@ class Policy:
     modules: tuple[str, ...] = ("facility.train",)
     """Python modules that may train."""
     encodings: tuple[str, ...] = ()
-    """How updates may travel: `full` or codecs' names; none: in any way."""
+    """How updates may travel: `full`, `masked` or codecs' names; none: in any way."""
     adapters_only: bool = False
     """Only low-rank adapters are trained, and leave."""
     secure_aggregation: bool = False
     """Only masked updates leave: settings must ask for secure aggregation."""
+    peer_signers: Path | None = None
+    """Allowed-signers file with the other facilities' keys, the only one that secure aggregation may use; without it
+    no update is masked here."""
+    minimum_sum: int = 0
+    """Fewest updates in a sum that this facility helps to unmask; 0: as the settings say."""
+    login_commands_per_day: int = 500
+    """Most commands of secure aggregation (keys, unmask) within 24 hours; they run here, outside of the queue."""
     epsilon: float = 0.0
     """Largest privacy loss of differentially private training that settings may ask for; 0: it is not required."""
     trackers: tuple[str, ...] = ()
@@ -124,7 +131,7 @@ class _Reader:
         policy = Policy(**found)
         if policy.scheduler != "ssh" and not policy.template:
             raise self.error(f"scheduler is {policy.scheduler!r}, which needs a template", lines["scheduler"])
-        for name in ("coordinators", "template"):
+        for name in ("coordinators", "peer_signers", "template"):
             value = str(found.get(name, ""))
             if value.startswith("/") and Path(value).resolve().is_relative_to(policy.place):
                 raise self.error(f"{name} lies in the workdir, where a coordinator may write", lines[name])
@@ -226,6 +233,9 @@ READ: dict[str, Callable[[_Reader, str, yaml.Node], Any]] = {
     "encodings": _texts(NAME, "codecs' names"),
     "adapters_only": _flag,
     "secure_aggregation": _flag,
+    "peer_signers": _path,
+    "minimum_sum": _whole(0),
+    "login_commands_per_day": _whole(0),
     "epsilon": _above_zero,
     "trackers": _texts(NAME, "trackers' names"),
     "job_output": _flag,

@@ -310,8 +310,8 @@ def processes(name: str) -> list[int]:
     return [pid for pid in found if pid != os.getpid()]
 
 
-def on_this_host(session: Session, script: str, name: str, directory: Path) -> int:
-    """Run a script here until it ends, its time is over, or the connection is gone."""
+def on_this_host(session: Session, script: str, name: str, directory: Path, *, seconds: float = 0.0) -> int:
+    """Run a script here until it ends, its time is over (0: a job's), or the connection is gone."""
     process = subprocess.Popen(
         ["bash", "-s"],
         stdin=subprocess.PIPE,
@@ -340,7 +340,7 @@ def on_this_host(session: Session, script: str, name: str, directory: Path) -> i
             if not ended.wait(20):
                 end(hard=True)
 
-    limit = threading.Timer(session.policy.hours * 3600, end)
+    limit = threading.Timer(seconds or session.policy.hours * 3600, end)
     limit.daemon = True
     limit.start()
     threading.Thread(target=tether, daemon=True).start()

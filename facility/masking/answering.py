@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from facility.exchange.errors import InputError
+from facility.exchange.files.paths import resolve
 from facility.exchange.masking.roster import Roster, check_size, read_roster
 from facility.exchange.masking.shares import OWN, Shares, read_shares
 from facility.exchange.masking.unmasking import (
@@ -19,15 +20,23 @@ from facility.exchange.masking.unmasking import (
 from facility.exchange.messages.masking import MaskingSettings
 from facility.masking.ledger import Entry, Ledger
 from facility.masking.private_keys import PrivateKeys
+from facility.masking.request_copy import private_copy
 from facility.masking.sharing import open_share
+from facility.masking.site_rules import SiteRules
 
 
-def answer_request(request: Path, *, facility: str, settings: MaskingSettings, signers: Path, state: Path) -> Answer:
+def answer_request(request: Path, *, facility: str, settings: MaskingSettings, state: Path, rules: SiteRules) -> Answer:
     """This facility's answer. Raises `InputError` where the request must not, or cannot, be answered."""
+    rules.check(settings)
+    with private_copy(request) as copy:
+        return _answer(copy, facility=facility, settings=settings, state=state, least=rules.least(settings))
+
+
+def _answer(request: Path, *, facility: str, settings: MaskingSettings, state: Path, least: int) -> Answer:
     asked = read_request(request)
-    roster = read_roster(request / ROSTER, settings, signers)
-    check_size(roster, settings)
-    check_survivors(asked, roster)
+    roster = read_roster(request / ROSTER, settings, resolve(settings.peer_signers))
+    check_size(roster, settings, least)
+    check_survivors(asked, roster, least)
     member = PrivateKeys(state=state).of(roster, facility)
     sealed = [read_sealed(request, name, roster) for name in asked.survivors]
     digest = request_digest(request, asked, roster.digest)
@@ -56,16 +65,17 @@ def answer_request(request: Path, *, facility: str, settings: MaskingSettings, s
     )
 
 
-def check_survivors(asked: UnmaskRequest, roster: Roster) -> None:
-    """Raise `InputError` unless the sum is over enough members of the roster."""
+def check_survivors(asked: UnmaskRequest, roster: Roster, least: int) -> None:
+    """Raise `InputError` unless the sum is over `least` members of the roster or more."""
     agreement = roster.agreement
     if (asked.federation, asked.round) != (agreement.federation, agreement.round):
         raise InputError(f"the request is of round {asked.round} of {asked.federation!r}, its roster is not")
     if strangers := sorted(set(asked.survivors) - set(roster.keys)):
         raise InputError(f"the request names {strangers}, which the roster does not have")
-    if len(asked.survivors) < agreement.threshold:
+    if len(asked.survivors) < least:
         raise InputError(
-            f"the request is for a sum over {len(asked.survivors)} facilities, the threshold is {agreement.threshold}"
+            f"the request is for a sum over {len(asked.survivors)} facilities, expected {least} or more "
+            f"(threshold {agreement.threshold}, minimum_sum, or what this site demands)"
         )
 
 

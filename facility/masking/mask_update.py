@@ -81,7 +81,8 @@ def mask_update(
             buffer, rest = MaskBuffer(PART, bits), np.empty(PART, np.float32)
             for name, source in sources.items():
                 for start, step in steps_of(source):
-                    step *= np.float32(factor)
+                    if factor != 1:
+                        step *= np.float32(factor)
                     total = source.point.encode(step, weights[member.facility], rest[: len(step)])
                     add_masks(total, masks, buffer, source.place + start)
                     writer.write(name, start * total.itemsize, as_bytes(total))

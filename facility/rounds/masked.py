@@ -20,6 +20,7 @@ from facility.exchange.messages.settings import FacilitySettings
 from facility.exchange.messages.signatures import sign
 from facility.masking.mask_update import check_base, mask_update
 from facility.masking.private_keys import Member, PrivateKeys
+from facility.masking.site_rules import site_rules
 from facility.rounds.finished import Finished
 from facility.rounds.smaller import forget_residuals, residual_path
 
@@ -53,14 +54,21 @@ class Masked:
         kept.keep(own_key, round, out)
 
 
+def unmasked_path(state: Path, round: int) -> Path:
+    """Where training leaves an update that is to be masked, until it is kept as finished."""
+    return state / FOLDER / f"unmasked-{round}"
+
+
 def masked(settings: FacilitySettings, state: Path, roster: Path | None, received: Path, round: int) -> Masked | None:
     """How this round's update is masked; None where it is not. Raises `InputError`, before anything is trained."""
     if settings.masking is None or round >= settings.rounds:
         return None
     if roster is None:
         raise ConfigurationError("the settings ask for secure aggregation, but no --roster was given: render again")
+    rules = site_rules()
+    rules.check(settings.masking)
     found = read_roster(roster, settings.masking, resolve(settings.masking.peer_signers))
-    check_size(found, settings.masking)
+    check_size(found, settings.masking, rules.least(settings.masking))
     member = PrivateKeys(state=state).of(found, settings.facility)
     check_base(found, received)
     return Masked(settings=settings, state=state, member=member)

@@ -24,6 +24,8 @@ class RoundRequest:
     dataset: Path
     out: Path
     """The update; must not exist."""
+    job_directory: Path
+    """Where `progress.json` goes."""
     state: Path
     """What this facility keeps between rounds."""
     unsent: Path | None
@@ -71,6 +73,7 @@ def read_request(arguments: argparse.Namespace, began: float) -> RoundRequest:
         model=arguments.model,
         dataset=arguments.dataset,
         out=arguments.out,
+        job_directory=arguments.job_directory or arguments.out.absolute().parent,
         state=arguments.state or default_directory(settings, arguments.dataset),
         unsent=arguments.unsent,
         plan=read_plan(plan) if plan else None,

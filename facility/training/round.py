@@ -81,7 +81,7 @@ class Round:
     def show(self, stage: Stage) -> None:
         """Say in the job's directory which stage begins."""
         done, steps = self.progress.done, self.request.training.steps
-        show_stage(self.ranks, self.request.out.absolute().parent, stage, done=done, steps=steps)
+        show_stage(self.ranks, self.request.job_directory, stage, done=done, steps=steps)
 
     def evaluate_received(self) -> None:
         """Evaluate the received model (once per round), then add what earlier updates left out."""
@@ -136,7 +136,7 @@ class Round:
             log.info("%s", tracker.reason)
         trace = Trace(training.trace, request.state, request.round, self.ranks)
         shown = Progress(
-            request.out.absolute().parent,
+            request.job_directory,
             steps=training.steps,
             step_tokens=batch * self.inputs.block_tokens,
             done=progress.done,

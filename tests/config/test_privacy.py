@@ -40,6 +40,7 @@ def read(tmp_path: Path, content: dict[str, Any]):
         ({"facilities": [{"name": n, "dataset": "d"} for n in "ab"]}, "each can subtract its own"),
         ({"privacy": {"secure_aggregation": True, "peer_signers": "p", "threshold": 4}}, "expected 2 to 3"),
         ({"privacy": {"secure_aggregation": True}}, "put its own keys in between"),
+        ({"privacy": {"secure_aggregation": True, "peer_signers": "p", "minimum_sum": 4}}, "at most the 3 facilities"),
         ({"aggregation": {"rule": "median", "allowed_signers": "s"}}, "compares single updates"),
         ({"aggregation": {"rule": "krum", "allowed_signers": "s"}}, "compares single updates"),
         ({"aggregation": {"rule": "ties", "allowed_signers": "s"}}, "compares single updates"),
@@ -84,6 +85,7 @@ def test_the_automatic_threshold_is_the_least_above_half(tmp_path: Path, count: 
     files = render(federation)
     settings = json.loads(files["workflow/facilities/f0.json"])
     assert settings["masking"]["threshold"] == threshold and settings["masking"]["facilities"] == names
+    assert settings["masking"]["minimum_sum"] == 3
     (tmp_path / "settings.json").write_text(files["workflow/facilities/f0.json"])
     read_settings = read_facility_settings(tmp_path / "settings.json").masking
     assert read_settings is not None and read_settings.threshold == threshold

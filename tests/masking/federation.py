@@ -27,6 +27,7 @@ from facility.exchange.messages.masking import MaskingSettings
 from facility.masking.answering import answer_request
 from facility.masking.mask_update import mask_update
 from facility.masking.private_keys import PrivateKeys
+from facility.masking.site_rules import SiteRules
 from tests.aggregation import make
 
 SHAPES = {"a": (5, 7), "b.weight": (300, 500), "c": (3,)}
@@ -56,10 +57,13 @@ class Masking:
     rule: str = "mean"
     largest_step: float = 0.01
     privacy: dict[str, Any] = field(default_factory=dict)
+    """Changes to `privacy:`; sums of two are allowed here, so that one of three facilities may be lost."""
     changes: dict[str, Any] = field(default_factory=dict)
     """Further keys of the coordinator's settings."""
     dtype: torch.dtype = torch.float32
     tokens: dict[str, int] = field(default_factory=dict)
+    rules: SiteRules = field(default_factory=SiteRules)
+    """Of every facility."""
     calls: int = 0
 
     def __post_init__(self) -> None:
@@ -74,7 +78,9 @@ class Masking:
             facilities=list(self.names),
             sequences=dict.fromkeys(self.names, 0),
             aggregation=AggregationSettings(rule=self.rule, allowed_signers=str(self.signers)),
-            privacy=PrivacySettings(secure_aggregation=True, bits=self.bits, peer_signers="x", **self.privacy),
+            privacy=PrivacySettings(
+                secure_aggregation=True, bits=self.bits, peer_signers="x", **({"minimum_sum": 2} | self.privacy)
+            ),
             claims=ClaimSettings(action="off"),
             largest_step=self.largest_step,
             **({"rounds": 9} | self.changes),
@@ -186,9 +192,7 @@ class Masking:
 
     def answer(self, name: str, request: Path, *, signer: str | None = None) -> Path:
         """The step `unmask` of one facility. Raises `InputError`."""
-        answer = answer_request(
-            request, facility=name, settings=self.masking, signers=self.signers, state=self.state(name)
-        )
+        answer = answer_request(request, facility=name, settings=self.masking, state=self.state(name), rules=self.rules)
         out = self.place("answer")
         with new_directory(out) as temporary:
             write_answer(temporary, answer, self.signers.parent / (signer or name))

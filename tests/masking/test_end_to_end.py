@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -23,8 +28,9 @@ NAMES = ["alpha", "b_2", "gamma"]
 def make(root: Path, *, masked: bool = True, **changes: object) -> Path:
     """federation.yml of three local facilities, rendered."""
     signers = ssh_keys(root / "keys", NAMES)
-    aggregation = {"rule": "mean", "clip_ratio": 0}
-    more = {"privacy": {"secure_aggregation": True, "peer_signers": str(signers)}} if masked else {}
+    aggregation = {"rule": changes.pop("rule", "mean"), "clip_ratio": 0}
+    privacy = {"secure_aggregation": True, "peer_signers": str(signers), "minimum_sum": 2}
+    more = {"privacy": privacy} if masked else {}
     if masked:
         aggregation["allowed_signers"] = str(signers)
     training = {"export_dtype": "float32"} | changes.pop("training", {})  # type: ignore[call-overload, operator]
@@ -41,14 +47,19 @@ def archive_of(path: Path) -> Archive:
     return Archive(read_federation(path).archive_path)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("training", [{}, {"lora": {"rank": 2}}], ids=["full", "lora"])
-def test_masked_rounds_learn_what_plain_rounds_learn(tmp_path: Path, training: dict[str, object]):
-    path = make(tmp_path / "masked", training=training)
-    result = streamflow(path, tmp_path / "masked" / "engine")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]  # three facilities, some forty processes a round
+SECONDS = 600.0
+
+
+@pytest.mark.parametrize(
+    ("training", "rule"), [({}, "mean"), ({"lora": {"rank": 2}}, "nesterov")], ids=["full-mean", "lora-nesterov"]
+)
+def test_masked_rounds_learn_what_plain_rounds_learn(tmp_path: Path, training: dict[str, object], rule: str):
+    path = make(tmp_path / "masked", training=training, rule=rule)
+    result = streamflow(path, tmp_path / "masked" / "engine", timeout=SECONDS)
     assert result.returncode == 0, result.stdout[-6000:]
-    plain = make(tmp_path / "plain", masked=False, training=training)
-    assert streamflow(plain, tmp_path / "plain" / "engine").returncode == 0
+    plain = make(tmp_path / "plain", masked=False, training=training, rule=rule)
+    assert streamflow(plain, tmp_path / "plain" / "engine", timeout=SECONDS).returncode == 0
     rows = summary(archive_of(path))["rounds"]
     assert [row["status"] for entry in rows for row in entry["facilities"]] == ["ok"] * 6
     told = json.loads((archive_of(path).path / "round-0001" / "round.json").read_text())["aggregation"]["details"]
@@ -59,24 +70,59 @@ def test_masked_rounds_learn_what_plain_rounds_learn(tmp_path: Path, training: d
         assert {entry.dtype for entry in open_checkpoint(update.parent).tensors.values()} == {"U16"}
 
 
-@pytest.mark.slow
 def test_killed_at_each_step_the_same_command_completes_the_same_rounds(tmp_path: Path):
     path = make(tmp_path, rounds=1)
-    for moment in ("alpha training", "gamma receiving", "b_2 unmasking", "averaging"):
+    for moment in ("b_2 drawing keys", "alpha training", "gamma receiving", "b_2 unmasking", "averaging"):
         killed_at(moment, path, tmp_path / "engine")
     process = crossfed("run", "--quiet", "-f", path, folder=tmp_path / "engine")
-    text, _ = process.communicate(timeout=240)
+    text, _ = process.communicate(timeout=SECONDS)
     assert process.returncode == 0, text
     assert len(weights(path)) == 1 and not (archive_of(path).path / "unmasking").exists()
     rows = summary(archive_of(path))["rounds"][0]["facilities"]
     assert [row["status"] for row in rows] == ["ok"] * 3
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("module", ["facility.keys", "facility.train", "facility.unmask"])
+def test_whichever_process_of_a_facility_is_killed_the_round_is_of_the_others(tmp_path: Path, module: str):
+    """SIGKILL, at once and each time: before it has keys, while it trains, and before it answers."""
+    path = make(tmp_path, rounds=1)
+    with killing(module, str(tmp_path / "work"), "b_2"):
+        result = streamflow(path, tmp_path / "engine", timeout=SECONDS)
+    assert result.returncode == 0, result.stdout[-4000:]
+    rows = {row["facility"]: row for row in summary(archive_of(path))["rounds"][0]["facilities"]}
+    delivered = "ok" if module == "facility.unmask" else "failed"
+    assert {name: row["status"] for name, row in rows.items()} == {"alpha": "ok", "b_2": delivered, "gamma": "ok"}
+    told = json.loads((archive_of(path).path / "round-0000" / "round.json").read_text())["aggregation"]["details"]
+    assert ("b_2" in told["masking"]["answered"]) == (module == "facility.train")
+
+
+@contextmanager
+def killing(module: str, work: str, facility: str) -> Iterator[None]:
+    """Kill every process that runs a module of one facility, as soon as it is seen."""
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.1):
+            for place in Path("/proc").glob("[0-9]*"):
+                with suppress(OSError):
+                    words = (place / "cmdline").read_bytes().decode(errors="replace").split("\0")
+                    here = os.readlink(place / "cwd").startswith(f"{work}/{facility}/")
+                    if module in words and here:
+                        os.kill(int(place.name), signal.SIGKILL)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
 def test_a_facility_that_fails_is_left_out_of_the_sum(tmp_path: Path):
     path = make(tmp_path, rounds=1)
     shutil.rmtree(tmp_path / "sites" / "b_2" / "dataset")
-    result = streamflow(path, tmp_path / "engine")
+    result = streamflow(path, tmp_path / "engine", timeout=SECONDS)
     assert result.returncode == 0, result.stdout[-4000:]
     rows = {row["facility"]: row for row in summary(archive_of(path))["rounds"][0]["facilities"]}
     assert {name: row["status"] for name, row in rows.items()} == {"alpha": "ok", "b_2": "failed", "gamma": "ok"}

@@ -11,13 +11,16 @@ import numpy as np
 import pytest
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
-from facility.exchange.errors import InputError
+from facility.exchange.errors import ConfigurationError, InputError
 from facility.exchange.masking.fixed_point import fixed_point
+from facility.exchange.masking.roster import Roster
 from facility.exchange.masking.streams import MaskBuffer
 from facility.exchange.masking.unmasking import read_answer, read_request, write_answer, write_request
 from facility.exchange.messages.manifest import read_manifest
+from facility.masking import answering
 from facility.masking.ledger import Entry, Ledger
 from facility.masking.mask_update import add_masks
+from facility.masking.site_rules import SiteRules, site_rules
 from tests.aggregation import make
 from tests.masking.conftest import signers  # noqa: F401 (a fixture)
 from tests.masking.federation import Masking, error, mean_of, moved, steps
@@ -108,8 +111,97 @@ def test_one_entry_forbids_another_set_for_the_round_and_for_the_model(tmp_path:
 def test_a_sum_over_fewer_than_the_threshold_is_refused(begun):
     federation, roster, received, _ = begun
     request = federation.settle(roster, received)
-    with pytest.raises(InputError, match="threshold is 2"):
+    with pytest.raises(InputError, match="threshold 2"):
         federation.answer("alpha", asked(federation, request, ["gamma"]))
+
+
+@pytest.mark.parametrize(
+    ("privacy", "rules"), [({"minimum_sum": "auto"}, SiteRules()), ({}, SiteRules(minimum_sum=3))], ids=["auto", "site"]
+)
+def test_no_facility_helps_to_open_a_sum_of_two(
+    tmp_path: Path,
+    signers: Path,  # noqa: F811
+    privacy: dict[str, object],
+    rules: SiteRules,
+):
+    """By default, and by the site's own rule where the coordinator's settings would allow it."""
+    federation = Masking(root=tmp_path, signers=signers, bits=32, privacy=privacy, rules=rules)
+    told = steps(federation.names)
+    roster = federation.roster([federation.keys(name) for name in federation.names])
+    received = {name: federation.masked(name, roster, federation.plain(name, told[name])) for name in federation.names}
+    request = federation.settle(roster, received)
+    with pytest.raises(InputError, match="a sum over 2 facilities, expected 3 or more"):
+        federation.answer("alpha", asked(federation, request, ["alpha", "beta"]))
+    assert federation.close(request, received, [federation.answer(name, request) for name in federation.names])[2]
+
+
+def test_by_default_a_round_of_three_that_loses_one_stops_before_anything_is_asked(
+    tmp_path: Path,
+    signers: Path,  # noqa: F811
+):
+    federation = Masking(root=tmp_path, signers=signers, privacy={"minimum_sum": "auto"})
+    assert federation.round(steps(federation.names), lost={"gamma": "train"})[1:] == (0, False)
+    reason = federation.archive.read_note("stopped")["reason"]
+    assert "got 2 sound updates, secure aggregation needs 3" in reason and "gamma" in reason
+    assert not (federation.archive.path / "unmasking").exists()
+
+
+def test_a_site_checks_peers_keys_against_its_own_file_alone(tmp_path: Path, federation: Masking):
+    """The settings, which are the coordinator's, name a file that the coordinator could have written."""
+    roster = federation.roster([federation.keys(name) for name in federation.names])
+    told = steps(federation.names)
+    received = {name: federation.masked(name, roster, federation.plain(name, told[name])) for name in federation.names}
+    request = federation.settle(roster, received)
+    federation.rules = SiteRules(peer_signers=tmp_path / "peers")
+    with pytest.raises(InputError, match="keys of its own in between"):
+        federation.answer("alpha", request)
+    (tmp_path / "peers").symlink_to(federation.signers)
+    federation.answer("alpha", request)
+
+
+def test_what_is_answered_is_what_was_checked_though_the_request_changes_meanwhile(begun, monkeypatch):
+    """The coordinator can write where the request lies: shares that come while it is answered are not opened."""
+    federation, roster, received, told = begun
+    request = federation.settle(roster, received)
+    first = read_answer(federation.answer("beta", request), federation.signers)
+    real = answering.read_roster
+
+    def exchanged(*arguments: object) -> Roster:
+        (request / "shares" / "gamma.json").write_text("{}")
+        return real(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(answering, "read_roster", exchanged)
+    answer = read_answer(federation.answer("alpha", request), federation.signers)
+    assert answer.request == first.request and set(answer.own) == set(federation.names)
+
+
+@pytest.mark.parametrize("name", ["request.json", "shares/alpha.json", "roster/agreement.json"])
+def test_a_request_of_links_or_of_boundless_files_is_no_request(begun, name: str):
+    federation, roster, received, _ = begun
+    request = federation.settle(roster, received)
+    (request / name).unlink()
+    (request / name).symlink_to("/dev/zero")
+    with pytest.raises(InputError, match="can be read"):
+        federation.answer("alpha", request)
+    (request / name).unlink()
+    with open(request / name, "wb") as file:
+        file.truncate(1 << 30)
+    with pytest.raises(InputError, match="larger than"):
+        federation.answer("alpha", request)
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [({"CROSSFED_MINIMUM_SUM": "three"}, "'three', expected"), ({}, "")],
+    ids=["wrong", "none"],
+)
+def test_a_sites_rules_are_its_environments(environment: dict[str, str], words: str):
+    if words:
+        with pytest.raises(ConfigurationError, match=words):
+            site_rules(environment)
+    else:
+        assert site_rules(environment) == SiteRules()
+        assert site_rules({"CROSSFED_MINIMUM_SUM": "4"}).minimum_sum == 4
 
 
 def test_swapped_keys_are_refused(federation: Masking):

@@ -11,7 +11,7 @@ from coordinator.config.deployments import GATED
 from coordinator.schedulers.gated import Gated
 from coordinator.schedulers.registry import schedulers
 from coordinator.streamflow_plugin.dialect import GateDialect
-from coordinator.streamflow_plugin.gate import request_of, training_of
+from coordinator.streamflow_plugin.gate import job_of, request_of
 from facility.gating.grammar import FORMS, parse
 from facility.gating.queue import TABLE
 from facility.gating.refusal import Refused
@@ -44,7 +44,7 @@ def test_every_recorded_command_of_the_engine_is_a_request(command: str):
 
 
 def test_a_recorded_training_job_is_a_request_with_the_same_values():
-    request = parse(training_of(JOB, "submit"))
+    request = parse(job_of(JOB, "submit"))
     assert request.given == {
         "directory": PLACE,
         "temporary": f"{PLACE}-tmp",
@@ -64,10 +64,31 @@ def test_another_command_is_an_error_here_or_refused_there(command: str):
         parse(request_of(command))
 
 
+LOGIN = JOB.replace("facility.round", "facility.{0}").replace(f"--model {PLACE}/model", "{1}")
+"""The same form, for the commands of secure aggregation."""
+
+
+@pytest.mark.parametrize(
+    ("module", "verb", "more"), [("keys", "keys", ""), ("unmask", "unmask", f"--request {PLACE}/r")]
+)
+def test_commands_of_secure_aggregation_are_requests_and_no_jobs(module: str, verb: str, more: str):
+    request = parse(job_of(LOGIN.format(module, more), "run"))
+    assert request.verb == verb and request["directory"] == PLACE and request["round"] == "0"
+    assert request.given.get("request", "") == more.removeprefix("--request ")
+    with pytest.raises(WorkflowExecutionException):
+        job_of(LOGIN.format(module, more), "submit")
+
+
+def test_a_masked_training_job_carries_its_roster():
+    assert (
+        parse(job_of(JOB.replace("--round 0", f"--roster {PLACE}/ro --round 0"), "submit"))["roster"] == f"{PLACE}/ro"
+    )
+
+
 @pytest.mark.parametrize("job", ["python3 -m os", JOB.replace("facility.round", "facility.train"), JOB + " ; id"])
 def test_another_job_is_no_request(job: str):
     with pytest.raises((WorkflowExecutionException, Refused)):
-        parse(training_of(job, "submit"))
+        parse(job_of(job, "submit"))
 
 
 def test_every_request_of_a_transfer_is_known():

@@ -201,6 +201,34 @@ double crossfed_difference(int64_t n, const void *update, int update_kind, const
     return squared;
 }
 
+/* Values within `clip` as whole numbers of `unit`, to nearest; rest: what they leave of the step. */
+static inline __attribute__((always_inline)) double fixed(double value, double clip, double per_unit)
+{
+    value = value < -clip ? -clip : value;
+    value = value > clip ? clip : value;
+    return rint(value * per_unit);
+}
+
+void crossfed_fixed16(int64_t n, double clip, double per_unit, double unit, const float *restrict step,
+                      int16_t *restrict out, float *restrict rest)
+{
+    for (int64_t i = 0; i < n; i++) {
+        double units = fixed(step[i], clip, per_unit);
+        rest[i] = (float)((double)step[i] - units * unit);
+        out[i] = (int16_t)(int32_t)units;
+    }
+}
+
+void crossfed_fixed32(int64_t n, double clip, double per_unit, double unit, const float *restrict step,
+                      int32_t *restrict out, float *restrict rest)
+{
+    for (int64_t i = 0; i < n; i++) {
+        double units = fixed(step[i], clip, per_unit);
+        rest[i] = (float)((double)step[i] - units * unit);
+        out[i] = (int32_t)units;
+    }
+}
+
 /* Blocks of `block` values: the largest and the smallest of each, and of zero. */
 static inline void ends(const float *restrict values, int64_t n, float *high, float *low)
 {

@@ -90,6 +90,7 @@ def _compiled(compiler: str, folder: Path, name: str) -> Path:
 def _load(path: Path) -> ctypes.CDLL:
     found = ctypes.CDLL(str(path))
     number, size, real, pointer = ctypes.c_int, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
+    double = ctypes.c_double
     for name, result, arguments in (
         ("widen", None, (size, pointer, number, pointer)),
         ("narrow", number, (size, pointer, pointer)),
@@ -115,7 +116,9 @@ def _load(path: Path) -> ctypes.CDLL:
             ),
         ),
         ("nesterov", None, (size, real, real, pointer, pointer, pointer, pointer, pointer)),
-        ("difference", ctypes.c_double, (size, pointer, number, pointer, number, pointer)),
+        ("fixed16", None, (size, double, double, double, pointer, pointer, pointer)),
+        ("fixed32", None, (size, double, double, double, pointer, pointer, pointer)),
+        ("difference", double, (size, pointer, number, pointer, number, pointer)),
         ("int8_encode", None, (size, size, real, real, pointer, pointer, pointer)),
         ("int8_decode", None, (size, size, pointer, pointer, pointer)),
         ("int4_encode", None, (size, size, real, real, pointer, pointer, pointer)),

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from facility.exchange.checkpoints import native
 from facility.exchange.checkpoints.floats import Array
 from facility.exchange.masking.streams import SIGNED, UNSIGNED
 
@@ -31,12 +32,18 @@ class FixedPoint:
     """Of one unit."""
 
     def encode(self, step: Array, weight: float, rest: Array) -> Array:
-        """The whole numbers of a step, modulo 2^bits; `rest` becomes what they leave of it."""
+        """The whole numbers of a step (contiguous float32), modulo 2^bits; `rest` becomes what they leave of it."""
+        per_unit, unit = weight / self.scale, self.scale / weight
+        if (found := native.library()) is not None:
+            made = np.empty(len(step), SIGNED[self.bits])
+            function = found.crossfed_fixed16 if self.bits == 16 else found.crossfed_fixed32
+            function(len(step), self.clip, per_unit, unit, *map(native.address, (step, made, rest)))
+            return made.view(UNSIGNED[self.bits])
         units = step.astype(np.float64)
         np.clip(units, -self.clip, self.clip, out=units)  # in float64: the clip rounded to float32 could be beyond it
-        np.multiply(units, weight / self.scale, out=units)
+        np.multiply(units, per_unit, out=units)
         np.rint(units, out=units)
-        np.subtract(step, units * (self.scale / weight), out=rest, casting="same_kind")
+        np.subtract(step, units * unit, out=rest, casting="same_kind")
         return units.astype(SIGNED[self.bits]).view(UNSIGNED[self.bits])
 
     def decode(self, total: Array, weights: float, out: Array) -> None:

@@ -169,9 +169,8 @@ def read_roster(directory: Path, settings: MaskingSettings, signers: Path) -> Ro
     return Roster(agreement=agreement, keys=keys, digest=hashlib.sha256(text.encode()).hexdigest())
 
 
-def check_size(roster: Roster, settings: MaskingSettings) -> None:
-    """Raise `InputError` where so few facilities take part that no sum could be unmasked."""
-    least = settings.threshold
+def check_size(roster: Roster, settings: MaskingSettings, least: int) -> None:
+    """Raise `InputError` where so few facilities take part that no sum of `least` updates could be unmasked."""
     if len(roster.keys) < least:
         absent = ", ".join(sorted(set(settings.facilities) - set(roster.keys)))
         raise InputError(

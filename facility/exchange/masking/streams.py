@@ -39,14 +39,19 @@ class MaskBuffer:
 
     def __init__(self, elements: int, bits: int) -> None:
         size = elements * bits // 8
-        self.bits, self._zeros = bits, bytes(size + BLOCK)
-        self._space = bytearray(size + 3 * BLOCK)
+        self.bits, self._zeros = bits, memoryview(bytes(size))
+        self._space = bytearray(size + BLOCK)
+        self._streams: dict[bytes, tuple[Any, int]] = {}
+        """By seed: the cipher, and the byte that it is at."""
 
     def read(self, seed: bytes, start: int, count: int) -> Array:
         """Elements `start` to `start + count` of the stream; the array is overwritten by the next call."""
         item = self.bits // 8
-        first, skip = divmod(start * item, BLOCK)
-        encryptor = Cipher(AES(seed), CTR(first.to_bytes(BLOCK, "big"))).encryptor()
-        wanted = skip + count * item
-        encryptor.update_into(memoryview(self._zeros)[:wanted], self._space)
-        return np.frombuffer(self._space, UNSIGNED[self.bits], count, skip)
+        encryptor, at = self._streams.get(seed, (None, -1))
+        if at != start * item:  # pieces mostly follow one another, and a cipher is costly to set up
+            first, skip = divmod(start * item, BLOCK)
+            encryptor = Cipher(AES(seed), CTR(first.to_bytes(BLOCK, "big"))).encryptor()
+            encryptor.update(bytes(skip))
+        encryptor.update_into(self._zeros[: count * item], self._space)
+        self._streams[seed] = encryptor, (start + count) * item
+        return np.frombuffer(self._space, UNSIGNED[self.bits], count)

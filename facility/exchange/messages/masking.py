@@ -23,6 +23,8 @@ class MaskingSettings:
     bits: Literal[16, 32]
     threshold: Annotated[int, Ge(2)]
     """Facilities that must answer for the masks to come off."""
+    minimum_sum: Annotated[int, Ge(2)] = 3
+    """Fewest updates in a sum that is unmasked."""
     facilities: list[Name]
     """All of the federation."""
     weights: Literal["tokens", "samples", "equal"] = "tokens"
@@ -40,3 +42,5 @@ class MaskingSettings:
             raise ConfigurationError(
                 f"threshold is {self.threshold} of {count} facilities, expected more than half of three or more"
             )
+        if self.minimum_sum > count:
+            raise ConfigurationError(f"minimum_sum is {self.minimum_sum}, and there are {count} facilities")

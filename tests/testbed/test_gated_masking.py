@@ -1,0 +1,160 @@
+"""Secure aggregation of three facilities behind gates on three Slurm clusters; one of them is killed in every phase."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+import yaml
+
+from coordinator.config.federation import read_federation
+from coordinator.engine.render import write
+from coordinator.preflight.check import check
+from coordinator.testbed import stand
+from coordinator.testbed.layout import Testbed
+from coordinator.testbed.rehearsal import copy_to, prepare_sites, ssh, write_federation
+from facility.exchange.checkpoints.checkpoint import open_checkpoint
+from facility.exchange.files.audit_log import verify
+from tests.masking.federation import ssh_keys
+from tests.testbed.federation import Run, jobs
+from tests.testbed.test_gate import policy, put
+
+pytestmark = [pytest.mark.testbed, pytest.mark.timeout(1500)]
+NAMES = ["site-a", "site-b", "site-c"]
+KILLED = {("facility.keys", "0"), ("facility.round", "1"), ("facility.unmask", "2")}
+"""Of site-c: a process and its round, one in each phase."""
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[Testbed]:
+    root = Path(tempfile.mkdtemp(prefix="crossfed-testbed-", dir="/var/tmp"))
+    standing = stand.up(root, NAMES)
+    try:
+        yield standing
+    finally:
+        stand.down(root)
+        shutil.rmtree(root, ignore_errors=True)
+
+
+def open_gates(three: Testbed, folder: Path, federation: str) -> tuple[Path, Path]:
+    """Give every site a policy, peers' keys and a gate; returns the key that opens them, and the one that signs."""
+    peers = ssh_keys(folder / "peers", NAMES)
+    for name in ("gate", "signer"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
+    public = " ".join((folder / "signer.pub").read_text().split()[:2])
+    told = subprocess.run(["ssh-keygen", "-lf", folder / "gate.pub"], capture_output=True, text=True, check=True)
+    for site in three.sites:
+        own = folder / "for" / site.name
+        own.mkdir(parents=True)
+        shutil.copy(peers, own / "signers")
+        shutil.copy(peers.parent / site.name, own / "id")
+        copy_to(three, site, own, "masking")
+        changes = {
+            "federations": [federation],
+            "encodings": ["masked"],
+            "peer_signers": f"{site.home}/masking/signers",
+            "minimum_sum": 2,
+        }
+        put(three, site, "policy.yml", policy(site, told.stdout.split()[1], **changes))
+        put(three, site, "coordinators", f'{federation} namespaces="crossfed" {public}\n')
+        put(three, site, "gate.pub", (folder / "gate.pub").read_text())
+        setup = "bash crossfed/facility/setup.sh --home ~/gated --as-is --no-self-check --authorized-keys ~/gated/keys"
+        ssh(three, site, f"{setup} --gate ~/gated/gate.pub")
+        with open(site.etc / "authorized_keys", "a") as file:
+            file.write((site.home / "gated" / "keys").read_text())
+    return folder / "gate", folder / "signer"
+
+
+def federated(three: Testbed, folder: Path, name: str, gate: Path, signer: Path) -> Run:
+    """A federation of three rounds through the gates, with masks."""
+    model, datasets = prepare_sites(three)
+    training = {"steps": 5, "batch_sequences": 4, "learning_rate": 1e-3, "device": "cpu", "export_dtype": "float32"}
+    file = write_federation(
+        three,
+        folder / "federation",
+        model,
+        datasets,
+        name=name,
+        rounds=3,
+        tasks={},
+        training=training | {"signing_key": "~/masking/id"},
+        aggregation={"rule": "mean", "allowed_signers": str(folder / "peers" / "signers")},
+        privacy={"secure_aggregation": True, "peer_signers": "~/masking/signers", "minimum_sum": 2},
+        final_evaluation=False,
+    )
+    raw = yaml.safe_load(file.read_text())
+    raw["sending"] = {"signing_key": str(signer)}
+    for facility in raw["facilities"]:
+        site = three.site(facility["name"])
+        for key in ("template", "fill"):
+            facility["deployment"].pop(key, None)
+        facility["deployment"] |= {"gate": True, "key": str(gate), "workdir": f"{site.home}/gated-work"}
+    file.write_text(yaml.safe_dump(raw, sort_keys=False))
+    write(read_federation(file))
+    return Run(testbed=three, file=file)
+
+
+@contextmanager
+def killing(home: Path) -> Iterator[set[tuple[str, str]]]:
+    """SIGKILL for the processes of `KILLED` that run below `home`; yields those that were killed."""
+    over, seen = threading.Event(), set[tuple[str, str]]()
+
+    def watch() -> None:
+        while not over.wait(0.1):
+            for place in Path("/proc").glob("[0-9]*"):
+                with suppress(OSError, ValueError, IndexError):
+                    words = (place / "cmdline").read_bytes().decode(errors="replace").split("\0")
+                    what = words[words.index("-m") + 1], words[words.index("--round") + 1]
+                    if what in KILLED and Path(os.readlink(place / "cwd")).is_relative_to(home):
+                        os.kill(int(place.name), signal.SIGKILL)
+                        seen.add(what)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        over.set()
+        thread.join()
+
+
+def test_behind_gates_whichever_phase_a_facility_is_killed_in_the_round_is_of_the_others(
+    three: Testbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("HOME", str(three.coordinator_home))
+    gate, signer = open_gates(three, tmp_path, "masked")
+    run = federated(three, tmp_path, "masked", gate, signer)
+    rows = check(run.file)
+    assert not [row for row in rows if row.verdict == "fail"], rows
+    with killing(three.site("site-c").home) as killed:
+        assert run.run() == 0, run.text()
+    assert killed == KILLED
+    history = run.archive.history()
+    assert [sorted(row.facility for row in entry.facilities if row.status == "ok") for entry in history] == [
+        NAMES[:2],
+        NAMES[:2],
+        NAMES,
+    ], run.text()
+    told = [
+        json.loads((run.archive.round_directory(number) / "round.json").read_text())["aggregation"]["details"]
+        for number in range(3)
+    ]
+    assert [one["masking"]["answered"] for one in told] == [NAMES[:2], NAMES, NAMES[:2]]
+    for name in NAMES[:2]:
+        assert len(jobs(run, three.site(name))) == 3, "keys and answers took no queue"
+    for site in three.sites:
+        assert verify(site.home / "gated" / "gate" / "audit.jsonl").broken == 0
+        for place in (site.home / "gated-work").glob("*/update/manifest.json"):
+            manifest = json.loads(place.read_text())
+            if manifest["kind"] == "update" and manifest["parameters"]:
+                assert manifest["encoding"] == "masked"
+                assert {entry.dtype for entry in open_checkpoint(place.parent).tensors.values()} == {"U16"}
