@@ -162,6 +162,7 @@ class Masking:
             evaluation=False,
             settings=AggregationSettings(),
             masks=settings.masks,
+            adapters=settings.lora,
         )
         if failure is None:
             assert update is not None

@@ -29,7 +29,7 @@ def test_the_sum_is_the_plain_mean_and_no_larger_than_bfloat16(
     assert tensors.bytes == tensors.parameters * bits // 8
 
 
-@pytest.mark.parametrize("rule", ["mean", "nesterov", "fedadam", "slowmo", "fedavgm"])
+@pytest.mark.parametrize("rule", ["mean", "nesterov", "fedadam", "fedyogi", "fedadagrad", "fedavgm", "slowmo"])
 def test_every_server_optimizer_moves_as_with_the_plain_mean(tmp_path: Path, signers: Path, rule: str):
     """Rounds of masked updates against the same rounds of plain ones, from the same steps."""
     from coordinator.aggregate import aggregate

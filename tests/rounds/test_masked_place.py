@@ -1,0 +1,61 @@
+"""With masks, training leaves its update where the coordinator cannot read; progress stays in the job's directory."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from facility import round as command
+from facility.exchange.messages.masking import MaskingSettings
+from facility.exchange.messages.settings import FacilitySettings, TrainingSettings
+from facility.launching.supervise import Ending
+
+ROUNDS = 3
+
+
+@pytest.mark.parametrize(("masked", "number"), [(True, 0), (True, ROUNDS), (False, 0)])
+def test_a_plain_update_that_is_to_be_masked_never_lies_in_the_jobs_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, masked: bool, number: int
+):
+    """The final evaluation has no weights, and no masks."""
+    job_directory, state = tmp_path / "job", tmp_path / "state"
+    job_directory.mkdir()
+    monkeypatch.chdir(job_directory)
+    masking = MaskingSettings(bits=16, threshold=2, facilities=["a", "b", "c"], peer_signers="/peers")
+    settings = FacilitySettings(
+        federation="f",
+        facility="a",
+        rounds=ROUNDS,
+        seed=0,
+        training=TrainingSettings(),
+        masking=masking if masked else None,
+    )
+    arguments = command.parser().parse_args(
+        ["--model", "m", "--dataset", "d", "--settings", "s", "--round", str(number), "--out", "update"]
+    )
+    job = command.Job(
+        arguments=arguments,
+        settings=settings,
+        tasks=Namespace(),  # type: ignore[arg-type]
+        notes=Namespace(),  # type: ignore[arg-type]
+        meter=Namespace(),  # type: ignore[arg-type]
+        state=state,
+        dataset=tmp_path / "dataset",
+    )
+    started: list[list[str]] = []
+    monkeypatch.setattr(command, "limits_from", lambda *_: None)
+
+    def launch(words: list[str], **_: object) -> Ending:
+        started.append(words)
+        return Ending(code=0, reason="")
+
+    monkeypatch.setattr(command, "launch", launch)
+    command.train(job)
+    out = job_directory / started[0][started[0].index("--out") + 1]
+    hidden = masked and number < ROUNDS
+    assert out.is_relative_to(state if hidden else job_directory)
+    assert ("--job-directory" in started[0]) == hidden
+    if hidden:
+        assert started[0][started[0].index("--job-directory") + 1] == str(job_directory)
