@@ -23,6 +23,9 @@ class ClosingSettings:
     late: Literal["wait", "carry", "drop"] = "carry"
     """An update that is not there when a round closes: `carry` lets its job go on and averages it in a later round,
     at a weight of (1 + rounds late) ** -staleness_exponent; `drop` discards it; `wait` closes no round without it."""
+    away: NonNegative[float] = 300.0
+    """Most seconds that a round waits, after its quorum, for a facility that cannot be reached: it has no job yet, and
+    begins a later round from the newest model."""
 
     def needed(self, facilities: int) -> int:
         """How many of so many facilities are the quorum."""

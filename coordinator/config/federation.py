@@ -237,7 +237,8 @@ def _closing(described: Rounds | None, declared: FederationFile) -> ClosingSetti
             "from, which must still be in the archive; set keep_rounds to 2 or more, or 0",
             key="keep_rounds",
         )
-    return ClosingSettings(quorum=described.quorum, grace=described.grace, late=described.late)
+    keys = {key.name: getattr(described, key.name) for key in dataclasses.fields(ClosingSettings)}
+    return ClosingSettings(**keys)
 
 
 def _merged(entry: Any, defaults: dict[str, Any]) -> Any:

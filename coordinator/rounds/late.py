@@ -1,27 +1,105 @@
-"""A note for the receive step of a round that closed without a facility: why it left nothing, in the engine's words."""
+"""What the coordinator remembers of late facilities on its disk: jobs whose update is still to come, and notes.
+
+A note tells the receive step of a round that closed without a facility why it left nothing. A late job is remembered
+until its update was used, so that a coordinator that is killed finds it again.
+"""
 
 from __future__ import annotations
 
 import json
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from facility.exchange.files.durable import write_json
 
 FOLDER = "late"
-LONGEST = 200
+LONGEST = 300
+TIMES = "times.json"
+JOB = "job-"
 
 
-def write_late(workdir: Path, round: int, facility: str, fate: str) -> None:
+@dataclass(frozen=True, kw_only=True)
+class LateJob:
+    """A job that its round did not wait for."""
+
+    facility: str
+    round: int
+    """Of the model that it trains from."""
+    directory: str
+    """Its own directory at the facility, in which the update will be."""
+    handed: int | None = None
+    """The round to which its update was handed on; None: to none yet."""
+
+
+def write_late(workdir: Path, round: int, facility: str, reason: str) -> None:
     """`workdir`: the coordinator's work directory, above those of its jobs."""
-    folder = Path(workdir) / FOLDER
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / f"{round}-{facility}.json", {"round": round, "facility": facility, "fate": fate})
+    write_json(_folder(workdir) / f"{round}-{facility}.json", {"round": round, "facility": facility, "reason": reason})
 
 
 def read_late(job_directory: Path, round: int, facility: str) -> str:
-    """What happens to the late update; '' where the facility was not late. `job_directory`: of a coordinator's step."""
+    """Why the round closed without the facility; '' where it was not late. `job_directory`: of a coordinator's step."""
     path = Path(job_directory).parent / FOLDER / f"{round}-{facility}.json"
     try:
-        return str(json.loads(path.read_text())["fate"])[:LONGEST]
+        return str(json.loads(path.read_text())["reason"])[:LONGEST]
     except (OSError, ValueError, KeyError, TypeError):
         return ""
+
+
+def drop_late(workdir: Path, round: int, facility: str) -> None:
+    """Forget the note: the facility is in time for this attempt at the round."""
+    (Path(workdir) / FOLDER / f"{round}-{facility}.json").unlink(missing_ok=True)
+
+
+def remember_job(workdir: Path, job: LateJob) -> None:
+    write_json(_folder(workdir) / f"{JOB}{job.facility}.json", asdict(job))
+
+
+def forget_job(workdir: Path, facility: str) -> None:
+    (Path(workdir) / FOLDER / f"{JOB}{facility}.json").unlink(missing_ok=True)
+
+
+def handed_on(workdir: Path, facility: str, number: int) -> None:
+    """Note that round `number` has the facility's late update: a later one must not use it again."""
+    if (job := remembered_job(workdir, facility)) is not None:
+        remember_job(workdir, replace(job, handed=number))
+
+
+def remembered_job(workdir: Path, facility: str) -> LateJob | None:
+    """What an earlier run, or this one, left at work there."""
+    try:
+        raw = json.loads((Path(workdir) / FOLDER / f"{JOB}{facility}.json").read_text())
+        handed = raw["handed"]
+        return LateJob(
+            facility=facility,
+            round=int(raw["round"]),
+            directory=str(raw["directory"]),
+            handed=None if handed is None else int(handed),
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def forget_all(workdir: Path) -> None:
+    """For a federation that begins anew in a work directory that was used before."""
+    for path in [*(Path(workdir) / FOLDER).glob(f"{JOB}*.json"), Path(workdir) / FOLDER / TIMES]:
+        path.unlink(missing_ok=True)
+
+
+def write_times(workdir: Path, times: dict[int, dict[str, float]]) -> None:
+    """Seconds that each facility needed, by round and facility: what `grace: auto` learns from."""
+    write_json(_folder(workdir) / TIMES, {str(number): seconds for number, seconds in times.items()})
+
+
+def read_times(workdir: Path) -> dict[int, dict[str, float]]:
+    """Those of earlier runs; {} where nothing can be read."""
+    with suppress(OSError, ValueError, AttributeError, TypeError):
+        raw = json.loads((Path(workdir) / FOLDER / TIMES).read_text())
+        return {int(number): {str(name): float(one) for name, one in told.items()} for number, told in raw.items()}
+    return {}
+
+
+def _folder(workdir: Path) -> Path:
+    folder = Path(workdir) / FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder

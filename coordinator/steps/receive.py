@@ -74,8 +74,7 @@ def receive(
     holds, what comes back names `facility` and `round` as given here.
     """
     if update is None and late:
-        reason = f"not done when the round closed: its job goes on, and its update {late}"
-        return report.Failure(facility=facility, round=round, reason=reason, kind="late")
+        return report.Failure(facility=facility, round=round, reason=late, kind="late")
     if update is None:
         reason = "left no update: its job was cancelled, ran out of time, or lost its node"
         return report.Failure(facility=facility, round=round, reason=reason, kind="absent")

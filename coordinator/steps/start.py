@@ -13,6 +13,7 @@ from coordinator.asynchronous.buffer import FOLDER, meeting_of
 from coordinator.config.settings import CoordinatorSettings, read_coordinator_settings
 from coordinator.events.event import emit, failures_of
 from coordinator.events.outputs import write_outputs
+from coordinator.rounds.late import forget_all
 from coordinator.rounds.order import OUTPUT, order
 from facility.exchange.errors import InputError, ManifestError, exit_on_error
 from facility.exchange.files.paths import resolve
@@ -39,6 +40,8 @@ def start(archive: Archive, model: Path, settings: CoordinatorSettings) -> tuple
     archive.write_history()
     archive.prune(settings.keep_rounds)
     following = len(done)
+    if not done:
+        forget_all(Path.cwd().parent)
     sweep_round(Path.cwd(), settings.federation, following)  # no engine runs yet: what lies there, a killed one left
     current = archive.model_for(following)
     verify_whole(archive, following)

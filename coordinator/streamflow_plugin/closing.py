@@ -4,9 +4,13 @@ The job of a facility that is late goes on in its queue. Its step yields nothing
 in the next round the facility gets no new job: its step waits for the one that runs, and hands on what that leaves, an
 update of an earlier round. A round waits for an update that would be too late to count in the next (bounded staleness:
 Ho et al. 2013, "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", section 3); the last
-round and the final evaluation wait for all: no update is lost.
+round and the final evaluation wait for all jobs: no update is lost.
 
-What the engine does not tell apart is decided here, inside `streamflow run`, for every kind of connector alike.
+A facility that cannot be reached has no job and so nothing to lose: no round waits for it longer than the grace, and
+it begins a later round from the newest model.
+
+What the engine does not tell apart is decided here, inside `streamflow run`, for every kind of connector alike. Late
+jobs are remembered on disk (`coordinator.rounds.late`): a run that is killed finds them again.
 """
 
 from __future__ import annotations
@@ -15,7 +19,6 @@ import asyncio
 import math
 import sys
 import time
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,40 +27,43 @@ from streamflow.core.workflow import Status
 
 from coordinator.config.closing import ClosingSettings
 from coordinator.config.settings import read_coordinator_settings
-from coordinator.rounds.late import write_late
+from coordinator.rounds.late import (
+    LateJob,
+    drop_late,
+    forget_job,
+    handed_on,
+    read_times,
+    remember_job,
+    remembered_job,
+    write_late,
+    write_times,
+)
+from coordinator.streamflow_plugin.errand import Errand, Work
 from coordinator.streamflow_plugin.grace import best_grace
-from coordinator.streamflow_plugin.patient import step_of, tell
+from coordinator.streamflow_plugin.patient import tell
 from facility.exchange.errors import CrossFedError
 
 INPUT = "round"
 """Port of cwl/tools/train.cwl that holds the round's number."""
-
-Execute = Callable[[], Awaitable[Any]]
-
-
-@dataclass(kw_only=True)
-class Pending:
-    """A job that its round did not wait for."""
-
-    task: asyncio.Future[Any]
-    job: Any
-    """The engine's job whose directory the update will be in."""
-    began: float
-    round: int
-    """Of the model that it trains from."""
+PAUSE_SECONDS = 60.0
+"""Between two tries to reach one."""
+KEPT_TIMES = 16
+"""Rounds whose times are kept."""
 
 
 @dataclass(kw_only=True)
 class Gate:
-    """Whether a round has closed."""
+    """Whether one attempt at a round has closed."""
 
     closed: asyncio.Event = field(default_factory=asyncio.Event)
-    waiting: bool = False
-    """The grace runs."""
+    closed_to_unreached: asyncio.Event = field(default_factory=asyncio.Event)
+    delivered: set[str] = field(default_factory=set)
 
 
 class Closing:
     """Of one run of the engine."""
+
+    pause_seconds = PAUSE_SECONDS
 
     def __init__(
         self, settings: ClosingSettings, *, rounds: int, facilities: int, most_late: int, exponent: float = 0.5
@@ -65,20 +71,35 @@ class Closing:
         """`most_late`: rounds that an update may be late and still count; `exponent`: of the weight of late ones."""
         self.settings, self.rounds = settings, rounds
         self.quorum, self.most_late, self.exponent = settings.needed(facilities), most_late, exponent
-        self.workdir: Path | None = None
-        """The coordinator's work directory, where a late facility is noted for its receive step."""
-        self._gates: dict[int, Gate] = {}
-        self._pending: dict[str, Pending] = {}
-        self._sources: dict[str, Any] = {}
-        self._left_out: set[str] = set()
+        self._carries = settings.late == "carry"
+        self._workdir: Path | None = None
+        self._gates: dict[str, Gate] = {}
+        self._pending: dict[str, Work] = {}
+        self._reaching: dict[str, asyncio.Future[None]] = {}
+        self._away: dict[str, float] = {}
+        """Since when each facility that cannot be reached has been tried."""
+        self._handed: dict[str, tuple[int, Work]] = {}
+        """By facility: the last round that was given an update of an earlier one, and that update's work."""
+        self._directories: dict[str, str | None] = {}
         self._history: dict[int, dict[str, float]] = {}
 
-    def source(self, job: Any) -> Any | None:
-        """The job whose directory holds what `job` hands on: itself, or the late one that it waited for.
+    @property
+    def workdir(self) -> Path | None:
+        """The coordinator's work directory, where late jobs are remembered; None: nowhere."""
+        return self._workdir
+
+    @workdir.setter
+    def workdir(self, path: Path) -> None:
+        if self._workdir is None:
+            self._workdir = path
+            self._history = read_times(path)
+
+    def directory(self, job: Any) -> str | None:
+        """Where the update lies that the step of `job` hands on: in its own job's directory, or in a late one's.
 
         None where its round closed before it ended: what it leaves since then is handed on later, and once.
         """
-        return None if job.name in self._left_out else self._sources.get(job.name, job)
+        return self._directories.get(job.name)
 
     def grace(self) -> float:
         """Seconds after the quorum; `inf`: no limit."""
@@ -86,61 +107,168 @@ class Closing:
             return float(self.settings.grace)
         return best_grace([self._history[n] for n in sorted(self._history)], self.quorum, exponent=self.exponent)
 
-    async def run(self, job: Any, execute: Execute) -> Any | None:
+    async def run(self, job: Any, errand: Errand) -> Any | None:
         """What the engine's own `execute` returns for `job`, or None where the round closed before.
 
         A job that an earlier round left at work takes the place of this one.
         """
-        number, step = int(job.inputs[INPUT].value), step_of(job.name)
-        began, source, trained = time.monotonic(), job, number
-        task: asyncio.Future[Any]
-        carries = self.settings.late == "carry"
-        if (before := self._pending.pop(step, None)) is not None:
-            if not carries or number >= self.rounds:
-                await asyncio.wait([before.task])
-                task = asyncio.ensure_future(execute())
-            else:
-                task, source, began, trained = before.task, before.job, before.began, before.round
-        else:
-            task = asyncio.ensure_future(execute())
-        if number >= self.rounds - 1 or (carries and number + 1 - trained > self.most_late):
-            return await self._deliver(number, step, job, source, task, began)
-        gate = self._gates.setdefault(number, Gate())
-        closed = asyncio.ensure_future(gate.closed.wait())
-        try:
-            await asyncio.wait([task, closed], return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            closed.cancel()
-        if task.done():
-            return await self._deliver(number, step, job, source, task, began)
-        self._left_out.add(job.name)
-        self._pending[step] = Pending(task=task, job=source, began=began, round=trained)
-        facility = step.rpartition("/")[2].removeprefix("train_")
-        fate = "is averaged in a later round" if carries else "is discarded"
-        tell(f"round {number} closes without {facility}, whose job goes on; its update {fate}")
+        number, facility = int(job.inputs[INPUT].value), errand.facility
         if self.workdir is not None:
-            write_late(self.workdir, number, facility, fate)
-        return None
+            drop_late(self.workdir, number, facility)
+        gate = self._gates.setdefault(job.name.rpartition("/")[2], Gate())
+        work = self._work(number, errand)
+        while True:
+            last = number >= self.rounds - 1
+            stays = last or (self._carries and number + 1 - work.round > self.most_late)
+            if not await self._ends_first(facility, work, gate, stays=stays):
+                self._leave(number, job, errand, work)
+                return None
+            if work.task.result() is not None:
+                return self._deliver(number, job, errand, work, gate)
+            work = self._new(number, errand)  # the job of an earlier run left nothing
 
-    async def _deliver(
-        self, number: int, step: str, job: Any, source: Any, task: asyncio.Future[Any], began: float
-    ) -> Any:
-        result = await task
-        if source is not job:
-            self._sources[job.name] = source
-        if result.status is Status.COMPLETED and result.exit_code == 0:
-            took = time.monotonic() - began
-            delivered = self._history.setdefault(number, {})
-            delivered[step] = took
-            gate = self._gates.get(number)
-            if gate is not None and len(delivered) >= self.quorum and not gate.waiting:
-                gate.waiting = True
-                self._close_after(gate, self.grace())
+    def _work(self, number: int, errand: Errand) -> Work:
+        """What the facility is at in this round: a job that it has already, one that is found again, or a new one."""
+        facility = errand.facility
+        handed, late = self._handed.get(facility, (-1, None))
+        if handed == number and late is not None:
+            return late  # the round is asked for again, and this update is still its own
+        before = self._pending.pop(facility, None)
+        takes = self._carries and number < self.rounds
+        if before is not None and takes:
+            return before
+        found = self._remembered(number, facility) if before is None and takes else None
+        if found is None:
+            return self._new(number, errand, after=before)
+        work = Work(round=found.round, began=time.monotonic(), directory=found.directory, searching=True)
+        work.task = asyncio.ensure_future(self._search(work, errand, found))
+        return work
+
+    def _new(self, number: int, errand: Errand, *, after: Work | None = None) -> Work:
+        self._handed.pop(errand.facility, None)
+        if self.workdir is not None:
+            forget_job(self.workdir, errand.facility)
+        work = Work(round=number, began=time.monotonic(), after=after)
+        work.task = asyncio.ensure_future(self._begin(work, errand))
+        return work
+
+    def _remembered(self, number: int, facility: str) -> LateJob | None:
+        """A late job of an earlier run whose update can still be used."""
+        found = None if self.workdir is None else remembered_job(self.workdir, facility)
+        if found is None or found.round > number or (found.handed is not None and found.handed < number):
+            return None
+        if number - found.round > self.most_late:
+            tell(f"{facility}'s update of round {found.round} is too old for round {number} and is not used")
+            return None
+        return found
+
+    async def _search(self, work: Work, errand: Errand, found: LateJob) -> Any | None:
+        """What a job of an earlier run left; None: nothing."""
+        await self._reached(errand)
+        work.reached.set()
+        result = await errand.find(found)
+        if result is not None:
+            tell(f"{errand.facility}'s update of round {found.round}, left by an earlier run, is found again")
         return result
 
-    def _close_after(self, gate: Gate, seconds: float) -> None:
+    async def _begin(self, work: Work, errand: Errand) -> Any:
+        """Reach the facility, then run the job there. May be cancelled until `work.reached`."""
+        if work.after is not None:
+            await asyncio.wait([work.after.task])
+        await self._reached(errand)
+        work.directory = errand.directory()
+        work.reached.set()
+        return await errand.execute()
+
+    async def _reached(self, errand: Errand) -> None:
+        """Wait until the facility answers; being cancelled here leaves the connection as it is."""
+        self._away.setdefault(errand.facility, time.monotonic())
+        before = self._reaching.get(errand.facility)
+        if before is not None and not before.done():
+            await asyncio.wait([before])
+        task = self._reaching[errand.facility] = asyncio.ensure_future(self._reach(errand))
+        await asyncio.wait([task])
+        task.result()
+        del self._away[errand.facility]
+
+    async def _reach(self, errand: Errand) -> None:
+        told = False
+        while True:
+            try:
+                return await errand.reach()
+            except Exception as error:
+                if not told:
+                    tell(f"{errand.facility} cannot be reached ({error}): the others go on, it is tried again")
+                told = True
+                await asyncio.sleep(self.pause_seconds)
+
+    async def _ends_first(self, facility: str, work: Work, gate: Gate, *, stays: bool) -> bool:
+        """Whether the work ends before the round closes to it. `stays`: the round waits for a job that has begun."""
+        while not work.task.done():
+            if self._leaves(facility, work, gate, stays=stays):
+                return False
+            events = [one for one in (gate.closed, gate.closed_to_unreached, work.reached) if not one.is_set()]
+            waits = [asyncio.ensure_future(one.wait()) for one in events]
+            ends = [work.task, *waits, *([work.after.task] if work.after is not None and work.busy else [])]
+            try:
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED, timeout=self.settings.away)
+            finally:
+                for one in waits:
+                    one.cancel()
+        return True
+
+    def _leaves(self, facility: str, work: Work, gate: Gate, *, stays: bool) -> bool:
+        """Whether the round is closed to this work now."""
+        if work.reached.is_set() or work.busy:
+            return gate.closed.is_set() and not stays
+        tried_long = time.monotonic() - self._away.get(facility, math.inf) >= self.settings.away
+        return gate.closed_to_unreached.is_set() and (tried_long or not stays)
+
+    def _leave(self, number: int, job: Any, errand: Errand, work: Work) -> None:
+        """Close the round without a facility: its job goes on, or it begins the next round anew."""
+        facility = errand.facility
+        self._directories[job.name] = None
+        if work.replaceable:
+            work.task.cancel()
+            if work.after is not None and work.busy:
+                self._pending[facility] = work.after
+            reason = (
+                "its job of an earlier round still runs"
+                if work.busy
+                else "it could not be reached before the round closed; it begins the next one from the newest model"
+            )
+        else:
+            self._pending[facility] = work
+            fate = "is averaged in a later round" if self._carries else "is discarded"
+            reason = f"not done when the round closed: its job goes on, and its update {fate}"
+            if self.workdir is not None and self._carries and work.directory and not work.searching:
+                remember_job(self.workdir, LateJob(facility=facility, round=work.round, directory=work.directory))
+        tell(f"round {number} closes without {facility}: {reason}")
+        if self.workdir is not None:
+            write_late(self.workdir, number, facility, reason)
+
+    def _deliver(self, number: int, job: Any, errand: Errand, work: Work, gate: Gate) -> Any:
+        result, facility = work.task.result(), errand.facility
+        self._directories[job.name] = work.directory
+        if work.round < number:
+            self._handed[facility] = (number, work)
+        if self.workdir is not None:
+            handed_on(self.workdir, facility, number)
+        if result.status is Status.COMPLETED and result.exit_code == 0:
+            self._history.setdefault(number, {})[facility] = time.monotonic() - work.began
+            self._history = {n: self._history[n] for n in sorted(self._history)[-KEPT_TIMES:]}
+            if self.workdir is not None:
+                write_times(self.workdir, self._history)
+            gate.delivered.add(facility)
+            if len(gate.delivered) == self.quorum:
+                grace = self.grace()
+                self._after(gate.closed, grace)
+                self._after(gate.closed_to_unreached, min(grace, self.settings.away))
+        return result
+
+    def _after(self, event: asyncio.Event, seconds: float) -> None:
         if math.isfinite(seconds):
-            asyncio.get_running_loop().call_later(seconds, gate.closed.set)
+            asyncio.get_running_loop().call_later(seconds, event.set)
 
 
 def closing_of_run(arguments: list[str] | None = None) -> Closing | None:

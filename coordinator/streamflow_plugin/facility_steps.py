@@ -21,14 +21,20 @@ from streamflow.cwl.processor import CWLCommandOutput
 from streamflow.cwl.step import CWLExecuteStep, CWLTransferStep
 from streamflow.cwl.token import CWLFileToken
 from streamflow.cwl.utils import register_data
+from streamflow.data import remotepath
 from streamflow.data.manager import DefaultDataManager
 from streamflow.data.remotepath import StreamFlowPath
 from streamflow.log_handler import logger
+from streamflow.workflow.step import ScheduleStep
 from streamflow.workflow.utils import get_job_token
 
 from coordinator.config.deployments import FACILITY
+from coordinator.rounds.late import LateJob
 from coordinator.streamflow_plugin.closing import Closing, closing_of_run
+from coordinator.streamflow_plugin.errand import Errand
 from coordinator.streamflow_plugin.lanes import TransferFailed
+from coordinator.streamflow_plugin.patient import step_of
+from coordinator.streamflow_plugin.staging import Staged, scheduling, storage_usages, unmoved
 from coordinator.streamflow_plugin.targets import check_target
 from facility.exchange.messages.outcome import Outcome
 
@@ -37,6 +43,8 @@ COORDINATOR = "coordinator"
 OUTPUT_FILE = "cwl.output.json"
 OUTPUT = "update"
 """Name of the one directory that cwl/tools/train.cwl leaves, and of the port that it goes to."""
+TRAIN = "train_"
+"""Begins the name of a facility's training step."""
 OUR_FAULT = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO)
 """Errors of this machine: no facility's, so that they end the run as before."""
 
@@ -60,10 +68,11 @@ def output_path(*parts: str, context: Any, location: Any) -> Any:
     return StreamFlowPath(*parts, context=context, location=location)
 
 
-def executing(original: Any, closing: Closing | None) -> Any:
+def executing(original: Any, closing: Closing | None, copying: Any = None) -> Any:
     """`CWLCommand.execute`: a facility's job that fails has left no update, and what it wrote names no outputs.
 
-    A job that its round does not wait for (`closing`) has left none either, for now.
+    A job that its round does not wait for (`closing`) has left none either, for now. `copying`: StreamFlow's own
+    `CWLTransferStep.transfer`.
     """
 
     async def execute(self: CWLCommand, job: Job) -> CommandOutput:
@@ -74,7 +83,8 @@ def executing(original: Any, closing: Closing | None) -> Any:
             result = await original(self, job)
         else:
             closing.workdir = Path(context.deployment_manager.config_map[COORDINATOR].workdir)
-            result = await closing.run(job, lambda: original(self, job))
+            staged = Staged(self.step, job, copying)
+            result = await closing.run(job, errand_of(staged, lambda: original(self, staged.job)))
             if result is None:
                 return CWLCommandOutput(value=None, status=Status.COMPLETED, exit_code=int(Outcome.SKIPPED))
         if result.status is not Status.COMPLETED:
@@ -84,6 +94,28 @@ def executing(original: Any, closing: Closing | None) -> Any:
         return CWLCommandOutput(value=None, status=Status.COMPLETED, exit_code=code)
 
     return execute
+
+
+def errand_of(staged: Staged, execute: Any) -> Errand:
+    """What `Closing` may do with a facility's job."""
+
+    async def staged_and_executed() -> Any:
+        await staged.inputs()
+        return await execute()
+
+    async def find(late: LateJob) -> Any | None:
+        await staged.settle(late.directory)
+        if not await staged.holds(f"{late.directory}/{OUTPUT}"):
+            return None
+        return CWLCommandOutput(value=None, status=Status.COMPLETED, exit_code=int(Outcome.DONE))
+
+    return Errand(
+        facility=step_of(staged.job.name).rpartition("/")[2].removeprefix(TRAIN),
+        reach=staged.reach,
+        execute=staged_and_executed,
+        directory=lambda: staged.job.output_directory,
+        find=find,
+    )
 
 
 def retrieving(original: Any, closing: Closing | None) -> Any:
@@ -99,8 +131,8 @@ def retrieving(original: Any, closing: Closing | None) -> Any:
         token = Token(value=None, tag=get_tag(job.inputs.values()))
         try:
             if output_name == OUTPUT:
-                source = job if closing is None else closing.source(job)
-                token = (await _directory(self, source, job) if source is not None else None) or token
+                place = job.output_directory if closing is None else closing.directory(job)
+                token = (await _directory(self, job, place) if place is not None else None) or token
         except Exception as error:
             logger.error(f"FAILED looking for what job {job.name} left: {error}")
         job_token = get_job_token(job.name, self.get_input_port("__job__").token_list)
@@ -111,11 +143,11 @@ def retrieving(original: Any, closing: Closing | None) -> Any:
     return retrieve
 
 
-async def _directory(step: CWLExecuteStep, job: Job, asked: Job) -> Token | None:
-    """The token of the directory `OUTPUT` in `job`'s own directory, for the step of `asked`; None without one."""
+async def _directory(step: CWLExecuteStep, job: Job, place: str) -> Token | None:
+    """The token of the directory `OUTPUT` in `place`, at the facility of `job`; None without one."""
     context = step.workflow.context
     locations = context.scheduler.get_locations(job.name)
-    path = f"{job.output_directory}/{OUTPUT}"
+    path = f"{place}/{OUTPUT}"
     if not await StreamFlowPath(path, context=context, location=locations[0]).is_dir():
         return None
     value: Any = {"class": "Directory", "path": path, "location": f"file://{path}", "basename": OUTPUT}
@@ -123,18 +155,23 @@ async def _directory(step: CWLExecuteStep, job: Job, asked: Job) -> Token | None
         context=context,
         connector=context.scheduler.get_connector(job.name),
         locations=locations,
-        base_path=job.output_directory,
+        base_path=place,
         token_value=value,
     )
-    return CWLFileToken(value=value, tag=get_tag(asked.inputs.values()))
+    return CWLFileToken(value=value, tag=get_tag(job.inputs.values()))
 
 
-def transferring(original: Any) -> Any:
-    """`CWLTransferStep.transfer`: an update that cannot be fetched is null, with the reason in the log."""
+def transferring(original: Any, closing: Closing | None) -> Any:
+    """`CWLTransferStep.transfer`: an update that cannot be fetched is null, with the reason in the log.
+
+    Where rounds close (`closing`), what goes to a facility is copied when its job executes.
+    """
 
     async def transfer(self: CWLTransferStep, job: Job, token: Token) -> Token:
         context = self.workflow.context
         here = context.scheduler.get_connector(job.name).deployment_name
+        if is_facility(here) and closing is not None:
+            return unmoved(token)
         source = _source(context, token) if not is_facility(here) else None
         if source is None:
             return await original(self, job, token)
@@ -190,6 +227,9 @@ def install() -> None:
         )
     cwl_command.StreamFlowPath = output_path
     closing = closing_of_run()
-    CWLCommand.execute = executing(CWLCommand.execute, closing)
+    remotepath.get_storage_usages = storage_usages(remotepath.get_storage_usages)
+    if closing is not None:
+        ScheduleStep._schedule = scheduling(ScheduleStep._schedule)
+    CWLCommand.execute = executing(CWLCommand.execute, closing, CWLTransferStep.transfer)
     CWLExecuteStep._retrieve_output = retrieving(CWLExecuteStep._retrieve_output, closing)
-    CWLTransferStep.transfer = transferring(CWLTransferStep.transfer)
+    CWLTransferStep.transfer = transferring(CWLTransferStep.transfer, closing)

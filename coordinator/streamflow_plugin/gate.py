@@ -7,15 +7,12 @@ error here, before it is refused there. No shell is opened, and no persistent on
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import shlex
 from collections.abc import MutableMapping, MutableSequence
-from typing import Any
 
 from streamflow.core.deployment import ExecutionLocation
 from streamflow.core.exception import WorkflowExecutionException
-from streamflow.core.scheduling import Hardware, Storage
 
 from coordinator.streamflow_plugin.dialect import GATE, GateDialect
 from coordinator.streamflow_plugin.ssh import COMMAND_BYTES, COMMAND_SECONDS, ParallelSSHConnector
@@ -122,18 +119,3 @@ class GatedSSHConnector(ParallelSSHConnector):
     def job_line(self, command: str) -> str:
         """A command on the host itself; the gate ends it once the connection is gone."""
         return job_of(command, "run")
-
-    async def _get_available_location(self, location: str) -> Hardware:
-        if location not in self.hardware:
-            place = ExecutionLocation(name=location, deployment=self.deployment_name, hostname=location)
-            text, code = await self.ask(place, f"{GATE} hello")
-            try:
-                told: dict[str, Any] = json.loads(text.splitlines()[-1])
-                storage = Storage(mount_point="/", size=float(told["free_mb"]))
-                hardware = Hardware(float(told["cores"]), float(told["memory_mb"]), {"/": storage})
-            except (ValueError, KeyError, TypeError, IndexError):
-                raise WorkflowExecutionException(
-                    f"{self.deployment_name} has no gate that can be understood (code {code}): {text[-300:]}"
-                ) from None
-            self.hardware[location] = hardware
-        return self.hardware[location]

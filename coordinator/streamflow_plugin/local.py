@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 from collections.abc import MutableSequence
+from pathlib import Path
 from typing import Any
 
 from streamflow.core.deployment import ExecutionLocation
@@ -17,6 +20,8 @@ from coordinator.streamflow_plugin.patient import step_of
 STEPS = ("start", "send", "receive", "aggregate", "meet", "report")
 """The coordinator's own steps, by the first word of their names; none of them fails for a facility's fault."""
 LAST_LINES = 3
+LOOK_SECONDS = 1.0
+"""Between two looks at processes that an earlier run left."""
 
 
 class TellingLocalConnector(LocalConnector):
@@ -48,3 +53,19 @@ class TellingLocalConnector(LocalConnector):
             said = " ".join((answer[0] or "").strip().splitlines()[-LAST_LINES:])
             emit("failed", step=step, reason=f"it ended with code {answer[1]}: {said}", futile=False)
         return answer
+
+    async def settle(self, location: ExecutionLocation, directory: str) -> None:
+        """Wait for the end of processes that an earlier run left at work in a job's directory."""
+        while working_in(directory):
+            await asyncio.sleep(LOOK_SECONDS)
+
+
+def working_in(directory: str) -> bool:
+    """Is that the working directory of a living process of this user?"""
+    for link in Path("/proc").glob("[0-9]*/cwd"):
+        try:
+            if os.readlink(link) == directory:
+                return True
+        except OSError:  # it has ended, or is another user's
+            continue
+    return False

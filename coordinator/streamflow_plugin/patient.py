@@ -274,6 +274,11 @@ class PatientQueue(QueueManagerConnector):
                     told.add(job.id)
             await asyncio.sleep(min(self.pollingInterval, 5))
 
+    async def settle(self, location: ExecutionLocation, directory: str) -> None:
+        """Wait for the end of jobs that an earlier run left running; those that wait in the queue are cancelled."""
+        if name := self._name(location):
+            await self._make_way(name, location)
+
     async def _remove_jobs(self, location: ExecutionLocation, jobs: MutableSequence[str]) -> None:
         """Cancel jobs at the end of a run; `location` is the login node's (the original looks inside it and fails)."""
         if there := [one for one in jobs if not one.startswith(REFUSED)]:

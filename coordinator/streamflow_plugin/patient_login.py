@@ -31,6 +31,7 @@ class PatientLogin:
     """Name of the deployment, without what marks it as a facility's."""
     pause_seconds: float = PAUSE_SECONDS
     _refused: bool = False
+    _unreachable: bool = False
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def through(self, host: str, connect: Callable[[], Awaitable[T]]) -> T:
@@ -55,6 +56,19 @@ class PatientLogin:
                     logger.info(f"{host} takes the login again")
                     emit("login_works", facility=self.facility, host=host)
                     return connection
+
+    def tell_unreachable(self, host: str, error: BaseException) -> None:
+        """Once while it lasts: the connection is tried again by whoever needs it."""
+        if not self._unreachable:
+            self._unreachable = True
+            logger.warning(f"{host} cannot be reached ({error}): trying again")
+            emit("problem", text=f"{host} cannot be reached ({error}): it is tried again, the other facilities go on")
+
+    def tell_reached(self, host: str) -> None:
+        if self._unreachable:
+            self._unreachable = False
+            logger.info(f"{host} can be reached again")
+            emit("problem", text=f"{host} can be reached again")
 
     def _tell(self, host: str, error: Exception) -> None:
         if not self._refused:

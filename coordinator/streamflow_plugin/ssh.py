@@ -16,6 +16,7 @@ from typing import Any
 import asyncssh
 from streamflow.core.deployment import ExecutionLocation, Shell
 from streamflow.core.exception import WorkflowExecutionException
+from streamflow.core.scheduling import AvailableLocation
 from streamflow.core.utils import get_local_to_remote_destination, run_in_shell
 from streamflow.deployment.connector.ssh import SSHConfig, SSHConnector, SSHContext, SSHContextFactory
 from streamflow.log_handler import logger
@@ -38,6 +39,8 @@ COMMAND_BYTES = 1 << 20
 COMMAND_SECONDS = 3600
 STREAMS = 8
 """Connections of one transfer unless `maxConnections` asks for more."""
+JOBS = 1 << 16
+"""More than ever run at once: the login node's own cores say nothing about a facility's jobs."""
 
 
 LOGIN_SHELL = "sh -c " + shlex.quote(
@@ -67,7 +70,10 @@ class CarefulContext(SSHContext):
 
     async def _connect(self) -> asyncssh.SSHClientConnection:
         try:
-            return await super().get_connection()
+            connection = await super().get_connection()
+            if self._login is not None:
+                self._login.tell_reached(self.get_hostname())
+            return connection
         except asyncssh.HostKeyNotVerifiable as error:
             emit("host_key", host=self.get_hostname(), reason=str(error))
             raise WorkflowExecutionException(
@@ -79,6 +85,10 @@ class CarefulContext(SSHContext):
             if self._login is not None:
                 raise
             raise WorkflowExecutionException(f"{self.get_hostname()} refuses the login: {error}") from error
+        except (OSError, asyncssh.Error, TimeoutError) as error:
+            if self._login is not None:
+                self._login.tell_unreachable(self.get_hostname(), error)
+            raise
 
 
 class BoundedReader:
@@ -126,6 +136,26 @@ class ParallelSSHConnector(SSHConnector):
         self._most_bytes: int | None = None
         self._lanes: dict[str, list[SSHContextFactory]] = {}
         self._worth: dict[str, asyncio.Future[int]] = {}
+
+    async def get_available_locations(self, service: str | None = None) -> MutableMapping[str, AvailableLocation]:
+        """The nodes, without asking them for cores and disks as the original does: the engine holds the lock of all
+        scheduling meanwhile, so that one login that is away would hold up every facility."""
+        return {
+            node.hostname: AvailableLocation(
+                name=node.hostname,
+                deployment=self.deployment_name,
+                service=service,
+                hostname=node.hostname,
+                slots=JOBS,
+            )
+            for node in self.nodes.values()
+        }
+
+    def try_again(self) -> None:
+        """Count failed attempts to connect from 0 again, as for a host that was away for longer than `retries`."""
+        factories = [*self.ssh_context_factories.values(), *(lane for lanes in self._lanes.values() for lane in lanes)]
+        for context in (one for factory in factories for one in factory._contexts):
+            context.connection_attempts = 0
 
     def lanes(self, location: ExecutionLocation) -> list[SSHContextFactory]:
         """Connections of their own for transfers, to the data-transfer host where there is one."""

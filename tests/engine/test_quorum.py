@@ -1,50 +1,124 @@
-"""A federation under StreamFlow whose rounds do not wait for the slowest facility."""
+"""A federation under StreamFlow whose rounds do not wait: for a slow facility, one that is away, or a killed engine."""
 
 from __future__ import annotations
 
+import os
+import signal
+import socket
+import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
-from coordinator.archive.rounds import Archive
+from coordinator.archive.rounds import Archive, FacilityRow
 from coordinator.config.federation import read_federation
 from coordinator.engine.render import write
-from tests.engine.engines import streamflow
+from coordinator.rounds.late import LateJob, remembered_job
+from tests.engine.engines import crossfed, streamflow
 from tests.federations import write_federation
 
 SLOW = 25.0
 """Seconds of the slow facility; the others take a few, the engine included."""
 
 
+def federate(root: Path, names: list[str], *, seconds: float = 0.0, count: int = 5, **rounds: Any) -> Path:
+    """A federation of local facilities with a stand-in for the trainer, of which `slow` needs `seconds`."""
+    rounds = {"count": count, "quorum": 2, "grace": 0, "late": "carry"} | rounds
+    path = write_federation(root, names, rounds=rounds, keep_rounds=4)
+    (root / "sites" / names[-1] / "dataset" / "seconds").write_text(str(seconds))
+    write(read_federation(path))
+    tool = root / "cwl" / "tools" / "train.cwl"
+    tool.write_text(tool.read_text().replace("update]", "update, --module, tests.stand_in_trainer]", 1))
+    return path
+
+
+def rows_of(path: Path) -> list[FacilityRow]:
+    return [row for entry in Archive(read_federation(path).archive_path).history() for row in entry.facilities]
+
+
+def used(rows: list[FacilityRow], name: str) -> list[int]:
+    """Rounds whose update of a facility was averaged, in the order in which they were."""
+    return [row.round - row.staleness for row in rows if row.facility == name and row.status == "ok"]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_rounds_close_without_the_slow_one_whose_updates_count_later(tmp_path: Path):
-    path = write_federation(
-        tmp_path, ["a", "b", "slow"], rounds={"count": 5, "quorum": 2, "grace": 0, "late": "carry"}, keep_rounds=4
-    )
-    (tmp_path / "sites" / "slow" / "dataset" / "seconds").write_text(str(SLOW))
-    write(read_federation(path))
-    tool = tmp_path / "cwl" / "tools" / "train.cwl"
-    tool.write_text(tool.read_text().replace("update]", "update, --module, tests.stand_in_trainer]", 1))
+    path = federate(tmp_path, ["a", "b", "slow"], seconds=SLOW)
     began = time.monotonic()
     result = streamflow(path, tmp_path / "engine", timeout=300)
     took = time.monotonic() - began
     assert result.returncode == 0, result.stdout[-4000:]
     history = Archive(read_federation(path).archive_path).history()
     assert len(history) == 5
-    rows = [row for entry in history for row in entry.facilities]
-    used = {
-        name: [row.round - row.staleness for row in rows if row.facility == name and row.status == "ok"]
-        for name in ("a", "b", "slow")
-    }
-    for rounds in used.values():
-        assert rounds == sorted(set(rounds)), "no update twice, none after a later one"
+    rows = rows_of(path)
+    for name in ("a", "b", "slow"):
+        assert used(rows, name) == sorted(set(used(rows, name))), "no update twice, none after a later one"
     assert {row.status for row in rows} == {"ok", "late"}, "nobody failed"
     for entry in history:
         assert sum(row.status == "ok" for row in entry.facilities) >= 2, "a quorum"
     assert all(row.status == "ok" for row in history[-1].facilities), "the last round waits for all"
-    assert len(used["slow"]) < 5 and took < 5 * SLOW, "rounds did not wait for the slow one"
+    assert len(used(rows, "slow")) < 5 and took < 5 * SLOW, "rounds did not wait for the slow one"
     late = [row for row in rows if row.staleness]
     assert late, "an update of an earlier round was averaged"
     assert all(row.loss_received is None for row in late), "what it received is not this round's model"
+
+
+@pytest.mark.timeout(300)
+def test_a_facility_that_cannot_be_reached_holds_no_round_up(tmp_path: Path):
+    """Nobody listens where `away` should be: from the first round to the end the others go on, and it is told."""
+    path = federate(tmp_path, ["a", "b", "away"], count=2, away=1)
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        port = closed.getsockname()[1]
+        described = yaml.safe_load(path.read_text())
+        described["facilities"][2] |= {
+            "dataset": "/nowhere",
+            "deployment": {"type": "ssh", "host": f"127.0.0.1:{port}", "workdir": str(tmp_path / "there")},
+        }
+        path.write_text(yaml.safe_dump(described, sort_keys=False))
+        write(read_federation(path))
+        result = streamflow(path, tmp_path / "engine", timeout=200)
+    assert result.returncode == 0, result.stdout[-4000:]
+    rows = rows_of(path)
+    assert used(rows, "a") == used(rows, "b") == [0, 1]
+    away = [row for row in rows if row.facility == "away"]
+    assert [row.status for row in away] == ["late", "late"] and all(
+        "could not be reached" in row.reason for row in away
+    )
+    assert f"127.0.0.1:{port} cannot be reached" in result.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("moment", ["while its job runs", "after its update was handed on"])
+def test_killed_the_engine_finds_a_late_update_again_and_uses_it_once(tmp_path: Path, moment: str):
+    path = federate(tmp_path, ["a", "b", "slow"], seconds=SLOW)
+    workdir = read_federation(path).workdir_path / "coordinator"
+    process = crossfed("run", "--quiet", "-f", path, folder=tmp_path / "engine")
+    handed = moment.startswith("after")
+    left = _wait_for_late(workdir, process, handed=handed)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    before = len(Archive(read_federation(path).archive_path).rounds())
+    assert left.round < before or not handed
+    again = crossfed("run", "--quiet", "-f", path, folder=tmp_path / "engine")
+    text, _ = again.communicate(timeout=300)
+    assert again.returncode == 0, text
+    rows = rows_of(path)
+    for name in ("a", "b", "slow"):
+        assert used(rows, name) == sorted(set(used(rows, name))), "no update twice, none after a later one"
+    assert left.round in used(rows, "slow"), f"the update of round {left.round} was used:\n{text}"
+    assert {row.status for row in rows} == {"ok", "late"}, "nothing was refused"
+
+
+def _wait_for_late(workdir: Path, process: subprocess.Popen[str], *, handed: bool) -> LateJob:
+    """The late job of `slow`, as soon as it is remembered, or its update handed on."""
+    deadline = time.monotonic() + 200
+    while (found := remembered_job(workdir, "slow")) is None or (found.handed is not None) != handed:
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.05)
+    return found

@@ -1,9 +1,12 @@
-"""Laws of rounds that do not wait for all, over random speeds: no update is lost or handed on twice."""
+"""Laws of rounds that do not wait for all, over random speeds, failures, absences and kills of the engine."""
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,51 +16,106 @@ from hypothesis import strategies as st
 from streamflow.core.workflow import Status
 
 from coordinator.config.closing import ClosingSettings
-from coordinator.rounds.late import read_late
+from coordinator.rounds.late import LateJob, read_late, remembered_job
 from coordinator.streamflow_plugin.closing import Closing, closing_of_run
+from coordinator.streamflow_plugin.errand import Errand
 
 DONE = SimpleNamespace(status=Status.COMPLETED, exit_code=0)
 FAILED = SimpleNamespace(status=Status.COMPLETED, exit_code=7)
 TICK = 0.002
 """Seconds of the unit in which speeds are drawn."""
+NAMES = ("f0", "f1", "f2")
 
 
 @dataclass
-class Run:
-    """What the engine saw: for each facility and round, the round whose job it handed on; None: nothing."""
+class World:
+    """Facilities whose jobs run on whatever becomes of the engine; times are seconds of `time.monotonic`."""
 
-    handed: dict[tuple[str, int], int | None]
-    started: list[tuple[str, int]]
+    speeds: list[list[int]]
+    failing: set[tuple[int, int]] = field(default_factory=set)
+    """(round, place) of jobs that fail."""
+    away: dict[str, float] = field(default_factory=dict)
+    """Until when a facility cannot be reached."""
+    jobs: dict[str, tuple[str, int, float, Any]] = field(default_factory=dict)
+    """By directory: facility, round, end, result."""
 
+    def errand(self, name: str, number: int) -> Errand:
+        directory = f"{name}/{number}/{len(self.jobs)}"
+        place = NAMES.index(name)
 
-def job(name: str, number: int) -> Any:
-    return SimpleNamespace(name=f"/rounds/train_{name}/0.{number}", inputs={"round": SimpleNamespace(value=number)})
-
-
-def federation(closing: Closing, speeds: list[list[int]], failing: set[tuple[int, int]] = frozenset()) -> Run:  # type: ignore[assignment]
-    """The engine's part: in each round all facilities at once, then the next; a last round is the evaluation."""
-    run = Run({}, [])
-
-    async def facility(number: int, place: int) -> None:
-        name, mine = f"f{place}", job(f"f{place}", number)
+        async def reach() -> None:
+            while time.monotonic() < self.away.get(name, 0):
+                await asyncio.sleep(TICK)
 
         async def execute() -> Any:
-            run.started.append((name, number))
-            await asyncio.sleep(TICK * speeds[number % len(speeds)][place])
-            return FAILED if (number, place) in failing else DONE
+            result = FAILED if (number, place) in self.failing else DONE
+            seconds = TICK * self.speeds[number % len(self.speeds)][place]
+            self.jobs[directory] = (name, number, time.monotonic() + seconds, result)
+            await asyncio.sleep(seconds)
+            return result
 
-        result = await closing.run(mine, execute)
+        async def find(late: LateJob) -> Any | None:
+            if late.directory not in self.jobs:
+                return None
+            *_, end, result = self.jobs[late.directory]
+            await asyncio.sleep(max(0.0, end - time.monotonic()))
+            return result if result is DONE else None
+
+        return Errand(facility=name, reach=reach, execute=execute, directory=lambda: directory, find=find)
+
+    def trained(self, directory: str) -> int:
+        return self.jobs[directory][1]
+
+
+@dataclass
+class Engine:
+    """The engine's part: in each round all facilities at once, then the next; a last round is the evaluation."""
+
+    world: World
+    handed: dict[tuple[str, int], int | None] = field(default_factory=dict)
+    """By facility and complete round: the round whose job it handed on; None: nothing."""
+    complete: int = 0
+
+    async def everything(self, closing: Closing) -> None:
+        for number in range(self.complete, closing.rounds + 1):
+            told = await asyncio.gather(*(self._step(closing, name, number) for name in NAMES))
+            self.handed |= {(name, number): one for name, one in zip(NAMES, told, strict=True)}
+            self.complete = number + 1
+
+    async def _step(self, closing: Closing, name: str, number: int) -> int | None:
+        job: Any = SimpleNamespace(
+            name=f"/rounds/train_{name}/0.{number}", inputs={INPUT: SimpleNamespace(value=number)}
+        )
+        result = await closing.run(job, self.world.errand(name, number))
         await asyncio.sleep(2 * TICK)  # a job may end between its round's closing and the engine's look at what it left
-        source = closing.source(mine)
-        assert (source is None) == (result is None)
-        run.handed[name, number] = None if source is None else int(source.name.rpartition(".")[2])
+        directory = closing.directory(job)
+        assert (directory is None) == (result is None)
+        return None if directory is None else self.world.trained(directory)
 
-    async def everything() -> None:
-        for number in range(closing.rounds + 1):
-            await asyncio.gather(*(facility(number, place) for place in range(len(speeds[0]))))
+    def used(self, name: str) -> list[int]:
+        """Rounds whose update was handed to a complete round, in that order; without the evaluation's."""
+        return [
+            one
+            for (who, _), one in sorted(self.handed.items(), key=lambda pair: pair[0][1])
+            if who == name and one is not None
+        ]
 
-    asyncio.run(everything())
-    return run
+
+INPUT = "round"
+
+
+def run(closing: Closing, speeds: list[list[int]], **world: Any) -> Engine:
+    engine = Engine(World(speeds, **world))
+    asyncio.run(engine.everything(closing))
+    return engine
+
+
+def closing_of(folder: Path | None = None, **settings: Any) -> Closing:
+    rounds = settings.pop("rounds", 4)
+    closing = Closing(ClosingSettings(**({"late": "carry"} | settings)), rounds=rounds, facilities=3, most_late=2)
+    if folder is not None:
+        closing.workdir = folder
+    return closing
 
 
 SPEEDS = st.lists(st.lists(st.integers(1, 12), min_size=3, max_size=3), min_size=4, max_size=4)
@@ -66,39 +124,132 @@ SPEEDS = st.lists(st.lists(st.integers(1, 12), min_size=3, max_size=3), min_size
 @settings(max_examples=25, deadline=None)
 @given(speeds=SPEEDS, quorum=st.integers(1, 2), grace=st.sampled_from([0.0, 2 * TICK]))
 def test_carried_every_job_is_handed_on_once_and_in_order(speeds: list[list[int]], quorum: int, grace: float):
-    closing = Closing(ClosingSettings(quorum=quorum, grace=grace, late="carry"), rounds=4, facilities=3, most_late=2)
-    run = federation(closing, speeds)
-    for name in ("f0", "f1", "f2"):
-        handed = [run.handed[name, number] for number in range(5)]
+    engine = run(closing_of(quorum=quorum, grace=grace), speeds)
+    for name in NAMES:
+        handed = [engine.handed[name, number] for number in range(5)]
         sources = [one for one in handed if one is not None]
         assert sources == sorted(set(sources)), "no update twice, none overtakes an earlier one"
         assert all(one is None or number - 2 <= one <= number for number, one in enumerate(handed)), "2 late at most"
-        assert sources == [number for who, number in run.started if who == name], "what was started was handed on"
+        started = [number for who, number, *_ in engine.world.jobs.values() if who == name]
+        assert sources == started, "what was started was handed on"
         assert handed[4] == 4, "the evaluation is of the final model"
     for number in range(3):
-        assert sum(run.handed[name, number] is not None for name in ("f0", "f1", "f2")) >= quorum
-    assert all(run.handed[name, 3] is not None for name in ("f0", "f1", "f2")), "the last round waits for all"
+        assert sum(engine.handed[name, number] is not None for name in NAMES) >= quorum
+    assert all(engine.handed[name, 3] is not None for name in NAMES), "the last round waits for all"
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    speeds=SPEEDS,
+    quorum=st.integers(1, 2),
+    kills=st.lists(st.integers(1, 25), max_size=3),
+    failing=st.sets(st.tuples(st.integers(0, 3), st.integers(0, 2)), max_size=2),
+)
+def test_killed_at_any_moment_no_late_update_is_lost_or_used_twice(
+    speeds: list[list[int]], quorum: int, kills: list[int], failing: set[tuple[int, int]]
+):
+    """A kill forgets the engine's memory; jobs run on; the next engine goes on after the last complete round."""
+    engine = Engine(World(speeds, failing))
+
+    async def until_killed(closing: Closing, seconds: float) -> None:
+        task = asyncio.ensure_future(engine.everything(closing))
+        await asyncio.wait([task], timeout=seconds)
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+    with tempfile.TemporaryDirectory() as folder:
+        for ticks in kills:
+            asyncio.run(until_killed(closing_of(Path(folder), quorum=quorum, grace=0.0), ticks * TICK))
+        asyncio.run(engine.everything(closing_of(Path(folder), quorum=quorum, grace=0.0)))
+    for name in NAMES:
+        used = engine.used(name)
+        assert used == sorted(set(used)), "no update twice, none overtakes an earlier one"
+        place = NAMES.index(name)
+        for number in range(4):
+            if engine.handed[name, number] is None and (number, place) not in failing and number not in used:
+                assert any(one < number for one in used if one >= number - 2) or any(
+                    (one, place) in failing for one in range(number)
+                ), f"{name} was late in round {number}: its job of that round or of one before is used"
+
+
+def test_after_a_kill_a_late_update_is_found_where_it_was_left(tmp_path: Path):
+    """Round 0 closes without f2, whose job ends after the engine was killed; the next engine uses it in round 1."""
+    engine = Engine(World([[1, 1, 500], [4, 4, 4], [1, 1, 1], [1, 1, 1]]))
+
+    async def killed_in_round_1() -> None:
+        task = asyncio.ensure_future(engine.everything(closing_of(tmp_path, quorum=2, grace=0.0)))
+        while engine.complete < 1:
+            await asyncio.sleep(TICK)
+        task.cancel()
+
+    asyncio.run(killed_in_round_1())
+    assert engine.handed["f2", 0] is None
+    left = remembered_job(tmp_path, "f2")
+    assert left is not None and (left.round, left.handed) == (0, None)
+    asyncio.run(engine.everything(closing_of(tmp_path, quorum=3, grace=0.0)))
+    assert engine.used("f2") == [0, 2, 3, 4]
+    assert sum(who == "f2" and number == 0 for who, number, *_ in engine.world.jobs.values()) == 1, "trained once"
+
+
+def test_a_round_that_is_asked_for_again_gets_the_same_late_update(tmp_path: Path):
+    engine = Engine(World([[1, 1, 40]] * 4))
+    closing = closing_of(tmp_path, quorum=2, grace=0.0)
+
+    async def again() -> tuple[int | None, int | None]:
+        await asyncio.gather(*(engine._step(closing, name, 0) for name in NAMES))
+        first = await asyncio.gather(*(engine._step(closing, name, 1) for name in NAMES))
+        while first[2] is None:
+            first = await asyncio.gather(*(engine._step(closing, name, 1) for name in NAMES))
+        second = await asyncio.gather(*(engine._step(closing, name, 1) for name in NAMES))
+        return first[2], second[2]
+
+    assert asyncio.run(again()) == (0, 0)
 
 
 @settings(max_examples=10, deadline=None)
 @given(speeds=SPEEDS)
 def test_dropped_a_round_gets_updates_of_its_own_alone(speeds: list[list[int]]):
-    closing = Closing(ClosingSettings(quorum=1, grace=0.0, late="drop"), rounds=4, facilities=3, most_late=2)
-    run = federation(closing, speeds)
-    assert all(source in (None, number) for (_, number), source in run.handed.items())
+    engine = run(closing_of(quorum=1, grace=0.0, late="drop"), speeds)
+    assert all(source in (None, number) for (_, number), source in engine.handed.items())
+
+
+def test_dropped_a_job_that_nobody_waits_for_holds_no_round_up():
+    """f2 needs 400 ticks in round 0; rounds 1 and 2 close while that job still runs."""
+    engine = run(closing_of(quorum=2, grace=0.0, late="drop"), [[1, 1, 400], [1, 1, 1], [1, 1, 1], [1, 1, 1]])
+    assert [engine.handed["f2", number] for number in range(4)] == [None, None, None, 3]
+
+
+def test_a_facility_that_is_away_holds_no_round_up_and_begins_with_the_newest_model(tmp_path: Path):
+    world = {"away": {"f2": time.monotonic() + 60 * TICK}}
+    closing = closing_of(tmp_path, quorum=2, grace="auto", rounds=40, away=3 * TICK)
+    engine = run(closing, [[3, 3, 3]], **world)
+    handed = [engine.handed["f2", number] for number in range(40)]
+    back = next(number for number, one in enumerate(handed) if one is not None)
+    assert back > 1 and handed[:back] == [None] * back, "rounds closed, though `auto` sets no limit in the first two"
+    assert "could not be reached" in read_late(tmp_path / "a-job", 0, "f2")
+    assert all(one in (None, number) for number, one in enumerate(handed)), "never an older model"
+    assert remembered_job(tmp_path, "f2") is None, "there was no job to remember"
+
+
+def test_away_for_ever_it_holds_not_even_the_last_round_up():
+    engine = run(closing_of(quorum=2, grace=0.0, away=3 * TICK), [[1, 1, 1]], away={"f2": time.monotonic() + 3600})
+    assert all(engine.handed["f2", number] is None for number in range(5))
+    assert engine.complete == 5
 
 
 def test_a_facility_that_fails_does_not_make_a_quorum(tmp_path: Path):
-    closing = Closing(ClosingSettings(quorum=2, grace=0.0, late="carry"), rounds=2, facilities=3, most_late=2)
-    closing.workdir = tmp_path
-    run = federation(closing, [[1, 6, 40]] * 2, failing={(0, 0)})
-    assert run.handed["f0", 0] == 0, "its step ends with its own failure"
-    assert run.handed["f2", 0] == 0, "one delivered, one failed: the third is waited for"
-    closing = Closing(ClosingSettings(quorum=2, grace=0.0, late="carry"), rounds=2, facilities=3, most_late=2)
-    closing.workdir = tmp_path
-    run = federation(closing, [[1, 6, 40]] * 2)
-    assert run.handed["f2", 0] is None and run.handed["f2", 1] == 0
+    engine = run(closing_of(tmp_path, quorum=2, grace=0.0, rounds=2), [[1, 10, 200]] * 2, failing={(0, 0)})
+    assert engine.handed["f0", 0] == 0, "its step ends with its own failure"
+    assert engine.handed["f2", 0] == 0, "one delivered, one failed: the third is waited for"
+    engine = run(closing_of(tmp_path, quorum=2, grace=0.0, rounds=2), [[1, 10, 200]] * 2)
+    assert engine.handed["f2", 0] is None and engine.handed["f2", 1] == 0
     assert "later round" in read_late(tmp_path / "a-job", 0, "f2") and read_late(tmp_path / "a-job", 1, "f2") == ""
+
+
+def test_what_was_learned_of_times_survives_the_engine(tmp_path: Path):
+    run(closing_of(tmp_path, quorum=2, grace="auto"), [[2, 2, 100]] * 4)
+    assert closing_of(tmp_path, quorum=2, grace="auto").grace() < 80 * TICK
 
 
 def test_without_the_setting_no_round_closes_early(tmp_path: Path):

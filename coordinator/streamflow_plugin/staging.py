@@ -1,0 +1,128 @@
+"""A facility's step contacts the facility within its own execution alone, and never while others wait for it.
+
+StreamFlow makes a job's directories when it schedules a step and copies its inputs before it executes it, and asks for
+the size of the directories afterwards, all of this with the login node of the facility. One that is away holds its step
+up there, and with it a round that would have closed. Here scheduling gives a job its names and no more, inputs stay at
+the coordinator, and `Staged` does the rest when the step executes, where a round need not wait for it
+(`coordinator.streamflow_plugin.closing`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from streamflow.core.data import DataType
+from streamflow.core.utils import get_entity_ids, get_job_tag
+from streamflow.core.workflow import Job, Token
+from streamflow.cwl.step import CWLTransferStep
+from streamflow.data.remotepath import StreamFlowPath
+from streamflow.deployment.utils import get_path_processor
+from streamflow.workflow.step import ScheduleStep, _get_directory
+from streamflow.workflow.token import JobToken
+
+from coordinator.config.deployments import FACILITY
+
+
+def storage_usages(original: Any) -> Any:
+    """`remotepath.get_storage_usages`: what a facility's directories hold decides nothing and is not asked for."""
+
+    async def usages(context: Any, location: Any, hardware: Any) -> Any:
+        if location.deployment.startswith(FACILITY) and not location.local:
+            return dict.fromkeys(hardware.storage, 0)
+        return await original(context, location, hardware)
+
+    return usages
+
+
+def scheduling(original: Any) -> Any:
+    """`ScheduleStep._schedule`: a facility's job gets its directories' names; `Staged` makes them."""
+
+    async def schedule(self: ScheduleStep, job: Job) -> None:
+        if not all(target.deployment.name.startswith(FACILITY) for target in self.binding_config.targets):
+            return await original(self, job=job)
+        scheduler = self.workflow.context.scheduler
+        await scheduler.schedule(job, self.binding_config, self.hardware_requirement)
+        allocation = scheduler.get_allocation(job.name)
+        paths = get_path_processor(allocation.locations[0])
+        for name in ("input_directory", "output_directory", "tmp_directory"):
+            setattr(job, name, _get_directory(paths, getattr(job, name), allocation.target))
+        tokens = []
+        for name in self.input_ports:
+            tokens += [job.inputs[name]] if name in job.inputs else self.get_input_port(name).token_list
+        token = JobToken(value=job, tag=get_job_tag(job.name))
+        known = get_entity_ids([one for one in tokens if one.persistent_id])
+        port = self.get_output_port()
+        port.put(await self._persist_token(token=token, port=port, input_token_ids=known))
+
+    return schedule
+
+
+class Staged:
+    """A facility's job whose directories and inputs are still to be made there."""
+
+    def __init__(self, step: Any, job: Job, transfer: Any) -> None:
+        """`transfer`: StreamFlow's own `CWLTransferStep.transfer`."""
+        self.step, self._transfer = step, transfer
+        self.job = Job(
+            name=job.name,
+            workflow_id=job.workflow_id,
+            inputs=dict(job.inputs),
+            input_directory=job.input_directory,
+            output_directory=job.output_directory,
+            tmp_directory=job.tmp_directory,
+        )
+
+    async def reach(self) -> None:
+        """Make the directories there: the first commands that need the login. May be repeated."""
+        context = self.step.workflow.context
+        connector, locations = context.scheduler.get_connector(self.job.name), self.locations
+        for one in layers(connector):
+            if (again := getattr(one, "try_again", None)) is not None:
+                again()
+        await ScheduleStep._set_job_directories(self.step, connector, locations, self.job)
+        for location in locations:
+            for path in (self.job.input_directory, self.job.output_directory, self.job.tmp_directory):
+                if not context.data_manager.get_data_locations(path, location.deployment, location.name):
+                    context.data_manager.register_path(
+                        location=location, path=path, relpath=path, data_type=DataType.PRIMARY
+                    )
+
+    async def inputs(self) -> None:
+        """Copy files and directories there; everything else is as it was."""
+        steps = self.step.workflow.steps
+        for name, token in self.job.inputs.items():
+            copying = steps.get(f"{self.step.name}/__transfer__/{name}")
+            if isinstance(copying, CWLTransferStep):
+                self.job.inputs[name] = await self._transfer(copying, self.job, token)
+
+    @property
+    def locations(self) -> Any:
+        return self.step.workflow.context.scheduler.get_locations(self.job.name)
+
+    async def holds(self, path: str) -> bool:
+        """Is there such a directory at the facility?"""
+        return bool(await StreamFlowPath(path, context=self.step.workflow.context, location=self.locations[0]).is_dir())
+
+    async def settle(self, directory: str) -> None:
+        """Wait for what an earlier run left at work there, as far as the connector can tell."""
+        connector = self.step.workflow.context.scheduler.get_connector(self.job.name)
+        for one in layers(connector):
+            if (settle := getattr(one, "settle", None)) is not None:
+                return await settle(self.locations[0], directory)
+
+
+def layers(connector: Any) -> list[Any]:
+    """The connectors behind the engine's stand-in for one that is not deployed yet: a queue's and its host's."""
+    found = []
+    while connector is not None:
+        connector = getattr(connector, "_connector", None) or connector
+        found.append(connector)
+        connector = vars(connector).get("connector")
+    return found
+
+
+def unmoved(token: Token) -> Token:
+    """The token of an input that stays where it is until its job executes."""
+    copy = token.update(token.value)
+    copy.recoverable = False
+    return copy
