@@ -49,7 +49,14 @@ def round_model(directory: Path, base: Path, family: str, *, whole: bool) -> tor
     return logits(adapted)
 
 
-@pytest.mark.parametrize(("family", "whole"), [("llama", True), ("llama", False), ("gpt2", True)])
+@pytest.mark.parametrize(
+    ("family", "whole"),
+    [
+        ("llama", False),
+        pytest.param("llama", True, marks=pytest.mark.slow),
+        pytest.param("gpt2", True, marks=pytest.mark.slow),
+    ],
+)
 def test_peft_and_transformers_load_what_was_exported(tmp_path: Path, family: str, whole: bool):
     base = save_pico(tmp_path / "base", family)
     expected = round_model(tmp_path / "round", base, family, whole=whole)

@@ -43,6 +43,7 @@ def told(path: Path) -> dict[str, Any]:
     return summary(Archive(read_federation(path).archive_path))
 
 
+@pytest.mark.slow
 def test_chains_go_at_speeds_of_their_own_and_one_that_fails_comes_back(tmp_path: Path):
     plans = {"site-a.1": {"seconds": 0, "fail_rounds": [1]}, "slow": {"seconds": 7}}
     groups = {"bound": 0, "minimum": 1, "window_seconds": 0.1}

@@ -125,6 +125,7 @@ def test_killed_anywhere_the_same_command_ends_with_the_same_weights(
     assert again.returncode == 0 and not re.search(r": (site-a.1|b_2) training", text), text
 
 
+@pytest.mark.slow  # the quicker laws are in tests/steps
 def test_the_round_goes_on_without_a_facility_that_fails_and_says_so(tmp_path: Path):
     path = make(tmp_path, rounds=1)
     shutil.rmtree(tmp_path / "sites" / "b_2" / "dataset")

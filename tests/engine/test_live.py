@@ -228,6 +228,7 @@ def test_a_webhook_that_anyone_could_read_is_refused():
         NotifySettings(webhook="http://example.org/hook")
 
 
+@pytest.mark.slow
 def test_a_real_run_leaves_every_transition_and_its_end_can_be_followed(tmp_path: Path):
     told = tmp_path / "told"
     command = [sys.executable, "-c", f"import sys; open({str(told)!r}, 'a').write(sys.stdin.read())"]

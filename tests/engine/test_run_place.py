@@ -55,6 +55,7 @@ def test_two_federations_of_one_account_run_at_once(tmp_path: Path):
     assert not list((tmp_path / "machine" / "home").rglob("*.db"))
 
 
+@pytest.mark.slow
 def test_an_archive_that_start_refuses_ends_the_run_at_once_with_the_reason(tmp_path: Path):
     file = write_federation(tmp_path, ["a"], rounds=1)
     federation = read_federation(file)

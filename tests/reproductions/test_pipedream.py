@@ -131,6 +131,7 @@ def test_a_single_pipeline_does_what_the_schedule_says():
     assert [r["weight"] for r in results] == pytest.approx(by_hand(3, 12))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["allreduce", "partial_reduce", "adpsgd"])
 @pytest.mark.parametrize("adamw", [False, True])
 def test_pipelines_synchronise_stage_by_stage(policy: str, adamw: bool):

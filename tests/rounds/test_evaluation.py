@@ -55,6 +55,7 @@ def write_model(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_scores_equal_those_of_the_command(tmp_path: Path):
     pytest.importorskip("lm_eval")
     tasks, model = write_task(tmp_path / "tasks"), write_model(tmp_path / "model")
@@ -79,6 +80,7 @@ def test_scores_equal_those_of_the_command(tmp_path: Path):
     }
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_fails_says_why(tmp_path: Path):
     pytest.importorskip("lm_eval")
     with pytest.raises(TryAgain, match="lm-eval ended with code"):

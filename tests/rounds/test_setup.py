@@ -150,6 +150,7 @@ def test_mistakes_in_setting_up(tmp_path: Path, side: str, options: list[str], m
     assert not (tmp_path / "home" / "venv").exists()
 
 
+@pytest.mark.slow
 def test_a_wheelhouse_that_lacks_a_package_is_told_and_no_index_is_asked(tmp_path: Path):
     (tmp_path / "wheelhouse").mkdir()
     result = setup(
@@ -183,6 +184,7 @@ def test_without_network_and_modules_a_python_that_has_everything_is_used(tmp_pa
     assert second.returncode == 0 and "packages: unchanged" in second.stdout and "env.sh: unchanged" in second.stdout
 
 
+@pytest.mark.slow
 def test_a_self_check_that_fails_is_told(tmp_path: Path, queue: str):
     template = tmp_path / "broken.sh"
     template.write_text(
