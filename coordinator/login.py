@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import shlex
 import subprocess
+from contextlib import suppress
+from pathlib import Path
 
 from coordinator.config.federation import Federation
+from coordinator.engine.place import login_place
 from coordinator.preflight.gate import check_gate
 from coordinator.preflight.remote import check_connection
 from coordinator.preflight.row import Row, fail
@@ -29,5 +32,16 @@ def log_in(federation: Federation, facility: str) -> Row:
             )
     if deployment.gate:
         member = next(one for one in federation.facilities if one.name == facility)
-        return check_gate(federation, member, link=False)[0]
-    return check_connection(facility, deployment)
+        row = check_gate(federation, member, link=False)[0]
+    else:
+        row = check_connection(facility, deployment)
+    if row.verdict == "ok":
+        _leave_word(login_place(federation.workdir_path), facility)
+    return row
+
+
+def _leave_word(folder: Path, facility: str) -> None:
+    """Without it, a waiting run tries again at the end of its pause."""
+    with suppress(OSError):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        (folder / facility).touch(mode=0o600)

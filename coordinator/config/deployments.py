@@ -20,7 +20,7 @@ import re
 import shlex
 from dataclasses import field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, WithJsonSchema
 
@@ -53,8 +53,8 @@ Kind = Annotated[str, AfterValidator(_kind), WithJsonSchema({"type": "string", "
 SHELL = re.compile(r"[$`\\;\"'<>\x00-\x1f\x7f]")
 GATED = ("ssh", "slurm", "pbs", "flux")
 """Kinds of deployment that a gate can stand before (`facility.gating.queue`)."""
-GATE = "gate"
-"""Type of a gated facility's ssh deployment in streamflow.yml."""
+GATE, SYSTEM = "gate", "system-ssh"
+"""Types in streamflow.yml of a gated facility's ssh deployment, and of one that goes through the system's ssh."""
 SERVICE, PREFIX = "train", "crossfed-"
 FACILITY = "facility-"
 """Prefix of facilities' deployment names in streamflow.yml, and of no others: data from these is not trusted."""
@@ -137,6 +137,9 @@ class Deployment(Connection):
     """Time for one try."""
     gpu_memory_gb: NonNegative[float] = 0.0
     """Memory of one GPU in GB, for the check's estimate; 0: unknown."""
+    ssh: Literal["built-in", "system"] = "built-in"
+    """`system`: every command and transfer is a session of this machine's ssh command, which uses a connection that you
+    have opened and share (`ControlMaster`, `ControlPath` in ~/.ssh/config): for logins with a second factor."""
     renew: Line = ""
     """The site's command that renews the login, such as `step ssh login ...`; `crossfed login` runs it on the
     terminal, without a shell."""
@@ -168,6 +171,8 @@ class Deployment(Connection):
                 "(StreamFlow does not quote it)",
                 key="workdir",
             )
+        if self.ssh == "system":
+            self._check_system_ssh()
         if self.gate:
             for name in ("template", "fill", "options"):
                 if getattr(self, name):
@@ -186,6 +191,17 @@ class Deployment(Connection):
             _check_options(self.type, self.options)
         elif self.options:
             raise ConfigurationError("options is set, but plain ssh has no queue", key="options")
+
+    def _check_system_ssh(self) -> None:
+        """Raise `ConfigurationError` for what a session of the user's own connection cannot do."""
+        if not self.host:
+            raise ConfigurationError("ssh is set, but there is no host to log in to", key="ssh")
+        if self.gate:
+            raise ConfigurationError("ssh is `system`, but a gate has one key for one command; remove it", key="ssh")
+        if self.passphrase_file:
+            raise ConfigurationError(
+                "passphrase_file is set, but the system's ssh asks ssh-agent for it; remove it", key="passphrase_file"
+            )
 
     @property
     def jumps(self) -> bool:
@@ -237,7 +253,7 @@ def streamflow_deployments(
         services = {SERVICE: template} if deployment.type == "ssh" else {}
         ssh_name = name if deployment.type == "ssh" else f"{name}-ssh"
         result[ssh_name] = {
-            "type": GATE if deployment.gate else "ssh",
+            "type": GATE if deployment.gate else SYSTEM if deployment.ssh == "system" else "ssh",
             "config": _ssh(deployment) | ({"services": services} if services else {}),
         } | place
         if deployment.type == "ssh":

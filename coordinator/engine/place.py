@@ -55,6 +55,11 @@ def run_place(workdir: Path) -> Iterator[RunPlace]:
         shutil.rmtree(path, ignore_errors=True)
 
 
+def login_place(workdir: Path) -> Path:
+    """Directory by which a waiting run sees that a login has been renewed."""
+    return workdir / "logins"
+
+
 def unwritable(folders: Sequence[Path]) -> str:
     """A sentence on the first folder that takes no file of 64 KiB, or ''. Folders that do not exist are made."""
     for folder in folders:

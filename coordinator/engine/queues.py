@@ -18,7 +18,7 @@ from typing import Any, cast
 
 import yaml
 
-from coordinator.config.deployments import GATE, federation_of, job_name
+from coordinator.config.deployments import GATE, SYSTEM, federation_of, job_name
 from coordinator.schedulers.gated import Gated
 from coordinator.schedulers.registry import scheduler, schedulers
 from coordinator.schedulers.scheduler import Job, Scheduler
@@ -41,6 +41,8 @@ class Queue:
     """`config` of the ssh deployment that the queue is wrapped around; empty: the queue is this machine's."""
     directory: Path
     """Relative paths in `ssh` count from here."""
+    system: bool = False
+    """Through the system's ssh (`ssh: system`)."""
     gated: bool = False
     """The facility has a gate, which is asked by requests."""
     patience_seconds: float = 0.0
@@ -93,9 +95,10 @@ async def _login(queue: Queue, command: str) -> tuple[str, int]:
 
     from coordinator.streamflow_plugin.gate import GatedSSHConnector
     from coordinator.streamflow_plugin.ssh import ParallelSSHConnector
+    from coordinator.streamflow_plugin.system_ssh import SystemSSHConnector
 
     settings = {**queue.ssh, "retries": 2, "retryDelay": 2, "connectTimeout": 20, "waits_for_login": False}
-    kind = GatedSSHConnector if queue.gated else ParallelSSHConnector
+    kind = GatedSSHConnector if queue.gated else SystemSSHConnector if queue.system else ParallelSSHConnector
     connector = kind(queue.facility, str(queue.directory), **settings)
     host = next(iter(connector.nodes))
     location = ExecutionLocation(name=host, deployment=queue.facility, hostname=host, local=False)
@@ -115,7 +118,7 @@ def read_queues(streamflow: Path, patience: dict[str, float] | None = None) -> l
     found = []
     for binding in _bindings(data):
         target = deployments.get(binding["deployment"], {})
-        kind = "ssh" if target.get("type") == GATE else target.get("type")
+        kind = "ssh" if target.get("type") in (GATE, SYSTEM) else target.get("type")
         if kind not in schedulers():
             continue
         facility = facility_of(binding["step"])
@@ -126,12 +129,13 @@ def read_queues(streamflow: Path, patience: dict[str, float] | None = None) -> l
             name = service.get("jobName")
             wrapped = target.get("wraps")
             inner = deployments.get(wrapped["deployment"] if isinstance(wrapped, dict) else wrapped, {})
-        if name and inner.get("type", "local") in ("ssh", "local", GATE):
+        if name and inner.get("type", "local") in ("ssh", "local", GATE, SYSTEM):
             found.append(
                 Queue(
                     facility=facility,
                     kind=kind,
                     gated=inner.get("type") == GATE,
+                    system=inner.get("type") == SYSTEM,
                     job_name=name,
                     ssh=inner.get("config") or {},
                     directory=streamflow.parent.resolve(),

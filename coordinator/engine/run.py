@@ -28,14 +28,14 @@ from coordinator.config.federation import Federation, check_paths, read_federati
 from coordinator.engine.group_progress import GroupProgress
 from coordinator.engine.live import Snapshot, live_table
 from coordinator.engine.notify import Notifier
-from coordinator.engine.place import RunPlace, run_place, unwritable
+from coordinator.engine.place import RunPlace, login_place, run_place, unwritable
 from coordinator.engine.progress import Progress
 from coordinator.engine.queues import read_queues
 from coordinator.engine.recorder import Recorder
 from coordinator.engine.render import write
 from coordinator.engine.supervise import Supervisor
 from coordinator.events.event import Event
-from coordinator.streamflow_plugin.names import PROGRESS_SECONDS
+from coordinator.streamflow_plugin.names import LOGINS, PROGRESS_SECONDS
 from facility.exchange.errors import InputError, TryAgain
 
 
@@ -187,7 +187,8 @@ def _follow(
         directory=federation.file.parent,
         environment=engine_environment()
         | place.environment()
-        | {PROGRESS_SECONDS: str(federation.progress_seconds), LOG: str(archive.path / AUDIT_LOG)},
+        | {PROGRESS_SECONDS: str(federation.progress_seconds), LOG: str(archive.path / AUDIT_LOG)}
+        | {LOGINS: str(login_place(federation.workdir_path))},
         queues=read_queues(federation.file.parent / "streamflow.yml", patience(federation)),
         on_line=partial(_write_line, sink),
         say=say,

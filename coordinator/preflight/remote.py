@@ -30,7 +30,13 @@ def ssh_command(deployment: Deployment) -> list[str]:
     """The ssh command that reaches the facility."""
     jump = _login(deployment.tunnel, None) if deployment.tunnel.host else None
     seconds = min(deployment.connect_seconds, 30)
-    return openssh.command(_login(deployment, jump), connect_seconds=seconds, known_hosts=deployment.known_hosts)
+    # A connection that ssh would share, and keep open in the background, would hold our pipes with it.
+    return openssh.command(
+        _login(deployment, jump),
+        connect_seconds=seconds,
+        known_hosts=deployment.known_hosts,
+        options=("-o", "ControlMaster=no"),
+    )
 
 
 def _login(connection: Connection, jump: openssh.Login | None) -> openssh.Login:

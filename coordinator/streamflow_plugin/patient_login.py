@@ -6,19 +6,24 @@ Sites give certificates of some hours behind a second factor, so that every long
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import os
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TypeVar
 
 import asyncssh
 from streamflow.log_handler import logger
 
 from coordinator.events.event import emit
+from coordinator.streamflow_plugin.names import LOGINS
 
 REFUSED = (asyncssh.PermissionDenied, asyncssh.KeyImportError, FileNotFoundError)
 """What a refused login looks like: also a key or certificate that is just being replaced."""
 PAUSE_SECONDS = 60.0
-"""Between two tries: sites lock out addresses that fail often."""
+"""Between two tries: sites lock out addresses that fail often. A renewal that can be seen here ends the pause."""
+LOOK_SECONDS = 1.0
+"""Between two looks for a renewal."""
 
 T = TypeVar("T")
 
@@ -29,6 +34,8 @@ class PatientLogin:
 
     facility: str
     """Name of the deployment, without what marks it as a facility's."""
+    files: Sequence[str] = ()
+    """The private keys; a certificate is `<key>-cert.pub` beside one."""
     pause_seconds: float = PAUSE_SECONDS
     _refused: bool = False
     _unreachable: bool = False
@@ -47,7 +54,7 @@ class PatientLogin:
                     self._tell(host, error)
             async with self._turn:
                 while self._refused:
-                    await asyncio.sleep(self.pause_seconds)
+                    await self._pause()
                     try:
                         connection = await connect()
                     except REFUSED:
@@ -70,8 +77,29 @@ class PatientLogin:
             logger.info(f"{host} can be reached again")
             emit("problem", text=f"{host} can be reached again")
 
+    async def _pause(self) -> None:
+        """Until the next try: the whole pause, or less once a key, a certificate or `crossfed login` is new."""
+        before, clock = self._renewed(), asyncio.get_running_loop().time
+        until = clock() + self.pause_seconds
+        while (left := until - clock()) > 0 and self._renewed() == before:
+            await asyncio.sleep(min(LOOK_SECONDS, left))
+
+    def _renewed(self) -> list[int]:
+        """When each file that a renewal changes was written; 0: it does not exist."""
+        paths = [Path(name).expanduser() for file in self.files for name in (file, f"{file}-cert.pub")]
+        if folder := os.environ.get(LOGINS):
+            paths.append(Path(folder, self.facility.removesuffix("-ssh")))
+        return [_changed(path) for path in paths]
+
     def _tell(self, host: str, error: Exception) -> None:
         if not self._refused:
             self._refused = True
             logger.warning(f"{host} refuses the login ({error}): waiting for it")
             emit("login_refused", facility=self.facility, host=host, reason=str(error))
+
+
+def _changed(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0

@@ -17,6 +17,7 @@ from coordinator.streamflow_plugin.gate import GatedSSHConnector
 from coordinator.streamflow_plugin.local import TellingLocalConnector
 from coordinator.streamflow_plugin.patient import connector_for
 from coordinator.streamflow_plugin.ssh import ParallelSSHConnector
+from coordinator.streamflow_plugin.system_ssh import SystemSSHConnector
 
 
 class CrossFedPlugin(StreamFlowPlugin):
@@ -25,6 +26,7 @@ class CrossFedPlugin(StreamFlowPlugin):
         self.register_data_manager("default", facility_steps.CarefulDataManager)
         self.register_connector("ssh", ParallelSSHConnector)
         self.register_connector("gate", GatedSSHConnector)
+        self.register_connector("system-ssh", SystemSSHConnector)
         self.register_connector("local", TellingLocalConnector)
         for name in ("default", "sqlite"):
             self.register_database(name, PrivateDatabase)

@@ -131,8 +131,9 @@ class ParallelSSHConnector(SSHConnector):
 
     def __init__(self, *args, waits_for_login: bool = True, **settings) -> None:
         super().__init__(*args, **settings)
-        login = PatientLogin(facility=self.deployment_name.removeprefix(FACILITY)) if waits_for_login else None
-        self._cls_context = partial(CarefulContext, login=login)
+        name, keys = self.deployment_name.removeprefix(FACILITY), [self.sshKey] if self.sshKey else []
+        self._login = PatientLogin(facility=name, files=keys) if waits_for_login else None
+        self._cls_context = partial(CarefulContext, login=self._login)
         self._most_bytes: int | None = None
         self._lanes: dict[str, list[SSHContextFactory]] = {}
         self._worth: dict[str, asyncio.Future[int]] = {}

@@ -38,7 +38,7 @@ def stop(site: Site, service: str, *, sessions: bool = True) -> None:
     _known(service)
     pids = [found for file in pid_files(site, service) if (found := pid(file))]
     if service == "sshd" and sessions:
-        pids += [number for number in processes(site) if _title(number).startswith("sshd:")]
+        pids += [number for number in processes(site) if title(number).startswith("sshd:")]
     end(pids)
     for file in pid_files(site, service):
         file.unlink(missing_ok=True)
@@ -78,7 +78,8 @@ def _known(service: str) -> None:
         raise InputError(f"service {service!r}: expected one of {', '.join(SERVICES)}")
 
 
-def _title(number: int) -> str:
+def title(number: int) -> str:
+    """Command line of a process, with blanks; '' once it is gone."""
     try:
         return Path(f"/proc/{number}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except OSError:

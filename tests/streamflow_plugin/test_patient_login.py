@@ -4,12 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import getpass
-import shutil
-import socket
-import subprocess
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -23,57 +17,9 @@ from coordinator.events.follow import EventFile
 from coordinator.preflight.remote import run as run_there
 from coordinator.streamflow_plugin import patient_login
 from coordinator.streamflow_plugin.ssh import ParallelSSHConnector
+from tests.streamflow_plugin.local_sshd import SSHD, Site
 
-SSHD = shutil.which("sshd") or "/usr/sbin/sshd"
 pytestmark = [pytest.mark.timeout(60), pytest.mark.skipif(not Path(SSHD).exists(), reason="no sshd here")]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Site:
-    """A site whose authority signs certificates."""
-
-    port: int
-    folder: Path
-
-    @property
-    def key(self) -> Path:
-        return self.folder / "id_ed25519"
-
-    def sign(self, validity: str) -> None:
-        """`validity` as `ssh-keygen -V` takes it."""
-        words = ["-q", "-s", self.folder / "authority", "-I", "me", "-n", getpass.getuser(), "-V", validity]
-        subprocess.run(["ssh-keygen", *words, self.key.with_suffix(".pub")], check=True)
-
-
-@pytest.fixture
-def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
-    for name in ("authority", "host", "id_ed25519"):
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / name], check=True)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    (tmp_path / "sshd_config").write_text(
-        f"ListenAddress 127.0.0.1\nPort {port}\nHostKey {tmp_path}/host\nPidFile none\nUsePAM no\nStrictModes no\n"
-        f"AuthorizedKeysFile none\nTrustedUserCAKeys {tmp_path}/authority.pub\nPasswordAuthentication no\n"
-    )
-    (tmp_path / ".ssh").mkdir(mode=0o700)
-    key = " ".join((tmp_path / "host.pub").read_text().split()[:2])
-    (tmp_path / ".ssh" / "known_hosts").write_text(f"[127.0.0.1]:{port} {key}\n")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
-    Path("/run/sshd").mkdir(exist_ok=True) if getpass.getuser() == "root" else None
-    with open(tmp_path / "sshd.log", "w") as log:
-        process = subprocess.Popen([SSHD, "-D", "-e", "-f", tmp_path / "sshd_config"], stderr=log)
-    try:
-        for _ in range(100):
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    break
-            time.sleep(0.05)
-        yield Site(port=port, folder=tmp_path)
-    finally:
-        process.terminate()
-        process.wait()
 
 
 def connector(site: Site, **settings) -> tuple[ParallelSSHConnector, ExecutionLocation]:
@@ -126,11 +72,35 @@ def test_an_expired_certificate_is_waited_for_and_a_new_one_goes_on(site, tmp_pa
     assert {event["facility"] for event in found} == {"a-ssh"}
 
 
-def _quick(original):
+def _quick(original, seconds: float = 0.3):
     def init(self, **fields) -> None:
-        original(self, **fields | {"pause_seconds": 0.3})
+        original(self, **fields | {"pause_seconds": seconds})
 
     return init
+
+
+@pytest.mark.parametrize("how", ["certificate", "word"])
+def test_a_renewal_that_can_be_seen_here_ends_the_pause(site, tmp_path, monkeypatch, how):
+    """The pause is ten minutes; a new certificate, or the word of `crossfed login`, is noticed in about a second."""
+    monkeypatch.setenv("CROSSFED_LOGINS", str(tmp_path / "logins"))
+    (tmp_path / "logins").mkdir()
+    monkeypatch.setattr(patient_login.PatientLogin, "__init__", _quick(patient_login.PatientLogin.__init__, 600.0))
+    site.sign("-2m:-1m")
+
+    async def act() -> None:
+        one, location = connector(site)
+        one._login.files = one._login.files if how == "certificate" else []
+        try:
+            waiting = asyncio.create_task(one.run(location, ["echo in"], capture_output=True))
+            assert not (await asyncio.wait([waiting], timeout=2.0))[0]
+            site.sign("-1m:+1h")
+            if how == "word":
+                (tmp_path / "logins" / "a").touch()
+            assert await asyncio.wait_for(waiting, 20) == ("in", 0)
+        finally:
+            await one.undeploy(False)
+
+    asyncio.run(act())
 
 
 def test_who_only_looks_at_a_queue_does_not_wait(site):

@@ -23,8 +23,9 @@ from coordinator.engine.render import write
 from coordinator.preflight.remote import run as run_there
 from coordinator.streamflow_plugin.lanes import FEWEST
 from coordinator.streamflow_plugin.ssh import ParallelSSHConnector
-from coordinator.testbed import daemons, namespaces
-from coordinator.testbed.command import call, end, wait_until
+from coordinator.testbed import namespaces
+from coordinator.testbed.authority import Authority, CertificateDaemon
+from coordinator.testbed.command import call, wait_until
 from coordinator.testbed.layout import Site
 from tests.testbed.conftest import ssh
 from tests.testbed.federation import federate
@@ -45,33 +46,19 @@ class Second:
 
 @pytest.fixture(scope="module")
 def second(testbed, tmp_path_factory) -> Iterator[Second]:
-    site = testbed.sites[0]
-    keys = tmp_path_factory.mktemp("keys")
-    authority, key = keys / "authority", keys / "id_ed25519"
-    for path in (authority, key):
-        call("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", path)
-    call(
-        "ssh-keygen", "-q", "-s", authority, "-I", "coordinator", "-n", site.user, "-V", "+1h", key.with_suffix(".pub")
-    )
-    shutil.copy(authority.with_suffix(".pub"), site.etc / "authority.pub")
-    text = (site.etc / "sshd_config").read_text()
-    text = text.replace("Port 22\n", f"Port {PORT}\n").replace("sshd.pid", "second.pid")
-    text = text.replace(
-        f"AuthorizedKeysFile {site.etc}/authorized_keys",
-        f"AuthorizedKeysFile none\nTrustedUserCAKeys {site.etc}/authority.pub",
-    )
-    (site.etc / "second_config").write_text(text)
-    log = site.log / "second.log"
-    call(*namespaces.enter(site, "/usr/sbin/sshd", "-f", site.etc / "second_config", "-E", log))
-    wait_until(lambda: daemons.pid(site.run / "second.pid") is not None, 10, "start of the second sshd")
+    authority = Authority(folder=tmp_path_factory.mktemp("keys"))
+    authority.make()
+    daemon = CertificateDaemon(site=testbed.sites[0], port=PORT)
+    key = authority.key("id_ed25519")
+    authority.sign(key, daemon.site.user, "+1h")
     known = testbed.known_hosts.read_text()
-    host_key = known.splitlines()[0].split(maxsplit=1)[1]
-    testbed.known_hosts.write_text(f"{known}[{site.address}]:{PORT} {host_key}\n")
+    daemon.start(authority)
+    testbed.known_hosts.write_text(known + daemon.known_host(testbed))
     try:
-        yield Second(site=site, address=f"{site.address}:{PORT}", key=key, log=log)
+        yield Second(site=daemon.site, address=daemon.address, key=key, log=daemon.log)
     finally:
         testbed.known_hosts.write_text(known)
-        end([found] if (found := daemons.pid(site.run / "second.pid")) else [])
+        daemon.stop()
 
 
 def connected(second: Second, command: str, *, move: Path | None = None, **settings) -> str:

@@ -1,0 +1,64 @@
+"""A real sshd on this machine that takes certificates only."""
+
+from __future__ import annotations
+
+import getpass
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+SSHD = shutil.which("sshd") or "/usr/sbin/sshd"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """A site whose authority signs certificates."""
+
+    port: int
+    folder: Path
+
+    @property
+    def key(self) -> Path:
+        return self.folder / "id_ed25519"
+
+    def sign(self, validity: str) -> None:
+        """`validity` as `ssh-keygen -V` takes it."""
+        words = ["-q", "-s", self.folder / "authority", "-I", "me", "-n", getpass.getuser(), "-V", validity]
+        subprocess.run(["ssh-keygen", *words, self.key.with_suffix(".pub")], check=True)
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    for name in ("authority", "host", "id_ed25519"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / name], check=True)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    (tmp_path / "sshd_config").write_text(
+        f"ListenAddress 127.0.0.1\nPort {port}\nHostKey {tmp_path}/host\nPidFile none\nUsePAM no\nStrictModes no\n"
+        f"AuthorizedKeysFile none\nTrustedUserCAKeys {tmp_path}/authority.pub\nPasswordAuthentication no\n"
+    )
+    (tmp_path / ".ssh").mkdir(mode=0o700)
+    key = " ".join((tmp_path / "host.pub").read_text().split()[:2])
+    (tmp_path / ".ssh" / "known_hosts").write_text(f"[127.0.0.1]:{port} {key}\n")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
+    Path("/run/sshd").mkdir(exist_ok=True) if getpass.getuser() == "root" else None
+    with open(tmp_path / "sshd.log", "w") as log:
+        process = subprocess.Popen([SSHD, "-D", "-e", "-f", tmp_path / "sshd_config"], stderr=log)
+    try:
+        for _ in range(100):
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            time.sleep(0.05)
+        yield Site(port=port, folder=tmp_path)
+    finally:
+        process.terminate()
+        process.wait()

@@ -1,0 +1,138 @@
+"""`ssh: system` against a real sshd: everything goes over the one connection that the user has opened."""
+
+from __future__ import annotations
+
+import asyncio
+import getpass
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from streamflow.core.deployment import ExecutionLocation
+from streamflow.core.exception import WorkflowExecutionException
+
+from coordinator.config.deployments import read_deployment, streamflow_deployments
+from coordinator.engine.queues import Queue
+from coordinator.events.event import VARIABLE
+from coordinator.events.follow import EventFile
+from coordinator.streamflow_plugin.system_ssh import SystemSSHConnector
+from facility.exchange.errors import ConfigurationError, TryAgain
+from tests.streamflow_plugin.local_sshd import SSHD, Site
+
+pytestmark = [pytest.mark.timeout(90), pytest.mark.skipif(not Path(SSHD).exists(), reason="no sshd here")]
+SECONDS = 20
+
+
+@pytest.fixture
+def host(site: Site) -> str:
+    """A host of ~/.ssh/config whose connections are shared, as a user sets it up for a second factor."""
+    (site.folder / ".ssh" / "config").write_text(
+        f"Host centre\n  HostName 127.0.0.1\n  Port {site.port}\n  User {getpass.getuser()}\n"
+        f"  IdentityFile {site.key}\n  ControlMaster auto\n  ControlPath {site.folder}/shared\n  ControlPersist no\n"
+    )
+    return "centre"
+
+
+def ssh(site: Site, *words: str) -> subprocess.CompletedProcess[str]:
+    config = str(site.folder / ".ssh" / "config")
+    known = f"UserKnownHostsFile={site.folder}/.ssh/known_hosts"
+    line = ["ssh", "-F", config, "-o", known, *words]
+    return subprocess.run(line, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def open_connection(site: Site) -> None:
+    """Log in as the person does; then the certificate ends."""
+    site.sign("-1m:+1h")
+    assert ssh(site, "-MNf", "centre").returncode == 0
+    site.sign("-2m:-1m")
+
+
+def connector(host: str, **settings) -> tuple[SystemSSHConnector, ExecutionLocation]:
+    one = SystemSSHConnector("facility-a-ssh", "/", nodes=[host], retries=2, retryDelay=1, **settings)
+    return one, ExecutionLocation(name=host, deployment="facility-a-ssh", hostname=host, local=False)
+
+
+def logins(site: Site) -> int:
+    return (site.folder / "sshd.log").read_text().count("Accepted publickey")
+
+
+def test_commands_and_transfers_are_sessions_of_the_one_connection(site, host, tmp_path):
+    model, there, back = tmp_path / "model", tmp_path / "there", tmp_path / "back"
+    model.mkdir()
+    (model / "weights.safetensors").write_bytes(content := os.urandom(40_000_000))
+    (model / "config.json").write_text("{}")
+    open_connection(site)
+
+    async def act() -> None:
+        one, location = connector(host)
+        try:
+            assert await one.run(location, ["echo one"], capture_output=True) == ("one", 0)
+            assert await one.run(location, ["sh -c 'exit 3'"], capture_output=True) == ("", 3)
+            assert (await one.get_available_locations())[host].hardware.cores >= 1
+            await one.copy_local_to_remote(str(model), str(there), [location])
+            await one.copy_remote_to_local(str(there), str(back), location)
+        finally:
+            await one.undeploy(False)
+
+    asyncio.run(act())
+    for place in (there, back):
+        assert (place / "weights.safetensors").read_bytes() == content and (place / "config.json").read_text() == "{}"
+    assert logins(site) == 1
+    assert ssh(site, "-O", "check", "centre").returncode == 0, "the user's connection stays"
+    ssh(site, "-O", "exit", "centre")
+
+
+def test_a_connection_that_ends_is_waited_for_and_the_next_one_goes_on(site, host, tmp_path, monkeypatch):
+    events, count = EventFile(tmp_path / "events.jsonl"), tmp_path / "count"
+    monkeypatch.setenv(VARIABLE, str(events.path))
+    open_connection(site)
+
+    async def act() -> None:
+        one, location = connector(host)
+        try:
+            assert await one.run(location, ["echo one"], capture_output=True) == ("one", 0)
+            ssh(site, "-O", "exit", "centre")
+            await asyncio.sleep(0.5)
+            waiting = asyncio.create_task(one.run(location, [f"echo ran >> {count}; echo two"], capture_output=True))
+            assert not (await asyncio.wait([waiting], timeout=3.0))[0]
+            began = time.monotonic()
+            await asyncio.to_thread(open_connection, site)
+            assert await asyncio.wait_for(waiting, SECONDS) == ("two", 0)
+            assert time.monotonic() - began < SECONDS / 2, "the socket's appearance ends the pause"
+        finally:
+            await one.undeploy(False)
+
+    asyncio.run(act())
+    ssh(site, "-O", "exit", "centre")
+    assert count.read_text() == "ran\n"
+    assert [event.kind for event in events.new()] == ["login_refused", "login_works"]
+
+
+def test_who_only_looks_does_not_wait_and_a_wrong_host_key_is_an_error(site, host, tmp_path):
+    site.sign("-2m:-1m")
+
+    async def look() -> None:
+        one, location = connector(host, waits_for_login=False)
+        await asyncio.wait_for(one.run(location, ["true"], capture_output=True), SECONDS)
+
+    with pytest.raises(WorkflowExecutionException, match="refuses the login"):
+        asyncio.run(look())
+    queue = Queue(facility="a", kind="ssh", job_name="j", ssh={"nodes": [host]}, directory=tmp_path, system=True)
+    with pytest.raises(TryAgain, match="refuses the login"):
+        queue.jobs()
+    (site.folder / ".ssh" / "known_hosts").write_text("")
+    with pytest.raises(WorkflowExecutionException, match="host key"):
+        asyncio.run(look())
+
+
+def test_the_setting_chooses_the_connector_and_refuses_what_it_cannot_do():
+    described = {"type": "slurm", "host": "centre", "workdir": "/w", "template": "slurm", "ssh": "system"}
+    entries, _ = streamflow_deployments(
+        read_deployment(described, "d"), federation="f", facility="a", template="jobs/a.sh", workdir="w"
+    )
+    assert entries["facility-a-ssh"]["type"] == "system-ssh"
+    for wrong in ({"passphrase_file": "p"}, {"gate": True, "template": ""}, {"host": ""}, {"ssh": "mine"}):
+        with pytest.raises(ConfigurationError):
+            read_deployment(described | wrong, "d")
