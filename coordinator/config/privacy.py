@@ -9,6 +9,7 @@ from annotated_types import Ge
 
 from coordinator.aggregation.settings import AUTOMATIC, AggregationSettings
 from facility.exchange.errors import ConfigurationError
+from facility.exchange.masking.smallest_sum import least_for
 from facility.exchange.messages.settings import TrainingSettings
 from facility.exchange.text import Line
 from facility.exchange.validation import NonNegative, validated
@@ -27,8 +28,9 @@ class PrivacySettings:
     """Facilities that must answer for the masks of a round to come off; any others may be lost at any time. More than
     half of all; auto: the least."""
     minimum_sum: Literal["auto"] | Annotated[int, Ge(2)] = "auto"
-    """Fewest updates in a sum that is unmasked; auto: 3, since of a sum of two each can subtract its own. With fewer
-    the round stops. A facility may demand more (CROSSFED_MINIMUM_SUM, or `minimum_sum` in the policy of its gate)."""
+    """Fewest updates in a sum that is unmasked; with fewer the round stops. auto: 3 of three or four facilities, and of
+    more as many as leave no sum of two within a coordinator's reach, of which each could subtract its own. A facility
+    may demand more (CROSSFED_MINIMUM_SUM, or `minimum_sum` in the policy of its gate)."""
     clip_norm: NonNegative[float] = 0.0
     """L2 norm to which each facility scales its own step down before it is masked, and signs that it did; 0: off."""
     peer_signers: Line = ""
@@ -39,10 +41,11 @@ class PrivacySettings:
         """The threshold for so many facilities."""
         return facilities // 2 + 1 if self.threshold == "auto" else self.threshold
 
-    @property
-    def least_sum(self) -> int:
-        """`minimum_sum` as a number."""
-        return 3 if self.minimum_sum == "auto" else self.minimum_sum
+    def least_sum_of(self, facilities: int) -> int:
+        """`minimum_sum` for so many facilities."""
+        if self.minimum_sum == "auto":
+            return least_for(facilities, self.threshold_of(facilities))
+        return self.minimum_sum
 
 
 def check_privacy(
@@ -73,10 +76,8 @@ def check_privacy(
             f"threshold is {threshold}, expected {count // 2 + 1} to {count} of {count} facilities: with half or "
             "fewer, two sums of one round could be unmasked, and their difference is somebody's update",
         )
-    if privacy.least_sum > count:
-        raise _error(
-            "privacy.minimum_sum", f"minimum_sum is {privacy.least_sum}, expected at most the {count} facilities"
-        )
+    if (least := privacy.least_sum_of(count)) > count:
+        raise _error("privacy.minimum_sum", f"minimum_sum is {least}, expected at most the {count} facilities")
     if grouped:
         raise _error("groups", "groups average pairs as they come, and in a sum of two each can subtract its own")
     if model_encoding != "full":

@@ -43,7 +43,7 @@ def masking_settings(federation: Federation, facility: Facility) -> MaskingSetti
     return MaskingSettings(
         bits=privacy.bits,
         threshold=privacy.threshold_of(len(federation.facilities)),
-        minimum_sum=privacy.least_sum,
+        minimum_sum=privacy.least_sum_of(len(federation.facilities)),
         facilities=sorted(one.name for one in federation.facilities),
         weights=aggregation.weights,
         maximum_share=aggregation.maximum_share,

@@ -24,7 +24,7 @@ def settings_of(settings: CoordinatorSettings) -> MaskingSettings:
     return MaskingSettings(
         bits=privacy.bits,
         threshold=privacy.threshold_of(len(settings.facilities)),
-        minimum_sum=privacy.least_sum,
+        minimum_sum=privacy.least_sum_of(len(settings.facilities)),
         facilities=sorted(settings.facilities),
         weights=aggregation.weights,
         maximum_share=aggregation.maximum_share,

@@ -96,16 +96,14 @@ def _masks_agreed(federation: Federation, name: str, told: dict[str, Any]) -> li
     if told.get("masks") is not True:
         problem = "the site's policy names no peer_signers, and without them its gate masks nothing"
         return [fail(name, "policy", problem, "ask the site to set peer_signers in policy.yml")]
-    least = told.get("minimum_sum")
+    least, ours = told.get("minimum_sum"), privacy.least_sum_of(len(federation.facilities))
     if isinstance(least, int) and least > len(federation.facilities):
         problem = (
             f"the site helps to unmask sums of {least} updates or more, of {len(federation.facilities)} facilities"
         )
         return [fail(name, "policy", problem, "ask the site to lower minimum_sum in policy.yml")]
-    if isinstance(least, int) and least > privacy.least_sum:
-        problem = (
-            f"the site helps to unmask sums of {least} updates or more, privacy.minimum_sum is {privacy.least_sum}"
-        )
+    if isinstance(least, int) and least > ours:
+        problem = f"the site helps to unmask sums of {least} updates or more, privacy.minimum_sum is {ours}"
         return [
             warning(name, "policy", problem, f"set privacy: {{minimum_sum: {least}}}, so that no sum is tried in vain")
         ]

@@ -78,14 +78,14 @@ def test_the_mean_and_every_server_optimizer_are_allowed(tmp_path: Path, rule: s
     assert federation.masks is not None
 
 
-@pytest.mark.parametrize(("count", "threshold"), [(3, 2), (4, 3), (5, 3), (8, 5)])
-def test_the_automatic_threshold_is_the_least_above_half(tmp_path: Path, count: int, threshold: int):
+@pytest.mark.parametrize(("count", "threshold", "least"), [(3, 2, 3), (4, 3, 3), (5, 3, 4), (8, 5, 3)])
+def test_the_automatic_threshold_is_the_least_above_half(tmp_path: Path, count: int, threshold: int, least: int):
     names = [f"f{number}" for number in range(count)]
     federation = read(tmp_path, described(facilities=[{"name": name, "dataset": "d"} for name in names]))
     files = render(federation)
     settings = json.loads(files["workflow/facilities/f0.json"])
     assert settings["masking"]["threshold"] == threshold and settings["masking"]["facilities"] == names
-    assert settings["masking"]["minimum_sum"] == 3
+    assert settings["masking"]["minimum_sum"] == least
     (tmp_path / "settings.json").write_text(files["workflow/facilities/f0.json"])
     read_settings = read_facility_settings(tmp_path / "settings.json").masking
     assert read_settings is not None and read_settings.threshold == threshold

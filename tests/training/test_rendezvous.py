@@ -22,6 +22,7 @@ from facility.training.processes.ranks import Ranks
 from tests.distributed import free_port
 
 LIMIT = timedelta(seconds=20)
+ROOT = Path(__file__).resolve().parents[2]
 
 RANK = """
 import os, socket, sys, time
@@ -103,6 +104,36 @@ def test_a_job_on_one_node_has_no_seat_for_a_stranger(tmp_path: Path):
     assert job.returncode == 0, output
     assert [(tmp_path / f"sum-{rank}").read_text() for rank in range(2)] == ["2 [0, 1]"] * 2
     assert not Path(directory).exists()
+
+
+def test_torchrun_on_one_node_has_no_seat_for_a_stranger_either(tmp_path: Path):
+    """Its own store still listens; nothing that a stranger writes there reaches the ranks."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    (tmp_path / "rank.py").write_text(RANK)
+    job = subprocess.Popen(
+        [*launcher, str(tmp_path / "rank.py"), str(tmp_path)],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while len(list(tmp_path.glob("port-*"))) < 2 and job.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert job.poll() is None, job.communicate()[0]
+        told = [(tmp_path / f"port-{rank}").read_text().split() for rank in range(2)]
+        assert told[0] == told[1] and Path(told[0][1]).stat().st_mode & 0o777 == 0o700
+        assert listeners(children(job.pid)) <= {"0100007F"}, "gloo listens on loopback alone"
+        stranger = dist.TCPStore("127.0.0.1", int(told[0][0]), None, False, timedelta(seconds=5))
+        for name in ("default_pg/0//cpu//0/1", "default_pg/0//cpu//1/0", "store_based_barrier_key/0"):
+            stranger.set(name, "stranger")
+        (tmp_path / "go").touch()
+        output, _ = job.communicate(timeout=60)
+    finally:
+        job.kill()
+    assert job.returncode == 0, output
+    assert [(tmp_path / f"sum-{rank}").read_text() for rank in range(2)] == ["2 [0, 1]"] * 2
 
 
 def test_several_launchers_admit_only_ranks_that_know_the_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

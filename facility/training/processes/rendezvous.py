@@ -7,7 +7,8 @@ rank's place. Here
   and gloo listens on the loopback interface only;
 - otherwise a TCPStore listens on the job's own address alone, all keys lie below a prefix that follows from the job's
   secret, and every rank proves that it knows the secret before the first process group is made;
-- under torchrun the ranks meet at torchrun's own store, as torchrun made it.
+- under torchrun on one node the ranks meet in a directory of their own as well (`torchrun.py`); on several nodes at
+  torchrun's own store, which asks nobody for a name: `python -m facility.launch` is for those.
 
 `CROSSFED_RENDEZVOUS` names the launcher's directory; the secret is the file `secret` in it, mode 0600.
 """
@@ -33,6 +34,7 @@ from facility.exchange.errors import ConfigurationError, TryAgain
 from facility.launching.rendezvous import DIRECTORY, SECRET
 from facility.training.processes.exchange import broadcast_json
 from facility.training.processes.ranks import Ranks
+from facility.training.processes.torchrun import agents_directory, under_torchrun
 
 SIOCGIFADDR = 0x8915
 CHALLENGE_BYTES = 16
@@ -57,12 +59,14 @@ def start(ranks: Ranks, *, threads: int, timeout_seconds: float) -> None:
 
 
 def first_store(ranks: Ranks, limit: timedelta) -> dist.Store | None:
-    """The store at which the ranks make their first process group; None under torchrun, which has its own.
+    """The store at which the ranks make their first process group; None under torchrun on several nodes: its own.
 
     Raises `TryAgain` where the others do not come within `limit`.
     """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return None
+    if under_torchrun():
+        if not ranks.one_node:
+            return None
+        os.environ.setdefault(DIRECTORY, str(agents_directory()))
     if (store := file_store("ranks", ranks)) is not None:
         return store
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
