@@ -27,6 +27,7 @@ COMMANDS = (
     "audit",
     "rewind",
     "login",
+    "conformance",
     "testbed",
 )
 MODULES = (
@@ -41,6 +42,7 @@ MODULES = (
     "facility.measure",
     "facility.probe",
     "facility.selfcheck",
+    "facility.conformance",
     "facility.keys",
     "facility.unmask",
     "facility.gate",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
@@ -85,6 +86,14 @@ def disk(path: Path, reserve: int) -> dict[str, Any]:
     return told
 
 
+def missing(module: str) -> str:
+    """Why `python -m MODULE` would not start; empty where the module is found."""
+    try:
+        return "" if importlib.util.find_spec(module) else f"No module named {module!r}"
+    except Exception as error:  # whatever the packages around it do when they are imported
+        return f"{type(error).__name__}: {error}"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m facility.probe", description=__doc__)
     parser.add_argument(
@@ -94,8 +103,9 @@ def main() -> int:
     parser.add_argument(
         "--reserve", type=int, default=0, metavar="BYTES", help="room that will be needed there (default 0)"
     )
+    parser.add_argument("--trainer", metavar="MODULE", help="also look whether this module can be found")
     arguments = parser.parse_args()
-    told = {
+    told: dict[str, Any] = {
         "crossfed": facility.__version__,
         "python": platform.python_version(),
         "packages": packages(),
@@ -103,6 +113,8 @@ def main() -> int:
         "dataset": dataset(resolve(arguments.dataset)),
         "disk": disk(arguments.workdir, arguments.reserve),
     }
+    if arguments.trainer:
+        told["trainer"] = missing(arguments.trainer)
     print(json.dumps(told))
     return 0
 

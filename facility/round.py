@@ -211,11 +211,11 @@ def check_order(job: Job) -> None:
 
 
 def train(job: Job) -> Ending:
-    """Start `facility.train` on this task's ranks."""
+    """Start the trainer, `facility.train` or a module that keeps its contract, on this task's ranks."""
     a, training = job.arguments, job.settings.training
     command = [
         "-m",
-        a.module,
+        a.module or job.settings.trainer.module,
         "--model",
         str(job.model),
         "--dataset",
@@ -373,7 +373,7 @@ def parser() -> argparse.ArgumentParser:
         metavar=("MODEL", "SETTINGS"),
         help="sha256 of the model's manifest and of the settings, as this facility's gate approved them",
     )
-    add("--module", default="facility.train", metavar="NAME", help="Python module that trains (default facility.train)")
+    add("--module", metavar="NAME", help="Python module that trains (default: trainer.module of the settings)")
     add(
         "--meeting",
         type=float,

@@ -1,4 +1,4 @@
-"""Commands that rehearse on this machine: the demo and the testbed."""
+"""Commands that rehearse on this machine: the demo, a trainer's conformance run and the testbed."""
 
 from __future__ import annotations
 
@@ -21,6 +21,18 @@ def demo(
     from coordinator.engine.run import run_federation
 
     raise typer.Exit(run_federation(make_federation(out), live=not quiet and sys.stdout.isatty()))
+
+
+@app.command(
+    rich_help_panel=REHEARSE,
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def conformance(context: typer.Context) -> None:
+    """Try a trainer of your own (MODULE) on a pico model: does it keep the contract of facility.train?"""
+    from coordinator.conformance import conformance as try_out
+
+    raise typer.Exit(try_out(context.args))
 
 
 @app.command(

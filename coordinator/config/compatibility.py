@@ -1,4 +1,4 @@
-"""What a federation by groups cannot be combined with, as one error at its line of federation.yml."""
+"""What groups and trainers of one's own cannot be combined with, as one error at its line of federation.yml."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from coordinator.aggregation.settings import AUTO
 from coordinator.config.settings import RoundSettings
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.settings import TrainingSettings
+from facility.exchange.messages.trainer import TrainerSettings
 
 AGGREGATION = ("rule", "weights", "accumulate", "output_dtype", "include", "exclude", "allowed_signers", "statistics")
 """Keys of `aggregation:` that mean something for a mean of whole models."""
@@ -66,6 +67,22 @@ def check_groups(data: Mapping[str, Any], settings: RoundSettings, training: Map
                 f"facilities[{number}].training.lora" if own else "training.lora",
                 f"facility {name!r} trains adapters (lora.rank {own_training.lora.rank}): groups average whole models",
             )
+
+
+def check_trainers(described: Mapping[str, tuple[TrainerSettings, TrainingSettings]]) -> bool:
+    """Whether some facility has a trainer of its own; `described` is by facility.
+
+    Raises `ConfigurationError`, with the key, where settings need CrossFed's own trainer at all facilities.
+    """
+    others = [name for name, (trainer, _) in described.items() if not trainer.built_in]
+    for name, (_, training) in described.items():
+        if others and training.optimizer_state == "shared":
+            raise _error(
+                "training.optimizer_state",
+                f"optimizer_state of facility {name!r} is 'shared', but facility {others[0]!r} has a trainer of its "
+                "own, whose moments nobody knows: set it to 'personal' or 'auto'",
+            )
+    return bool(others)
 
 
 def _error(key: str, message: str) -> ConfigurationError:

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator
 
 from coordinator.aggregation.settings import AUTO
 from coordinator.config.closing import ClosingSettings, Rounds
-from coordinator.config.compatibility import check_groups
+from coordinator.config.compatibility import check_groups, check_trainers
 from coordinator.config.deployments import Deployment, Kind
 from coordinator.config.evaluation import EvaluationPlan
 from coordinator.config.notifying import NotifySettings
@@ -23,6 +23,7 @@ from coordinator.config.settings import RoundSettings
 from coordinator.config.yaml_lines import Lined
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.settings import TrainingSettings
+from facility.exchange.messages.trainer import TrainerSettings
 from facility.exchange.text import DatasetPath, Line, Name
 from facility.exchange.validation import NonNegative, parse, validated
 
@@ -49,6 +50,8 @@ class Facility:
     """How to reach the facility: a mapping, or a word such as `local`."""
     training: TrainingSettings = field(default_factory=TrainingSettings)
     """Changes of this facility to the federation's `training:`."""
+    trainer: TrainerSettings | None = None
+    """Which program trains here; absent: the federation's `trainer`."""
     public: PublicSettings = field(default_factory=PublicSettings)
     """What may be published about this facility."""
     peer_signers: Line = ""
@@ -79,6 +82,8 @@ class FederationFile(RoundSettings):
     """The initial model's name on the Hugging Face Hub, for the model card."""
     evaluation: EvaluationPlan = field(default_factory=EvaluationPlan)
     """Evaluation of the global model on tasks of lm-eval, in the facilities' own jobs."""
+    trainer: TrainerSettings = field(default_factory=TrainerSettings)
+    """Which program trains at the facilities: CrossFed's own, or a module of yours that keeps its contract."""
     seed: NonNegative[int] = 0
     """Each facility derives its own from it, its name and the round."""
     archive: Line = ""
@@ -134,6 +139,10 @@ class Federation(FederationFile):
     @property
     def workdir_path(self) -> Path:
         return self.path(self.workdir or f"../.crossfed/{self.name}/work")
+
+    def trainer_of(self, facility: Facility) -> TrainerSettings:
+        """Which program trains at a facility."""
+        return facility.trainer or self.trainer
 
     def path(self, text: str) -> Path:
         """Absolute form of a path in the file."""
@@ -192,7 +201,8 @@ def _build(lined: Lined) -> Federation:
 def _chosen(federation: Federation, given: dict[str, Any]) -> Federation:
     """The same with measured values for `auto`. `given`: the `aggregation:` section as written."""
     training = [facility.training for facility in federation.facilities]
-    if federation.masks:  # moments that are shared would be each facility's own
+    own = check_trainers({one.name: (federation.trainer_of(one), one.training) for one in federation.facilities})
+    if federation.masks or own:  # moments that are shared would be each facility's own, or another trainer's
         training = resolve_training(training, "personal")
     pretrained = federation.pretrained
     if pretrained is None:

@@ -171,6 +171,7 @@ def _facility_settings(federation: Federation, facility: Facility) -> str:
         rounds=federation.rounds,
         seed=federation.seed,
         training=_training(federation, facility),
+        trainer=federation.trainer_of(facility),
         include=federation.aggregation.include,
         exclude=federation.aggregation.exclude,
         evaluation=federation.evaluation.for_facility(facility.name),
@@ -180,7 +181,9 @@ def _facility_settings(federation: Federation, facility: Facility) -> str:
         masking=masking_settings(federation, facility),
     )
     values = dataclasses.asdict(settings)
-    return _json({name: value for name, value in values.items() if name != "masking" or value is not None})
+    absent = {"masking"} if settings.masking is None else set()
+    absent |= {"trainer"} if settings.trainer.built_in else set()
+    return _json({name: value for name, value in values.items() if name not in absent})
 
 
 def carries(federation: Federation) -> bool:

@@ -93,7 +93,8 @@ def check_facility(
     local = deployment.type == "local"
     dataset = str(federation.path(facility.dataset)) if local else facility.dataset
     workdir = deployment.workdir or str(federation.workdir_path / facility.name)
-    rows_of_site, answer = check_site(facility, deployment, model, dataset, workdir, federation.sending.encoding)
+    sending, trainer = federation.sending.encoding, federation.trainer_of(facility)
+    rows_of_site, answer = check_site(facility, deployment, model, dataset, workdir, sending, trainer)
     rows += rows_of_site
     if deployment.type in QUEUES and not deployment.gate:
         rows += check_scheduler(facility.name, deployment, template)

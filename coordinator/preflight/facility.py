@@ -19,6 +19,8 @@ from facility.exchange.checkpoints.tokenizer import differ
 from facility.exchange.files.paths import CHECKOUT, shipped
 from facility.exchange.messages import manifest, report, settings
 from facility.exchange.messages.job_template import enter_lines
+from facility.exchange.messages.strict_json import clean
+from facility.exchange.messages.trainer import TrainerSettings
 
 FORMATS = {"manifest": manifest.FORMAT, "report": report.FORMAT, "settings": settings.FORMAT}
 BEGIN = "crossfed-probe-begins"
@@ -26,11 +28,13 @@ FILES = 1000
 """Files that two rounds leave at a facility, amply counted."""
 
 
-def probe(deployment: Deployment, dataset: str, workdir: str, reserve: int) -> tuple[dict[str, Any] | None, Row | None]:
+def probe(
+    deployment: Deployment, dataset: str, workdir: str, reserve: int, trainer: TrainerSettings | None = None
+) -> tuple[dict[str, Any] | None, Row | None]:
     """The facility's answer, or a row (with an empty subject) that gives the reason for its absence."""
-    arguments = shlex.join(
-        ["-m", "facility.probe", "--dataset", dataset, "--workdir", workdir, "--reserve", str(reserve)]
-    )
+    words = ["-m", "facility.probe", "--dataset", dataset, "--workdir", workdir, "--reserve", str(reserve)]
+    words += ["--trainer", trainer.module] if trainer and not trainer.built_in else []
+    arguments = shlex.join(words)
     if deployment.type == "local":
         script = f"cd {shlex.quote(str(CHECKOUT))} && echo {BEGIN} && {shlex.quote(sys.executable)} {arguments}\n"
     else:
@@ -85,20 +89,27 @@ def _unanswered(deployment: Deployment, said: list[str]) -> Row:
 
 
 def check_site(
-    facility: Facility, deployment: Deployment, model: ModelFigures | None, dataset: str, workdir: str, sending: str
+    facility: Facility,
+    deployment: Deployment,
+    model: ModelFigures | None,
+    dataset: str,
+    workdir: str,
+    sending: str,
+    trainer: TrainerSettings | None = None,
 ) -> tuple[list[Row], dict[str, Any] | None]:
-    """Rows on environment, versions, dataset and room; and the answer itself."""
+    """Rows on environment, versions, trainer, dataset and room; and the answer itself."""
     reserve = facility_disk(model, facility.training, sending) if model else Disk(parts={})
     if deployment.gate:
         answer, wrong = gate.probe(deployment, dataset, reserve.bytes)
     else:
-        answer, wrong = probe(deployment, dataset, workdir, reserve.bytes)
+        answer, wrong = probe(deployment, dataset, workdir, reserve.bytes, trainer)
     name = facility.name
     if answer is None:
         assert wrong is not None
         return [Row(subject=name, check=wrong.check, verdict=wrong.verdict, found=wrong.found, fix=wrong.fix)], None
     rows = [
         *_versions(name, answer),
+        *_trainer(name, answer, trainer),
         *_dataset(facility, answer["dataset"], dataset, model),
         _room(name, answer["disk"], workdir, reserve),
     ]
@@ -157,6 +168,22 @@ def _versions(name: str, answer: dict[str, Any]) -> list[Row]:
         else:
             rows.append(ok(name, "packages", f"Python {answer['python']}, {versions}"))
     return rows
+
+
+def _trainer(name: str, answer: dict[str, Any], trainer: TrainerSettings | None) -> list[Row]:
+    """Whether a trainer of one's own is installed; no row for CrossFed's, or where a gate's policy decides."""
+    if trainer is None or "trainer" not in answer:
+        return []
+    if problem := clean(str(answer["trainer"]), 200):
+        return [
+            fail(
+                name,
+                "trainer",
+                f"{trainer.module} cannot be started at the facility: {problem}",
+                "install it in the facility's environment, or correct `trainer:`",
+            )
+        ]
+    return [ok(name, "trainer", f"{trainer.module} is installed there")]
 
 
 def _dataset(facility: Facility, answer: dict[str, Any], path: str, model: ModelFigures | None) -> list[Row]:

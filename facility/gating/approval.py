@@ -69,7 +69,8 @@ def approve(session: Session, request: Request) -> Approved:
     except (CrossFedError, OSError, ValueError) as error:
         raise Refused(str(error)) from None
     check_settings(session, settings, raw)
-    check_module(session, request.given.get("module", "facility.train"))
+    module = request.given.get("module", settings.trainer.module)
+    check_module(session, module)
     check_model(session, order, settings)
     dataset = check_dataset(session, request["dataset"])
     if (sha256_of(settings_file), sha256_of(model / NAME)) != before:
@@ -82,7 +83,7 @@ def approve(session: Session, request: Request) -> Approved:
         facility=settings.facility,
         round=number,
         run=run_of(order),
-        module=request.given.get("module", "facility.train"),
+        module=module,
         model=model,
         settings=settings_file,
         dataset=dataset,

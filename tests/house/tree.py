@@ -15,6 +15,7 @@ FOLDERS = {
     "facility": "Python package: everything that runs inside a facility, which installs only this",
     "coordinator": "Python package: everything that runs between facilities",
     "templates": "how a job is asked for: one file per site or scheduler",
+    "examples": "trainers of your own, whole: plain PyTorch, Hugging Face's Trainer",
     "docs": "tutorials, how-to guides, reference, explanation; `make docs`",
     "tests": "laws, oracles, golden files; testbed/ (real sshd and Slurm), bench/ (JSON, side by side)",
     ".ci": "what the integration server calls",

@@ -77,12 +77,13 @@ class Gate:
         out, error = self.capture.readouterr()
         return code, out, error.decode()
 
-    def round(self, number: int = 0, run: str = "a" * 32, **training) -> str:
+    def round(self, number: int = 0, run: str = "a" * 32, trainer: str = "facility.train", **training) -> str:
         """Stage a signed model and settings and a job's directory; returns the request that submits them."""
         model, settings = self.workdir / "in" / "model", self.workdir / "in" / "alpha.json"
         model.mkdir(parents=True, exist_ok=True)
         (model / "model.safetensors").write_bytes(b"weights")
         raw = {"federation": "heron", "facility": "alpha", "rounds": 5, "seed": 1, "training": training}
+        raw |= {} if trainer == "facility.train" else {"trainer": {"module": trainer}}
         settings.write_text(json.dumps(raw))
         write_manifest(model, Manifest(kind="model", federation="heron", round=number))
         with_run(model, run)
@@ -270,9 +271,19 @@ def test_the_script_is_the_sites_own(site: Gate):
     assert f"--approved {digests}" in script and f"CROSSFED_COORDINATORS={site.home}/coordinators" in script
 
 
+def test_a_trainer_of_ones_own_runs_where_the_policy_names_it(site: Gate):
+    site.policy(modules=["my.train"])
+    assert site.ask(site.round(trainer="my.train"))[0] == 0
+    _, script = site.calls[-1]
+    assert script is not None and "--module my.train " in script
+    code, _, error = site.ask(site.round(trainer="my.train") + " --module facility.train")
+    assert code == 77 and "'facility.train' would train" in error
+
+
 REFUSALS = {
     "another dataset": (lambda s: s.round().replace(f"{s.home}/data", "/etc"), {}, "not one of the policy's"),
     "another module": (lambda s: s.round() + " --module os", {}, "'os' would train"),
+    "another trainer": (lambda s: s.round(trainer="os"), {}, "'os' would train, the policy allows facility.train"),
     "unsigned": (
         lambda s: (s.round(), (s.workdir / "in/model/manifest.json.sig").unlink())[0],
         {},

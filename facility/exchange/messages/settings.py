@@ -15,6 +15,7 @@ from facility.exchange.messages.masking import MaskingSettings
 from facility.exchange.messages.optimizers import OPTIMIZERS
 from facility.exchange.messages.preference import PreferenceSettings
 from facility.exchange.messages.sync import SyncSettings
+from facility.exchange.messages.trainer import TrainerSettings
 from facility.exchange.one_of import either
 from facility.exchange.text import Line, Name, Pattern
 from facility.exchange.validation import NonNegative, Positive, Share, parse, validated, with_settings
@@ -143,6 +144,8 @@ class FacilitySettings:
     seed: int
     """The federation's seed; the trainer derives its own from (seed, round, facility)."""
     training: TrainingSettings = field(default_factory=TrainingSettings)
+    trainer: TrainerSettings = field(default_factory=TrainerSettings)
+    """Which program trains."""
     include: list[Pattern] = field(default_factory=list)
     """Glob patterns of the tensors that are federated (`aggregation.include`); none: all."""
     exclude: list[Pattern] = field(default_factory=list)

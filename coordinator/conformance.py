@@ -1,0 +1,51 @@
+"""`crossfed conformance MODULE`: a trainer is tried as a facility runs it, then its updates are verified as usual."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from coordinator.aggregation.verify import check_update
+from facility.exchange.checkpoints.checkpoint import open_checkpoint
+from facility.exchange.errors import CrossFedError
+from facility.exchange.messages.manifest import read_manifest
+
+FACILITY = "here"
+"""Name of the trial's facility."""
+ROUNDS = (("first", "model"), ("second", "next"))
+"""Of each round of the trial: the folder of its job, and of the model that it received."""
+
+
+def conformance(arguments: Sequence[str]) -> int:
+    """Run `python -m facility.conformance` with these arguments, then verify its updates; returns the exit code."""
+    with tempfile.TemporaryDirectory(prefix="crossfed-conformance-") as folder:
+        kept = Path(folder) / "trial"
+        command = [sys.executable, "-m", "facility.conformance", *arguments]
+        if "--keep" not in arguments:
+            command += ["--keep", str(kept)]
+        else:
+            kept = Path(arguments[list(arguments).index("--keep") + 1])
+        code = subprocess.run(command, check=False).returncode
+        if code or "--help" in arguments or "-h" in arguments:
+            return code
+        refusals = refused_updates(kept)
+    for told in refusals:
+        print(told, file=sys.stderr)
+    if not refusals and "--json" not in arguments:
+        print("and the coordinator accepts its updates")
+    return int(bool(refusals))
+
+
+def refused_updates(kept: Path) -> list[str]:
+    """Why the coordinator refuses the trial's updates, by the verification of every round; empty: it accepts them."""
+    found = []
+    for number, (job, model) in enumerate(ROUNDS):
+        try:
+            base = open_checkpoint(kept / model)
+            check_update(kept / job / "update", base, read_manifest(kept / model), FACILITY, number)
+        except CrossFedError as error:
+            found.append(f"the coordinator refuses the update of round {number}: {error}")
+    return found

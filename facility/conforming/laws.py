@@ -1,0 +1,174 @@
+"""The contract of a trainer as laws, in the order in which a conformance run tries them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from facility.conforming.finding import Finding, checked
+from facility.conforming.trial import FACILITY, FEDERATION, ROUNDS, STEPS, Ended, Trial
+from facility.exchange.checkpoints.checkpoint import FLOATS, Checkpoint, open_checkpoint
+from facility.exchange.errors import InputError
+from facility.exchange.messages.manifest import read_manifest, verify_manifest
+from facility.exchange.messages.outcome import Outcome
+from facility.exchange.messages.progress import FILE as PROGRESS
+from facility.exchange.messages.progress import read_progress
+from facility.exchange.messages.report import read_report
+
+SAME = 1e-4
+"""Largest difference of a weight between two runs of the same command."""
+BAD_INPUT = 2
+"""Exit code of a command whose input must be changed."""
+
+
+def findings(trial: Trial) -> Iterator[Finding]:
+    """Every law in turn; where the first round fails, no other is tried."""
+    first = trial.run("first", model=trial.model, round=0)
+    yield ended(first, "round 0 ends with exit code 0")
+    if first.code:
+        return
+    sealed = checked("the update has a manifest of its round over its files", lambda: identity(trial, first.update, 0))
+    yield sealed
+    if not sealed.kept:
+        return
+    yield checked("it holds every tensor of the model by name and shape", lambda: tensors(trial.model, first.update))
+    yield checked("report.json is complete", lambda: report(first.update, 0))
+    yield checked("training changes the weights", lambda: moved(trial.model, first.update))
+    yield checked("progress.json, where it is written, can be read", lambda: progress(first.update.parent))
+    yield from repeated(trial, first)
+    yield from following(trial, first)
+    yield from interrupted(trial, first)
+    yield from refused(trial)
+
+
+def repeated(trial: Trial, first: Ended) -> Iterator[Finding]:
+    """The same command, with no state of before."""
+    again = trial.run("again", model=trial.model, round=0, state="again-state")
+    yield ended(again, "the same command ends with exit code 0 again")
+    if not again.code:
+        yield checked("with the same weights", lambda: alike(first.update, again.update))
+
+
+def following(trial: Trial, first: Ended) -> Iterator[Finding]:
+    """Round 1, and the evaluation of the final model."""
+    trial.make_next_model(first.update)
+    second = trial.run("second", model=trial.next_model, round=1)
+    yield ended(second, "round 1 goes on from a model and a state")
+    if not second.code:
+        yield checked("its update is of round 1", lambda: identity(trial, second.update, 1))
+    last = trial.run("last", model=trial.next_model, round=ROUNDS)
+    yield ended(last, "the final model is evaluated")
+    if not last.code:
+        yield checked("without training it", lambda: evaluated(last.update))
+
+
+def interrupted(trial: Trial, first: Ended) -> Iterator[Finding]:
+    """SIGTERM while it trains, then the same command in the same place."""
+    reports = (first.update.parent / PROGRESS).is_file()
+    latest = max(1.0, first.seconds * (3 if reports else 0.7))
+    stopped = trial.run("stopped", model=trial.model, round=0, state="stopped-state", stop_after=latest)
+    yield checked("SIGTERM ends it, and leaves no half update", lambda: leaves_nothing(stopped))
+    if not stopped.code:
+        return
+    resumed = trial.run("stopped", model=trial.model, round=0, state="stopped-state")
+    yield ended(resumed, "the same command then ends with exit code 0")
+    if not resumed.code:
+        yield checked("with the weights of a round that nothing stopped", lambda: alike(first.update, resumed.update))
+
+
+def refused(trial: Trial) -> Iterator[Finding]:
+    """Models that must not be trained."""
+    for what, model in (("no model", trial.empty_model()), ("a model that was altered", trial.tampered_model())):
+        result = trial.run(f"refused {model.name}", model=model, round=0, state=f"{model.name}-state")
+        yield checked(f"{what} is refused with exit code {BAD_INPUT} and no update", lambda r=result: refuses(r))  # type: ignore[misc]
+
+
+def ended(round: Ended, law: str) -> Finding:
+    return Finding(law=law, kept=round.code == 0, found=f"{round.code}: {round.said}" if round.code else "")
+
+
+def identity(trial: Trial, update: Path, round: int) -> str:
+    manifest = verify_manifest(update)
+    found = (manifest.kind, manifest.federation, manifest.facility, manifest.round)
+    if found != (expected := ("update", FEDERATION, FACILITY, round)):
+        raise InputError(f"the manifest says {found}, expected {expected}")
+    model = trial.next_model if round else trial.model
+    if manifest.base_sha256 != read_manifest(model).content_sha256:
+        raise InputError("base_sha256 is not the digest of the received model (`content_sha256` of its manifest)")
+    return ""
+
+
+def tensors(model: Path, update: Path) -> str:
+    wanted, found = open_checkpoint(model), open_checkpoint(update)
+    shapes = [{name: entry.shape for name, entry in one.tensors.items()} for one in (wanted, found)]
+    if shapes[0] != shapes[1]:
+        odd = sorted(set(shapes[0].items()) ^ set(shapes[1].items()))[:3]
+        raise InputError(f"the update's tensors are not the model's: {odd}")
+    import torch
+
+    for name, entry in found.tensors.items():
+        if entry.dtype in FLOATS and not torch.isfinite(found.read(name)).all():
+            raise InputError(f"tensor {name!r} holds NaN or infinity")
+    return f"{len(found.tensors)} tensors"
+
+
+def report(update: Path, round: int) -> str:
+    found = read_report(update)
+    if (found.federation, found.facility, found.round) != (FEDERATION, FACILITY, round):
+        raise InputError(f"it is of {(found.federation, found.facility, found.round)}")
+    if not found.samples or not found.tokens or not found.steps:
+        raise InputError("samples, tokens and steps must count what was trained on: they weigh the update")
+    return f"loss {found.loss_received:.3f} to {found.loss_returned:.3f}"
+
+
+def moved(model: Path, update: Path) -> str:
+    if (largest := _apart(open_checkpoint(model), open_checkpoint(update))) == 0:
+        raise InputError("the update is the received model")
+    return f"by up to {largest:.2g}"
+
+
+def alike(one: Path, other: Path) -> str:
+    if (largest := _apart(open_checkpoint(one), open_checkpoint(other))) > SAME:
+        raise InputError(f"weights differ by up to {largest:.2g}: seed whatever is drawn from `seed` and the round")
+    return f"apart by {largest:.2g}"
+
+
+def progress(directory: Path) -> str:
+    file = directory / PROGRESS
+    if not file.is_file():
+        return "there is none: `crossfed status --follow` shows the job without its steps"
+    return f"at step {read_progress(file.read_text()).step}"
+
+
+def evaluated(update: Path) -> str:
+    found = read_report(update)
+    if found.steps or any(update.glob("*.safetensors")):
+        raise InputError(f"round {ROUNDS} of {ROUNDS} asks for an evaluation: no step, no weights")
+    return f"loss {found.loss_received:.3f}"
+
+
+def leaves_nothing(stopped: Ended) -> str:
+    if not stopped.signalled or not stopped.code:
+        return f"the round of {STEPS} steps had ended before the signal: not tried"
+    if stopped.update.exists():
+        raise InputError(
+            f"it ended with {stopped.code} and left {stopped.update.name}: make it elsewhere and rename it"
+        )
+    if stopped.code == Outcome.CHECKPOINTED:
+        return f"exit code {stopped.code}: its state is saved, and the next job resumes"
+    return f"exit code {stopped.code}: a round that runs out of time counts as failed"
+
+
+def refuses(result: Ended) -> str:
+    if result.update.exists():
+        raise InputError(f"it ended with {result.code} and an update")
+    if result.code != BAD_INPUT:
+        raise InputError(f"it ended with {result.code}")
+    return ""
+
+
+def _apart(one: Checkpoint, other: Checkpoint) -> float:
+    """Largest difference of two checkpoints' weights. Raises `InputError` where their tensors differ."""
+    if one.tensors.keys() != other.tensors.keys():
+        raise InputError("they hold different tensors")
+    return max((one.read(name).float() - other.read(name).float()).abs().max().item() for name in one.tensors)

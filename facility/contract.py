@@ -1,0 +1,142 @@
+"""The contract of `facility.train` for a trainer of one's own: read a round, report its steps, deliver its update.
+
+    call = read_call()                      # arguments, settings, the received model's manifest: read and verified
+    for step in range(call.steps): ...      # call.report_step(step, loss); call.interrupted after SIGTERM or SIGUSR1
+    call.deliver(model.save_pretrained, loss_received=..., loss_returned=..., training_loss=...)
+
+A trainer may as well read and write these files itself; `python -m facility.conformance` tries what is left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from facility.exchange.errors import InputError
+from facility.exchange.files.durable import new_directory, write_json
+from facility.exchange.messages import progress, report
+from facility.exchange.messages.manifest import Manifest, verify_manifest, write_manifest
+from facility.exchange.messages.settings import FacilitySettings, TrainingSettings, read_facility_settings
+from facility.exchange.perplexity import perplexity
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One call of a trainer: what it is given, and how it answers."""
+
+    model: Path
+    """The received Hugging Face checkpoint."""
+    base: Manifest
+    """The received model's manifest, every file verified."""
+    dataset: Path
+    """What `facility.prepare` wrote (`facility.dataset.open_dataset`), or whatever else this trainer reads."""
+    settings: FacilitySettings
+    round: int
+    out: Path
+    state: Path
+    """What this facility keeps between the rounds of this federation; it need not exist yet."""
+    signals: list[int]
+    """Signals that have asked this process to end."""
+
+    @property
+    def training(self) -> TrainingSettings:
+        return self.settings.training
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of this round; 0 where the final model is to be evaluated."""
+        return self.training.steps if self.round < self.settings.rounds else 0
+
+    @property
+    def first_rank(self) -> bool:
+        """True in the one process that reports and delivers."""
+        return os.environ.get("RANK", "0") == "0"
+
+    @property
+    def interrupted(self) -> bool:
+        """True once the job is about to end: save and exit with 85, or go on and risk the round."""
+        return bool(self.signals)
+
+    def report_step(self, step: int, loss: float) -> None:
+        """Replace `progress.json` after step number `step`, from 1, and print the step."""
+        if self.first_rank:
+            print(f"step {step}/{self.steps}: loss {loss:.4f}", flush=True)
+            message = progress.JobProgress(step=step, steps=self.steps, loss=loss, time=round(time.time(), 3))
+            write_json(Path(progress.FILE), dataclasses.asdict(message))
+
+    def deliver(
+        self,
+        save: Callable[[Path], object],
+        *,
+        tokens: int,
+        loss_received: float,
+        loss_returned: float,
+        training_loss: float,
+    ) -> None:
+        """Make the update of the first rank: weights by `save(directory)` (not for an evaluation), report, manifest.
+
+        `tokens`: trained on in this round, by which the update is weighted.
+        """
+        if not self.first_rank:
+            return
+        with new_directory(self.out) as out:
+            if self.steps:
+                save(out)
+            report.write(
+                out,
+                report.Report(
+                    federation=self.settings.federation,
+                    facility=self.settings.facility,
+                    round=self.round,
+                    samples=self.steps * self.training.batch_sequences,
+                    tokens=tokens if self.steps else 0,
+                    steps=self.steps,
+                    loss_received=loss_received,
+                    loss_returned=loss_returned,
+                    training_loss=training_loss,
+                    perplexity_received=perplexity(loss_received),
+                    perplexity_returned=perplexity(loss_returned),
+                ),
+            )
+            manifest = Manifest(
+                kind="update",
+                federation=self.settings.federation,
+                facility=self.settings.facility,
+                round=self.round,
+                base_sha256=self.base.content_sha256,
+            )
+            write_manifest(out, manifest)
+
+
+def read_call(arguments: Sequence[str] | None = None) -> Call:
+    """Read the command line (default: this process's), and note SIGTERM and SIGUSR1 from here on.
+
+    Raises `InputError` or `ManifestError` for a model that is not as it was sent.
+    """
+    parser = argparse.ArgumentParser(description="A trainer of one's own, called as facility.train is.")
+    for name in ("model", "dataset", "settings", "out", "state"):
+        parser.add_argument(f"--{name}", type=Path, required=True)
+    parser.add_argument("--round", type=int, required=True)
+    parser.add_argument("--progress", action="store_true")
+    given = parser.parse_args(arguments)
+    if given.out.exists():
+        raise InputError(f"--out {given.out} exists already; remove it or choose another name")
+    signals: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda number, frame: signals.append(number))
+    return Call(
+        model=given.model,
+        base=verify_manifest(given.model),
+        dataset=given.dataset,
+        settings=read_facility_settings(given.settings),
+        round=given.round,
+        out=given.out,
+        state=given.state,
+        signals=signals,
+    )

@@ -1,0 +1,137 @@
+"""Trainers of one's own: the examples keep the contract, and of a trainer that breaks it the broken law is named."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from coordinator.config.federation import Facility, read_federation
+from coordinator.conformance import refused_updates
+from coordinator.engine.render import render
+from coordinator.preflight.facility import probe
+from facility.conformance import main as conformance
+from facility.exchange.errors import ConfigurationError
+from facility.exchange.messages.manifest import verify_manifest
+from facility.exchange.messages.settings import read_facility_settings
+from facility.exchange.messages.trainer import TrainerSettings
+from facility.selfcheck import material
+from tests.conftest import ROOT
+from tests.federations import write_federation
+
+EXAMPLES = ROOT / "examples"
+STAND_IN = "tests.stand_in_trainer"
+
+
+def laws_kept(module: str, place: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, bool]:
+    code = conformance([module, "--json", "--keep", str(place)])
+    laws = {finding["law"]: finding["kept"] for finding in json.loads(capsys.readouterr().out)}
+    assert code == int(not all(laws.values()))
+    return laws
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", ["plain_torch_trainer", "hugging_face_trainer", "facility.train"])
+def test_the_examples_and_our_own_trainer_keep_the_contract(module: str, tmp_path: Path, capsys, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(EXAMPLES), str(ROOT)]))
+    laws = laws_kept(module, tmp_path / "trial", capsys)
+    assert all(laws.values()), laws
+    assert len(laws) == 17
+    assert refused_updates(tmp_path / "trial") == []
+    if (file := EXAMPLES / f"{module}.py").is_file():
+        assert len(file.read_text().splitlines()) <= 70
+
+
+def test_a_trainer_that_trains_nothing_breaks_that_law_and_no_other_of_its_rounds(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    laws = laws_kept(STAND_IN, tmp_path / "trial", capsys)
+    broken = {law for law, kept in laws.items() if not kept}
+    assert broken == {"training changes the weights", "without training it"} | {
+        law
+        for law in laws
+        if "is refused" in law  # it has no exit code for them
+    }
+    assert refused_updates(tmp_path / "trial") == []
+    weights = next((tmp_path / "trial/first/update").glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    assert "round 0" in refused_updates(tmp_path / "trial")[0]
+
+
+def test_a_trainer_that_delivers_nothing_ends_the_trial_at_once(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("STAND_IN", "nothing")
+    laws = laws_kept(STAND_IN, tmp_path / "trial", capsys)
+    assert laws == {
+        "round 0 ends with exit code 0": True,
+        "the update has a manifest of its round over its files": False,
+    }
+
+
+def test_a_round_runs_the_module_that_the_settings_name(tmp_path: Path):
+    (tmp_path / "job").mkdir()
+    material(tmp_path, 1)
+    settings = tmp_path / "settings.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"trainer": {"module": STAND_IN}}))
+    words = ["--model", "../model", "--dataset", str(tmp_path / "data"), "--settings", "../settings.json"]
+    command = [sys.executable, "-m", "facility.round", *words, "--round", "0", "--out", "update"]
+    result = subprocess.run(
+        [*command, "--state", str(tmp_path / "state")],
+        cwd=tmp_path / "job",
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    assert verify_manifest(tmp_path / "job/update").kind == "update"
+    assert not (tmp_path / "state/round-0").exists()  # the stand-in keeps nothing; facility.train would
+
+
+@pytest.mark.parametrize("module", ["../train.py", "a b", "train;ls", "-m", "", "é.train"])
+def test_a_module_is_a_name_and_not_a_path_or_an_option(tmp_path: Path, module: str):
+    file = tmp_path / "settings.json"
+    file.write_text(
+        json.dumps({"federation": "f", "facility": "n", "rounds": 1, "seed": 0, "trainer": {"module": module}})
+    )
+    with pytest.raises(ConfigurationError, match="name of a Python module"):
+        read_facility_settings(file)
+
+
+def test_a_facilitys_own_trainer_goes_before_the_federations_and_moments_stay_personal(tmp_path: Path):
+    path = write_federation(tmp_path, ["north", "south", "east"])
+    assert "trainer" not in json.loads(settings_of(path, "north"))
+    shared = read_federation(path).facilities[0].training.optimizer_state
+    text = path.read_text().replace("- name: south\n", "- name: south\n  trainer: {module: my.own}\n")
+    path.write_text(text)
+    found = {name: json.loads(settings_of(path, name)) for name in ("north", "south")}
+    assert "trainer" not in found["north"] and found["south"]["trainer"] == {"module": "my.own"}
+    assert shared == "shared" and {one["training"]["optimizer_state"] for one in found.values()} == {"personal"}
+    path.write_text("trainer: {module: all.of.us}\n" + text)
+    assert [json.loads(settings_of(path, name))["trainer"]["module"] for name in ("north", "south")] == [
+        "all.of.us",
+        "my.own",
+    ]
+    path.write_text(text.replace("training:\n", "training:\n  optimizer_state: shared\n", 1))
+    with pytest.raises(ConfigurationError, match=r"yml:8: .*'south' has a trainer of its own"):
+        read_federation(path)
+
+
+def settings_of(path: Path, facility: str) -> str:
+    files = render(read_federation(path))
+    return next(str(text) for name, text in files.items() if str(name).endswith(f"facilities/{facility}.json"))
+
+
+def test_the_probe_reports_a_trainer_that_is_not_installed():
+    deployment = Facility(name="here", dataset="d").deployment
+    answers = {}
+    for module in (STAND_IN, "tests.no_such_trainer", "no_such_package.train"):
+        answer, wrong = probe(deployment, "/nowhere", "/tmp", 0, TrainerSettings(module=module))
+        assert wrong is None and answer is not None
+        answers[module] = answer["trainer"]
+    assert answers.pop(STAND_IN) == "" and all("No module named" in said for said in answers.values())
+    answer, _ = probe(deployment, "/nowhere", "/tmp", 0, TrainerSettings())
+    assert answer is not None and "trainer" not in answer
