@@ -13,6 +13,9 @@
         rewound.json              after `crossfed rewind` to a round whose state is gone: which
         stopped.json              why a run ended early for a reason that needs a person; removed by the next start
         attempts.json             how often the round under way was asked for
+        federation.json           what federation.yml asked for, as of the latest start (coordinator.rounds.changes)
+        under_way.json            since when the round under way is
+        limited.json              after which round a deadline or a budget ended the federation
         history.jsonl             one row a facility and round; derived from the round files
         unmasking/                the sum under way, with secure aggregation (coordinator.masking.pending)
         groups/                   instead of rounds, for a federation by groups (coordinator.asynchronous.buffer)
@@ -121,6 +124,10 @@ class RoundFile:
     """What the schedule of the server learning rate multiplied it by."""
     finished: str = ""
     """UTC, ISO 8601."""
+    seconds: float = 0.0
+    """Wall time since it began, queues included; 0: it was interrupted, and its time says nothing."""
+    changes: list[str] = field(default_factory=list)
+    """What was changed in federation.yml since the round before, and what followed from it."""
     aggregation: dict[str, Any] = field(default_factory=dict)
     model_sha256: str = ""
     """Digest of the new model's content."""
@@ -220,15 +227,17 @@ class Archive:
         ]
         write_text(self.path / "history.jsonl", "".join(row + "\n" for row in rows))
 
-    def prune(self, keep: int) -> None:
+    def prune(self, keep: int, *, also: int | None = None) -> None:
         """Remove what the next round cannot need: every state but the newest, models before the last `keep` rounds.
 
-        `keep` 0 keeps all models. round.json always stays.
+        `keep` 0 keeps all models; the model that round `also` received stays. round.json always stays.
         """
         rounds = self.rounds()
         for number in rounds[:-1]:
             shutil.rmtree(self.round_directory(number) / "state", ignore_errors=True)
         for number in rounds[:-keep] if keep else []:
+            if also is not None and number == also - 1:
+                continue
             for name in ("model", "message"):
                 shutil.rmtree(self.round_directory(number) / name, ignore_errors=True)
 

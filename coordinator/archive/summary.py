@@ -9,6 +9,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
+from coordinator.archive.best import best_round
 from coordinator.archive.rounds import Archive, RoundFile
 from facility.exchange.messages.strict_json import clean
 from facility.exchange.perplexity import LARGEST_LOSS, perplexity
@@ -39,11 +40,13 @@ def summary(archive: Archive) -> dict[str, Any]:
     losses = [entry.global_loss for entry in history] + [after]
     last = evaluation.get("global_loss_over", []) if after is not None else []
     overs = [entry.global_loss_over for entry in history] + [last]
+    limited = archive.read_note("limited")
+    best = _best(archive, losses) if limited.get("after_round") == len(history) - 1 else None
     rounds = []
     for entry, made, over in zip(history, losses[1:], overs[1:], strict=True):
         row = {"round": entry.round, "decision": entry.decision, "finished": entry.finished, "attempts": entry.attempts}
         row["global_perplexity"], row["global_perplexity_over"] = shown_perplexity(made), over
-        row |= {"outer_factor": entry.outer_factor, "guard": entry.guard}
+        row |= {"outer_factor": entry.outer_factor, "guard": entry.guard, "changes": entry.changes}
         row["facilities"] = [dataclasses.asdict(facility) for facility in entry.facilities]
         rounds.append(row)
     return {
@@ -51,9 +54,20 @@ def summary(archive: Archive) -> dict[str, Any]:
         "rounds": rounds,
         "initial_perplexity": shown_perplexity(losses[0]) if history else None,
         "final_evaluation": evaluation.get("facilities", []) if after is not None else [],
-        "model": str(archive.model_for(len(history))) if archive.path.is_dir() else None,
+        "model": str(archive.model_for(len(history) if best is None else best)) if archive.path.is_dir() else None,
+        "best_round": None if best is None else best - 1,
+        "limited": limited.get("reason", "") if best is not None else "",
         "stopped": archive.read_note("stopped").get("reason") or _broken(history),
     }
+
+
+def _best(archive: Archive, losses: list[float | None]) -> int:
+    """The round that would receive the best model: the newest, where its loss is not known or no other is better."""
+    newest = len(losses) - 1
+    if losses[-1] is None:
+        return newest
+    best = best_round(losses)
+    return best if best is not None and archive.model_for(best).is_dir() else newest
 
 
 def _broken(history: list[RoundFile]) -> str | None:
@@ -102,7 +116,13 @@ def table(data: dict[str, Any]) -> Table:
 def remarks(data: dict[str, Any]) -> list[str]:
     """How the federation was aggregated, and what the guard did, as lines below the table."""
     chosen = [f"aggregation: {shown(data['aggregation'])}"] if data.get("aggregation") else []
-    return chosen + [f"round {row['round']}: {shown(row['guard'])}" for row in data["rounds"] if row.get("guard")]
+    told = [f"round {row['round']}: {shown(row['guard'])}" for row in data["rounds"] if row.get("guard")]
+    told += [f"from round {row['round']} on: {shown(one)}" for row in data["rounds"] for one in row.get("changes", [])]
+    if data.get("limited"):
+        best = data["best_round"]
+        which = "the initial one" if best < 0 else f"that of round {best}"
+        told.append(f"ended in order, at the best model, which is {which}: {shown(data['limited'])}")
+    return chosen + told
 
 
 def number(value: float | None) -> str:

@@ -36,6 +36,9 @@ def run(
     despite_check: Annotated[
         bool, typer.Option("--despite-check", help="Run even when a check of the coordinator's own part fails.")
     ] = False,
+    accept: Annotated[
+        bool, typer.Option("--accept", help="Go on though federation.yml has changed in what affects results.")
+    ] = False,
 ) -> None:
     """Run preflight checks, render, call `streamflow run`, show rounds and steps; rerun to resume after any stop."""
     from coordinator.config.federation import check_paths, read_federation
@@ -50,7 +53,7 @@ def run(
             told = "; ".join(f"{row.check}: {row.found} ({row.fix})" for row in failing)
             raise InputError(f"{told}. Correct this, or run with --despite-check")
 
-    raise typer.Exit(run_federation(federation, live=not quiet and sys.stdout.isatty(), log=log))
+    raise typer.Exit(run_federation(federation, live=not quiet and sys.stdout.isatty(), log=log, accepted=accept))
 
 
 @app.command(rich_help_panel=RUN)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Annotated, Any, Literal
 
 from annotated_types import Gt, Lt
+from pydantic import BeforeValidator
 
+from facility.exchange.errors import ConfigurationError
+from facility.exchange.text import Line
 from facility.exchange.validation import AtLeastOne, NonNegative, validated
 
 Part = Annotated[float, Gt(0), Lt(1)]
@@ -36,8 +40,37 @@ class ClosingSettings:
         return max(1, -int(-self.quorum * facilities // 1))
 
 
+def _as_text(value: Any) -> Any:
+    """YAML reads a time with seconds as a time."""
+    return str(value) if hasattr(value, "isoformat") else value
+
+
 @validated(frozen=True, kw_only=True)
-class Rounds(ClosingSettings):
+class LimitSettings:
+    """Part of `rounds:`: when the federation ends, in order, at the best model so far."""
+
+    deadline: Annotated[Line, BeforeValidator(_as_text, json_schema_input_type=str)] = ""
+    """No round is begun that is expected to end later, `2026-12-24 18:00` in the coordinator's time zone or with one
+    of its own (`+01:00`); empty: none. The expected time is the median of the last five rounds."""
+    node_hours: NonNegative[float] = 0.0
+    """Node-hours, of all facilities together, that the federation may use: no round is begun that is expected to use
+    more than is left, by what the jobs of the last five reported; 0: no limit."""
+
+    def __post_init__(self) -> None:
+        try:
+            self.seconds_until(0.0)
+        except ValueError:
+            raise ConfigurationError(
+                f"deadline is {self.deadline!r}, expected a time such as 2026-12-24 18:00", key="deadline"
+            ) from None
+
+    def seconds_until(self, now: float) -> float:
+        """Seconds from `now`, seconds since 1970, to the deadline; inf without one."""
+        return datetime.fromisoformat(self.deadline).timestamp() - now if self.deadline else float("inf")
+
+
+@validated(frozen=True, kw_only=True)
+class Rounds(ClosingSettings, LimitSettings):
     """`rounds:` as a mapping."""
 
     count: AtLeastOne[int]

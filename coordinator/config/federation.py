@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator
 
 from coordinator.aggregation.settings import AUTO
-from coordinator.config.closing import ClosingSettings, Rounds
+from coordinator.config.closing import ClosingSettings, LimitSettings, Rounds
 from coordinator.config.compatibility import check_groups, check_trainers
 from coordinator.config.deployments import Deployment, Kind
 from coordinator.config.evaluation import EvaluationPlan
@@ -131,6 +131,8 @@ class Federation(FederationFile):
     """What `auto` stands for here, and why."""
     closing: ClosingSettings | None = None
     """What `rounds:` says beside the number; None: every round waits for all."""
+    limits: LimitSettings | None = None
+    """Its deadline and node-hours; None: neither."""
 
     @property
     def archive_path(self) -> Path:
@@ -180,7 +182,9 @@ def _build(lined: Lined) -> Federation:
     closing = parse(Rounds, rounds, where="rounds") if isinstance(rounds, dict) else None
     declared = parse(FederationFile, data)
     keys = {key.name: getattr(declared, key.name) for key in dataclasses.fields(declared)}
-    federation = Federation(file=lined.file, closing=_closing(closing, declared), **keys)
+    federation = Federation(
+        file=lined.file, closing=_closing(closing, declared), limits=_limits(closing, declared), **keys
+    )
     federation = _chosen(federation, data.get("aggregation") or {})
     if federation.groups is not None:
         check_groups(lined.data, federation, {one.name: one.training for one in federation.facilities})
@@ -216,6 +220,15 @@ def _chosen(federation: Federation, given: dict[str, Any]) -> Federation:
     aggregation = resolve_aggregation(given, settings, choice)
     reason = choice.reason if settings.rule == AUTO else f"aggregation.rule is given: {settings.rule}"
     return dataclasses.replace(federation, facilities=facilities, aggregation=aggregation, chosen=reason)
+
+
+def _limits(described: Rounds | None, declared: FederationFile) -> LimitSettings | None:
+    """Deadline and node-hours, where `rounds:` is a mapping that names one."""
+    if described is None or not (described.deadline or described.node_hours):
+        return None
+    if declared.groups is not None:
+        raise ConfigurationError("rounds has a limit and there are groups: limits are of rounds", key="groups")
+    return LimitSettings(deadline=described.deadline, node_hours=described.node_hours)
 
 
 def _closing(described: Rounds | None, declared: FederationFile) -> ClosingSettings | None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
 from coordinator.aggregation.settings import AggregationSettings
 from coordinator.config.buffering import GroupSettings
-from coordinator.config.closing import ClosingSettings, Rounds, count_of
+from coordinator.config.closing import ClosingSettings, LimitSettings, Rounds, count_of
 from coordinator.config.privacy import PrivacySettings
 from facility.exchange.delta_codecs import Encoding
 from facility.exchange.messages.layout import LoraSettings
@@ -115,6 +115,10 @@ class CoordinatorSettings(RoundSettings):
     """By facility, the sequences that it trains on in a round: steps x batch."""
     closing: ClosingSettings | None = None
     """How a round closes, where it does not wait for all."""
+    limits: LimitSettings | None = None
+    """When no further round is begun, where `rounds` says so."""
+    described: dict[str, Any] = field(default_factory=dict)
+    """federation.yml as flat data (`coordinator.config.described`), to tell what has changed since an earlier run."""
     lora: LoraSettings | None = None
     """The adapters that updates must hold; a rank of 0: whole models; null: not known."""
     chosen: str = ""

@@ -19,6 +19,7 @@ import yaml
 from coordinator.asynchronous.workflow import HAND_WRITTEN as OF_GROUPS
 from coordinator.asynchronous.workflow import chain_step, groups_workflow
 from coordinator.config.deployments import job_name, job_template, streamflow_deployments, workflow_name
+from coordinator.config.described import described
 from coordinator.config.federation import Facility, Federation
 from coordinator.config.privacy import largest_step
 from coordinator.config.settings import CoordinatorSettings, RoundSettings
@@ -146,6 +147,8 @@ def coordinator_settings(federation: Federation) -> dict[str, Any]:
         if federation.masks
         else 0.0,
         closing=federation.closing,
+        limits=federation.limits,
+        described={} if federation.groups is not None else described(federation),
         **{key.name: getattr(federation, key.name) for key in dataclasses.fields(RoundSettings)},
     )
     if carries(federation):
@@ -159,7 +162,7 @@ def coordinator_settings(federation: Federation) -> dict[str, Any]:
             facility.name: hashlib.sha256(_facility_settings(federation, facility).encode()).hexdigest()
             for facility in federation.facilities
         }
-    optional = ("groups", "privacy", "largest_step", "closing", "settings_sha256")
+    optional = ("groups", "privacy", "largest_step", "closing", "limits", "described", "settings_sha256")
     return {name: value for name, value in values.items() if value or name not in optional}
 
 

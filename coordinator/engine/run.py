@@ -24,6 +24,7 @@ from coordinator.archive.rounds import Archive
 from coordinator.archive.summary import remarks, shown, shown_perplexity, summary, table
 from coordinator.asynchronous import summary as account
 from coordinator.certificates import certificates_watched
+from coordinator.config.described import described
 from coordinator.config.federation import Federation, check_paths, read_federation
 from coordinator.engine.group_progress import GroupProgress
 from coordinator.engine.live import Snapshot, live_table
@@ -35,22 +36,28 @@ from coordinator.engine.recorder import Recorder
 from coordinator.engine.render import write
 from coordinator.engine.supervise import Supervisor
 from coordinator.events.event import Event
+from coordinator.rounds.acceptance import accept, changes_since, is_accepted, refusal
 from coordinator.streamflow_plugin.names import LOGINS, PROGRESS_SECONDS
 from facility.exchange.errors import InputError, TryAgain
 
 
-def run_federation(file: Path, *, live: bool, log: Path | None = None) -> int:
-    """Run or resume the federation; returns the exit code for the shell. Raises `InputError`, `TryAgain`."""
+def run_federation(file: Path, *, live: bool, log: Path | None = None, accepted: bool = False) -> int:
+    """Run or resume the federation; returns the exit code for the shell. Raises `InputError`, `TryAgain`.
+
+    `accepted`: go on though federation.yml has changed in what affects results.
+    """
     federation = read_federation(file)
     check_paths(federation)
     archive = Archive(federation.archive_path)
     places = [archive.path if archive.path.exists() else archive.path.parent, federation.workdir_path]
     if reason := unwritable(places):
         raise InputError(reason)
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    if federation.groups is None:
+        _show_changes(federation, archive, console, accepted=accepted)
     write(federation)
     log = log or federation.workdir_path / "streamflow.log"
     log.parent.mkdir(parents=True, exist_ok=True)
-    console = Console(width=None if sys.stdout.isatty() else 140)
     with (
         only_one(federation) as lock,
         run_place(federation.workdir_path) as place,
@@ -83,6 +90,18 @@ def run_federation(file: Path, *, live: bool, log: Path | None = None) -> int:
     console.print(f"the run ended with code {code}: {shown(reason)}", style="red", markup=False, highlight=False)
     console.print(f"The archive holds {holds}; the same command goes on from there.")
     return code
+
+
+def _show_changes(federation: Federation, archive: Archive, console: Console, *, accepted: bool) -> None:
+    """What has changed in federation.yml since the latest round. Raises `InputError` where it must be accepted."""
+    now = described(federation)
+    changes = changes_since(archive, now)
+    for change in changes:
+        console.print(f"changed: {shown(change)}", markup=False, highlight=False)
+    if accepted and changes:
+        accept(archive, now)
+    elif not is_accepted(archive, now, changes):
+        raise refusal([change for change in changes if change.affects])
 
 
 def _going_on(federation: Federation, done: int) -> str:

@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -19,17 +20,22 @@ from coordinator.aggregate import aggregate
 from coordinator.aggregation.settings import AggregationSettings
 from coordinator.aggregation.unmasking import Unmasking
 from coordinator.archive.audit import log_entry
+from coordinator.archive.best import best_round
 from coordinator.archive.rounds import CLIPS, Archive, FacilityRow, RoundFile
 from coordinator.archive.sweep import sweep_round
 from coordinator.config.settings import CoordinatorSettings, read_coordinator_settings
 from coordinator.events.event import emit, failures_of
 from coordinator.events.outputs import write_outputs
 from coordinator.report.trackers import track_round
+from coordinator.rounds.acceptance import drop_told
+from coordinator.rounds.acceptance import told as changes_told
 from coordinator.rounds.order import OUTPUT, order_or_tell
 from coordinator.rounds.weight_limit import Capped, cap
 from coordinator.steps.decide import Decision, decide
 from coordinator.steps.global_loss import global_losses, losses_of, losses_of_rows, plausible, without_each
 from coordinator.steps.guard import Guard, guard
+from coordinator.steps.limits import NOTE as LIMITED
+from coordinator.steps.limits import UNDER_WAY, Exceeded, exceeded, seconds_of
 from coordinator.steps.schedule import decay_factor, with_rate
 from coordinator.steps.send import Outgoing, bytes_of, make_message, outgoing
 from facility.exchange.errors import CrossFedError, InputError, TryAgain, UpdateRefused, exit_on_error
@@ -250,6 +256,7 @@ def commit(
         told = plausible([*map(losses_of, archive.history()), losses_of_rows(rows)])
         losses = global_losses(told)
         decision = decide(settings, losses, without_each(told))
+        now = time.time()
         round_file = RoundFile(
             round=number,
             facilities=[
@@ -267,8 +274,11 @@ def commit(
             guard=watched.reason,
             decay=decay,
             finished=datetime.now(UTC).isoformat(timespec="seconds"),
+            seconds=seconds_of(archive.read_note(UNDER_WAY), number, now),
+            changes=changes_told(archive),
             aggregation=dataclasses.asdict(record),
         )
+        round_file, decision, limited = _within(archive, settings, round_file, decision, now)
         write_json(directory / "round.json", dataclasses.asdict(round_file))
     log_entry(
         "aggregated",
@@ -278,7 +288,11 @@ def commit(
         left_out=left_out | {name: failure.reason for name, failure in arrived.failures.items()},
     )
     archive.drop_note("attempts")
-    archive.prune(settings.keep_rounds)
+    drop_told(archive)
+    archive.write_note(UNDER_WAY, {"round": number + 1, "since": time.time(), "whole": True})
+    if limited is not None:
+        archive.write_note(LIMITED, {"after_round": number, "limit": limited.limit, "reason": limited.reason})
+    archive.prune(settings.keep_rounds, also=best_round(losses) if settings.limits else None)
     sweep_round(Path.cwd(), record.federation, number, behind=settings.aggregation.maximum_staleness)
     if watched.reason:
         print(watched.reason)
@@ -288,6 +302,20 @@ def commit(
         print(problem)
         emit("problem", text=problem)
     return _following(archive, settings, number, decision)
+
+
+def _within(
+    archive: Archive, settings: CoordinatorSettings, round_file: RoundFile, decision: Decision, now: float
+) -> tuple[RoundFile, Decision, Exceeded | None]:
+    """The same, or the end where another round is expected to exceed the deadline or the node-hours."""
+    if settings.limits is None or not decision.proceed:
+        return round_file, decision, None
+    history = [*archive.history(), round_file]
+    found = exceeded(settings.limits, history, now, evaluates=settings.final_evaluation)
+    if found is None:
+        return round_file, decision, None
+    ended = dataclasses.replace(round_file, decision=found.reason, ended=True)
+    return ended, Decision(proceed=False, reason=found.reason), found
 
 
 def _following(

@@ -43,7 +43,7 @@ def main() -> int:
         told = gather(
             archive,
             federation=settings.federation,
-            settings=redacted(dataclasses.asdict(settings)),
+            settings=redacted(dataclasses.asdict(dataclasses.replace(settings, described={}))),
             groups=groups,
             carbon=settings.carbon_g_per_kwh,
         )

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from coordinator.archive.audit import log_entry
-from coordinator.archive.rounds import Archive
+from coordinator.archive.best import best_round
+from coordinator.archive.rounds import Archive, RoundFile
 from coordinator.archive.sweep import sweep_round
 from coordinator.asynchronous.buffer import FOLDER, meeting_of
 from coordinator.config.settings import CoordinatorSettings, read_coordinator_settings
 from coordinator.events.event import emit, failures_of
 from coordinator.events.outputs import write_outputs
+from coordinator.rounds.acceptance import take_over
 from coordinator.rounds.late import forget_all
 from coordinator.rounds.order import OUTPUT, order
+from coordinator.steps.limits import NOTE as LIMITED
+from coordinator.steps.limits import UNDER_WAY, exceeded
 from facility.exchange.errors import InputError, ManifestError, exit_on_error
 from facility.exchange.files.paths import resolve
 from facility.exchange.messages.manifest import verify_manifest
@@ -36,19 +42,51 @@ def start(archive: Archive, model: Path, settings: CoordinatorSettings) -> tuple
     archive.begin(model, settings.federation)
     archive.clean()
     archive.drop_note("stopped")
+    for change in take_over(archive, settings.described):
+        print(f"changed: {change}")
+        emit("problem", text=f"changed: {change}")
     done = archive.rounds()
     archive.write_history()
-    archive.prune(settings.keep_rounds)
+    history = archive.history()
+    kept = best_round([entry.global_loss for entry in history]) if settings.limits else None
+    archive.prune(settings.keep_rounds, also=kept)
     following = len(done)
     if not done:
         forget_all(Path.cwd().parent)
     sweep_round(Path.cwd(), settings.federation, following)  # no engine runs yet: what lies there, a killed one left
     current = archive.model_for(following)
     verify_whole(archive, following)
-    if following < settings.rounds and not (done and archive.read_round(done[-1]).ended):
+    if goes_on(archive, settings, history):
+        before = archive.read_note(UNDER_WAY)
+        interrupted = before.get("round") == following
+        archive.write_note(UNDER_WAY, {"round": following, "since": time.time(), "whole": not interrupted})
         return current, following, True
     evaluate = settings.final_evaluation and archive.read_note("evaluation").get("after_round") != following - 1
     return current, settings.rounds, evaluate
+
+
+def goes_on(archive: Archive, settings: CoordinatorSettings, history: Sequence[RoundFile]) -> bool:
+    """Whether another round follows: not after the last, nor after an early end, nor where a limit forbids it.
+
+    A limit that was moved lets a federation go on that it had ended. Raises `InputError` where there is not even time
+    for the first round.
+    """
+    following = len(history)
+    limited = archive.read_note(LIMITED).get("after_round") == following - 1
+    if following >= settings.rounds or (history and history[-1].ended and not limited):
+        return False
+    found = None
+    if settings.limits is not None:
+        found = exceeded(settings.limits, history, time.time(), evaluates=settings.final_evaluation)
+    if found is None:
+        archive.drop_note(LIMITED)
+        return True
+    if not history:
+        raise InputError(f"{found.reason}: no round can begin; set rounds.{found.limit} anew, or leave it out")
+    archive.write_note(LIMITED, {"after_round": following - 1, "limit": found.limit, "reason": found.reason})
+    print(found.reason)
+    emit("problem", text=found.reason)
+    return False
 
 
 def verify_whole(archive: Archive, following: int) -> None:

@@ -1,0 +1,65 @@
+"""Whether a start may go on with a federation.yml that was changed, and how the archive tells of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from coordinator.archive.rounds import Archive
+from coordinator.config.described import digest_of
+from coordinator.rounds.changes import Change, changes_of
+from facility.exchange.errors import InputError
+
+NOTE = "federation"
+"""Note of the archive: the description that its latest round was run under."""
+ACCEPTED = "accepted"
+"""Note of the archive: the digest of a description whose changes were accepted."""
+PENDING = "changes"
+"""Note of the archive: changes that the next round's file will tell."""
+
+
+def changes_since(archive: Archive, described: Mapping[str, Any]) -> list[Change]:
+    """What differs from the latest start; [] before the first complete round, when nothing was made yet."""
+    before = archive.read_note(NOTE)
+    done = len(archive.rounds())
+    return changes_of(before, described, done=done) if before and described and done else []
+
+
+def is_accepted(archive: Archive, described: Mapping[str, Any], changes: Sequence[Change]) -> bool:
+    """True where no change makes later models differ, or where `accept` was said to just these."""
+    wanted = archive.read_note(ACCEPTED).get("digest")
+    return not any(change.affects for change in changes) or wanted == digest_of(described)
+
+
+def accept(archive: Archive, described: Mapping[str, Any]) -> None:
+    archive.write_note(ACCEPTED, {"digest": digest_of(described)})
+
+
+def refusal(changes: Sequence[Change]) -> InputError:
+    told = "; ".join(f"({number}) {change}" for number, change in enumerate(changes, 1))
+    return InputError(
+        f"federation.yml has changed since the archive's latest round, and later models will differ: {told}. Go on "
+        "with `crossfed run --accept`, or undo the change"
+    )
+
+
+def take_over(archive: Archive, described: Mapping[str, Any]) -> list[Change]:
+    """Go on under this description. Raises `InputError` for changes that affect results and were not accepted."""
+    changes = changes_since(archive, described)
+    if not is_accepted(archive, described, changes):
+        raise refusal(changes)
+    if changes:
+        archive.write_note(PENDING, {"told": [*told(archive), *map(str, changes)]})
+    if described:
+        archive.write_note(NOTE, dict(described))
+    archive.drop_note(ACCEPTED)
+    return changes
+
+
+def told(archive: Archive) -> list[str]:
+    """The changes that are not yet in a round's file."""
+    return [str(one) for one in archive.read_note(PENDING).get("told", [])]
+
+
+def drop_told(archive: Archive) -> None:
+    archive.drop_note(PENDING)

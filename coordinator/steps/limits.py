@@ -1,0 +1,100 @@
+"""When a federation has no time or no node-hours left for another round: a pure function of its rounds so far.
+
+What the next round will take is the median of the last `WINDOW` rounds; of the first nothing is known, and it is begun.
+A round is not begun where it, and the final evaluation after it, are expected to take more than is left.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from coordinator.archive.rounds import FacilityRow, RoundFile
+from coordinator.config.closing import LimitSettings
+
+WINDOW = 5
+"""Latest rounds that count."""
+NOTE = "limited"
+"""Note of the archive: after which round a limit ended the federation, and why; gone once it goes on."""
+UNDER_WAY = "under_way"
+"""Note of the archive: since when the round under way is, and whether it was never interrupted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exceeded:
+    """A limit that the next round is expected to exceed."""
+
+    limit: str
+    """`deadline` or `node_hours`."""
+    reason: str
+
+
+def exceeded(limits: LimitSettings, history: Sequence[RoundFile], now: float, *, evaluates: bool) -> Exceeded | None:
+    """Which limit forbids another round after `history`, if any. `now`: seconds since 1970; `evaluates`: a final
+    evaluation follows the last round."""
+    if limits.deadline:
+        left = limits.seconds_until(now)
+        expected = round_seconds(history) + (evaluation_seconds(history) if evaluates else 0.0)
+        if left <= 0:
+            return Exceeded(limit="deadline", reason=f"the deadline {limits.deadline} has passed")
+        if expected > left:
+            return Exceeded(
+                limit="deadline",
+                reason=f"the next round is expected to take {_span(expected)}, and {_span(left)} are left until the "
+                f"deadline {limits.deadline}",
+            )
+    if limits.node_hours:
+        spent = sum(node_seconds(entry) for entry in history) / 3600
+        expected = _median([node_seconds(entry) for entry in history]) / 3600
+        if spent + expected > limits.node_hours or spent >= limits.node_hours:
+            return Exceeded(
+                limit="node_hours",
+                reason=f"{spent:.3g} of {limits.node_hours:g} node-hours are spent, and the next round is expected to "
+                f"need {expected:.3g}",
+            )
+    return None
+
+
+def round_seconds(history: Sequence[RoundFile]) -> float:
+    """Expected wall time of the next round, queues included; 0 where no round was timed."""
+    return _median([entry.seconds for entry in history if entry.seconds > 0])
+
+
+def evaluation_seconds(history: Sequence[RoundFile]) -> float:
+    """Expected time of the final evaluation: the slowest facility's loading and evaluating, of the last rounds."""
+    slowest = [
+        max(
+            (one.phases.get("load", 0.0) + one.phases.get("evaluate", 0.0) / 2 for one in entry.facilities),
+            default=0.0,
+        )
+        for entry in history
+    ]
+    return _median(slowest)
+
+
+def node_seconds(entry: RoundFile) -> float:
+    """What the jobs of a round used, as they reported."""
+    return sum(of_row(row) for row in entry.facilities)
+
+
+def of_row(row: FacilityRow) -> float:
+    """One facility's: of all its nodes, or its time as that of one node where it does not say more."""
+    return float(row.usage.get("node_seconds") or row.seconds)
+
+
+def seconds_of(note: dict[str, Any], number: int, now: float) -> float:
+    """Seconds since round `number` began; 0 where it was interrupted, which makes its time no measure."""
+    if note.get("round") != number or not note.get("whole"):
+        return 0.0
+    return max(0.0, now - float(note.get("since", now)))
+
+
+def _median(values: Sequence[float]) -> float:
+    return statistics.median(values[-WINDOW:]) if values else 0.0
+
+
+def _span(seconds: float) -> str:
+    minutes = round(seconds / 60)
+    return f"{seconds:.0f} s" if seconds < 120 else f"{minutes} min" if minutes < 120 else f"{seconds / 3600:.1f} h"

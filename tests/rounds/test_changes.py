@@ -1,0 +1,142 @@
+"""What has changed in federation.yml while a federation lives: nothing is passed over, and what matters is accepted."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coordinator.archive.rounds import Archive
+from coordinator.config.described import described, digest_of
+from coordinator.config.federation import read_federation
+from coordinator.config.settings import CoordinatorSettings, read_coordinator_settings
+from coordinator.engine.render import write
+from coordinator.rounds.changes import Change, changes_of
+from coordinator.steps.start import start
+from facility.exchange.errors import InputError
+from tests.aggregation.updates import write_update
+from tests.federations import write_federation
+from tests.steps.test_aggregate_step import close
+
+BEFORE: dict[str, Any] = {
+    "federation": {"rounds": 10, "seed": 3, "aggregation.rule": "mean", "stop.patience": 0},
+    "facilities": {
+        name: {"dataset": "/d", "deployment.type": "slurm", "training.steps": 100, "training.schedule": "cosine"}
+        for name in ("a", "b", "c.1")
+    },
+}
+
+
+def changed(**values: Any) -> list[Change]:
+    """Changes of the federation's own keys, `a__b` for `a.b`; `training__x` at all facilities."""
+    now = copy.deepcopy(BEFORE)
+    for name, value in values.items():
+        key = name.replace("__", ".")
+        for place in now["facilities"].values() if key.startswith("training.") else [now["federation"]]:
+            place[key] = value
+    return changes_of(BEFORE, now, done=4)
+
+
+@given(
+    st.dictionaries(st.sampled_from(["rounds", "seed", "new.key", "stop.patience"]), st.integers(11, 99), max_size=4),
+    st.sets(st.sampled_from(["a", "b", "c.1", "d", "e"]), min_size=1),
+    st.dictionaries(st.sampled_from(["a", "b", "c.1"]), st.sampled_from(["training.steps", "dataset", "x.y"])),
+)
+def test_whatever_differs_is_listed_once_and_nothing_else(own: dict, names: set, theirs: dict):
+    now = copy.deepcopy(BEFORE)
+    now["federation"] |= own
+    now["facilities"] = {name: dict(now["facilities"].get(name, {"dataset": "/e"})) for name in sorted(names)}
+    for name, key in theirs.items():
+        if name in now["facilities"]:
+            now["facilities"][name][key] = "other"
+    found = changes_of(BEFORE, now, done=4)
+    assert len({change.key for change in found}) == len(found)
+    came, gone = names - set(BEFORE["facilities"]), set(BEFORE["facilities"]) - names
+    assert {change.key for change in found if change.now == "joins"} == {f"facilities[{name}]" for name in came}
+    assert {change.key for change in found if change.before == "takes part"} == {f"facilities[{one}]" for one in gone}
+    assert set(own) <= {change.key for change in found}
+    for name, key in theirs.items():
+        if name in now["facilities"]:
+            assert {key, f"facilities[{name}].{key}"} & {change.key for change in found}
+    assert not changes_of(now, now, done=4)
+
+
+@pytest.mark.parametrize(
+    ("values", "affects", "words"),
+    [
+        ({"rounds": 20}, True, "stretched"),
+        ({"rounds": 3}, False, "4 rounds are complete"),
+        ({"stop__patience": 3}, False, "when the federation ends"),
+        ({"aggregation__rule": "median"}, True, "models made so far stay"),
+        ({"training__steps": 50}, True, "stretched"),
+        ({"training__learning_rate": 1e-3}, True, "state is kept"),
+        ({"training__optimizer": "muon"}, True, "new state"),
+        ({"training__threads": 4}, False, "rounding"),
+        ({"what_nobody_knows": 1}, True, "next round"),
+    ],
+)
+def test_what_follows_from_a_change(values: dict[str, Any], affects: bool, words: str):
+    (change,) = changed(**values)
+    assert change.affects == affects and words in change.follows, change
+
+
+def test_more_rounds_at_a_constant_rate_change_nothing_else():
+    before, now = copy.deepcopy(BEFORE), copy.deepcopy(BEFORE)
+    for one in (before, now):
+        for facility in one["facilities"].values():
+            facility["training.schedule"] = "constant"
+    now["federation"]["rounds"] = 20
+    (change,) = changes_of(before, now, done=4)
+    assert not change.affects
+
+
+def test_a_change_of_one_facility_names_it():
+    now = copy.deepcopy(BEFORE)
+    now["facilities"]["c.1"]["dataset"] = "/other"
+    (change,) = changes_of(BEFORE, now, done=4)
+    assert change.key == "facilities[c.1].dataset" and change.affects
+
+
+def settings_of(path: Path) -> CoordinatorSettings:
+    write(read_federation(path))
+    return read_coordinator_settings(path.parent / "coordinator.json")
+
+
+def test_the_first_step_refuses_what_was_not_accepted_and_the_round_file_tells_what_was(tmp_path: Path):
+    path = write_federation(tmp_path, ["a", "b"], rounds=3)
+    archive = Archive(tmp_path / "archive")
+    settings = settings_of(path)
+    model, _, _ = start(archive, tmp_path / "model", settings)
+    updates = [write_update(tmp_path / f"{name}0", model, name) for name in ("a", "b")]
+    model, _, _ = close(archive, model, updates, settings, 0)
+    assert archive.read_round(0).changes == []
+    raw = yaml.safe_load(path.read_text())
+    raw["facilities"].pop()
+    raw["rounds"] = 5
+    path.write_text(yaml.safe_dump(raw))
+    fewer = settings_of(path)
+    with pytest.raises(InputError, match=r"facilities\[b\].*rounds: 3 -> 5.*--accept"):
+        start(archive, tmp_path / "model", fewer)
+    archive.write_note("accepted", {"digest": digest_of(fewer.described)})
+    model, number, _ = start(archive, tmp_path / "model", fewer)
+    assert number == 1 and "accepted" not in archive.read_note("accepted")
+    close(archive, model, [write_update(tmp_path / "a1", model, "a", round=1)], fewer, 1)
+    told = archive.read_round(1).changes
+    for words in ("its rounds stay in the history", "stretched", "aggregation.rule: nesterov -> mean"):
+        assert any(words in one for one in told), "also what `auto` stands for now that one facility is left"
+    assert {row.facility for row in archive.read_round(0).facilities} == {"a", "b"}
+    start(archive, tmp_path / "model", fewer)
+    close(archive, archive.model_for(2), [write_update(tmp_path / "a2", archive.model_for(2), "a", round=2)], fewer, 2)
+    assert archive.read_round(2).changes == [], "told once"
+
+
+def test_the_same_file_describes_the_same(tmp_path: Path):
+    path = write_federation(tmp_path, ["a", "b"])
+    one, two = described(read_federation(path)), described(read_federation(path))
+    assert one == two and not changes_of(one, two, done=0)
+    assert "host" not in str(one)

@@ -1,0 +1,141 @@
+"""A deadline and a budget in node-hours end a federation in order, before they are exceeded, at the best model."""
+
+from __future__ import annotations
+
+import math
+import time
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coordinator.archive.best import best_round
+from coordinator.archive.rounds import Archive, FacilityRow, RoundFile
+from coordinator.archive.summary import remarks, summary
+from coordinator.config.closing import LimitSettings
+from coordinator.config.federation import read_federation
+from coordinator.config.settings import CoordinatorSettings
+from coordinator.steps.limits import exceeded, node_seconds, round_seconds, seconds_of
+from coordinator.steps.start import start
+from facility.exchange.errors import ConfigurationError, InputError
+from facility.exchange.messages.usage import Usage, with_usage
+from tests.aggregation.updates import write_update
+from tests.federations import write_federation
+from tests.pico import save_pico
+from tests.steps.test_aggregate_step import close
+
+NOON = datetime.fromisoformat("2026-12-24T12:00:00+00:00").timestamp()
+
+
+def entry(number: int, *, seconds: float = 60.0, node: float = 3600.0, evaluate: float = 0.0) -> RoundFile:
+    row = FacilityRow(
+        round=number, facility="a", status="ok", usage={"node_seconds": node}, phases={"evaluate": evaluate}
+    )
+    return RoundFile(round=number, facilities=[row], global_loss=2.0, decision="go on", seconds=seconds)
+
+
+@given(
+    lengths=st.lists(st.floats(1, 1000), min_size=1, max_size=30),
+    node_hours=st.floats(0.1, 50),
+    left=st.floats(1, 20_000),
+)
+def test_where_rounds_are_all_alike_no_limit_is_exceeded(lengths: list[float], node_hours: float, left: float):
+    """Rounds of one length and cost each, begun while the rule lets them: the last ends within both limits."""
+    seconds = lengths[0]
+    limits = LimitSettings(deadline="2026-12-24 12:00+00:00", node_hours=node_hours)
+    history: list[RoundFile] = []
+    now = NOON - left
+    while len(history) < 40 and exceeded(limits, history, now, evaluates=False) is None:
+        history.append(entry(len(history), seconds=seconds, node=4 * seconds))
+        now += seconds
+    spent = sum(node_seconds(one) for one in history) / 3600
+    if len(history) > 1:  # of the first round nothing is known, and it is begun
+        assert now <= NOON + 1e-3 and spent <= node_hours + 1e-9
+    if len(history) < 40:
+        assert now + round_seconds(history) > NOON - 1e-3 or spent + seconds / 900 > node_hours - 1e-9 or now >= NOON
+
+
+def test_the_rule_by_hand():
+    limits = LimitSettings(deadline="2026-12-24 12:00+00:00", node_hours=10)
+    history = [entry(number, seconds=one) for number, one in enumerate((900, 100, 100, 110, 120, 0))]
+    assert round_seconds(history) == 110, "median of the last five that were timed"
+    assert exceeded(limits, history, NOON - 111, evaluates=False) is None
+    found = exceeded(limits, history, NOON - 109, evaluates=False)
+    assert found is not None and found.limit == "deadline" and "110 s" in found.reason and "109 s" in found.reason
+    slow = [entry(number, seconds=100, evaluate=60) for number in range(3)]
+    assert exceeded(limits, slow, NOON - 120, evaluates=False) is None, "there is time for the round"
+    assert exceeded(limits, slow, NOON - 120, evaluates=True) is not None, "but not for an evaluation of 30 s too"
+    many = [entry(number) for number in range(9)]
+    assert exceeded(limits, many, NOON - 9999, evaluates=False) is None, "9 of 10 node-hours, the next needs 1"
+    found = exceeded(limits, [*many, entry(9)], NOON - 9999, evaluates=False)
+    assert found is not None and found.limit == "node_hours" and "10 of 10 node-hours" in found.reason
+    assert exceeded(limits, [], NOON + 1, evaluates=False) is not None, "a deadline that has passed"
+    assert exceeded(limits, [], NOON - 1, evaluates=False) is None, "of the first round nothing is known"
+
+
+def test_an_interrupted_round_is_no_measure():
+    assert seconds_of({"round": 3, "since": 100.0, "whole": True}, 3, 160.0) == 60
+    assert seconds_of({"round": 3, "since": 100.0, "whole": False}, 3, 160.0) == 0
+    assert seconds_of({"round": 2, "since": 100.0, "whole": True}, 3, 160.0) == seconds_of({}, 3, 160.0) == 0
+
+
+def test_the_best_round_is_the_latest_of_equal_ones():
+    assert best_round([3.0, 2.0, None, 2.0, math.nan, 2.5]) == 3
+    assert best_round([None, math.inf]) is None
+
+
+@pytest.fixture
+def limited(tmp_path: Path) -> tuple[Archive, CoordinatorSettings]:
+    """Four rounds wanted, node-hours for two; losses of the models received 4, 2 and, at the end, 3."""
+    archive = Archive(tmp_path / "archive")
+    settings = CoordinatorSettings(
+        federation="f", rounds=4, facilities=["a"], keep_rounds=1, limits=LimitSettings(node_hours=2.5 / 3600)
+    )
+    model, _, _ = start(archive, save_pico(tmp_path / "model", dtype="bfloat16"), settings)
+    for number, loss in enumerate((4.0, 2.0)):
+        update = write_update(tmp_path / f"a{number}", model, "a", round=number, loss=loss, move=0.01)
+        with_usage(update, Usage(node_seconds=1.0))
+        model, following, proceed = close(archive, model, [update], settings, number)
+    assert (following, proceed) == (4, True), "the final evaluation follows"
+    evaluation = write_update(tmp_path / "e", model, "a", round=4, loss=3.0)
+    close(archive, model, [evaluation], settings, 4)
+    return archive, settings
+
+
+def test_ended_by_its_budget_it_ends_at_the_best_model_and_says_so(limited: tuple[Archive, CoordinatorSettings]):
+    archive, settings = limited
+    assert archive.rounds() == [0, 1] and archive.read_round(1).ended
+    assert "node-hours are spent" in archive.read_round(1).decision
+    data = summary(archive)
+    assert data["model"] == str(archive.model_for(1)), "received by round 1 with loss 2, better than the last with 3"
+    assert archive.model_for(1).is_dir(), "kept though keep_rounds is 1"
+    assert data["stopped"] is None, "an end in order"
+    assert any("best model, which is that of round 0" in line for line in remarks(data))
+    assert start(archive, archive.path.parent / "model", settings)[2] is False, "nothing left to do"
+
+
+def test_with_a_larger_budget_it_goes_on(limited: tuple[Archive, CoordinatorSettings], tmp_path: Path):
+    archive, _ = limited
+    more = CoordinatorSettings(federation="f", rounds=4, facilities=["a"], limits=LimitSettings(node_hours=1))
+    model, number, proceed = start(archive, tmp_path / "model", more)
+    assert (model, number, proceed) == (archive.model_for(2), 2, True)
+    assert summary(archive)["model"] == str(archive.model_for(2)), "no longer ended"
+
+
+def test_a_deadline_that_has_passed_begins_no_federation(tmp_path: Path):
+    settings = CoordinatorSettings(
+        federation="f", rounds=4, facilities=["a"], limits=LimitSettings(deadline="2020-01-01 00:00")
+    )
+    with pytest.raises(InputError, match=r"deadline 2020-01-01 00:00 has passed.*rounds\.deadline"):
+        start(Archive(tmp_path / "archive"), save_pico(tmp_path / "model", dtype="bfloat16"), settings)
+
+
+def test_limits_stand_in_rounds(tmp_path: Path):
+    path = write_federation(tmp_path, ["a"], rounds={"count": 3, "deadline": "2030-12-24 18:00", "node_hours": 10})
+    limits = read_federation(path).limits
+    assert limits is not None and limits.seconds_until(time.time()) > 0 and read_federation(path).closing is None
+    path.write_text(path.read_text().replace("2030-12-24 18:00", "tomorrow"))
+    with pytest.raises(ConfigurationError, match="deadline is 'tomorrow', expected a time such as"):
+        read_federation(path)
