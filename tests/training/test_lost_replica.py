@@ -105,18 +105,19 @@ def test_the_other_replicas_finish_the_round(tmp_path: Path, pico_llama: Path, p
     assert "was killed (SIGKILL)" in run.said and "replicas 0 finish the round" in run.said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "layout", "lose"),
     [
         ("diloco", WHOLE, 0),
-        pytest.param("partial_reduce", WHOLE, 0, marks=pytest.mark.slow),
-        pytest.param("sharded_ps", WHOLE, 0, marks=pytest.mark.slow),
-        pytest.param("adpsgd", WHOLE, 0, marks=pytest.mark.slow),
-        pytest.param("local", FSDP, 1, marks=pytest.mark.slow),
-        pytest.param("partial_reduce", FSDP, 3, marks=pytest.mark.slow),
-        pytest.param("diloco", PIPELINE, 0, marks=pytest.mark.slow),
-        pytest.param("partial_reduce", PIPELINE, 3, marks=pytest.mark.slow),
-        pytest.param("central_ps", PIPELINE, 2, marks=pytest.mark.slow),
+        ("partial_reduce", WHOLE, 0),
+        ("sharded_ps", WHOLE, 0),
+        ("adpsgd", WHOLE, 0),
+        ("local", FSDP, 1),
+        ("partial_reduce", FSDP, 3),
+        ("diloco", PIPELINE, 0),
+        ("partial_reduce", PIPELINE, 3),
+        ("central_ps", PIPELINE, 2),
     ],
 )
 def test_also_without_the_first_rank_and_with_replicas_of_several(

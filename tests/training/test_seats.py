@@ -87,6 +87,7 @@ def test_a_plan_that_seats_ranks_in_another_order_and_leaves_one_idle(tmp_path: 
     same_round(tmp_path / "one/out", tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_two_hosts_of_a_torchrun_job_are_one_process(tmp_path: Path, pico_llama: Path):
     """A host a stage, against the order in which torchrun numbers them; its own store brings the ranks together."""
     dataset = write_dataset(tmp_path / "data")
