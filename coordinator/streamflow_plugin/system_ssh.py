@@ -171,8 +171,12 @@ class SystemLogin:
                 try:
                     await self._through()
                     self._open = True
+                    if self._login is not None:
+                        self._login.tell_reached(self.host)
                 except ConnectionError as error:
                     logger.warning(f"connection to {self.host}: attempt {attempt}: {error}")
+                    if self._login is not None:
+                        self._login.tell_unreachable(self.host, error)
             if not self._open:
                 raise WorkflowExecutionException(f"{self.host} cannot be reached, tried {self._retries} times")
 
@@ -243,6 +247,9 @@ class SystemSSHConnector(ParallelSSHConnector):
         place = ExecutionLocation(name=location, deployment=self.deployment_name, hostname=location)
         rest.setdefault("environment", None)
         return self._get_ssh_context_factory(place).get(command=command, **rest)
+
+    def try_again(self) -> None:
+        """Nothing to do: attempts are counted for each command anew."""
 
     def lanes(self, location: ExecutionLocation) -> list[Any]:
         return super().lanes(location)[:STREAMS]
