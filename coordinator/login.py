@@ -8,7 +8,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from coordinator.config.federation import Federation
+from coordinator.config.firecrest import FIRECREST
 from coordinator.engine.place import login_place
+from coordinator.preflight.firecrest import check_firecrest
 from coordinator.preflight.gate import check_gate
 from coordinator.preflight.remote import check_connection
 from coordinator.preflight.row import Row, fail
@@ -30,7 +32,10 @@ def log_in(federation: Federation, facility: str) -> Row:
             return fail(
                 facility, "renew", f"`{deployment.renew}` ended with code {code}", "give the same command again"
             )
-    if deployment.gate:
+    if deployment.type == FIRECREST:
+        member = next(one for one in federation.facilities if one.name == facility)
+        row = check_firecrest(member, "")[0]
+    elif deployment.gate:
         member = next(one for one in federation.facilities if one.name == facility)
         row = check_gate(federation, member, link=False)[0]
     else:

@@ -18,6 +18,7 @@ from pathlib import Path
 from coordinator.bundle import copy_code
 from coordinator.config.deployments import Deployment
 from coordinator.config.federation import Facility, Federation
+from coordinator.config.firecrest import FIRECREST
 from coordinator.preflight.remote import check_connection, ssh_command
 from facility.exchange.errors import InputError, TryAgain
 from facility.exchange.messages.template_inheritance import find_template, read_template
@@ -32,6 +33,8 @@ def set_up(federation: Federation, name: str, *, bundle: Path | None, arguments:
     Raises `InputError` for a facility that cannot be set up so, `TryAgain` when the connection or setup.sh fails.
     """
     deployment = _facility(federation, name).deployment
+    if deployment.type == FIRECREST:
+        raise InputError(f"facility {name!r} has FirecREST, which gives no shell: run facility/setup.sh there")
     if not deployment.host:
         raise InputError(f"facility {name!r} is on this machine: run facility/setup.sh here, if it needs one at all")
     if deployment.gate:

@@ -24,6 +24,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, WithJsonSchema
 
+from coordinator.config.firecrest import API, FIRECREST, FirecrestAccess
 from coordinator.schedulers.none import MARK
 from coordinator.schedulers.registry import schedulers
 from coordinator.schedulers.scheduler import BatchScheduler
@@ -140,6 +141,8 @@ class Deployment(Connection):
     ssh: Literal["built-in", "system"] = "built-in"
     """`system`: every command and transfer is a session of this machine's ssh command, which uses a connection that you
     have opened and share (`ControlMaster`, `ControlPath` in ~/.ssh/config): for logins with a second factor."""
+    firecrest: FirecrestAccess = field(default_factory=FirecrestAccess)
+    """FirecREST, for `type: firecrest`: a site that gives machines no ssh login."""
     renew: Line = ""
     """The site's command that renews the login, such as `step ssh login ...`; `crossfed login` runs it on the
     terminal, without a shell."""
@@ -165,12 +168,13 @@ class Deployment(Connection):
             return
         if self.type == "ssh" and not self.host:
             raise ConfigurationError("host is missing, expected the facility's login node", key="type")
-        if (self.host or self.workdir) and not WORKDIR.fullmatch(self.workdir):
+        if (self.host or self.workdir or self.firecrest.url) and not WORKDIR.fullmatch(self.workdir):
             raise ConfigurationError(
                 f"workdir is {self.workdir!r}, expected an absolute path at the facility, without blanks or quotes "
                 "(StreamFlow does not quote it)",
                 key="workdir",
             )
+        self._check_firecrest()
         if self.ssh == "system":
             self._check_system_ssh()
         if self.gate:
@@ -191,6 +195,19 @@ class Deployment(Connection):
             _check_options(self.type, self.options)
         elif self.options:
             raise ConfigurationError("options is set, but plain ssh has no queue", key="options")
+
+    def _check_firecrest(self) -> None:
+        """Raise `ConfigurationError` unless type and section agree, and nothing of ssh is set beside them."""
+        if (self.type == FIRECREST) != bool(self.firecrest.url):
+            raise ConfigurationError(
+                f"type is {self.type!r} with{'' if self.firecrest.url else 'out'} a firecrest section, expected "
+                f"`type: {FIRECREST}` and `firecrest: {{url: ...}}` together",
+                key="firecrest",
+            )
+        if self.type == FIRECREST:
+            for name in ("host", "user", "key", "passphrase_file"):
+                if getattr(self, name):
+                    raise ConfigurationError(f"{name} is set, but FirecREST needs no ssh login; remove it", key=name)
 
     def _check_system_ssh(self) -> None:
         """Raise `ConfigurationError` for what a session of the user's own connection cannot do."""
@@ -249,6 +266,9 @@ def streamflow_deployments(
         return {name: {"type": "local", "config": {}, "workdir": deployment.workdir or workdir}}, {"deployment": name}
     place = {"workdir": deployment.workdir or workdir}
     result: dict[str, Any] = {}
+    if deployment.type == FIRECREST:
+        patience = {"retries": deployment.retries, "retryDelay": deployment.retry_seconds}
+        result[f"{name}-api"] = {"type": API, "config": deployment.firecrest.streamflow() | patience} | place
     if deployment.host:
         services = {SERVICE: template} if deployment.type == "ssh" else {}
         ssh_name = name if deployment.type == "ssh" else f"{name}-ssh"
@@ -263,7 +283,8 @@ def streamflow_deployments(
         "pollingInterval": deployment.polling_seconds,
         "services": {SERVICE: {"file": template, "jobName": job_name(federation, facility)} | deployment.options},
     }
-    wraps = {"wraps": f"{name}-ssh"} if deployment.host else {}
+    inner = f"{name}-ssh" if deployment.host else f"{name}-api" if deployment.type == FIRECREST else ""
+    wraps = {"wraps": inner} if inner else {}
     result[name] = {"type": deployment.type, "config": queue} | wraps | place
     return result, {"deployment": name, "service": SERVICE}
 

@@ -199,6 +199,10 @@ def _build(lined: Lined) -> Federation:
             model_encoding=federation.sending.encoding,
             grouped=federation.groups is not None,
         )
+    for number, facility in enumerate(federation.facilities):
+        if federation.masks and facility.deployment.firecrest.url:
+            key = f"facilities[{number}].deployment.type"
+            raise lined.error(f"{key}: secure aggregation runs commands at a login node; FirecREST gives none", key)
     return federation
 
 

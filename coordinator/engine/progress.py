@@ -162,8 +162,8 @@ class Progress:
         return self.facility(str(event["facility"]))
 
     def facility(self, name: str) -> str:
-        """Whose deployment it is: a queue's ssh deployment is named after the facility, with `-ssh` at the end."""
-        return name if name in self.facilities else name.removesuffix("-ssh")
+        """Whose deployment it is: what a queue is wrapped around is named after the facility, then `-ssh` or `-api`."""
+        return name if name in self.facilities else name.removesuffix("-ssh").removesuffix("-api")
 
     def _on_problem(self, event: Event) -> str:
         self.problems.append(event["text"])

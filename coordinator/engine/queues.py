@@ -19,6 +19,7 @@ from typing import Any, cast
 import yaml
 
 from coordinator.config.deployments import GATE, SYSTEM, federation_of, job_name
+from coordinator.config.firecrest import API
 from coordinator.schedulers.gated import Gated
 from coordinator.schedulers.registry import scheduler, schedulers
 from coordinator.schedulers.scheduler import Job, Scheduler
@@ -41,6 +42,8 @@ class Queue:
     """`config` of the ssh deployment that the queue is wrapped around; empty: the queue is this machine's."""
     directory: Path
     """Relative paths in `ssh` count from here."""
+    api: bool = False
+    """Through FirecREST; `ssh` then holds that connector's settings."""
     system: bool = False
     """Through the system's ssh (`ssh: system`)."""
     gated: bool = False
@@ -98,12 +101,32 @@ async def _login(queue: Queue, command: str) -> tuple[str, int]:
     from coordinator.streamflow_plugin.system_ssh import SystemSSHConnector
 
     settings = {**queue.ssh, "retries": 2, "retryDelay": 2, "connectTimeout": 20, "waits_for_login": False}
+    if queue.api:
+        return await _request(queue, command)
     kind = GatedSSHConnector if queue.gated else SystemSSHConnector if queue.system else ParallelSSHConnector
     connector = kind(queue.facility, str(queue.directory), **settings)
     host = next(iter(connector.nodes))
     location = ExecutionLocation(name=host, deployment=queue.facility, hostname=host, local=False)
     try:
         answer = await connector.run(location=location, command=[command], capture_output=True)
+    finally:
+        await connector.undeploy(False)
+    return answer or ("", 1)
+
+
+async def _request(queue: Queue, command: str) -> tuple[str, int]:
+    """Have FirecREST answer one request."""
+    from streamflow.core.deployment import ExecutionLocation
+
+    from coordinator.streamflow_plugin.firecrest import FirecrestConnector
+
+    settings = {**queue.ssh, "retries": 2, "retryDelay": 2, "waits_for_login": False}
+    connector = FirecrestConnector(queue.facility, str(queue.directory), **settings)
+    host = next(iter(connector.nodes))
+    try:
+        answer = await connector.run(
+            ExecutionLocation(name=host, deployment=queue.facility, hostname=host), [command], capture_output=True
+        )
     finally:
         await connector.undeploy(False)
     return answer or ("", 1)
@@ -129,13 +152,14 @@ def read_queues(streamflow: Path, patience: dict[str, float] | None = None) -> l
             name = service.get("jobName")
             wrapped = target.get("wraps")
             inner = deployments.get(wrapped["deployment"] if isinstance(wrapped, dict) else wrapped, {})
-        if name and inner.get("type", "local") in ("ssh", "local", GATE, SYSTEM):
+        if name and inner.get("type", "local") in ("ssh", "local", GATE, SYSTEM, API):
             found.append(
                 Queue(
                     facility=facility,
                     kind=kind,
                     gated=inner.get("type") == GATE,
                     system=inner.get("type") == SYSTEM,
+                    api=inner.get("type") == API,
                     job_name=name,
                     ssh=inner.get("config") or {},
                     directory=streamflow.parent.resolve(),

@@ -16,11 +16,13 @@ from rich.table import Table
 from coordinator.certificates import lifetime
 from coordinator.config.deployments import QUEUES, job_template
 from coordinator.config.federation import Facility, Federation, read_federation
+from coordinator.config.firecrest import FIRECREST
 from coordinator.engine.render import render
 from coordinator.preflight.coordinator import check_here
 from coordinator.preflight.cost import check_hours, check_link, check_memory
 from coordinator.preflight.estimates import ModelFigures
 from coordinator.preflight.facility import check_site
+from coordinator.preflight.firecrest import check_firecrest
 from coordinator.preflight.gate import check_gate
 from coordinator.preflight.remote import check_connection
 from coordinator.preflight.row import Row, fail, ok, skipped
@@ -76,6 +78,8 @@ def check_facility(
 ) -> tuple[list[Row], dict[str, Any] | None]:
     """Rows of one facility, and what its probe answered, if it did."""
     deployment = facility.deployment
+    if deployment.type == FIRECREST:
+        return check_firecrest(facility, job_template(deployment, federation.file.parent) or ""), None
     template = job_template(deployment, federation.file.parent) or ""
     one = lifetime(facility.name, deployment, wanted_hours(deployment, template))
     certificates = (

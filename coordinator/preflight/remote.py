@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coordinator.config.deployments import Connection, Deployment
+from coordinator.config.firecrest import FIRECREST
 from coordinator.preflight.row import Row, fail, ok
 from coordinator.preflight.ssh_errors import explain
 from coordinator.streamflow_plugin import openssh
@@ -50,6 +51,8 @@ def run(
 
     A login shell at a facility, this environment's own on this machine: as the run's connectors do.
     """
+    if deployment.type == FIRECREST:
+        return Answer(code=126, out="", error="FirecREST gives no shell")
     login = "l" if deployment.host else ""
     shell = ["bash", f"-{login}s"] if data is None else ["bash", f"-{login}c", script]
     if deployment.host:

@@ -109,8 +109,11 @@ class GatedSSHConnector(ParallelSSHConnector):
             raise GateRefused(f"{self.deployment_name}: {said[-500:]}")
         return said, code
 
-    async def submit_job(self, location: ExecutionLocation, command: str) -> str:
-        """Have the gate submit its own template for a training command; returns what it printed, the job's id."""
+    async def submit_job(self, location: ExecutionLocation, command: str, **_: str) -> str:
+        """Have the gate submit its own template for a training command; returns what it printed, the job's id.
+
+        Name, directory and output are the site's own matter.
+        """
         text, code = await self.ask(location, job_of(command, "submit"))
         if code:
             raise WorkflowExecutionException(f"the gate of {self.deployment_name} submitted nothing: {text[-300:]}")

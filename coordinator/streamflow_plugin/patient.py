@@ -57,7 +57,10 @@ class PatientQueue(QueueManagerConnector):
 
     @property
     def _gate(self) -> Any:
-        """The connector of a facility's gate, once it is deployed (until then the engine has a stand-in); else None."""
+        """The connector that answers requests in place of a shell: of a facility's gate, or of FirecREST; else None.
+
+        Until it is deployed, the engine has a stand-in.
+        """
         connector: Any = getattr(self.connector, "_connector", None) or self.connector
         return connector if hasattr(connector, "submit_job") else None
 
@@ -238,7 +241,14 @@ class PatientQueue(QueueManagerConnector):
                 command=command, environment=environment, job_name=job_name, location=location, workdir=workdir, **rest
             )
         try:
-            return await self._gate.submit_job(get_inner_location(location), command)
+            stdout = rest.get("stdout")
+            return await self._gate.submit_job(
+                get_inner_location(location),
+                command,
+                name=self._name(location) or "",
+                workdir=workdir or "",
+                output=stdout if isinstance(stdout, str) else "",
+            )
         except self._gate.refused as error:
             refused = f"{REFUSED}{len(self._endings)}-{abs(hash(job_name))}"
             self._endings[refused] = Ending(state="REFUSED", code=None, detail=str(error))

@@ -7,8 +7,11 @@ is not installed.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 from streamflow.ext.plugin import StreamFlowPlugin
 
+from coordinator.config.firecrest import API
 from coordinator.schedulers.registry import schedulers
 from coordinator.schedulers.scheduler import BatchScheduler
 from coordinator.streamflow_plugin import facility_steps
@@ -27,6 +30,10 @@ class CrossFedPlugin(StreamFlowPlugin):
         self.register_connector("ssh", ParallelSSHConnector)
         self.register_connector("gate", GatedSSHConnector)
         self.register_connector("system-ssh", SystemSSHConnector)
+        if find_spec("firecrest") is not None:
+            from coordinator.streamflow_plugin.firecrest import FirecrestConnector
+
+            self.register_connector(API, FirecrestConnector)
         self.register_connector("local", TellingLocalConnector)
         for name in ("default", "sqlite"):
             self.register_database(name, PrivateDatabase)

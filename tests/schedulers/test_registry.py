@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_ours_are_found():
-    assert set(registry.schedulers()) == {"slurm", "pbs", "flux", "gridengine", "ssh"}
+    assert set(registry.schedulers()) == {"slurm", "pbs", "flux", "gridengine", "firecrest", "ssh"}
     with pytest.raises(ConfigurationError, match="expected one of .*slurm"):
         registry.scheduler("slrum")
 

@@ -1,0 +1,343 @@
+"""The connector of a facility that is reached by FirecREST: its files and jobs by HTTP requests, without a shell.
+
+The engine's own commands are few, so each is translated (`gate.request_of`), and the requests of a gated facility's
+scheduler are answered here from FirecREST's jobs. A client that is refused is waited for as an expired login is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import posixpath
+import shlex
+import tempfile
+import time
+from collections.abc import Callable, MutableMapping, MutableSequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from streamflow.core.deployment import Connector, ExecutionLocation
+from streamflow.core.exception import WorkflowExecutionException
+from streamflow.core.scheduling import AvailableLocation, Hardware, Storage
+from streamflow.core.utils import get_local_to_remote_destination
+from streamflow.deployment.connector.base import BaseConnector, copy_same_connector
+from streamflow.log_handler import logger
+
+from coordinator.config.deployments import FACILITY
+from coordinator.events.event import emit
+from coordinator.schedulers.firecrest import NO_ANSWER, SCHEDULER, plain_job
+from coordinator.schedulers.scheduler import FORGOTTEN, OUTPUT_BYTES
+from coordinator.streamflow_plugin import firecrest_files as files
+from coordinator.streamflow_plugin.firecrest_client import Api, NotThere, Rejected, Unreachable
+from coordinator.streamflow_plugin.gate import STORAGE, request_of
+from coordinator.streamflow_plugin.lanes import TransferFailed
+from coordinator.streamflow_plugin.patient import tell
+from coordinator.streamflow_plugin.patient_login import REFUSED, PatientLogin
+from coordinator.streamflow_plugin.ssh import largest_update
+
+MOST_CORES, MOST_MEGABYTES = 1e6, 1e9
+"""What the engine is told of the site's size: its scheduler decides, not the engine."""
+CALLS = 8
+"""Calls at once, and pieces of work with files at once."""
+TEXT = {"type": "string"}
+NUMBER = {"type": "integer"}
+SETTINGS = {"url": TEXT, "system": TEXT, "tokenUrl": TEXT, "clientId": TEXT, "clientSecretFile": TEXT, "account": TEXT}
+SETTINGS |= {"retries": NUMBER, "retryDelay": NUMBER}
+
+
+class FirecrestConnector(BaseConnector):
+    """`type: firecrest-api`. `waits_for_login`: a refused client is waited for; otherwise it is an error at once."""
+
+    refused = Rejected
+    """What a submission that FirecREST will not take raises: the round goes on without the facility."""
+
+    def __init__(
+        self,
+        deployment_name: str,
+        config_dir: str,
+        url: str,
+        system: str,
+        tokenUrl: str,
+        clientId: str,
+        clientSecretFile: str,
+        account: str = "",
+        retries: int = 240,
+        retryDelay: int = 30,
+        waits_for_login: bool = True,
+    ) -> None:
+        super().__init__(deployment_name=deployment_name, config_dir=config_dir, transferBufferSize=2**16)
+        self.api = Api(
+            url=url,
+            system=system,
+            token_url=tokenUrl,
+            client_id=clientId,
+            secret_file=clientSecretFile,
+            account=account,
+        )
+        self.nodes = {system: system}
+        self.retries, self.retryDelay = retries, retryDelay
+        self.facility = deployment_name.removeprefix(FACILITY).removesuffix("-api")
+        self._login = PatientLogin(facility=self.facility, files=[clientSecretFile]) if waits_for_login else None
+        self._calls = ThreadPoolExecutor(CALLS, thread_name_prefix="firecrest")
+        self._work = ThreadPoolExecutor(CALLS, thread_name_prefix="firecrest-files")
+        self._seen: set[str] = set()
+        self._most_bytes: int | None = None
+
+    @classmethod
+    def get_schema(cls) -> str:
+        return json.dumps(
+            {
+                "$schema": "https://json-schema.org/draft/2020-12/schema",
+                "$id": "https://crossfed/schemas/connector/firecrest-api.json",
+                "type": "object",
+                "properties": SETTINGS,
+                "required": ["url", "system", "tokenUrl", "clientId", "clientSecretFile"],
+                "additionalProperties": False,
+            }
+        )
+
+    # Calls
+
+    def _calling(self) -> files.Call:
+        """For a thread of its own: makes one call from there, with the patience of `ask`."""
+        loop = asyncio.get_running_loop()
+        return lambda act: asyncio.run_coroutine_threadsafe(self.ask(act), loop).result()
+
+    async def ask(self, act: Callable[[Any], Any]) -> Any:
+        """One call. Raises `NotThere`, `Rejected`, or `WorkflowExecutionException` once `retries` are used up."""
+        if self._login is not None:
+            return await self._login.through(self.api.url, lambda: self._try(act))
+        try:
+            return await self._try(act)
+        except REFUSED as error:
+            raise WorkflowExecutionException(f"{self.api.url} refuses the login: {error}") from error
+
+    async def _try(self, act: Callable[[Any], Any]) -> Any:
+        for attempt in range(self.retries):
+            try:
+                return await asyncio.get_running_loop().run_in_executor(self._calls, self.api.call, act)
+            except Unreachable as error:
+                last = error
+                logger.warning(f"{self.api.url}: attempt {attempt}: {error}")
+                if attempt + 1 < self.retries:
+                    await asyncio.sleep(self.retryDelay)
+        raise WorkflowExecutionException(f"{NO_ANSWER}, tried {self.retries} times, last: {last}")
+
+    # Commands
+
+    async def run(
+        self,
+        location: ExecutionLocation,
+        command: MutableSequence[str],
+        environment: MutableMapping[str, str] | None = None,
+        workdir: str | None = None,
+        stdin: int | str | None = None,
+        stdout: int | str = asyncio.subprocess.STDOUT,
+        stderr: int | str = asyncio.subprocess.STDOUT,
+        capture_output: bool = False,
+        timeout: int | None = None,
+        job_name: str | None = None,
+    ) -> tuple[str, int] | None:
+        if job_name is not None:
+            raise WorkflowExecutionException(f"{self.deployment_name} runs jobs through its queue only")
+        text = " ".join(command)
+        if STORAGE.search(text):  # the engine's bookkeeping of storage, which decides nothing here
+            answer = ("0", 0)
+        else:
+            _, verb, *words = shlex.split(request_of(text))
+            answer = await getattr(self, f"_do_{verb.replace('-', '_')}", self._unknown)(*words)
+        return answer if capture_output else None
+
+    async def _unknown(self, *words: str) -> tuple[str, int]:
+        raise WorkflowExecutionException(f"FirecREST has no request for `{shlex.join(words):.200}`")
+
+    async def _do_nothing(self) -> tuple[str, int]:
+        return "", 0
+
+    async def _do_test(self, flag: str, path: str) -> tuple[str, int]:
+        wanted = {"-e": "dfl?", "-d": "d", "-f": "f", "-L": "l", "-x": "df"}[flag]
+        kind = await self._in_thread(lambda call: files.kind_of(self.api, call, path, follow=flag != "-L"))
+        return "", 0 if kind and kind in wanted else 1
+
+    async def _do_resolve(self, path: str) -> tuple[str, int]:
+        kind = await self._in_thread(lambda call: files.kind_of(self.api, call, path))
+        return (path, 0) if kind else ("", 1)
+
+    async def _do_sha1(self, path: str) -> tuple[str, int]:
+        with tempfile.TemporaryDirectory(prefix="crossfed-") as folder:
+            copy = Path(folder) / "file"
+            await self._in_thread(lambda call: files.pull(self.api, call, path, copy))
+            return hashlib.sha1(copy.read_bytes(), usedforsecurity=False).hexdigest(), 0
+
+    async def _do_make(self, *paths: str) -> tuple[str, int]:
+        for path in paths:
+            await self._in_thread(lambda call, path=path: files.make(self.api, call, path))  # type: ignore[misc]
+        return "", 0
+
+    async def _do_remove(self, *paths: str) -> tuple[str, int]:
+        for path in paths:
+            await self._in_thread(lambda call, path=path: files.remove(self.api, call, path))  # type: ignore[misc]
+        return "", 0
+
+    async def _do_walk(self, kind: str, path: str) -> tuple[str, int]:
+        try:
+            found = await self.ask(
+                lambda client: client.list_files(self.api.system, path, show_hidden=True, dereference=True)
+            )
+        except NotThere:
+            return "", 1
+        wanted = {"d": "d", "f": "-"}[kind]
+        names = [str(one["name"]) for one in found or [] if one["type"] == wanted]
+        return "\n".join(posixpath.join(path, name) for name in names if "/" not in name and "\n" not in name), 0
+
+    async def _do_get_file(self, path: str) -> tuple[str, int]:
+        return await self._text("head", path)
+
+    async def _do_output(self, id: str) -> tuple[str, int]:
+        """The end of what a job printed, into the file that FirecREST names."""
+        found = await self.ask(lambda client: client.job_metadata(self.api.system, id))
+        path = str((found or [{}])[0].get("standardOutput") or "")
+        return await self._text("tail", path) if path.startswith("/") else ("", 1)
+
+    async def _text(self, how: str, path: str) -> tuple[str, int]:
+        try:
+            found = await self.ask(lambda client: getattr(client, how)(self.api.system, path, num_bytes=OUTPUT_BYTES))
+        except NotThere:
+            return "", 1
+        return str(found["content"] if isinstance(found, dict) else found), 0
+
+    async def _do_link(self, source: str, target: str) -> tuple[str, int]:
+        await self._in_thread(lambda call: files.remove(self.api, call, target))
+        await self.ask(lambda client: client.symlink(self.api.system, source, target))
+        return "", 0
+
+    async def _do_copy(self, source: str, target: str) -> tuple[str, int]:
+        await self.ask(lambda client: client.cp(self.api.system, source, target, account=self.api.account))
+        return "", 0
+
+    # Jobs
+
+    async def _do_jobs(self, name: str) -> tuple[str, int]:
+        return json.dumps(await self._named(name)), 0
+
+    async def _do_states(self, *ids: str) -> tuple[str, int]:
+        return json.dumps([one for id in ids if (one := await self._job(id)) is not None]), 0
+
+    async def _do_ending(self, id: str) -> tuple[str, int]:
+        return await self._do_states(id)
+
+    async def _do_cancel_ids(self, *ids: str) -> tuple[str, int]:
+        for id in ids:
+            try:
+                await self.ask(lambda client, id=id: client.cancel_job(self.api.system, id))
+            except NotThere:
+                logger.info(f"job {id} of {self.facility} is gone already")
+        return "", 0
+
+    async def _do_cancel(self, name: str) -> tuple[str, int]:
+        return await self._do_cancel_ids(*[one["id"] for one in await self._named(name)])
+
+    async def _do_cancel_waiting(self, name: str) -> tuple[str, int]:
+        waiting = [one["id"] for one in await self._named(name) if one["state"] in SCHEDULER.waiting]
+        return await self._do_cancel_ids(*waiting)
+
+    async def _named(self, name: str) -> list[dict[str, Any]]:
+        """Our jobs of this name that have not ended."""
+        found = [plain_job(one) for one in await self.ask(lambda client: client.job_info(self.api.system)) or []]
+        return [one for one in found if one and one["name"] == name and one["state"] not in SCHEDULER.terminal]
+
+    async def _job(self, id: str) -> dict[str, Any] | None:
+        """None for a job that FirecREST does not know yet: its record appears some seconds after the submission."""
+        try:
+            found = await self.ask(lambda client: client.job_info(self.api.system, id))
+        except NotThere:
+            gone = {"id": id, "name": "", "state": FORGOTTEN, "reason": "", "code": None, "signal": None}
+            return gone if id in self._seen else None
+        job = next((one for raw in found if (one := plain_job(raw)) and one["id"] == id), None)
+        if job is not None:
+            self._seen.add(id)
+        return job
+
+    async def submit_job(
+        self, location: ExecutionLocation, command: str, *, name: str = "", workdir: str = "", output: str = ""
+    ) -> str:
+        """Submit a job script; returns the job's id. Raises `Rejected` when FirecREST will not take it."""
+        script = SCHEDULER.named(command, name or "crossfed", output)
+        answer = await self.ask(lambda client: client.submit(self.api.system, workdir, script_str=script))
+        return str(answer.get("jobId") or "")
+
+    # Files
+
+    async def _in_thread(self, work: Callable[[files.Call], Any]) -> Any:
+        """`work` in a thread, given the means to make calls from there."""
+        return await asyncio.get_running_loop().run_in_executor(self._work, work, self._calling())
+
+    async def copy_local_to_remote(
+        self, src: str, dst: str, locations: MutableSequence[ExecutionLocation], read_only: bool = False
+    ) -> None:
+        dst = await get_local_to_remote_destination(self, locations[0], src, dst)
+        self._most_bytes = largest_update(Path(src)) or self._most_bytes
+        start = time.monotonic()
+        try:
+            size = await self._in_thread(lambda call: files.push(self.api, call, Path(src), dst))
+        except (TransferFailed, Rejected) as error:
+            # The job finds no whole model, tells the coordinator, and the round goes on without this facility.
+            tell(f"copying {src} to {self.deployment_name} failed: {error}", logging.ERROR)
+            return
+        self._moved("to", src, size, start)
+
+    async def copy_remote_to_local(
+        self, src: str, dst: str, location: ExecutionLocation, read_only: bool = False
+    ) -> None:
+        start, most = time.monotonic(), self._most_bytes
+        try:
+            size = await self._in_thread(lambda call: files.pull(self.api, call, src, Path(dst), most_bytes=most))
+        except (TransferFailed, NotThere, Rejected) as error:
+            raise WorkflowExecutionException(f"FAILED copy of {src} from {self.deployment_name}: {error}") from error
+        self._moved("from", src, size, start)
+
+    async def copy_remote_to_remote(
+        self,
+        src: str,
+        dst: str,
+        locations: MutableSequence[ExecutionLocation],
+        source_location: ExecutionLocation,
+        source_connector: Connector | None = None,
+        read_only: bool = False,
+    ) -> None:
+        left = await copy_same_connector(
+            connector=self,
+            locations=locations,
+            source_location=source_location,
+            src=src,
+            dst=dst,
+            read_only=read_only,
+        )
+        if left:
+            raise WorkflowExecutionException(f"{self.deployment_name} takes no files from another facility")
+
+    def _moved(self, way: str, path: str, size: int, start: float) -> None:
+        seconds = round(time.monotonic() - start, 3)
+        emit("moved", facility=self.facility, way=way, what=Path(path).name, bytes=size, seconds=seconds)
+
+    # The engine
+
+    async def get_available_locations(self, service: str | None = None) -> MutableMapping[str, AvailableLocation]:
+        storage = {"/": Storage(mount_point="/", size=MOST_MEGABYTES)}
+        hardware = Hardware(cores=MOST_CORES, memory=MOST_MEGABYTES, storage=storage)
+        system = self.api.system
+        place = AvailableLocation(
+            name=system, deployment=self.deployment_name, service=service, hostname=system, slots=1, hardware=hardware
+        )
+        return {system: place}
+
+    async def deploy(self, external: bool) -> None:
+        """FirecREST stands already."""
+
+    async def undeploy(self, external: bool) -> None:
+        await super().undeploy(external)
+        self._calls.shutdown(wait=False, cancel_futures=True)
+        self._work.shutdown(wait=False, cancel_futures=True)
