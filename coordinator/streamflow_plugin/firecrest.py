@@ -16,12 +16,13 @@ import tempfile
 import time
 from collections.abc import Callable, MutableMapping, MutableSequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from streamflow.core.deployment import Connector, ExecutionLocation
 from streamflow.core.exception import WorkflowExecutionException
-from streamflow.core.scheduling import AvailableLocation, Hardware, Storage
+from streamflow.core.scheduling import AvailableLocation
 from streamflow.core.utils import get_local_to_remote_destination
 from streamflow.deployment.connector.base import BaseConnector, copy_same_connector
 from streamflow.log_handler import logger
@@ -30,16 +31,15 @@ from coordinator.config.deployments import FACILITY
 from coordinator.events.event import emit
 from coordinator.schedulers.firecrest import NO_ANSWER, SCHEDULER, plain_job
 from coordinator.schedulers.scheduler import FORGOTTEN, OUTPUT_BYTES
+from coordinator.schedulers.slurm import SCHEDULER as SLURM
 from coordinator.streamflow_plugin import firecrest_files as files
 from coordinator.streamflow_plugin.firecrest_client import Api, NotThere, Rejected, Unreachable
 from coordinator.streamflow_plugin.gate import STORAGE, request_of
 from coordinator.streamflow_plugin.lanes import TransferFailed
 from coordinator.streamflow_plugin.patient import tell
 from coordinator.streamflow_plugin.patient_login import REFUSED, PatientLogin
-from coordinator.streamflow_plugin.ssh import largest_update
+from coordinator.streamflow_plugin.ssh import JOBS, largest_update
 
-MOST_CORES, MOST_MEGABYTES = 1e6, 1e9
-"""What the engine is told of the site's size: its scheduler decides, not the engine."""
 CALLS = 8
 """Calls at once, and pieces of work with files at once."""
 TEXT = {"type": "string"}
@@ -106,25 +106,34 @@ class FirecrestConnector(BaseConnector):
         loop = asyncio.get_running_loop()
         return lambda act: asyncio.run_coroutine_threadsafe(self.ask(act), loop).result()
 
-    async def ask(self, act: Callable[[Any], Any]) -> Any:
-        """One call. Raises `NotThere`, `Rejected`, or `WorkflowExecutionException` once `retries` are used up."""
+    async def ask(self, act: Callable[[Any], Any], *, once: bool = False) -> Any:
+        """One call. Raises `NotThere`, `Rejected`, or `WorkflowExecutionException` once `retries` are used up.
+
+        `once`: it must not be made again unless it was surely without effect.
+        """
         if self._login is not None:
-            return await self._login.through(self.api.url, lambda: self._try(act))
+            return await self._login.through(self.api.url, lambda: self._try(act, 1 if once else self.retries))
         try:
-            return await self._try(act)
+            return await self._try(act, 1 if once else self.retries)
         except REFUSED as error:
             raise WorkflowExecutionException(f"{self.api.url} refuses the login: {error}") from error
 
-    async def _try(self, act: Callable[[Any], Any]) -> Any:
-        for attempt in range(self.retries):
+    async def _try(self, act: Callable[[Any], Any], tries: int) -> Any:
+        for attempt in range(tries):
             try:
-                return await asyncio.get_running_loop().run_in_executor(self._calls, self.api.call, act)
+                answer = await asyncio.get_running_loop().run_in_executor(self._calls, self.api.call, act)
             except Unreachable as error:
                 last = error
                 logger.warning(f"{self.api.url}: attempt {attempt}: {error}")
-                if attempt + 1 < self.retries:
+                if self._login is not None:
+                    self._login.tell_unreachable(self.api.url, error)
+                if attempt + 1 < tries:
                     await asyncio.sleep(self.retryDelay)
-        raise WorkflowExecutionException(f"{NO_ANSWER}, tried {self.retries} times, last: {last}")
+            else:
+                if self._login is not None:
+                    self._login.tell_reached(self.api.url)
+                return answer
+        raise WorkflowExecutionException(f"{NO_ANSWER}, tried {tries} times, last: {last}") from last
 
     # Commands
 
@@ -174,12 +183,12 @@ class FirecrestConnector(BaseConnector):
 
     async def _do_make(self, *paths: str) -> tuple[str, int]:
         for path in paths:
-            await self._in_thread(lambda call, path=path: files.make(self.api, call, path))  # type: ignore[misc]
+            await self._in_thread(partial(_on, files.make, self.api, path))
         return "", 0
 
     async def _do_remove(self, *paths: str) -> tuple[str, int]:
         for path in paths:
-            await self._in_thread(lambda call, path=path: files.remove(self.api, call, path))  # type: ignore[misc]
+            await self._in_thread(partial(_on, files.remove, self.api, path))
         return "", 0
 
     async def _do_walk(self, kind: str, path: str) -> tuple[str, int]:
@@ -232,7 +241,7 @@ class FirecrestConnector(BaseConnector):
     async def _do_cancel_ids(self, *ids: str) -> tuple[str, int]:
         for id in ids:
             try:
-                await self.ask(lambda client, id=id: client.cancel_job(self.api.system, id))
+                await self.ask(partial(_cancel, self.api.system, id))
             except NotThere:
                 logger.info(f"job {id} of {self.facility} is gone already")
         return "", 0
@@ -264,9 +273,20 @@ class FirecrestConnector(BaseConnector):
     async def submit_job(
         self, location: ExecutionLocation, command: str, *, name: str = "", workdir: str = "", output: str = ""
     ) -> str:
-        """Submit a job script; returns the job's id. Raises `Rejected` when FirecREST will not take it."""
+        """Submit a job script, once; returns the job's id. Raises `Rejected` when the site will not take it.
+
+        Where it is not known whether the job was taken, the queue looks for it by its name before the next try.
+        """
         script = SCHEDULER.named(command, name or "crossfed", output)
-        answer = await self.ask(lambda client: client.submit(self.api.system, workdir, script_str=script))
+        try:
+            answer = await self.ask(
+                lambda client: client.submit(self.api.system, workdir, script_str=script), once=True
+            )
+        except WorkflowExecutionException as error:
+            cause = error.__cause__
+            if isinstance(cause, Unreachable) and cause.status == 500 and not SLURM.is_silence(str(cause)):
+                raise Rejected(str(cause)) from None  # the words of sbatch or qsub
+            raise
         return str(answer.get("jobId") or "")
 
     # Files
@@ -326,11 +346,9 @@ class FirecrestConnector(BaseConnector):
     # The engine
 
     async def get_available_locations(self, service: str | None = None) -> MutableMapping[str, AvailableLocation]:
-        storage = {"/": Storage(mount_point="/", size=MOST_MEGABYTES)}
-        hardware = Hardware(cores=MOST_CORES, memory=MOST_MEGABYTES, storage=storage)
         system = self.api.system
         place = AvailableLocation(
-            name=system, deployment=self.deployment_name, service=service, hostname=system, slots=1, hardware=hardware
+            name=system, deployment=self.deployment_name, service=service, hostname=system, slots=JOBS
         )
         return {system: place}
 
@@ -341,3 +359,11 @@ class FirecrestConnector(BaseConnector):
         await super().undeploy(external)
         self._calls.shutdown(wait=False, cancel_futures=True)
         self._work.shutdown(wait=False, cancel_futures=True)
+
+
+def _cancel(system: str, id: str, client: Any) -> None:
+    client.cancel_job(system, id)
+
+
+def _on(work: Callable[..., None], api: Api, path: str, call: files.Call) -> None:
+    work(api, call, path)

@@ -34,6 +34,11 @@ T = TypeVar("T")
 class Unreachable(ConnectionError):
     """No answer, or one that trying again may better."""
 
+    def __init__(self, said: str, status: int = 0) -> None:
+        """`status`: of the HTTP answer, 0 where there was none."""
+        super().__init__(said)
+        self.status = status
+
 
 class NotThere(WorkflowExecutionException):
     """The file or job does not exist."""
@@ -123,7 +128,7 @@ class Api:
         if status == 404:
             return NotThere(f"FirecREST: {said}")
         if status in PASSING:
-            return Unreachable(f"FirecREST answers with {status}: {said}")
+            return Unreachable(f"FirecREST answers with {status}: {said}", status)
         return Rejected(f"FirecREST answers with {status or type(error).__name__}: {said}")
 
 

@@ -27,6 +27,7 @@ from coordinator.schedulers.firecrest import SCHEDULER, plain_job
 from coordinator.schedulers.scheduler import FORGOTTEN
 from coordinator.streamflow_plugin import patient_login
 from coordinator.streamflow_plugin.firecrest import FirecrestConnector
+from coordinator.streamflow_plugin.firecrest_client import Rejected
 from facility.exchange.errors import ConfigurationError, TryAgain
 from tests.streamflow_plugin.firecrest_server import CLIENT, SECRET, SYSTEM, FirecrestServer, Site
 
@@ -229,6 +230,13 @@ def test_what_passes_is_tried_again_and_a_refused_submission_is_not(server, tmp_
     assert act(server, tmp_path, command(f"test -d {tmp_path}")) == [("", 0)]
     with pytest.raises(WorkflowExecutionException, match="invalid partition"):
         submit(server, tmp_path, "#!/bin/bash\n#SBATCH --partition=none\ntrue\n")
+    server.broken = [500]
+    with pytest.raises(Rejected, match="timed out"):
+        submit(server, tmp_path, "#!/bin/bash\ntrue\n")
+    server.broken = [503]
+    with pytest.raises(WorkflowExecutionException) as lost:
+        submit(server, tmp_path, "#!/bin/bash\ntrue\n")
+    assert SCHEDULER.is_silence(str(lost.value)), "looked for by name before the next try"
     assert server.submissions == 0
     server.broken = [503] * 9
     with pytest.raises(WorkflowExecutionException) as error:
