@@ -19,13 +19,16 @@ def check(
     federation: FederationOption,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     link: Annotated[bool, typer.Option(help="Measure each link by sending 16 MB.")] = True,
+    submit: Annotated[
+        bool, typer.Option("--submit", help="Where a scheduler has no dry run, submit a job of one second.")
+    ] = False,
 ) -> None:
     """Check what can be known before a job is submitted; each failing row comes with a fix. Exit 1 if one fails."""
     from coordinator.preflight.check import check as look
     from coordinator.preflight.check import show
 
     console = Console(width=None if sys.stdout.isatty() else 160)
-    raise typer.Exit(show(look(federation, link=link), as_json=as_json, console=console))
+    raise typer.Exit(show(look(federation, link=link, submit=submit), as_json=as_json, console=console))
 
 
 @app.command(rich_help_panel=RUN)

@@ -1,4 +1,4 @@
-"""`crossfed check`: all checks possible before a node-hour is spent. Submits nothing, changes nothing."""
+"""`crossfed check`: all checks possible before a node-hour is spent. Changes nothing; only `--submit` submits."""
 
 from __future__ import annotations
 
@@ -31,8 +31,11 @@ from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.strict_json import clean
 
 
-def check(file: Path, *, link: bool = True) -> list[Row]:
-    """All rows, the facilities' asked side by side. `link`: measure the links (16 MB each)."""
+def check(file: Path, *, link: bool = True, submit: bool = False) -> list[Row]:
+    """All rows, the facilities' asked side by side. `link`: measure the links (16 MB each).
+
+    `submit`: a job of one second where the scheduler has no dry run.
+    """
     try:
         federation = read_federation(file)
         render(federation)
@@ -42,7 +45,7 @@ def check(file: Path, *, link: bool = True) -> list[Row]:
     rows.append(ok("federation", "aggregation", federation.chosen))
     here, model = check_here(federation)
     with ThreadPoolExecutor(max_workers=16) as pool:
-        asked = [pool.submit(check_facility, federation, facility, model, link) for facility in federation.facilities]
+        asked = [pool.submit(check_facility, federation, one, model, link, submit) for one in federation.facilities]
         found = [answer.result() for answer in asked]
     datasets = {
         facility.name: (answer or {}).get("dataset", {})
@@ -74,7 +77,7 @@ def check_alike(datasets: dict[str, dict[str, Any]]) -> list[Row]:
 
 
 def check_facility(
-    federation: Federation, facility: Facility, model: ModelFigures | None, link: bool
+    federation: Federation, facility: Facility, model: ModelFigures | None, link: bool, submit: bool = False
 ) -> tuple[list[Row], dict[str, Any] | None]:
     """Rows of one facility, and what its probe answered, if it did."""
     deployment = facility.deployment
@@ -101,7 +104,7 @@ def check_facility(
     rows_of_site, answer = check_site(facility, deployment, model, dataset, workdir, sending, trainer)
     rows += rows_of_site
     if deployment.type in QUEUES and not deployment.gate:
-        rows += check_scheduler(facility.name, deployment, template)
+        rows += check_scheduler(facility.name, deployment, template, submit=submit)
         rows.append(check_hours(facility, deployment, federation.rounds, template))
     if model is not None:
         block = (answer or {}).get("dataset", {}).get("block_tokens") or model.positions or 1024

@@ -8,6 +8,7 @@ import shlex
 from coordinator.config.deployments import Deployment
 from coordinator.preflight.remote import Answer, run
 from coordinator.preflight.row import Row, fail, ok, warning
+from coordinator.preflight.submission import submits_a_job, try_job
 from coordinator.schedulers.registry import scheduler
 from coordinator.schedulers.scheduler import BatchScheduler
 
@@ -57,8 +58,11 @@ SBATCH_REFUSES = (
 """Words of sbatch, what they mean, and what to do."""
 
 
-def check_scheduler(name: str, deployment: Deployment, template: str) -> list[Row]:
-    """The command is there, and partition, account and limits are accepted. `template`: the filled job template."""
+def check_scheduler(name: str, deployment: Deployment, template: str, *, submit: bool = False) -> list[Row]:
+    """The command is there, and partition, account and limits are accepted. `template`: the filled job template.
+
+    `submit`: a real job shows it where the scheduler has no dry run.
+    """
     command = _batch(deployment).program
     answer = run(deployment, f"command -v {command}\n")
     if answer.code != 0:
@@ -72,9 +76,12 @@ def check_scheduler(name: str, deployment: Deployment, template: str) -> list[Ro
             )
         ]
     rows = [ok(name, "scheduler", answer.out.strip().splitlines()[-1])]
-    job = re.sub(r"\{#.*?-#\}\s*", "", template, flags=re.DOTALL).replace("{{ streamflow_command }}", "true")
+    job = re.sub(r"\{#.*?-#\}\s*", "", template, flags=re.DOTALL).replace("{{ streamflow_command }}", "sleep 1")
     ask = {"slurm": _slurm, "pbs": _pbs, "flux": _flux}.get(deployment.type, _other)
-    return [*rows, ask(name, deployment, job)]
+    rows.append(ask(name, deployment, job))
+    if submit and submits_a_job(deployment) and rows[-1].verdict != "fail":
+        rows.append(try_job(name, deployment, _batch(deployment), job))
+    return rows
 
 
 def _slurm(name: str, deployment: Deployment, job: str) -> Row:
