@@ -43,6 +43,7 @@ from facility.exchange.messages.order import SIGNERS, verify_order
 from facility.exchange.messages.outcome import Outcome
 from facility.exchange.messages.settings import FacilitySettings, read_facility_settings
 from facility.exchange.messages.signatures import sign
+from facility.exchange.messages.steps import steps_asked
 from facility.exchange.messages.usage import with_usage
 from facility.launch import add_limits, attempt_of, launch, limits_from, show_failure, tasks_here
 from facility.launching.notes import Notes
@@ -235,6 +236,9 @@ def train(job: Job) -> Ending:
     ahead = unsent(job.state, a.round, training, masked=job.settings.masking is not None)
     if ahead is not None and a.round < job.settings.rounds:
         command += ["--unsent", str(ahead)]
+    asked = steps_asked(read_manifest(a.model), job.settings.facility)
+    if asked is not None and a.round < job.settings.rounds:
+        command += ["--steps", str(asked)]
     return launch(
         command,
         tasks=job.tasks,

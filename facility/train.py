@@ -64,6 +64,13 @@ def parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="a plan.json that lays the model over the ranks; default: training.layout.plan of the settings, if any",
     )
+    p.add_argument(
+        "--steps",
+        type=int,
+        metavar="N",
+        help="optimizer steps of this round, over the same part of the learning rate's schedule; default: "
+        "training.steps of the settings",
+    )
     p.add_argument("--progress", action="store_true", help="a line for every step on stderr, not one a second at most")
     return p
 

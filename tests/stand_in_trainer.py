@@ -26,6 +26,7 @@ def main() -> int:
         p.add_argument(f"--{name}", type=Path, required=True)
     p.add_argument("--round", type=int, required=True)
     p.add_argument("--progress", action="store_true")
+    p.add_argument("--steps", type=int, default=1)
     a = p.parse_args()
     rank, mode = os.environ["RANK"], os.environ.get("STAND_IN", "train")
     if mode.startswith("rank1:") and rank != "1":
@@ -61,7 +62,7 @@ def main() -> int:
                 round=a.round,
                 samples=1,
                 tokens=1,
-                steps=1,
+                steps=a.steps,
                 **figures,
             ),
         )

@@ -126,6 +126,10 @@ class RoundFile:
     """UTC, ISO 8601."""
     seconds: float = 0.0
     """Wall time since it began, queues included; 0: it was interrupted, and its time says nothing."""
+    next_steps: dict[str, int] = field(default_factory=dict)
+    """Steps that the next round asks of each facility, where they are evened out; else empty."""
+    next_steps_reason: str = ""
+    """Why these."""
     changes: list[str] = field(default_factory=list)
     """What was changed in federation.yml since the round before, and what followed from it."""
     aggregation: dict[str, Any] = field(default_factory=dict)

@@ -47,6 +47,7 @@ def summary(archive: Archive) -> dict[str, Any]:
         row = {"round": entry.round, "decision": entry.decision, "finished": entry.finished, "attempts": entry.attempts}
         row["global_perplexity"], row["global_perplexity_over"] = shown_perplexity(made), over
         row |= {"outer_factor": entry.outer_factor, "guard": entry.guard, "changes": entry.changes}
+        row["next_steps"], row["next_steps_reason"] = entry.next_steps, entry.next_steps_reason
         row["facilities"] = [dataclasses.asdict(facility) for facility in entry.facilities]
         rounds.append(row)
     return {
@@ -118,6 +119,10 @@ def remarks(data: dict[str, Any]) -> list[str]:
     chosen = [f"aggregation: {shown(data['aggregation'])}"] if data.get("aggregation") else []
     told = [f"round {row['round']}: {shown(row['guard'])}" for row in data["rounds"] if row.get("guard")]
     told += [f"from round {row['round']} on: {shown(one)}" for row in data["rounds"] for one in row.get("changes", [])]
+    for row in data["rounds"]:
+        if row.get("next_steps_reason", "").startswith("moved"):
+            steps = ", ".join(f"{name} {count}" for name, count in row["next_steps"].items())
+            told.append(f"steps from round {row['round'] + 1} on: {steps} ({shown(row['next_steps_reason'])})")
     if data.get("limited"):
         best = data["best_round"]
         which = "the initial one" if best < 0 else f"that of round {best}"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from datetime import datetime
 from typing import Annotated, Any, Literal
 
-from annotated_types import Gt, Lt
+from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BeforeValidator
 
 from facility.exchange.errors import ConfigurationError
@@ -70,7 +71,24 @@ class LimitSettings:
 
 
 @validated(frozen=True, kw_only=True)
-class Rounds(ClosingSettings, LimitSettings):
+class EvenSettings:
+    """Part of `rounds:`: how many steps each facility takes in a round."""
+
+    steps: Literal["fixed", "auto"] = "fixed"
+    """`auto`: with every round the steps that let all facilities end together, by their measured speed, queue and
+    transfers; as many samples in all as `training.steps` asks for, which the learning rate's schedule follows too."""
+    least_steps: Annotated[float, Gt(0), Le(1)] = 0.25
+    """With `auto`: the fewest, as a share of a facility's `training.steps`."""
+    most_steps: Annotated[float, Ge(1)] = 4.0
+    """With `auto`: the most, as a multiple of them."""
+
+    def bounds(self, steps: int) -> tuple[int, int]:
+        """Fewest and most for a facility whose settings ask for `steps`."""
+        return max(1, math.ceil(steps * self.least_steps)), max(1, math.floor(steps * self.most_steps))
+
+
+@validated(frozen=True, kw_only=True)
+class Rounds(ClosingSettings, LimitSettings, EvenSettings):
     """`rounds:` as a mapping."""
 
     count: AtLeastOne[int]

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator
 
 from coordinator.aggregation.settings import AUTO
-from coordinator.config.closing import ClosingSettings, LimitSettings, Rounds
+from coordinator.config.closing import ClosingSettings, EvenSettings, LimitSettings, Rounds
 from coordinator.config.compatibility import check_groups, check_trainers
 from coordinator.config.deployments import Deployment, Kind
 from coordinator.config.evaluation import EvaluationPlan
@@ -133,6 +133,8 @@ class Federation(FederationFile):
     """What `rounds:` says beside the number; None: every round waits for all."""
     limits: LimitSettings | None = None
     """Its deadline and node-hours; None: neither."""
+    even: EvenSettings | None = None
+    """How steps are evened out; None: they are fixed."""
 
     @property
     def archive_path(self) -> Path:
@@ -183,7 +185,11 @@ def _build(lined: Lined) -> Federation:
     declared = parse(FederationFile, data)
     keys = {key.name: getattr(declared, key.name) for key in dataclasses.fields(declared)}
     federation = Federation(
-        file=lined.file, closing=_closing(closing, declared), limits=_limits(closing, declared), **keys
+        file=lined.file,
+        closing=_closing(closing, declared),
+        limits=_limits(closing, declared),
+        even=_even(closing, declared),
+        **keys,
     )
     federation = _chosen(federation, data.get("aggregation") or {})
     if federation.groups is not None:
@@ -224,6 +230,24 @@ def _chosen(federation: Federation, given: dict[str, Any]) -> Federation:
     aggregation = resolve_aggregation(given, settings, choice)
     reason = choice.reason if settings.rule == AUTO else f"aggregation.rule is given: {settings.rule}"
     return dataclasses.replace(federation, facilities=facilities, aggregation=aggregation, chosen=reason)
+
+
+def _even(described: Rounds | None, declared: FederationFile) -> EvenSettings | None:
+    """How steps are evened out, where `rounds:` is a mapping that asks for it."""
+    if described is None or described.steps == "fixed":
+        return None
+    if declared.groups is not None:
+        raise ConfigurationError(
+            "rounds.steps is 'auto' and there are groups, in which nobody waits for the slowest; remove one of them",
+            key="groups",
+        )
+    if declared.masks:
+        raise ConfigurationError(
+            "rounds.steps is 'auto' with privacy.secure_aggregation: the weights of masked updates are agreed from the "
+            "settings' steps before a round; remove one of them",
+            key="rounds",
+        )
+    return EvenSettings(steps=described.steps, least_steps=described.least_steps, most_steps=described.most_steps)
 
 
 def _limits(described: Rounds | None, declared: FederationFile) -> LimitSettings | None:

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator
 
 from coordinator.aggregation.settings import AggregationSettings
 from coordinator.config.buffering import GroupSettings
-from coordinator.config.closing import ClosingSettings, LimitSettings, Rounds, count_of
+from coordinator.config.closing import ClosingSettings, EvenSettings, LimitSettings, Rounds, count_of
 from coordinator.config.privacy import PrivacySettings
 from facility.exchange.delta_codecs import Encoding
 from facility.exchange.messages.layout import LoraSettings
@@ -117,6 +117,10 @@ class CoordinatorSettings(RoundSettings):
     """How a round closes, where it does not wait for all."""
     limits: LimitSettings | None = None
     """When no further round is begun, where `rounds` says so."""
+    even: EvenSettings | None = None
+    """How steps are evened out between facilities, where `rounds` says so."""
+    steps: dict[str, int] = field(default_factory=dict)
+    """By facility, the steps that its settings ask for in a round; with `even` alone."""
     described: dict[str, Any] = field(default_factory=dict)
     """federation.yml as flat data (`coordinator.config.described`), to tell what has changed since an earlier run."""
     lora: LoraSettings | None = None

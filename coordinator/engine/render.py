@@ -140,7 +140,7 @@ def coordinator_settings(federation: Federation) -> dict[str, Any]:
     settings = CoordinatorSettings(
         federation=federation.name,
         facilities=[facility.name for facility in federation.facilities],
-        sequences={facility.name: _sequences(facility) for facility in federation.facilities},
+        sequences={facility.name: _sequences(federation, facility) for facility in federation.facilities},
         lora=federation.facilities[0].training.lora,
         chosen=federation.chosen,
         largest_step=largest_step({one.name: one.training for one in federation.facilities})
@@ -148,6 +148,8 @@ def coordinator_settings(federation: Federation) -> dict[str, Any]:
         else 0.0,
         closing=federation.closing,
         limits=federation.limits,
+        even=federation.even,
+        steps={one.name: one.training.steps for one in federation.facilities} if federation.even else {},
         described={} if federation.groups is not None else described(federation),
         **{key.name: getattr(federation, key.name) for key in dataclasses.fields(RoundSettings)},
     )
@@ -162,7 +164,17 @@ def coordinator_settings(federation: Federation) -> dict[str, Any]:
             facility.name: hashlib.sha256(_facility_settings(federation, facility).encode()).hexdigest()
             for facility in federation.facilities
         }
-    optional = ("groups", "privacy", "largest_step", "closing", "limits", "described", "settings_sha256")
+    optional = (
+        "groups",
+        "privacy",
+        "largest_step",
+        "closing",
+        "limits",
+        "even",
+        "steps",
+        "described",
+        "settings_sha256",
+    )
     return {name: value for name, value in values.items() if value or name not in optional}
 
 
@@ -219,10 +231,11 @@ def _training(federation: Federation, facility: Facility) -> TrainingSettings:
     )
 
 
-def _sequences(facility: Facility) -> int:
+def _sequences(federation: Federation, facility: Facility) -> int:
     """At most, in a round; replicas that go at speeds of their own divide the round's updates unevenly."""
     training = facility.training
-    return training.steps * training.batch_sequences * (1 if training.sync.policy == "allreduce" else 2)
+    steps = training.steps if federation.even is None else federation.even.bounds(training.steps)[1]
+    return steps * training.batch_sequences * (1 if training.sync.policy == "allreduce" else 2)
 
 
 def workflow_inputs(federation: Federation) -> dict[str, Any]:

@@ -9,17 +9,14 @@ vary.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping
 from dataclasses import replace
 
-from coordinator.archive.rounds import Archive, FacilityRow
+from coordinator.archive.rounds import Archive
 from coordinator.config.federation import Federation
 from coordinator.planning.budget import Budget, FacilityPace, hold, plan_budget
+from coordinator.planning.pace import pace_of, sound_rows
 from facility.exchange.errors import ConfigurationError
-
-ROUNDS = 5
-"""Latest sound rounds of a facility whose median counts."""
 
 
 def paces_of(federation: Federation, queues: Mapping[str, float]) -> list[FacilityPace]:
@@ -31,30 +28,17 @@ def paces_of(federation: Federation, queues: Mapping[str, float]) -> list[Facili
     names = [facility.name for facility in federation.facilities]
     if unknown := sorted(set(queues) - set(names)):
         raise ConfigurationError(f"--queue names {unknown[0]!r}; the facilities are {', '.join(names)}")
-    rows: dict[str, list[FacilityRow]] = {name: [] for name in names}
-    for closed in Archive(federation.archive_path).history():
-        for row in closed.facilities:
-            if row.facility in rows and row.status == "ok" and row.steps > 0 and row.tokens_per_second > 0:
-                rows[row.facility].append(row)
+    rows = [row for closed in Archive(federation.archive_path).history() for row in closed.facilities]
     found = []
     for name in names:
-        if not (latest := rows[name][-ROUNDS:]):
+        if not (latest := sound_rows(rows, name)):
             raise ConfigurationError(
                 f"the archive {federation.archive_path} holds no sound round of facility {name!r}, "
                 "expected one at least: "
                 "run a round first",
                 file=federation.file,
             )
-        train = [row.tokens / row.tokens_per_second for row in latest]
-        found.append(
-            FacilityPace(
-                name=name,
-                seconds_per_step=statistics.median(t / row.steps for t, row in zip(train, latest, strict=True)),
-                samples_per_step=statistics.median(row.samples / row.steps for row in latest),
-                queue_seconds=queues.get(name, 0.0),
-                fixed_seconds=statistics.median(max(0.0, r.seconds - t) for t, r in zip(train, latest, strict=True)),
-            )
-        )
+        found.append(pace_of(name, latest, queue_seconds=queues.get(name, 0.0)))
     return found
 
 

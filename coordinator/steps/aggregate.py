@@ -21,6 +21,7 @@ from coordinator.aggregation.settings import AggregationSettings
 from coordinator.aggregation.unmasking import Unmasking
 from coordinator.archive.audit import log_entry
 from coordinator.archive.best import best_round
+from coordinator.archive.journal import Journal
 from coordinator.archive.rounds import CLIPS, Archive, FacilityRow, RoundFile
 from coordinator.archive.sweep import sweep_round
 from coordinator.config.settings import CoordinatorSettings, read_coordinator_settings
@@ -32,6 +33,7 @@ from coordinator.rounds.acceptance import told as changes_told
 from coordinator.rounds.order import OUTPUT, order_or_tell
 from coordinator.rounds.weight_limit import Capped, cap
 from coordinator.steps.decide import Decision, decide
+from coordinator.steps.even import steps_ahead
 from coordinator.steps.global_loss import global_losses, losses_of, losses_of_rows, plausible, without_each
 from coordinator.steps.guard import Guard, guard
 from coordinator.steps.limits import NOTE as LIMITED
@@ -45,8 +47,9 @@ from facility.exchange.files.storage import is_storage
 from facility.exchange.messages.dataset_card import dataset_of
 from facility.exchange.messages.evaluation import scores_of
 from facility.exchange.messages.lost_replicas import note_on
-from facility.exchange.messages.manifest import KEEPS, read_manifest, run_of, verify_manifest, with_run
+from facility.exchange.messages.manifest import KEEPS, read_manifest, run_of, verify_manifest, with_extra, with_run
 from facility.exchange.messages.report import Failure, Report, read_failure, read_report
+from facility.exchange.messages.steps import KEY as STEPS
 from facility.exchange.messages.strict_json import clean
 from facility.exchange.messages.usage import usage_of
 
@@ -278,6 +281,7 @@ def commit(
             changes=changes_told(archive),
             aggregation=dataclasses.asdict(record),
         )
+        round_file = _asks_ahead(archive, settings, round_file, directory)
         round_file, decision, limited = _within(archive, settings, round_file, decision, now)
         write_json(directory / "round.json", dataclasses.asdict(round_file))
     log_entry(
@@ -302,6 +306,18 @@ def commit(
         print(problem)
         emit("problem", text=problem)
     return _following(archive, settings, number, decision)
+
+
+def _asks_ahead(archive: Archive, settings: CoordinatorSettings, round_file: RoundFile, directory: Path) -> RoundFile:
+    """Say in the new model how many steps each facility is to take, where steps are evened out."""
+    if settings.even is None:
+        return round_file
+    entries = Journal(archive.path).read()
+    ahead = steps_ahead(settings.even, settings.steps, [*archive.history(), round_file], entries)
+    for name in ("model", "message"):
+        if (directory / name).is_dir():
+            with_extra(directory / name, STEPS, ahead.steps)
+    return dataclasses.replace(round_file, next_steps=ahead.steps, next_steps_reason=ahead.reason)
 
 
 def _within(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from facility.exchange.files.paths import resolve
@@ -32,6 +33,8 @@ class RoundRequest:
     """What earlier updates left out; None: nothing."""
     plan: Plan | None
     """The layout by a planner; None: by the settings."""
+    asked_steps: int | None = None
+    """Optimizer steps that the coordinator asks for in this round; None: those of the settings."""
     every_step: bool
     """Log each step, not one a second at most."""
     began: float
@@ -42,9 +45,11 @@ class RoundRequest:
         """Facility and round, for log lines."""
         return f"{self.settings.facility} round {self.round}"
 
-    @property
+    @cached_property
     def training(self) -> TrainingSettings:
-        return self.settings.training
+        """With the steps of this round."""
+        training = self.settings.training
+        return training if self.asked_steps is None else replace(training, steps=self.asked_steps)
 
     @property
     def evaluates_only(self) -> bool:
@@ -58,8 +63,8 @@ class RoundRequest:
 
     @property
     def total_steps(self) -> int:
-        """Optimizer steps of all rounds together."""
-        return self.settings.rounds * self.training.steps
+        """Optimizer steps of all rounds together, by the settings: what the learning rate's schedule spans."""
+        return self.settings.rounds * self.settings.training.steps
 
 
 def read_request(arguments: argparse.Namespace, began: float) -> RoundRequest:
@@ -77,6 +82,7 @@ def read_request(arguments: argparse.Namespace, began: float) -> RoundRequest:
         state=arguments.state or default_directory(settings, arguments.dataset),
         unsent=arguments.unsent,
         plan=read_plan(plan) if plan else None,
+        asked_steps=arguments.steps,
         every_step=arguments.progress,
         began=began,
     )

@@ -29,7 +29,7 @@ from facility.training.processes.ranks import Ranks, gather, regrouped, together
 from facility.training.progress import Progress, show_stage
 from facility.training.replicas import independent_replicas, synchroniser
 from facility.training.request import RoundRequest
-from facility.training.schedule import learning_rate
+from facility.training.schedule import learning_rate, scheduled_step
 from facility.training.seeds import derive
 from facility.training.shards import add_shards
 from facility.training.state import state
@@ -203,7 +203,9 @@ class Round:
     @property
     def overall_step(self) -> int:
         """Steps since round 0, on average over the replicas: what the learning rate follows."""
-        return self.request.round * self.request.training.steps + int(self.sync.progress)
+        request = self.request
+        planned = request.settings.training.steps
+        return scheduled_step(request.round, self.sync.progress, steps=request.training.steps, planned=planned)
 
     def _pausing(self, stop: Stop) -> bool:
         """True once this replica takes no further step for now."""

@@ -7,6 +7,14 @@ import math
 from facility.exchange.messages.settings import TrainingSettings
 
 
+def scheduled_step(round: int, progress: float, *, steps: int, planned: int) -> int:
+    """Where the schedule stands after `progress` of the `steps` of a round that the settings give `planned` steps.
+
+    A round of more or fewer steps passes over the same part of the schedule.
+    """
+    return round * planned + int(progress if steps == planned else progress * planned / steps)
+
+
 def learning_rate(step: int, total_steps: int, settings: TrainingSettings) -> float:
     """Rate of optimizer step `step` (from 0) among the `total_steps` of all rounds together.
 

@@ -79,7 +79,8 @@ def restore(
             interruptions=found.interruptions + 1,
             seconds_before=found.seconds,
         )
-    position = previous.position if previous else request.round * training.steps * engine.layout.shape.batch_sequences
+    steps_before = request.round * request.settings.training.steps
+    position = previous.position if previous else steps_before * engine.layout.shape.batch_sequences
     progress = RoundProgress(position=position)
     if previous is not None and previous.optimizer_steps and training.keep_optimizer:
         with together(ranks):

@@ -1,0 +1,68 @@
+"""How fast a facility was in its latest rounds, from what the archive and the journal recorded of them."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+
+from coordinator.archive.journal import Entry
+from coordinator.archive.rounds import FacilityRow
+from coordinator.planning.budget import FacilityPace
+
+ROUNDS = 5
+"""Latest sound rounds of a facility whose median counts."""
+
+
+def sound_rows(rows: Iterable[FacilityRow], name: str) -> list[FacilityRow]:
+    """The latest rows of a facility from which a pace can be told."""
+    own = [row for row in rows if row.facility == name and row.status == "ok"]
+    return [row for row in own if row.steps > 0 and row.tokens_per_second > 0][-ROUNDS:]
+
+
+def pace_of(
+    name: str,
+    rows: Sequence[FacilityRow],
+    *,
+    queue_seconds: float = 0.0,
+    moving_seconds: float = 0.0,
+    minimum_steps: int = 0,
+    maximum_steps: int | None = None,
+) -> FacilityPace:
+    """From its `sound_rows`, one at least. `moving_seconds`: of the model and the update."""
+    train = [row.tokens / row.tokens_per_second for row in rows]
+    fixed = statistics.median(max(0.0, row.seconds - t) for t, row in zip(train, rows, strict=True))
+    return FacilityPace(
+        name=name,
+        seconds_per_step=statistics.median(t / row.steps for t, row in zip(train, rows, strict=True)),
+        samples_per_step=statistics.median(row.samples / row.steps for row in rows),
+        queue_seconds=queue_seconds,
+        fixed_seconds=fixed + moving_seconds,
+        minimum_steps=minimum_steps,
+        maximum_steps=maximum_steps,
+    )
+
+
+def queue_waits(entries: Sequence[Entry]) -> dict[str, float]:
+    """By facility, the median wait of its latest jobs in their queue, in seconds."""
+    since: dict[str, float] = {}
+    waits: dict[str, list[float]] = {}
+    for entry in entries:
+        if entry.kind == "queued":
+            since[entry.facility] = entry.time
+        elif entry.kind == "started" and entry.facility in since:
+            waits.setdefault(entry.facility, []).append(entry.time - since.pop(entry.facility))
+    return _medians(waits)
+
+
+def moving_times(entries: Sequence[Entry]) -> dict[str, float]:
+    """By facility, the median seconds that the model takes there and the update back."""
+    times: dict[str, dict[str, list[float]]] = {"sent": {}, "transferred": {}}
+    for entry in entries:
+        if entry.kind in times:
+            times[entry.kind].setdefault(entry.facility, []).append(float(entry.detail.get("seconds", 0.0)))
+    there, back = _medians(times["sent"]), _medians(times["transferred"])
+    return {name: there.get(name, 0.0) + back.get(name, 0.0) for name in {*there, *back}}
+
+
+def _medians(values: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    return {name: statistics.median(found[-ROUNDS:]) for name, found in values.items()}
