@@ -216,6 +216,12 @@ def _chosen(federation: Federation, given: dict[str, Any]) -> Federation:
     """The same with measured values for `auto`. `given`: the `aggregation:` section as written."""
     training = [facility.training for facility in federation.facilities]
     own = check_trainers({one.name: (federation.trainer_of(one), one.training) for one in federation.facilities})
+    if own and federation.even is not None:
+        raise ConfigurationError(
+            "rounds.steps is 'auto', but a facility has a trainer of its own, which takes the steps of its settings; "
+            "remove one of them",
+            key="rounds",
+        )
     if federation.masks or own:  # moments that are shared would be each facility's own, or another trainer's
         training = resolve_training(training, "personal")
     pretrained = federation.pretrained

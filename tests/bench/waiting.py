@@ -37,7 +37,9 @@ def closing_units(settings: ClosingSettings, *, rounds: int, most_late: int, uni
 
     async def step(name: str, number: int) -> None:
         nonlocal used
-        job: Any = SimpleNamespace(name=f"/rounds/train_{name}/0.{number}", inputs={INPUT: SimpleNamespace(value=number)})
+        job: Any = SimpleNamespace(
+            name=f"/rounds/train_{name}/0.{number}", inputs={INPUT: SimpleNamespace(value=number)}
+        )
 
         async def reach() -> None:
             return None
@@ -50,7 +52,8 @@ def closing_units(settings: ClosingSettings, *, rounds: int, most_late: int, uni
             return None
 
         errand = Errand(facility=name, reach=reach, execute=execute, directory=lambda: "there", find=find)
-        used += await closing.run(job, errand) is not None
+        delivered = await closing.run(job, errand) is not None
+        used += delivered
 
     async def everything() -> float:
         begin = time.monotonic()
@@ -64,7 +67,7 @@ def closing_units(settings: ClosingSettings, *, rounds: int, most_late: int, uni
 def simulated_units(policy: str, *, rounds: int) -> float:
     sites = [Site(name=name, train_seconds=seconds) for name, seconds in SPEEDS.items()]
     quorum = {"quorum": 3} if policy == "quorum" else {}
-    return float(simulate_federation(Federation(rounds=rounds, facilities=sites, policy=policy, **quorum)).makespan_seconds)  # type: ignore[arg-type]
+    return float(simulate_federation(Federation(rounds=rounds, facilities=sites, policy=policy, **quorum)).seconds)  # type: ignore[arg-type]
 
 
 def even_units(*, rounds: int, steps: int = 100) -> float:
@@ -103,7 +106,11 @@ def main() -> None:
     rounds, unit = arguments.rounds, arguments.unit
     waiting = max(SPEEDS.values()) * rounds
     found: dict[str, Any] = {"rounds": rounds, "units_waiting_for_all": waiting, "closing": {}, "simulator": {}}
-    for name, grace, most_late in (("grace 0, keep_rounds 3", 0.0, 2), ("grace auto, keep_rounds 9", "auto", 8)):
+    for name, grace, most_late in (
+        ("grace 0, keep_rounds 3", 0.0, 2),
+        ("grace 0, keep_rounds 9", 0.0, 8),
+        ("grace auto, keep_rounds 9", "auto", 8),
+    ):
         settings = ClosingSettings(quorum=3, grace=grace, late="carry")  # type: ignore[arg-type]
         units, used = closing_units(settings, rounds=rounds, most_late=most_late, unit=unit)
         found["closing"][name] = {"units": round(units, 2), "shorter": round(1 - units / waiting, 3), "updates": used}
