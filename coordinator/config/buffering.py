@@ -24,6 +24,11 @@ class GroupSettings(GroupLimits):
         if self.maximum == 1:
             raise ConfigurationError("maximum is 1, expected 0 (no limit) or 2 and more: alone there is no average")
 
+    def as_rounds(self, rounds: int) -> str:
+        """What comes nearest in rounds, as it would stand in federation.yml; docs/explanation/waiting.md says where
+        it differs."""
+        return f"rounds: {{count: {rounds}, quorum: {self.minimum}, grace: {self.window_seconds:g}, late: carry}}"
+
     def rules(self) -> GroupRules:
         """Rules for the scheduler. Raises `ConfigurationError` naming the field."""
         return GroupRules(

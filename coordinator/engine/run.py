@@ -72,6 +72,8 @@ def run_federation(file: Path, *, live: bool, log: Path | None = None, accepted:
             + going_on
             + f"; StreamFlow's log is {log}"
         )
+        if federation.groups is not None:
+            console.print(f"nearest in rounds: {federation.groups.as_rounds(federation.rounds)}", markup=False)
         names = [facility.name for facility in federation.facilities]
         progress = (GroupProgress if groups else Progress)(names, federation.rounds)
         code, ended = _follow(federation, progress, archive, sink, console, live, lock, place, done)

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from coordinator.aggregation.unmasking import Unmasking
 from coordinator.archive.audit import log_entry
 from coordinator.archive.best import best_round
 from coordinator.archive.journal import Journal
-from coordinator.archive.rounds import CLIPS, Archive, FacilityRow, RoundFile
+from coordinator.archive.rounds import CLIPS, Archive, RoundFile
 from coordinator.archive.sweep import sweep_round
 from coordinator.config.settings import CoordinatorSettings, read_coordinator_settings
 from coordinator.events.event import emit, failures_of
@@ -32,81 +32,23 @@ from coordinator.rounds.acceptance import drop_told
 from coordinator.rounds.acceptance import told as changes_told
 from coordinator.rounds.order import OUTPUT, order_or_tell
 from coordinator.rounds.weight_limit import Capped, cap
+from coordinator.steps.arrived import Arrived, drop, sort_out
 from coordinator.steps.decide import Decision, decide
 from coordinator.steps.even import steps_ahead
 from coordinator.steps.global_loss import global_losses, losses_of, losses_of_rows, plausible, without_each
 from coordinator.steps.guard import Guard, guard
 from coordinator.steps.limits import NOTE as LIMITED
 from coordinator.steps.limits import UNDER_WAY, Exceeded, exceeded, seconds_of
+from coordinator.steps.rows import rows_of
 from coordinator.steps.schedule import decay_factor, with_rate
-from coordinator.steps.send import Outgoing, bytes_of, make_message, outgoing
-from facility.exchange.errors import CrossFedError, InputError, TryAgain, UpdateRefused, exit_on_error
+from coordinator.steps.send import bytes_of, make_message
+from facility.exchange.errors import CrossFedError, TryAgain, UpdateRefused, exit_on_error
 from facility.exchange.files.durable import write_json
 from facility.exchange.files.paths import resolve
 from facility.exchange.files.storage import is_storage
-from facility.exchange.messages.dataset_card import dataset_of
-from facility.exchange.messages.evaluation import scores_of
-from facility.exchange.messages.lost_replicas import note_on
-from facility.exchange.messages.manifest import KEEPS, read_manifest, run_of, verify_manifest, with_extra, with_run
-from facility.exchange.messages.report import Failure, Report, read_failure, read_report
+from facility.exchange.messages.manifest import read_manifest, run_of, verify_manifest, with_extra, with_run
 from facility.exchange.messages.steps import KEY as STEPS
 from facility.exchange.messages.strict_json import clean
-from facility.exchange.messages.usage import usage_of
-
-MOST_DEVICES = 16
-"""Names of devices kept of a facility's report."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Arrived:
-    """What the receive steps handed on."""
-
-    updates: dict[str, Path]
-    reports: dict[str, Report]
-    failures: dict[str, Failure]
-
-
-def sort_out(directories: Sequence[Path], facilities: Sequence[str] = (), number: int = 0) -> Arrived:
-    """Split the received directories into sound updates and failures, by facility.
-
-    The receive steps hand on one directory for each of `facilities`, in that order: whose a directory is follows from
-    its place. One that cannot be read, or is not of the facility whose place it has, is that facility's failure.
-    Without `facilities` the directories are taken at their word.
-    """
-    updates: dict[str, Path] = {}
-    reports: dict[str, Report] = {}
-    failures: dict[str, Failure] = {}
-    in_order = bool(facilities) and len(directories) == len(facilities)
-    for place, directory in enumerate(directories):
-        known = facilities[place] if in_order else None
-        try:
-            failure = read_failure(directory)
-            report = read_report(directory) if failure is None else None
-            name = (failure or report).facility  # type: ignore[union-attr]
-            if (facilities and name not in facilities) or (known is not None and name != known):
-                raise InputError(f"{directory} is of facility {name!r}, expected {known or 'one of the federation'!r}")
-        except Exception as error:
-            if known is None:
-                print(f"an update cannot be read and is left out: {clean(str(error))}")
-                continue
-            reason = f"what was received of it cannot be read: {clean(str(error), 300)}"
-            failures[known] = Failure(facility=known, round=number, reason=reason, kind="refused")
-            continue
-        if failure is not None:
-            failures[name] = failure
-        elif report is not None:
-            updates[name], reports[name] = directory, report
-    return Arrived(updates=updates, reports=reports, failures=failures)
-
-
-def drop(arrived: Arrived, name: str, number: int, reason: str) -> Arrived:
-    """The same without the update of one facility, whose failure it becomes."""
-    failure = Failure(facility=name, round=number, reason=clean(reason), kind="refused")
-    return Arrived(
-        updates={other: path for other, path in arrived.updates.items() if other != name},
-        reports={other: report for other, report in arrived.reports.items() if other != name},
-        failures=arrived.failures | {name: failure},
-    )
 
 
 def close_round(
@@ -255,7 +197,7 @@ def commit(
         left_out = record.quarantined | record.dropped
         message = make_message(directory, model, settings.sending)
         weights = {entry.facility: entry.weight for entry in record.participants}
-        rows = _rows(archive, settings, number, arrived, weights, left_out)
+        rows = rows_of(archive, settings, number, arrived, weights, left_out)
         told = plausible([*map(losses_of, archive.history()), losses_of_rows(rows)])
         losses = global_losses(told)
         decision = decide(settings, losses, without_each(told))
@@ -361,7 +303,7 @@ def _watch(archive: Archive, settings: CoordinatorSettings, arrived: Arrived) ->
 def _close_evaluation(
     archive: Archive, settings: CoordinatorSettings, model: Path, arrived: Arrived
 ) -> tuple[Path, int, bool]:
-    rows = _rows(archive, settings, settings.rounds, arrived, {}, {})
+    rows = rows_of(archive, settings, settings.rounds, arrived, {}, {})
     told = plausible([*map(losses_of, archive.history()), losses_of_rows(rows)])
     archive.write_note(
         "evaluation",
@@ -400,70 +342,6 @@ def _told(arrived: Arrived) -> str:
     return (
         "; ".join(f"{name}: {failure.reason}" for name, failure in sorted(arrived.failures.items()))
         or "no facility failed"
-    )
-
-
-def _rows(
-    archive: Archive,
-    settings: CoordinatorSettings,
-    number: int,
-    arrived: Arrived,
-    weights: dict[str, float],
-    left_out: dict[str, str],
-) -> list[FacilityRow]:
-    """A row for every facility that answered, by name."""
-    return [
-        _row(name, number, arrived, weights, left_out, outgoing(archive, settings, name, number))
-        for name in sorted({*arrived.reports, *arrived.failures})
-    ]
-
-
-def _row(
-    name: str,
-    number: int,
-    arrived: Arrived,
-    weights: dict[str, float],
-    quarantined: dict[str, str],
-    sent: Outgoing,
-) -> FacilityRow:
-    row = FacilityRow(round=number, facility=name, status="ok", sent=str(sent), sent_bytes=sent.bytes)
-    if (update := arrived.updates.get(name)) is not None:
-        manifest = read_manifest(update)
-        row = dataclasses.replace(
-            row,
-            received_bytes=int(manifest.extra.get("message_bytes") or bytes_of(manifest)),
-            update_sha256=manifest.content_sha256,
-            usage=usage_of(manifest),
-            scores=scores_of(manifest),
-            dataset=dataset_of(manifest),
-            holds=str(manifest.extra.get(KEEPS, "")),
-        )
-    if name in arrived.failures or name in quarantined:
-        failure = arrived.failures.get(name) or Failure(
-            facility=name, round=number, reason=quarantined[name], kind="refused"
-        )
-        return dataclasses.replace(row, status=failure.kind, reason=failure.reason)
-    report = arrived.reports[name]
-    late = number - report.round
-    return dataclasses.replace(
-        row,
-        note=note_on(report),
-        staleness=late,
-        weight=weights.get(name, 0.0),
-        tokens=report.tokens,
-        samples=report.samples,
-        steps=report.steps,
-        seconds=report.seconds.load + report.seconds.train + report.seconds.evaluate + report.seconds.save,
-        tokens_per_second=report.tokens_per_second,
-        phases=dataclasses.asdict(report.seconds),
-        ranks=report.ranks,
-        devices=report.devices[:MOST_DEVICES],
-        versions=report.versions,
-        # What a late one received was the model of an earlier round: no figure of this one's.
-        loss_received=None if late else report.loss_received,
-        loss_returned=report.loss_returned,
-        perplexity_received=None if late else report.perplexity_received,
-        perplexity_returned=report.perplexity_returned,
     )
 
 

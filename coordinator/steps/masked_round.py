@@ -18,7 +18,8 @@ from coordinator.config.settings import CoordinatorSettings
 from coordinator.masking.pending import Pending, write_request_directory
 from coordinator.masking.reconstruct import reconstruct
 from coordinator.masking.rosters import open_roster, settings_of
-from coordinator.steps.aggregate import Arrived, ask_again, commit, drop, give_up, number_of_attempt, too_few
+from coordinator.steps.aggregate import ask_again, commit, give_up, number_of_attempt, too_few
+from coordinator.steps.arrived import Arrived, drop
 from facility.exchange.errors import CrossFedError, InputError
 from facility.exchange.files.links import link_tree
 from facility.exchange.files.paths import resolve

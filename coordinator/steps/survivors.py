@@ -8,7 +8,7 @@ from pathlib import Path
 
 from coordinator.archive.rounds import Archive
 from coordinator.config.settings import read_coordinator_settings
-from coordinator.steps.aggregate import sort_out
+from coordinator.steps.arrived import sort_out
 from coordinator.steps.masked_round import settle
 from facility.exchange.errors import exit_on_error
 from facility.exchange.files.paths import resolve

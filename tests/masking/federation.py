@@ -15,7 +15,7 @@ from coordinator.archive.rounds import Archive
 from coordinator.config.privacy import PrivacySettings
 from coordinator.config.settings import ClaimSettings, CoordinatorSettings
 from coordinator.masking.rosters import make_roster, open_roster, settings_of
-from coordinator.steps.aggregate import sort_out
+from coordinator.steps.arrived import sort_out
 from coordinator.steps.masked_round import close_masked_round, settle
 from coordinator.steps.receive import receive
 from facility.exchange.files.durable import new_directory

@@ -15,7 +15,8 @@ from coordinator.config.federation import read_federation
 from coordinator.config.settings import ClaimSettings, CoordinatorSettings
 from coordinator.engine.render import coordinator_settings
 from coordinator.rounds.weight_limit import allowance_of, longest_sequence
-from coordinator.steps.aggregate import close_round, sort_out
+from coordinator.steps.aggregate import close_round
+from coordinator.steps.arrived import sort_out
 from coordinator.steps.start import start
 from facility.exchange.messages.report import read_failure
 from tests.aggregation.updates import write_update

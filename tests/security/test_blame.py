@@ -12,7 +12,8 @@ import pytest
 from coordinator.archive.rounds import Archive
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.steps import aggregate as step
-from coordinator.steps.aggregate import close_round, sort_out
+from coordinator.steps.aggregate import close_round
+from coordinator.steps.arrived import sort_out
 from facility.exchange.messages.report import Failure
 from tests.pico import save_pico
 from tests.security.hostile_facility import make_update

@@ -15,7 +15,8 @@ import pytest
 from coordinator.aggregation.settings import AggregationSettings
 from coordinator.archive.rounds import Archive
 from coordinator.config.settings import CoordinatorSettings
-from coordinator.steps.aggregate import close_round, sort_out
+from coordinator.steps.aggregate import close_round
+from coordinator.steps.arrived import sort_out
 from coordinator.steps.receive import receive
 from facility.exchange.errors import ManifestError
 from facility.exchange.files.durable import new_directory

@@ -11,7 +11,8 @@ import torch
 from coordinator.aggregation.settings import AggregationSettings
 from coordinator.archive.rounds import Archive
 from coordinator.config.settings import CoordinatorSettings, StopSettings
-from coordinator.steps.aggregate import close_round, sort_out
+from coordinator.steps.aggregate import close_round
+from coordinator.steps.arrived import sort_out
 from coordinator.steps.receive import receive
 from coordinator.steps.start import start
 from facility.exchange.checkpoints.checkpoint import open_checkpoint

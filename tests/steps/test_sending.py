@@ -15,7 +15,8 @@ from coordinator.archive.rounds import Archive
 from coordinator.config.federation import read_federation
 from coordinator.config.settings import CoordinatorSettings, SendingSettings
 from coordinator.engine.render import write
-from coordinator.steps.aggregate import close_round, sort_out
+from coordinator.steps.aggregate import close_round
+from coordinator.steps.arrived import sort_out
 from coordinator.steps.send import outgoing
 from coordinator.steps.start import start
 from facility.exchange.errors import CheckpointError, InputError

@@ -1,0 +1,63 @@
+"""What the receive steps handed on: sound updates and failures, by facility."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+from facility.exchange.errors import InputError
+from facility.exchange.messages.report import Failure, Report, read_failure, read_report
+from facility.exchange.messages.strict_json import clean
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Arrived:
+    """What the receive steps handed on."""
+
+    updates: dict[str, Path]
+    reports: dict[str, Report]
+    failures: dict[str, Failure]
+
+
+def sort_out(directories: Sequence[Path], facilities: Sequence[str] = (), number: int = 0) -> Arrived:
+    """Split the received directories into sound updates and failures, by facility.
+
+    The receive steps hand on one directory for each of `facilities`, in that order: whose a directory is follows from
+    its place. One that cannot be read, or is not of the facility whose place it has, is that facility's failure.
+    Without `facilities` the directories are taken at their word.
+    """
+    updates: dict[str, Path] = {}
+    reports: dict[str, Report] = {}
+    failures: dict[str, Failure] = {}
+    in_order = bool(facilities) and len(directories) == len(facilities)
+    for place, directory in enumerate(directories):
+        known = facilities[place] if in_order else None
+        try:
+            failure = read_failure(directory)
+            report = read_report(directory) if failure is None else None
+            name = (failure or report).facility  # type: ignore[union-attr]
+            if (facilities and name not in facilities) or (known is not None and name != known):
+                raise InputError(f"{directory} is of facility {name!r}, expected {known or 'one of the federation'!r}")
+        except Exception as error:
+            if known is None:
+                print(f"an update cannot be read and is left out: {clean(str(error))}")
+                continue
+            reason = f"what was received of it cannot be read: {clean(str(error), 300)}"
+            failures[known] = Failure(facility=known, round=number, reason=reason, kind="refused")
+            continue
+        if failure is not None:
+            failures[name] = failure
+        elif report is not None:
+            updates[name], reports[name] = directory, report
+    return Arrived(updates=updates, reports=reports, failures=failures)
+
+
+def drop(arrived: Arrived, name: str, number: int, reason: str) -> Arrived:
+    """The same without the update of one facility, whose failure it becomes."""
+    failure = Failure(facility=name, round=number, reason=clean(reason), kind="refused")
+    return Arrived(
+        updates={other: path for other, path in arrived.updates.items() if other != name},
+        reports={other: report for other, report in arrived.reports.items() if other != name},
+        failures=arrived.failures | {name: failure},
+    )

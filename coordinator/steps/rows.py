@@ -1,0 +1,83 @@
+"""What the round's file says of each facility that answered."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from coordinator.archive.rounds import Archive, FacilityRow
+from coordinator.config.settings import CoordinatorSettings
+from coordinator.steps.arrived import Arrived
+from coordinator.steps.send import Outgoing, bytes_of, outgoing
+from facility.exchange.messages.dataset_card import dataset_of
+from facility.exchange.messages.evaluation import scores_of
+from facility.exchange.messages.lost_replicas import note_on
+from facility.exchange.messages.manifest import KEEPS, read_manifest
+from facility.exchange.messages.report import Failure
+from facility.exchange.messages.usage import usage_of
+
+MOST_DEVICES = 16
+"""Names of devices kept of a facility's report."""
+
+
+def rows_of(
+    archive: Archive,
+    settings: CoordinatorSettings,
+    number: int,
+    arrived: Arrived,
+    weights: dict[str, float],
+    left_out: dict[str, str],
+) -> list[FacilityRow]:
+    """A row for every facility that answered, by name."""
+    return [
+        _row(name, number, arrived, weights, left_out, outgoing(archive, settings, name, number))
+        for name in sorted({*arrived.reports, *arrived.failures})
+    ]
+
+
+def _row(
+    name: str,
+    number: int,
+    arrived: Arrived,
+    weights: dict[str, float],
+    quarantined: dict[str, str],
+    sent: Outgoing,
+) -> FacilityRow:
+    row = FacilityRow(round=number, facility=name, status="ok", sent=str(sent), sent_bytes=sent.bytes)
+    if (update := arrived.updates.get(name)) is not None:
+        manifest = read_manifest(update)
+        row = dataclasses.replace(
+            row,
+            received_bytes=int(manifest.extra.get("message_bytes") or bytes_of(manifest)),
+            update_sha256=manifest.content_sha256,
+            usage=usage_of(manifest),
+            scores=scores_of(manifest),
+            dataset=dataset_of(manifest),
+            holds=str(manifest.extra.get(KEEPS, "")),
+        )
+    if name in arrived.failures or name in quarantined:
+        failure = arrived.failures.get(name) or Failure(
+            facility=name, round=number, reason=quarantined[name], kind="refused"
+        )
+        return dataclasses.replace(row, status=failure.kind, reason=failure.reason)
+    report = arrived.reports[name]
+    late = number - report.round
+    return dataclasses.replace(
+        row,
+        note=note_on(report),
+        staleness=late,
+        weight=weights.get(name, 0.0),
+        tokens=report.tokens,
+        samples=report.samples,
+        steps=report.steps,
+        seconds=report.seconds.load + report.seconds.train + report.seconds.evaluate + report.seconds.save,
+        tokens_per_second=report.tokens_per_second,
+        phases=dataclasses.asdict(report.seconds),
+        ranks=report.ranks,
+        devices=report.devices[:MOST_DEVICES],
+        versions=report.versions,
+        # What a late one received was the model of an earlier round: no figure of this one's.
+        loss_received=None if late else report.loss_received,
+        loss_returned=report.loss_returned,
+        perplexity_received=None if late else report.perplexity_received,
+        perplexity_returned=report.perplexity_returned,
+    )
