@@ -3,6 +3,7 @@
 BUNDLE/wheelhouse/*.whl             every package, for that platform and Python
 BUNDLE/wheelhouse/requirements.txt  the same packages by version and sha256, for `pip install --require-hashes`
 BUNDLE/crossfed/                    facility/, templates/, pyproject.toml, constraints.txt
+BUNDLE/evaluation/                  data sets of lm-eval's tasks, where they were asked for
 BUNDLE/SHA256SUMS                   digest of every file above; `facility/setup.sh` verifies it before it installs
 BUNDLE/sbom.json                    the packages as CycloneDX, where it was asked for
 BUNDLE/bundle.json                  what it is for, written last
@@ -15,10 +16,11 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from coordinator.bundle_contents import SBOM, SUMS, components, write_digests
+from coordinator.evaluation_cache import fill
 from facility.exchange.errors import InputError, TryAgain
 from facility.exchange.files.durable import write_json
 from facility.exchange.files.paths import CHECKOUT, shipped
@@ -37,11 +39,14 @@ def bundle(
     torch: str,
     index: str = "",
     sbom: bool = False,
+    tasks: Sequence[str] = (),
+    include: Path | None = None,
     run: Callable[[list[str]], int] | None = None,
 ) -> dict[str, object]:
     """Make or complete the folder `out`; returns what bundle.json says. `run`: starts a command, returns its code.
 
-    `sbom`: also write the packages as a CycloneDX document.
+    `sbom`: also write the packages as a CycloneDX document. `tasks`: add lm-eval and what these tasks of it read;
+    `include`: a folder with YAML files of further tasks.
     """
     if not re.fullmatch(r"3\.(1[1-9]|[2-9]\d)", python):
         raise InputError(f"--python-version is {python!r}, expected 3.11 or newer, such as 3.11")
@@ -51,7 +56,8 @@ def bundle(
         )
     wheelhouse = out / "wheelhouse"
     wheelhouse.mkdir(parents=True, exist_ok=True)
-    command = download(wheelhouse, python=python, platform=platform, index=index or INDEX[torch])
+    extras = ("eval",) if tasks else ()
+    command = download(wheelhouse, python=python, platform=platform, index=index or INDEX[torch], extras=extras)
     code = (run or (lambda words: subprocess.run(words).returncode))(command)
     if code != 0:
         raise TryAgain(
@@ -60,6 +66,8 @@ def bundle(
     target = out / "crossfed"
     shutil.rmtree(target, ignore_errors=True)
     copy_code(target)
+    if tasks:
+        fill(out, tasks, include=include)
     write_digests(out)
     if sbom:
         write_json(out / SBOM, components(wheelhouse))
@@ -70,6 +78,7 @@ def bundle(
         "torch": torch,
         "files": files,
         "bytes": sum(files.values()),
+        "tasks": list(tasks),
         "sha256sums": sha256_of(out / SUMS),
     }
     write_json(out / "bundle.json", what)
@@ -84,9 +93,12 @@ def copy_code(target: Path) -> None:
         shutil.copyfile(shipped(name), target / name)
 
 
-def download(wheelhouse: Path, *, python: str, platform: str, index: str) -> list[str]:
+def download(wheelhouse: Path, *, python: str, platform: str, index: str, extras: Sequence[str] = ()) -> list[str]:
     """The pip command that fetches wheels for another platform, older manylinux tags (newer systems run them) too."""
-    dependencies = tomllib.loads(shipped("pyproject.toml").read_text())["project"]["dependencies"]
+    project = tomllib.loads(shipped("pyproject.toml").read_text())["project"]
+    dependencies = [*project["dependencies"]]
+    for name in extras:
+        dependencies += project["optional-dependencies"][name]
     found = re.fullmatch(r"(?:many|musl)linux_(\d+)_(\d+)_(.+)", platform)
     platforms = [platform]
     if found and platform.startswith("manylinux"):

@@ -15,6 +15,8 @@ from facility.exchange.errors import InputError
 from facility.exchange.files.durable import write_text
 from facility.exchange.messages.manifest import sha256_of
 
+PARTS = ("wheelhouse", "crossfed", "evaluation")
+"""Folders of a bundle whose files have digests."""
 LOCK, SUMS, SBOM = "requirements.txt", "SHA256SUMS", "sbom.json"
 WHEEL = re.compile(r"(?P<name>[A-Za-z0-9_.]+)-(?P<version>[A-Za-z0-9_.!+]+)(-\d[^-]*)?-[^-]+-[^-]+-[^-]+\.whl")
 
@@ -50,7 +52,7 @@ def write_digests(out: Path) -> None:
     """Write the lock file into `out/wheelhouse`, then the digest of every file of the bundle."""
     lock = [f"{wheel.name}=={wheel.version} --hash=sha256:{wheel.sha256}" for wheel in wheels(out / "wheelhouse")]
     write_text(out / "wheelhouse" / LOCK, "\n".join(lock) + "\n")
-    files = sorted(path for part in ("wheelhouse", "crossfed") for path in (out / part).rglob("*") if path.is_file())
+    files = sorted(path for part in PARTS for path in (out / part).rglob("*") if path.is_file())
     write_text(out / SUMS, "".join(f"{sha256_of(path)}  {path.relative_to(out)}\n" for path in files))
 
 

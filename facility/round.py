@@ -15,19 +15,18 @@ import sys
 import time
 import traceback
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from facility.dataset import NAME as DATASET
-from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.errors import CrossFedError, InputError, ManifestError, exit_on_error
 from facility.exchange.files.durable import new_directory
 from facility.exchange.files.links import link_tree
 from facility.exchange.files.paths import resolve
 from facility.exchange.files.storage import is_storage, sentence
 from facility.exchange.messages import report
+from facility.exchange.messages.comparison import ALONE, MODELS
 from facility.exchange.messages.dataset_card import with_dataset
-from facility.exchange.messages.evaluation import with_scores
 from facility.exchange.messages.manifest import (
     NAME,
     Manifest,
@@ -43,88 +42,33 @@ from facility.exchange.messages.order import SIGNERS, verify_order
 from facility.exchange.messages.outcome import Outcome
 from facility.exchange.messages.settings import FacilitySettings, read_facility_settings
 from facility.exchange.messages.signatures import sign
-from facility.exchange.messages.steps import steps_asked
 from facility.exchange.messages.usage import with_usage
-from facility.launch import add_limits, attempt_of, launch, limits_from, show_failure, tasks_here
+from facility.launch import add_limits, attempt_of, show_failure, tasks_here
 from facility.launching.notes import Notes
-from facility.launching.place import Tasks
 from facility.launching.supervise import Ending
+from facility.rounds.alone import train_alone, work_alone
 from facility.rounds.dataset_check import check_dataset
 from facility.rounds.dataset_counts import counts_of
 from facility.rounds.energy import Meter
-from facility.rounds.evaluation import evaluate
+from facility.rounds.evaluation import tell_scores, tell_scores_of_models
 from facility.rounds.finished import Finished, key_of
+from facility.rounds.job import DONE, FAILED, GO, Job, start_ranks, work_of_round
 from facility.rounds.kept import default_directory
-from facility.rounds.masked import masked, unmasked_path
+from facility.rounds.masked import masked
 from facility.rounds.models import Models, digest_of, tell
-from facility.rounds.personal import Personal
 from facility.rounds.sealed import put_aside_damaged
-from facility.rounds.smaller import make_smaller, unsent
+from facility.rounds.smaller import make_smaller
 from facility.rounds.sweep import forget_earlier, sweep
 
 AUDIT = "CROSSFED_AUDIT"
 """Environment variable: this facility's audit log, whose head an update's manifest carries."""
-GO, DONE, FAILED = "train", "done", "failed"
-"""What the first task tells the others."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """One call of this command."""
-
-    arguments: argparse.Namespace
-    settings: FacilitySettings
-    tasks: Tasks
-    notes: Notes
-    meter: Meter
-    state: Path
-    """What this facility keeps between rounds of this federation."""
-    dataset: Path
-
-    @property
-    def out(self) -> Path:
-        return self.arguments.out
-
-    @property
-    def round(self) -> int:
-        return self.arguments.round
-
-    @property
-    def masks(self) -> bool:
-        """Does the update leave masked?"""
-        return self.settings.masking is not None and self.round < self.settings.rounds
-
-    @property
-    def trained(self) -> Path:
-        """Where training leaves the update: with masks not in the job's own directory, which the coordinator reads."""
-        return unmasked_path(self.state, self.round) if self.masks else self.out
-
-    @property
-    def personal(self) -> Personal:
-        return Personal(self.state, Patterns(tuple(self.settings.include), tuple(self.settings.exclude)))
-
-    @property
-    def keeps_models(self) -> bool:
-        return self.settings.model_encoding != "full"
-
-    @property
-    def received(self) -> Path:
-        """The received model, whole."""
-        model = self.arguments.model
-        return Models(self.state).place(digest_of(read_manifest(model))) if self.keeps_models else model
-
-    @property
-    def model(self) -> Path:
-        """The model to train: as received, or with this facility's own tensors in it."""
-        own = self.personal
-        return own.model if own.any and own.latest(self.round) else self.received
 
 
 def run(job: Job) -> Ending:
     """The first task's part: find the update finished, or train it. Raises `CrossFedError`."""
     check_order(job)
     received = read_manifest(job.arguments.model)
-    base = digest_of(received)
+    base = received.content_sha256 if received.kind in (MODELS, ALONE) else digest_of(received)
     if not job.dataset.is_dir():
         raise InputError(
             f"the dataset {job.dataset} is no directory here; expected the output of `python -m facility.prepare`"
@@ -132,8 +76,10 @@ def run(job: Job) -> Ending:
     finished = Finished(job.state)
     key = key_of(f"{base} {run_of(received)}".rstrip(), job.arguments.settings, job.dataset)
     with finished.alone(job.round):
-        for path in sweep(Path.cwd(), job.settings, job.round):
+        for path in sweep(Path.cwd(), job.settings, job.round, received):
             print(f"round: removed {path}, of an earlier round", file=sys.stderr)
+        if received.kind == ALONE:
+            return run_alone(job, received)
         masks = masked(job.settings, job.state, job.arguments.roster, job.received, job.round)
         if (found := finished.find(key, job.round)) is not None:
             print(f"round: {found} was finished before from the same model, settings and data: not trained again")
@@ -156,7 +102,7 @@ def run(job: Job) -> Ending:
         _clear(job.trained)
         job.trained.parent.mkdir(parents=True, exist_ok=True)
         job.notes.write("first", GO)
-        ending = train(job)
+        ending = start_ranks(job, work_of_round(job))
         if ending.code not in (Outcome.DONE, Outcome.CHECKPOINTED) and (job.trained / NAME).is_file():
             verify_manifest(job.trained)  # written last: what follows it cannot make the update less complete
             print(f"round: the update was complete when {ending.reason}", file=sys.stderr)
@@ -177,8 +123,10 @@ def run(job: Job) -> Ending:
                 tell(job.trained, base)
             with_run(job.trained, run_of(received))
             with_usage(job.trained, job.meter.usage(job.notes))
-            if job.settings.evaluation.due(job.round, job.settings.rounds):
-                tell_scores(job)
+            if received.kind == MODELS:
+                tell_scores_of_models(job.arguments.model, job.trained, job.settings, dataset=job.dataset)
+            elif job.settings.evaluation.due(job.round, job.settings.rounds):
+                tell_scores(job.received, job.trained, job.settings, dataset=job.dataset)
             if job.settings.dataset_card:
                 with_dataset(job.trained, counts_of(job.dataset))
             with_head(job.trained, os.environ.get(AUDIT, ""))
@@ -192,6 +140,19 @@ def run(job: Job) -> Ending:
             finished.keep(key, job.round, job.out)
             forget_earlier(job.state, job.round)
         return ending
+
+
+def run_alone(job: Job, received: Manifest) -> Ending:
+    """The same where the facility is to train alone, to compare with."""
+    _clear(job.out)
+    ending = train_alone(job, received)
+    if ending.code == Outcome.DONE:
+        with_run(job.out, run_of(received))
+        with_usage(job.out, job.meter.usage(job.notes))
+        with_head(job.out, os.environ.get(AUDIT, ""))
+        if job.settings.training.signing_key:
+            sign(job.out, resolve(job.settings.training.signing_key))
+    return ending
 
 
 def check_order(job: Job) -> None:
@@ -211,56 +172,6 @@ def check_order(job: Job) -> None:
         )
 
 
-def train(job: Job) -> Ending:
-    """Start the trainer, `facility.train` or a module that keeps its contract, on this task's ranks."""
-    a, training = job.arguments, job.settings.training
-    command = [
-        "-m",
-        a.module or job.settings.trainer.module,
-        "--model",
-        str(job.model),
-        "--dataset",
-        str(job.dataset),
-        "--settings",
-        str(a.settings),
-        "--round",
-        str(a.round),
-        "--out",
-        str(job.trained),
-        "--state",
-        str(job.state),
-        "--progress",
-    ]
-    if job.masks:
-        command += ["--job-directory", str(Path.cwd())]
-    ahead = unsent(job.state, a.round, training, masked=job.settings.masking is not None)
-    if ahead is not None and a.round < job.settings.rounds:
-        command += ["--unsent", str(ahead)]
-    asked = steps_asked(read_manifest(a.model), job.settings.facility)
-    if asked is not None and a.round < job.settings.rounds:
-        command += ["--steps", str(asked)]
-    return launch(
-        command,
-        tasks=job.tasks,
-        ranks=training.ranks,
-        use_devices=training.device != "cpu",
-        limits=limits_from(a, job.tasks),
-        notes=job.notes,
-    )
-
-
-def tell_scores(job: Job) -> None:
-    """Evaluate the received model on tasks; an evaluation that fails is reported and costs no update."""
-    training = job.settings.training
-    base = str(resolve(training.lora.base)) if training.lora.rank else ""
-    try:
-        scores = evaluate(job.received, job.settings.evaluation, dataset=job.dataset, base=base, device=training.device)
-        with_scores(job.trained, scores)
-    except (CrossFedError, OSError, ValueError, KeyError) as error:
-        print(f"round: the evaluation on tasks failed: {error}", file=sys.stderr)
-        with_scores(job.trained, [], problem=str(error))
-
-
 def check_update(job: Job) -> None:
     """Raise `ManifestError` unless the training process left what it promised."""
     manifest = read_manifest(job.trained)
@@ -275,7 +186,7 @@ def follow(job: Job) -> int:
     told = job.notes.wait_for("first", job.arguments.meeting, "the first task")
     if told != GO:
         return Outcome.DONE if told == DONE else Outcome.SKIPPED
-    ending = train(job)
+    ending = start_ranks(job, work_alone(job) if job.kind == ALONE else work_of_round(job))
     job.meter.tell(job.notes)
     return Outcome.DONE if ending.code == 0 else Outcome.SKIPPED
 

@@ -176,7 +176,14 @@ probed="$home/.imports $(stat -c %Y "$run" "$here/facility/round.py" | cksum) $s
 [ "$(cat "$home/.imports" 2>/dev/null)" = "$probed" ] || "$run" -c "$IMPORTS" || fail "$run lacks what a facility needs; leave --as-is out, or install it there"
 [ "$(cat "$home/.imports" 2>/dev/null)" = "$probed" ] || echo "$probed" >"$home/.imports"
 
-# 4. env.sh: what every job sources
+# 4. Data of the tasks that a bundle was made for (crossfed bundle --eval)
+if [ -d "$here/../evaluation" ]; then
+    mkdir -p "$home/cache/huggingface"
+    cp -a --no-clobber "$here/../evaluation/." "$home/cache/huggingface/"
+    say "tasks: their data are in $home/cache/huggingface"
+fi
+
+# 5. env.sh: what every job sources
 quote() { printf '%q' "$1"; }
 {
     echo "# Written by facility/setup.sh; sourced by the job templates. Run setup.sh again instead of editing it."
@@ -192,13 +199,13 @@ if cmp -s "$home/.env.sh.new" "$home/env.sh"; then rm "$home/.env.sh.new"; say "
 else mv "$home/.env.sh.new" "$home/env.sh"; say "env.sh: written to $home/env.sh"; fi
 chmod 700 "$home/state"
 
-# 5. Dataset
+# 6. Dataset
 if [ ${#prepare[@]} -gt 0 ]; then
     say "dataset: python -m facility.prepare ${prepare[*]}"
     HF_HOME=$home/cache/huggingface "$run" -m facility.prepare "${prepare[@]}"
 fi
 
-# 6. Self-check, once for this environment and template
+# 7. Self-check, once for this environment and template
 if [ -n "$check" ]; then
     digest=$( { echo "$stamp ${fills[*]-}"; cat "$home/env.sh" ${template:+"$template"}; } | cksum)
     if [ "$(head -1 "$home/.self-check" 2>/dev/null)" = "$digest" ]; then say "self-check: passed before: $(tail -n +2 "$home/.self-check")"
@@ -210,7 +217,7 @@ if [ -n "$check" ]; then
     fi
 fi
 
-# 7. The gate: the coordinator's key runs one command of ours, whatever it asks for
+# 8. The gate: the coordinator's key runs one command of ours, whatever it asks for
 if [ -n "$gate" ]; then
     print=$(ssh-keygen -lf "$gate" | cut -d' ' -f2)
     if [ ! -f "$home/policy.yml" ]; then

@@ -7,7 +7,8 @@ MASTER_ADDR, MASTER_PORT): `python -m facility.launch` and torchrun both set it.
 85 time ran out, the same command resumes; 2 the input must be changed; 75 a transient error; 1 a bug.
 
 Round N = rounds, one past the last, asks for the evaluation of the final model: no step is taken, no state is touched,
-and the update holds `report.json` and `manifest.json` alone.
+and the update holds `report.json` and `manifest.json` alone. A directory of several models there asks for each of them
+to be evaluated, block by block.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import time
 from pathlib import Path
 
 from facility.exchange.messages.outcome import Outcome
+from facility.training.comparison import compare, finish_comparison
 from facility.training.data.inputs import RoundInputs, read_inputs
 from facility.training.devices import device_name
 from facility.training.finish import finish_evaluation, finish_round
@@ -90,6 +92,9 @@ def main(argv: list[str] | None = None) -> int:
     round = Round(request, ranks, inputs, setup)
     round.restore(saved)
     round.evaluate_received()
+    if request.bundle is not None:
+        finish_comparison(round, compare(round))
+        return Outcome.DONE
     if request.evaluates_only:
         finish_evaluation(round)
         return Outcome.DONE

@@ -30,6 +30,7 @@ KINDS: Mapping[str, str] = {
     "log": "the last `lines` of the log of a job that failed",
     "averaging": "aggregation begins",
     "averaged": "a round (with groups: a group) is complete; `decision`",
+    "compared": "a part of the comparison of models is complete; `text`",
     "repeated": "a round is asked for again; `reason`",
     "login_refused": "a facility refuses the login; `reason`",
     "login_works": "it takes the login again",

@@ -89,6 +89,10 @@ def bundle(
     torch: Annotated[str, typer.Option(help="cuda, rocm or cpu.")] = "cuda",
     torch_index: Annotated[str, typer.Option(help="Extra package index for torch; default PyTorch's own.")] = "",
     sbom: Annotated[bool, typer.Option("--sbom", help="Also write sbom.json: the packages as CycloneDX.")] = False,
+    eval: Annotated[str, typer.Option(help="Add lm-eval and the data of these tasks of it: names with commas.")] = "",
+    eval_include: Annotated[
+        Path | None, typer.Option(help="Folder with YAML files of further tasks (lm-eval's --include_path).")
+    ] = None,
 ) -> None:
     """Download what a facility without internet needs to install; copy the folder there and run its setup.sh."""
     from coordinator.bundle import INDEX
@@ -96,7 +100,17 @@ def bundle(
 
     if torch not in INDEX:
         raise InputError(f"--torch is {torch!r}, expected one of {', '.join(INDEX)}")
-    what = make(out, python=python_version, platform=platform, torch=torch, index=torch_index, sbom=sbom)
+    tasks = [name for name in eval.split(",") if name]
+    what = make(
+        out,
+        python=python_version,
+        platform=platform,
+        torch=torch,
+        index=torch_index,
+        sbom=sbom,
+        tasks=tasks,
+        include=eval_include,
+    )
     print(
         f"{out}: {len(what['files'])} wheels; there: bash crossfed/facility/setup.sh --wheelhouse wheelhouse\n"  # type: ignore[arg-type]
         f"setup.sh verifies every file, and prints the sha256 of SHA256SUMS: {what['sha256sums']}"

@@ -1,11 +1,12 @@
-"""What groups and trainers of one's own cannot be combined with, as one error at its line of federation.yml."""
+"""Settings that cannot be combined, as one error at its line of federation.yml."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from coordinator.aggregation.settings import AUTO
+from coordinator.config.evaluation import EvaluationPlan
 from coordinator.config.settings import RoundSettings
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.settings import TrainingSettings
@@ -83,6 +84,57 @@ def check_trainers(described: Mapping[str, tuple[TrainerSettings, TrainingSettin
                 "own, whose moments nobody knows: set it to 'personal' or 'auto'",
             )
     return bool(others)
+
+
+def check_evaluation(evaluation: EvaluationPlan, names: Sequence[str]) -> None:
+    """Raise `ConfigurationError` where the evaluation names a facility that there is not."""
+    where, known = evaluation.facility, ", ".join(names)
+    if where != "all" and where not in names:
+        raise _error("evaluation.facility", f"evaluation.facility is {where!r}, expected all or one of {known}")
+    held_out = evaluation.held_out
+    if held_out is not None and held_out.facility not in names:
+        raise _error(
+            "evaluation.held_out.facility",
+            f"evaluation.held_out.facility is {held_out.facility!r}, expected one of {known}",
+        )
+
+
+def check_comparison(evaluation: EvaluationPlan, settings: RoundSettings, *, other_trainers: bool, even: bool) -> None:
+    """Raise `ConfigurationError`, with the key, for settings with which models cannot be compared at the end.
+
+    `other_trainers`: some facility has a trainer of its own; `even`: steps are evened out between facilities.
+    """
+    if not evaluation.matrix:
+        return
+    if other_trainers:
+        raise _error(
+            "evaluation.matrix",
+            "evaluation.matrix evaluates block by block, which a trainer of one's own does not: remove one of them",
+        )
+    aggregation = settings.aggregation
+    if settings.groups is not None:
+        raise _error(
+            "evaluation.matrix",
+            "evaluation.matrix compares models after the last round, which groups have not: remove it",
+        )
+    if aggregation.include or aggregation.exclude:
+        raise _error(
+            "evaluation.matrix",
+            "evaluation.matrix evaluates whole models at facilities other than their own, and aggregation.include or "
+            "aggregation.exclude keeps tensors at each: remove one of them",
+        )
+    if evaluation.alone and even:
+        raise _error(
+            "evaluation.alone",
+            "evaluation.alone trains as many tokens alone as in the rounds, and rounds.steps: even changes their steps "
+            "from round to round: remove one of them",
+        )
+    if evaluation.alone and settings.masks:
+        raise _error(
+            "evaluation.alone",
+            "evaluation.alone sends each facility's own model to the others, and privacy.secure_aggregation shows none "
+            "of them: remove one of them (the matrix then has the initial and the global model)",
+        )
 
 
 def _error(key: str, message: str) -> ConfigurationError:

@@ -1,12 +1,40 @@
-"""`evaluation:` in federation.yml: on which tasks the global model is evaluated, how often, and where."""
+"""`evaluation:` in federation.yml: on which tasks and data models are evaluated, how often, and where."""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
-from facility.exchange.messages.evaluation import EvaluationSettings
-from facility.exchange.text import Line
-from facility.exchange.validation import validated
+from facility.exchange.errors import ConfigurationError
+from facility.exchange.messages.evaluation import EvaluationSettings, FacilityEvaluation
+from facility.exchange.text import DatasetPath, Line, Name
+from facility.exchange.validation import AtLeastOne, validated
+
+
+@validated(frozen=True, kw_only=True)
+class HeldOut:
+    """Data that no facility trains on, to see what was forgotten."""
+
+    facility: Name
+    """Name of the facility that has it."""
+    dataset: DatasetPath
+    """Prepared dataset there (facility.prepare), of which the validation split is read."""
+    name: Line = "held-out data"
+    """What reports call it, such as `wikitext-103`."""
+
+
+@validated(frozen=True, kw_only=True)
+class ComparisonSettings:
+    """The matrix of data and models after the last round, as the coordinator's steps need it."""
+
+    alone: bool = False
+    """True where facilities train alone as well."""
+    held_out: str = ""
+    """Facility that has data which nobody trains on; empty: none."""
+    held_out_name: str = ""
+    updates: bool = True
+    """False where the coordinator cannot see single updates."""
+    models_per_job: AtLeastOne[int] = 8
 
 
 @validated(frozen=True, kw_only=True)
@@ -15,11 +43,43 @@ class EvaluationPlan(EvaluationSettings):
 
     facility: Line = "all"
     """Name of the facility whose jobs evaluate, or `all`."""
+    matrix: bool = False
+    """After the last round, evaluate the initial model, every facility's own last update and the global model on every
+    facility's validation data, with bootstrap intervals: one job more at each facility, which receives the updates of
+    the others. Only figures leave a facility."""
+    alone: bool = False
+    """Add to the matrix each facility's model trained alone, for as many tokens as it trained on in the federation:
+    as many jobs, and node-hours, as its rounds took. Needs `matrix`."""
+    held_out: HeldOut | None = None
+    """Data that no facility trains on, as a further row of the matrix: what it forgets. Needs `matrix`."""
+    models_per_job: AtLeastOne[int] = 8
+    """Models of the matrix that a facility is sent at once: they lie on its disk together."""
 
-    def for_facility(self, name: str) -> EvaluationSettings:
-        """What one facility is asked to do: nothing where another one evaluates."""
-        if self.facility not in ("all", name):
-            return EvaluationSettings()
-        return EvaluationSettings(
-            **{key.name: getattr(self, key.name) for key in dataclasses.fields(EvaluationSettings)}
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for key in ("alone", "held_out"):
+            if getattr(self, key) and not self.matrix:
+                raise ConfigurationError(
+                    f"{key} adds to the matrix of data and models, which is off: set matrix to true, or remove it",
+                    key=key,
+                )
+
+    def for_facility(self, name: str) -> FacilityEvaluation:
+        """What one facility is asked to do: no tasks where another one evaluates."""
+        held_out = self.held_out.dataset if self.held_out is not None and self.held_out.facility == name else ""
+        values: dict[str, Any] = {}
+        if self.facility in ("all", name):
+            values = {key.name: getattr(self, key.name) for key in dataclasses.fields(EvaluationSettings)}
+        return FacilityEvaluation(held_out=held_out, **values)
+
+    def comparison(self, *, masked: bool) -> ComparisonSettings | None:
+        """What follows the last round; None where no models are compared. `masked`: updates are."""
+        if not self.matrix:
+            return None
+        return ComparisonSettings(
+            alone=self.alone,
+            held_out=self.held_out.facility if self.held_out is not None else "",
+            held_out_name=self.held_out.name if self.held_out is not None else "",
+            updates=not masked,
+            models_per_job=self.models_per_job,
         )

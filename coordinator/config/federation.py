@@ -12,7 +12,7 @@ from pydantic import BeforeValidator
 
 from coordinator.aggregation.settings import AUTO
 from coordinator.config.closing import ClosingSettings, EvenSettings, LimitSettings, Rounds
-from coordinator.config.compatibility import check_groups, check_trainers
+from coordinator.config.compatibility import check_comparison, check_evaluation, check_groups, check_trainers
 from coordinator.config.deployments import Deployment, Kind
 from coordinator.config.evaluation import EvaluationPlan
 from coordinator.config.notifying import NotifySettings
@@ -81,7 +81,7 @@ class FederationFile(RoundSettings):
     base_model: Line = ""
     """The initial model's name on the Hugging Face Hub, for the model card."""
     evaluation: EvaluationPlan = field(default_factory=EvaluationPlan)
-    """Evaluation of the global model on tasks of lm-eval, in the facilities' own jobs."""
+    """Evaluation of the global model on tasks of lm-eval, in the facilities' own jobs, and of all models at the end."""
     trainer: TrainerSettings = field(default_factory=TrainerSettings)
     """Which program trains at the facilities: CrossFed's own, or a module of yours that keeps its contract."""
     seed: NonNegative[int] = 0
@@ -106,12 +106,7 @@ class FederationFile(RoundSettings):
                 f"minimum_facilities is {self.minimum_facilities}, expected 1 to {len(self.facilities)} "
                 "(the number of facilities)"
             )
-        where = self.evaluation.facility
-        if where != "all" and where not in [one.name for one in self.facilities]:
-            names = ", ".join(one.name for one in self.facilities)
-            raise ConfigurationError(
-                f"evaluation.facility is {where!r}, expected all or one of {names}", key="evaluation.facility"
-            )
+        check_evaluation(self.evaluation, [one.name for one in self.facilities])
         seen: set[str] = set()
         for number, facility in enumerate(self.facilities):
             if facility.name.lower() in seen:
@@ -192,6 +187,8 @@ def _build(lined: Lined) -> Federation:
         **keys,
     )
     federation = _chosen(federation, data.get("aggregation") or {})
+    others = any(not federation.trainer_of(one).built_in for one in federation.facilities)
+    check_comparison(federation.evaluation, federation, other_trainers=others, even=federation.even is not None)
     if federation.groups is not None:
         check_groups(lined.data, federation, {one.name: one.training for one in federation.facilities})
     if federation.privacy is not None:

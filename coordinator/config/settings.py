@@ -11,6 +11,7 @@ from pydantic import BeforeValidator
 from coordinator.aggregation.settings import AggregationSettings
 from coordinator.config.buffering import GroupSettings
 from coordinator.config.closing import ClosingSettings, EvenSettings, LimitSettings, Rounds, count_of
+from coordinator.config.evaluation import ComparisonSettings
 from coordinator.config.privacy import PrivacySettings
 from facility.exchange.delta_codecs import Encoding
 from facility.exchange.messages.layout import LoraSettings
@@ -125,6 +126,8 @@ class CoordinatorSettings(RoundSettings):
     """federation.yml as flat data (`coordinator.config.described`), to tell what has changed since an earlier run."""
     lora: LoraSettings | None = None
     """The adapters that updates must hold; a rank of 0: whole models; null: not known."""
+    comparison: ComparisonSettings | None = None
+    """The models that are compared after the last round; absent: none."""
     chosen: str = ""
     """What `aggregation.rule: auto` stands for here, and why; for the report."""
     largest_step: float = 0.0

@@ -23,6 +23,8 @@ DOING = {
 }
 """What a facility does in a step of this kind."""
 STEPS = {"start": "looking at the archive", "aggregate": "averaging", "report": "reporting"}
+COMPARING = {"alone": "training alone", "models": "comparison of models"}
+"""What follows the last round where models are compared."""
 
 
 @dataclass
@@ -34,6 +36,8 @@ class Progress:
     clock: Callable[[], float] = time.monotonic
     round: int | None = None
     """Round under way; equal to `rounds` during the final evaluation."""
+    phase: str = ""
+    """What follows the final evaluation, while it does; empty: nothing."""
     step: str = "starting"
     """What the coordinator does."""
     states: dict[str, str] = field(default_factory=dict)
@@ -69,7 +73,7 @@ class Progress:
     def title(self) -> str:
         if self.round is None:
             return "before the first round"
-        return "final evaluation" if self.round >= self.rounds else f"round {self.round}"
+        return self.phase or "final evaluation" if self.round >= self.rounds else f"round {self.round}"
 
     def _on_starting(self, event: Event) -> None:
         self.round = int(event["round"])
@@ -130,6 +134,12 @@ class Progress:
         title, self.round, self.step = self.title, int(event["round"]) + 1, "between rounds"
         return f"{title}: complete, {event['decision']}"
 
+    def _on_comparing(self, event: Event) -> None:
+        self.round, self.phase = int(event["round"]), COMPARING.get(str(event["what"]), "")
+
+    def _on_compared(self, event: Event) -> str:
+        return f"comparison of models: {event['text']}"
+
     def _on_again(self, event: Event) -> str:
         return f"round {event['round']} is asked for again: {event['reason']}"
 
@@ -152,7 +162,8 @@ class Progress:
 
     @property
     def _at_work(self) -> str:
-        return "evaluating" if (self.round or 0) >= self.rounds else "training"
+        evaluates = (self.round or 0) >= self.rounds and self.phase != COMPARING["alone"]
+        return "evaluating" if evaluates else "training"
 
     def round_of(self, facility: str) -> int | None:
         """The round that a facility is in."""

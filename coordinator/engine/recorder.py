@@ -150,6 +150,9 @@ class Recorder:
     def _on_complete(self, event: Event) -> None:
         self._append("averaged", event, decision=event["decision"])
 
+    def _on_compared(self, event: Event) -> None:
+        self._append("compared", event, text=event["text"])
+
     def _on_group(self, event: Event) -> None:
         self._append("averaged", event, decision=event["text"])
 

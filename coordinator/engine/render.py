@@ -36,6 +36,7 @@ from coordinator.engine.round_workflow import round_workflow
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.files.durable import write_text
 from facility.exchange.files.paths import CHECKOUT, shipped
+from facility.exchange.messages.evaluation import FacilityEvaluation
 from facility.exchange.messages.settings import FacilitySettings, TrainingSettings
 
 HEAD = "# Rendered by `crossfed render` from federation.yml: edit that file and render again.\n"
@@ -65,7 +66,8 @@ def render(federation: Federation) -> dict[str, str]:
     }
     if federation.groups is None:
         encoded = federation.sending.encoding != "full"
-        workflow = round_workflow(names, encoded=encoded, carries=carries(federation))
+        archive = carries(federation) or federation.evaluation.matrix
+        workflow = round_workflow(names, encoded=encoded, archive=archive)
         files[f"{cwl}/round.cwl"] = _yaml(masked_round(workflow, names) if federation.masks else workflow)
     else:
         files[f"{cwl}/groups.cwl"] = _yaml(groups_workflow(names))
@@ -151,6 +153,7 @@ def coordinator_settings(federation: Federation) -> dict[str, Any]:
         even=federation.even,
         steps={one.name: one.training.steps for one in federation.facilities} if federation.even else {},
         described={} if federation.groups is not None else described(federation),
+        comparison=federation.evaluation.comparison(masked=bool(federation.masks)),
         **{key.name: getattr(federation, key.name) for key in dataclasses.fields(RoundSettings)},
     )
     if carries(federation):
@@ -173,6 +176,7 @@ def coordinator_settings(federation: Federation) -> dict[str, Any]:
         "even",
         "steps",
         "described",
+        "comparison",
         "settings_sha256",
     )
     return {name: value for name, value in values.items() if value or name not in optional}
@@ -189,16 +193,26 @@ def _facility_settings(federation: Federation, facility: Facility) -> str:
         trainer=federation.trainer_of(facility),
         include=federation.aggregation.include,
         exclude=federation.aggregation.exclude,
-        evaluation=federation.evaluation.for_facility(facility.name),
+        evaluation=_evaluation(federation, facility),
         dataset_card=facility.public.dataset_card,
         model_encoding=federation.sending.encoding,
         behind=behind(federation),
         masking=masking_settings(federation, facility),
     )
     values = dataclasses.asdict(settings)
+    if not settings.evaluation.held_out:
+        del values["evaluation"]["held_out"]
     absent = {"masking"} if settings.masking is None else set()
     absent |= {"trainer"} if settings.trainer.built_in else set()
     return _json({name: value for name, value in values.items() if name not in absent})
+
+
+def _evaluation(federation: Federation, facility: Facility) -> FacilityEvaluation:
+    """What a facility evaluates; a local one's held-out data is relative to federation.yml's folder."""
+    found = federation.evaluation.for_facility(facility.name)
+    if facility.deployment.type != "local" or not found.held_out:
+        return found
+    return dataclasses.replace(found, held_out=_for_a_step(federation.path(found.held_out)))
 
 
 def carries(federation: Federation) -> bool:

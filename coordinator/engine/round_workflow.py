@@ -14,16 +14,16 @@ RECORD: dict[str, Any] = {
 OUTPUTS = {"model": "Directory", "round": "int", "proceed": "boolean"}
 
 
-def round_workflow(names: Sequence[str], *, encoded: bool, carries: bool = False) -> dict[str, Any]:
+def round_workflow(names: Sequence[str], *, encoded: bool, archive: bool = False) -> dict[str, Any]:
     """A train and a receive step for each facility, then aggregate; a send step where models travel `encoded`.
 
-    `carries`: updates may be of earlier rounds, whose models the receive steps find in the archive.
+    `archive`: updates may start from other models than that of the round, which the receive steps find in the archive.
 
     Not one scattered step: that sends the model to one facility after the other, and hangs when an element fails.
     """
     steps: dict[str, Any] = {}
     for number, name in enumerate(names):
-        steps |= _steps_of(number, name, encoded=encoded, carries=carries)
+        steps |= _steps_of(number, name, encoded=encoded, archive=archive)
     return {
         "cwlVersion": "v1.2",
         "class": "Workflow",
@@ -43,7 +43,7 @@ def round_workflow(names: Sequence[str], *, encoded: bool, carries: bool = False
     }
 
 
-def _steps_of(number: int, name: str, *, encoded: bool, carries: bool) -> dict[str, Any]:
+def _steps_of(number: int, name: str, *, encoded: bool, archive: bool) -> dict[str, Any]:
     """The steps of the facility that stands at `number` in the list."""
     own = {key: {"source": "facilities", "valueFrom": f"$(self[{number}].{key})"} for key in RECORD["fields"]}
     send = {
@@ -71,7 +71,7 @@ def _steps_of(number: int, name: str, *, encoded: bool, carries: bool) -> dict[s
             "facility": own["name"],
             "update": f"train_{name}/update",
         }
-        | ({"archive": "archive"} if carries else {}),
+        | ({"archive": "archive"} if archive else {}),
         "out": ["update"],
     }
     return ({f"send_{name}": send} if encoded else {}) | {f"train_{name}": train, f"receive_{name}": receive}

@@ -33,6 +33,8 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "refused": ("facility", "round", "reason"),
     "log": ("facility", "round", "lines"),
     "complete": ("round", "decision"),
+    "comparing": ("round", "what"),
+    "compared": ("round", "text"),
     "again": ("round", "reason"),
     "group": ("text",),
     "goes_on": ("facility", "reason"),

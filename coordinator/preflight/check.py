@@ -18,6 +18,7 @@ from coordinator.config.deployments import QUEUES, job_template
 from coordinator.config.federation import Facility, Federation, read_federation
 from coordinator.config.firecrest import FIRECREST
 from coordinator.engine.render import render
+from coordinator.preflight.comparison import check_comparison
 from coordinator.preflight.coordinator import check_here
 from coordinator.preflight.cost import check_hours, check_link, check_memory
 from coordinator.preflight.estimates import ModelFigures
@@ -106,6 +107,8 @@ def check_facility(
     if deployment.type in QUEUES and not deployment.gate:
         rows += check_scheduler(facility.name, deployment, template, submit=submit)
         rows.append(check_hours(facility, deployment, federation.rounds, template))
+    if (compared := check_comparison(federation, facility, deployment, model, template)) is not None:
+        rows.append(compared)
     if model is not None:
         block = (answer or {}).get("dataset", {}).get("block_tokens") or model.positions or 1024
         rows.append(check_memory(facility, deployment, model, block, template))

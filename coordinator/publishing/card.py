@@ -10,7 +10,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from coordinator.config.federation import Federation
 from coordinator.publishing.names import public_names
 from coordinator.report.markdown import table
-from coordinator.report.page import number, size, span
+from coordinator.report.page import cell, number, size, span
 
 NO_GUARANTEE = (
     "Datasets never left their facilities. Updates were sent as model weights to the coordinator, which can see each "
@@ -81,6 +81,7 @@ def _text(federation: Federation, data: Mapping[str, Any], names: Mapping[str, s
         "## Evaluation",
         "",
         *table(["data", "perplexity"], [[one.dataset_name, one.metric_value] for one in evaluations(data, names)]),
+        *_matrix(data, names),
         "## Privacy",
         "",
         privacy(data),
@@ -97,6 +98,33 @@ def _text(federation: Federation, data: Mapping[str, Any], names: Mapping[str, s
         "",
     ]
     return "\n".join(lines)
+
+
+def _matrix(data: Mapping[str, Any], names: Mapping[str, str]) -> list[str]:
+    """Every model on every facility's data, where they were compared; facilities by their public names."""
+    matrix = data["matrix"]
+    if not matrix.get("method"):
+        return []
+
+    def public(text: str) -> str:
+        for name in sorted(names, key=len, reverse=True):
+            for form in (f"{name}'s update", f"{name} alone"):
+                if text == form:
+                    return form.replace(name, names[name], 1)
+        return text
+
+    rows = []
+    for row in matrix["data"]:
+        own = [one for one in matrix["cells"] if one["data"] == row]
+        label = row if own[0]["held_out"] else names.get(row, "a facility")
+        rows.append([label, *(cell(data, row, model) for model in matrix["models"])])
+    return [
+        "### Every model on every facility's data",
+        "",
+        *table(["perplexity on the data of", *map(public, matrix["models"])], rows),
+        f"In brackets: {matrix['method']}.",
+        "",
+    ]
 
 
 def privacy(data: Mapping[str, Any]) -> str:

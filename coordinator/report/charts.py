@@ -6,6 +6,7 @@ Every mark has a `<title>`, which browsers show where the pointer rests and scre
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -112,6 +113,11 @@ def timeline(bars: Sequence[Bar], lanes: Sequence[str], *, clock: Callable[[floa
     return _svg(parts, height)
 
 
+MOST_TITLES = 2500
+"""Cells of a matrix that say what they are when the pointer rests on them; in a larger one all cells of a shade are one
+path, in 21 shades, so that the page stays small."""
+
+
 def heat(
     values: Mapping[tuple[str, str], float],
     rows: Sequence[str],
@@ -130,7 +136,8 @@ def heat(
     upright = side < 7 * longest
     head = min(170.0, 12 + 7 * longest) if upright else 22.0
     height = head + tall * len(rows) + 6
-    parts = []
+    parts: list[str] = []
+    drawn: defaultdict[tuple[str, int], str] = defaultdict(str)
     for number, name in enumerate(columns):
         x = left + side * (number + 0.5)
         if upright:
@@ -148,6 +155,9 @@ def heat(
                 continue
             level = max(-1.0, min(1.0, shade(value)))
             x, sign = left + side * number, "high" if level > 0 else "low"
+            if len(values) > MOST_TITLES:
+                drawn[sign, round(abs(level) * 20)] += f"M{x:.1f} {y:.1f}h{side - 1:.1f}v{tall - 1:.1f}h{1 - side:.1f}z"
+                continue
             said = escape(f"{row} / {column}: {told(value)}")
             parts.append(
                 f'<rect class="cell {sign}" style="fill-opacity:{abs(level):.2f}" x="{x:.1f}" y="{y:.1f}" '
@@ -155,7 +165,8 @@ def heat(
             )
             if side >= 40:
                 parts.append(_text(x + side / 2, y + tall * 0.68, told(value), "cell-text middle"))
-    return _svg(parts, height, width=min(WIDTH, left + side * len(columns) + RIGHT))
+    parts += [f'<path class="cell {sign}" style="fill-opacity:{at / 20}" d="{d}"/>' for (sign, at), d in drawn.items()]
+    return _svg(parts, height, width=left + side * len(columns) + RIGHT)
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
@@ -201,5 +212,6 @@ def _text(x: float, y: float, text: str, style: str) -> str:
 
 
 def _svg(parts: Sequence[str], height: float, width: float = WIDTH) -> Markup:
-    size = f'viewBox="0 0 {width:.0f} {height:.0f}" style="min-width:{min(width, 640):.0f}px;max-width:{width:.0f}px"'
+    least = width if width > WIDTH + 1 else min(width, 640)
+    size = f'viewBox="0 0 {width:.0f} {height:.0f}" style="min-width:{least:.0f}px;max-width:{width:.0f}px"'
     return Markup(f'<div class="chart"><svg {size} role="img">{"".join(parts)}</svg></div>')

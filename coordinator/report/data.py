@@ -15,6 +15,8 @@ from coordinator.archive.journal import Entry, Journal
 from coordinator.archive.rounds import Archive
 from coordinator.archive.summary import remarks, shown, summary
 from coordinator.asynchronous import summary as account
+from coordinator.comparison.account import read_account
+from coordinator.comparison.matrix import matrix
 from coordinator.report.cost import costs
 from coordinator.report.timeline import Segment, segments, totals
 from facility import __version__
@@ -38,6 +40,8 @@ def gather(
     found = segments(entries, {(row["round"], row["facility"]): row.get("phases", {}) for row in rows})
     if not found:
         found = _estimated(rounds)
+    account = read_account(archive) if archive.path.is_dir() and not groups else None
+    compared = account.rows if account is not None else []
     data: dict[str, Any] = {
         "format": FORMAT,
         "federation": federation,
@@ -50,7 +54,7 @@ def gather(
         "rounds": rounds["rounds"],
         "final_evaluation": rounds["final_evaluation"],
         "curves": _curves(rounds, names, groups),
-        "matrix": archive.read_note("matrix") or comparison(rounds, names),
+        "matrix": matrix(archive, settings, names) or comparison(rounds, names),
         "tasks": _tasks([*rows, *rounds["final_evaluation"]]),
         "timeline": {
             "observed": bool(entries),
@@ -58,7 +62,7 @@ def gather(
             "totals": totals(found, names),
         },
         "traffic": _traffic(rows, entries, names),
-        "cost": costs([*rows, *rounds["final_evaluation"]], names, carbon),
+        "cost": costs([*rows, *rounds["final_evaluation"], *compared], names, carbon),
         "similarity": _similarity(archive, groups),
         "remarks": [] if groups else remarks(rounds | {"aggregation": settings.get("chosen", "")}),
         "failures": _failures(rows, rounds["rounds"], entries),

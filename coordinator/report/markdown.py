@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from coordinator.archive.summary import shown
-from coordinator.report.page import cell, figures, number, outliers, size, span, used_kinds
+from coordinator.report.page import cell, figures, normal_interval, number, outliers, size, span, used_kinds
 
 
 def markdown(data: Mapping[str, Any]) -> str:
@@ -36,6 +36,16 @@ def markdown(data: Mapping[str, Any]) -> str:
         models = data["matrix"]["models"]
         shown_rows = [[row, *(cell(data, row, model) for model in models)] for row in data["matrix"]["data"]]
         lines += ["## Data × model (perplexity)", "", *table(["data", *models], shown_rows)]
+        lines += [_cell(data["matrix"].get("caption", "")), ""]
+        lines += [f"- {_cell(line)}" for line in data["matrix"].get("verdicts", [])] + [""]
+        gaps = data["matrix"].get("gaps", {})
+        lines += [f"- **{_cell(name)}:** {_cell(reason)}" for name, reason in gaps.items()] + [""]
+        scores = [
+            [one["task"], one["metric"], one["model"], one["facility"], number(one["value"]), normal_interval(one)]
+            for one in data["matrix"].get("tasks", [])
+        ]
+        head = ["task", "metric", "model", "where", "value", "95 % interval"]
+        lines += table(head, scores) if scores else []
     kinds = used_kinds(data)
     times = [
         [name, *(span(sums[kind]) if kind in sums else "" for kind in kinds), span(sums["idle"])]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
@@ -34,7 +34,8 @@ def page(data: Mapping[str, Any]) -> str:
         curves=_curves(data),
         legend=_legend(data),
         matrix=_matrix(data),
-        cell=lambda row, model: cell(data, row, model),
+        cells=lambda row: cells(data, row),
+        normal_interval=normal_interval,
         timeline=_timeline(data),
         kinds=KINDS,
         used=used_kinds(data),
@@ -111,7 +112,9 @@ def _matrix(data: Mapping[str, Any]) -> Markup:
             if (row, model) in values:
                 shades[values[row, model], row] = 0.12 + 0.78 * (high - values[row, model]) / ((high - low) or 1.0)
     by_value = {value: shade for (value, _), shade in shades.items()}
-    return heat(values, matrix["data"], matrix["models"], shade=lambda value: by_value[value], told=number)
+    return heat(
+        values, matrix["data"], matrix["models"], shade=lambda value: by_value[value], told=lambda value: f"{value:.3g}"
+    )
 
 
 def cell(data: Mapping[str, Any], row: str, model: str) -> str:
@@ -122,6 +125,44 @@ def cell(data: Mapping[str, Any], row: str, model: str) -> str:
             told = f" [{number(interval[0])}, {number(interval[1])}]" if interval else ""
             return number(one["perplexity"]) + told
     return ""
+
+
+def cells(data: Mapping[str, Any], row: str) -> list[tuple[str, str, str, str]]:
+    """Of one data set: model, perplexity, interval, and how its loss differs from the global model's.
+
+    Of many facilities: the facility's own models, and the best of the others.
+    """
+    found = {one["model"]: one for one in data["matrix"]["cells"] if one["data"] == row}
+    shown_models = [model for model in data["matrix"]["models"] if model in found]
+    if len(data["facilities"]) > FEW:
+        own = next(iter(found.values())).get("facility", row)
+        at_home = ("initial", "global", f"{own}'s update", f"{own} alone", "own update", "final")
+        others = sorted((one["perplexity"], model) for model, one in found.items() if model not in at_home)
+        shown_models = [model for model in shown_models if model in (*at_home, *(name for _, name in others[:1]))]
+    return [
+        (
+            model,
+            number(found[model]["perplexity"]),
+            _ends(found[model].get("interval")),
+            _difference((found[model].get("loss_less") or {}).get("global")),
+        )
+        for model in shown_models
+    ]
+
+
+def _ends(interval: Sequence[float] | None) -> str:
+    return f"{number(interval[0])} to {number(interval[1])}" if interval else ""
+
+
+def _difference(less: Sequence[float] | None) -> str:
+    """Better is positive here: nats per token less."""
+    return f"{-less[0]:+.4f} [{-less[2]:+.4f}, {-less[1]:+.4f}]" if less else ""
+
+
+def normal_interval(score: Mapping[str, Any]) -> str:
+    """Of a task's score, from its standard error; '' where there is none."""
+    error = score.get("stderr")
+    return f"{score['value'] - 1.96 * error:.3f} to {score['value'] + 1.96 * error:.3f}" if error is not None else ""
 
 
 def used_kinds(data: Mapping[str, Any]) -> list[str]:

@@ -22,8 +22,10 @@ from coordinator.aggregation.unmasking import Unmasking
 from coordinator.archive.audit import log_entry
 from coordinator.archive.best import best_round
 from coordinator.archive.journal import Journal
-from coordinator.archive.rounds import CLIPS, Archive, RoundFile
+from coordinator.archive.rounds import CLIPS, Archive, FacilityRow, RoundFile
 from coordinator.archive.sweep import sweep_round
+from coordinator.comparison.models import keep_updates
+from coordinator.comparison.phases import Answers, following, take
 from coordinator.config.settings import CoordinatorSettings, read_coordinator_settings
 from coordinator.events.event import emit, failures_of
 from coordinator.events.outputs import write_outputs
@@ -56,7 +58,7 @@ def close_round(
 ) -> tuple[Path, int, bool]:
     """Model, number of the next round, and whether there is one."""
     if number >= settings.rounds:
-        return _close_evaluation(archive, settings, model, arrived)
+        return close_final(archive, settings, model, arrived)
     attempt = number_of_attempt(archive, number)
     if ask_again(archive, settings, number, arrived):
         return model, number, True
@@ -226,6 +228,7 @@ def commit(
         round_file = _asks_ahead(archive, settings, round_file, directory)
         round_file, decision, limited = _within(archive, settings, round_file, decision, now)
         write_json(directory / "round.json", dataclasses.asdict(round_file))
+    keep_updates(archive, settings, arrived.updates, left_out)
     log_entry(
         "aggregated",
         round=number,
@@ -289,7 +292,9 @@ def _following(
             {"round": number, "reason": f"{decision.reason}; the models of earlier rounds are in {archive.path}"},
         )
         return model, number + 1, False
-    return model, settings.rounds, settings.final_evaluation
+    if settings.final_evaluation:
+        return model, settings.rounds, True
+    return compare_next(archive, settings, model)
 
 
 def _watch(archive: Archive, settings: CoordinatorSettings, arrived: Arrived) -> Guard:
@@ -300,10 +305,31 @@ def _watch(archive: Archive, settings: CoordinatorSettings, arrived: Arrived) ->
     return guard(global_losses(plausible([*map(losses_of, archive.history()), now])))
 
 
-def _close_evaluation(
+def close_final(
     archive: Archive, settings: CoordinatorSettings, model: Path, arrived: Arrived
 ) -> tuple[Path, int, bool]:
+    """After the last round: the final evaluation, then what the comparison of models asks for."""
     rows = rows_of(archive, settings, settings.rounds, arrived, {}, {})
+    if read_manifest(model).kind == "model":
+        close_evaluation(archive, settings, arrived, rows)
+    else:
+        size = bytes_of(read_manifest(model))
+        told = [dataclasses.asdict(dataclasses.replace(row, sent="full", sent_bytes=size)) for row in rows]
+        take(archive, settings, model, Answers(updates=arrived.updates, failures=arrived.failures, rows=told))
+        sweep_round(Path.cwd(), settings.federation, settings.rounds, but=model)
+    return compare_next(archive, settings, model)
+
+
+def compare_next(archive: Archive, settings: CoordinatorSettings, model: Path) -> tuple[Path, int, bool]:
+    """The next directory of the comparison; the end where there is none."""
+    sent = following(archive, settings)
+    return (model, settings.rounds, False) if sent is None else (sent, settings.rounds, True)
+
+
+def close_evaluation(
+    archive: Archive, settings: CoordinatorSettings, arrived: Arrived, rows: list[FacilityRow]
+) -> None:
+    """Note what the facilities found of the final model."""
     told = plausible([*map(losses_of, archive.history()), losses_of_rows(rows)])
     archive.write_note(
         "evaluation",
@@ -315,7 +341,6 @@ def _close_evaluation(
         },
     )
     print(f"the final model is evaluated at {len(arrived.reports)} facilities")
-    return model, settings.rounds, False
 
 
 def number_of_attempt(archive: Archive, number: int) -> int:

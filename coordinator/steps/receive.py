@@ -16,6 +16,7 @@ from coordinator.aggregation.updates import holds_adapters
 from coordinator.aggregation.verify import check_files, check_identity, check_tokenizer, check_update
 from coordinator.archive.audit import log_entry
 from coordinator.archive.rounds import Archive
+from coordinator.comparison.phases import checked
 from coordinator.config.privacy import PrivacySettings
 from coordinator.config.settings import read_coordinator_settings
 from coordinator.events.event import emit
@@ -32,6 +33,7 @@ from facility.exchange.files.links import link_tree
 from facility.exchange.files.paths import resolve
 from facility.exchange.masking.streams import DTYPES
 from facility.exchange.messages import report
+from facility.exchange.messages.comparison import ALONE, GLOBAL, MODELS
 from facility.exchange.messages.layout import LoraSettings
 from facility.exchange.messages.manifest import (
     NAME,
@@ -78,7 +80,7 @@ def receive(
     if update is None:
         reason = "left no update: its job was cancelled, ran out of time, or lost its node"
         return report.Failure(facility=facility, round=round, reason=reason, kind="absent")
-    sent = Sent(manifest=read_manifest(model), checkpoint=open_checkpoint(model), directory=model)
+    sent = sent_in(model, earlier)
     try:
         check_files(update, facility)
         if settings.allowed_signers:
@@ -88,6 +90,8 @@ def receive(
             return _failure(update, failure, facility, round, signed=signed, late=settings.maximum_staleness)
         if evaluation:
             check_evaluation(update, sent, facility, round)
+            if sent.manifest.kind != "model":
+                check_answer(update, sent, facility, round, adapters)
         else:
             check_training(update, sent, facility, round, settings, decoded, allowance, masks, adapters, earlier)
     except (UpdateRefused, InputError) as error:
@@ -126,6 +130,16 @@ class Earlier:
         """Rounds whose update of this facility was averaged, whenever that was."""
         rows = [row for entry in self.archive.history() for row in entry.facilities]
         return {row.round - row.staleness for row in rows if row.facility == self.facility and row.status == "ok"}
+
+
+def sent_in(model: Path, earlier: Earlier | None) -> Sent:
+    """What lies in `model`: a model, or one that a comparison of several is about."""
+    manifest = read_manifest(model)
+    shown = {MODELS: model / GLOBAL}.get(manifest.kind, model)
+    if manifest.kind == ALONE:
+        assert earlier is not None, "the initial model is in the archive"
+        shown = earlier.archive.model_for(0)
+    return Sent(manifest=manifest, checkpoint=open_checkpoint(shown), directory=shown)
 
 
 def check_training(
@@ -225,6 +239,19 @@ def check_evaluation(update: Path, sent: Sent, facility: str, round: int) -> Non
     check_report(claimed, sent, facility)
     if claimed.round != round:
         raise UpdateRefused(facility, f"its report.json is of round {claimed.round}, expected {round}")
+
+
+def check_answer(update: Path, sent: Sent, facility: str, round: int, adapters: LoraSettings | None) -> None:
+    """The same for what a comparison asked for: figures, or a model that was trained alone."""
+    if checked(read_manifest(update), sent.manifest, facility):
+        check_update(
+            update,
+            base=sent.checkpoint,
+            base_manifest=sent.manifest,
+            facility=facility,
+            round=round,
+            adapters=adapters,
+        )
 
 
 def check_signature(update: Path, facility: str, allowed_signers: str) -> None:

@@ -147,7 +147,10 @@ def main() -> int:
     arguments = parser.parse_args()
     settings = read_coordinator_settings(arguments.federation)
     try:
-        found = outgoing(Archive(resolve(arguments.archive)), settings, arguments.facility, arguments.round)
+        if read_manifest(arguments.model).kind != "model":  # of a comparison
+            found = Outgoing(path=arguments.model, encoding="full")
+        else:
+            found = outgoing(Archive(resolve(arguments.archive)), settings, arguments.facility, arguments.round)
     except (CrossFedError, OSError) as error:  # a step that fails inside the loop would hang the engine
         found = Outgoing(path=arguments.model, encoding="full", reason=f"the archive cannot be read: {error}")
     source = arguments.model if found.encoding == "full" else found.path

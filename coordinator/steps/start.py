@@ -13,6 +13,7 @@ from coordinator.archive.best import best_round
 from coordinator.archive.rounds import Archive, RoundFile
 from coordinator.archive.sweep import sweep_round
 from coordinator.asynchronous.buffer import FOLDER, meeting_of
+from coordinator.comparison.phases import following as to_compare
 from coordinator.config.settings import CoordinatorSettings, read_coordinator_settings
 from coordinator.events.event import emit, failures_of
 from coordinator.events.outputs import write_outputs
@@ -61,8 +62,10 @@ def start(archive: Archive, model: Path, settings: CoordinatorSettings) -> tuple
         interrupted = before.get("round") == following
         archive.write_note(UNDER_WAY, {"round": following, "since": time.time(), "whole": not interrupted})
         return current, following, True
-    evaluate = settings.final_evaluation and archive.read_note("evaluation").get("after_round") != following - 1
-    return current, settings.rounds, evaluate
+    if settings.final_evaluation and archive.read_note("evaluation").get("after_round") != done[-1]:
+        return current, settings.rounds, True
+    sent = to_compare(archive, settings)
+    return (current, settings.rounds, False) if sent is None else (sent, settings.rounds, True)
 
 
 def goes_on(archive: Archive, settings: CoordinatorSettings, history: Sequence[RoundFile]) -> bool:

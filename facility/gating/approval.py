@@ -73,6 +73,8 @@ def approve(session: Session, request: Request) -> Approved:
     check_module(session, module)
     check_model(session, order, settings)
     dataset = check_dataset(session, request["dataset"])
+    if held_out := settings.evaluation.held_out:
+        check_dataset(session, held_out)
     if (sha256_of(settings_file), sha256_of(model / NAME)) != before:
         raise Refused("the order or the settings were exchanged while they were read")
     with changed(session.ledger) as (ledger, _):

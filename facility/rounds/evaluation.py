@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -13,8 +14,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from facility.exchange.errors import TryAgain
-from facility.exchange.messages.evaluation import EvaluationSettings, Score
+from facility.exchange.errors import CrossFedError, TryAgain
+from facility.exchange.files.paths import resolve
+from facility.exchange.messages.comparison import folders_of, with_tasks
+from facility.exchange.messages.evaluation import EvaluationSettings, Score, with_scores
+from facility.exchange.messages.manifest import read_manifest
+from facility.exchange.messages.settings import FacilitySettings
+from facility.rounds.alone import is_adapter
 
 OFFLINE = {
     "HF_HUB_OFFLINE": "1",
@@ -71,6 +77,47 @@ def evaluate(
         if code or not files:
             raise TryAgain(f"lm-eval ended with code {code}: {' / '.join(said[-3:]) or 'it said nothing'}")
         return scores_in(json.loads(files[-1].read_text())["results"])
+
+
+def tell_scores(model: Path, out: Path, settings: FacilitySettings, *, dataset: Path) -> None:
+    """Evaluate the received model on tasks; an evaluation that fails is reported and costs no update."""
+    try:
+        scores = evaluate(
+            model, settings.evaluation, dataset=dataset, base=base_below(settings), device=settings.training.device
+        )
+        with_scores(out, scores)
+    except (CrossFedError, OSError, ValueError, KeyError) as error:
+        print(f"round: the evaluation on tasks failed: {error}", file=sys.stderr)
+        with_scores(out, [], problem=str(error))
+
+
+def tell_scores_of_models(models: Path, out: Path, settings: FacilitySettings, *, dataset: Path) -> None:
+    """The same of every model in a directory of models; one that fails has no scores."""
+    found: list[dict[str, Any]] = []
+    for folder in folders_of(read_manifest(models)) if settings.evaluation.tasks else []:
+        if is_adapter(models / folder) and not settings.training.lora.base:
+            print(f"round: {folder} holds adapters alone, and lora.base names no model for lm-eval", file=sys.stderr)
+            continue
+        try:
+            scores = evaluate(
+                models / folder,
+                settings.evaluation,
+                dataset=dataset,
+                base=base_below(settings),
+                device=settings.training.device,
+            )
+        except (CrossFedError, OSError, ValueError, KeyError) as error:
+            print(f"round: the evaluation of {folder} on tasks failed: {error}", file=sys.stderr)
+            continue
+        found += [{"model": folder} | dataclasses.asdict(one) for one in scores]
+    if found:
+        with_tasks(out, found)
+
+
+def base_below(settings: FacilitySettings) -> str:
+    """The model below adapters that travel alone, or ''."""
+    lora = settings.training.lora
+    return str(resolve(lora.base)) if lora.rank and lora.base else ""
 
 
 def scores_in(results: Mapping[str, Mapping[str, Any]]) -> list[Score]:

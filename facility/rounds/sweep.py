@@ -11,14 +11,16 @@ import shutil
 from pathlib import Path
 
 from facility.exchange.files.sweep import sweep_engine_directories
-from facility.exchange.messages.manifest import manifest_if_any
+from facility.exchange.messages.comparison import MODELS
+from facility.exchange.messages.manifest import Manifest, manifest_if_any
 from facility.exchange.messages.settings import FacilitySettings
 from facility.rounds.kept import by_round
 
 
-def sweep(job_directory: Path, settings: FacilitySettings, round: int) -> list[Path]:
+def sweep(job_directory: Path, settings: FacilitySettings, round: int, received: Manifest | None = None) -> list[Path]:
     """Remove this federation's models and this facility's updates of rounds before `round` beside `job_directory`.
 
+    Directories of several models have the number of the final evaluation; those that are not the one `received` go.
     Another facility may share that directory. Where facilities do not wait for one another it may be behind: so many
     rounds longer models stay. Returns what was removed.
     """
@@ -27,6 +29,8 @@ def sweep(job_directory: Path, settings: FacilitySettings, round: int) -> list[P
         if (manifest := manifest_if_any(directory)) is None:
             return False
         to_everybody = manifest.kind == "model" and manifest.facility is None
+        if manifest.kind == MODELS and received is not None and manifest.federation == settings.federation:
+            return manifest.content_sha256 != received.content_sha256
         mine = to_everybody or manifest.facility == settings.facility
         behind = settings.behind if manifest.kind == "model" else 0
         return mine and manifest.federation == settings.federation and manifest.round < round - behind

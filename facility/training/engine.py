@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -205,3 +206,21 @@ class Engine:
             everywhere=True,
         )
         return total / count if count else math.nan
+
+    @torch.no_grad()
+    def evaluate_blocks(self, batches: Iterable[tuple[int, Batch]], blocks: int) -> tuple[np.ndarray, np.ndarray]:
+        """Summed loss and predictions of each of so many blocks, from batches of one block each; alike on each rank."""
+        for module in self.compute.modules:
+            module.eval()
+        found = torch.zeros(2, blocks, dtype=torch.float64, device=self.ranks.device)
+        with self.clock.stopped():
+            for number, batch in batches:
+                loss = self.compute.loss(batch).double()
+                if number < blocks:
+                    found[0, number] += loss if self.compute.tells_loss else 0.0
+                    found[1, number] += batch.predictions if self.counts else 0
+        drop_gathered(self.compute.modules)
+        if self.ranks.world > 1:
+            dist.all_reduce(found, group=self.ranks.group)
+        losses, predictions = found.cpu().numpy()
+        return losses, predictions.astype(np.int64)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from facility.exchange.checkpoints.adapters import PREFIX
+from facility.exchange.checkpoints.checkpoint import Checkpoint
 from facility.training import lora, memory
 from facility.training.data.inputs import RoundInputs
 from facility.training.data.loader import DataLoader
@@ -18,7 +19,7 @@ from facility.training.head import HeadChoice, choose_head
 from facility.training.monitor.clock import Clock
 from facility.training.parallel import arrange
 from facility.training.parallel.arrange import Layout
-from facility.training.parallel.assemble import assemble, build_meta_model
+from facility.training.parallel.assemble import Assembly, assemble, build_meta_model
 from facility.training.parallel.split import ModelStructure, inspect_model
 from facility.training.processes.ranks import Ranks, from_environment, together
 from facility.training.processes.rendezvous import start
@@ -98,14 +99,21 @@ def build_engine(request: RoundRequest, inputs: RoundInputs, setup: Setup, ranks
         skeleton = build_meta_model(inputs.config, inputs.task, inputs.attention, training)
         needed = memory.predicted_bytes(skeleton, structure, layout, ranks, training, inputs.config, setup.head.rows)
         memory.check(needed, ranks, training)
-    checkpoint, rows = inputs.checkpoint, setup.head.rows
-    held = assemble(skeleton, inputs.task, checkpoint, layout, ranks, training, clock, structure, rows)
+    rows = setup.head.rows
+    held = assemble(skeleton, inputs.task, inputs.checkpoint, layout, ranks, training, clock, structure, rows)
     with together(ranks):
-        names = held.names
-        weights = [part for part in held.parts if not part.name.startswith(PREFIX)]
-        load_shards([*weights, *held.buffers], checkpoint, names.conversion)
-        if training.lora.rank:
-            seed, received = request.settings.seed, inputs.received
-            begun = lora.load_adapters(held.parts, received, checkpoint, names.saved, seed, names.conversion)
-            log.info("%s", begun)
+        load_weights(held, inputs, inputs.received, request.settings.seed)
     return Engine(held, layout, ranks, training, clock)
+
+
+def load_weights(held: Assembly, inputs: RoundInputs, received: Checkpoint, seed: int) -> None:
+    """Fill what this rank holds from the model `received`; frozen weights below adapters from the base.
+
+    Raises `CheckpointError`.
+    """
+    names, adapters = held.names, any(part.name.startswith(PREFIX) for part in held.parts)
+    weights = [part for part in held.parts if not part.name.startswith(PREFIX)]
+    base = received if not adapters and inputs.checkpoint is inputs.received else inputs.checkpoint
+    load_shards([*weights, *held.buffers], base, names.conversion)
+    if adapters:
+        log.info("%s", lora.load_adapters(held.parts, received, base, names.saved, seed, names.conversion))

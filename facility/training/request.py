@@ -8,6 +8,8 @@ from functools import cached_property
 from pathlib import Path
 
 from facility.exchange.files.paths import resolve
+from facility.exchange.messages.comparison import GLOBAL, MODELS
+from facility.exchange.messages.manifest import manifest_if_any
 from facility.exchange.messages.plan import Plan, read_plan
 from facility.exchange.messages.settings import FacilitySettings, TrainingSettings, read_facility_settings
 from facility.rounds.kept import default_directory
@@ -39,6 +41,8 @@ class RoundRequest:
     """Log each step, not one a second at most."""
     began: float
     """Start of the process (time.perf_counter), seconds."""
+    bundle: Path | None = None
+    """A directory of several models to compare, of which `model` is the global one."""
 
     @property
     def name(self) -> str:
@@ -72,10 +76,12 @@ def read_request(arguments: argparse.Namespace, began: float) -> RoundRequest:
     settings = read_facility_settings(arguments.settings)
     planned = settings.training.layout.plan
     plan = arguments.plan or (resolve(planned) if planned else None)
+    told = manifest_if_any(arguments.model)
+    bundle = arguments.model if told is not None and told.kind == MODELS else None
     return RoundRequest(
         settings=settings,
         round=arguments.round,
-        model=arguments.model,
+        model=arguments.model / GLOBAL if bundle else arguments.model,
         dataset=arguments.dataset,
         out=arguments.out,
         job_directory=arguments.job_directory or arguments.out.absolute().parent,
@@ -85,4 +91,5 @@ def read_request(arguments: argparse.Namespace, began: float) -> RoundRequest:
         asked_steps=arguments.steps,
         every_step=arguments.progress,
         began=began,
+        bundle=bundle,
     )

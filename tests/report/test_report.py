@@ -16,6 +16,7 @@ from coordinator.report.charts import log_ticks, ticks
 from coordinator.report.data import gather, redacted
 from coordinator.report.timeline import KINDS, segments, totals
 from coordinator.report.write import FORMATS, write_report
+from tests.comparison.made import add_comparison
 from tests.report.made import made_archive
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium-headless-shell", "chromium", "google-chrome"))), None)
@@ -65,13 +66,21 @@ def test_a_run_that_was_killed_loses_the_job_under_way_and_a_login_that_was_refu
 
 
 @pytest.mark.parametrize(
-    ("facilities", "rounds", "events", "half"),
-    [(2, 3, True, False), (8, 3, True, True), (64, 10, True, False), (2, 2, False, False), (3, 0, True, True)],
+    ("facilities", "rounds", "events", "half", "compared"),
+    [
+        (2, 3, True, False, True),
+        (8, 3, True, True, True),
+        (64, 10, True, False, True),
+        (2, 2, False, False, False),
+        (3, 0, True, True, False),
+    ],
 )
 def test_every_kind_of_federation_has_a_page_of_its_own(
-    facilities: int, rounds: int, events: bool, half: bool, tmp_path: Path
+    facilities: int, rounds: int, events: bool, half: bool, compared: bool, tmp_path: Path
 ):
     archive = made_archive(tmp_path / "a", facilities=facilities, rounds=rounds, events=events, half=half)
+    if compared:
+        add_comparison(archive, [f"facility-{number:02d}" for number in range(facilities)], absent="facility-01")
     data = data_of(archive, rounds)
     for kind in FORMATS:
         path = write_report(data, tmp_path / f"report.{kind}", kind)
@@ -80,6 +89,7 @@ def test_every_kind_of_federation_has_a_page_of_its_own(
     assert not re.search(r"(src|href)=\"?(https?:)?//|<script|url\(|@import", page)
     assert "<script>alert(1)" not in page and "prefers-color-scheme: dark" in page and "width=device-width" in page
     assert page.count("<svg") >= (1 if events or rounds else 0)
+    assert ("nobody trained on" in page) == compared == ("bootstrap" in (tmp_path / "report.md").read_text())
     assert json.loads((tmp_path / "report.json").read_text()) == json.loads(json.dumps(data))
     if BROWSER is None:
         pytest.skip("no Chromium is installed to open the page with")

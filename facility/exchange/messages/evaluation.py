@@ -50,6 +50,14 @@ class EvaluationSettings:
         return bool(self.tasks) and (round >= rounds or round % self.every == 0)
 
 
+@validated(frozen=True, kw_only=True)
+class FacilityEvaluation(EvaluationSettings):
+    """The same as one facility's settings hold it."""
+
+    held_out: Line = ""
+    """Prepared dataset at the facility that no facility trains on; empty: none."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Score:
     """One figure of one task."""

@@ -16,6 +16,7 @@ from pathlib import Path
 from facility.exchange.errors import ManifestError
 from facility.exchange.files.audit_log import HEAD
 from facility.exchange.files.durable import write_json
+from facility.exchange.messages.comparison import SENT
 from facility.exchange.messages.manifest import NAME, SIGNATURE, Manifest, read_manifest, run_of, sha256_of
 from facility.exchange.messages.signatures import sign, verify
 
@@ -44,7 +45,7 @@ def verify_order(
     """
     verify(model, federation, allowed_signers)
     manifest = read_manifest(model)
-    if manifest.kind != "model" or manifest.federation != federation:
+    if manifest.kind not in SENT or manifest.federation != federation:
         raise ManifestError(
             f"what was signed is a {manifest.kind} of {manifest.federation!r}, expected a model of ours"
         )

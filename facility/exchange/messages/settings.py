@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from facility.exchange.delta_codecs import CODECS, Encoding
 from facility.exchange.errors import ConfigurationError
-from facility.exchange.messages.evaluation import EvaluationSettings
+from facility.exchange.messages.evaluation import FacilityEvaluation
 from facility.exchange.messages.layout import LayoutSettings, LimitSettings, LoraSettings
 from facility.exchange.messages.masking import MaskingSettings
 from facility.exchange.messages.optimizers import OPTIMIZERS
@@ -150,8 +150,8 @@ class FacilitySettings:
     """Glob patterns of the tensors that are federated (`aggregation.include`); none: all."""
     exclude: list[Pattern] = field(default_factory=list)
     """Glob patterns of the tensors that are not: they stay personal to this facility and never travel."""
-    evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
-    """Tasks to evaluate the received model on."""
+    evaluation: FacilityEvaluation = field(default_factory=FacilityEvaluation)
+    """Tasks to evaluate the received model on, and data that nobody trains on."""
     dataset_card: bool = False
     """Tell counts and digests of the dataset with every update, so that they can be published."""
     model_encoding: Encoding = "full"

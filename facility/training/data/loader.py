@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -86,6 +87,7 @@ class DataLoader:
                 "both need at least one: prepare more text or shorter blocks"
             )
         self.order = SampleOrder(sequences=sequences, seed=seed, facility=facility)
+        self.evaluation_sequences = evaluation_sequences
         self.evaluated = min(validation, evaluation_sequences or validation)
 
     def _batch(self, split: str, indices: Sequence[int] | np.ndarray, seeds: list[int]) -> Batch:
@@ -125,3 +127,18 @@ class DataLoader:
         for begin in range(0, self.evaluated, micro * ranks):
             mine = range(begin + rank * micro, min(self.evaluated, begin + (rank + 1) * micro))
             yield self._batch("validation", list(mine), [derive(self.seed, "validation", i) for i in mine])
+
+    def blocks(self) -> Iterator[tuple[int, Batch]]:
+        """The same one block at a time, with its number; a number past the last comes with an empty batch."""
+        rank, ranks = self.evaluates
+        for begin in range(0, self.evaluated, ranks):
+            mine = [number for number in [begin + rank] if number < self.evaluated]
+            yield begin + rank, self._batch("validation", mine, [derive(self.seed, "validation", i) for i in mine])
+
+    def over(self, dataset: PreparedDataset) -> DataLoader:
+        """The same share of the validation split of another dataset."""
+        other = copy.copy(self)
+        other.dataset = dataset
+        blocks = len(dataset.split("validation"))
+        other.evaluated = min(blocks, self.evaluation_sequences or blocks)
+        return other

@@ -125,8 +125,9 @@ def write_evaluation(
     loss: float,
     load: float,
     evaluate: float,
+    add: Callable[[Path], None] = lambda directory: None,
 ) -> None:
-    """Leave the final model's loss here as an update without weights."""
+    """Leave the final model's loss here as an update without weights. `add`: completes its manifest."""
     peak = max(gather(ranks, account.peak_memory_bytes(ranks)))
     if ranks.first:
         with new_directory(out) as temporary:
@@ -161,6 +162,7 @@ def write_evaluation(
                     base_sha256=base.content_sha256 if base else None,
                 ),
             )
+            add(temporary)
     barrier(ranks)
 
 

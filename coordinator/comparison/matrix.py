@@ -1,0 +1,126 @@
+"""The matrix of data and models as the report shows it, from what the facilities found."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from coordinator.archive.rounds import Archive
+from coordinator.archive.summary import shown
+from coordinator.comparison.account import Account, read_account
+from coordinator.comparison.models import ALONE_OF, UPDATE_OF
+from facility.exchange.messages.comparison import GLOBAL, INITIAL, METHOD, Interval, perplexities
+
+TITLES = {INITIAL: "initial", GLOBAL: "global"}
+Row = dict[str, Any]
+
+
+def title(folder: str) -> str:
+    """What a reader calls a model."""
+    if folder in TITLES:
+        return TITLES[folder]
+    prefix = next(prefix for prefix in (UPDATE_OF, ALONE_OF) if folder.startswith(prefix))
+    name = folder.removeprefix(prefix)
+    return f"{name}'s update" if prefix == UPDATE_OF else f"{name} alone"
+
+
+def matrix(archive: Archive, settings: Mapping[str, Any], names: Sequence[str]) -> Row:
+    """The matrix, or {} before a facility has found anything. `settings`: of the report."""
+    account = read_account(archive) if archive.path.is_dir() else None
+    if account is None or not any(account.figures.values()):
+        return {}
+    held_out = _held_out_name(settings)
+    cells = [
+        cell
+        for name in names
+        for one in account.figures.get(name, [])
+        if (cell := _cell(name, one, held_out)) is not None
+    ]
+    order = [INITIAL, GLOBAL, *(f"{prefix}{name}" for prefix in (UPDATE_OF, ALONE_OF) for name in names)]
+    models = [title(folder) for folder in order if any(one["model"] == title(folder) for one in cells)]
+    data = list(dict.fromkeys(one["data"] for one in sorted(cells, key=lambda one: one["held_out"])))
+    return {
+        "data": data,
+        "models": models,
+        "cells": cells,
+        "tasks": [
+            {"facility": name, **one, "model": title(one["model"])}
+            for name in names
+            for one in account.tasks.get(name, [])
+        ],
+        "verdicts": [line for name in names for line in _verdicts(name, account.figures.get(name, []), held_out)],
+        "gaps": {name: shown(reason) for name, reason in account.gaps.items()},
+        "alone": _alone(account),
+        "complete": account.over,
+        "method": METHOD,
+        "caption": "Perplexity on each facility's validation data (rows) of the initial model, every facility's own "
+        "last update, models trained alone for as many tokens, and the global model; darker is better within a row. "
+        f"In brackets: {METHOD}.",
+    }
+
+
+def _held_out_name(settings: Mapping[str, Any]) -> str:
+    plan = settings.get("evaluation") or {}
+    told = plan.get("held_out") or {}
+    return str((settings.get("comparison") or {}).get("held_out_name") or told.get("name") or "held-out data")
+
+
+def _data(name: str, figure: Row, held_out: str) -> str:
+    return held_out if figure["held_out"] else name
+
+
+def _interval(raw: Mapping[str, float]) -> Interval:
+    return Interval(value=raw["value"], low=raw["low"], high=raw["high"])
+
+
+def _cell(name: str, figure: Row, held_out: str) -> Row | None:
+    found = perplexities(_interval(figure["loss"]))
+    if found is None:
+        return None
+    against = {title(folder): [one["value"], one["low"], one["high"]] for folder, one in figure["against"].items()}
+    return {
+        "data": _data(name, figure, held_out),
+        "facility": name,
+        "held_out": figure["held_out"],
+        "model": title(figure["model"]),
+        "perplexity": found[0],
+        "interval": [found[1], found[2]],
+        "blocks": figure["blocks"],
+        "predictions": figure["predictions"],
+        "loss_less": against,
+    }
+
+
+def _verdicts(name: str, figures: Sequence[Row], held_out: str) -> list[str]:
+    """In sentences: the global model against this facility's own ones, and what was forgotten."""
+    own = {one["model"]: one for one in figures if not one["held_out"]}
+    lines = []
+    for folder, what in ((f"{UPDATE_OF}{name}", "its own last update"), (f"{ALONE_OF}{name}", "training alone")):
+        if (one := own.get(folder)) is not None and (less := one["against"].get(GLOBAL)) is not None:
+            lines.append(f"{name}: on its data the global model is {_compared(_negated(less), what)}.")
+    for one in figures:
+        if one["held_out"] and one["model"] == GLOBAL and (less := one["against"].get(INITIAL)) is not None:
+            lines.append(
+                f"{held_out}, which nobody trained on: the global model is {_compared(less, 'the initial one')}."
+            )
+    return lines
+
+
+def _negated(less: Mapping[str, float]) -> dict[str, float]:
+    return {"value": -less["value"], "low": -less["high"], "high": -less["low"]}
+
+
+def _compared(less: Mapping[str, float], what: str) -> str:
+    """A difference of losses to the model `what`, in words and in nats per token."""
+    ends = f"[{less['low']:+.4f}, {less['high']:+.4f}]"
+    if less["low"] <= 0 <= less["high"]:
+        return f"not told apart from {what}: {less['value']:+.4f} nats per token {ends}"
+    words = "worse" if less["low"] > 0 else "better"
+    return f"{words} than {what}: {less['value']:+.4f} nats per token {ends}"
+
+
+def _alone(account: Account) -> dict[str, Row]:
+    return {
+        name: {"rounds": one.rounds, "of": one.of, "tokens": one.tokens, "reason": shown(one.reason)}
+        for name, one in account.alone.items()
+    }

@@ -1,0 +1,116 @@
+"""The models that are compared, in the archive's `comparison/`: each facility's last update, and those trained alone.
+
+comparison/update.NAME/    its own last update that counted, whole
+comparison/alone.NAME/     what it made of the initial model on its own, for as many rounds
+comparison/sent/           what the facilities are sent next
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+from coordinator.archive.rounds import Archive
+from coordinator.config.settings import CoordinatorSettings
+from facility.exchange.files.durable import new_directory
+from facility.exchange.files.links import link_tree
+from facility.exchange.messages.comparison import ALONE, FOLDERS, GLOBAL, INITIAL, MODELS, ROUNDS
+from facility.exchange.messages.manifest import (
+    NAME,
+    RUN,
+    SIGNATURE,
+    Manifest,
+    read_manifest,
+    run_of,
+    write_manifest,
+)
+
+PLACE, UPDATE_OF, ALONE_OF = "comparison", "update.", "alone."
+SENT = "sent"
+
+
+def place(archive: Archive) -> Path:
+    return archive.path / PLACE
+
+
+def keep(archive: Archive, prefix: str, updates: Mapping[str, Path]) -> None:
+    """Keep each facility's update in place of the one before; the files are shared, not copied, where that can be."""
+    for name, update in updates.items():
+        target = place(archive) / f"{prefix}{name}"
+        target.parent.mkdir(exist_ok=True)
+        fresh = target.with_name(f".{target.name}.new")
+        for path in (fresh, target):
+            shutil.rmtree(path, ignore_errors=True)
+        link_tree(update, fresh)
+        fresh.rename(target)
+
+
+def keep_updates(
+    archive: Archive, settings: CoordinatorSettings, updates: Mapping[str, Path], left_out: Collection[str]
+) -> None:
+    """Keep the updates of a round that count, where they will be compared."""
+    if settings.comparison is not None and settings.comparison.updates:
+        keep(archive, UPDATE_OF, {name: path for name, path in updates.items() if name not in left_out})
+
+
+def drop(archive: Archive) -> None:
+    """Forget the models that were compared: only the global and the initial one outlive the comparison."""
+    shutil.rmtree(place(archive), ignore_errors=True)
+
+
+def compared(archive: Archive, settings: CoordinatorSettings) -> list[str]:
+    """Folders of all models that there are to compare, in order: global and initial first, then by facility."""
+    kept = [f"{prefix}{name}" for prefix in (UPDATE_OF, ALONE_OF) for name in settings.facilities]
+    wanted = settings.comparison is not None and settings.comparison.updates
+    return [GLOBAL, INITIAL, *(name for name in kept if wanted and (place(archive) / name / NAME).is_file())]
+
+
+def batches(folders: Sequence[str], most: int) -> list[list[str]]:
+    """Folders that are sent together; the global model is in each, since the ranks are built for it."""
+    rest = [name for name in folders if name != GLOBAL]
+    step = max(1, most - 1)
+    return [[GLOBAL, *rest[at : at + step]] for at in range(0, len(rest), step)]
+
+
+def make_batch(archive: Archive, settings: CoordinatorSettings, folders: Sequence[str]) -> Path:
+    """A directory of models, ready to be sent."""
+    final = archive.model_for(len(archive.rounds()))
+    sources = {GLOBAL: final, INITIAL: archive.model_for(0)}
+    target = place(archive) / SENT
+    shutil.rmtree(target, ignore_errors=True)
+    with new_directory(target) as temporary:
+        for name in folders:
+            link_tree(sources.get(name, place(archive) / name), temporary / name)
+            (temporary / name / SIGNATURE).unlink(missing_ok=True)
+        write_manifest(temporary, _manifest(archive, settings, MODELS, {FOLDERS: list(folders)}))
+    return target
+
+
+def make_order(archive: Archive, settings: CoordinatorSettings, rounds: Mapping[str, int], *, whole: bool) -> Path:
+    """The order to train alone for one more round; with the initial model if `whole`."""
+    target = place(archive) / SENT
+    shutil.rmtree(target, ignore_errors=True)
+    with new_directory(target) as temporary:
+        if whole:
+            initial = target.with_name(".initial")
+            shutil.rmtree(initial, ignore_errors=True)
+            link_tree(archive.model_for(0), initial)
+            for path in initial.iterdir():
+                if path.name not in (NAME, SIGNATURE):
+                    path.rename(temporary / path.name)
+            shutil.rmtree(initial)
+        manifest = _manifest(archive, settings, ALONE, {ROUNDS: dict(rounds)})
+        if whole:
+            told = read_manifest(archive.model_for(0))
+            manifest = dataclasses.replace(manifest, dtypes=told.dtypes, parameters=told.parameters)
+        write_manifest(temporary, manifest)
+    return target
+
+
+def _manifest(archive: Archive, settings: CoordinatorSettings, kind: str, extra: dict[str, object]) -> Manifest:
+    run = run_of(read_manifest(archive.model_for(len(archive.rounds()))))
+    return Manifest(
+        kind=kind, federation=settings.federation, round=settings.rounds, extra={RUN: run} | extra if run else extra
+    )

@@ -1,0 +1,178 @@
+"""What follows the last round, in the workflow's own loop: training alone, then the models in batches.
+
+Each pass of the loop asks all facilities once, by a directory whose manifest says for what. How far it is lies in the
+archive, so that the command that starts a federation goes on here as well.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from coordinator.archive.rounds import Archive
+from coordinator.comparison.account import Account, OwnTraining, read_account, write_account
+from coordinator.comparison.models import ALONE_OF, batches, compared, drop, keep, make_batch, make_order
+from coordinator.config.settings import CoordinatorSettings
+from coordinator.events.event import emit
+from facility.exchange.errors import ManifestError
+from facility.exchange.messages.comparison import (
+    ALONE,
+    MODELS,
+    alone_of,
+    figures_of,
+    folders_of,
+    rounds_alone,
+    tasks_of,
+)
+from facility.exchange.messages.manifest import Manifest, read_manifest
+from facility.exchange.messages.report import Failure
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answers:
+    """What the facilities answered in one pass."""
+
+    updates: Mapping[str, Path]
+    failures: Mapping[str, Failure]
+    rows: Sequence[dict[str, Any]]
+    """A row for each facility, as of a round."""
+
+
+def following(archive: Archive, settings: CoordinatorSettings) -> Path | None:
+    """The directory to send next; None where nothing is to be compared, or all is done."""
+    wanted, rounds = settings.comparison, len(archive.rounds())
+    if wanted is None or not rounds:
+        return None
+    account = read_account(archive)
+    if account is None:
+        account = Account(after_round=rounds - 1)
+        write_account(archive, account)
+    if account.over:
+        drop(archive)
+        return None
+    if wanted.alone and not account.alone_over:
+        if not account.alone:
+            account = dataclasses.replace(account, alone=_rounds_that_counted(archive, settings))
+            write_account(archive, account)
+        under_way = _under_way(account, settings)
+        if under_way:
+            emit("comparing", round=settings.rounds, what=ALONE)
+            whole = any(not one.rounds or one.failed for one in under_way.values())
+            return make_order(archive, settings, {name: one.of for name, one in account.alone.items()}, whole=whole)
+    planned = batches(compared(archive, settings), wanted.models_per_job)
+    emit("comparing", round=settings.rounds, what=MODELS)
+    return make_batch(archive, settings, planned[account.batch])
+
+
+def take(archive: Archive, settings: CoordinatorSettings, sent: Path, answers: Answers) -> None:
+    """Note what the facilities answered to the directory `sent`."""
+    account = read_account(archive)
+    assert account is not None, "`following` wrote it"
+    rows = [*account.rows, *({**row, "purpose": read_manifest(sent).kind} for row in answers.rows)]
+    account = dataclasses.replace(account, rows=rows)
+    if read_manifest(sent).kind == ALONE:
+        account, text = _take_alone(archive, settings, account, answers)
+    else:
+        account, text = _take_figures(archive, settings, account, folders_of(read_manifest(sent)), answers)
+    write_account(archive, account)
+    print(text)
+    emit("compared", round=settings.rounds, text=text)
+
+
+def _rounds_that_counted(archive: Archive, settings: CoordinatorSettings) -> dict[str, OwnTraining]:
+    history = archive.history()
+    counts = {
+        name: sum(row.facility == name and row.status == "ok" for entry in history for row in entry.facilities)
+        for name in settings.facilities
+    }
+    return {name: OwnTraining(of=count) for name, count in counts.items()}
+
+
+def _under_way(account: Account, settings: CoordinatorSettings) -> dict[str, OwnTraining]:
+    """Facilities that are not done and have not failed too often."""
+    return {
+        name: one
+        for name, one in account.alone.items()
+        if not one.done and one.failed <= settings.retries and one.asked <= settings.come_backs
+    }
+
+
+def _take_alone(
+    archive: Archive, settings: CoordinatorSettings, account: Account, answers: Answers
+) -> tuple[Account, str]:
+    alone = dict(account.alone)
+    for name, update in answers.updates.items():
+        told = alone_of(read_manifest(update))
+        alone[name] = dataclasses.replace(alone[name], rounds=told.rounds, tokens=told.tokens, failed=0, reason="")
+        if told.rounds == alone[name].of:
+            keep(archive, ALONE_OF, {name: update})
+    for name, failure in answers.failures.items():
+        before = alone.get(name)
+        if before is None or before.done:
+            continue
+        counted = {"asked": before.asked + 1} if failure.again else {"failed": before.failed + 1}
+        alone[name] = dataclasses.replace(before, reason=failure.reason, **counted)
+    account = dataclasses.replace(account, alone=alone)
+    left = _under_way(account, settings)
+    if not left:
+        gaps = {
+            name: f"trained alone {one.rounds} of {one.of} rounds: {one.reason}"
+            for name, one in alone.items()
+            if not one.done
+        }
+        account = dataclasses.replace(account, alone_over=True, gaps=account.gaps | gaps)
+    done = ", ".join(f"{name} {one.rounds} of {one.of}" for name, one in alone.items())
+    return account, f"training alone, rounds done: {done}"
+
+
+def _take_figures(
+    archive: Archive, settings: CoordinatorSettings, account: Account, folders: Sequence[str], answers: Answers
+) -> tuple[Account, str]:
+    figures, tasks, gaps = dict(account.figures), dict(account.tasks), dict(account.gaps)
+    for name, update in answers.updates.items():
+        manifest = read_manifest(update)
+        found = [dataclasses.asdict(one) for one in figures_of(manifest, folders)]
+        figures[name] = _renewed(figures.get(name, []), found)
+        tasks[name] = _renewed(tasks.get(name, []), tasks_of(manifest, folders))
+    for name, failure in answers.failures.items():
+        gaps[name] = f"not evaluated there: {', '.join(folders)}: {failure.reason}"
+    tries = account.tries + 1
+    failed = {name for name, one in answers.failures.items() if one.kind != "late"}
+    again = bool(failed) and tries <= settings.retries
+    if again:
+        gaps = {name: reason for name, reason in gaps.items() if name not in failed}
+    assert settings.comparison is not None
+    count = len(batches(compared(archive, settings), settings.comparison.models_per_job))
+    batch = account.batch + (not again)
+    account = dataclasses.replace(
+        account,
+        figures=figures,
+        tasks=tasks,
+        gaps=gaps,
+        batch=batch,
+        tries=tries if again else 0,
+        over=batch >= count,
+    )
+    places = f"{len(answers.updates)} of {len(settings.facilities)} facilities"
+    return account, f"{len(folders)} models evaluated at {places} (part {account.batch} of {count})"
+
+
+def _renewed(before: Sequence[dict[str, Any]], found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Figures of earlier batches and of this one; what was evaluated twice counts as found last."""
+    new = {one["model"] for one in found}
+    return [*(one for one in before if one["model"] not in new), *found]
+
+
+def checked(told: Manifest, sent: Manifest, facility: str) -> bool:
+    """Whether the answer `told` to what was `sent` brings weights. Raises `ManifestError` where it cannot be one."""
+    if sent.kind != ALONE:
+        figures_of(told, folders_of(sent))
+        tasks_of(told, folders_of(sent))
+        return False
+    alone, wanted = alone_of(told), rounds_alone(sent, facility)
+    if alone.of != wanted:
+        raise ManifestError(f"it trained alone for {alone.of} rounds, expected {wanted}")
+    return alone.rounds == alone.of

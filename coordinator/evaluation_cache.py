@@ -1,0 +1,80 @@
+"""The data sets that tasks of lm-eval read, fetched here for facilities without internet, and proved to suffice.
+
+    python -m coordinator.evaluation_cache TASK [TASK ...] [--include DIR]
+
+loads the tasks, which fetches their data into $HF_HOME. `crossfed bundle --eval` runs it twice: with the network, then
+without, so that a bundle that lacks something is noticed where it can be mended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from facility.exchange.errors import InputError, TryAgain, exit_on_error
+
+FOLDER = "evaluation"
+"""In a bundle: what `facility/setup.sh` adds to the facility's Hugging Face cache."""
+OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+LAST_LINES = 3
+
+Run = Callable[[Sequence[str], Mapping[str, str]], "subprocess.CompletedProcess[str]"]
+
+
+def fill(out: Path, tasks: Sequence[str], *, include: Path | None = None, run: Run | None = None) -> Path:
+    """Fetch what the tasks read into `out`/evaluation; returns that folder. `include`: folder with YAML files of tasks.
+
+    Raises `InputError` without lm-eval, `TryAgain` where the tasks cannot be loaded, with or without the network.
+    """
+    if run is None and importlib.util.find_spec("lm_eval") is None:
+        raise InputError("--eval needs lm-eval on this machine: pip install 'crossfed[eval]'")
+    place = (out / FOLDER).resolve()
+    place.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "coordinator.evaluation_cache", *tasks]
+    command += ["--include", str(include.resolve())] if include is not None else []
+    plain = {name: value for name, value in os.environ.items() if name not in (*OFFLINE, *CACHES)}
+    with_network = plain | {"HF_HOME": str(place)}
+    for environment, where in ((with_network, "with the network"), (with_network | OFFLINE, "without a network")):
+        done = (run or _run)(command, environment)
+        if done.returncode:
+            said = (done.stdout or "").strip().splitlines()[-LAST_LINES:]
+            raise TryAgain(f"the tasks {', '.join(tasks)} cannot be loaded {where}: {' / '.join(said) or 'no reason'}")
+    for lock in [*place.rglob("*.lock"), *place.rglob(".locks")]:
+        shutil.rmtree(lock) if lock.is_dir() else lock.unlink(missing_ok=True)
+    return place
+
+
+CACHES = ("HF_HUB_CACHE", "HF_DATASETS_CACHE", "HF_MODULES_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME")
+"""Variables that would name other folders than those in $HF_HOME."""
+
+
+def _run(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, env=dict(environment), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m coordinator.evaluation_cache", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("tasks", nargs="+", metavar="TASK", help="name of a task or group of lm-eval")
+    parser.add_argument("--include", type=Path, metavar="DIR", help="folder with YAML files of further tasks")
+    arguments = parser.parse_args()
+    from lm_eval.tasks import TaskManager, get_task_dict
+
+    manager = TaskManager(include_path=str(arguments.include) if arguments.include else None)
+    if unknown := [name for name in arguments.tasks if name not in manager.all_tasks]:
+        raise InputError(f"lm-eval knows no task {', '.join(unknown)}: `lm-eval ls tasks` lists them")
+    get_task_dict(arguments.tasks, manager)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(exit_on_error(main))

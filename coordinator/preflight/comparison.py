@@ -1,0 +1,37 @@
+"""What the comparison of models after the last round will cost a facility: jobs, node-hours, bytes and disk."""
+
+from __future__ import annotations
+
+from coordinator.comparison.models import batches
+from coordinator.config.deployments import Deployment
+from coordinator.config.federation import Facility, Federation
+from coordinator.preflight.estimates import ModelFigures
+from coordinator.preflight.row import Row, ok, size
+from coordinator.preflight.scheduler import wanted_hours, wanted_nodes
+from facility.exchange.messages.comparison import GLOBAL, INITIAL
+
+
+def check_comparison(
+    federation: Federation, facility: Facility, deployment: Deployment, model: ModelFigures | None, template: str
+) -> Row | None:
+    """None where no models are compared."""
+    wanted = federation.evaluation.comparison(masked=bool(federation.masks))
+    if wanted is None:
+        return None
+    each = (1 + wanted.alone) * len(federation.facilities) if wanted.updates else 0
+    sent = batches([GLOBAL, INITIAL, *map(str, range(each))], wanted.models_per_job)
+    alone = federation.rounds if wanted.alone else 0
+    jobs = alone + len(sent)
+    parts = [f"{len(sent)} of {each + 2} models"] + ([f"{alone} of training alone"] if alone else [])
+    found = f"{jobs} more jobs after the last round ({' and '.join(parts)})"
+    nodes, _ = wanted_nodes(deployment, template)
+    if hours := wanted_hours(deployment, template):
+        found += f", at most {jobs * nodes * hours:g} node-hours if each runs to its limit of {hours:g} h"
+    if alone:
+        found += "; a job alone takes as long as a round's"
+    if model is not None:
+        adapters = facility.training.lora.rank and facility.training.lora.base
+        if not adapters:
+            many, most = sum(map(len, sent)) + bool(alone), max(map(len, sent))
+            found += f"; {size(many * model.bytes)} sent there, {size(most * model.bytes)} of disk at once"
+    return ok(facility.name, "comparison", found)

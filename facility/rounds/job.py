@@ -1,0 +1,144 @@
+"""One call of `facility.round`, and starting the ranks that do its work."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+from facility.exchange.checkpoints.patterns import Patterns
+from facility.exchange.messages.comparison import ALONE, MODELS
+from facility.exchange.messages.manifest import read_manifest
+from facility.exchange.messages.settings import FacilitySettings
+from facility.exchange.messages.steps import steps_asked
+from facility.launch import launch, limits_from
+from facility.launching.notes import Notes
+from facility.launching.place import Tasks
+from facility.launching.supervise import Ending
+from facility.rounds.energy import Meter
+from facility.rounds.masked import unmasked_path
+from facility.rounds.models import Models, digest_of
+from facility.rounds.personal import Personal
+from facility.rounds.smaller import unsent
+
+GO, DONE, FAILED = "train", "done", "failed"
+"""What the first task tells the others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One call of this command."""
+
+    arguments: argparse.Namespace
+    settings: FacilitySettings
+    tasks: Tasks
+    notes: Notes
+    meter: Meter
+    state: Path
+    """What this facility keeps between rounds of this federation."""
+    dataset: Path
+
+    @property
+    def out(self) -> Path:
+        return self.arguments.out
+
+    @property
+    def round(self) -> int:
+        return self.arguments.round
+
+    @property
+    def masks(self) -> bool:
+        """Does the update leave masked?"""
+        return self.settings.masking is not None and self.round < self.settings.rounds
+
+    @property
+    def trained(self) -> Path:
+        """Where training leaves the update: with masks not in the job's own directory, which the coordinator reads."""
+        return unmasked_path(self.state, self.round) if self.masks else self.out
+
+    @property
+    def kind(self) -> str:
+        """What was received: a `model`, several `models` to compare, or the order to train `alone`."""
+        return read_manifest(self.arguments.model).kind
+
+    @property
+    def personal(self) -> Personal:
+        return Personal(self.state, Patterns(tuple(self.settings.include), tuple(self.settings.exclude)))
+
+    @property
+    def keeps_models(self) -> bool:
+        return self.settings.model_encoding != "full" and self.kind not in (MODELS, ALONE)
+
+    @property
+    def received(self) -> Path:
+        """The received model, whole."""
+        model = self.arguments.model
+        return Models(self.state).place(digest_of(read_manifest(model))) if self.keeps_models else model
+
+    @property
+    def model(self) -> Path:
+        """The model to train: as received, or with this facility's own tensors in it."""
+        own = self.personal
+        return own.model if own.any and own.latest(self.round) else self.received
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What `facility.train` is started for."""
+
+    model: Path
+    settings: Path
+    round: int
+    out: Path
+    state: Path
+    unsent: Path | None = None
+    """What earlier updates left out."""
+    steps: int | None = None
+    """Steps that the coordinator asks for; None: those of the settings."""
+
+
+def work_of_round(job: Job) -> Work:
+    """The round that the job was submitted for."""
+    a = job.arguments
+    ahead = unsent(job.state, a.round, job.settings.training, masked=job.settings.masking is not None)
+    trains = a.round < job.settings.rounds
+    return Work(
+        model=job.model,
+        settings=a.settings,
+        round=a.round,
+        out=job.trained,
+        state=job.state,
+        unsent=ahead if trains else None,
+        steps=steps_asked(read_manifest(a.model), job.settings.facility) if trains else None,
+    )
+
+
+def start_ranks(job: Job, work: Work) -> Ending:
+    """Start `facility.train`, or a module that keeps its contract, on this task's ranks and wait for their end."""
+    training = job.settings.training
+    options = {
+        "model": work.model,
+        "dataset": job.dataset,
+        "settings": work.settings,
+        "round": work.round,
+        "out": work.out,
+        "state": work.state,
+    }
+    command = ["-m", job.arguments.module or job.settings.trainer.module]
+    for name, value in options.items():
+        command += [f"--{name}", str(value)]
+    command.append("--progress")
+    if job.masks:
+        command += ["--job-directory", str(Path.cwd())]
+    if work.unsent is not None:
+        command += ["--unsent", str(work.unsent)]
+    if work.steps is not None:
+        command += ["--steps", str(work.steps)]
+    return launch(
+        command,
+        tasks=job.tasks,
+        ranks=training.ranks,
+        use_devices=training.device != "cpu",
+        limits=limits_from(job.arguments, job.tasks),
+        notes=job.notes,
+    )

@@ -1,0 +1,152 @@
+"""Several models on this facility's validation data, block by block: a round that takes no step.
+
+The ranks are laid out and the model is built once; each model's weights are then put into it. Losses of single blocks
+stay in the state directory, as what later models are compared with; figures with bootstrap intervals leave it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from facility.dataset import NAME, open_dataset
+from facility.exchange.checkpoints.checkpoint import open_checkpoint
+from facility.exchange.errors import ConfigurationError
+from facility.exchange.files.durable import write_json
+from facility.exchange.files.paths import resolve
+from facility.exchange.messages.comparison import GLOBAL, INITIAL, Figure, folders_of, with_figures
+from facility.exchange.messages.manifest import read_manifest, sha256_of
+from facility.exchange.perplexity import perplexity
+from facility.training.bootstrap import BlockLosses, difference, interval
+from facility.training.data.loader import DataLoader
+from facility.training.prepare import load_weights
+from facility.training.processes.ranks import together
+from facility.training.round import Round
+from facility.training.state.update import write_evaluation
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """One data set to evaluate on."""
+
+    loader: DataLoader
+    held_out: bool
+    digest: str
+    """Of the dataset's manifest, and of how many blocks of it are read."""
+
+
+def compare(round: Round) -> list[Figure]:
+    """Evaluate every model of the received directory; figures on the first rank."""
+    request = round.request
+    assert request.bundle is not None
+    told, sets = read_manifest(request.bundle), data_sets(round)
+    kept = KeptLosses(request.state / "comparison", read_manifest(request.bundle / GLOBAL).content_sha256)
+    figures = []
+    for folder in folders_of(told):
+        checkpoint = open_checkpoint(request.bundle / folder)
+        with together(round.ranks):
+            load_weights(round.engine.assembly, round.inputs, checkpoint, request.settings.seed)
+        for data in sets:
+            losses, predictions = round.engine.evaluate_blocks(data.loader.blocks(), data.loader.evaluated)
+            one = BlockLosses(losses=losses, predictions=predictions)
+            if not round.ranks.first:
+                continue
+            if folder in (GLOBAL, INITIAL):
+                kept.keep(data.digest, folder, one)
+            figures.append(figure(folder, data, one, kept.others(data.digest, folder)))
+            where = " on held-out data" if data.held_out else ""
+            log.info("%s%s: loss %.4f, perplexity %.2f", folder, where, one.mean, perplexity(one.mean))
+    return figures
+
+
+def figure(folder: str, data: Data, one: BlockLosses, others: dict[str, BlockLosses]) -> Figure:
+    """What leaves the facility of one model on one data set."""
+    alike = {name: other for name, other in others.items() if len(other.losses) == len(one.losses)}
+    return Figure(
+        model=folder,
+        held_out=data.held_out,
+        loss=interval(one),
+        blocks=len(one.losses),
+        predictions=int(one.predictions.sum()),
+        against={name: difference(one, other) for name, other in alike.items()},
+    )
+
+
+def data_sets(round: Round) -> list[Data]:
+    """The facility's own validation data, and the data that nobody trained on, where the settings name some."""
+    setup, request = round.setup, round.request
+    own = request.dataset
+    found = [Data(loader=setup.loader, held_out=False, digest=digest_of(own, setup.loader.evaluated))]
+    if not request.settings.evaluation.held_out:
+        return found
+    directory = resolve(request.settings.evaluation.held_out)
+    with together(round.ranks):
+        dataset = open_dataset(directory)
+        mine, theirs = round.inputs.dataset.manifest, dataset.manifest
+        for key in ("task", "block_tokens", "documents", "tokenizer_sha256"):
+            if getattr(mine, key) != getattr(theirs, key):
+                raise ConfigurationError(
+                    f"the held-out dataset {directory} has {key} {getattr(theirs, key)!r}, that of the facility has "
+                    f"{getattr(mine, key)!r}: prepare it as that one was prepared"
+                )
+        loader = setup.loader.over(dataset)
+    return [*found, Data(loader=loader, held_out=True, digest=digest_of(directory, loader.evaluated))]
+
+
+def digest_of(dataset: Path, blocks: int) -> str:
+    """What losses of single blocks belong to."""
+    return f"{sha256_of(dataset / NAME)[:32]}-{blocks}"
+
+
+class KeptLosses:
+    """Block losses of the global and the initial model, for models that arrive in a later job."""
+
+    def __init__(self, directory: Path, final: str) -> None:
+        """`final`: digest of the global model that all of it belongs to."""
+        self.directory = directory / final[:32]
+
+    def keep(self, digest: str, folder: str, one: BlockLosses) -> None:
+        """Remember one model's losses; those that belong to another global model are forgotten."""
+        for other in self.directory.parent.glob("*"):
+            if other != self.directory:
+                shutil.rmtree(other)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        told = {"losses": one.losses.tolist(), "predictions": one.predictions.tolist()}
+        write_json(self.directory / f"{folder}-{digest}.json", told)
+
+    def others(self, digest: str, folder: str) -> dict[str, BlockLosses]:
+        """Of the models that `folder` is compared with, as far as they were evaluated on the same data."""
+        found = {}
+        for name in (GLOBAL, INITIAL):
+            try:
+                told = json.loads((self.directory / f"{name}-{digest}.json").read_text())
+            except (OSError, ValueError):
+                continue
+            if name != folder:
+                losses, predictions = np.array(told["losses"]), np.array(told["predictions"], dtype=np.int64)
+                found[name] = BlockLosses(losses=losses, predictions=predictions)
+        return found
+
+
+def finish_comparison(round: Round, figures: list[Figure]) -> None:
+    """Write the figures as an update without weights."""
+    request, times = round.request, round.times
+    assert request.bundle is not None
+    write_evaluation(
+        request.out,
+        request.settings,
+        read_manifest(request.bundle),
+        round.ranks,
+        round.progress.loss_received,
+        times.loaded - request.began,
+        time.perf_counter() - times.loaded,
+        add=lambda directory: with_figures(directory, figures),
+    )

@@ -1,0 +1,91 @@
+"""Training alone: the same as one long round, one job a round; what is kept stays here, what leaves is one update."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from facility.exchange.errors import InputError
+from facility.exchange.files.links import link_tree
+from facility.exchange.messages.comparison import ALONE, ROUNDS, Alone, alone_of
+from facility.exchange.messages.manifest import Manifest, read_manifest, verify_manifest, with_run, write_manifest
+from facility.exchange.messages.report import read_failure, read_report
+from facility.round import main
+from facility.rounds.alone import OwnModel
+from tests.training.federation import largest_difference, write_dataset, write_settings
+from tests.training.layouts import arguments, rounds_in
+
+
+def order(directory: Path, rounds: int, *, model: Path | None = None, run: str = "r1") -> Path:
+    """The coordinator's order, with the initial model where it is given."""
+    if model is not None:
+        link_tree(model, directory)
+    else:
+        directory.mkdir()
+    write_manifest(directory, Manifest(kind=ALONE, federation="pico", round=2, extra={ROUNDS: {"north": rounds}}))
+    with_run(directory, run)
+    return directory
+
+
+def job(place: Path, sent: Path, dataset: Path, settings: Path) -> Path:
+    """One job of the facility; returns what it leaves."""
+    place.mkdir()
+    out = place / "update"
+    told = ["--model", sent, "--dataset", dataset, "--settings", settings, "--round", 2, "--out", out]
+    assert main([*map(str, told), "--state", str(dataset.parent / "kept")]) in (0, 7)
+    return out
+
+
+@pytest.mark.parametrize("lora", [{}, {"lora": {"rank": 2}}], ids=["whole", "adapters"])
+def test_rounds_alone_are_one_long_round(lora: dict[str, object], tmp_path: Path, pico_llama: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    dataset = write_dataset(tmp_path / "data")
+    federated = {"optimizer_state": "shared", "proximal": 0.5} if not lora else {"proximal": 0.5}
+    settings = write_settings(tmp_path / "settings.json", rounds=2, warmup_steps=2, **federated, **lora)
+    first = job(tmp_path / "one", order(tmp_path / "sent-1", 2, model=pico_llama), dataset, settings)
+    assert read_failure(first) is None, read_failure(first)
+    told = verify_manifest(first)
+    assert alone_of(told) == Alone(rounds=1, of=2, tokens=12 * 16) and not list(first.glob("*.safetensors"))
+    second = job(tmp_path / "two", order(tmp_path / "sent-2", 2), dataset, settings)
+    assert alone_of(verify_manifest(second)) == Alone(rounds=2, of=2, tokens=24 * 16)
+    assert read_report(second).round == read_manifest(second).round == 2
+    again = job(tmp_path / "three", order(tmp_path / "sent-3", 2), dataset, settings)
+    assert read_manifest(again).content_sha256 == read_manifest(second).content_sha256
+    rounds_in([("long", arguments(tmp_path / "long", pico_llama, dataset, rounds=1, steps=6, warmup_steps=2, **lora))])
+    assert largest_difference(tmp_path / "long" / "out", second) == 0.0
+    assert sorted(path.name for path in (tmp_path / "kept" / "alone" / "state").iterdir()) == ["round-1"]
+
+
+def test_without_the_initial_model_the_reason_is_told_and_another_run_begins_anew(tmp_path: Path, pico_llama: Path):
+    own = OwnModel(tmp_path / "kept")
+    with pytest.raises(InputError, match="sent with the next order"):
+        own.begin(order(tmp_path / "empty", 2), "r1")
+    assert own.begin(order(tmp_path / "whole", 2, model=pico_llama), "r1") == 0
+    (own.model(0)).rename(own.model(1))
+    assert own.begin(order(tmp_path / "later", 2), "r1") == 1
+    assert own.begin(order(tmp_path / "new", 2, model=pico_llama, run="r2"), "r2") == 0 == own.rounds
+
+
+def test_a_facility_that_took_part_in_no_round_trains_nothing(tmp_path: Path, pico_llama: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    settings = write_settings(tmp_path / "settings.json", rounds=2)
+    assert json.loads(settings.read_text())["rounds"] == 2
+    out = job(
+        tmp_path / "one", order(tmp_path / "sent", 0, model=pico_llama), write_dataset(tmp_path / "data"), settings
+    )
+    failure = read_failure(out)
+    assert failure is not None and "no round" in failure.reason and not failure.again
+
+
+def test_a_facility_that_masks_hands_out_no_model_of_its_own(tmp_path: Path, pico_llama: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    settings = write_settings(tmp_path / "settings.json", rounds=2)
+    masking = {"bits": 32, "threshold": 2, "facilities": ["north", "south", "west"], "peer_signers": "/signers"}
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"masking": masking}))
+    out = job(
+        tmp_path / "one", order(tmp_path / "sent", 2, model=pico_llama), write_dataset(tmp_path / "data"), settings
+    )
+    failure = read_failure(out)
+    assert failure is not None and "unmasked" in failure.reason and not list(out.glob("*.safetensors"))

@@ -1,0 +1,138 @@
+"""Models compared block by block: figures are those of a plain evaluation, and their intervals those of a bootstrap."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from facility.exchange.errors import ManifestError
+from facility.exchange.files.links import link_tree
+from facility.exchange.messages.comparison import FOLDERS, MODELS, Figure, figures_of, perplexities
+from facility.exchange.messages.manifest import Manifest, read_manifest, write_manifest
+from facility.exchange.messages.report import read_report
+from facility.training.bootstrap import BlockLosses, difference, interval
+from tests.pico import save_pico
+from tests.training.federation import write_dataset
+from tests.training.layouts import arguments, rounds_in
+
+PREDICTIONS = 10 * 15
+"""Of ten blocks of 16 tokens."""
+
+
+def write_models(directory: Path, models: dict[str, Path]) -> Path:
+    """A directory of models, as the coordinator sends it after two rounds."""
+    directory.mkdir()
+    for name, model in models.items():
+        link_tree(model, directory / name)
+        write_manifest(directory / name, Manifest(kind="model", federation="pico", round=0))
+    manifest = Manifest(kind=MODELS, federation="pico", round=2, extra={FOLDERS: list(models)})
+    write_manifest(directory, manifest)
+    return directory
+
+
+def found(out: Path, models: list[str]) -> dict[tuple[str, bool], Figure]:
+    return {(one.model, one.held_out): one for one in figures_of(read_manifest(out), models)}
+
+
+def test_figures_are_those_of_a_plain_evaluation_whatever_the_layout(tmp_path: Path, pico_llama: Path):
+    dataset, held_out = write_dataset(tmp_path / "data"), write_dataset(tmp_path / "held", validation=6, seed=9)
+    other = save_pico(tmp_path / "other", seed=5)
+    models = write_models(tmp_path / "models", {"global": pico_llama, "initial": other, "update.a": pico_llama})
+    names = ["global", "initial", "update.a"]
+
+    def case(name: str, model: Path, **training: object) -> tuple[str, list[str]]:
+        given = arguments(tmp_path / name, model, dataset, rounds=2, round=2, **training)
+        settings = Path(given[given.index("--settings") + 1])
+        told = json.loads(settings.read_text()) | {"evaluation": {"held_out": str(held_out)}}
+        settings.write_text(json.dumps(told))
+        return name, given
+
+    rounds_in([case("plain", pico_llama), case("plain-other", other), case("one", models)])
+    rounds_in([case("two", models), case("stages", models, layout={"stages": 2})], ranks=2)
+    plain = {name: read_report(tmp_path / name / "out").loss_received for name in ("plain", "plain-other")}
+    for place in ("one", "two", "stages"):
+        figures = found(tmp_path / place / "out", names)
+        assert {model for model, _ in figures} == set(names) and len(figures) == 6
+        assert figures["global", False].loss.value == pytest.approx(plain["plain"], abs=1e-6)
+        assert figures["initial", False].loss.value == pytest.approx(plain["plain-other"], abs=1e-6)
+        assert {(one.blocks, one.predictions) for (_, held), one in figures.items() if not held} == {(10, PREDICTIONS)}
+        assert {one.blocks for (_, held), one in figures.items() if held} == {6}
+        same = figures["update.a", False].against["global"]
+        assert (same.value, same.low, same.high) == (0.0, 0.0, 0.0)
+        apart = figures["initial", True].against["global"]
+        assert apart.value == pytest.approx(figures["initial", True].loss.value - figures["global", True].loss.value)
+    one, two = found(tmp_path / "one" / "out", names), found(tmp_path / "two" / "out", names)
+    for key, figure in one.items():
+        assert (figure.loss.low, figure.loss.high) == pytest.approx((two[key].loss.low, two[key].loss.high), abs=1e-5)
+    told = (tmp_path / "one" / "out" / "manifest.json").read_text()
+    kept = json.loads(next((tmp_path / "one" / "state" / "comparison").rglob("global-*.json")).read_text())
+    assert not any(repr(loss) in told for loss in kept["losses"])  # losses of single blocks stay
+
+
+def test_intervals_are_those_of_the_textbook_for_many_blocks():
+    """With as many predictions in each block the mean is plain, and its interval the normal one."""
+    draw = np.random.Generator(np.random.PCG64(3))
+    losses = draw.normal(30.0, 4.0, 4000)
+    one = BlockLosses(losses=losses, predictions=np.full(4000, 10))
+    told = interval(one)
+    error = 1.96 * losses.std() / 10 / math.sqrt(4000)
+    assert told.value == pytest.approx(losses.mean() / 10)
+    assert (told.value - told.low, told.high - told.value) == pytest.approx((error, error), rel=0.12)
+
+
+def test_a_difference_on_the_same_blocks_is_narrower_than_both_and_turns_its_sign():
+    draw = np.random.Generator(np.random.PCG64(4))
+    hard, predictions = draw.normal(30.0, 8.0, 200), draw.integers(5, 15, 200)
+    one = BlockLosses(losses=hard + draw.normal(0.5, 0.1, 200), predictions=predictions)
+    other = BlockLosses(losses=hard, predictions=predictions)
+    told, turned = difference(one, other), difference(other, one)
+    assert told.low > 0 and (turned.low, turned.value, turned.high) == pytest.approx(
+        (-told.high, -told.value, -told.low)
+    )
+    width = interval(one).high - interval(one).low
+    assert told.high - told.low < width / 10
+    assert interval(one) == interval(one)  # the draws are fixed
+
+
+def test_one_block_has_an_interval_without_width():
+    told = interval(BlockLosses(losses=np.array([6.0]), predictions=np.array([3])))
+    assert (told.value, told.low, told.high) == (2.0, 2.0, 2.0)
+    assert perplexities(told) == pytest.approx((math.exp(2.0),) * 3)
+
+
+GOOD = {
+    "model": "global",
+    "held_out": False,
+    "loss": {"value": 2.0, "low": 1.9, "high": 2.1},
+    "blocks": 3,
+    "predictions": 40,
+    "against": {"initial": {"value": -0.5, "low": -0.6, "high": -0.4}},
+}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model": "update.b"},
+        {"model": ["global"]},
+        {"loss": {"value": 2.0, "low": 2.1, "high": 1.9}},
+        {"loss": {"value": -2.0, "low": -2.1, "high": -1.9}},
+        {"loss": {"value": float("inf"), "low": 1.0, "high": 2.0}},
+        {"blocks": 0},
+        {"predictions": 1.5},
+        {"against": {"update.a": {"value": 0.0, "low": 0.0, "high": 0.0}}},
+        {"against": {"initial": {"value": 0.0}}},
+        {"text": "a sentence of the validation data"},
+    ],
+)
+def test_only_figures_are_taken(change: dict[str, object]):
+    def told(figure: dict[str, object]) -> Manifest:
+        return Manifest(kind="update", federation="f", round=2, extra={"comparison": {"figures": [figure]}})
+
+    assert figures_of(told(GOOD), ["global"])[0].loss.value == 2.0
+    with pytest.raises(ManifestError):
+        figures_of(told(GOOD | change), ["global"])
