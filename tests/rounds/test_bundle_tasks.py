@@ -21,6 +21,7 @@ def wheels_appear(words: list[str]) -> int:
     return 0
 
 
+@pytest.mark.slow
 def test_the_data_are_in_the_bundle_under_its_digests(tmp_path: Path):
     pytest.importorskip("lm_eval")
     tasks = write_task(tmp_path / "tasks")
