@@ -62,7 +62,8 @@ def test_the_steps_and_the_one_facility_are_told(tmp_path: Path):
 
 def test_without_a_matrix_nothing_is_rendered_of_it(tmp_path: Path):
     files = render(read_federation(write_federation(tmp_path, ["a"])))
-    assert not any("comparison" in text or "held_out" in text for text in files.values())
+    assert "comparison" not in json.loads(files["workflow/coordinator.json"])
+    assert "held_out" not in json.loads(files["workflow/facilities/a.json"])["evaluation"]
     assert "archive" not in yaml.safe_load(files["cwl/round.cwl"])["steps"]["receive_a"]["in"]
 
 
