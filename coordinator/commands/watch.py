@@ -60,7 +60,7 @@ def _progress(described: Federation, *, queues: bool) -> dict[str, Any]:
 
 
 def _print_progress(described: Federation, data: dict[str, Any]) -> None:
-    from coordinator.archive.summary import shown, table
+    from coordinator.archive.summary import remarks, shown, table
     from coordinator.asynchronous.summary import table as table_of_groups
 
     console = Console(width=None if sys.stdout.isatty() else 140)
@@ -77,6 +77,8 @@ def _print_progress(described: Federation, data: dict[str, Any]) -> None:
         )
         if data["rounds"]:
             console.print(table(data))
+        for line in remarks(data):
+            console.print(line, markup=False, highlight=False)
     if data["stopped"]:
         console.print(f"stopped: {shown(data['stopped'])}", style="red", markup=False, highlight=False)
     for job in data.get("jobs", []):

@@ -14,6 +14,7 @@ def markdown(data: Mapping[str, Any]) -> str:
     lines = [f"# Federation {data['federation']}", ""]
     lines += [f"**Stopped:** {_cell(data['stopped'])}", ""] if data["stopped"] else []
     lines += [f"- {label}: **{value}**" for value, label in figures(data)] + [""]
+    lines += [*(f"- {_cell(line)}" for line in data["remarks"]), ""] if data["remarks"] else []
     unit = "round" if data["mode"] == "rounds" else "group"
     rows = [
         [
