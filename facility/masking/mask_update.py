@@ -22,7 +22,7 @@ from facility.exchange.checkpoints.adapters import is_adapter
 from facility.exchange.checkpoints.checkpoint import FLOATS, Checkpoint, TensorEntry, open_checkpoint
 from facility.exchange.checkpoints.codecs import PART
 from facility.exchange.checkpoints.companions import copy_companions
-from facility.exchange.checkpoints.delta_parts import as_bytes, difference, parts
+from facility.exchange.checkpoints.delta_parts import READ, as_bytes, difference, parts
 from facility.exchange.checkpoints.floats import Array, widen
 from facility.exchange.checkpoints.writer import TensorWriter, layout_like
 from facility.exchange.errors import CheckpointError, InputError
@@ -30,7 +30,7 @@ from facility.exchange.files.durable import new_directory
 from facility.exchange.masking.fixed_point import FixedPoint, clip_of, fixed_point
 from facility.exchange.masking.roster import Roster
 from facility.exchange.masking.shares import write_shares
-from facility.exchange.masking.streams import DTYPES, SEED_BYTES, MaskBuffer, places_of
+from facility.exchange.masking.streams import DTYPES, SEED_BYTES, UNSIGNED, MaskBuffer, places_of
 from facility.exchange.messages.manifest import Manifest, read_manifest, run_of, write_manifest
 from facility.exchange.messages.masking import DETAILS, ENCODING, MaskingSettings
 from facility.masking.private_keys import Member
@@ -78,15 +78,16 @@ def mask_update(
             rests = open_files.enter_context(
                 TensorWriter(rest_directory, layout_like(checkpoint, dict.fromkeys(sources, "F32")))
             )
-            buffer, rest = MaskBuffer(PART, bits), np.empty(PART, np.float32)
+            buffer, rest, sent = MaskBuffer(READ, bits), np.empty(READ, np.float32), np.empty(READ, UNSIGNED[bits])
             for name, source in sources.items():
-                for start, step in steps_of(source):
+                for start, step in steps_of(source, READ):
                     if factor != 1:
                         step *= np.float32(factor)
-                    total = source.point.encode(step, weights[member.facility], rest[: len(step)])
+                    count = len(step)
+                    total = source.point.encode(step, weights[member.facility], rest[:count], sent[:count])
                     add_masks(total, masks, buffer, source.place + start)
                     writer.write(name, start * total.itemsize, as_bytes(total))
-                    rests.write(name, start * 4, as_bytes(rest[: len(step)]))
+                    rests.write(name, start * 4, as_bytes(rest[:count]))
         copy_companions(update, directory, leave=())
         write_shares(directory, share_seeds(member, own))
         details = {
@@ -136,11 +137,11 @@ def sources_of(update: Checkpoint, base: Checkpoint, roster: Roster, weights: di
     return found
 
 
-def steps_of(source: Source) -> Iterator[tuple[int, Array]]:
-    """(first element, update - model) of each part, in float32. Raises `CheckpointError` for NaN and infinity."""
-    block, scratch = np.empty(PART, np.float32), np.empty(PART, np.float32)
+def steps_of(source: Source, piece: int = PART) -> Iterator[tuple[int, Array]]:
+    """(first element, update - model) of each piece, in float32. Raises `CheckpointError` for NaN and infinity."""
+    block, scratch = np.empty(piece, np.float32), np.empty(piece, np.float32)
     entries = [source.update] if source.base is None else [source.update, source.base]
-    for start, arrays in parts(entries):
+    for start, arrays in parts(entries, piece=piece):
         step = block[: len(arrays[0])]
         if source.base is None:
             widen(arrays[0], source.update.dtype, step)

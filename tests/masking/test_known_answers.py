@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from facility.exchange.checkpoints import native
 from facility.exchange.errors import InputError
 from facility.exchange.masking.fixed_point import fixed_point
 from facility.exchange.masking.shamir import interpolate, split, times
 from facility.exchange.masking.shares import commitment
-from facility.exchange.masking.streams import MaskBuffer, places_of
+from facility.exchange.masking.streams import UNSIGNED, MaskBuffer, places_of
 from facility.exchange.masking.weights import scaled
 
 # NIST SP 800-38A, F.5.5 (CTR-AES256.Encrypt): key, and the output blocks of counters f0f1...ff, f0f1...ff + 1.
@@ -73,6 +74,32 @@ def test_fewer_shares_fit_every_secret():
 def test_shares_of_different_lengths_are_refused():
     with pytest.raises(InputError, match="different lengths"):
         interpolate({1: b"a", 2: b"bc"})
+
+
+@pytest.mark.skipif(native.library() is None, reason="no C compiler here")
+@pytest.mark.parametrize("bits", [16, 32])
+def test_compiled_fixed_point_is_numpys_bit_for_bit(bits: int, monkeypatch: pytest.MonkeyPatch):
+    """Values within the clip, at it and beyond, of both signs, zeros and subnormal numbers."""
+    point = fixed_point(bits, 0.01, {"a": 1.0, "b": 0.7, "c": 0.3})
+    step = np.random.default_rng(3).normal(0, 4e-3, 5000).astype(np.float32)
+    step[:8] = [0.0, -0.0, 0.01, -0.01, 3.0, -3.0, 1e-40, np.float32(0.01) * 1.0000001]
+    rests = np.empty((2, 5000), np.float32)
+    found = point.encode(step, 0.7, rests[0], np.empty(5000, UNSIGNED[bits]))
+    monkeypatch.setattr(native, "library", lambda: None)
+    assert np.array_equal(found, point.encode(step, 0.7, rests[1]))
+    assert np.array_equal(rests[0].view(np.uint32), rests[1].view(np.uint32))
+
+
+@settings(max_examples=30, deadline=None)
+@given(reads=st.lists(st.tuples(st.booleans(), st.integers(0, 500), st.integers(1, 100)), min_size=1, max_size=8))
+def test_a_stream_goes_on_where_it_was_or_elsewhere(reads: list[tuple[bool, int, int]]):
+    """One buffer that keeps its ciphers gives what a new one gives, for reads in a row and for jumps, of two seeds."""
+    kept, at = MaskBuffer(100, 16), {}
+    for jump, start, count in reads:
+        for seed in (KEY, KEY[::-1]):
+            start = start if jump else at.get(seed, 0)
+            assert np.array_equal(kept.read(seed, start, count), MaskBuffer(100, 16).read(seed, start, count))
+            at[seed] = start + count
 
 
 def test_a_commitment_is_what_the_protocol_says():

@@ -17,8 +17,11 @@ READ = 4 * PART
 """Elements read at a time, few enough to be still in the cache when they are worked on."""
 
 
-def parts(entries: list[TensorEntry], width: int = PART) -> Iterator[tuple[int, list[Array]]]:
-    """The first `width` elements of each PART of several tensors of one shape, in buffers that are used again."""
+def parts(entries: list[TensorEntry], width: int = PART, piece: int = PART) -> Iterator[tuple[int, list[Array]]]:
+    """The first `width` elements of each PART of several tensors of one shape, in buffers that are used again.
+
+    `piece`: elements yielded at a time where `width` is PART; at most READ.
+    """
     step = READ if width == PART else PART
     with ExitStack() as stack:
         files = [stack.enter_context(open(entry.file, "rb", buffering=0)) for entry in entries]
@@ -27,8 +30,8 @@ def parts(entries: list[TensorEntry], width: int = PART) -> Iterator[tuple[int, 
             count = min(step if width == PART else width, entries[0].elements - begin)
             for file, entry, buffer in zip(files, entries, buffers, strict=True):
                 read_exactly(file.fileno(), as_bytes(buffer[:count]), entry.start + begin * buffer.itemsize, entry.file)
-            for start in range(0, count, PART):
-                yield begin + start, [buffer[start : min(start + PART, count)] for buffer in buffers]
+            for start in range(0, count, piece):
+                yield begin + start, [buffer[start : min(start + piece, count)] for buffer in buffers]
 
 
 def difference(base: Array, base_dtype: str, update: Array, update_dtype: str, out: Array, scratch: Array) -> float:

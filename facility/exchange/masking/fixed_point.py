@@ -31,20 +31,24 @@ class FixedPoint:
     scale: float
     """Of one unit."""
 
-    def encode(self, step: Array, weight: float, rest: Array) -> Array:
-        """The whole numbers of a step (contiguous float32), modulo 2^bits; `rest` becomes what they leave of it."""
+    def encode(self, step: Array, weight: float, rest: Array, out: Array | None = None) -> Array:
+        """The whole numbers of a step (contiguous float32), modulo 2^bits; `rest` becomes what they leave of it.
+
+        `out`: memory for the result, of `UNSIGNED[bits]`; None: new.
+        """
+        made = np.empty(len(step), UNSIGNED[self.bits]) if out is None else out
         per_unit, unit = weight / self.scale, self.scale / weight
         if (found := native.library()) is not None:
-            made = np.empty(len(step), SIGNED[self.bits])
             function = found.crossfed_fixed16 if self.bits == 16 else found.crossfed_fixed32
             function(len(step), self.clip, per_unit, unit, *map(native.address, (step, made, rest)))
-            return made.view(UNSIGNED[self.bits])
+            return made
         units = step.astype(np.float64)
         np.clip(units, -self.clip, self.clip, out=units)  # in float64: the clip rounded to float32 could be beyond it
         np.multiply(units, per_unit, out=units)
         np.rint(units, out=units)
         np.subtract(step, units * unit, out=rest, casting="same_kind")
-        return units.astype(SIGNED[self.bits]).view(UNSIGNED[self.bits])
+        np.copyto(made.view(SIGNED[self.bits]), units, casting="unsafe")
+        return made
 
     def decode(self, total: Array, weights: float, out: Array) -> None:
         """Write the mean: the unmasked sum of all numbers, over the sum of the weights."""
