@@ -146,10 +146,14 @@ def closes(sound: Path, place: Path, odd: Path) -> dict[str, Any]:
     settings = CoordinatorSettings(federation="pico", rounds=1, facilities=NAMES, final_evaluation=False)
     arrived = sort_out([sound / "honest", odd, sound / "other"], NAMES, 0)
     assert {*arrived.updates, *arrived.failures} == set(NAMES)
-    close_round(archive, settings, model=archive.model_for(0), number=0, arrived=arrived)
+    for _ in range(MOST_RESUMES):  # one odd failure does ask for more time, which is granted so often
+        close_round(archive, settings, model=archive.model_for(0), number=0, arrived=arrived)
+        if archive.rounds():
+            break
     return {row.facility: row for row in archive.read_round(0).facilities}
 
 
+MOST_RESUMES = 20
 PARTS = 8
 """All odd files are tried in so many tests."""
 
