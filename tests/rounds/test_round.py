@@ -16,7 +16,14 @@ from pathlib import Path
 import pytest
 
 from coordinator.testbed.command import started_at
-from facility.exchange.messages.manifest import Manifest, read_manifest, sha256_of, verify_manifest, write_manifest
+from facility.exchange.messages.manifest import (
+    Manifest,
+    read_manifest,
+    sha256_of,
+    verify_manifest,
+    with_extra,
+    write_manifest,
+)
 from facility.exchange.messages.report import read_failure
 from facility.exchange.messages.settings import FacilitySettings
 from facility.rounds.sweep import forget_earlier, sweep
@@ -392,3 +399,12 @@ def test_help_says_units_and_defaults():
     text = subprocess.run([sys.executable, "-m", "facility.round", "--help"], capture_output=True, text=True).stdout
     assert "SECONDS" in text and "default 600" in text
     assert json.dumps(text)
+
+
+@pytest.mark.parametrize(("asked", "taken"), [({"north": 7}, 7), ({"south": 7}, 1), ({"north": "rm -rf"}, 1)])
+def test_the_trainer_is_told_the_steps_that_the_model_asks_of_this_facility(site: Site, asked: dict, taken: int):
+    model = site.send()
+    with_extra(model, "steps", asked)
+    result, update = site.run(model)
+    assert result.returncode == 0, result.stderr
+    assert json.loads((update / "report.json").read_text())["steps"] == taken
