@@ -21,7 +21,6 @@ from coordinator.aggregation.settings import AggregationSettings
 from coordinator.aggregation.unmasking import Unmasking
 from coordinator.archive.audit import log_entry
 from coordinator.archive.best import best_round
-from coordinator.archive.journal import Journal
 from coordinator.archive.rounds import CLIPS, Archive, FacilityRow, RoundFile
 from coordinator.archive.sweep import sweep_round
 from coordinator.comparison.models import keep_updates
@@ -36,11 +35,11 @@ from coordinator.rounds.order import OUTPUT, order_or_tell
 from coordinator.rounds.weight_limit import Capped, cap
 from coordinator.steps.arrived import Arrived, drop, sort_out
 from coordinator.steps.decide import Decision, decide
-from coordinator.steps.even import steps_ahead
+from coordinator.steps.following import asks_ahead, within
 from coordinator.steps.global_loss import global_losses, losses_of, losses_of_rows, plausible, without_each
 from coordinator.steps.guard import Guard, guard
 from coordinator.steps.limits import NOTE as LIMITED
-from coordinator.steps.limits import UNDER_WAY, Exceeded, exceeded, seconds_of
+from coordinator.steps.limits import UNDER_WAY, seconds_of
 from coordinator.steps.rows import rows_of
 from coordinator.steps.schedule import decay_factor, with_rate
 from coordinator.steps.send import bytes_of, make_message
@@ -48,8 +47,7 @@ from facility.exchange.errors import CrossFedError, TryAgain, UpdateRefused, exi
 from facility.exchange.files.durable import write_json
 from facility.exchange.files.paths import resolve
 from facility.exchange.files.storage import is_storage
-from facility.exchange.messages.manifest import read_manifest, run_of, verify_manifest, with_extra, with_run
-from facility.exchange.messages.steps import KEY as STEPS
+from facility.exchange.messages.manifest import read_manifest, run_of, verify_manifest, with_run
 from facility.exchange.messages.strict_json import clean
 
 
@@ -225,8 +223,8 @@ def commit(
             changes=changes_told(archive),
             aggregation=dataclasses.asdict(record),
         )
-        round_file = _asks_ahead(archive, settings, round_file, directory)
-        round_file, decision, limited = _within(archive, settings, round_file, decision, now)
+        round_file = asks_ahead(archive, settings, round_file, directory)
+        round_file, decision, limited = within(archive, settings, round_file, decision, now)
         write_json(directory / "round.json", dataclasses.asdict(round_file))
     keep_updates(archive, settings, arrived.updates, left_out)
     log_entry(
@@ -251,32 +249,6 @@ def commit(
         print(problem)
         emit("problem", text=problem)
     return _following(archive, settings, number, decision)
-
-
-def _asks_ahead(archive: Archive, settings: CoordinatorSettings, round_file: RoundFile, directory: Path) -> RoundFile:
-    """Say in the new model how many steps each facility is to take, where steps are evened out."""
-    if settings.even is None:
-        return round_file
-    entries = Journal(archive.path).read()
-    ahead = steps_ahead(settings.even, settings.steps, [*archive.history(), round_file], entries)
-    for name in ("model", "message"):
-        if (directory / name).is_dir():
-            with_extra(directory / name, STEPS, ahead.steps)
-    return dataclasses.replace(round_file, next_steps=ahead.steps, next_steps_reason=ahead.reason)
-
-
-def _within(
-    archive: Archive, settings: CoordinatorSettings, round_file: RoundFile, decision: Decision, now: float
-) -> tuple[RoundFile, Decision, Exceeded | None]:
-    """The same, or the end where another round is expected to exceed the deadline or the node-hours."""
-    if settings.limits is None or not decision.proceed:
-        return round_file, decision, None
-    history = [*archive.history(), round_file]
-    found = exceeded(settings.limits, history, now, evaluates=settings.final_evaluation)
-    if found is None:
-        return round_file, decision, None
-    ended = dataclasses.replace(round_file, decision=found.reason, ended=True)
-    return ended, Decision(proceed=False, reason=found.reason), found
 
 
 def _following(

@@ -7,13 +7,16 @@ A round is not begun where it, and the final evaluation after it, are expected t
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from coordinator.archive.journal import Entry
 from coordinator.archive.rounds import FacilityRow, RoundFile
 from coordinator.config.closing import LimitSettings
 
+Jobs = Mapping[tuple[int, str], float]
+"""Seconds that jobs ran, by round and facility."""
 WINDOW = 5
 """Latest rounds that count."""
 NOTE = "limited"
@@ -31,9 +34,11 @@ class Exceeded:
     reason: str
 
 
-def exceeded(limits: LimitSettings, history: Sequence[RoundFile], now: float, *, evaluates: bool) -> Exceeded | None:
+def exceeded(
+    limits: LimitSettings, history: Sequence[RoundFile], now: float, *, evaluates: bool, jobs: Jobs | None = None
+) -> Exceeded | None:
     """Which limit forbids another round after `history`, if any. `now`: seconds since 1970; `evaluates`: a final
-    evaluation follows the last round."""
+    evaluation follows the last round; `jobs`: `job_seconds` of the journal."""
     if limits.deadline:
         left = limits.seconds_until(now)
         expected = round_seconds(history) + (evaluation_seconds(history) if evaluates else 0.0)
@@ -46,8 +51,8 @@ def exceeded(limits: LimitSettings, history: Sequence[RoundFile], now: float, *,
                 f"deadline {limits.deadline}",
             )
     if limits.node_hours:
-        spent = sum(node_seconds(entry) for entry in history) / 3600
-        expected = _median([node_seconds(entry) for entry in history]) / 3600
+        used = [node_seconds(entry, jobs) for entry in history]
+        spent, expected = sum(used) / 3600, _median(used) / 3600
         if spent + expected > limits.node_hours or spent >= limits.node_hours:
             return Exceeded(
                 limit="node_hours",
@@ -74,14 +79,36 @@ def evaluation_seconds(history: Sequence[RoundFile]) -> float:
     return _median(slowest)
 
 
-def node_seconds(entry: RoundFile) -> float:
-    """What the jobs of a round used, as they reported."""
-    return sum(of_row(row) for row in entry.facilities)
+def node_seconds(entry: RoundFile, jobs: Jobs | None = None) -> float:
+    """What the jobs of a round used.
+
+    As they reported; where the journal saw a facility's jobs run for longer (some failed, or ran out of time), as long
+    as it saw, times the nodes that the report tells of. A job that reports nothing counts as one node.
+    """
+    return sum(_of_row(row, (jobs or {}).get((entry.round, row.facility), 0.0)) for row in entry.facilities)
 
 
-def of_row(row: FacilityRow) -> float:
-    """One facility's: of all its nodes, or its time as that of one node where it does not say more."""
-    return float(row.usage.get("node_seconds") or row.seconds)
+def _of_row(row: FacilityRow, seen: float) -> float:
+    told = float(row.usage.get("node_seconds") or row.seconds)
+    nodes = max(1, round(told / row.seconds)) if row.seconds > 0 else 1
+    return max(told, seen * nodes)
+
+
+def job_seconds(entries: Sequence[Entry]) -> dict[tuple[int, str], float]:
+    """By round and facility, how long its jobs ran, all attempts together, as the journal saw them."""
+    begun: dict[str, Entry] = {}
+    found: dict[tuple[int, str], float] = {}
+    for entry in entries:
+        if entry.kind == "started":
+            begun[entry.facility] = entry
+        elif entry.kind in ("trained", "run_ended", "run_started"):
+            ended = [entry.facility] if entry.kind == "trained" else list(begun)
+            for name in ended:
+                start = begun.pop(name, None)
+                if start is not None and start.round is not None:
+                    key = (start.round, name)
+                    found[key] = found.get(key, 0.0) + entry.time - start.time
+    return found
 
 
 def seconds_of(note: dict[str, Any], number: int, now: float) -> float:

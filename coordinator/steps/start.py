@@ -10,6 +10,7 @@ from pathlib import Path
 
 from coordinator.archive.audit import log_entry
 from coordinator.archive.best import best_round
+from coordinator.archive.journal import Journal
 from coordinator.archive.rounds import Archive, RoundFile
 from coordinator.archive.sweep import sweep_round
 from coordinator.asynchronous.buffer import FOLDER, meeting_of
@@ -21,7 +22,7 @@ from coordinator.rounds.acceptance import take_over
 from coordinator.rounds.late import forget_all
 from coordinator.rounds.order import OUTPUT, order
 from coordinator.steps.limits import NOTE as LIMITED
-from coordinator.steps.limits import UNDER_WAY, exceeded
+from coordinator.steps.limits import UNDER_WAY, exceeded, job_seconds
 from facility.exchange.errors import InputError, ManifestError, exit_on_error
 from facility.exchange.files.paths import resolve
 from facility.exchange.messages.manifest import verify_manifest
@@ -80,7 +81,9 @@ def goes_on(archive: Archive, settings: CoordinatorSettings, history: Sequence[R
         return False
     found = None
     if settings.limits is not None:
-        found = exceeded(settings.limits, history, time.time(), evaluates=settings.final_evaluation)
+        jobs = job_seconds(Journal(archive.path).read())
+        evaluates = settings.final_evaluation
+        found = exceeded(settings.limits, history, time.time(), evaluates=evaluates, jobs=jobs)
     if found is None:
         archive.drop_note(LIMITED)
         return True

@@ -12,12 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.archive.best import best_round
+from coordinator.archive.journal import Entry
 from coordinator.archive.rounds import Archive, FacilityRow, RoundFile
 from coordinator.archive.summary import remarks, summary
 from coordinator.config.closing import LimitSettings
 from coordinator.config.federation import read_federation
 from coordinator.config.settings import CoordinatorSettings
-from coordinator.steps.limits import exceeded, node_seconds, round_seconds, seconds_of
+from coordinator.steps.limits import exceeded, job_seconds, node_seconds, round_seconds, seconds_of
 from coordinator.steps.start import start
 from facility.exchange.errors import ConfigurationError, InputError
 from facility.exchange.messages.usage import Usage, with_usage
@@ -73,6 +74,28 @@ def test_the_rule_by_hand():
     assert found is not None and found.limit == "node_hours" and "10 of 10 node-hours" in found.reason
     assert exceeded(limits, [], NOON + 1, evaluates=False) is not None, "a deadline that has passed"
     assert exceeded(limits, [], NOON - 1, evaluates=False) is None, "of the first round nothing is known"
+
+
+def test_jobs_that_failed_or_were_cut_off_are_paid_for_too():
+    """a used 2 nodes for 60 s as it reports, and one job of it failed after 40 s; b reports nothing of its 30 s."""
+    told = [
+        Entry(time=0.0, kind="started", facility="a", round=0),
+        Entry(time=5.0, kind="started", facility="b", round=0),
+        Entry(time=35.0, kind="trained", facility="b", round=0),
+        Entry(time=40.0, kind="trained", facility="a", round=0),
+        Entry(time=50.0, kind="started", facility="a", round=0),
+        Entry(time=110.0, kind="trained", facility="a", round=0),
+        Entry(time=120.0, kind="started", facility="a", round=1),
+        Entry(time=150.0, kind="run_ended"),
+    ]
+    jobs = job_seconds(told)
+    assert jobs == {(0, "a"): 100.0, (0, "b"): 30.0, (1, "a"): 30.0}
+    rows = [
+        FacilityRow(round=0, facility="a", status="ok", seconds=60.0, usage={"node_seconds": 120.0}),
+        FacilityRow(round=0, facility="b", status="failed"),
+    ]
+    one = RoundFile(round=0, facilities=rows, global_loss=None, decision="go on")
+    assert node_seconds(one) == 120.0 and node_seconds(one, jobs) == 200.0 + 30.0
 
 
 def test_an_interrupted_round_is_no_measure():

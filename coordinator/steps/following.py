@@ -1,0 +1,42 @@
+"""What a round that was averaged says of the next one: how many steps it asks for, and whether there is room for it."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from coordinator.archive.journal import Journal
+from coordinator.archive.rounds import Archive, RoundFile
+from coordinator.config.settings import CoordinatorSettings
+from coordinator.steps.decide import Decision
+from coordinator.steps.even import steps_ahead
+from coordinator.steps.limits import Exceeded, exceeded, job_seconds
+from facility.exchange.messages.manifest import with_extra
+from facility.exchange.messages.steps import KEY as STEPS
+
+
+def asks_ahead(archive: Archive, settings: CoordinatorSettings, round_file: RoundFile, directory: Path) -> RoundFile:
+    """Say in the new model how many steps each facility is to take, where steps are evened out."""
+    if settings.even is None:
+        return round_file
+    entries = Journal(archive.path).read()
+    ahead = steps_ahead(settings.even, settings.steps, [*archive.history(), round_file], entries)
+    for name in ("model", "message"):
+        if (directory / name).is_dir():
+            with_extra(directory / name, STEPS, ahead.steps)
+    return dataclasses.replace(round_file, next_steps=ahead.steps, next_steps_reason=ahead.reason)
+
+
+def within(
+    archive: Archive, settings: CoordinatorSettings, round_file: RoundFile, decision: Decision, now: float
+) -> tuple[RoundFile, Decision, Exceeded | None]:
+    """The same, or the end where another round is expected to exceed the deadline or the node-hours."""
+    if settings.limits is None or not decision.proceed:
+        return round_file, decision, None
+    history = [*archive.history(), round_file]
+    jobs = job_seconds(Journal(archive.path).read())
+    found = exceeded(settings.limits, history, now, evaluates=settings.final_evaluation, jobs=jobs)
+    if found is None:
+        return round_file, decision, None
+    ended = dataclasses.replace(round_file, decision=found.reason, ended=True)
+    return ended, Decision(proceed=False, reason=found.reason), found
