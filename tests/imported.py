@@ -10,4 +10,6 @@ from transformers import BertForMaskedLM, GPT2LMHeadModel, LlamaForCausalLM, Qwe
 
 import facility.launch
 import facility.sync.policies.partial_reduce
-import facility.train  # noqa: F401
+import facility.train
+import facility.training.parallel.pipeline
+import facility.training.train_round  # noqa: F401

@@ -16,6 +16,7 @@ from torch import nn
 
 from facility.exchange.errors import InputError
 from facility.exchange.messages.emulation import Emulation
+from facility.measuring.names import TASKS
 from facility.measuring.profile import UnitSizes, UnitTimes
 from facility.training.data.tasks import CausalLM, Classification, MaskedLM, Task
 from facility.training.model import build, choose_attention, read_config
@@ -131,9 +132,6 @@ def a_block(model: Path, device: torch.device, settings: LayerSettings) -> Unit:
     stage = Stage(build(config, task.factory, attention), structure, unit, unit + 1, settings.dtype)
     _fill(stage, device)
     return Unit(stage, unit, structure, settings, device, task)
-
-
-TASKS = ("causal-lm", "masked-lm", "classification")
 
 
 def _task(name: str) -> Task:

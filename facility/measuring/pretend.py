@@ -15,9 +15,9 @@ from typing import Any
 
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.emulation import Emulation
+from facility.measuring.names import DISTRIBUTIONS
 from facility.measuring.wire import PretendedLinks, PretendedUplink
 
-DISTRIBUTIONS = ("sky", "stimulator", "speeds")
 RATES = {
     "bandwidth_gbit_per_s": 1e9 / 8,
     "bandwidth_mbit_per_s": 1e6 / 8,

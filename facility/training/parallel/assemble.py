@@ -25,7 +25,7 @@ from facility.training.model import Attention, Names, build, names_of
 from facility.training.monitor.clock import Clock
 from facility.training.parallel.arrange import Layout
 from facility.training.parallel.collectives import time_all_reduce, time_collectives
-from facility.training.parallel.compute import Compute, Pipeline, Precision, Whole
+from facility.training.parallel.compute import Compute, Precision, Whole
 from facility.training.parallel.grid import Grid
 from facility.training.parallel.shard import shard
 from facility.training.parallel.split import ModelStructure, Stage
@@ -203,8 +203,10 @@ def cut_stages(skeleton: nn.Module, structure: ModelStructure, sharder: Sharder,
     return stages
 
 
-def assemble_pipeline(stages: dict[int, Stage], structure: ModelStructure, task: Task, sharder: Sharder) -> Pipeline:
+def assemble_pipeline(stages: dict[int, Stage], structure: ModelStructure, task: Task, sharder: Sharder) -> Compute:
     """The schedule over this rank's stages and those of its pipeline's other ranks."""
+    from facility.training.parallel.pipeline import Pipeline  # torch's pipelining: only where there are stages
+
     layout = sharder.layout
     assert sharder.mesh is not None
     return Pipeline(

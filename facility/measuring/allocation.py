@@ -1,0 +1,233 @@
+"""Measure the allocation that this rank is part of: devices, layers of the model, links; the first rank writes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+import sys
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from facility.exchange.errors import ConfigurationError
+from facility.exchange.files.durable import write_text
+from facility.measuring.layers import LayerSettings, MeasuredUnits, measure_units
+from facility.measuring.links import LinkSettings, MeasuredLinks, measure_links
+from facility.measuring.pretend import Pretended, read_pretended
+from facility.measuring.profile import MeasuredDevice, Profile, UnitTimes, write_profile
+from facility.measuring.running import measure_running
+from facility.measuring.table import table
+from facility.measuring.tournament import groups_of
+from facility.measuring.traffic_control import Way, script
+from facility.measuring.wire import Wire
+from facility.training.devices import device_id, device_name, free_bytes
+from facility.training.processes.ranks import Ranks, barrier, from_environment, together
+from facility.training.processes.rendezvous import start
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What to measure, checked on every rank."""
+
+    pretended: Pretended
+    settings: LayerSettings
+    labels: list[str]
+    """The site (or host) of every rank."""
+
+
+def measure_allocation(options: argparse.Namespace) -> int:
+    """Measure as the command line says; the first rank writes. Raises `CrossFedError` for bad input."""
+    ranks = from_environment(options.device)
+    start(ranks, threads=options.threads, timeout_seconds=options.timeout)
+    begin = time.monotonic()
+    with together(ranks):
+        wanted = _wanted(options, ranks)
+    pretended, settings = wanted.pretended, wanted.settings
+    with together(ranks):
+        units = measure_units(options.model, ranks.device, settings, emulation=pretended.emulation, worker=ranks.rank)
+    layer_seconds = time.monotonic() - begin
+    devices = _gathered(ranks, _this_device(ranks, units, pretended))
+    links = _links(options, ranks, wanted, devices)
+    known = pretended.links.latency_seconds or pretended.links.bytes_per_second or pretended.links.uplinks
+    running = measure_running(options.model, ranks, settings, None if known else links) if ranks.world > 1 else None
+    if ranks.first:
+        seconds = {"layer_seconds": layer_seconds, "link_seconds": time.monotonic() - begin - layer_seconds}
+        profile = Profile(
+            devices=tuple(_device(one, wanted.labels[r]) for r, one in enumerate(devices)),
+            latency_seconds=tuple(map(tuple, links.latency_seconds)),
+            bytes_per_second=tuple(map(tuple, links.bytes_per_second)),
+            shared=tuple(links.shared),
+            chain=units.chain,
+            sizes=units.sizes,
+            update_seconds={kind: min(one["optimizer"][kind] for one in devices) for kind in units.optimizer_seconds},
+            stalls=_stalls(pretended),
+            running=running,
+            details=_details(options, ranks, settings, pretended, seconds),
+        )
+        write_profile(options.out, profile)
+        if options.tc_out:
+            _write_scripts(options, devices, pretended)
+        print(json.dumps(profile.to_json(), indent=2) if options.json else table(profile))
+    barrier(ranks)
+    return 0
+
+
+def _wanted(options: argparse.Namespace, ranks: Ranks) -> Wanted:
+    """Read and check the options. Raises `CrossFedError`."""
+    pretended = read_pretended(options.pretend, options.pretend_devices, ranks.world, options.seed)
+    samples = _sizes(options.samples)
+    settings = LayerSettings(
+        tokens=_tokens(options),
+        samples=samples,
+        dtype=getattr(torch, options.dtype),
+        warmup=max(0, options.warmup),
+        repeats=max(1, options.repeats),
+        task=options.task,
+        cpu_seconds=options.clock == "cpu" and ranks.device.type == "cpu",
+    )
+    if not options.out.parent.is_dir():
+        raise ConfigurationError(f"--out {options.out}: its directory does not exist")
+    return Wanted(pretended=pretended, settings=settings, labels=_labels(options, ranks))
+
+
+def _this_device(ranks: Ranks, units: MeasuredUnits, pretended: Pretended) -> dict[str, Any]:
+    """What this rank reports of its device, as JSON."""
+    return {
+        "id": device_id(ranks.device, ranks.local_rank),
+        "name": device_name(ranks.device),
+        "host": socket.gethostname(),
+        "address": _address(),
+        "memory": free_bytes(ranks.device, ranks.local_world) * pretended.memory_factor(ranks.rank),
+        "times": [asdict(t) for t in units.times],
+        "optimizer": units.optimizer_seconds,
+    }
+
+
+def _details(
+    options: argparse.Namespace,
+    ranks: Ranks,
+    settings: LayerSettings,
+    pretended: Pretended,
+    seconds: dict[str, float],
+) -> dict[str, Any]:
+    """How it was measured, for the profile."""
+    return {
+        "tokens": settings.tokens,
+        "dtype": options.dtype,
+        "clock": options.clock,
+        "torch": torch.__version__,
+        "backend": dist.get_backend() if ranks.world > 1 else "none",
+        **seconds,
+        "pretended": {
+            "factors": [pretended.emulation.factor(r) for r in range(ranks.world)],
+            "stall_probability": pretended.emulation.probability,
+            "stall_seconds": pretended.emulation.seconds,
+            "memory_factors": [pretended.memory_factor(r) for r in range(ranks.world)],
+            "links": bool(pretended.links.latency_seconds or pretended.links.bytes_per_second),
+            "seed": options.seed,
+        },
+    }
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    try:
+        sizes = tuple(sorted({int(part) for part in text.split(",") if part.strip()}))
+    except ValueError:
+        sizes = ()
+    if not sizes or min(sizes) < 1:
+        raise ConfigurationError(f"--samples is {text!r}, expected whole numbers of 1 or more, such as 1,2,4")
+    return sizes
+
+
+def _tokens(options: argparse.Namespace) -> int:
+    from facility.training.model import read_config
+
+    most = getattr(read_config(options.model), "max_position_embeddings", None)
+    if options.tokens < 0 or (most and options.tokens > most):
+        raise ConfigurationError(f"--tokens is {options.tokens}, expected 1 to {most} for this model")
+    return options.tokens or min(1024, most or 1024)
+
+
+def _labels(options: argparse.Namespace, ranks: Ranks) -> list[str]:
+    """The site of every rank, or its host."""
+    if options.groups:
+        labels = [part.strip() for part in options.groups.split(",")]
+        if len(labels) != ranks.world:
+            raise ConfigurationError(f"--groups names {len(labels)} ranks, but there are {ranks.world}")
+        return labels
+    return [str(label) for label in _gathered(ranks, options.site or socket.gethostname())]
+
+
+def _gathered(ranks: Ranks, value: Any) -> list[Any]:
+    """`value` of every rank, as JSON through the store that the ranks met at."""
+    if ranks.world == 1:
+        return [value]
+    store = distributed_c10d._get_default_store()
+    turn = _gathered.turn = getattr(_gathered, "turn", 0) + 1  # type: ignore[attr-defined]
+    store.set(f"measure/{turn}/{ranks.rank}", json.dumps(value))
+    return [json.loads(store.get(f"measure/{turn}/{rank}")) for rank in range(ranks.world)]
+
+
+def _address() -> str:
+    """This host's address as others see it, without asking anybody."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # TEST-NET-1: nothing is sent by connecting a datagram socket
+            return str(probe.getsockname()[0])
+        except OSError:
+            return "127.0.0.1"
+
+
+def _links(options: argparse.Namespace, ranks: Ranks, wanted: Wanted, devices: list[Any]) -> MeasuredLinks:
+    world, pretended = ranks.world, wanted.pretended
+    if world == 1:
+        return MeasuredLinks(latency_seconds=[[0.0]], bytes_per_second=[[float("inf")]], shared=[])
+    if pretended.links.uplinks and len({one["host"] for one in devices}) > 1:
+        raise ConfigurationError(
+            "a pretended shared uplink needs all ranks on one host; take `shared` out of --pretend"
+        )
+    wire = Wire(ranks.rank, ranks.device, pretended.links, distributed_c10d._get_default_store())
+    say = (lambda text: print(text, file=sys.stderr, flush=True)) if ranks.first else (lambda text: None)
+    settings = LinkSettings(most_bytes=max(2**16, int(1e6 * options.most_megabytes)))
+    return measure_links(wire, world, wanted.labels, settings, say)
+
+
+def _stalls(pretended: Pretended) -> dict[str, float]:
+    """What is pretended; real stalls are too rare for a measurement of minutes."""
+    told = pretended.emulation
+    return {"probability": told.probability, "seconds": told.seconds} if told.probability and told.seconds else {}
+
+
+def _device(one: dict[str, Any], label: str) -> MeasuredDevice:
+    times = tuple(
+        UnitTimes(
+            kind=t["kind"],
+            samples=tuple(t["samples"]),
+            forward_seconds=tuple(t["forward_seconds"]),
+            backward_seconds=tuple(t["backward_seconds"]),
+        )
+        for t in one["times"]
+    )
+    return MeasuredDevice(id=one["id"], site=label, name=one["name"], memory_bytes=one["memory"], times=times)
+
+
+def _write_scripts(options: argparse.Namespace, devices: list[dict[str, Any]], pretended: Pretended) -> None:
+    options.tc_out.mkdir(parents=True, exist_ok=True)
+    hosts = groups_of([one["address"] for one in devices])
+    for group in hosts:
+        here = devices[group[0]]
+        ways = [
+            Way(
+                address=devices[other[0]]["address"],
+                latency_seconds=pretended.links.latency_seconds.get((group[0], other[0]), 0.0),
+                bytes_per_second=pretended.links.bytes_per_second.get((group[0], other[0]), 125e6 * 100),
+            )
+            for other in hosts
+            if other is not group
+        ]
+        write_text(options.tc_out / f"tc-{here['host']}.sh", script(options.tc_interface, ways))

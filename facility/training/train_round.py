@@ -1,0 +1,71 @@
+"""One local round on one rank, from the received model to the update: the story of `facility.train`."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import time
+
+from facility.exchange.messages.outcome import Outcome
+from facility.training.comparison import compare, finish_comparison
+from facility.training.data.inputs import RoundInputs, read_inputs
+from facility.training.devices import device_name
+from facility.training.finish import finish_evaluation, finish_round
+from facility.training.monitor.logs import start_logging
+from facility.training.parallel.arrange import check_devices
+from facility.training.prepare import Setup, choose_setup, prepare_ranks
+from facility.training.processes.ranks import Ranks, barrier, together
+from facility.training.progress import show_stage
+from facility.training.request import RoundRequest, read_request
+from facility.training.round import Round
+from facility.training.state.resume import SavedState, read_saved_state
+from facility.training.stop import Stop
+
+log = logging.getLogger(__name__)
+
+
+def train_round(arguments: argparse.Namespace) -> int:
+    """Run one round on this rank as the command line says; returns its exit code."""
+    request = read_request(arguments, began=time.perf_counter())
+    stop = Stop(request.training.limits, request.began)
+    ranks = prepare_ranks(request)
+    if ranks is None:
+        print(f"rank {os.environ.get('RANK', 0)}: the plan leaves this rank idle", flush=True)
+        return Outcome.DONE
+    start_logging(ranks, request.name)
+    show_stage(ranks, request.job_directory, "loading")
+    inputs, setup, saved = read(request, ranks)
+
+    round = Round(request, ranks, inputs, setup)
+    round.restore(saved)
+    round.evaluate_received()
+    if request.bundle is not None:
+        finish_comparison(round, compare(round))
+        return Outcome.DONE
+    if request.evaluates_only:
+        finish_evaluation(round)
+        return Outcome.DONE
+    round.connect_replicas()
+    if not round.train(stop):
+        return Outcome.CHECKPOINTED
+    round.evaluate_returned()
+    finish_round(round)
+    log.info("update written to %s", request.out)
+    barrier(round.ranks)
+    return Outcome.DONE
+
+
+def read(request: RoundRequest, ranks: Ranks) -> tuple[RoundInputs, Setup, SavedState]:
+    """Open and check all input, choose the layout, find saved state: one rank's refusal is every rank's."""
+    with together(ranks):
+        if request.plan is not None and (request.training.layout.shards or 1) == 1:
+            check_devices(request.plan, ranks.number, ranks)
+        inputs = read_inputs(request, ranks)
+        setup = choose_setup(request, inputs, ranks)
+        saved = read_saved_state(request, inputs.base_sha256)
+    attention = f"attention {inputs.attention.name}: {inputs.attention.reason}"
+    log.info("%d rank(s) on %s; %s", ranks.world, device_name(ranks.device), attention)
+    for reason in (*setup.layout.reasons, setup.head.reason, saved.reason):
+        log.info("%s", reason)
+    return inputs, setup, saved
