@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -142,3 +143,11 @@ def start_ranks(job: Job, work: Work) -> Ending:
         limits=limits_from(job.arguments, job.tasks),
         notes=job.notes,
     )
+
+
+def clear(out: Path) -> None:
+    """Remove what an earlier attempt left at the update's place."""
+    if out.is_symlink() or out.is_file():
+        out.unlink()
+    elif out.exists():
+        shutil.rmtree(out)

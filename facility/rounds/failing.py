@@ -1,0 +1,48 @@
+"""What a facility leaves of a round that failed: `failure.json`, with the failure that came first."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from facility.exchange.errors import CrossFedError
+from facility.exchange.files.durable import new_directory
+from facility.exchange.files.paths import resolve
+from facility.exchange.messages import report
+from facility.exchange.messages.manifest import Manifest, write_manifest
+from facility.exchange.messages.outcome import Outcome
+from facility.exchange.messages.settings import FacilitySettings
+from facility.exchange.messages.signatures import sign
+from facility.launching.supervise import Ending
+from facility.rounds.job import Job, clear
+
+
+def earliest(job: Job, ending: Ending) -> Ending:
+    """The failure that came first, of this task and the others."""
+    if job.tasks.tasks == 1 or ending.code == Outcome.CHECKPOINTED:
+        return ending
+    time.sleep(1.0)  # another node may be about to tell
+    told = [note for note in job.notes.failures() if 0 < note.get("time", 0) < (ending.time or float("inf"))]
+    others = [note for note in told if note.get("task") != job.tasks.task and "another node" not in note["reason"]]
+    if not others:
+        return ending
+    note = others[0]
+    return replace(ending, code=note["code"], reason=f"on node {note['node']}: {note['reason']}", tail=note["tail"])
+
+
+def fail(out: Path, failure: report.Failure, settings: FacilitySettings | None = None) -> None:
+    """Leave `failure.json` alone in `out`; with the `settings` of a facility that signs, under a signed manifest."""
+    clear(out)
+    with new_directory(out) as temporary:
+        report.write(temporary, failure)
+        if settings is not None and settings.training.signing_key:
+            write_manifest(
+                temporary,
+                Manifest(
+                    kind="update", federation=settings.federation, facility=settings.facility, round=failure.round
+                ),
+            )
+            with suppress(CrossFedError):  # a key that is away is perhaps the failure that is reported
+                sign(temporary, resolve(settings.training.signing_key))

@@ -1,0 +1,171 @@
+"""The stages of one facility's round, in the order in which `facility.round` runs them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from facility.dataset import NAME as DATASET
+from facility.exchange.errors import InputError, ManifestError
+from facility.exchange.files.links import link_tree
+from facility.exchange.files.paths import resolve
+from facility.exchange.messages.comparison import ALONE, MODELS
+from facility.exchange.messages.dataset_card import with_dataset
+from facility.exchange.messages.manifest import NAME, read_manifest, run_of, verify_manifest, with_head, with_run
+from facility.exchange.messages.outcome import Outcome
+from facility.exchange.messages.signatures import sign
+from facility.exchange.messages.usage import with_usage
+from facility.launching.supervise import Ending
+from facility.rounds.alone import train_alone
+from facility.rounds.dataset_check import check_dataset
+from facility.rounds.dataset_counts import counts_of
+from facility.rounds.evaluation import tell_scores, tell_scores_of_models
+from facility.rounds.finished import Finished, key_of
+from facility.rounds.job import Job, clear, start_ranks, work_of_round
+from facility.rounds.masked import Masked, masked
+from facility.rounds.models import Models, digest_of, tell
+from facility.rounds.sealed import put_aside_damaged
+from facility.rounds.smaller import make_smaller
+from facility.rounds.sweep import forget_earlier, sweep
+
+AUDIT = "CROSSFED_AUDIT"
+"""Environment variable: this facility's audit log, whose head an update's manifest carries."""
+
+
+class OneRound:
+    """A round that the first task of a job works on. Raises `CrossFedError` from every stage."""
+
+    def __init__(self, job: Job) -> None:
+        received = read_manifest(job.arguments.model)
+        if not job.dataset.is_dir():
+            raise InputError(
+                f"the dataset {job.dataset} is no directory here; expected the output of `python -m facility.prepare`"
+            )
+        self.job = job
+        self.received = received
+        """Manifest of what was received."""
+        self.run = run_of(received)
+        """Identifies the run that the model belongs to."""
+        self.base = received.content_sha256 if received.kind in (MODELS, ALONE) else digest_of(received)
+        """Digest of the received model, whole."""
+        self.finished = Finished(job.state)
+        self.key = key_of(f"{self.base} {self.run}".rstrip(), job.arguments.settings, job.dataset)
+        """What the update depends on."""
+        self.masks: Masked | None = None
+        """How the update is masked; None: it is sent as it is."""
+
+    def sweep(self) -> None:
+        """Remove jobs of earlier rounds."""
+        for path in sweep(Path.cwd(), self.job.settings, self.job.round, self.received):
+            print(f"round: removed {path}, of an earlier round", file=sys.stderr)
+
+    def train_alone(self) -> Ending:
+        """Train one round alone, to compare with, in place of all other stages."""
+        job = self.job
+        clear(job.out)
+        ending = train_alone(job, self.received)
+        if ending.code == Outcome.DONE:
+            with_run(job.out, self.run)
+            with_usage(job.out, job.meter.usage(job.notes))
+            with_head(job.out, os.environ.get(AUDIT, ""))
+            if job.settings.training.signing_key:
+                sign(job.out, resolve(job.settings.training.signing_key))
+        return ending
+
+    def open(self) -> None:
+        """Read the keys and the roster of secure aggregation."""
+        job = self.job
+        self.masks = masked(job.settings, job.state, job.arguments.roster, job.received, job.round)
+
+    def finished_before(self) -> bool:
+        """Hand over the update of an earlier job of this round; False where there is none."""
+        job = self.job
+        if (found := self.finished.find(self.key, job.round)) is None:
+            return False
+        print(f"round: {found} was finished before from the same model, settings and data: not trained again")
+        clear(job.out)
+        if self.masks is None:
+            link_tree(found, job.out)
+        else:
+            self.masks.make(found, received=job.received, key=self.key, out=job.out)
+        return True
+
+    def prepare(self) -> None:
+        """Make state, dataset and model ready to be trained from."""
+        job = self.job
+        self.finished.drop_before(job.round)
+        clear(job.out)
+        for told in put_aside_damaged(job.state):
+            print(f"round: {told}", file=sys.stderr)
+        if (job.dataset / DATASET).is_file():
+            check_dataset(job.dataset, job.state)
+        if job.keeps_models:
+            Models(job.state).whole(job.arguments.model)
+        job.personal.put_in(job.received, job.round)
+        clear(job.trained)
+        job.trained.parent.mkdir(parents=True, exist_ok=True)
+
+    def train(self) -> Ending:
+        """Train on the ranks of this task, and check the update if there is one."""
+        job = self.job
+        ending = start_ranks(job, work_of_round(job))
+        if ending.code not in (Outcome.DONE, Outcome.CHECKPOINTED) and (job.trained / NAME).is_file():
+            verify_manifest(job.trained)  # written last: what follows it cannot make the update less complete
+            print(f"round: the update was complete when {ending.reason}", file=sys.stderr)
+            ending = Ending(code=0, reason="")
+        if ending.code == Outcome.DONE:
+            check_update(job)
+        return ending
+
+    def compress(self) -> None:
+        """Take this facility's own tensors out of the update, and encode it as the settings ask."""
+        job = self.job
+        if job.round >= job.settings.rounds:
+            return
+        job.personal.take_out(job.trained, job.received, job.round)
+        make_smaller(
+            job.trained,
+            model=job.received,
+            state=job.state,
+            round=job.round,
+            settings=job.settings.training,
+            patterns=job.personal.patterns,
+        )
+
+    def describe(self) -> None:
+        """Complete the update's manifest: model kept, run, usage, scores, dataset, head of the audit log."""
+        job = self.job
+        if job.keeps_models:
+            tell(job.trained, self.base)
+        with_run(job.trained, self.run)
+        with_usage(job.trained, job.meter.usage(job.notes))
+        if self.received.kind == MODELS:
+            tell_scores_of_models(job.arguments.model, job.trained, job.settings, dataset=job.dataset)
+        elif job.settings.evaluation.due(job.round, job.settings.rounds):
+            tell_scores(job.received, job.trained, job.settings, dataset=job.dataset)
+        if job.settings.dataset_card:
+            with_dataset(job.trained, counts_of(job.dataset))
+        with_head(job.trained, os.environ.get(AUDIT, ""))
+
+    def deliver(self) -> None:
+        """Mask or sign the update, and keep it for the case that the round is asked for again."""
+        job = self.job
+        if self.masks is not None:
+            self.finished.keep(self.key, job.round, job.trained)
+            clear(job.trained)
+            self.masks.make(self.finished.place(job.round), received=job.received, key=self.key, out=job.out)
+            return
+        if job.settings.training.signing_key:
+            sign(job.out, resolve(job.settings.training.signing_key))
+        self.finished.keep(self.key, job.round, job.trained)
+        forget_earlier(job.state, job.round)
+
+
+def check_update(job: Job) -> None:
+    """Raise `ManifestError` unless the training process left what it promised."""
+    manifest = read_manifest(job.trained)
+    found = (manifest.kind, manifest.federation, manifest.facility, manifest.round)
+    expected = ("update", job.settings.federation, job.settings.facility, job.round)
+    if found != expected:
+        raise ManifestError(f"{job.trained} is {found}, expected {expected}")
