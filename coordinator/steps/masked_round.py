@@ -18,8 +18,9 @@ from coordinator.config.settings import CoordinatorSettings
 from coordinator.masking.pending import Pending, write_request_directory
 from coordinator.masking.reconstruct import reconstruct
 from coordinator.masking.rosters import open_roster, settings_of
-from coordinator.steps.aggregate import ask_again, commit, give_up, number_of_attempt, too_few
 from coordinator.steps.arrived import Arrived, drop
+from coordinator.steps.commit import commit
+from coordinator.steps.incomplete import ask_again, give_up, number_of_attempt, too_few
 from facility.exchange.errors import CrossFedError, InputError
 from facility.exchange.files.links import link_tree
 from facility.exchange.files.paths import resolve

@@ -158,7 +158,7 @@ class OneRound:
             return
         if job.settings.training.signing_key:
             sign(job.out, resolve(job.settings.training.signing_key))
-        self.finished.keep(self.key, job.round, job.trained)
+        self.finished.keep(self.key, job.round, job.out)
         forget_earlier(job.state, job.round)
 
 

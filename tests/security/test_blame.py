@@ -11,9 +11,9 @@ import pytest
 
 from coordinator.archive.rounds import Archive
 from coordinator.config.settings import CoordinatorSettings
-from coordinator.steps import aggregate as step
+from coordinator.steps import blame, commit
 from coordinator.steps.aggregate import close_round
-from coordinator.steps.arrived import sort_out
+from coordinator.steps.arrived import drop, sort_out
 from facility.exchange.messages.report import Failure
 from tests.pico import save_pico
 from tests.security.hostile_facility import make_update
@@ -43,14 +43,15 @@ def test_whatever_one_update_raises_the_others_are_averaged(
     begun: tuple[Archive, list[Path]], monkeypatch: pytest.MonkeyPatch, raised: type[Exception]
 ):
     archive, directories = begun
-    real = step.aggregate
+    real = commit.aggregate
 
     def stumbling(*, updates: dict[str, Path], **rest: Any) -> Any:
         if "odd" in updates:
             raise raised("[/] \x1b[2J")
         return real(updates=updates, **rest)
 
-    monkeypatch.setattr(step, "aggregate", stumbling)
+    monkeypatch.setattr(commit, "aggregate", stumbling)
+    monkeypatch.setattr(blame, "aggregate", stumbling)
     closed(archive, directories)
     rows = {row.facility: row for row in archive.read_round(0).facilities}
     assert {name: row.status for name, row in rows.items()} == {"honest": "ok", "odd": "refused", "other": "ok"}
@@ -73,7 +74,8 @@ def test_nobody_is_blamed_for_what_fails_with_every_update(
     def broken(**_: Any) -> None:
         raise RuntimeError("the kernel is broken")
 
-    monkeypatch.setattr(step, "aggregate", broken)
+    monkeypatch.setattr(commit, "aggregate", broken)
+    monkeypatch.setattr(blame, "aggregate", broken)
     with pytest.raises(RuntimeError, match="the kernel is broken"):
         closed(*begun)
 
@@ -88,7 +90,7 @@ def test_facilities_that_ask_for_time_in_turns_hold_the_round_no_longer_than_one
     while not archive.rounds() and granted < 20:
         name = ("odd", "other")[granted % 2]
         asking = Failure(facility=name, round=0, reason="ran out of time", again=True)
-        arrived = step.drop(whole, name, 0, "")
+        arrived = drop(whole, name, 0, "")
         arrived = dataclasses.replace(arrived, failures={name: asking})
         close_round(archive, settings, model=archive.model_for(0), number=0, arrived=arrived)
         granted += 1

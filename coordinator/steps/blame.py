@@ -1,0 +1,46 @@
+"""Whose update made the aggregation of a round fail."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from coordinator.aggregate import aggregate
+from coordinator.aggregation.settings import AggregationSettings
+from coordinator.archive.rounds import Archive
+from coordinator.config.settings import CoordinatorSettings
+from coordinator.steps.arrived import Arrived
+from coordinator.steps.send import bytes_of
+from facility.exchange.errors import TryAgain, UpdateRefused
+from facility.exchange.files.storage import is_storage
+from facility.exchange.messages.manifest import read_manifest
+from facility.exchange.messages.strict_json import clean
+
+
+def to_blame(
+    error: Exception, archive: Archive, settings: CoordinatorSettings, model: Path, arrived: Arrived, number: int
+) -> dict[str, str]:
+    """The facilities whose updates made the round fail, and why; {} where it is nobody's fault.
+
+    An `UpdateRefused` names one. Of any other exception but a fault of this machine, an update is to blame whose plain
+    mean with nothing else fails too, while that of another facility succeeds.
+    """
+    if isinstance(error, UpdateRefused):
+        return {error.facility: str(error)} if error.facility in arrived.updates else {}
+    if isinstance(error, TryAgain | MemoryError) or is_storage(error):
+        return {}
+    failed: dict[str, str] = {}
+    for name, update in arrived.updates.items():
+        try:
+            with tempfile.TemporaryDirectory(prefix=".alone.", dir=archive.path) as scratch:
+                _alone(settings, model, name, update, Path(scratch))
+        except Exception as own:
+            failed[name] = f"its update cannot be averaged: {clean(str(own) or repr(own), 300)}"
+    return failed if len(failed) < len(arrived.updates) else {}
+
+
+def _alone(settings: CoordinatorSettings, model: Path, name: str, update: Path, scratch: Path) -> None:
+    """The plain mean of one update. Raises whatever is wrong with it."""
+    bytes_of(read_manifest(update))
+    plain = AggregationSettings(rule="mean", weights=settings.aggregation.weights)
+    aggregate(base=model, updates={name: update}, out=scratch / "model", settings=plain, adapters=settings.lora)

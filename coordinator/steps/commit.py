@@ -1,0 +1,240 @@
+"""Commit a round: average its updates, append it to the archive, decide what follows.
+
+The stages read and fill one object, in the order of its fields; until the archive appends the round, nothing of it is
+visible.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+from coordinator.aggregate import aggregate
+from coordinator.aggregation.record import RoundRecord
+from coordinator.aggregation.settings import AggregationSettings
+from coordinator.aggregation.unmasking import Unmasking
+from coordinator.archive.audit import log_entry
+from coordinator.archive.best import best_round
+from coordinator.archive.rounds import CLIPS, Archive, RoundFile
+from coordinator.archive.sweep import sweep_round
+from coordinator.comparison.models import keep_updates
+from coordinator.config.settings import CoordinatorSettings
+from coordinator.events.event import emit
+from coordinator.report.trackers import track_round
+from coordinator.rounds.acceptance import drop_told
+from coordinator.rounds.acceptance import told as changes_told
+from coordinator.rounds.weight_limit import Capped, cap
+from coordinator.steps.arrived import Arrived
+from coordinator.steps.decide import Decision, decide
+from coordinator.steps.final import compare_next
+from coordinator.steps.following import asks_ahead, within
+from coordinator.steps.global_loss import global_losses, losses_of, losses_of_rows, plausible, without_each
+from coordinator.steps.guard import Guard, guard
+from coordinator.steps.limits import NOTE as LIMITED
+from coordinator.steps.limits import UNDER_WAY, Exceeded, seconds_of
+from coordinator.steps.rows import rows_of
+from coordinator.steps.schedule import decay_factor, with_rate
+from coordinator.steps.send import make_message
+from facility.exchange.files.durable import write_json
+from facility.exchange.messages.manifest import read_manifest, run_of, verify_manifest, with_run
+
+
+@dataclass(kw_only=True)
+class Commit:
+    """One round that is being committed."""
+
+    archive: Archive
+    settings: CoordinatorSettings
+    model: Path
+    """The global model that the round started from."""
+    number: int
+    arrived: Arrived
+    attempt: int
+    """1 for the first try of the round."""
+    unmasking: Unmasking | None = None
+    """What takes the masks off; None: the updates are not masked."""
+
+    # open
+    capped: Capped = field(default_factory=lambda: Capped(weights={}, told={}))
+    """Weights that the facilities report, limited."""
+    watched: Guard = field(default_factory=Guard)
+    decay: float = 1.0
+    """Of the server learning rate, over the last rounds."""
+    aggregation: AggregationSettings = field(init=False)
+    """As the settings say, with these weights and factors of the server learning rate."""
+
+    # write
+    record: RoundRecord = field(init=False)
+
+    # describe
+    losses: list[float | None] = field(default_factory=list)
+    """Global validation loss of the model that each round received."""
+    decision: Decision = field(init=False)
+    round_file: RoundFile = field(init=False)
+    limited: Exceeded | None = None
+    """The deadline or budget that another round is expected to exceed."""
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Share of each facility in the next model."""
+        return {entry.facility: entry.weight for entry in self.record.participants}
+
+    @property
+    def left_out(self) -> dict[str, str]:
+        """Facilities whose updates are not in the next model, with the reason."""
+        return self.record.quarantined | self.record.dropped
+
+
+def commit(
+    archive: Archive,
+    settings: CoordinatorSettings,
+    model: Path,
+    number: int,
+    arrived: Arrived,
+    attempt: int,
+    unmasking: Unmasking | None = None,
+) -> tuple[Path, int, bool]:
+    """Average the updates and append the round: model, number of the next round, and whether there is one.
+
+    Raises `UpdateRefused`; then the archive is as it was.
+    """
+    verify_manifest(model)
+    round = Commit(
+        archive=archive,
+        settings=settings,
+        model=model,
+        number=number,
+        arrived=arrived,
+        attempt=attempt,
+        unmasking=unmasking,
+    )
+    open_round(round)
+    with archive.append(number) as directory:
+        write_model(round, directory)
+        describe_round(round, directory)
+    clean_up(round)
+    announce(round)
+    return following(round)
+
+
+def open_round(round: Commit) -> None:
+    """Limit the weights that the facilities report, and settle the server learning rate by guard and schedule."""
+    round.aggregation = round.settings.aggregation
+    if round.unmasking is None:
+        round.capped = cap(round.settings, round.arrived.reports, round.model)
+    if round.capped.weights:
+        round.aggregation = dataclasses.replace(round.aggregation, weights=round.capped.weights)
+    if round.settings.aggregation.guard:
+        now = {name: report.loss_received for name, report in round.arrived.reports.items()}
+        round.watched = guard(global_losses(plausible([*map(losses_of, round.archive.history()), now])))
+    share, to = round.aggregation.server_decay_share, round.aggregation.server_decay_to
+    round.decay = decay_factor(round.number, round.settings.rounds, share=share, to=to)
+    round.aggregation = with_rate(round.aggregation, round.watched.factor * round.decay)
+
+
+def write_model(round: Commit, directory: Path) -> None:
+    """Aggregate the updates into the next model, below the round's directory. Raises `UpdateRefused`."""
+    settings = round.settings
+    round.record = aggregate(
+        base=round.model,
+        updates=round.arrived.updates,
+        out=directory / "model",
+        settings=round.aggregation,
+        state_in=round.archive.state_for(round.number),
+        state_out=directory / "state",
+        adapters=settings.lora,
+        drop_refused=round.unmasking is None,
+        minimum_updates=settings.minimum_facilities,
+        unmasking=round.unmasking,
+    )
+    if round.unmasking is not None:
+        write_json(directory / CLIPS, round.unmasking.next_clips())
+    with_run(directory / "model", run_of(read_manifest(round.model)))
+
+
+def describe_round(round: Commit, directory: Path) -> None:
+    """Write the message for the facilities and round.json, with the decision on what follows."""
+    archive, settings, number = round.archive, round.settings, round.number
+    message = make_message(directory, round.model, settings.sending)
+    rows = rows_of(archive, settings, number, round.arrived, round.weights, round.left_out)
+    told = plausible([*map(losses_of, archive.history()), losses_of_rows(rows)])
+    losses = round.losses = global_losses(told)
+    decision = round.decision = decide(settings, losses, without_each(told))
+    limited, now = round.capped.told, time.time()
+    round.round_file = RoundFile(
+        round=number,
+        facilities=[dataclasses.replace(row, reason=row.reason or limited.get(row.facility, "")) for row in rows],
+        message=message,
+        model_sha256=read_manifest(directory / "model").content_sha256,
+        global_loss=losses[-1],
+        global_loss_over=sorted(told[-1]),
+        decision=decision.reason,
+        ended=not decision.proceed and number + 1 < settings.rounds,
+        broken=decision.broken,
+        attempts=round.attempt,
+        outer_factor=round.watched.factor,
+        guard=round.watched.reason,
+        decay=round.decay,
+        finished=datetime.now(UTC).isoformat(timespec="seconds"),
+        seconds=seconds_of(archive.read_note(UNDER_WAY), number, now),
+        changes=changes_told(archive),
+        aggregation=dataclasses.asdict(round.record),
+    )
+    found = asks_ahead(archive, settings, round.round_file, directory)
+    round.round_file, round.decision, round.limited = within(archive, settings, found, decision, now)
+    write_json(directory / "round.json", dataclasses.asdict(round.round_file))
+
+
+def clean_up(round: Commit) -> None:
+    """Log the round that is now in the archive, note what follows, and remove what it makes superfluous."""
+    archive, number = round.archive, round.number
+    keep_updates(archive, round.settings, round.arrived.updates, round.left_out)
+    log_entry(
+        "aggregated",
+        round=number,
+        model=read_manifest(archive.model_for(number + 1)).content_sha256,
+        weights=round.weights,
+        left_out=round.left_out | {name: failure.reason for name, failure in round.arrived.failures.items()},
+    )
+    archive.drop_note("attempts")
+    drop_told(archive)
+    archive.write_note(UNDER_WAY, {"round": number + 1, "since": time.time(), "whole": True})
+    if round.limited is not None:
+        archive.write_note(
+            LIMITED, {"after_round": number, "limit": round.limited.limit, "reason": round.limited.reason}
+        )
+    archive.prune(round.settings.keep_rounds, also=best_round(round.losses) if round.settings.limits else None)
+    behind = round.settings.aggregation.maximum_staleness
+    sweep_round(Path.cwd(), round.record.federation, number, behind=behind)
+
+
+def announce(round: Commit) -> None:
+    """Report the round to the log, the supervisor and the experiment trackers."""
+    if round.watched.reason:
+        print(round.watched.reason)
+    print(f"round {round.number} is complete: {round.decision.reason}")
+    emit("complete", round=round.number, decision=round.decision.reason)
+    settings = round.settings
+    for problem in track_round(round.archive.path, settings.federation, settings.trackers, round.round_file):
+        print(problem)
+        emit("problem", text=problem)
+
+
+def following(round: Commit) -> tuple[Path, int, bool]:
+    """What comes after a round: the next one, the final evaluation, or the end with its reason."""
+    archive, number, decision = round.archive, round.number, round.decision
+    model = archive.model_for(number + 1)
+    if decision.proceed:
+        return model, number + 1, True
+    if decision.broken:
+        archive.write_note(
+            "stopped",
+            {"round": number, "reason": f"{decision.reason}; the models of earlier rounds are in {archive.path}"},
+        )
+        return model, number + 1, False
+    if round.settings.final_evaluation:
+        return model, round.settings.rounds, True
+    return compare_next(archive, round.settings, model)

@@ -1,0 +1,54 @@
+"""After the last round: the final evaluation, then the comparison of models."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from coordinator.archive.rounds import Archive, FacilityRow
+from coordinator.archive.sweep import sweep_round
+from coordinator.comparison.phases import Answers, following, take
+from coordinator.config.settings import CoordinatorSettings
+from coordinator.steps.arrived import Arrived
+from coordinator.steps.global_loss import global_losses, losses_of, losses_of_rows, plausible
+from coordinator.steps.rows import rows_of
+from coordinator.steps.send import bytes_of
+from facility.exchange.messages.manifest import read_manifest
+
+
+def close_final(
+    archive: Archive, settings: CoordinatorSettings, model: Path, arrived: Arrived
+) -> tuple[Path, int, bool]:
+    """After the last round: the final evaluation, then what the comparison of models asks for."""
+    rows = rows_of(archive, settings, settings.rounds, arrived, {}, {})
+    if read_manifest(model).kind == "model":
+        close_evaluation(archive, settings, arrived, rows)
+    else:
+        size = bytes_of(read_manifest(model))
+        told = [dataclasses.asdict(dataclasses.replace(row, sent="full", sent_bytes=size)) for row in rows]
+        take(archive, settings, model, Answers(updates=arrived.updates, failures=arrived.failures, rows=told))
+        sweep_round(Path.cwd(), settings.federation, settings.rounds, but=model)
+    return compare_next(archive, settings, model)
+
+
+def compare_next(archive: Archive, settings: CoordinatorSettings, model: Path) -> tuple[Path, int, bool]:
+    """The next directory of the comparison; the end where there is none."""
+    sent = following(archive, settings)
+    return (model, settings.rounds, False) if sent is None else (sent, settings.rounds, True)
+
+
+def close_evaluation(
+    archive: Archive, settings: CoordinatorSettings, arrived: Arrived, rows: list[FacilityRow]
+) -> None:
+    """Note what the facilities found of the final model."""
+    told = plausible([*map(losses_of, archive.history()), losses_of_rows(rows)])
+    archive.write_note(
+        "evaluation",
+        {
+            "after_round": len(archive.rounds()) - 1,
+            "global_loss": global_losses(told)[-1],
+            "global_loss_over": sorted(told[-1]),
+            "facilities": [dataclasses.asdict(row) for row in rows],
+        },
+    )
+    print(f"the final model is evaluated at {len(arrived.reports)} facilities")

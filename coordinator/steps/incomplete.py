@@ -1,0 +1,94 @@
+"""A round that is not committed: it is asked for again, or it ends the run with a reason in the archive."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from coordinator.archive.rounds import Archive
+from coordinator.config.settings import CoordinatorSettings
+from coordinator.events.event import emit
+from coordinator.steps.arrived import Arrived
+
+
+def ask_again(archive: Archive, settings: CoordinatorSettings, number: int, arrived: Arrived) -> bool:
+    """Whether the round is repeated for the sake of a facility that failed or asked for more time; notes it."""
+    attempt = number_of_attempt(archive, number)
+    asked = _asked(archive, number, arrived)
+    in_time = attempt <= settings.retries + settings.come_backs  # also where several ask in turns
+    more_time = in_time and any(
+        asked[name] <= settings.come_backs for name, one in arrived.failures.items() if one.again
+    )
+    failed = {name for name, failure in arrived.failures.items() if failure.kind != "late"}
+    if not failed or not (attempt <= settings.retries or more_time):
+        return False
+    whole = sorted(name for name in failed if not arrived.failures[name].again)
+    archive.write_note(
+        "attempts",
+        {
+            "round": number,
+            "count": attempt,
+            "asked": asked,
+            "failures": _told(arrived),
+            "whole": _whole(archive, number, whole),
+        },
+    )
+    print(f"round {number} is asked for again (attempt {attempt + 1}): {_told(arrived)}")
+    emit("again", round=number, reason=f"attempt {attempt + 1}: {_told(arrived)}")
+    return True
+
+
+def too_few(
+    archive: Archive, settings: CoordinatorSettings, model: Path, number: int, arrived: Arrived, *, least: int = 0
+) -> tuple[Path, int, bool]:
+    """End the run: fewer sound updates than `minimum_facilities`, or than `least` where that is more."""
+    found, wanted = len(arrived.updates), settings.minimum_facilities
+    what = f"minimum_facilities is {wanted}"
+    if least > wanted:
+        what = f"secure aggregation needs {least} (privacy.threshold, privacy.minimum_sum)"
+    reason = f"round {number} got {found} sound updates, {what}: {_told(arrived)}"
+    return _stop(archive, model, number, reason)
+
+
+def give_up(
+    archive: Archive, settings: CoordinatorSettings, model: Path, number: int, reason: str
+) -> tuple[Path, int, bool]:
+    """Repeat the round while `retries` last, else end the run."""
+    if (attempt := number_of_attempt(archive, number)) > settings.retries:
+        return _stop(archive, model, number, f"{reason}; the same command asks again")
+    archive.write_note("attempts", {"round": number, "count": attempt, "failures": reason})
+    print(f"round {number} is asked for again (attempt {attempt + 1}): {reason}")
+    emit("again", round=number, reason=f"attempt {attempt + 1}: {reason}")
+    return model, number, True
+
+
+def _stop(archive: Archive, model: Path, number: int, reason: str) -> tuple[Path, int, bool]:
+    archive.write_note("stopped", {"round": number, "reason": reason})
+    print(reason)
+    return model, number, False
+
+
+def number_of_attempt(archive: Archive, number: int) -> int:
+    """1 for the first try of round `number`."""
+    note = archive.read_note("attempts")
+    return int(note["count"]) + 1 if note.get("round") == number else 1
+
+
+def _asked(archive: Archive, number: int, arrived: Arrived) -> dict[str, int]:
+    """How often each facility has asked for more time in round `number`, this time included."""
+    note = archive.read_note("attempts")
+    before = note.get("asked", {}) if note.get("round") == number else {}
+    now = {name for name, failure in arrived.failures.items() if failure.again}
+    return {name: int(before.get(name, 0)) + (name in now) for name in sorted({*before, *now})}
+
+
+def _whole(archive: Archive, number: int, failed: list[str]) -> list[str]:
+    """Facilities that are sent the whole model when round `number` is asked for again: they failed at it."""
+    note = archive.read_note("attempts")
+    return sorted({*failed, *(note.get("whole", []) if note.get("round") == number else [])})
+
+
+def _told(arrived: Arrived) -> str:
+    return (
+        "; ".join(f"{name}: {failure.reason}" for name, failure in sorted(arrived.failures.items()))
+        or "no facility failed"
+    )
