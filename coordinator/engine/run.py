@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
@@ -76,7 +76,17 @@ def run_federation(file: Path, *, live: bool, log: Path | None = None, accepted:
             console.print(f"nearest in rounds: {federation.groups.as_rounds(federation.rounds)}", markup=False)
         names = [facility.name for facility in federation.facilities]
         progress = (GroupProgress if groups else Progress)(names, federation.rounds)
-        code, ended = _follow(federation, progress, archive, sink, console, live, lock, place, done)
+        run = Run(
+            federation=federation,
+            progress=progress,
+            archive=archive,
+            place=place,
+            lock=lock,
+            sink=sink,
+            console=console,
+            done=done,
+        )
+        code, ended = _follow(run, live)
     data = account.summary(archive) if groups else summary(archive)
     console.print(account.table(data) if groups else table(data))
     for line in [] if groups else remarks(data | {"aggregation": federation.chosen}):
@@ -172,68 +182,88 @@ def patience(federation: Federation) -> dict[str, float]:
     return {one.name: one.deployment.give_up_minutes * 60.0 for one in federation.facilities}
 
 
-def _follow(
-    federation: Federation,
-    progress: Progress,
-    archive: Archive,
-    sink: TextIO,
-    console: Console,
-    live: bool,
-    lock: int,
-    place: RunPlace,
-    done: int,
-) -> tuple[int, str]:
-    """Exit code and reason of the supervised run; every line goes to `sink`, what matters to the console.
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run that holds its federation's lock."""
 
-    `done`: what the archive holds at the start.
-    """
+    federation: Federation
+    progress: Progress
+    archive: Archive
+    place: RunPlace
+    lock: int
+    """File descriptor of the lock, which StreamFlow inherits."""
+    sink: TextIO
+    """StreamFlow's log: every line goes there."""
+    console: Console
+    """What matters goes there."""
+    done: int
+    """Rounds (or groups) in the archive at the start."""
 
-    def say(sentence: str) -> None:
-        console.print(f"{time.strftime('%H:%M:%S')} {shown(sentence)}", markup=False, highlight=False)
+    def say(self, sentence: str) -> None:
+        """Show a sentence with the time."""
+        self.console.print(f"{time.strftime('%H:%M:%S')} {shown(sentence)}", markup=False, highlight=False)
 
-    notifier = Notifier(federation.name, federation.notify, federation.file.parent, say)
-    recorder = _recorder(federation, progress, archive, notifier)
+    def stopped(self) -> str:
+        """Why the run ended, by the archive or the state of its disks; empty: unknown."""
+        note = str(self.archive.read_note("stopped").get("reason", ""))
+        return note or unwritable([self.archive.path, self.federation.workdir_path])
 
-    def on_event(event: Event) -> None:
-        if (sentence := progress.feed(event)) is not None:
-            say(sentence)
-        recorder.hear(event)
+    def write_line(self, line: str) -> None:
+        """Append a line to StreamFlow's log."""
+        with suppress(OSError):  # a log that cannot be written stops no federation
+            self.sink.write(line + "\n")
+            self.sink.flush()
 
-    def stopped() -> str:
-        note = str(archive.read_note("stopped").get("reason", ""))
-        return note or unwritable([archive.path, federation.workdir_path])
 
-    supervisor = Supervisor(
-        command=lambda: engine_command(federation),
-        directory=federation.file.parent,
-        environment=engine_environment()
-        | place.environment()
-        | {PROGRESS_SECONDS: str(federation.progress_seconds), LOG: str(archive.path / AUDIT_LOG)}
-        | {LOGINS: str(login_place(federation.workdir_path))},
-        queues=read_queues(federation.file.parent / "streamflow.yml", patience(federation)),
-        on_line=partial(_write_line, sink),
-        say=say,
-        events=place.events,
-        on_event=on_event,
-        on_tick=recorder.tick,
-        on_stuck=recorder.stuck,
-        rounds_done=lambda: complete(federation, archive),
-        stopped=stopped,
-        pass_fds=(lock,),
-    )
+def _follow(run: Run, live: bool) -> tuple[int, str]:
+    """Exit code and reason of the supervised run."""
+    federation, archive = run.federation, run.archive
+    notifier = Notifier(federation.name, federation.notify, federation.file.parent, run.say)
+    recorder = _recorder(federation, run.progress, archive, notifier)
+    supervisor = _supervisor(run, recorder)
     with _stopped_by_signals(supervisor):
-        recorder.begin(done)
+        recorder.begin(run.done)
         code, reason = 1, "the supervisor itself failed"
         try:
             with (
-                certificates_watched(federation.facilities, say, expiring=recorder.expiring),
-                _display(progress, archive, console) if live else nullcontext(),
+                certificates_watched(federation.facilities, run.say, expiring=recorder.expiring),
+                _display(run.progress, archive, run.console) if live else nullcontext(),
             ):
                 code, reason = supervisor.run()
                 return code, reason
         finally:
-            recorder.end(code, stopped() or reason, done=code == 0 and done < complete(federation, archive))
+            done = code == 0 and run.done < complete(federation, archive)
+            recorder.end(code, run.stopped() or reason, done=done)
             notifier.close()
+
+
+def _supervisor(run: Run, recorder: Recorder) -> Supervisor:
+    """Runs the engine; what it reports goes to the run's progress, its console and the recorder."""
+    federation, archive = run.federation, run.archive
+
+    def on_event(event: Event) -> None:
+        if (sentence := run.progress.feed(event)) is not None:
+            run.say(sentence)
+        recorder.hear(event)
+
+    return Supervisor(
+        command=lambda: engine_command(federation),
+        directory=federation.file.parent,
+        environment=engine_environment()
+        | run.place.environment()
+        | {PROGRESS_SECONDS: str(federation.progress_seconds), LOG: str(archive.path / AUDIT_LOG)}
+        | {LOGINS: str(login_place(federation.workdir_path))},
+        queues=read_queues(federation.file.parent / "streamflow.yml", patience(federation)),
+        on_line=run.write_line,
+        say=run.say,
+        events=run.place.events,
+        on_event=on_event,
+        on_tick=recorder.tick,
+        on_stuck=recorder.stuck,
+        rounds_done=lambda: complete(federation, archive),
+        stopped=run.stopped,
+        pass_fds=(run.lock,),
+    )
 
 
 def _recorder(federation: Federation, progress: Progress, archive: Archive, notifier: Notifier) -> Recorder:
@@ -244,12 +274,6 @@ def _recorder(federation: Federation, progress: Progress, archive: Archive, noti
         notifier=notifier,
         workdir=federation.workdir_path,
     )
-
-
-def _write_line(sink: TextIO, line: str) -> None:
-    with suppress(OSError):  # a log that cannot be written stops no federation
-        sink.write(line + "\n")
-        sink.flush()
 
 
 @contextmanager

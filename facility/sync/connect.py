@@ -35,25 +35,8 @@ def connect(
 ) -> Synchroniser:
     """Meet the other replicas and return the policy's synchroniser. A single replica never communicates.
 
-    Parameters
-    ----------
-    parameters
-        This rank's trained parameters, float32: plain, or DTensors of which the local shard is taken; the same
-        shapes on the same position of every replica. Their `grad` is what `reduce_gradients` exchanges.
-    steps
-        Steps that one replica is to make; all make `steps * replicas` together where progress is accumulated.
-    store
-        A store that all ranks reach (TCPStore); used below `namespace` only, another one for every round.
-    done, samples
-        Of `steps`, those that this replica made before a pause, and the samples it saw in them.
-    backwards_per_step
-        Backward passes whose gradients accumulate into one step, so that exchange can start during the last one.
-    address
-        This node's address, on which the scheduler and peers listen.
-    log
-        Directory for `groups.jsonl` and `trace.json` (first rank only); None: no files.
-    outlives
-        The scheduler is a process of its own: replicas go on without the first rank, which starts it.
+    Arguments other than `namespace` are explained in `Context`. `store` is one that all ranks reach (TCPStore); it is
+    used below `namespace` only, another one for every round.
     """
     emulation = settings.emulation.build()
     if place.replicas == 1:

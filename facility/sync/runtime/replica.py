@@ -25,20 +25,29 @@ EXACT_ELEMENTS = 4_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
-    """All that a policy is built from; see `facility.sync.connect.connect`."""
+    """All that a policy is built from."""
 
     settings: SyncSettings
     place: ReplicaRank
     parameters: list[torch.Tensor]
+    """This rank's trained parameters, float32: plain, or DTensors of which the local shard is taken; the same shapes on
+    the same position of every replica. Their `grad` is what `reduce_gradients` exchanges."""
     steps: int
+    """Steps that one replica is to make; all make `steps * replicas` together where progress is accumulated."""
     done: int
+    """Of `steps`, those that this replica made before a pause."""
     samples: float
+    """Samples that it saw in them."""
     store: dist.Store
+    """Where the ranks exchange addresses, below a name of this round's own."""
     optimizer: torch.optim.Optimizer | None
     backwards_per_step: int
+    """Backward passes whose gradients accumulate into one step, so that exchange can start during the last one."""
     device: torch.device
     address: str
+    """This node's address, on which the scheduler and peers listen."""
     log: Path | None
+    """Directory for `groups.jsonl` and `trace.json` (first rank only); None: no files."""
     outlives: bool
     """The scheduler is a process of its own, which outlives the rank that starts it."""
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -52,75 +52,112 @@ class ModelStructure:
         return 0 if parameter.rpartition(".")[0] in self.before else self.count + 1
 
 
+@dataclass(kw_only=True)
+class ForwardPass:
+    """What ran when in one forward pass."""
+
+    own: list[str]
+    """Modules outside the blocks that have parameters of their own."""
+    before: list[str] = field(default_factory=list)
+    """Those of them that ran before the first block."""
+    after: list[str] = field(default_factory=list)
+    hidden: Any = None
+    """What the first block was called with first."""
+    output: Any = None
+    """What the first block returned."""
+
+
 def inspect_model(config: Any, factory: Any, attention: str, tokens: int) -> ModelStructure:
-    """Run one forward pass without memory or arithmetic (FakeTensor) and note what runs when."""
-    from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+    """Run one forward pass without memory or arithmetic (FakeTensor) and note what runs when.
+
+    Raises `InputError` for a model that cannot be split into stages.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
 
     config = copy.deepcopy(config)
     config.use_cache = False
-    before: list[str] = []
-    after: list[str] = []
-    seen: dict[str, Any] = {}
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        try:
-            model = factory.from_config(config, dtype=torch.bfloat16, attn_implementation=attention).eval()
-        except DataDependentOutputException as error:
-            raise InputError(
-                f"a {config.model_type} cannot be split into stages: it cannot be built without values "
-                f"({_sentence(error)}); train it with layout.stages 1"
-            ) from None
+        model = build_without_values(config, factory, attention)
         name, blocks = find_blocks(model)
-        kind = type(model).__name__
-        base = getattr(model, getattr(model, "base_model_prefix", "") or "-", None)
-        if base is None:
-            raise InputError(f"{kind} cannot be split into stages: looked for its base model under `base_model_prefix`")
-
-        def first_block(module: nn.Module, args: tuple, kwargs: dict) -> None:
-            seen["hidden"] = args[0] if args else kwargs.get("hidden_states")
-
-        def block_output(module: nn.Module, args: tuple, output: Any) -> None:
-            seen["output"] = output
-
-        blocks[0].register_forward_pre_hook(first_block, with_kwargs=True)
-        blocks[0].register_forward_hook(block_output)
-        own = [n for n, m in model.named_modules() if m._parameters and not n.startswith(name + ".")]
-        for module_name in own:
-
-            def note(module: nn.Module, args: tuple, output: Any, module_name: str = module_name) -> None:
-                (after if "hidden" in seen else before).append(module_name)
-
-            model.get_submodule(module_name).register_forward_hook(note)
-        try:
-            logits = model(input_ids=torch.zeros(1, tokens, dtype=torch.int64)).logits
-        except Exception as error:  # whatever a family's own code raises where values are asked of a tensor without any
-            raise InputError(
-                f"{kind} cannot be split into stages: its forward pass cannot be followed without values "
-                f"({_sentence(error)}); train it with layout.stages 1"
-            ) from None
-    if not isinstance(seen.get("hidden"), torch.Tensor):
-        raise InputError(
-            f"{kind} cannot be split into stages: looked for {name}[0] being called with the activation first, "
-            f"found {type(seen.get('hidden')).__name__}"
-        )
-    output = seen["output"]
-    first = output[0] if isinstance(output, tuple) else output
-    if not isinstance(first, torch.Tensor) or first.shape != seen["hidden"].shape:
-        raise InputError(
-            f"{kind} cannot be split into stages: looked for {name}[0] returning an activation of shape "
-            f"{tuple(seen['hidden'].shape)}, found {type(output).__name__}"
-        )
-    early = tuple(n for n in own if n in before and n not in after)
+        ran = watch_forward(model, name, blocks[0])
+        logits = forward_without_values(model, tokens)
+    check_activation(ran, f"{type(model).__name__} cannot be split into stages: looked for {name}[0]")
+    output = ran.output
+    early = tuple(n for n in ran.own if n in ran.before and n not in ran.after)
     structure = ModelStructure(
         blocks=name,
         count=len(blocks),
         before=early,
-        after=tuple(n for n in own if n not in early),
+        after=tuple(n for n in ran.own if n not in early),
         tuple_length=len(output) if isinstance(output, tuple) else 0,
-        hidden=first.shape[-1],
+        hidden=ran.hidden.shape[-1],
         logits=tuple(logits.shape[1:]),
     )
     try_stages(config, factory, attention, structure, tokens)
     return structure
+
+
+def build_without_values(config: Any, factory: Any, attention: str) -> Any:
+    """The model of FakeTensors. Raises `InputError` for one that needs values, or has no base model."""
+    from torch._subclasses.fake_tensor import DataDependentOutputException
+
+    try:
+        model = factory.from_config(config, dtype=torch.bfloat16, attn_implementation=attention).eval()
+    except DataDependentOutputException as error:
+        raise InputError(
+            f"a {config.model_type} cannot be split into stages: it cannot be built without values "
+            f"({_sentence(error)}); train it with layout.stages 1"
+        ) from None
+    if getattr(model, getattr(model, "base_model_prefix", "") or "-", None) is None:
+        raise InputError(
+            f"{type(model).__name__} cannot be split into stages: looked for its base model under `base_model_prefix`"
+        )
+    return model
+
+
+def watch_forward(model: nn.Module, blocks: str, first: nn.Module) -> ForwardPass:
+    """Hooks that note what runs when; `first`: the first of the modules named `blocks`."""
+    own = [n for n, m in model.named_modules() if m._parameters and not n.startswith(blocks + ".")]
+    ran, begun = ForwardPass(own=own), False
+
+    def first_block(module: nn.Module, args: tuple, kwargs: dict) -> None:
+        nonlocal begun
+        ran.hidden, begun = args[0] if args else kwargs.get("hidden_states"), True
+
+    def block_output(module: nn.Module, args: tuple, output: Any) -> None:
+        ran.output = output
+
+    first.register_forward_pre_hook(first_block, with_kwargs=True)
+    first.register_forward_hook(block_output)
+    for name in own:
+
+        def note(module: nn.Module, args: tuple, output: Any, name: str = name) -> None:
+            (ran.after if begun else ran.before).append(name)
+
+        model.get_submodule(name).register_forward_hook(note)
+    return ran
+
+
+def forward_without_values(model: Any, tokens: int) -> torch.Tensor:
+    """Logits of one block of tokens. Raises `InputError`."""
+    try:
+        return model(input_ids=torch.zeros(1, tokens, dtype=torch.int64)).logits
+    except Exception as error:  # whatever a family's own code raises where values are asked of a tensor without any
+        raise InputError(
+            f"{type(model).__name__} cannot be split into stages: its forward pass cannot be followed without values "
+            f"({_sentence(error)}); train it with layout.stages 1"
+        ) from None
+
+
+def check_activation(ran: ForwardPass, looked: str) -> None:
+    """Raise `InputError`, which begins with `looked`, unless the first block maps an activation to one of its shape."""
+    if not isinstance(ran.hidden, torch.Tensor):
+        raise InputError(f"{looked} being called with the activation first, found {type(ran.hidden).__name__}")
+    first = ran.output[0] if isinstance(ran.output, tuple) else ran.output
+    if not isinstance(first, torch.Tensor) or first.shape != ran.hidden.shape:
+        raise InputError(
+            f"{looked} returning an activation of shape {tuple(ran.hidden.shape)}, found {type(ran.output).__name__}"
+        )
 
 
 def try_stages(config: Any, factory: Any, attention: str, structure: ModelStructure, tokens: int) -> None:
