@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import logging
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,8 +25,11 @@ from coordinator.aggregation.settings import AggregationSettings
 from coordinator.aggregation.unmasking import Unmasking
 from coordinator.config.yaml_lines import Lined
 from facility.exchange.errors import ConfigurationError, exit_on_error
+from facility.exchange.logs import add_log_options
 from facility.exchange.messages.layout import LoraSettings
 from facility.exchange.validation import parse
+
+log = logging.getLogger("coordinator.aggregate")
 
 
 def aggregate(
@@ -119,6 +123,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--drop-refused", action="store_true", help="go on without updates that are refused, and say so")
     p.add_argument("--threads", type=int, default=0, help="worker threads (default: 0, automatic: at most 2)")
     p.add_argument("--json", action="store_true", help="print the record as JSON")
+    add_log_options(p)
     return p
 
 
@@ -141,9 +146,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         names = ", ".join(f"{p.facility} {p.weight:.3f}" for p in record.participants)
         print(f"{a.out}: {record.rule} of {len(record.participants)} updates ({names})")
         for facility, reason in (record.quarantined | record.suspects).items():
-            print(f"outlier: {facility}: {reason}", file=sys.stderr)
+            log.warning("outlier: %s: %s", facility, reason)
         for facility, reason in record.dropped.items():
-            print(f"dropped: {facility}: {reason}", file=sys.stderr)
+            log.warning("dropped: %s: %s", facility, reason)
     return 0
 
 

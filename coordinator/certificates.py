@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import subprocess
@@ -15,6 +16,8 @@ from typing import Literal
 
 from coordinator.config.deployments import Deployment
 from coordinator.config.federation import Facility
+
+log = logging.getLogger("coordinator.engine")
 
 SOON = timedelta(hours=2)
 """A certificate that ends within this time is reported."""
@@ -64,7 +67,6 @@ def lifetime(name: str, deployment: Deployment, hours: float = 0.0, now: datetim
 @contextmanager
 def certificates_watched(
     facilities: Sequence[Facility],
-    say: Callable[[str], None],
     every_seconds: float = LOOK_SECONDS,
     expiring: Callable[[str, str], None] = lambda facility, sentence: None,
 ) -> Iterator[None]:
@@ -80,7 +82,7 @@ def certificates_watched(
                     continue
                 if (sentence := f"{facility.name}: {one.found}: {one.fix}") not in told:
                     told.add(sentence)
-                    say(sentence)
+                    log.warning(sentence)
                     expiring(facility.name, sentence)
             end.wait(every_seconds)
 

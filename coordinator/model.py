@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,9 @@ from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.conversion import check_names
 from facility.exchange.errors import CheckpointError, InputError, TryAgain, exit_on_error
 from facility.exchange.files.durable import new_directory
+from facility.exchange.logs import add_log_options
+
+log = logging.getLogger("coordinator.model")
 
 STAMP = "source.json"
 DTYPES = ("bfloat16", "float16", "float32")
@@ -86,7 +90,7 @@ def load_and_save(source: str, out: Path, *, dtype: str, revision: str, made_fro
         try:
             AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False).save_pretrained(temporary)
         except (OSError, ValueError, ImportError):
-            print(f"{source} has no tokenizer beside it; facilities need one for facility.prepare", file=sys.stderr)
+            log.warning("%s has no tokenizer beside it; facilities need one for facility.prepare", source)
         (temporary / STAMP).write_text(json.dumps(made_from))
         loaded = AutoModelForCausalLM.from_pretrained(temporary, dtype="auto")
         ids = torch.arange(8).reshape(1, 8) % loaded.config.get_text_config().vocab_size
@@ -122,6 +126,7 @@ def main() -> int:
         help="dtype that travels (default bfloat16)",
     )
     parser.add_argument("--revision", default="main", metavar="NAME", help="revision of a hub model (default main)")
+    add_log_options(parser)
     arguments = parser.parse_args()
     if (arguments.export_adapter is None) != (arguments.base is None):
         parser.error("--export-adapter and --base belong together")

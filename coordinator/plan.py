@@ -19,6 +19,7 @@ from coordinator.planning.stop import Stop, on_interrupt
 from coordinator.problem.read import read_problem
 from facility.exchange.errors import ConfigurationError, exit_on_error
 from facility.exchange.files.durable import write_json
+from facility.exchange.logs import add_log_options
 from facility.exchange.messages.plan import read_plan, write_plan
 
 
@@ -62,6 +63,7 @@ def parser() -> argparse.ArgumentParser:
         help="leave the devices' names out of the plan: the trainer then takes any allocation of that many devices",
     )
     line.add_argument("--json", action="store_true", help="print the plan as JSON")
+    add_log_options(line)
     return line
 
 

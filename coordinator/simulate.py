@@ -17,6 +17,7 @@ from coordinator.simulation.pipelines.plans import simulate
 from coordinator.simulation.pipelines.result import SimulationResult
 from facility.exchange.errors import ConfigurationError, exit_on_error
 from facility.exchange.files.durable import write_json
+from facility.exchange.logs import add_log_options
 from facility.exchange.messages.emulation import Emulation, read_trace
 from facility.exchange.messages.plan import read_plan
 
@@ -52,6 +53,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--trace", type=Path, help="write the first iteration as a Chrome trace (JSON)")
     top.add_argument("--html", type=Path, help="write the first iteration as a page with plotly")
     top.add_argument("--json", action="store_true", help="print the summary as JSON")
+    add_log_options(top)
     return top
 
 

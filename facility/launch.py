@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import logging
 import os
 import socket
 import sys
@@ -21,12 +22,15 @@ from dataclasses import asdict
 from pathlib import Path
 
 from facility.exchange.errors import TryAgain, exit_on_error
+from facility.exchange.logs import add_log_options
 from facility.launching.devices import Devices, cleaned, detect
 from facility.launching.notes import Notes
 from facility.launching.place import Place, Tasks, master_port, place, read_tasks
 from facility.launching.rendezvous import DIRECTORY, private_directory
 from facility.launching.supervise import TRANSIENT, Ending, Limits, supervise
 from facility.launching.tables import RANKS_PER_NODE, TORCHRUN
+
+log = logging.getLogger("facility.launch")
 
 FOR_EVER = 1e9
 """Seconds; the scheduler's own limit ends the job."""
@@ -165,11 +169,16 @@ def _say(where: Place, why: str) -> None:
     numbers = f"{where.first_rank}" + (
         f"-{where.first_rank + len(where.local_ranks) - 1}" if len(where.local_ranks) > 1 else ""
     )
-    print(
-        f"launch: {tasks.scheduler}, node {tasks.node} of {tasks.nodes}, ranks {numbers} of {where.world}, meeting at "
-        f"{where.master_address}:{where.master_port} ({why})",
-        file=sys.stderr,
-        flush=True,
+    log.info(
+        "%s, node %d of %d, ranks %s of %d, meeting at %s:%d (%s)",
+        tasks.scheduler,
+        tasks.node,
+        tasks.nodes,
+        numbers,
+        where.world,
+        where.master_address,
+        where.master_port,
+        why,
     )
 
 
@@ -177,7 +186,7 @@ def show_failure(ending: Ending, tasks: Tasks) -> None:
     """The first failing rank's last lines, once, after everything else; and whether to come back."""
     if ending.code:
         again = "; the same command, run again, goes on from the last checkpoint" if ending.code == TRANSIENT else ""
-        print(f"launch: {ending.reason}{again}; its last lines were:\n{ending.tail}", file=sys.stderr, flush=True)
+        log.error("%s%s; its last lines were:\n%s", ending.reason, again, ending.tail)
 
 
 def limits_from(arguments: argparse.Namespace, tasks: Tasks) -> Limits:
@@ -243,6 +252,7 @@ def main() -> int:
     )
     add_limits(parser, silence=0.0)
     parser.add_argument("arguments", nargs="+", metavar="argument", help="arguments for Python, after --")
+    add_log_options(parser)
     arguments = parser.parse_args()
     tasks = tasks_here()
     notes = Notes(arguments.shared, tasks.job, attempt_of(os.environ))
@@ -264,4 +274,4 @@ def attempt_of(environ: Mapping[str, str]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_on_error(main))
+    sys.exit(exit_on_error(main, level="info"))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from facility.exchange.logs import add_log_options
 from facility.measuring.names import DISTRIBUTIONS, TASKS
 
 
@@ -63,6 +64,7 @@ def parser() -> argparse.ArgumentParser:
         "--tc-out", type=Path, help="directory for one `tc` script a rank that makes the pretended links real (root)"
     )
     top.add_argument("--json", action="store_true", help="print the profile as JSON")
+    add_log_options(top)
     return top
 
 

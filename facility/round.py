@@ -9,6 +9,7 @@ otherwise would hang the workflow engine. In a job of several tasks all run this
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 import traceback
@@ -17,6 +18,7 @@ from pathlib import Path
 from facility.exchange.errors import CrossFedError, exit_on_error
 from facility.exchange.files.paths import resolve
 from facility.exchange.files.storage import is_storage, sentence
+from facility.exchange.logs import add_log_options
 from facility.exchange.messages import report
 from facility.exchange.messages.comparison import ALONE
 from facility.exchange.messages.outcome import Outcome
@@ -31,6 +33,8 @@ from facility.rounds.job import DONE, FAILED, GO, Job, start_ranks, work_of_roun
 from facility.rounds.kept import default_directory
 from facility.rounds.one_round import OneRound
 from facility.rounds.order_check import check_order
+
+log = logging.getLogger("facility.round")
 
 
 def run(job: Job) -> Ending:
@@ -135,6 +139,7 @@ def parser() -> argparse.ArgumentParser:
         help="how long the tasks of a job wait for each other (default 600)",
     )
     add_limits(p, silence=7200.0)
+    add_log_options(p)
     return p
 
 
@@ -162,13 +167,13 @@ def main(argv: list[str] | None = None) -> int:
         )
         return first(job) if tasks.first else follow(job)
     except CrossFedError as error:
-        print(f"error: {error}", file=sys.stderr)
+        log.error("%s", error)
         if tasks.first:
             fail(arguments.out, report.Failure(facility=facility, round=arguments.round, reason=str(error)))
         return Outcome.SKIPPED
     except Exception as error:  # a fault of ours must not hang the workflow either
         tail = traceback.format_exc()
-        print(tail, file=sys.stderr)
+        log.error("%s", tail)
         if tasks.first:
             reason = f"the round's own command failed: {error!r}"
             fail(arguments.out, report.Failure(facility=facility, round=arguments.round, reason=reason, log_tail=tail))
@@ -176,4 +181,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_on_error(main))
+    sys.exit(exit_on_error(main, level="info"))

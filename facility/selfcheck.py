@@ -19,6 +19,7 @@ from pathlib import Path
 
 from facility.dataset import NAME, DatasetManifest, SplitEntry
 from facility.exchange.errors import CrossFedError, InputError, exit_on_error
+from facility.exchange.logs import add_log_options
 from facility.exchange.messages import report
 from facility.exchange.messages.job_template import Environment, fill_template
 from facility.exchange.messages.manifest import Manifest, sha256_of, verify_manifest, write_manifest
@@ -173,6 +174,7 @@ def main() -> int:
     parser.add_argument(
         "--limit", type=float, default=3600.0, metavar="SECONDS", help="how long to wait for the job (default 3600)"
     )
+    add_log_options(parser)
     arguments = parser.parse_args()
     wrong = [item for item in arguments.fill if "=" not in item]
     if wrong:
@@ -193,4 +195,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_on_error(main))
+    sys.exit(exit_on_error(main, level="info"))

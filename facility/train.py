@@ -16,6 +16,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from facility.exchange.logs import add_log_options
+
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
@@ -55,6 +57,7 @@ def parser() -> argparse.ArgumentParser:
         "training.steps of the settings",
     )
     p.add_argument("--progress", action="store_true", help="a line for every step on stderr, not one a second at most")
+    add_log_options(p)
     return p
 
 

@@ -7,13 +7,15 @@ that was cut short lacks heads that signed models carried to the facilities.
 from __future__ import annotations
 
 import json
+import logging
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 from facility.exchange.errors import InputError
 from facility.exchange.files import audit_log
+
+log = logging.getLogger(__name__)
 
 NAME = "audit.jsonl"
 VARIABLE = "CROSSFED_ARCHIVE_LOG"
@@ -28,7 +30,7 @@ def log_entry(what: str, **fields: Any) -> None:
     try:
         audit_log.append(Path(path), what, **fields)
     except OSError as error:
-        print(f"the audit log {path} cannot be written: {error}", file=sys.stderr)
+        log.error("the audit log %s cannot be written: %s", path, error)
 
 
 def head() -> str:

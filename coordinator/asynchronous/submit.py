@@ -7,10 +7,10 @@ Without `--update` it reports where the facility's chain continues, which is how
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 
 from coordinator.archive.rounds import Archive
@@ -22,6 +22,8 @@ from coordinator.rounds.order import OUTPUT, order_or_tell
 from facility.exchange.errors import CrossFedError, TryAgain, exit_on_error
 from facility.exchange.files.paths import resolve
 
+log = logging.getLogger("coordinator.asynchronous.submit")
+
 POLL_SECONDS = 0.5
 
 
@@ -32,18 +34,16 @@ def meet(
     round: int | None = None,
     received: Path | None = None,
     poll_seconds: float = POLL_SECONDS,
-    say: Callable[[str], None] | None = None,
 ) -> Next:
     """Announce what was received of `round` and wait until the facility's chain goes on or ends.
 
     Raises `TryAgain` when the engine that started this step is gone, or another run has begun meanwhile.
     """
-    say = say or _tell
     run, parent = meeting.driver().runs, os.getppid()
     if received is not None:
         assert round is not None, "an update is of a round"
         for reduced in meeting.arrive(facility, round, received):
-            say(str(reduced))
+            _tell(str(reduced))
     while True:
         driver = meeting.driver()
         if driver.runs != run or os.getppid() != parent:
@@ -52,13 +52,13 @@ def meet(
             return answer
         done = meeting.look(facility)
         for reduced in done:
-            say(str(reduced))
+            _tell(str(reduced))
         if not done:
             wait(poll_seconds)
 
 
 def _tell(group: str) -> None:
-    print(group)
+    log.info(group)
     emit("group", text=group)
 
 
@@ -80,16 +80,16 @@ def main() -> int:
     try:
         answer = meet(meeting, name, round=arguments.round, received=arguments.update)
     except TryAgain as error:
-        print(f"facility {name} stops waiting: {error}")
+        log.warning("facility %s stops waiting: %s", name, error)
         answer = fallback
     except Exception as error:  # a fault of ours must not hang the engine either
         if not isinstance(error, CrossFedError | OSError):
             traceback.print_exc()
         meeting.stop(f"{name}: {error}" if isinstance(error, CrossFedError | OSError) else f"{name}: {error!r}")
-        print(f"facility {name} cannot meet others: {error}")
+        log.error("facility %s cannot meet others: %s", name, error)
         answer = fallback
     else:
-        print(f"facility {name} goes on: {answer.why}" if answer.proceed else f"facility {name} ends: {answer.why}")
+        log.info("facility %s %s: %s", name, "goes on" if answer.proceed else "ends", answer.why)
         emit("goes_on" if answer.proceed else "ends", facility=name, reason=answer.why)
     write_outputs(
         model=answer.model,
@@ -102,4 +102,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_on_error(main))
+    sys.exit(exit_on_error(main, level="info"))

@@ -10,7 +10,7 @@ import typer
 from coordinator.config.locate import find_federation
 from facility import __version__
 from facility.exchange.errors import InputError
-from facility.exchange.logs import LEVELS, configure_logging
+from facility.exchange.logs import LEVELS, VARIABLE, configure_logging
 
 PANELS = SET_UP, RUN, WATCH, PLAN, REHEARSE = "Set up", "Run", "Watch", "Plan", "Rehearse"
 """Panels of `crossfed --help`, in its order."""
@@ -46,9 +46,13 @@ def _root(
     ] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Short for --log-level info.")] = False,
     log_level: Annotated[
-        str, typer.Option(help=f"Least severe log message to print: {', '.join(LEVELS)}.")
-    ] = "warning",
+        str,
+        typer.Option(
+            help=f"Least severe log message to print: {', '.join(LEVELS)}.",
+            show_default=f"${VARIABLE}, else warning; info in jobs and steps",
+        ),
+    ] = "",
 ) -> None:
-    if log_level not in LEVELS:
+    if log_level and log_level not in LEVELS:
         raise InputError(f"--log-level is {log_level!r}, expected one of {', '.join(LEVELS)}")
-    configure_logging("info" if verbose and log_level == "warning" else log_level)
+    configure_logging(log_level or ("info" if verbose else None))

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import threading
 import time
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 from coordinator.config.notifying import NotifySettings
 from facility.exchange.messages.strict_json import clean
+
+log = logging.getLogger("coordinator.engine")
 
 WAIT_SECONDS = 20.0
 """What a command or a webhook may take."""
@@ -24,9 +26,9 @@ LONGEST = 500
 class Notifier:
     """Sends messages from a thread of its own; `close` waits for those under way."""
 
-    def __init__(self, federation: str, settings: NotifySettings, folder: Path, say: Callable[[str], None]) -> None:
+    def __init__(self, federation: str, settings: NotifySettings, folder: Path) -> None:
         """`folder`: relative paths in `webhook: file:...` count from it."""
-        self.federation, self.settings, self.folder, self.say = federation, settings, folder, say
+        self.federation, self.settings, self.folder = federation, settings, folder
         self._told: set[tuple[str, str, str]] = set()
         self._queue: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -59,7 +61,7 @@ class Notifier:
                 try:
                     send(json.dumps(message, ensure_ascii=False).encode())
                 except Exception as error:  # the address may be a secret: only the kind of failure is shown
-                    self.say(f"notification of {message['event']!r} was not sent: {type(error).__name__}")
+                    log.warning("notification of %r was not sent: %s", message["event"], type(error).__name__)
 
     def _command(self, body: bytes) -> None:
         if self.settings.command:

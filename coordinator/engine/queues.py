@@ -7,6 +7,7 @@ whatever lets the workflow in (key, agent, jump host, passphrase file) lets this
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import shlex
 import subprocess
@@ -24,6 +25,8 @@ from coordinator.schedulers.gated import Gated
 from coordinator.schedulers.registry import scheduler, schedulers
 from coordinator.schedulers.scheduler import Job, Scheduler
 from facility.exchange.errors import TryAgain
+
+log = logging.getLogger("coordinator.engine")
 
 ANSWER_SECONDS = 60
 """How long one login and one question may take."""
@@ -186,10 +189,23 @@ def _bindings(data: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def at_all(
-    queues: list[Queue], act: Callable[[Queue], list[Job]], say: Callable[[str], None]
-) -> dict[str, list[Job]] | None:
-    """Ask every queue; a facility that does not answer is told and leaves None as the whole answer."""
+@dataclass(frozen=True, kw_only=True)
+class Answers:
+    """What the queues of all facilities answered."""
+
+    jobs: dict[str, list[Job]]
+    """By facility, of those that answered."""
+    silent: list[str]
+    """Why others did not."""
+
+    def log_silent(self) -> None:
+        """Log the facilities that did not answer."""
+        for sentence in self.silent:
+            log.warning(sentence)
+
+
+def at_all(queues: list[Queue], act: Callable[[Queue], list[Job]]) -> Answers:
+    """Ask every queue at the same time."""
 
     def one(queue: Queue) -> list[Job] | TryAgain:
         try:
@@ -198,13 +214,12 @@ def at_all(
             return error
 
     if not queues:
-        return {}
+        return Answers(jobs={}, silent=[])
     with ThreadPoolExecutor(max_workers=min(16, len(queues))) as pool:
         answers = list(pool.map(one, queues))
-    result: dict[str, list[Job]] = {}
-    for queue, answer in zip(queues, answers, strict=True):
-        if isinstance(answer, TryAgain):
-            say(str(answer))
-        else:
-            result[queue.facility] = answer
-    return result if len(result) == len(queues) else None
+    jobs = {
+        queue.facility: answer
+        for queue, answer in zip(queues, answers, strict=True)
+        if not isinstance(answer, TryAgain)
+    }
+    return Answers(jobs=jobs, silent=[str(answer) for answer in answers if isinstance(answer, TryAgain)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import signal
 import sys
@@ -26,6 +27,7 @@ from coordinator.asynchronous import summary as account
 from coordinator.certificates import certificates_watched
 from coordinator.config.described import described
 from coordinator.config.federation import Federation, check_paths, read_federation
+from coordinator.engine.console_log import shown_on
 from coordinator.engine.group_progress import GroupProgress
 from coordinator.engine.live import Snapshot, live_table
 from coordinator.engine.notify import Notifier
@@ -39,6 +41,8 @@ from coordinator.events.event import Event
 from coordinator.rounds.acceptance import accept, changes_since, is_accepted, refusal
 from coordinator.streamflow_plugin.names import LOGINS, PROGRESS_SECONDS
 from facility.exchange.errors import InputError, TryAgain
+
+log = logging.getLogger("coordinator.engine")
 
 
 def run_federation(file: Path, *, live: bool, log: Path | None = None, accepted: bool = False) -> int:
@@ -199,10 +203,6 @@ class Run:
     done: int
     """Rounds (or groups) in the archive at the start."""
 
-    def say(self, sentence: str) -> None:
-        """Show a sentence with the time."""
-        self.console.print(f"{time.strftime('%H:%M:%S')} {shown(sentence)}", markup=False, highlight=False)
-
     def stopped(self) -> str:
         """Why the run ended, by the archive or the state of its disks; empty: unknown."""
         note = str(self.archive.read_note("stopped").get("reason", ""))
@@ -218,15 +218,15 @@ class Run:
 def _follow(run: Run, live: bool) -> tuple[int, str]:
     """Exit code and reason of the supervised run."""
     federation, archive = run.federation, run.archive
-    notifier = Notifier(federation.name, federation.notify, federation.file.parent, run.say)
+    notifier = Notifier(federation.name, federation.notify, federation.file.parent)
     recorder = _recorder(federation, run.progress, archive, notifier)
     supervisor = _supervisor(run, recorder)
-    with _stopped_by_signals(supervisor):
+    with shown_on(run.console), _stopped_by_signals(supervisor):
         recorder.begin(run.done)
         code, reason = 1, "the supervisor itself failed"
         try:
             with (
-                certificates_watched(federation.facilities, run.say, expiring=recorder.expiring),
+                certificates_watched(federation.facilities, expiring=recorder.expiring),
                 _display(run.progress, archive, run.console) if live else nullcontext(),
             ):
                 code, reason = supervisor.run()
@@ -243,7 +243,7 @@ def _supervisor(run: Run, recorder: Recorder) -> Supervisor:
 
     def on_event(event: Event) -> None:
         if (sentence := run.progress.feed(event)) is not None:
-            run.say(sentence)
+            log.info(sentence)
         recorder.hear(event)
 
     return Supervisor(
@@ -255,7 +255,6 @@ def _supervisor(run: Run, recorder: Recorder) -> Supervisor:
         | {LOGINS: str(login_place(federation.workdir_path))},
         queues=read_queues(federation.file.parent / "streamflow.yml", patience(federation)),
         on_line=run.write_line,
-        say=run.say,
         events=run.place.events,
         on_event=on_event,
         on_tick=recorder.tick,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -10,6 +11,8 @@ from dataclasses import dataclass, field
 
 from coordinator.engine.queues import Queue, at_all
 from coordinator.schedulers.scheduler import Job
+
+log = logging.getLogger("coordinator.engine")
 
 
 def present(queues: list[Queue]) -> list[dict[str, str]]:
@@ -32,7 +35,7 @@ def present(queues: list[Queue]) -> list[dict[str, str]]:
             )
         return jobs
 
-    at_all(queues, ask, silent.append)
+    silent = at_all(queues, ask).silent
     found.sort(key=lambda entry: (entry["facility"], entry["job"]))
     return [*found, *({"facility": "", "job": "", "state": "", "reason": sentence, "do": ""} for sentence in silent)]
 
@@ -42,7 +45,6 @@ class Watch:
     """Polls the queues; reports a stuck job once per reason, and cancels it after the queue's limit."""
 
     queues: list[Queue]
-    say: Callable[[str], None]
     stuck: Callable[[str, str, str, str], None] = lambda facility, job, reason, advice: None
     """Gets facility, job, reason and advice of each stuck job, once."""
     every_seconds: float = 60.0
@@ -53,7 +55,7 @@ class Watch:
     def look(self) -> None:
         """Ask every queue once. A facility that does not answer is not our matter: others tell of it."""
         with_queue = [queue for queue in self.queues if queue.scheduler.advice]
-        at_all(with_queue, self._one, lambda _: None)
+        at_all(with_queue, self._one)
 
     @contextmanager
     def going_on(self) -> Iterator[None]:
@@ -84,13 +86,18 @@ class Watch:
                 self._told.add((*key, job.reason))
                 end = f"; without that its round is given up {_span(limit)} after this" if limit else ""
                 self.stuck(queue.facility, job.id, job.reason, advice)
-                self.say(f"{queue.facility}: job {job.id} will not begin by itself ({job.reason}): {advice}{end}")
+                log.warning(
+                    "%s: job %s will not begin by itself (%s): %s%s", queue.facility, job.id, job.reason, advice, end
+                )
             if limit and self.clock() - since >= limit:
                 queue.cancel(waiting_only=True)
                 self._since.pop(key, None)
-                self.say(
-                    f"{queue.facility}: job {job.id} waited {_span(limit)} with {job.reason}: cancelled, the round "
-                    "goes on without it"
+                log.warning(
+                    "%s: job %s waited %s with %s: cancelled, the round goes on without it",
+                    queue.facility,
+                    job.id,
+                    _span(limit),
+                    job.reason,
                 )
         return jobs
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import os
 import queue
 import signal
@@ -28,6 +29,8 @@ from coordinator.events.event import Event
 from coordinator.events.follow import EventFile
 from coordinator.events.outputs import WAITS
 from facility.exchange.child import end_with_parent
+
+log = logging.getLogger("coordinator.engine")
 
 TICK_SECONDS = 0.5
 """How often events are looked for."""
@@ -132,8 +135,6 @@ class Supervisor:
     queues: list[Queue]
     on_line: Callable[[str], None]
     """Gets every log line, without its end."""
-    say: Callable[[str], None]
-    """Gets sentences for a person."""
     events: EventFile | None = None
     """What the run's steps and connectors tell."""
     on_event: Callable[[Event], object] = lambda event: None
@@ -155,7 +156,7 @@ class Supervisor:
 
     def run(self) -> tuple[int, str]:
         """Exit code and reason: 0, StreamFlow's own last code, or 128 + the signal that `stop` was given."""
-        watch = Watch(queues=self.queues, say=self.say, stuck=self.on_stuck, every_seconds=self.limits.look_seconds)
+        watch = Watch(queues=self.queues, stuck=self.on_stuck, every_seconds=self.limits.look_seconds)
         with watch.going_on():
             return self._run()
 
@@ -172,7 +173,7 @@ class Supervisor:
                 return 0, decision.reason
             if decision.next == "give up":
                 return self._end(self.attempts[-1].code or 1, decision.reason)
-            self.say(f"{decision.reason}; starting again in {decision.pause_seconds:g} s")
+            log.warning("%s; starting again in %g s", decision.reason, decision.pause_seconds)
             deadline = time.monotonic() + decision.pause_seconds
             while time.monotonic() < deadline and not self._stopped:
                 self.on_tick()
@@ -250,7 +251,7 @@ class Supervisor:
         now = time.monotonic()
         if watched.killed_at is None:
             if watched.fatal or watched.failed:  # StreamFlow itself may hang after a step failed
-                self.say(watched.fatal or watched.failed)
+                log.error(watched.fatal or watched.failed)
                 self._signal(signal.SIGTERM)
                 watched.killed_at = now
             elif self._stopped:
@@ -260,7 +261,8 @@ class Supervisor:
                     watched.heard = now
                 else:
                     watched.hung, watched.killed_at = True, now
-                    self.say(f"no progress for {self.limits.silence_seconds:g} s and no job at work: StreamFlow hangs")
+                    silent = self.limits.silence_seconds
+                    log.error("no progress for %g s and no job at work: StreamFlow hangs", silent)
                     self._signal(signal.SIGTERM)
         elif now - watched.killed_at > self.limits.stop_seconds:
             self._signal(signal.SIGKILL)
@@ -269,12 +271,13 @@ class Supervisor:
         """True if a job of ours is queued or running, locally or remotely; a silent facility counts as busy."""
         if children(process.pid):
             return True
-        found = at_all(self.queues, lambda one: one.jobs(), self.say)
-        return found is None or any(found.values())
+        found = at_all(self.queues, lambda one: one.jobs())
+        found.log_silent()
+        return bool(found.silent) or any(found.jobs.values())
 
     def _clear_waiting(self) -> None:
         """Before a start: cancel jobs of an earlier run that still wait; tell of those that run."""
-        at_all(self.queues, lambda one: one.cancel(waiting_only=True), self.say)
+        at_all(self.queues, lambda one: one.cancel(waiting_only=True)).log_silent()
 
     def _end(self, code: int, reason: str) -> tuple[int, str]:
         """Cancel whatever of ours is in the queues, and tell."""
@@ -282,10 +285,10 @@ class Supervisor:
         def cancel(one: Queue) -> list:
             gone = one.cancel()
             for job in gone:
-                self.say(f"cancelled job {job.id} ({job.state}) at {one.facility}")
+                log.info("cancelled job %s (%s) at %s", job.id, job.state, one.facility)
             return gone
 
-        at_all(self.queues, cancel, self.say)
+        at_all(self.queues, cancel).log_silent()
         return code, reason
 
     def _signal(self, number: int) -> None:

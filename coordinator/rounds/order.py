@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from facility.exchange.errors import CrossFedError
 from facility.exchange.files.paths import resolve
 from facility.exchange.messages.manifest import NAME, SIGNATURE, manifest_if_any, run_of, sha256_of
 from facility.exchange.messages.order import sign_order
+
+log = logging.getLogger(__name__)
 
 OUTPUT = "model"
 """Directory in which a step leaves the model for the engine (`coordinator.events.outputs`)."""
@@ -43,5 +46,5 @@ def order_or_tell(model: Path, settings: CoordinatorSettings) -> None:
     try:
         order(model, settings)
     except (CrossFedError, OSError) as error:
-        print(f"the model cannot be signed: {error}")
+        log.error("the model cannot be signed: %s", error)
         emit("problem", text=f"the model cannot be signed: {error}")

@@ -7,6 +7,7 @@ reason in the archive, where the report step finds it.
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 import traceback
 from collections.abc import Callable
@@ -25,6 +26,8 @@ from coordinator.steps.incomplete import ask_again, number_of_attempt, too_few
 from facility.exchange.errors import CrossFedError, exit_on_error
 from facility.exchange.files.paths import resolve
 from facility.exchange.messages.strict_json import clean
+
+log = logging.getLogger("coordinator.steps.aggregate")
 
 
 def close_round(
@@ -45,7 +48,8 @@ def close_round(
             blamed = to_blame(error, archive, settings, model, arrived, number)
             if not blamed:
                 raise
-            print(f"round {number} is averaged without {', '.join(sorted(blamed))}: {clean(str(error) or repr(error))}")
+            told = clean(str(error) or repr(error))
+            log.warning("round %d is averaged without %s: %s", number, ", ".join(sorted(blamed)), told)
             for name, reason in blamed.items():
                 arrived = drop(arrived, name, number, reason)
 
@@ -82,7 +86,7 @@ def run_step(arguments: argparse.Namespace, close: Callable[..., tuple[Path, int
         reason = str(error) if isinstance(error, CrossFedError | OSError) else repr(error)
         with failures_of("aggregate"):
             archive.write_note("stopped", {"round": arguments.round, "reason": reason})
-        print(f"round {arguments.round} cannot be closed: {clean(reason)}")
+        log.error("round %d cannot be closed: %s", arguments.round, clean(reason))
         outputs = arguments.model, arguments.round, False
     write_outputs(model=outputs[0], round=outputs[1], proceed=outputs[2])
     order_or_tell(Path.cwd() / OUTPUT, settings)
@@ -90,4 +94,4 @@ def run_step(arguments: argparse.Namespace, close: Callable[..., tuple[Path, int
 
 
 if __name__ == "__main__":
-    sys.exit(exit_on_error(main))
+    sys.exit(exit_on_error(main, level="info"))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
 from facility.exchange.errors import InputError
 from facility.exchange.messages.report import Failure, Report, read_failure, read_report
 from facility.exchange.messages.strict_json import clean
+
+log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,7 +44,7 @@ def sort_out(directories: Sequence[Path], facilities: Sequence[str] = (), number
                 raise InputError(f"{directory} is of facility {name!r}, expected {known or 'one of the federation'!r}")
         except Exception as error:
             if known is None:
-                print(f"an update cannot be read and is left out: {clean(str(error))}")
+                log.warning("an update cannot be read and is left out: %s", clean(str(error)))
                 continue
             reason = f"what was received of it cannot be read: {clean(str(error), 300)}"
             failures[known] = Failure(facility=known, round=number, reason=reason, kind="refused")

@@ -7,6 +7,7 @@ visible.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -40,6 +41,8 @@ from coordinator.steps.schedule import decay_factor, with_rate
 from coordinator.steps.send import make_message
 from facility.exchange.files.durable import write_json
 from facility.exchange.messages.manifest import read_manifest, run_of, verify_manifest, with_run
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
@@ -214,12 +217,12 @@ def clean_up(round: Commit) -> None:
 def announce(round: Commit) -> None:
     """Report the round to the log, the supervisor and the experiment trackers."""
     if round.watched.reason:
-        print(round.watched.reason)
-    print(f"round {round.number} is complete: {round.decision.reason}")
+        log.info(round.watched.reason)
+    log.info("round %d is complete: %s", round.number, round.decision.reason)
     emit("complete", round=round.number, decision=round.decision.reason)
     settings = round.settings
     for problem in track_round(round.archive.path, settings.federation, settings.trackers, round.round_file):
-        print(problem)
+        log.warning(problem)
         emit("problem", text=problem)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from pathlib import Path
 
 from coordinator.archive.rounds import Archive, FacilityRow
@@ -14,6 +15,8 @@ from coordinator.steps.global_loss import global_losses, losses_of, losses_of_ro
 from coordinator.steps.rows import rows_of
 from coordinator.steps.send import bytes_of
 from facility.exchange.messages.manifest import read_manifest
+
+log = logging.getLogger(__name__)
 
 
 def close_final(
@@ -51,4 +54,4 @@ def close_evaluation(
             "facilities": [dataclasses.asdict(row) for row in rows],
         },
     )
-    print(f"the final model is evaluated at {len(arrived.reports)} facilities")
+    log.info("the final model is evaluated at %d facilities", len(arrived.reports))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from coordinator.archive.rounds import Archive
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.events.event import emit
 from coordinator.steps.arrived import Arrived
+
+log = logging.getLogger(__name__)
 
 
 def ask_again(archive: Archive, settings: CoordinatorSettings, number: int, arrived: Arrived) -> bool:
@@ -32,7 +35,7 @@ def ask_again(archive: Archive, settings: CoordinatorSettings, number: int, arri
             "whole": _whole(archive, number, whole),
         },
     )
-    print(f"round {number} is asked for again (attempt {attempt + 1}): {_told(arrived)}")
+    log.warning("round %d is asked for again (attempt %d): %s", number, attempt + 1, _told(arrived))
     emit("again", round=number, reason=f"attempt {attempt + 1}: {_told(arrived)}")
     return True
 
@@ -56,14 +59,14 @@ def give_up(
     if (attempt := number_of_attempt(archive, number)) > settings.retries:
         return _stop(archive, model, number, f"{reason}; the same command asks again")
     archive.write_note("attempts", {"round": number, "count": attempt, "failures": reason})
-    print(f"round {number} is asked for again (attempt {attempt + 1}): {reason}")
+    log.warning("round %d is asked for again (attempt %d): %s", number, attempt + 1, reason)
     emit("again", round=number, reason=f"attempt {attempt + 1}: {reason}")
     return model, number, True
 
 
 def _stop(archive: Archive, model: Path, number: int, reason: str) -> tuple[Path, int, bool]:
     archive.write_note("stopped", {"round": number, "reason": reason})
-    print(reason)
+    log.error(reason)
     return model, number, False
 
 

@@ -9,6 +9,7 @@ again for a facility's sake is decided there too.
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -38,6 +39,8 @@ from facility.exchange.masking.unmasking import (
 )
 from facility.exchange.messages.report import read_failure, read_report
 from facility.exchange.messages.strict_json import clean
+
+log = logging.getLogger(__name__)
 
 
 def settle(
@@ -117,7 +120,7 @@ def close_masked_round(
     arrived = survivors_of(pending, asked, without_misfits(arrived, request / ROSTER, settings, number))
     found, unread = read_answers(answers, settings, roster, request_digest(request, asked, roster.digest))
     for reason in unread:
-        print(f"round {number}: no answer: {reason}")
+        log.warning("round %d: no answer: %s", number, reason)
     try:
         shares = {name: read_shares(shares_path(request, name)) for name in asked.survivors}
         seeds = reconstruct(roster, shares, found)
@@ -127,7 +130,7 @@ def close_masked_round(
             reason += f" ({'; '.join(unread)})"
         return give_up(archive, settings, model, number, reason)
     for name, lie in seeds.liars.items():
-        print(f"round {number}: the answer of {name} is left out: {lie}")
+        log.warning("round %d: the answer of %s is left out: %s", number, name, lie)
     masking = settings_of(settings)
     unmasking = Unmasking(
         bits=masking.bits,

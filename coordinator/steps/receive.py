@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import shutil
 import sys
 from dataclasses import dataclass
@@ -47,6 +48,8 @@ from facility.exchange.messages.manifest import (
 from facility.exchange.messages.masking import ENCODING
 from facility.exchange.messages.signatures import verify
 from facility.exchange.messages.strict_json import clean
+
+log = logging.getLogger("coordinator.steps.receive")
 
 LOG_LINES, LOG_COLUMNS = 40, 400
 """What is kept of a failed job's log."""
@@ -357,13 +360,13 @@ def main() -> int:
     if failure is None:
         link_tree(decoded if decoded.exists() else arguments.update, arguments.out)
         shutil.rmtree(decoded, ignore_errors=True)
-        print(f"update of {arguments.facility} for round {arguments.round} is sound")
+        log.info("update of %s for round %d is sound", arguments.facility, arguments.round)
         emit("received", facility=arguments.facility, round=arguments.round)
         return 0
     shutil.rmtree(decoded, ignore_errors=True)
     with new_directory(arguments.out) as temporary:
         report.write(temporary, failure)
-    print(f"round {arguments.round} goes on without {arguments.facility}: {failure.reason}")
+    log.warning("round %d goes on without %s: %s", arguments.round, arguments.facility, failure.reason)
     emit("refused", facility=arguments.facility, round=arguments.round, reason=failure.reason)
     if lines := failure.log_tail.splitlines()[-LOG_LINES:]:
         emit("log", facility=arguments.facility, round=arguments.round, lines=[line[:LOG_COLUMNS] for line in lines])
@@ -371,4 +374,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_on_error(main))
+    sys.exit(exit_on_error(main, level="info"))

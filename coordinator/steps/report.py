@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import logging
 import sys
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from coordinator.report.write import write_report
 from facility.exchange.errors import exit_on_error
 from facility.exchange.files.durable import write_json
 from facility.exchange.files.paths import resolve
+
+log = logging.getLogger("coordinator.steps.report")
 
 
 def main() -> int:
@@ -49,7 +52,7 @@ def main() -> int:
         )
         write_report(told, archive.path / "report.html")
     except OSError as error:  # the federation is finished all the same
-        print(f"warning: {archive.path / 'report.html'} cannot be written: {error}; `crossfed report` tries again")
+        log.warning("%s cannot be written: %s; `crossfed report` tries again", archive.path / "report.html", error)
         emit("problem", text=f"the report page cannot be written ({error}): mend that, then `crossfed report`")
     Console(width=140).print(account.table(data) if groups else table(data))
     for line in [] if groups else remarks(data):
@@ -61,4 +64,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_on_error(main))
+    sys.exit(exit_on_error(main, level="info"))

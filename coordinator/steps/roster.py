@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from facility.exchange.files.durable import new_directory
 from facility.exchange.files.links import link_tree
 from facility.exchange.files.paths import resolve
 from facility.exchange.masking.unmasking import ROSTER
+
+log = logging.getLogger("coordinator.steps.roster")
 
 
 def main() -> int:
@@ -31,14 +34,14 @@ def main() -> int:
     pending = Pending(archive=archive, round=arguments.round)
     if arguments.round < settings.rounds and pending.find(arguments.model):
         link_tree(pending.request / ROSTER, arguments.out)
-        print(f"round {arguments.round}: its updates are there and wait to be unmasked, under the same keys")
+        log.info("round %d: its updates are there and wait to be unmasked, under the same keys", arguments.round)
         return 0
     with new_directory(arguments.out) as temporary:
         refused = make_roster(temporary, archive=archive, settings=settings, model=arguments.model, keys=arguments.keys)
     for reason in refused.values():
-        print(f"round {arguments.round}: no keys: {reason}")
+        log.warning("round %d: no keys: %s", arguments.round, reason)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(exit_on_error(main))
+    sys.exit(exit_on_error(main, level="info"))

@@ -9,6 +9,7 @@ says why.
 from __future__ import annotations
 
 import argparse
+import logging
 import shutil
 import sys
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from facility.exchange.errors import CrossFedError, exit_on_error
 from facility.exchange.files.links import link_tree
 from facility.exchange.files.paths import resolve
 from facility.exchange.messages.manifest import Manifest, read_manifest
+
+log = logging.getLogger("coordinator.steps.send")
 
 FORGOTTEN = 0.5
 """Share of a `sparse` message's residual that the float32 master drops. Facilities that never received it repeat the
@@ -156,9 +159,9 @@ def main() -> int:
     source = arguments.model if found.encoding == "full" else found.path
     link_tree(source, arguments.out)
     order_or_tell(arguments.out, settings)
-    print(f"round {arguments.round}: {arguments.facility} is sent {found}")
+    log.info("round %d: %s is sent %s", arguments.round, arguments.facility, found)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(exit_on_error(main))
+    sys.exit(exit_on_error(main, level="info"))

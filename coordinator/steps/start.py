@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 import time
 from collections.abc import Sequence
@@ -26,6 +27,8 @@ from coordinator.steps.limits import UNDER_WAY, exceeded, job_seconds
 from facility.exchange.errors import InputError, ManifestError, exit_on_error
 from facility.exchange.files.paths import resolve
 from facility.exchange.messages.manifest import verify_manifest
+
+log = logging.getLogger("coordinator.steps.start")
 
 
 def start(archive: Archive, model: Path, settings: CoordinatorSettings) -> tuple[Path, int, bool]:
@@ -128,10 +131,10 @@ def main() -> int:
         model, number, proceed = start(archive, arguments.model.resolve(), settings)
         log_entry("started", federation=settings.federation, round=number, proceed=proceed)
     what = "group" if settings.groups else "round"
-    print(
-        f"{what} {number}: starting from {model}" if proceed else f"nothing left to do: {number} {what}s are complete"
-    )
-    if proceed:
+    if not proceed:
+        log.info("nothing left to do: %d %ss are complete", number, what)
+    else:
+        log.info("%s %d: starting from %s", what, number, model)
         emit("starting", round=number, model=str(model))
     with failures_of("start"):
         write_outputs(model=model, round=number, proceed=proceed)
@@ -140,4 +143,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_on_error(main))
+    sys.exit(exit_on_error(main, level="info"))

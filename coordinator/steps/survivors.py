@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from coordinator.steps.arrived import sort_out
 from coordinator.steps.masked_round import settle
 from facility.exchange.errors import exit_on_error
 from facility.exchange.files.paths import resolve
+
+log = logging.getLogger("coordinator.steps.survivors")
 
 
 def main() -> int:
@@ -36,9 +39,9 @@ def main() -> int:
         out=arguments.out,
     )
     if arguments.round < settings.rounds:
-        print(f"round {arguments.round}: the sum is over {', '.join(request.survivors) or 'nobody'}")
+        log.info("round %d: the sum is over %s", arguments.round, ", ".join(request.survivors) or "no update")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(exit_on_error(main))
+    sys.exit(exit_on_error(main, level="info"))

@@ -60,9 +60,12 @@ class TryAgain(CrossFedError):
     """A passing fault: the same command may succeed later."""
 
 
-def exit_on_error(main: Callable[[], int | None]) -> int:
-    """Run `main` and turn a `CrossFedError` into one line on stderr and its exit code (see `ExitCode`)."""
-    configure_logging()
+def exit_on_error(main: Callable[[], int | None], *, level: str = "warning") -> int:
+    """Run `main` and turn a `CrossFedError` into one line on stderr and its exit code (see `ExitCode`).
+
+    `level`: what is logged unless the user asks otherwise; jobs and steps, whose output is a log file, log `info`.
+    """
+    configure_logging(default=level)
     try:
         return main() or ExitCode.OK
     except CrossFedError as error:

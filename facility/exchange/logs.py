@@ -1,10 +1,15 @@
-"""Logging with one format in every command: to stderr, from $CROSSFED_LOG_LEVEL on, which started commands inherit."""
+"""Logging with one format in every command: to stderr, from $CROSSFED_LOG_LEVEL on, which started commands inherit.
+
+What a command answers goes to stdout and is printed; everything that it reports on the way is logged.
+"""
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import sys
+from typing import Any
 
 FORMAT, TIME = "%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S"
 VARIABLE = "CROSSFED_LOG_LEVEL"
@@ -12,18 +17,46 @@ LEVELS = ("debug", "info", "warning", "error")
 OURS = ("facility", "coordinator")
 
 
-def configure_logging(level: str | None = None) -> None:
-    """Log CrossFed's own messages from `level` on (default: $CROSSFED_LOG_LEVEL, then `warning`).
+def log_level(default: str = "warning") -> str:
+    """The level that the environment asks for, else `default`."""
+    wanted = os.environ.get(VARIABLE, default).lower()
+    return wanted if wanted in LEVELS else default
+
+
+def configure_logging(level: str | None = None, *, default: str = "warning") -> None:
+    """Log CrossFed's own messages from `level` on; without one, from $CROSSFED_LOG_LEVEL, else `default`.
 
     Other libraries keep their levels. A second call changes the level and adds no handler.
     """
     if level is not None:
         os.environ[VARIABLE] = level
-    wanted = os.environ.get(VARIABLE, "warning").lower()
     for name in OURS:
         logger = logging.getLogger(name)
-        logger.setLevel((wanted if wanted in LEVELS else "warning").upper())
+        logger.setLevel(log_level(default).upper())
         if not logger.handlers:
             handler = logging.StreamHandler(sys.stderr)
             handler.setFormatter(logging.Formatter(FORMAT, TIME))
             logger.addHandler(handler)
+
+
+class _SetLevel(argparse.Action):
+    """Takes effect where it is read, so that mistakes in later options are logged alike."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        configure_logging(values or "info")
+
+
+def add_log_options(parser: argparse.ArgumentParser) -> None:
+    """`-v/--verbose` and `--log-level`, alike in every module command."""
+    none = argparse.SUPPRESS
+    parser.add_argument(
+        "-v", "--verbose", action=_SetLevel, nargs=0, default=none, dest=none, help="short for --log-level info"
+    )
+    parser.add_argument(
+        "--log-level",
+        action=_SetLevel,
+        choices=LEVELS,
+        default=none,
+        dest=none,
+        help=f"least severe message to log (default: ${VARIABLE}, else the command's own)",
+    )

@@ -6,6 +6,7 @@ ranks are ended too, and the run fails only if no replica finishes.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import selectors
@@ -24,6 +25,8 @@ from facility.exchange.child import end_with_parent
 from facility.exchange.exit_codes import ExitCode
 from facility.exchange.messages.outcome import Outcome
 from facility.launching.replica_notes import ReplicaNote, forget_note, read_note
+
+log = logging.getLogger("facility.launch")
 
 TAIL_LINES = 60
 FOR_ALL = (Outcome.DONE, Outcome.SKIPPED, Outcome.CHECKPOINTED, 2)
@@ -210,8 +213,7 @@ class _Run:
         assert ended.note is not None
         replica = ended.note.replica
         if ended.lost and self.cause is None and self.deadline is None:
-            told = f"launch: replica {replica} is lost ({_sentence(ended, len(self.ranks))}); other replicas go on"
-            print(told, file=sys.stderr, flush=True)
+            log.warning("replica %d is lost (%s); other replicas go on", replica, _sentence(ended, len(self.ranks)))
         for rank in self.living():
             note = read_note(self.directory, rank.number)
             if note is None or note.finishes or rank.kill_at is not None:

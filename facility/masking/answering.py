@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from facility.exchange.errors import InputError
@@ -23,6 +24,8 @@ from facility.masking.private_keys import PrivateKeys
 from facility.masking.request_copy import private_copy
 from facility.masking.sharing import open_share
 from facility.masking.site_rules import SiteRules
+
+log = logging.getLogger(__name__)
 
 
 def answer_request(request: Path, *, facility: str, settings: MaskingSettings, state: Path, rules: SiteRules) -> Answer:
@@ -56,7 +59,7 @@ def _answer(request: Path, *, facility: str, settings: MaskingSettings, state: P
         try:
             opened = open_share(member, shares)
         except (InputError, ValueError) as error:  # that facility's fault; the others are answered
-            print(f"unmask: {error}")
+            log.warning("%s", error)
             continue
         own[shares.facility] = opened[OWN].hex()
         pairs[shares.facility] = {name: opened[name].hex() for name in absent[shares.facility]}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import socket
-import sys
 import time
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -192,9 +191,8 @@ def _links(options: argparse.Namespace, ranks: Ranks, wanted: Wanted, devices: l
             "a pretended shared uplink needs all ranks on one host; take `shared` out of --pretend"
         )
     wire = Wire(ranks.rank, ranks.device, pretended.links, distributed_c10d._get_default_store())
-    say = (lambda text: print(text, file=sys.stderr, flush=True)) if ranks.first else (lambda text: None)
     settings = LinkSettings(most_bytes=max(2**16, int(1e6 * options.most_megabytes)))
-    return measure_links(wire, world, wanted.labels, settings, say)
+    return measure_links(wire, world, wanted.labels, settings, show_progress=ranks.first)
 
 
 def _stalls(pretended: Pretended) -> dict[str, float]:

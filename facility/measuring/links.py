@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,8 @@ import torch.distributed as dist
 from facility.measuring.profile import SharedUplink
 from facility.measuring.tournament import crowds, groups_of, steps
 from facility.measuring.wire import Wire
+
+log = logging.getLogger(__name__)
 
 SMALL = 8
 """Bytes of a ping."""
@@ -47,7 +50,8 @@ def measure_links(
     world: int,
     labels: Sequence[str],
     settings: LinkSettings,
-    say: Callable[[str], None] = lambda text: None,
+    *,
+    show_progress: bool = False,
 ) -> MeasuredLinks:
     """Measure all pairs; every rank calls this and gets the same answer. `labels`: the host or site of every rank."""
     groups = groups_of(labels)
@@ -58,8 +62,8 @@ def measure_links(
         for a, b in step:
             if wire.rank in (a, b):
                 _meet(wire, a, b, settings, latency, rate)
-        if number and number % 50 == 0:
-            say(f"links: {number} of {len(plan)} steps")
+        if show_progress and number and number % 50 == 0:
+            log.info("links: %d of %d steps", number, len(plan))
     for table in (latency, rate):
         dist.all_reduce(table)
     shared = []

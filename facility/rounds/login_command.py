@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +13,8 @@ from facility.exchange.files.durable import new_directory
 from facility.exchange.messages import report
 from facility.exchange.messages.outcome import Outcome
 from facility.exchange.messages.settings import read_facility_settings
+
+log = logging.getLogger(__name__)
 
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
@@ -34,7 +36,7 @@ def ending(work: Callable[[], None], settings: Path, round: int, out: Path) -> i
         reason = str(error)
     except Exception as error:  # a fault of ours must not hang the workflow either
         reason = f"the command failed: {error!r}"
-    print(f"error: {reason}", file=sys.stderr)
+    log.error("%s", reason)
     try:
         facility = read_facility_settings(settings).facility
     except CrossFedError:

@@ -7,6 +7,7 @@ masked anew. What fixed point leaves of it goes into the next round's first weig
 from __future__ import annotations
 
 import hashlib
+import logging
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,8 @@ from facility.masking.private_keys import Member, PrivateKeys
 from facility.masking.site_rules import site_rules
 from facility.rounds.finished import Finished
 from facility.rounds.smaller import forget_residuals, residual_path
+
+log = logging.getLogger(__name__)
 
 FOLDER = "masking"
 
@@ -42,7 +45,7 @@ class Masked:
         kept = Finished(self.state / FOLDER)
         own_key = hashlib.sha256(f"{key}\n{self.member.roster.digest}".encode()).hexdigest()
         if (found := kept.find(own_key, round)) is not None:
-            print("round: the update was masked under this roster before; it is sent again")
+            log.info("the update was masked under this roster before; it is sent again")
             link_tree(found, out)
             return
         residual = residual_path(self.state, round)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 import os
-import sys
 from pathlib import Path
 
 from facility.dataset import NAME as DATASET
@@ -28,6 +28,8 @@ from facility.rounds.models import Models, digest_of, tell
 from facility.rounds.sealed import put_aside_damaged
 from facility.rounds.smaller import make_smaller
 from facility.rounds.sweep import forget_earlier, sweep
+
+log = logging.getLogger(__name__)
 
 AUDIT = "CROSSFED_AUDIT"
 """Environment variable: this facility's audit log, whose head an update's manifest carries."""
@@ -58,7 +60,7 @@ class OneRound:
     def sweep(self) -> None:
         """Remove jobs of earlier rounds."""
         for path in sweep(Path.cwd(), self.job.settings, self.job.round, self.received):
-            print(f"round: removed {path}, of an earlier round", file=sys.stderr)
+            log.info("removed %s, of an earlier round", path)
 
     def train_alone(self) -> Ending:
         """Train one round alone, to compare with, in place of all other stages."""
@@ -83,7 +85,7 @@ class OneRound:
         job = self.job
         if (found := self.finished.find(self.key, job.round)) is None:
             return False
-        print(f"round: {found} was finished before from the same model, settings and data: not trained again")
+        log.info("%s was finished before from the same model, settings and data: not trained again", found)
         clear(job.out)
         if self.masks is None:
             link_tree(found, job.out)
@@ -97,7 +99,7 @@ class OneRound:
         self.finished.drop_before(job.round)
         clear(job.out)
         for told in put_aside_damaged(job.state):
-            print(f"round: {told}", file=sys.stderr)
+            log.warning(told)
         if (job.dataset / DATASET).is_file():
             check_dataset(job.dataset, job.state)
         if job.keeps_models:
@@ -112,7 +114,7 @@ class OneRound:
         ending = start_ranks(job, work_of_round(job))
         if ending.code not in (Outcome.DONE, Outcome.CHECKPOINTED) and (job.trained / NAME).is_file():
             verify_manifest(job.trained)  # written last: what follows it cannot make the update less complete
-            print(f"round: the update was complete when {ending.reason}", file=sys.stderr)
+            log.warning("the update was complete when %s", ending.reason)
             ending = Ending(code=0, reason="")
         if ending.code == Outcome.DONE:
             check_update(job)

@@ -31,7 +31,7 @@ def train_round(arguments: argparse.Namespace) -> int:
     stop = Stop(request.training.limits, request.began)
     ranks = prepare_ranks(request)
     if ranks is None:
-        print(f"rank {os.environ.get('RANK', 0)}: the plan leaves this rank idle", flush=True)
+        log.info("rank %s: the plan leaves this rank idle", os.environ.get("RANK", 0))
         return Outcome.DONE
     start_logging(ranks, request.name)
     show_stage(ranks, request.job_directory, "loading")

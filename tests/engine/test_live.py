@@ -27,6 +27,7 @@ from coordinator.streamflow_plugin.job_progress import JobWatch, command
 from facility.exchange.errors import ConfigurationError, ManifestError
 from facility.exchange.messages.progress import MOST_BYTES, JobProgress, read_progress
 from tests.engine.engines import crossfed
+from tests.engine.messages import engine_messages
 from tests.federations import write_federation
 
 STEP = "/rounds/train_a"
@@ -92,7 +93,7 @@ def recorder(tmp_path: Path, **notify) -> tuple[Recorder, Progress, dict[str, fl
     now = {"now": 1000.0}
     progress = Progress(["a", "b"], rounds=2, clock=lambda: now["now"], wall=lambda: now["now"])
     settings = NotifySettings(**notify)
-    notifier = Notifier("f", settings, tmp_path, lambda sentence: None)
+    notifier = Notifier("f", settings, tmp_path)
     (tmp_path / "archive").mkdir(exist_ok=True)
     made = Recorder(
         federation="f",
@@ -212,9 +213,9 @@ def test_each_occasion_is_told_once_to_command_and_webhook(tmp_path: Path):
 
 
 def test_a_command_that_hangs_or_fails_holds_nothing_up(tmp_path: Path):
-    said: list[str] = []
+    said = engine_messages()
     settings = NotifySettings(command=["/does/not/exist", "TOKEN"], on=["done"])
-    notifier = Notifier("f", settings, tmp_path, said.append)
+    notifier = Notifier("f", settings, tmp_path)
     start = time.monotonic()
     notifier.tell("done", "x")
     notifier.tell("lost", "not asked for")

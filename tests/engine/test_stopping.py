@@ -39,7 +39,6 @@ def test_stopping_ends_the_training_of_a_local_facility(tmp_path: Path):
         environment=bare_environment(tmp_path / "machine") | {"OMP_NUM_THREADS": "1"},
         queues=[],
         on_line=lines.append,
-        say=lines.append,
         rounds_done=lambda: 0,
         limits=Limits(stop_seconds=10),
     )

@@ -17,6 +17,7 @@ from coordinator.schedulers.scheduler import Job, step_code
 from coordinator.schedulers.slurm import SCHEDULER as SLURM
 from coordinator.streamflow_plugin.ssh import tethered
 from facility.exchange.errors import TryAgain
+from tests.engine.messages import engine_messages
 
 
 @pytest.mark.parametrize(
@@ -74,9 +75,9 @@ def test_a_stuck_job_is_told_once_and_given_up_after_the_queues_patience():
     queue = Held(
         facility="site", kind="slurm", job_name="n", directory=Path("/"), ssh={"asked": asked}, patience_seconds=600
     )
-    said: list[str] = []
+    said = engine_messages()
     now = [0.0]
-    watch = Watch(queues=[queue], say=said.append, clock=lambda: now[0])
+    watch = Watch(queues=[queue], clock=lambda: now[0])
     for now[0] in (0.0, 300.0, 599.0):
         watch.look()
     assert len(said) == 1 and "scontrol release 7" in said[0] and "10 min" in said[0]
@@ -90,8 +91,8 @@ def test_a_stuck_job_is_told_once_and_given_up_after_the_queues_patience():
 def test_without_a_limit_a_stuck_job_is_only_told():
     asked: list[str] = []
     queue = Held(facility="site", kind="slurm", job_name="n", directory=Path("/"), ssh={"asked": asked})
-    now, said = [0.0], []
-    watch = Watch(queues=[queue], say=said.append, clock=lambda: now[0])
+    now, said = [0.0], engine_messages()
+    watch = Watch(queues=[queue], clock=lambda: now[0])
     for now[0] in (0.0, 1e9):
         watch.look()
     assert len(said) == 1 and SLURM.cancel_waiting("n") not in asked

@@ -18,6 +18,7 @@ from coordinator.events.follow import EventFile
 from coordinator.schedulers.scheduler import Job
 from coordinator.schedulers.slurm import SCHEDULER as SLURM
 from facility.exchange.errors import TryAgain
+from tests.engine.messages import engine_messages
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMITS = Limits(restarts=2, pause_seconds=10)
@@ -62,7 +63,7 @@ def test_only_a_person_can_fix_a_wrong_host_key_or_a_refusing_start():
 
 def supervisor(tmp_path: Path, script: str, queues: list[Queue] | None = None, **limits) -> Supervisor:
     lines: list[str] = []
-    said: list[str] = []
+    said = engine_messages()
     events = EventFile(tmp_path / "events.jsonl")
     result = Supervisor(
         command=lambda: [sys.executable, "-u", "-c", script],
@@ -71,7 +72,6 @@ def supervisor(tmp_path: Path, script: str, queues: list[Queue] | None = None, *
         events=events,
         queues=queues or [],
         on_line=lines.append,
-        say=said.append,
         rounds_done=lambda: 0,
         limits=Limits(**({"pause_seconds": 0.1, "restarts": 1, "stop_seconds": 1.0, "silence_seconds": 60} | limits)),
     )

@@ -11,6 +11,7 @@ import pytest
 
 from coordinator.certificates import Lifetime, certificates_watched, lifetime
 from coordinator.config.deployments import Deployment, read_deployment
+from tests.engine.messages import engine_messages
 
 
 @pytest.fixture
@@ -73,8 +74,8 @@ def test_while_a_federation_runs_each_is_told_once(key: Path):
     from types import SimpleNamespace
 
     sign(key, "-V", "-1m:+1h")
-    said: list[str] = []
+    said = engine_messages()
     facility = SimpleNamespace(name="a", deployment=deployment(key=str(key)))
-    with certificates_watched([facility], said.append, 0.05):  # type: ignore[list-item]
+    with certificates_watched([facility], 0.05):  # type: ignore[list-item]
         time.sleep(1.0)
     assert len(said) == 1 and said[0].startswith("a: the ssh certificate ends at")

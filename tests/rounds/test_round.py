@@ -106,7 +106,7 @@ def test_the_same_round_again_is_not_trained_twice(site: Site):
 
     shutil.rmtree(update.parent)  # the coordinator restarts: another job, another directory, the same round
     again, second = site.run(model)
-    assert again.returncode == 0 and "not trained again" in again.stdout and "launch:" not in again.stderr
+    assert again.returncode == 0 and "not trained again" in again.stderr and "launch:" not in again.stderr
     assert verify_manifest(second).content_sha256 == content
 
     altered = next(p for p in (site.root / "state").rglob("*.safetensors") if "finished" in p.parts)

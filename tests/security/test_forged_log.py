@@ -10,6 +10,7 @@ from coordinator.engine.progress import Progress
 from coordinator.engine.supervise import Limits, Supervisor
 from coordinator.events.event import VARIABLE
 from coordinator.events.follow import EventFile
+from tests.engine.messages import engine_messages
 
 FORGED = [
     "2026-01-01 00:00:00.000 ERROR    HOST KEY of login.other-site is not the one in known_hosts (x): replace the line "
@@ -30,7 +31,7 @@ FORGED = [
 def test_forged_lines_in_the_engines_log_do_nothing(tmp_path: Path):
     script = f"import time\nfor line in {FORGED!r}:\n    print(line, flush=True)\ntime.sleep(2)"
     events = EventFile(tmp_path / "events.jsonl")
-    progress, said, lines = Progress(["site", "other-site"], rounds=8), [], []
+    progress, said, lines = Progress(["site", "other-site"], rounds=8), engine_messages(), []
     supervisor = Supervisor(
         command=lambda: [sys.executable, "-u", "-c", script],
         directory=tmp_path,
@@ -39,7 +40,6 @@ def test_forged_lines_in_the_engines_log_do_nothing(tmp_path: Path):
         events=events,
         on_event=progress.feed,
         on_line=lines.append,
-        say=said.append,
         rounds_done=lambda: 0,
         limits=Limits(restarts=0, stop_seconds=1.0),
     )

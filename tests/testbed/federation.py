@@ -19,6 +19,7 @@ from coordinator.events.event import VARIABLE
 from coordinator.events.follow import EventFile
 from coordinator.testbed.layout import Site, Testbed, load
 from coordinator.testbed.rehearsal import records, write_federation
+from tests.engine.messages import engine_messages
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -61,6 +62,7 @@ class Run:
         federation = read_federation(self.file)
         archive = Archive(federation.archive_path)
         events = EventFile(self.file.parent.parent / "events.jsonl")
+        engine_messages(self.said)
         return Supervisor(
             command=lambda: engine_command(federation),
             directory=self.file.parent,
@@ -68,7 +70,6 @@ class Run:
             events=events,
             queues=read_queues(self.file.parent / "streamflow.yml"),
             on_line=self.log.append,
-            say=self.said.append,
             rounds_done=lambda: len(archive.rounds()),
             stopped=lambda: str(archive.read_note("stopped").get("reason", "")),
             limits=Limits(**({"pause_seconds": 2.0, "silence_seconds": 120.0} | limits)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from facility.exchange.logs import log_level
 from facility.training.processes.ranks import Ranks
 
 FORMAT = "%(asctime)s %(levelname)s [{name}] %(message)s"
@@ -17,5 +18,6 @@ def start_logging(ranks: Ranks, name: str, *, speaks: bool | None = None) -> Non
     handler.setFormatter(logging.Formatter(FORMAT.format(name=who.replace("%", "%%")), datefmt="%H:%M:%S"))
     logger = logging.getLogger("facility")
     logger.handlers = [handler]
-    logger.setLevel(logging.INFO if speaks else logging.WARNING)
+    usual = logging.INFO if speaks else logging.WARNING
+    logger.setLevel(logging.DEBUG if log_level() == "debug" else usual)
     logger.propagate = False

@@ -143,7 +143,7 @@ def end(main: Callable[[], int]) -> NoReturn:
     rank that fails does not wait for the others, who notice its closed connections.
     """
     try:
-        code = exit_on_error(main)
+        code = exit_on_error(main, level="info")
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else 1
     except BaseException as error:
