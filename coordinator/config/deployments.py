@@ -32,7 +32,7 @@ from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.job_template import Environment, fill_template
 from facility.exchange.messages.template_inheritance import find_template, read_template
 from facility.exchange.text import Line
-from facility.exchange.validation import AtLeastOne, NonNegative, parse, validated
+from facility.exchange.validation import AtLeastOne, NonNegative, validated
 
 HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(:\d{1,5})?|\[[0-9A-Fa-f:.]+\](:\d{1,5})?")
 USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@+-]*")
@@ -220,17 +220,8 @@ class Deployment(Connection):
                 "passphrase_file is set, but the system's ssh asks ssh-agent for it; remove it", key="passphrase_file"
             )
 
-    @property
-    def jumps(self) -> bool:
-        return bool(self.tunnel.host)
-
     def filled(self) -> dict[str, str]:
         return {name: str(value) for name, value in self.fill.items()}
-
-
-def read_deployment(raw: dict[str, Any], where: str) -> Deployment:
-    """Raises `ConfigurationError` with the key below `where`."""
-    return parse(Deployment, raw, where=where)
 
 
 def job_template(deployment: Deployment, folder: Path, name: str = "") -> str | None:

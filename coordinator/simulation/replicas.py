@@ -277,16 +277,6 @@ def simulate_policy(
     )
 
 
-def plain_steps(emulation: Emulation, forward_seconds: float, backward_seconds: float) -> Step:
-    """Steps of replicas that are one process each: a forward and a backward, stalled and slowed by `emulation`."""
-
-    def step(replica: int, number: int, now: float) -> float:
-        forward = emulation.duration(replica, forward_seconds, 2 * number, at_seconds=now)
-        return forward + emulation.duration(replica, backward_seconds, 2 * number + 1, at_seconds=now + forward)
-
-    return step
-
-
 def pipeline_steps(layout: Layout, emulation: Emulation, count: int) -> Step:
     """Steps of replicas that are pipelines: `count` simulated ones of each replica, used again and again."""
     table: NDArray[np.float64] = np.zeros((layout.replicas, count))

@@ -190,20 +190,3 @@ def _check_python(testbed: Testbed, site: Site) -> None:
             f"user {site.user} cannot run {testbed.python} -c {code!r}: "
             f"{(result.stderr or result.stdout).strip()[-300:]}"
         )
-
-
-def wait_for_quiet(site: Site, seconds: float = 30) -> None:
-    """Wait until no process of the facility's user runs. Raises `TryAgain`."""
-    deadline_text = f"end of the processes of {site.user}"
-    wait_until(lambda: not user_processes(site), seconds, deadline_text)
-
-
-def user_processes(site: Site) -> list[int]:
-    """Processes inside the facility that belong to its user."""
-    uid = pwd.getpwnam(site.user).pw_uid
-    found = []
-    for pid in namespaces.processes(site):
-        with contextlib.suppress(OSError):
-            if Path(f"/proc/{pid}").stat().st_uid == uid:
-                found.append(pid)
-    return found

@@ -24,7 +24,6 @@ DIGEST = re.compile(r"[0-9a-f]{64}")
 PLACE = re.compile(r"/[A-Za-z0-9_./@%+=:,-]+")
 MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 MOST_BYTES = 1 << 20
-DEEPEST = 6
 
 
 @dataclass(frozen=True, kw_only=True)

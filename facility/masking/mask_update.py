@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -168,9 +167,3 @@ def add_masks(total: Array, masks: list[tuple[int, bytes]], buffer: MaskBuffer, 
     for sign, seed in masks:
         stream = buffer.read(seed, start, len(total))
         (np.add if sign > 0 else np.subtract)(total, stream, out=total)
-
-
-def replace_directory(old: Path, new: Path) -> None:
-    """Put `new` in the place of `old`."""
-    shutil.rmtree(old)
-    new.rename(old)

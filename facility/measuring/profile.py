@@ -6,7 +6,6 @@ its unit in its key. `profile` adds the raw measurements: seconds by device, kin
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -217,16 +216,3 @@ def _rows(matrix: Sequence[Sequence[float]], factor: float) -> list[list[float |
 def write_profile(path: Path, profile: Profile) -> None:
     """Write profile.json, whole or not at all."""
     write_json(Path(path), profile.to_json())
-
-
-def read_profile(path: Path) -> dict[str, Any]:
-    """The plain values of a profile.json, as a problem reader takes them. Raises `ConfigurationError`."""
-    try:
-        raw = json.loads(Path(path).read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(f"cannot be read as JSON: {error}", file=path) from None
-    if not isinstance(raw, dict) or not {"format", "devices", "links", "units", "profile"} <= set(raw):
-        raise ConfigurationError("no profile: expected format, devices, links, units and profile", file=path)
-    if raw["format"] > FORMAT:
-        raise ConfigurationError(f"format {raw['format']} is newer than {FORMAT}: update CrossFed", file=path)
-    return raw

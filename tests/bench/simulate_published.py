@@ -21,10 +21,11 @@ import numpy as np
 from coordinator.simulation.facilities import Federation, Queue, Site, simulate_federation
 from coordinator.simulation.pipelines.iteration import simulate_layout
 from coordinator.simulation.pipelines.layout import Layout
-from coordinator.simulation.replicas import ExchangeCosts, plain_steps, simulate_policy
+from coordinator.simulation.replicas import ExchangeCosts, simulate_policy
 from facility.exchange.messages.emulation import Emulation
 from facility.exchange.messages.sync import SyncSettings
 from tests.simulation.layouts import uniform
+from tests.simulation.plain_steps import plain_steps
 
 CASES = Path(__file__).resolve().parents[3] / "shared" / "facts" / "planning"
 Row = dict[str, Any]

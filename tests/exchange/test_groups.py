@@ -371,9 +371,9 @@ def test_an_average_with_a_partner_connects_and_a_gradient_does_not():
     scheduler = under_way("ab", GroupRules(bound=5, minimum=1, window_seconds=0.0, relay=0.05))
     group_of(scheduler, "a", 1.0)
     group = group_of(scheduler, "b", 1.1)
-    assert group.partner == "a" and not group.connected and scheduler.since_connected == 2
+    assert group.partner == "a" and not group.connected and scheduler._served == 2
     scheduler.relayed("b", "a", 1.2)
-    assert scheduler.since_connected == 0
+    assert scheduler._served == 0
 
 
 def test_members_of_a_group_whose_keeper_moved_send_everything_again():

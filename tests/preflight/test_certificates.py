@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from coordinator.certificates import Lifetime, certificates_watched, lifetime
-from coordinator.config.deployments import Deployment, read_deployment
+from coordinator.config.deployments import Deployment
+from tests.deployments import read_deployment
 from tests.engine.messages import engine_messages
 
 

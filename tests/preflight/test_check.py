@@ -19,7 +19,7 @@ import pytest
 from typer.testing import CliRunner
 
 from coordinator.cli import app
-from coordinator.config.deployments import Deployment, read_deployment
+from coordinator.config.deployments import Deployment
 from coordinator.preflight import check as checking
 from coordinator.preflight import remote
 from coordinator.preflight.check import check
@@ -29,6 +29,7 @@ from coordinator.preflight.row import Row
 from coordinator.preflight.scheduler import flux_refusal, wanted_hours, wanted_nodes
 from facility.exchange.checkpoints.tokenizer import tokenizer_digest
 from facility.exchange.messages.settings import TrainingSettings
+from facility.exchange.validation import parse
 from tests.pico import save_pico
 from tests.preparing.corpora import save_bert_tokenizer
 from tests.schedulers.recordings import recorded
@@ -459,7 +460,7 @@ def test_ssh_holds_the_jump_host_to_the_same_rules():
         "tunnel": {"host": "j", "user": "v"},
         "known_hosts": "/kh",
     }
-    words = ssh_command(read_deployment(raw, "d"))
+    words = ssh_command(parse(Deployment, raw, where="d"))
     proxy = next(word for word in words if word.startswith("ProxyCommand="))
     assert proxy.count("StrictHostKeyChecking=yes") == 1 and words.count("StrictHostKeyChecking=yes") == 1
     assert "UserKnownHostsFile=/kh" in words and words[-5:] == ["2222", "-l", "u", "--", "a"]
@@ -469,7 +470,7 @@ def test_ssh_holds_the_jump_host_to_the_same_rules():
 def test_a_login_by_another_key_than_the_named_one_is_no_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     key = tmp_path / "id_site"
     key.touch(mode=0o600)
-    deployment = read_deployment({"type": "ssh", "host": "a", "workdir": "/w", "key": str(key)}, "d")
+    deployment = parse(Deployment, {"type": "ssh", "host": "a", "workdir": "/w", "key": str(key)}, where="d")
     for used, verdict in ((key, "ok"), (tmp_path / "id_other", "fail")):
         said = f"debug1: Server accepts key: {used} ED25519 SHA256:x\n"
         monkeypatch.setattr(
@@ -485,7 +486,7 @@ def test_ssh_reads_the_files_that_the_engine_reads(tmp_path: Path, monkeypatch: 
     for name in ("config", "id_ed25519", "id_ed25519.pub"):
         (tmp_path / ".ssh" / name).touch()
     monkeypatch.setenv("HOME", str(tmp_path))
-    words = ssh_command(read_deployment({"type": "ssh", "host": "a", "workdir": "/w"}, "d"))
+    words = ssh_command(parse(Deployment, {"type": "ssh", "host": "a", "workdir": "/w"}, where="d"))
     place = str(tmp_path / ".ssh")
     assert words[words.index("-F") + 1] == f"{place}/config" and f"UserKnownHostsFile={place}/known_hosts" in words
     assert [words[n + 1] for n, word in enumerate(words) if word == "-i"] == [f"{place}/id_ed25519"]

@@ -12,12 +12,13 @@ from streamflow.config.validator import SfValidator
 from streamflow.core.exception import WorkflowDefinitionException
 from streamflow.deployment.connector import connector_classes
 
-from coordinator.config.deployments import read_deployment
+from coordinator.config.deployments import Deployment
 from coordinator.schedulers.gridengine import SCHEDULER
 from coordinator.schedulers.registry import scheduler
 from coordinator.schedulers.scheduler import FORGOTTEN
 from coordinator.streamflow_plugin.patient import connector_for
 from facility.exchange.errors import ConfigurationError
+from facility.exchange.validation import parse
 from tests.schedulers.recordings import recorded
 
 
@@ -37,9 +38,9 @@ def asked(line: str, answers: dict[str, str], folder: Path) -> subprocess.Comple
 
 def test_it_is_found_by_its_file_alone():
     assert scheduler("gridengine") is SCHEDULER
-    assert read_deployment({"type": "gridengine", "template": "gridengine"}, "d").type == "gridengine"
+    assert parse(Deployment, {"type": "gridengine", "template": "gridengine"}, where="d").type == "gridengine"
     with pytest.raises(ConfigurationError, match="gridengine"):
-        read_deployment({"type": "gridengines", "template": "gridengine"}, "d")
+        parse(Deployment, {"type": "gridengines", "template": "gridengine"}, where="d")
     assert connector_for(SCHEDULER).__mro__[1].__name__ == "PatientQueue"
 
 

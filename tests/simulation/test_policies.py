@@ -6,10 +6,11 @@ import dataclasses
 
 import pytest
 
-from coordinator.simulation.replicas import ExchangeCosts, over_allreduce, pipeline_steps, plain_steps, simulate_policy
+from coordinator.simulation.replicas import ExchangeCosts, over_allreduce, pipeline_steps, simulate_policy
 from facility.exchange.messages.emulation import Emulation
 from facility.exchange.messages.sync import SyncSettings
 from tests.simulation.layouts import uniform
+from tests.simulation.plain_steps import plain_steps
 
 COSTS = ExchangeCosts(parameter_bytes=100e6, bytes_per_second=5e9)
 STALLS = {0.1: Emulation(probability=0.1, seconds=0.1), 0.2: Emulation(probability=0.1, seconds=0.2)}

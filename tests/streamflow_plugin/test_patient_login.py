@@ -10,13 +10,13 @@ import pytest
 from streamflow.core.deployment import ExecutionLocation
 from streamflow.core.exception import WorkflowExecutionException
 
-from coordinator.config.deployments import read_deployment
 from coordinator.engine.progress import Progress
 from coordinator.events.event import VARIABLE, Event
 from coordinator.events.follow import EventFile
 from coordinator.preflight.remote import run as run_there
 from coordinator.streamflow_plugin import patient_login
 from coordinator.streamflow_plugin.ssh import ParallelSSHConnector
+from tests.deployments import read_deployment
 from tests.streamflow_plugin.local_sshd import SSHD, Site
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.skipif(not Path(SSHD).exists(), reason="no sshd here")]

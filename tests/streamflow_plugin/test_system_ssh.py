@@ -13,12 +13,13 @@ import pytest
 from streamflow.core.deployment import ExecutionLocation
 from streamflow.core.exception import WorkflowExecutionException
 
-from coordinator.config.deployments import read_deployment, streamflow_deployments
+from coordinator.config.deployments import streamflow_deployments
 from coordinator.engine.queues import Queue
 from coordinator.events.event import VARIABLE
 from coordinator.events.follow import EventFile
 from coordinator.streamflow_plugin.system_ssh import SystemSSHConnector
 from facility.exchange.errors import ConfigurationError, TryAgain
+from tests.deployments import read_deployment
 from tests.streamflow_plugin.local_sshd import SSHD, Site
 
 pytestmark = [pytest.mark.timeout(90), pytest.mark.skipif(not Path(SSHD).exists(), reason="no sshd here")]

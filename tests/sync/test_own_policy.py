@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.simulation.replicas import plain_steps, simulate_policy
+from coordinator.simulation.replicas import simulate_policy
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.emulation import Emulation
 from facility.exchange.messages.plan import Sync
 from facility.exchange.messages.sync import SyncSettings, describe_policies
 from facility.exchange.schedules.registry import SCHEDULES
 from facility.exchange.scheduling.policies import POLICIES
+from tests.simulation.plain_steps import plain_steps
 from tests.sync.fleet import run_fleet, settings_of
 from tests.sync.quadratic import solve, target
 

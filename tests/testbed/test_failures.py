@@ -18,10 +18,10 @@ from streamflow.core.deployment import ExecutionLocation
 from coordinator.streamflow_plugin.ssh import ParallelSSHConnector
 from coordinator.testbed import daemons, link, namespaces
 from coordinator.testbed.command import started_at
-from coordinator.testbed.stand import wait_for_quiet
 from facility.exchange.messages.manifest import read_manifest
 from tests.testbed.conftest import ssh
 from tests.testbed.federation import ROOT, federate, jobs
+from tests.testbed.quiet import wait_for_quiet
 
 pytestmark = [pytest.mark.testbed, pytest.mark.timeout(600)]
 

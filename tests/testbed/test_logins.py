@@ -16,7 +16,6 @@ import pytest
 import yaml
 from streamflow.core.deployment import ExecutionLocation
 
-from coordinator.config.deployments import read_deployment
 from coordinator.config.federation import read_federation
 from coordinator.engine.queues import read_queues
 from coordinator.engine.render import write
@@ -27,6 +26,7 @@ from coordinator.testbed import namespaces
 from coordinator.testbed.authority import Authority, CertificateDaemon
 from coordinator.testbed.command import call, wait_until
 from coordinator.testbed.layout import Site
+from tests.deployments import read_deployment
 from tests.testbed.conftest import ssh
 from tests.testbed.federation import federate
 

@@ -11,9 +11,9 @@ import pytest
 
 from coordinator.testbed import namespaces
 from coordinator.testbed.layout import Site
-from coordinator.testbed.stand import wait_for_quiet
 from facility.exchange.messages.manifest import read_manifest, verify_manifest
 from tests.testbed.federation import Run, federate, jobs
+from tests.testbed.quiet import wait_for_quiet
 
 pytestmark = pytest.mark.testbed
 DAEMONS = {"22", "6817", "6818", "6819"}

@@ -127,14 +127,6 @@ def torch_dtype(name: str) -> torch.dtype:
     return table[name]
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """safetensors name of a torch dtype."""
-    for name in ITEM_BYTES:
-        if name not in ("U16", "U32", "U64") and torch_dtype(name) == dtype:
-            return name
-    raise CheckpointError(f"dtype {dtype} cannot be stored in safetensors by this version")
-
-
 def read_exactly(descriptor: int, buffer: memoryview, offset: int, file: Path) -> None:
     """Fill `buffer` from byte `offset`; a file that ends early raises `CheckpointError`."""
     done = 0

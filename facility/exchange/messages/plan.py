@@ -230,11 +230,6 @@ class Plan:
                 "start more ranks or plan again"
             )
 
-    def idle_ranks(self, world_size: int) -> tuple[int, ...]:
-        """Ranks of the allocation that the plan leaves without work."""
-        used = {device for row in self.grid for device in row}
-        return tuple(rank for rank in range(world_size) if rank not in used)
-
     def to_json(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
         return dataclasses.asdict(self)

@@ -83,11 +83,6 @@ class GroupState:
         return self._updates
 
     @property
-    def since_connected(self) -> int:
-        """Updates served since the union of groups was last connected."""
-        return self._served
-
-    @property
     def stop(self) -> bool:
         """Is the budget of updates spent?"""
         return 0 < self.rules.budget <= self._updates

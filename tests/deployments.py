@@ -1,0 +1,13 @@
+"""Deployments as a federation file describes them, without the file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from coordinator.config.deployments import Deployment
+from facility.exchange.validation import parse
+
+
+def read_deployment(raw: dict[str, Any], where: str) -> Deployment:
+    """Raises `ConfigurationError` with the key below `where`."""
+    return parse(Deployment, raw, where=where)
