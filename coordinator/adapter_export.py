@@ -80,7 +80,7 @@ def load_base(base: Path) -> Any:
         factory = getattr(transformers, (configuration.architectures or ["AutoModelForCausalLM"])[0])
         return factory.from_pretrained(base, dtype="auto", use_safetensors=True).eval()
     except (OSError, ValueError, AttributeError) as error:
-        raise InputError(f"{base} is no model that transformers loads: {str(error).splitlines()[0]}") from None
+        raise InputError(f"{base} is not a model that transformers loads: {str(error).splitlines()[0]}") from None
 
 
 def write_adapter(directory: Path, checkpoint: Checkpoint, names: list[str], configuration: dict[str, Any]) -> None:

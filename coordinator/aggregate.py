@@ -3,7 +3,7 @@
     python -m coordinator.aggregate --base DIR --update DIR [--update DIR ...] --out DIR [--state-out DIR]
 
 `--out` becomes a Hugging Face checkpoint in the base's dtypes, `--state-out` the float32 master and the server
-optimiser's tensors, to be given as `--state-in` next time. Both appear whole or not at all, the state first.
+optimiser's tensors, to be given as `--state-in` next time. Both appear atomically, the state first.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ def explain_words(words: list[str], file: Path | None = None) -> str:
             return tree()
         case ["round", number]:
             if not number.isdigit():
-                raise InputError(f"round {number!r} is no number, expected for instance `crossfed explain round 3`")
+                raise InputError(f"round {number!r} is not a number, expected for instance `crossfed explain round 3`")
             return explain_round(read_federation(file or find_federation()), int(number))
         case ["facility", name]:
             return explain_facility(*_facility(read_federation(file or find_federation()), name))

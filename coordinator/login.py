@@ -21,7 +21,7 @@ def log_in(federation: Federation, facility: str) -> Row:
     """Run `deployment.renew` on this terminal, then test the login. Raises `InputError` for an unknown facility."""
     found = {one.name: one.deployment for one in federation.facilities}
     if facility not in found:
-        raise InputError(f"{facility!r} is no facility of this federation, expected one of {', '.join(found)}")
+        raise InputError(f"{facility!r} is not a facility of this federation, expected one of {', '.join(found)}")
     deployment = found[facility]
     if deployment.renew:
         try:

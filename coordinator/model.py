@@ -77,7 +77,7 @@ def load_and_save(source: str, out: Path, *, dtype: str, revision: str, made_fro
         raise kind(f"{source} could not be loaded: {str(error).splitlines()[0]}") from None
     except ValueError as error:
         raise InputError(
-            f"{source} is no causal language model that transformers knows: {str(error).splitlines()[0]}"
+            f"{source} is not a causal language model that transformers knows: {str(error).splitlines()[0]}"
         ) from None
     model, found = loaded_with  # a pair, as output_loading_info asks
     if missing := sorted(found["missing_keys"]):

@@ -29,7 +29,7 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m coordinator.plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     line.add_argument("--problem", type=Path, required=True, help="problem, measured profile or published case (JSON)")
-    line.add_argument("--out", type=Path, required=True, help="where plan.json goes; appears whole or not at all")
+    line.add_argument("--out", type=Path, required=True, help="where plan.json goes; appears atomically")
     line.add_argument(
         "--method", choices=METHODS, help="default: joint, or place / exact for a case that holds no more"
     )
@@ -75,7 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
     if given.iterations is not None and given.iterations < 0:
         raise ConfigurationError(f"--iterations is {given.iterations}, expected 0 or more")
     if not given.out.parent.is_dir():
-        raise ConfigurationError(f"--out {given.out}: there is no directory {given.out.parent}; make it first")
+        raise ConfigurationError(f"--out {given.out}: there is not a directory {given.out.parent}; make it first")
     stop = Stop(given.seconds, given.iterations)
     budget = budget_of(given.problem, queues=given.queue, samples=given.batch_samples, gain=given.gain)
     if budget is not None:

@@ -4,7 +4,7 @@
     DIR/train.rows.npy, ...             classification only: int32, one row (label, length, second_start) per block
     DIR/train.marks.npy, ...            chat, preference, documents kept apart: uint8, for each id LOSS + START
     DIR/tokenizer/                      a copy of the tokenizer that made the ids
-    DIR/dataset.json                    `DatasetManifest`, written last: a directory without it is no dataset
+    DIR/dataset.json                    `DatasetManifest`, written last: a directory without it is not a dataset
 
 `facility.prepare` writes it. It never leaves its facility. This module imports neither torch nor transformers.
 """
@@ -188,7 +188,7 @@ def _mapped(file: Path, shape: tuple[int, ...], dtype: str = "int32") -> numpy.m
     except FileNotFoundError:
         raise DatasetError(f"{file} is missing: the dataset is incomplete; prepare it again") from None
     except (OSError, ValueError, EOFError) as error:
-        raise DatasetError(f"{file} is no array that can be mapped: {error}; prepare the dataset again") from None
+        raise DatasetError(f"{file} is not an array that can be mapped: {error}; prepare the dataset again") from None
     if array.dtype != numpy.dtype(dtype) or array.shape != shape:
         raise DatasetError(
             f"{file} holds {array.dtype} of shape {array.shape}, {NAME} says {dtype} of shape {shape}: prepare it again"
@@ -204,7 +204,7 @@ def open_dataset(path: Path | str) -> PreparedDataset:
     """
     directory = Path(path)
     if not directory.is_dir():
-        raise DatasetError(f"{directory} is no directory: expected a dataset made by `python -m facility.prepare`")
+        raise DatasetError(f"{directory} is not a directory: expected a dataset made by `python -m facility.prepare`")
     file = directory / NAME
     try:
         raw = json.loads(file.read_text())

@@ -58,11 +58,11 @@ while [ $# -gt 0 ]; do
     esac
 done
 case "$torch" in auto|cuda|rocm|cpu) ;; *) fail "--torch is '$torch', expected auto, cuda, rocm or cpu" ;; esac
-[ -z "$wheelhouse" ] || [ -d "$wheelhouse" ] || fail "--wheelhouse $wheelhouse is no directory; make it with: crossfed bundle --out wheelhouse"
+[ -z "$wheelhouse" ] || [ -d "$wheelhouse" ] || fail "--wheelhouse $wheelhouse is not a directory; make it with: crossfed bundle --out wheelhouse"
 [ -z "$template" ] || [ -f "$template" ] || [ ! -f "$here/templates/$template.sh" ] || template=$here/templates/$template.sh
 [ -z "$template" ] || [ -f "$template" ] || fail "--template $template does not exist"
 
-[ -z "$gate" ] || ssh-keygen -lf "$gate" >/dev/null || fail "--gate $gate is no public ssh key; ask the coordinator for one (*.pub)"
+[ -z "$gate" ] || ssh-keygen -lf "$gate" >/dev/null || fail "--gate $gate is not a public ssh key; ask the coordinator for one (*.pub)"
 
 # A bundle says what it holds (crossfed bundle); what was altered or lost on the way is not installed.
 if [ -f "$here/../SHA256SUMS" ]; then

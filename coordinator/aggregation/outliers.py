@@ -6,7 +6,7 @@ equal numbers of steps, within a factor of 2 of the median norm; so the defaults
 shorter, and quarantine only what is 10 times longer, or has a median cosine below -0.5. What is shorter cannot harm the
 model, and what is up to 10 times longer is clipped to the median norm.
 
-It is no proof of hostility, and a careful attacker passes it: the robust rules are for those.
+It does not prove hostility, and a careful attacker passes it: the robust rules are for those.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from facility.exchange.errors import TryAgain, UpdateRefused
 
 
 def run(request: Request) -> RoundRecord:
-    """Write the next model and the state, whole or not at all; returns what round.json says."""
+    """Write the next model and the state, atomically; returns what round.json says."""
     aggregation = Aggregation(request=request, settings=request.settings)
     with _clear_about_space(request.out), tempfile.TemporaryDirectory(prefix=".adapters.") as scratch:
         make_way(request.state_out, request.out)

@@ -88,9 +88,9 @@ def read_second_moments(directory: Path, update: Checkpoint, facility: str) -> t
 
 
 def check_files(directory: Path, facility: str) -> None:
-    """Refuse files that run code when loaded, links that leave the directory, and what is no file at all."""
+    """Refuse files that run code when loaded, links that leave the directory, and anything that is not a file."""
     if not directory.is_dir():
-        raise UpdateRefused(facility, f"{directory} is no directory: the update never arrived")
+        raise UpdateRefused(facility, f"{directory} is not a directory: the update never arrived")
     home = directory.resolve()
     for folder, folders, names in os.walk(directory):
         for name in sorted(folders + names):

@@ -1,4 +1,4 @@
-"""The fourth stage: stream the next model and state to disk; both appear whole or not at all, the state first."""
+"""The fourth stage: stream the next model and state to disk; both appear atomically, the state first."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ class SemiDecentralised:
     def finish(self, facility: str, now: float) -> list[Reduced]:
         """The facility sends no more updates; its last one takes part in the final mean over all."""
         if facility not in self.scheduler.members:
-            raise InputError(f"{facility!r} is no member; members are {', '.join(map(str, self.scheduler.members))}")
+            raise InputError(f"{facility!r} is not a member; members are {', '.join(map(str, self.scheduler.members))}")
         if facility in self.scheduler.waiting:
             raise InputError(f"facility {facility!r} waits for its group; `tick`, then finish")
         if facility not in self.updates:
@@ -213,7 +213,7 @@ class SemiDecentralised:
     def _check(self, facility: str, update: Path) -> None:
         if facility not in self.scheduler.members:
             raise InputError(
-                f"{facility!r} is no member; members are {', '.join(map(str, self.scheduler.members))} (`join` adds "
+                f"{facility!r} is not a member; members are {', '.join(map(str, self.scheduler.members))} (`join` adds "
                 "one)"
             )
         manifest = verify_manifest(Path(update))

@@ -346,5 +346,5 @@ def _check_options(kind: str, options: dict[str, Any]) -> None:
             close = difflib.get_close_matches(str(name), known, 1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise ConfigurationError(
-                f"options.{name} is no option of StreamFlow's {kind} connector{hint}", key=f"options.{name}"
+                f"options.{name} is not an option of StreamFlow's {kind} connector{hint}", key=f"options.{name}"
             )

@@ -28,4 +28,6 @@ class NotifySettings:
 
     def __post_init__(self) -> None:
         if self.webhook and not self.webhook.startswith(("https://", "http://localhost", "http://127.0.0.1", "file:")):
-            raise ConfigurationError("webhook is no https:// address and no file:PATH that holds one", key="webhook")
+            raise ConfigurationError(
+                "webhook is neither an https:// address nor a file:PATH that holds one", key="webhook"
+            )

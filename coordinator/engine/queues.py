@@ -75,7 +75,7 @@ class Queue:
         return shlex.quote(self.job_name)
 
     def _ask(self, command: str) -> str:
-        """What a shell line prints at the facility. Raises `TryAgain` when that is no answer."""
+        """What a shell line prints at the facility. Raises `TryAgain` when that is not an answer."""
         line = self.scheduler.line(command)
         try:
             if self.ssh:

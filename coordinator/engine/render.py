@@ -1,7 +1,7 @@
 """Render federation.yml: streamflow.yml, settings.yml, coordinator.json, facilities/*.json, round.cwl or groups.cwl.
 
 Pure and deterministic: the same federation gives the same bytes on any machine, so the rendered files can be shipped,
-compared and kept under version control. `write` puts them in place whole or not at all.
+compared and kept under version control. `write` puts them in place atomically.
 """
 
 from __future__ import annotations

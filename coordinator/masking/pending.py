@@ -54,7 +54,7 @@ class Pending:
         return False
 
     def write(self, request: UnmaskRequest, roster: Path, updates: Mapping[str, Path]) -> None:
-        """Keep a request and its updates, whole or not at all."""
+        """Keep a request and its updates, atomically."""
         with new_directory(self.directory) as temporary:
             (temporary / "updates").mkdir()
             for name in request.survivors:

@@ -55,7 +55,7 @@ def numbers(value: Any, name: str, shape: tuple[int, ...], file: Path | str | No
     try:
         array = np.array(value, dtype=float)
     except (TypeError, ValueError):
-        described = "rows of unequal length, or something that is no number"
+        described = "rows of unequal length, or something that is not a number"
         raise ConfigurationError(f"{name} holds {described}", file=file, key=name) from None
     if array.ndim != len(shape) or any(e not in (-1, g) for e, g in zip(shape, array.shape, strict=True)):
         got = "x".join(map(str, array.shape)) or "one number"

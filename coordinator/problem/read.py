@@ -316,7 +316,7 @@ def _chain(raw: dict[str, Any], devices: str | None, file: Path | str | None) ->
     if not isinstance(names, list) or len(names) < 4 or type(blocks) is not int or blocks < 1:
         raise ConfigurationError("units or blocks is not a list of names and a whole number", file=file)
     if not isinstance(sets, dict) or not sets:
-        raise ConfigurationError("devices is no mapping of named sets", file=file, key="devices")
+        raise ConfigurationError("devices is not a mapping of named sets", file=file, key="devices")
     if devices is None and len(sets) > 1:
         raise ConfigurationError(f"choose one set of devices with --devices: {', '.join(sets)}", file=file)
     chosen = devices or next(iter(sets))

@@ -16,7 +16,7 @@ ADVICE: Sequence[tuple[str, str]] = (
         "a file system is full: free room at the facility, or move `workdir` to another file system",
     ),
     (
-        r"dataset .* is no directory|dataset.*not (found|there)|dataset\.json",
+        r"dataset .* is not a directory|dataset.*not (found|there)|dataset\.json",
         "the dataset's path is wrong at that facility, or it is not prepared: `python -m facility.prepare` there, then "
         "correct `dataset` in federation.yml",
     ),

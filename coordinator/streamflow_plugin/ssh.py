@@ -349,7 +349,7 @@ class ParallelSSHConnector(SSHConnector):
 
 
 def largest_update(model: Path) -> int | None:
-    """Bytes that an update of this model may have; None for a directory that is no model of known size.
+    """Bytes that an update of this model may have; None for a directory that is not a model of known size.
 
     float32 weights, as much again for what may come beside them, and `BESIDE_BYTES` for reports and tokenizer.
     """

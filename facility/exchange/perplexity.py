@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 LARGEST_LOSS = 700.0
-"""Nats; exp() of more is no floating-point number."""
+"""Nats; exp() of more is not a floating-point number."""
 
 
 def perplexity(loss: float) -> float:

@@ -14,7 +14,7 @@ LIMIT = 100_000
 
 
 def expand_hosts(text: str) -> list[str]:
-    """Host names in order. Raises `ConfigurationError` for what is no host list."""
+    """Host names in order. Raises `ConfigurationError` for what is not a host list."""
     hosts: list[str] = []
     for part in _split(text):
         if part.strip():
@@ -30,14 +30,14 @@ def _split(text: str) -> list[str]:
     for letter in text:
         depth += {"[": 1, "]": -1}.get(letter, 0)
         if depth not in (0, 1):
-            raise ConfigurationError(f"{text!r:.80} is no host list: its brackets do not match")
+            raise ConfigurationError(f"{text!r:.80} is not a host list: its brackets do not match")
         if depth == 0 and (letter == "," or letter.isspace()):
             parts.append(current)
             current = ""
         else:
             current += letter
     if depth:
-        raise ConfigurationError(f"{text!r:.80} is no host list: its brackets do not match")
+        raise ConfigurationError(f"{text!r:.80} is not a host list: its brackets do not match")
     return [*parts, current]
 
 
@@ -50,7 +50,7 @@ def _expand(part: str, whole: str) -> list[str]:
     for item in ranges.split(","):
         bounds = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", item)
         if bounds is None:
-            raise ConfigurationError(f"{whole!r:.80} is no host list: {item!r} is neither a number nor a range")
+            raise ConfigurationError(f"{whole!r:.80} is not a host list: {item!r} is neither a number nor a range")
         first, last = bounds.group(1), bounds.group(2) or bounds.group(1)
         if int(last) - int(first) > LIMIT:
             raise ConfigurationError(f"the host list {whole!r:.80} names more than {LIMIT} hosts")
@@ -65,6 +65,8 @@ def expand_counts(text: str) -> list[int]:
     for item in text.split(","):
         found = re.fullmatch(r"\s*(\d+)(?:\(x(\d+)\))?\s*", item)
         if found is None or int(found.group(2) or 1) > LIMIT:
-            raise ConfigurationError(f"{text!r:.80} is no list of counts per node, expected something like '4(x2),2'")
+            raise ConfigurationError(
+                f"{text!r:.80} is not a list of counts per node, expected something like '4(x2),2'"
+            )
         counts += [int(found.group(1))] * int(found.group(2) or 1)
     return counts

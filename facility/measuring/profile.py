@@ -214,5 +214,5 @@ def _rows(matrix: Sequence[Sequence[float]], factor: float) -> list[list[float |
 
 
 def write_profile(path: Path, profile: Profile) -> None:
-    """Write profile.json, whole or not at all."""
+    """Write profile.json, atomically."""
     write_json(Path(path), profile.to_json())

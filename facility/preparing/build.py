@@ -237,7 +237,7 @@ def _settings(request: Request) -> dict[str, Any]:
 def _recognised(request: Request, wanted: dict[str, Any]) -> PreparedDataset | None:
     """The dataset at `out` if the same request made it; None if replaceable; else an error naming the differences."""
     if not (request.out / NAME).is_file():
-        raise DatasetError(f"{request.out} exists and is no prepared dataset: choose another --out")
+        raise DatasetError(f"{request.out} exists and is not a prepared dataset: choose another --out")
     try:
         found = open_dataset(request.out)
     except DatasetError as error:

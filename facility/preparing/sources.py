@@ -148,7 +148,7 @@ def _saved(path: Path, split: str) -> Source:
     try:
         loaded = load_from_disk(str(path))
     except Exception as error:  # the library raises many kinds for a damaged folder
-        raise DatasetError(f"{path} is no readable save_to_disk dataset: {error}") from None
+        raise DatasetError(f"{path} is not a readable save_to_disk dataset: {error}") from None
     if isinstance(loaded, DatasetDict):
         if split not in loaded:
             raise DatasetError(f"{path} has the splits {', '.join(loaded)}, not {split!r}")
@@ -255,7 +255,7 @@ def _read_parquet(path: Path, fields: Fields) -> Iterator[Document]:
                     number += 1
                     yield _document(record, fields, f"{path}: row {number}", number / rows)
     except pyarrow.ArrowException as error:
-        raise DatasetError(f"{path} is no readable Parquet file: {error}") from None
+        raise DatasetError(f"{path} is not a readable Parquet file: {error}") from None
 
 
 def _read_dataset(source: Source, fields: Fields) -> Iterator[Document]:

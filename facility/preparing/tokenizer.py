@@ -30,7 +30,7 @@ UNLIMITED = 10**15
 def tokenizer_files(directory: Path) -> list[Path]:
     """The tokenizer's own files in a directory that may also hold a model."""
     if not directory.is_dir():
-        raise DatasetError(f"{directory} is no directory: expected a tokenizer saved by save_pretrained")
+        raise DatasetError(f"{directory} is not a directory: expected a tokenizer saved by save_pretrained")
     files = sorted(p for p in directory.iterdir() if p.is_file() and (p.name in FILES or p.suffix in MODELS))
     if not any(
         p.name in ("tokenizer.json", "vocab.json", "vocab.txt", "tekken.json") or p.suffix in MODELS for p in files

@@ -42,7 +42,7 @@ class OneRound:
         received = read_manifest(job.arguments.model)
         if not job.dataset.is_dir():
             raise InputError(
-                f"the dataset {job.dataset} is no directory here; expected the output of `python -m facility.prepare`"
+                f"the dataset {job.dataset} is not a directory here; expected what `python -m facility.prepare` writes"
             )
         self.job = job
         self.received = received

@@ -84,7 +84,7 @@ def inject(model: nn.Module, settings: LoraSettings, *, classifies: bool) -> Non
     for name in settings.modules_to_save:
         if not any(saves_parameter(found, [name]) for found in saved):
             raise ConfigurationError(
-                f"training.lora.modules_to_save names {name!r}, which is no module of this model outside its adapters; "
+                f"training.lora.modules_to_save names {name!r}, which is not a module of it outside its adapters; "
                 f"its heads are {', '.join(sorted({n.partition('.')[0] for n, _ in model.named_children()}))}"
             )
     for name, parameter in model.named_parameters():

@@ -349,7 +349,7 @@ MISTAKES: list[Mistake] = [
         "tokenizer",
         r"tokenised with tokenizer\.json:\w+, the model carries tokenizer\.json:\w+",
     ),
-    ("damaged tokenizer", damage("model/tokenizer.json", b"{}"), "model", "tokenizer.json is no tokenizer"),
+    ("damaged tokenizer", damage("model/tokenizer.json", b"{}"), "model", "tokenizer.json is not a tokenizer"),
     ("long blocks", small_model, "dataset", "blocks have 16 tokens, the model takes at most 8"),
     (
         "little data",

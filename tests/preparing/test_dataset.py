@@ -53,7 +53,7 @@ def edit(directory: Path, **values) -> None:
 
 
 def test_a_missing_or_foreign_directory(prepared: Path, tmp_path: Path):
-    with pytest.raises(DatasetError, match="is no directory"):
+    with pytest.raises(DatasetError, match="is not a directory"):
         open_dataset(tmp_path / "nowhere")
     with pytest.raises(DatasetError, match=r"holds no dataset\.json"):
         open_dataset(tmp_path)

@@ -124,7 +124,7 @@ def test_a_changed_input_is_noticed(request_: Request):
 def test_a_folder_that_is_no_dataset_is_left_alone(request_: Request):
     request_.out.mkdir()
     (request_.out / "thesis.tex").write_text("years of work")
-    with pytest.raises(DatasetError, match="is no prepared dataset"):
+    with pytest.raises(DatasetError, match="is not a prepared dataset"):
         prepare(change(request_, replace=True))
     assert (request_.out / "thesis.tex").read_text() == "years of work"
 

@@ -40,7 +40,7 @@ def shapes_of(problem: Problem, stop: Stop) -> list[Shape]:
     sizes = [b for b in problem.micro_batch_samples if problem.batch_samples % b == 0]
     if not sizes:
         raise ConfigurationError(
-            f"batch_samples {problem.batch_samples} is no multiple of any allowed micro_batch_samples "
+            f"batch_samples {problem.batch_samples} is not a multiple of any allowed micro_batch_samples "
             f"{list(problem.micro_batch_samples)}; change one of them"
         )
     schedules = [s for s in problem.schedules if not interleaved(s)] or ["1f1b"]

@@ -144,7 +144,7 @@ def read_header(file: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     file = Path(file)
     try:
         if not file.is_file():
-            raise CheckpointError(f"{file} is no regular file")
+            raise CheckpointError(f"{file} is not a regular file")
         size = file.stat().st_size
         with open(file, "rb", buffering=0) as handle:
             prefix = handle.read(8)
@@ -222,7 +222,7 @@ def open_checkpoint(directory: Path) -> Checkpoint:
     """
     directory = Path(directory)
     if not directory.is_dir():
-        raise CheckpointError(f"{directory} is no directory: expected a Hugging Face checkpoint")
+        raise CheckpointError(f"{directory} is not a directory: expected a Hugging Face checkpoint")
     if (directory / INDEX).exists():
         try:
             if (directory / INDEX).stat().st_size > MAX_HEADER_BYTES:

@@ -103,7 +103,7 @@ def read_factors(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> tupl
         name, mark, part = stored.rpartition("::")
         shape = shapes.get(name)
         if shape is None or mark + part not in (ROWS, COLUMNS, VALUES) or (len(shape) < 2) != (mark + part == VALUES):
-            raise CheckpointError(f"{checkpoint.directory} holds {stored!r:.80}, which is no factor of a parameter")
+            raise CheckpointError(f"{checkpoint.directory} holds {stored!r:.80}, which is not a factor of a parameter")
         if name in found:
             continue
         pair = [read.get(name + VALUES)] if len(shape) < 2 else [read.get(name + ROWS), read.get(name + COLUMNS)]

@@ -49,7 +49,9 @@ def _meaning(path: Path) -> bytes:
         merges = [m.split(" ") if isinstance(m, str) else m for m in model.get("merges") or []]
         scores = [entry[1] for entry in model["vocab"]] if isinstance(model["vocab"], list) else []
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise InputError(f"{path} is no tokenizer: {error!r}; copy it again from where the model came from") from None
+        raise InputError(
+            f"{path} is not a tokenizer: {error!r}; copy it again from where the model came from"
+        ) from None
     return json.dumps([sorted(ids.items()), merges, scores], ensure_ascii=True).encode()
 
 

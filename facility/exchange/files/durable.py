@@ -1,4 +1,4 @@
-"""Files and directories that appear whole or not at all: temporary name, fsync, rename."""
+"""Files and directories that appear atomically: temporary name, fsync, rename."""
 
 from __future__ import annotations
 

@@ -209,7 +209,7 @@ def base_of(model: Path) -> tuple[str, str, int]:
 def _hex(found: Fields, name: str) -> str:
     value = found.text(name)
     if not HEX.fullmatch(value):
-        raise ManifestError(f"{found.where}: {name} is no number of 64 hexadecimal digits")
+        raise ManifestError(f"{found.where}: {name} is not a number of 64 hexadecimal digits")
     return value
 
 

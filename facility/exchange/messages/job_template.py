@@ -49,7 +49,7 @@ class Environment:
             raise ConfigurationError("environment names both a venv and a conda environment, expected one", key="conda")
         for word in self.modules:
             if not PLAIN.fullmatch(word):
-                raise ConfigurationError(f"module {word!r} is no module's name", key="modules")
+                raise ConfigurationError(f"module {word!r} is not the name of a module", key="modules")
 
 
 def fill_template(text: str, *, fill: dict[str, str], environment: Environment, workdir: str, name: str) -> str:

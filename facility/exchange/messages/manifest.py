@@ -126,7 +126,7 @@ def _files(directory: Path) -> list[Path]:
         if path.is_symlink():
             target = path.resolve()
             if not target.is_file():
-                raise ManifestError(f"{path} is a symbolic link to {target}, which is no regular file")
+                raise ManifestError(f"{path} is a symbolic link to {target}, which is not a regular file")
         if path.is_file() and path.relative_to(directory).as_posix() not in (NAME, SIGNATURE):
             found.append(path)
     return found

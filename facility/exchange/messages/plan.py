@@ -172,7 +172,9 @@ class Plan:
             raise ConfigurationError(f"micro_batch_samples is {self.micro_batch_samples}, expected 1 or more")
         for link in self.compressed_links:
             if not {link.source, link.destination} <= set(devices) or not 0 < link.ratio <= 1:
-                raise ConfigurationError(f"compressed link {link} is no link of the grid or its ratio is not in (0, 1]")
+                raise ConfigurationError(
+                    f"compressed link {link} is not a link of the grid or its ratio is not in (0, 1]"
+                )
         derived = self._derived_spans()
         if not self.spans:
             object.__setattr__(self, "spans", derived)
@@ -254,5 +256,5 @@ def read_plan(path: Path) -> Plan:
 
 
 def write_plan(path: Path, plan: Plan) -> None:
-    """Write `plan` to `path`, whole or not at all."""
+    """Write `plan` to `path`, atomically."""
     write_json(Path(path), plan.to_json())

@@ -64,7 +64,7 @@ def verify(directory: Path, signer: str, allowed_signers: Path) -> str:
     if signature.is_symlink() or not signature.is_file():
         raise ManifestError(f"{directory} holds no {SIGNATURE}: {signer!r} has to sign its updates (signing_key)")
     if signature.stat().st_size > MOST_BYTES:
-        raise ManifestError(f"{signature} has {signature.stat().st_size} bytes, which is no signature")
+        raise ManifestError(f"{signature} has {signature.stat().st_size} bytes, which is not a signature")
     if not signer or signer.startswith("-") or not signer.isprintable() or "," in signer or " " in signer:
         raise ManifestError(f"{signer!r} cannot be a signer's name")
     command = ["-Y", "verify", "-f", str(allowed_signers), "-I", signer, "-n", NAMESPACE, "-s", str(signature)]

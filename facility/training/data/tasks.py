@@ -41,7 +41,7 @@ class Task(Protocol):
     """One kind of training."""
 
     pools: bool
-    """Does the head choose a position by the token ids (the last that is no padding)?"""
+    """Does the head choose a position by the token ids (the last that is not padding)?"""
     separate: bool
     """Do documents share a block without seeing each other?"""
 

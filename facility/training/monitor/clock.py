@@ -84,7 +84,7 @@ class Clock:
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """Leave out what `on_stream` would see: an evaluation is no part of a step."""
+        """Leave out what `on_stream` would see: an evaluation is not part of a step."""
         self._stopped = True
         try:
             yield

@@ -53,7 +53,7 @@ class Layout:
 def remapped_rank(ranks: Ranks, plan: Plan, shards: int) -> Ranks | None:
     """This process's place among the ranks that the plan uses; None where the plan leaves it idle."""
     if ranks.world % shards:
-        raise ConfigurationError(f"{ranks.world} ranks are no multiple of layout.shards {shards}")
+        raise ConfigurationError(f"{ranks.world} ranks are not a multiple of layout.shards {shards}")
     # torch sorts the ranks of a group, so ranks are renumbered in the plan's order: by replica, then by stage.
     seats = [device for replica in zip(*plan.grid, strict=True) for device in replica]
     if max(seats) >= ranks.world // shards:

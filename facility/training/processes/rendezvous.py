@@ -158,7 +158,7 @@ def admit(store: dist.Store, secret: bytes, *, rank: int, world: int) -> None:
     for other in range(world):
         shown = store.get(f"rank/{other}").decode(errors="replace")
         if not hmac.compare_digest(shown, proof(secret, f"rank {other} {asked}")):
-            raise TryAgain(f"rank {other} does not know the job's secret: it is no process of this job")
+            raise TryAgain(f"rank {other} does not know the job's secret: it is not a process of this job")
 
 
 def proof(secret: bytes, text: str) -> str:
