@@ -49,7 +49,7 @@ def aggregate(
 ) -> RoundRecord:
     """Write the next model to `out` and the state to `state_out`; neither may exist. Returns what round.json says.
 
-    `updates`: directories, by facility where it is known whose they are. `adapters`: what the facilities were told to
+    `updates`: directories, by facility where that is known. `adapters`: what the facilities were asked to
     train. `unmasking`: what takes the masks off, where the updates are masked. round.json is written to `record`, by
     default into `state_out`, else beside `out` as `<out>.round.json`; never into the model, which travels to every
     facility.

@@ -46,7 +46,7 @@ class Sizes:
     document_characters: int = 3_000
     """Length at which a file or chapter is parted into documents."""
     validation_every: int = 12
-    """Every so many documents one is held out."""
+    """One in this many documents is held out."""
     vocabulary: int = 1024
     """Tokens of the BPE."""
     block_tokens: int = 64

@@ -2,7 +2,7 @@
 
 The problem is a JSON file: devices, links and units (see coordinator/problem/problem.py; `facility.measure` writes
 it), a published placement or chain case, or {"facilities": [...], "round_samples": N} for the work per round; or a
-federation.yml, whose archive tells how long its rounds took.
+federation.yml, whose archive holds how long its rounds took.
 """
 
 from __future__ import annotations

@@ -215,7 +215,7 @@ def add_limits(parser: argparse.ArgumentParser, *, silence: float) -> None:
         type=float,
         default=0.0,
         metavar="SECONDS",
-        help="end the ranks after so long (default: what the scheduler tells of its own limit, else none)",
+        help="end the ranks after so long (default: the scheduler's own limit, if known)",
     )
     add(
         "--silence",

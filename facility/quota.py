@@ -47,7 +47,7 @@ class Quota:
 def read_table(text: str) -> list[Quota]:
     """Rows of `quota -w` and of `lfs quota`: name, then used, soft, hard and grace in KiB and in files.
 
-    A star marks what is exceeded, a grace may be empty in `quota`, and a long name stands on a line of its own.
+    A star marks what is exceeded, a grace may be empty in `quota`, and a long name is on a line of its own.
     """
     found, name = [], ""
     for line in text.splitlines():

@@ -3,7 +3,7 @@
     python -m facility.round --model DIR --dataset PATH --settings FILE --round N --out update
 
 Ends with 0 (`--out` is a complete update) or with 7 (`--out` holds only `failure.json`): a step of the loop that failed
-otherwise would hang the workflow engine. In a job of several tasks all run this command and the first one speaks.
+otherwise would hang the workflow engine. In a job of several tasks all run this command and the first one reports.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def parser() -> argparse.ArgumentParser:
         "--roster",
         type=Path,
         metavar="DIR",
-        help="who masks with whom, where the settings ask for secure aggregation (coordinator.steps.roster)",
+        help="the roster of facilities, where the settings ask for secure aggregation (coordinator.steps.roster)",
     )
     add("--out", type=Path, required=True, metavar="DIR", help="the update, or failure.json alone")
     add(

@@ -47,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
         "--plan",
         type=Path,
         metavar="FILE",
-        help="a plan.json that lays the model over the ranks; default: training.layout.plan of the settings, if any",
+        help="a plan.json with the model's layout over the ranks (default: training.layout.plan, if any)",
     )
     p.add_argument(
         "--steps",

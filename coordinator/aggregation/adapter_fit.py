@@ -49,7 +49,7 @@ def check_adapters(base: Checkpoint, update: Checkpoint, facility: str) -> None:
 
 
 def check_told(base: Checkpoint, update: Checkpoint, told: LoraSettings, facility: str) -> None:
-    """Refuse adapters of another rank or for other layers than the facilities were told to train."""
+    """Refuse adapters of another rank or for other layers than the facilities were asked to train."""
     for name in update.tensors:
         module = name.removeprefix(PREFIX).rpartition(".")[0]
         if not is_factor(name) and not saves(module, told.modules_to_save or HEADS):

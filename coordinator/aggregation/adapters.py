@@ -42,7 +42,7 @@ def adapter_base(base: Checkpoint, layout: Layout, scratch: Path) -> tuple[Check
 
 
 def settings_of(updates: Sequence[Update], told: LoraSettings | None) -> LoraSettings:
-    """Rank and scale for adapter_config.json: as the facilities were told, else as most of their own files say."""
+    """Rank and scale for adapter_config.json: from the facilities' settings, else as most updates state."""
     if told is not None and told.rank:
         return told
     rank = next(e.shape[0] for n, e in updates[0].checkpoint.tensors.items() if A in n)

@@ -1,7 +1,7 @@
 """What updates are expected to hold: whole models or adapters, and which adapters.
 
 The coordinator's settings and the base model decide. Where neither does (an aggregation by hand), the majority of the
-updates does, and no majority is an error that blames nobody: one update never decides what the others must be.
+updates does, and no majority is an error that names no facility: one update never decides what the others must be.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _wanted_shapes(updates: Sequence[Update], base: Checkpoint) -> Shapes:
 
 
 def _majority(found: Sequence[K], problem: str) -> K:
-    """What more than half are. Raises `InputError`, which names nobody."""
+    """The value that more than half have. Raises `InputError`, which names no facility."""
     value, count = Counter(found).most_common(1)[0] if found else (False, 0)
     if found and 2 * count <= len(found):
         raise InputError(f"{problem}: all must be alike, and no majority says which")

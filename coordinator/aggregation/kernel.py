@@ -37,7 +37,7 @@ READ = 4 * PIECE
 READ_BYTES = 24 << 20
 """Buffer bytes of one thread for what it reads, whatever the number of updates (a piece of each at least)."""
 SAMPLE = 16
-"""With sampled statistics, one piece in so many of each tensor counts, its first among them."""
+"""With sampled statistics, every N-th piece of each tensor counts, from its first on."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Which tensor of an update stands for which tensor of the base model, tied weights included.
+"""Maps tensors of an update to tensors of the base model, tied weights included.
 
 Hugging Face writes a tied weight once, other writers write it twice. A name that only one side has is accepted when
 its content is, byte for byte, another tensor that both have; anything else is refused.

@@ -26,7 +26,7 @@ class Request:
     base: Path
     """The model that was sent."""
     updates: Mapping[str, Path] | Sequence[Path]
-    """Directories, by facility where the caller knows whose they are."""
+    """Directories, by facility where the caller knows it."""
     out: Path
     settings: AggregationSettings
     state_in: Path | None = None
@@ -36,7 +36,7 @@ class Request:
     threads: int = 0
     """0: automatic."""
     adapters: LoraSettings | None = None
-    """What the facilities were told to train; None: not known, the base model and the majority decide."""
+    """What the facilities were asked to train; None: not known, the base model and the majority decide."""
     unmasking: Unmasking | None = None
     """What takes the masks off; None: the updates are not masked."""
     drop_refused: bool = False

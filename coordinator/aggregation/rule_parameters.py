@@ -31,7 +31,7 @@ def declared() -> dict[str, dict[str, Parameter]]:
 
 
 def unset(name: str) -> Value | None:
-    """The value that stands for "the rule's own default"; None where all defaults are the same."""
+    """The value that means "the rule's own default"; None where all defaults are the same."""
     first, *others = declared()[name].values()
     if all(other.default == first.default for other in others):
         return None
@@ -48,7 +48,7 @@ def with_rule_parameters(cls: C) -> C:
 
 
 def _limits(parameter: Parameter, own: Value | None) -> list[Any]:
-    """The range, as pydantic takes it; none where the value that stands for the default lies outside it."""
+    """The range, as pydantic takes it; none where the value that means the default is outside it."""
     if own is not None:
         return []
     pairs = (

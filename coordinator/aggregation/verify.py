@@ -36,8 +36,8 @@ def check_update(
 ) -> None:
     """Raise `UpdateRefused` naming `facility` unless `directory` is its usable update of `round` to `base`.
 
-    `adapters`: what the facilities were told to train; None: not known. Reads every byte once for the manifest and once
-    for finiteness.
+    `adapters`: what the facilities were asked to train; None: not known. Reads every byte once for the manifest
+    and once for finiteness.
     """
     directory = Path(directory)
     if failure := (read_failure(directory) if directory.is_dir() else None):

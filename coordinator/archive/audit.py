@@ -1,4 +1,4 @@
-"""The coordinator's audit log, `audit.jsonl` in the archive: what came, from whom, how it was signed, what was refused.
+"""The coordinator's audit log, `audit.jsonl` in the archive: what was received, its signature, what was refused.
 
 Chained line by line (`facility.exchange.files.audit_log`), so that `crossfed audit verify` finds an altered line; a log
 that was cut short lacks heads that signed models carried to the facilities.

@@ -57,7 +57,7 @@ class FacilityRow:
     round: int
     facility: str
     status: str
-    """`ok`, `failed` (told so itself), `absent` (left nothing), `late` (not done when the round closed) or `refused`
+    """`ok`, `failed` (reported it), `absent` (left nothing), `late` (not done when the round closed) or `refused`
     (verification)."""
     reason: str = ""
     note: str = ""
@@ -94,7 +94,7 @@ class FacilityRow:
     scores: dict[str, Any] = field(default_factory=dict)
     """`results` on tasks of the model that it received, and perhaps `problem`."""
     dataset: dict[str, Any] = field(default_factory=dict)
-    """Counts and digests of its dataset, where it lets them be published."""
+    """Counts and digests of its dataset, where it allows them to be published."""
     holds: str = ""
     """Digest of the model that it said to keep; empty: none."""
 
@@ -166,7 +166,7 @@ class Archive:
         return self.path / "initial" / "model" if number == 0 else self.round_directory(number - 1) / "model"
 
     def message_for(self, number: int) -> Path | None:
-        """Where the model of round `number` lies as a difference to that of the round before, if one was made."""
+        """Where the model of round `number` is stored as a difference to that of the round before, if one was made."""
         return None if number == 0 else self.round_directory(number - 1) / "message"
 
     def state_for(self, number: int) -> Path | None:

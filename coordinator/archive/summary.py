@@ -31,7 +31,7 @@ def shown(text: object) -> str:
 def summary(archive: Archive) -> dict[str, Any]:
     """Rounds, final evaluation and the reason of an early stop, as JSON data.
 
-    `global_perplexity` of a round is that of the model it *made*: told by the next round's
+    `global_perplexity` of a round is that of the model it *made*: reported by the next round's
     facilities, which receive it; `global_perplexity_over` names those whose figures count.
     """
     history = archive.history()

@@ -119,7 +119,7 @@ class Meeting:
 
     # -- an arrival -------------------------------------------------------------------------------------------------
     def arrive(self, facility: str, round: int, received: Path) -> list[Reduced]:
-        """What the receive step of a facility left, a sound update or a failure; told before, it changes nothing."""
+        """What the receive step of a facility left, a sound update or a failure; a repeated one changes nothing."""
         with self.alone() as (driver, now):
             if driver.rounds[facility] != round or facility in driver.scheduler.waiting or driver.final:
                 return []
@@ -153,7 +153,7 @@ class Meeting:
         return Failure(facility=facility, round=round, reason=clean(reason), kind="refused")
 
     def _to_blame(self, error: Exception, update: Path) -> bool:
-        """True when the update itself cannot be read any more; a fault of this machine is nobody's."""
+        """True when the update itself cannot be read any more; a fault of this machine blames no facility."""
         if isinstance(error, TryAgain | MemoryError) or is_storage(error):
             return False
         try:
@@ -222,7 +222,7 @@ class Meeting:
         if not self.archive.read_note("stopped"):
             self.archive.write_note("stopped", {"reason": reason})
 
-    # -- where a chain stands ---------------------------------------------------------------------------------------
+    # -- progress of a chain ------------------------------------------------------------------------------------------
     def lost(self, driver: SemiDecentralised) -> dict[str, str]:
         """Facilities whose failures in their round and this run exceed `retries` or `come_backs`, with the reason."""
         result = {}

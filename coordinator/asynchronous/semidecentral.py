@@ -1,4 +1,4 @@
-"""Semi-decentralised rounds over facilities: groups average as updates arrive, nobody waits for the slowest.
+"""Semi-decentralised rounds over facilities: groups average as updates arrive, without waiting for the slowest.
 
     python -m coordinator.asynchronous.semidecentral --state DIR start --member it --member cs --member de --window 300
     python -m coordinator.asynchronous.semidecentral --state DIR ready it --update DIR
@@ -97,7 +97,7 @@ class SemiDecentralised:
             self.rounds: dict[str, int] = raw["rounds"]
             """By facility, its updates that a group has averaged: the number of its next round."""
             self.final: str = raw["final"]
-            """The mean over all, once everybody has finished; else empty."""
+            """The mean over all, once all have finished; else empty."""
             self.failures: list[dict[str, Any]] = raw["failures"]
             self.groups: list[dict[str, Any]] = raw["groups"]
             """Every group carried out: members, what counted how much, why it was formed."""
@@ -328,7 +328,9 @@ def parser() -> argparse.ArgumentParser:
     commands = p.add_subparsers(dest="command", required=True)
     start = commands.add_parser("start", help="a new state")
     start.add_argument("--member", action="append", default=[], metavar="NAME", help="a facility; repeat")
-    start.add_argument("--bound", type=int, default=3, help="groups are connected every so many rounds (default 3)")
+    start.add_argument(
+        "--bound", type=int, default=3, help="groups are connected at least once in this many rounds (default 3)"
+    )
     start.add_argument("--minimum", type=int, default=2, help="members of a group at least (default 2)")
     start.add_argument("--maximum", type=int, default=0, help="members of a group at most (default 0: no limit)")
     start.add_argument("--window", type=float, default=300.0, help="seconds a first arrival waits (default 300)")
@@ -339,7 +341,7 @@ def parser() -> argparse.ArgumentParser:
     ready.add_argument("--update", type=Path, required=True, metavar="DIR", help="the update, with its manifest")
     commands.add_parser("tick", help="close groups whose window has passed")
     for name, what in (
-        ("leave", "nobody waits for it any longer"),
+        ("leave", "the others no longer wait for it"),
         ("join", "it comes, or comes back"),
         ("finish", "it sends no more updates"),
     ):

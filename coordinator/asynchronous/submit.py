@@ -68,7 +68,7 @@ def main() -> int:
     add("--federation", type=Path, required=True, help="coordinator.json, rendered by `crossfed render`")
     add("--archive", required=True, help="archive directory; relative paths count from $CROSSFED_HOME or the checkout")
     add("--facility", required=True, help="name of the facility")
-    add("--model", type=Path, help="the model that its round started from; leave out to be told where it stands")
+    add("--model", type=Path, help="the model that its round started from; leave out to ask for its model and round")
     add("--round", type=int, help="number of its round, from 0")
     add("--update", type=Path, help="what its receive step left: a sound update, or failure.json alone")
     arguments = parser.parse_args()

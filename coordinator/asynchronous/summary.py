@@ -1,4 +1,4 @@
-"""A federation by groups as a person reads it: groups, facilities, who left and why; the same as plain data."""
+"""Summary of a federation by groups: groups, facilities, which left and why; for people and as plain data."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ OUTPUTS = ["model", "round", "proceed"]
 
 
 def groups_workflow(names: Sequence[str]) -> dict[str, Any]:
-    """groups.cwl: `begin` tells every facility where it goes on, its chain loops, the last step collects.
+    """groups.cwl: `begin` gives every facility its model and round, its chain loops, the last step collects.
 
     Not one scattered step: its facilities would wait for each other in every round.
     """

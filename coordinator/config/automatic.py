@@ -59,7 +59,7 @@ class MeasuredFederation:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What `auto` stands for in one federation."""
+    """What `auto` means in one federation."""
 
     aggregation: dict[str, Any]
     """Keys of `aggregation:`."""

@@ -1,4 +1,4 @@
-"""How a round closes: with whom, after what wait, and what happens to updates that come later."""
+"""How a round closes: with which facilities, after which wait, and what happens to updates that come later."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ClosingSettings:
     """Part of `rounds:`, written as a mapping with `count`."""
 
     quorum: Literal["all"] | AtLeastOne[int] | Part = "all"
-    """The grace begins once so many facilities have delivered: a number, a share below 1 of all, or `all`."""
+    """The grace begins once this many facilities have delivered: a number, a share below 1 of all, or `all`."""
     grace: Literal["auto"] | NonNegative[float] = "auto"
     """Seconds that a round stays open after the quorum; auto: what brought most useful tokens a second in the rounds
     so far (`coordinator.streamflow_plugin.grace`), no limit in the first two."""
@@ -33,7 +33,7 @@ class ClosingSettings:
     begins a later round from the newest model."""
 
     def needed(self, facilities: int) -> int:
-        """How many of so many facilities are the quorum."""
+        """Facilities that are the quorum of `facilities`."""
         if self.quorum == "all":
             return facilities
         if isinstance(self.quorum, int):

@@ -92,7 +92,7 @@ class FederationFile(RoundSettings):
     """Seconds between two looks at a running job's progress file, one small command each over the open connection; 0:
     never."""
     notify: NotifySettings = field(default_factory=NotifySettings)
-    """Whom to tell when the federation is done, stopped or stuck, a login expires or a facility is lost."""
+    """Whom to notify when the federation is done, stopped or stuck, a login expires or a facility is lost."""
     pretrained: bool | None = None
     """Whether the initial model was trained before, which `aggregation.rule: auto` looks at. Absent: it is read from
     the model's normalisation weights, which are all 1 or 0 in a new model; true where the model is not there."""
@@ -123,7 +123,7 @@ class Federation(FederationFile):
 
     file: Path
     chosen: str = ""
-    """What `auto` stands for here, and why."""
+    """What `auto` means here, and why."""
     closing: ClosingSettings | None = None
     """What `rounds:` says beside the number; None: every round waits for all."""
     limits: LimitSettings | None = None

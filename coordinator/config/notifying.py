@@ -1,4 +1,4 @@
-"""`notify:` in federation.yml: whom to tell when a person is needed or a federation has ended."""
+"""`notify:` in federation.yml: whom to notify when operator action is needed or a federation has ended."""
 
 from __future__ import annotations
 

@@ -24,14 +24,14 @@ from facility.exchange.hints import allowed, dataclass_at, hints, limits
 from facility.exchange.validation import close_to
 
 SECTIONS = {
-    "federation": "What stands at the top of federation.yml.",
+    "federation": "The top level of federation.yml.",
     "training": "What a facility does in a round. Under `training:` for all, under `facilities[].training` for one.",
     "aggregation": "How the updates of a round become the next model.",
     "facilities": "Who takes part, and how each facility is reached.",
     "sending": "How models travel to the facilities.",
     "claims": "The largest weight that an update may claim.",
     "stop": "When a federation ends before its last round.",
-    "notify": "Whom to tell when a person is needed or a federation has ended.",
+    "notify": "Whom to notify when operator action is needed or a federation has ended.",
     "evaluation": "Tasks of lm-eval, run on the global model in the facilities' own jobs.",
     "creators": "Who is to be cited when the model is published.",
     "groups": "Buffered aggregation in place of rounds.",

@@ -23,7 +23,7 @@ OUTER = ("rule", "server_learning_rate", "momentum", "momentum_warmup")
 
 
 def resolve_aggregation(given: Mapping[str, Any], settings: AggregationSettings, choice: Choice) -> AggregationSettings:
-    """The settings with `auto` replaced. `given`: the section as written; what stands there is kept."""
+    """The settings with `auto` replaced. `given`: the section as written; values given there are kept."""
     if settings.rule != AUTO:
         return settings
     if settings.lora == "product":
@@ -72,7 +72,7 @@ def choice_of(
     pretrained: bool,
     groups: bool,
 ) -> Choice:
-    """What `auto` stands for in this federation, and why."""
+    """What `auto` means in this federation, and why."""
     if groups:
         return Choice(aggregation={"rule": "mean"}, optimizer_state="personal", reason="groups average by the mean")
     situation = situation_of(training, rounds, pretrained=pretrained)
@@ -82,7 +82,7 @@ def choice_of(
 def looks_pretrained(model: Path) -> bool:
     """Whether a checkpoint was trained: some normalisation weight is neither 0 nor 1, as every one is when new.
 
-    True where there is no model, or no such weight, to tell.
+    True where there is no model, or no such weight, to decide by.
     """
     try:
         checkpoint = open_checkpoint(model)

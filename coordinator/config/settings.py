@@ -129,7 +129,7 @@ class CoordinatorSettings(RoundSettings):
     comparison: ComparisonSettings | None = None
     """The models that are compared after the last round; absent: none."""
     chosen: str = ""
-    """What `aggregation.rule: auto` stands for here, and why; for the report."""
+    """What `aggregation.rule: auto` means here, and why; for the report."""
     largest_step: float = 0.0
     """With `privacy.secure_aggregation`: the clip of tensors whose steps nothing is known of; else 0 and not there."""
     settings_sha256: dict[str, str] = field(default_factory=dict)

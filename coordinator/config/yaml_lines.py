@@ -99,7 +99,7 @@ class Lined:
             raise ConfigurationError(f"not valid YAML: {str(error) or 'nested too deeply'}", file=self.file) from None
 
     def _refuse_recursion(self, text: str) -> None:
-        """Raise `ConfigurationError` where an alias stands inside the value that it names."""
+        """Raise `ConfigurationError` where an alias is inside the value that it names."""
         within: list[str | None] = []
         for event in YAML(typ="rt", pure=True).parse(text) if "*" in text else ():
             if isinstance(event, CollectionStartEvent):

@@ -23,14 +23,14 @@ PROBE_BYTES = 1 << 16
 
 
 class RunPlace:
-    """The directory and what lies in it."""
+    """The directory and its files."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.events = EventFile(path / "events.jsonl")
 
     def environment(self) -> dict[str, str]:
-        """What StreamFlow and the coordinator's steps are told."""
+        """What StreamFlow and the coordinator's steps inherit."""
         return {
             DATABASE: str(self.path / "sqlite.db"),
             EVENTS: str(self.events.path),

@@ -1,7 +1,7 @@
 """Our own jobs at the facilities, known by name: which are there, and cancelling them.
 
 Facilities and job names come from the rendered streamflow.yml, and the login is StreamFlow's own ssh connector, so that
-whatever lets the workflow in (key, agent, jump host, passphrase file) lets this in too.
+the login is the workflow's own (key, agent, jump host, passphrase file).
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ async def _request(queue: Queue, command: str) -> tuple[str, int]:
 
 def read_queues(streamflow: Path, patience: dict[str, float] | None = None) -> list[Queue]:
     """The queues named in a rendered streamflow.yml, and the hosts without one; a deployment without a job name is left
-    out: nothing could be told from other people's jobs. `patience`: seconds by facility, see `Queue`."""
+    out: their jobs cannot be distinguished from other people's. `patience`: seconds by facility, see `Queue`."""
     data = yaml.safe_load(streamflow.read_text())
     deployments = data.get("deployments", {})
     federation = federation_of(next(iter(data.get("workflows", {})), ""))

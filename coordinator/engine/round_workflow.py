@@ -44,7 +44,7 @@ def round_workflow(names: Sequence[str], *, encoded: bool, archive: bool = False
 
 
 def _steps_of(number: int, name: str, *, encoded: bool, archive: bool) -> dict[str, Any]:
-    """The steps of the facility that stands at `number` in the list."""
+    """The steps of the facility at position `number`."""
     own = {key: {"source": "facilities", "valueFrom": f"$(self[{number}].{key})"} for key in RECORD["fields"]}
     send = {
         "run": "tools/send.cwl",

@@ -53,7 +53,7 @@ class Watch:
     _told: set[tuple[str, str, str]] = field(default_factory=set)
 
     def look(self) -> None:
-        """Ask every queue once. A facility that does not answer is not our matter: others tell of it."""
+        """Ask every queue once. A facility that does not answer is reported elsewhere."""
         with_queue = [queue for queue in self.queues if queue.scheduler.advice]
         at_all(with_queue, self._one)
 

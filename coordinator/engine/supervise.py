@@ -95,7 +95,7 @@ def decide(attempts: Sequence[Attempt], limits: Limits) -> Decision:
 
 
 def fatal_reason(event: Event) -> str:
-    """A sentence when an event tells of something that only a person can fix, else ''."""
+    """A sentence when an event reports something that only an operator can fix, else ''."""
     if event.kind == "host_key":
         host = event["host"]
         return (
@@ -136,7 +136,7 @@ class Supervisor:
     on_line: Callable[[str], None]
     """Gets every log line, without its end."""
     events: EventFile | None = None
-    """What the run's steps and connectors tell."""
+    """Events of the run's steps and connectors."""
     on_event: Callable[[Event], object] = lambda event: None
     """Gets every event."""
     on_tick: Callable[[], object] = lambda: None
@@ -146,7 +146,7 @@ class Supervisor:
     rounds_done: Callable[[], int]
     """Complete rounds in the archive."""
     stopped: Callable[[], str] = str
-    """Why the coordinator itself ended the federation and a person is needed, or ''; also what stands in the way of any
+    """Why the coordinator itself ended the federation and an operator is needed, or ''; also what prevents any
     further start, such as a full disk."""
     limits: Limits = field(default_factory=Limits)
     pass_fds: tuple[int, ...] = ()
@@ -276,11 +276,11 @@ class Supervisor:
         return bool(found.silent) or any(found.jobs.values())
 
     def _clear_waiting(self) -> None:
-        """Before a start: cancel jobs of an earlier run that still wait; tell of those that run."""
+        """Before a start: cancel jobs of an earlier run that still wait; report those that run."""
         at_all(self.queues, lambda one: one.cancel(waiting_only=True)).log_silent()
 
     def _end(self, code: int, reason: str) -> tuple[int, str]:
-        """Cancel whatever of ours is in the queues, and tell."""
+        """Cancel and report this federation's jobs in the queues."""
 
         def cancel(one: Queue) -> list:
             gone = one.cancel()

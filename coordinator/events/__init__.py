@@ -1,1 +1,1 @@
-"""What a run's steps and connectors tell its supervisor: typed events in a private file, not sentences in a log."""
+"""Typed events from a run's steps and connectors to its supervisor, in a private file."""

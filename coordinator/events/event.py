@@ -1,6 +1,6 @@
 """One event, and appending it to the file that $CROSSFED_EVENTS names.
 
-The file lies in the federation's work directory and belongs to its owner alone (mode 0600). Only processes of the
+The file is in the federation's work directory and belongs to its owner alone (mode 0600). Only processes of the
 coordinator write it: its workflow steps and its StreamFlow plug-in. A facility's output may be quoted in a field; it
 can never be an event.
 """
@@ -19,7 +19,7 @@ from facility.exchange.errors import InputError
 from facility.exchange.files.storage import is_storage, sentence
 
 VARIABLE = "CROSSFED_EVENTS"
-"""Environment variable with the file's path; unset: nobody wants to know."""
+"""Environment variable with the file's path; unset: no events are written."""
 KINDS: Mapping[str, tuple[str, ...]] = {
     "starting": ("round", "model"),
     "executing": ("step",),
@@ -64,7 +64,7 @@ class Event:
 
 
 def emit(kind: str, **fields: Any) -> None:
-    """Append an event; does nothing where nobody asked for events. A file that cannot be written stops no step."""
+    """Append an event; does nothing unless events are asked for. A file that cannot be written stops no step."""
     assert set(fields) == set(KINDS[kind]), f"{kind} has {sorted(fields)}, expected {sorted(KINDS[kind])}"
     path = os.environ.get(VARIABLE)
     if not path:
@@ -94,7 +94,7 @@ def quoted(text: str) -> str:
 
 @contextmanager
 def failures_of(step: str) -> Iterator[None]:
-    """Tell of an exception that ends a step; it goes on to whoever catches it."""
+    """Report an exception that ends a step, and raise it again."""
     try:
         yield
     except Exception as error:

@@ -49,7 +49,7 @@ class Chain:
 
     @cached_property
     def classes(self) -> list[list[int]]:
-        """Devices that are equal in speed and memory, grouped; the first of each group stands for it."""
+        """Devices that are equal in speed and memory, grouped; each group is represented by its first."""
         groups: dict[bytes, list[int]] = {}
         for device in range(self.devices):
             key = self.time[device].tobytes() + self.limit[device].tobytes()

@@ -23,7 +23,7 @@ def paces_of(federation: Federation, queues: Mapping[str, float]) -> list[Facili
     """How fast every facility was. Raises `ConfigurationError` where the archive holds no sound round of one."""
     if federation.groups is not None:
         raise ConfigurationError(
-            "groups: nobody waits for the slowest, so there is no round to even out", file=federation.file
+            "groups: no facility waits for the slowest, so there is no round to even out", file=federation.file
         )
     names = [facility.name for facility in federation.facilities]
     if unknown := sorted(set(queues) - set(names)):

@@ -2,7 +2,7 @@
 
 A problem as JSON (`facility.measure` writes the same keys; every quantity carries its unit in its key, see
 `quantities`; `runtime` and `objective` are explained in the modules of those names; rows of the matrices in `links` are
-senders, columns receivers; "count": N in a unit stands for N equal units):
+senders, columns receivers; "count": N in a unit means N equal units):
 
     {"format": 1,
      "devices": [{"id": "node1:0", "site": "a", "memory_gigabytes": 16, "slowdown": 1.0,
@@ -213,7 +213,7 @@ class Problem:
     objective: str = "iteration_seconds"
     """What is to be least: see `objective.OBJECTIVES`."""
     sample_tokens: int = 0
-    """Length of a sample, tokens; 0: not told (only the objective tokens_per_second needs it)."""
+    """Length of a sample, tokens; 0: unknown (only the objective tokens_per_second needs it)."""
     name: str = ""
     format: int = FORMAT
 

@@ -1,4 +1,4 @@
-"""A Workflow Run RO-Crate of a federation (https://w3id.org/ro/wfrun/workflow/0.5): who ran what, when, to what end.
+"""A Workflow Run RO-Crate of a federation (https://w3id.org/ro/wfrun/workflow/0.5): what ran where and when.
 
 One CreateAction for the whole run and one for each facility and round. Models and updates are entities with their
 digest; no weights are in the crate.

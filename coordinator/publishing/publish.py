@@ -80,7 +80,7 @@ def _renamed(value: Any, names: Mapping[str, str]) -> Any:
 
 
 def _cards(crate: Path, federation: Federation, names: Mapping[str, str], data: Mapping[str, Any]) -> None:
-    """A Croissant card of each facility that opts in and has told its counts."""
+    """A Croissant card of each facility that opts in and has reported its counts."""
     for one in federation.facilities:
         rows = [row for entry in data["rounds"] for row in entry["facilities"] if row["facility"] == one.name]
         told = [row["dataset"] for row in rows if row.get("dataset")]

@@ -63,7 +63,7 @@ def instructions(federation: Federation, names: Mapping[str, str], data: Mapping
             for one in federation.facilities
         ),
         "",
-        "Datasets stay at their facilities: whoever reproduces this has access to them, or asks the facilities to run "
+        "Datasets stay at their facilities: to reproduce this, have access to them, or asks the facilities to run "
         "their part.",
         "",
         *_about_names(names),

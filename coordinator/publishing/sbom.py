@@ -11,7 +11,7 @@ from facility import __version__
 
 
 def bill_of_materials(versions: Mapping[str, Mapping[str, str]], name: str) -> dict[str, Any]:
-    """`versions`: package versions by who reported them; the coordinator's own packages are read here."""
+    """`versions`: package versions by the facility that reported them; the coordinator's own packages are read here."""
     found: dict[tuple[str, str], set[str]] = {}
     for package in importlib.metadata.distributions():
         if title := package.metadata["Name"]:

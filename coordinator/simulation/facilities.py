@@ -65,7 +65,7 @@ class Site:
     train_seconds: float
     """One round's local work."""
     train_spread: float = 0.0
-    """Uniform, so many times the seconds up and down."""
+    """Uniform, this fraction of the seconds up and down."""
     queue: Queue = field(default_factory=Queue)
     download_megabytes_per_second: float = 0.0
     """Of this facility's own link; 0: not limited."""
@@ -73,7 +73,7 @@ class Site:
     failure_probability: float = 0.0
     """Of a job; it fails at a uniform moment of its training."""
     attempts: int = 3
-    """Jobs in a round before the facility sits the round out."""
+    """Jobs in a round before the facility skips the round."""
 
     def __post_init__(self) -> None:
         if not self.train_seconds > 0:
@@ -273,7 +273,7 @@ class _Account:
 
 
 def simulate_federation(federation: Federation, *, timeline_rounds: int = 0) -> FederationResult:
-    """Simulate all rounds; `timeline_rounds`: of the first so many, keep what each facility did when."""
+    """Simulate all rounds; `timeline_rounds`: rounds, from the first, of which each facility's activity is kept."""
     sites = _Sites(federation)
     if federation.policy == "asynchronous":
         return _asynchronous(federation, sites)

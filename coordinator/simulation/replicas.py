@@ -56,7 +56,7 @@ class ExchangeCosts:
     """The optimizer's state over the parameters (AdamW: 2), where groups average it."""
 
     def ring(self, members: int, *, volumes: int = 1) -> float:
-        """All-reduce of so many times the parameters in a ring: 2(n - 1) steps of 1/n of the bytes."""
+        """All-reduce of `share` times the parameters in a ring: 2(n - 1) steps of 1/n of the bytes."""
         if members < 2:
             return 0.0
         steps = 2 * (members - 1)

@@ -20,7 +20,7 @@ from facility.exchange.messages.strict_json import clean
 def to_blame(
     error: Exception, archive: Archive, settings: CoordinatorSettings, model: Path, arrived: Arrived, number: int
 ) -> dict[str, str]:
-    """The facilities whose updates made the round fail, and why; {} where it is nobody's fault.
+    """The facilities whose updates made the round fail, and why; {} where no facility is at fault.
 
     An `UpdateRefused` names one. Of any other exception but a fault of this machine, an update is to blame whose plain
     mean with nothing else fails too, while that of another facility succeeds.

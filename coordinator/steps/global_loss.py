@@ -47,7 +47,7 @@ def plausible(told: Sequence[Told]) -> list[dict[str, float]]:
 
 
 def global_losses(told: Sequence[Told]) -> list[float | None]:
-    """The global loss of each round, None where nobody told. `told` is what `plausible` returned."""
+    """The global loss of each round, None where no facility reported one. `told` is what `plausible` returned."""
     losses: list[float | None] = []
     for number, current in enumerate(told):
         if not current:
@@ -67,12 +67,12 @@ def without_each(told: Sequence[Told]) -> list[list[float | None]]:
 
 
 def losses_of(entry: RoundFile) -> dict[str, float]:
-    """What the facilities that took part in an archived round told of the model that it received."""
+    """What the facilities that took part in an archived round reported of the model that it received."""
     return losses_of_rows(entry.facilities)
 
 
 def losses_of_rows(rows: Iterable[FacilityRow]) -> dict[str, float]:
-    """The same of rows; those of older archives tell perplexities only."""
+    """The same of rows; those of older archives hold perplexities only."""
     told = {}
     for row in rows:
         if row.status == "ok" and row.loss_received is not None:

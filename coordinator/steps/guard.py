@@ -1,6 +1,6 @@
 """The guard of `aggregation.guard`: a server learning rate that yields when rounds make the model worse.
 
-A pure function of the archive: the same rounds give the same factor, whoever asks and however often a run was resumed.
+A pure function of the archive: the same rounds give the same factor, however often a run was resumed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Guard:
 def guard(losses: Sequence[float | None]) -> Guard:
     """The factor for round `len(losses) - 1`; `losses[r]`: global validation loss of the model that round r received.
 
-    A rise halves the factor, `RECOVERY` falls in a row double it. Rounds that nobody reported are passed over.
+    A rise halves the factor, `RECOVERY` falls in a row double it. Rounds without a report are skipped.
     """
     factor, falls, before = 1.0, 0, None
     found = Guard()

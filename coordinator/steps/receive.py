@@ -99,7 +99,7 @@ def receive(
             check_training(update, sent, facility, round, settings, decoded, allowance, masks, adapters, earlier)
     except (UpdateRefused, InputError) as error:
         return report.Failure(facility=facility, round=round, reason=clean(str(error)), kind="refused")
-    except Exception as error:  # whatever an update does to our code is its facility's absence, and nobody else's
+    except Exception as error:  # whatever an update does to our code makes its own facility absent, and no other
         reason = f"its update cannot be read: {type(error).__name__}: {clean(str(error), 200)}"
         return report.Failure(facility=facility, round=round, reason=reason, kind="refused")
     return None
@@ -214,7 +214,7 @@ def check_masked(
     adapters: LoraSettings | None,
     patterns: Patterns,
 ) -> None:
-    """The same for a masked update, of whose values nothing can be told."""
+    """The same for a masked update, whose values cannot be checked."""
     verify_manifest(update)
     check_identity(manifest, sent.manifest, facility, round)
     check_report(report.read_report(update), sent, facility)

@@ -53,7 +53,7 @@ def main() -> int:
         write_report(told, archive.path / "report.html")
     except OSError as error:  # the federation is finished all the same
         log.warning("%s cannot be written: %s; `crossfed report` tries again", archive.path / "report.html", error)
-        emit("problem", text=f"the report page cannot be written ({error}): mend that, then `crossfed report`")
+        emit("problem", text=f"the report page cannot be written ({error}): fix that, then run `crossfed report`")
     Console(width=140).print(account.table(data) if groups else table(data))
     for line in [] if groups else remarks(data):
         print(line)

@@ -27,7 +27,7 @@ def decay_factor(number: int, rounds: int, *, share: float, to: float) -> float:
 
 
 def with_rate(settings: AggregationSettings, factor: float) -> AggregationSettings:
-    """The settings with the server learning rate times `factor`; optimizers of one's own know no such rate."""
+    """The settings with the server learning rate times `factor`; a user's own optimizer has no such rate."""
     entry = SERVER_OPTIMIZERS.get(settings.server_optimizer)
     if factor == 1 or entry is not SERVER_OPTIMIZERS.built_in.get(entry.name):
         return settings

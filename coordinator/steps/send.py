@@ -1,6 +1,6 @@
 """`python -m coordinator.steps.send`: send one facility the whole model, or the difference to the one it holds.
 
-The message is made once a round, when the round that makes the model is closed, and lies beside the model in the
+The message is made once a round, when the round that makes the model is closed, and is stored beside the model in the
 archive. Who gets it follows from the archive alone: a facility whose update of the round before says that it keeps the
 model of that round. All others (new, absent, refused, failed at this round before) get the whole model, and round.json
 says why.
@@ -86,7 +86,7 @@ def _why_whole(archive: Archive, facility: str, number: int, message: Path | Non
         return f"it failed at round {number} before"
     row = next((row for row in before.facilities if row.facility == facility), None)
     if row is None or not row.holds:
-        return f"it has not told that it keeps the model of round {number - 1}"
+        return f"it has not reported that it keeps the model of round {number - 1}"
     reference = str(read_manifest(message).extra["reference_sha256"])
     if row.holds != reference:
         return f"it keeps the model with sha256 {row.holds:.12}, the message is a difference to {reference:.12}"

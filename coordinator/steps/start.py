@@ -34,7 +34,7 @@ log = logging.getLogger("coordinator.steps.start")
 def start(archive: Archive, model: Path, settings: CoordinatorSettings) -> tuple[Path, int, bool]:
     """Directory of the model to train next, number of the next round, and whether there is one.
 
-    With groups, which count in place of rounds, every facility's chain is told its own model and round by
+    With groups, which count in place of rounds, every facility's chain is given its own model and round by
     `groups.meet`.
 
     Raises `InputError` when the archive does not fit the federation, `ManifestError` when its last model is damaged.
@@ -58,7 +58,7 @@ def start(archive: Archive, model: Path, settings: CoordinatorSettings) -> tuple
     following = len(done)
     if not done:
         forget_all(Path.cwd().parent)
-    sweep_round(Path.cwd(), settings.federation, following)  # no engine runs yet: what lies there, a killed one left
+    sweep_round(Path.cwd(), settings.federation, following)  # no engine runs yet: a killed one left what is there
     current = archive.model_for(following)
     verify_whole(archive, following)
     if goes_on(archive, settings, history):

@@ -69,7 +69,7 @@ def slurm_version() -> tuple[int, int]:
     """Major and minor of the installed Slurm."""
     found = re.search(r"(\d+)\.(\d+)", call("slurmctld", "-V").stdout)
     if not found:
-        raise InputError("`slurmctld -V` tells no version; is slurm-wlm installed whole?")
+        raise InputError("`slurmctld -V` prints no version; is slurm-wlm installed completely?")
     return int(found[1]), int(found[2])
 
 

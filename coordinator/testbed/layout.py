@@ -174,7 +174,7 @@ def save(testbed: Testbed) -> None:
 
 
 def load(root: Path) -> Testbed:
-    """Read the state file. Raises `InputError` when no testbed stands under `root`."""
+    """Read the state file. Raises `InputError` when there is no testbed under `root`."""
     try:
         state = json.loads((root / MARK).read_text())
     except FileNotFoundError:

@@ -50,7 +50,7 @@ def parse(text: str) -> tuple[str | None, Shape]:
             raise InputError(f"--shape {text!r}: {key} is {value!r}, expected a number and one of {', '.join(units)}")
         values[key] = float(found[1]) * units[found[2]]
     if values.get("loss", 0) >= 1:
-        raise InputError(f"--shape {text!r}: a loss of 100% or more lets nothing through")
+        raise InputError(f"--shape {text!r}: a loss of 100% or more passes nothing")
     shape = Shape(
         rate_bits_per_second=values.get("rate", 0.0),
         round_trip_seconds=values.get("rtt", 0.0),

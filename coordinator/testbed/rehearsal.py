@@ -43,7 +43,7 @@ def prepare_sites(testbed: Testbed, sizes: Sizes = SIZES) -> tuple[Path, dict[st
     """Make a small model on the coordinator and a prepared dataset at every facility, each of another text.
 
     Returns the model's directory and the datasets' paths by facility. The text is written and tokenised at the
-    facility, by its own user; nobody else can read it. What is there already is recognised.
+    facility, by its own user; no other user can read it. What is there already is recognised.
     """
     material = testbed.root / "coordinator" / "material"
     make(material, sizes=sizes)

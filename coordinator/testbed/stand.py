@@ -31,13 +31,15 @@ def up(
 ) -> Testbed:
     """Stand facilities up under `root` and return them once their nodes are idle. Whatever fails, nothing stays.
 
-    Raises `InputError` (not root, a name, something in the way) and `TryAgain` (a daemon did not start).
+    Raises `InputError` (not root, a wrong name, a path that exists) and `TryAgain` (a daemon did not start).
     """
     root = Path(root).resolve()
     require(install=install)
     with _alone():
         if (root / MARK).exists():
-            raise InputError(f"a testbed stands under {root} already: use it, or `crossfed testbed down --root {root}`")
+            raise InputError(
+                f"there is a testbed under {root} already: use it, or `crossfed testbed down --root {root}`"
+            )
         if root.exists() and any(root.iterdir()):
             raise InputError(f"{root} holds other files: give an empty or new directory with --root")
         testbed = plan(root, names, network=_free_network(), python=Path(sys.executable))

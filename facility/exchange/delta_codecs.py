@@ -37,7 +37,7 @@ class DeltaCodec(Declaration):
     """Sends the values of largest magnitude only."""
 
     def message_bytes(self, values: int, density: float) -> float:
-        """Of a message for so many values, a share `density` of them sent."""
+        """Of a message for `values` values, a share `density` of them sent."""
         return values * (self.bytes_per_value + density * self.bytes_per_sent_value)
 
 
@@ -50,7 +50,7 @@ class Selection:
     length: Callable[[Values, float], int]
     """Its elements for a part's values, of which those are selected whose magnitude reaches the limit."""
     stored_length: Callable[[Stored, int], int]
-    """Its elements, from a part's other fields as stored, for so many values. Raises `ValueError`."""
+    """Its elements, from a part's other fields as stored, for that many values. Raises `ValueError`."""
 
 
 @dataclass(frozen=True, kw_only=True)

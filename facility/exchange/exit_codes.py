@@ -1,4 +1,4 @@
-"""Exit codes of every command; those by which a job tells the workflow what happened are in `messages.outcome`."""
+"""Exit codes of every command; those by which a job reports to the workflow are in `messages.outcome`."""
 
 from __future__ import annotations
 

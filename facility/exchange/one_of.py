@@ -11,7 +11,7 @@ from pydantic_core import CoreSchema
 
 @dataclass(frozen=True)
 class OneOf:
-    """One of these names, or a dotted path to an entry of one's own."""
+    """One of these names, or the dotted path of a user's own entry."""
 
     names: tuple[str, ...]
     own: bool = True

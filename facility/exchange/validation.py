@@ -200,7 +200,7 @@ def _refused(
 
 
 def _path(loc: Sequence[Any], raw: Any) -> list[Any]:
-    """Where an error lies in `raw`; pydantic also names the alternatives of unions, which are not keys."""
+    """Path of an error in `raw`; pydantic also names the alternatives of unions, which are not keys."""
     path = []
     for step in loc:
         inside = step in raw if isinstance(raw, Mapping) else isinstance(step, int) and step < len(raw)

@@ -1,6 +1,6 @@
-"""Small files by which the tasks of one job tell each other things, in a directory that all its nodes see.
+"""Small files by which the tasks of one job communicate, in a directory that all its nodes see.
 
-No message goes over the network: the job's working directory lies on the file system that the ranks write the update
+No message goes over the network: the job's working directory is on the file system that the ranks write the update
 to. Each note appears whole (rename); readers look every half second.
 """
 
@@ -39,7 +39,7 @@ class Notes:
             return None
 
     def failures(self) -> list[dict[str, Any]]:
-        """What tasks told of their failing ranks, earliest first."""
+        """Reports of failing ranks by all tasks, earliest first."""
         try:
             names = [e.name.removesuffix(".json") for e in os.scandir(self.directory) if e.name.startswith("failed-")]
         except OSError:

@@ -1,7 +1,7 @@
 """Who this process is among a job's nodes and ranks: one pure function over the environment.
 
 Nothing is asked of a scheduler and nothing is sent: with one task a rank, all numbers stand in the environment; with
-one task a node, the ranks per node must be known too, from the scheduler, from `--ranks`, or told by each node in a
+one task a node, the ranks per node must be known too, from the scheduler, from `--ranks`, or reported by each node in a
 small file (`facility.launching.notes`) where nodes differ.
 """
 
@@ -46,7 +46,7 @@ class Tasks:
     local_tasks: int
     """Tasks on this node."""
     per_rank: bool
-    """True: this task is one rank. False: it stands for its node and starts the node's ranks."""
+    """True: this task is one rank. False: it represents its node and starts the node's ranks."""
     job: str
     """Identifier of the job, or empty."""
     host: str
@@ -60,7 +60,7 @@ class Tasks:
 
     @property
     def first(self) -> bool:
-        """Does this task speak for the job?"""
+        """Does this task report for the job?"""
         return self.task == 0
 
 
@@ -81,7 +81,7 @@ class Place:
     master_port: int
 
     def environment(self, index: int) -> dict[str, str]:
-        """What the `index`-th rank started here is told."""
+        """Environment of the `index`-th rank started here."""
         return {
             "RANK": str(self.first_rank + index),
             "LOCAL_RANK": str(self.local_ranks[index]),
@@ -148,7 +148,7 @@ def _of_table(environ: Mapping[str, str], table: TaskTable, hosts: list[str], co
     local_tasks: int | None
     if table is PBSDSH and len(names) < len(hosts):
         raise ConfigurationError(
-            f"PBS starts {len(hosts)} tasks on {len(names)} nodes, and those of one node cannot be told apart: ask "
+            f"PBS starts {len(hosts)} tasks on {len(names)} nodes, and those of one node cannot be distinguished: ask "
             "for one chunk a node without mpiprocs (`select=NODES:ncpus=...`, `place=scatter`), as templates/pbs.sh "
             "does"
         )
@@ -182,7 +182,7 @@ def _of_table(environ: Mapping[str, str], table: TaskTable, hosts: list[str], co
 def place(tasks: Tasks, environ: Mapping[str, str], *, ranks: int, counts: Sequence[int] = (), port: int = 0) -> Place:
     """Which ranks this process starts.
 
-    `ranks`: how many this node shall have, where it stands for its node. `counts`: ranks of every node, in order;
+    `ranks`: how many this node shall have, where the task represents its node. `counts`: ranks of every node, in order;
     needed for several nodes with one task each, unless all have `ranks`. `port`: master port; 0 derives it from the
     job.
     """
@@ -270,7 +270,7 @@ def _count_nodes(tasks: int, local_tasks: int | None, names: list[str]) -> int:
 
 
 def _node_number(task: int, tasks: int, nodes: int, hosts: list[str]) -> int:
-    """Node of a task where only its number is told: launchers fill one node after the other."""
+    """Node of a task where only its number is known: launchers fill one node after the other."""
     if tasks == nodes or nodes == 1:
         return task if tasks == nodes else 0
     if len(hosts) == tasks:

@@ -23,7 +23,7 @@ SECRET_BYTES = 32
 
 @contextmanager
 def private_directory(tasks: Tasks, notes: Notes, seconds: float) -> Iterator[dict[str, str]]:
-    """The environment that tells ranks where to meet; the directory or its secret is gone afterwards.
+    """The environment that holds where ranks meet; the directory or its secret is gone afterwards.
 
     One launcher: a directory on this node. Several: one below `notes`, which all nodes see, with a secret that the
     first task writes and the others wait for, `seconds` at most.

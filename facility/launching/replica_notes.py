@@ -1,4 +1,4 @@
-"""What each rank tells its launcher of its replica: by it the launcher knows which ranks the others can do without.
+"""What each rank reports of its replica: by it the launcher knows which ranks the others can do without.
 
 A rank leaves `replica-RANK.json` in the launcher's directory once its replica exchanges with others under a policy that
 goes on without it, and again when it is one of those that finish the round. A rank that ends in between takes nothing

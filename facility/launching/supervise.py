@@ -1,6 +1,6 @@
 """Runs ranks; on the first failure terminates the rest and reports that failure.
 
-A rank that has told (`replica_notes`) that the others can do without its replica ends that replica alone: its other
+A rank that has reported (`replica_notes`) that the others can do without its replica ends that replica alone: its other
 ranks are ended too, and the run fails only if no replica finishes.
 """
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class TaskTable:
-    """Environment variables by which a task learns who it is. The first name that is set counts."""
+    """Environment variables by which a task learns its number. The first name that is set counts."""
 
     name: str
     marks: tuple[str, ...]

@@ -1,1 +1,1 @@
-"""What a facility does around the training of a round: find finished work again, sweep old models, tell of failures."""
+"""What a facility does around the training of a round: find finished work again, sweep old models, report failures."""

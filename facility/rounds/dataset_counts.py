@@ -1,4 +1,4 @@
-"""Counts and digests of this facility's dataset, where it lets them be published."""
+"""Counts and digests of this facility's dataset, where it allows them to be published."""
 
 from __future__ import annotations
 

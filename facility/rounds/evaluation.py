@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import math
 import os
 import signal
@@ -21,6 +22,8 @@ from facility.exchange.messages.evaluation import EvaluationSettings, Score, wit
 from facility.exchange.messages.manifest import read_manifest
 from facility.exchange.messages.settings import FacilitySettings
 from facility.rounds.alone import is_adapter
+
+log = logging.getLogger(__name__)
 
 OFFLINE = {
     "HF_HUB_OFFLINE": "1",
@@ -87,7 +90,7 @@ def tell_scores(model: Path, out: Path, settings: FacilitySettings, *, dataset: 
         )
         with_scores(out, scores)
     except (CrossFedError, OSError, ValueError, KeyError) as error:
-        print(f"round: the evaluation on tasks failed: {error}", file=sys.stderr)
+        log.warning("the evaluation on tasks failed: %s", error)
         with_scores(out, [], problem=str(error))
 
 
@@ -96,7 +99,7 @@ def tell_scores_of_models(models: Path, out: Path, settings: FacilitySettings, *
     found: list[dict[str, Any]] = []
     for folder in folders_of(read_manifest(models)) if settings.evaluation.tasks else []:
         if is_adapter(models / folder) and not settings.training.lora.base:
-            print(f"round: {folder} holds adapters alone, and lora.base names no model for lm-eval", file=sys.stderr)
+            log.warning("%s holds adapters alone, and lora.base names no model for lm-eval", folder)
             continue
         try:
             scores = evaluate(
@@ -107,7 +110,7 @@ def tell_scores_of_models(models: Path, out: Path, settings: FacilitySettings, *
                 device=settings.training.device,
             )
         except (CrossFedError, OSError, ValueError, KeyError) as error:
-            print(f"round: the evaluation of {folder} on tasks failed: {error}", file=sys.stderr)
+            log.warning("the evaluation of %s on tasks failed: %s", folder, error)
             continue
         found += [{"model": folder} | dataclasses.asdict(one) for one in scores]
     if found:

@@ -1,6 +1,6 @@
 """A finished update stays at its facility for a while, so that a round asked for twice is trained once.
 
-When the coordinator dies while a job runs, the job ends, and nobody fetches its update. The same round, asked for
+When the coordinator dies while a job runs, the job ends, and its update is not fetched. The same round, asked for
 again with the same model, settings and data, finds it here. The directory shares its files with the job's own (hard
 links), so it takes no room of its own while that one is there.
 """
@@ -43,7 +43,7 @@ class Finished:
         return place / "update"
 
     def keep(self, key: str, round: int, update: Path) -> None:
-        """Remember `update` and forget those of earlier rounds."""
+        """Keep `update` and remove those of earlier rounds."""
         place = self.directory / f"{PREFIX}{round}"
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir(parents=True)
@@ -52,13 +52,13 @@ class Finished:
         self.drop_before(round)
 
     def drop_before(self, round: int) -> None:
-        """Forget the updates of earlier rounds."""
+        """Remove the updates of earlier rounds."""
         for number, other in by_round(self.directory, PREFIX).items():
             if number < round and (other / KEY).is_file():
                 shutil.rmtree(other, ignore_errors=True)
 
     def place(self, round: int) -> Path:
-        """Where the finished update of a round lies."""
+        """Path of a round's finished update."""
         return self.directory / f"{PREFIX}{round}" / "update"
 
     @contextmanager

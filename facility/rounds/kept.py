@@ -16,7 +16,7 @@ def default_directory(settings: FacilitySettings, dataset: Path) -> Path:
 
 
 def by_round(directory: Path, prefix: str = "round-") -> dict[int, Path]:
-    """What lies in `directory` under the prefix and a round's number."""
+    """Entries of `directory` under the prefix and a round's number."""
     found = {path.name.removeprefix(prefix): path for path in directory.glob(f"{prefix}*")}
     return {int(number): path for number, path in found.items() if number.isdigit()}
 

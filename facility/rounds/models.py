@@ -61,7 +61,7 @@ class Models:
         shutil.rmtree(self.place(digest), ignore_errors=True)
         try:
             decode(message, reference=self.place(reference), out=self.place(digest))
-        except CheckpointError:  # a kept model that was damaged must not be told of again
+        except CheckpointError:  # a kept model that was damaged must not be announced again
             shutil.rmtree(self.place(reference), ignore_errors=True)
             raise
 

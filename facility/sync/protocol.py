@@ -4,7 +4,7 @@ The trainer's loop:
 
     sync = connect(settings.sync, place=..., parameters=..., optimizer=..., store=..., steps=..., ...)
     while sync.wants_more():
-        sync.before_step(samples)           # optional: lets exchange start during the last backward pass
+        sync.before_step(samples)           # optional: exchange may start during the last backward pass
         ... forward and backward passes (gradients are the mean over this replica's own samples) ...
         sync.reduce_gradients(samples)      # before clipping
         ... clip, optimizer.step() at the learning rate times sync.step_scale ...
@@ -30,7 +30,7 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaRank:
-    """Where this rank stands among the replicas."""
+    """This rank's place among the replicas."""
 
     replica: int
     replicas: int
@@ -86,7 +86,7 @@ class Synchroniser(Protocol):
         in step)."""
 
     def before_step(self, samples: float) -> None:
-        """A step of so many samples begins: exchange of gradients may start during its last backward pass."""
+        """A step of `samples` samples begins: exchange of gradients may start during its last backward pass."""
 
     def reduce_gradients(self, samples: float) -> None:
         """Exchange gradients where the policy does; `samples` (or tokens) is this replica's weight in the mean."""

@@ -8,7 +8,7 @@ import torch
 
 
 class SingleReplica:
-    """The synchroniser of one replica: counts steps, communicates with nobody."""
+    """The synchroniser of one replica: counts steps and never communicates."""
 
     def __init__(self, steps: int, done: int = 0) -> None:
         self.steps, self.done, self.samples = steps, done, 0.0

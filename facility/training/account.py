@@ -1,4 +1,4 @@
-"""What a round tells of itself: memory, devices, versions, speed."""
+"""What a round reports of itself: memory, devices, versions, speed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ PEAK_FLOPS = {
 
 
 def peak_flops(name: str) -> float | None:
-    """Of a device, or None where it is not known: then no MFU is told."""
+    """Of a device, or None where it is not known: then no MFU is reported."""
     return next((value for prefix, value in PEAK_FLOPS.items() if name.startswith(prefix)), None)
 
 

@@ -28,7 +28,7 @@ def device_name(device: torch.device) -> str:
 
 
 def free_bytes(device: torch.device, local_world: int) -> float:
-    """Free memory of a GPU, or this rank's part of the host's: what the planner is told and the trainer checks."""
+    """Free memory of a GPU, or this rank's part of the host's: what the planner uses and the trainer checks."""
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0])
     return free_host_bytes() / max(1, local_world)

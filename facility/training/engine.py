@@ -26,7 +26,7 @@ from facility.training.trained_rank import TrainedRank
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What an optimizer step tells."""
+    """The result of an optimizer step."""
 
     loss: float
     """Mean over the predictions of the batch, nats."""

@@ -57,7 +57,7 @@ def choose_head(
     tokens: int,
     device: str = "cpu",
 ) -> HeadChoice:
-    """For micro-batches of so many sequences and tokens. Raises `ConfigurationError` where chunks are demanded of a
+    """For micro-batches of this shape. Raises `ConfigurationError` where chunks are demanded of a
     model whose loss is not its output layer's alone."""
     if settings.chunked_loss == "never":
         return HeadChoice(rows=0, reason="all logits at once, as training.chunked_loss says")

@@ -17,7 +17,7 @@ from facility.training.processes.ranks import Ranks
 
 
 def available_bytes(ranks: Ranks, settings: TrainingSettings) -> int:
-    """Memory for this rank: the limit set, or what is free as `facility.measure` tells the planner."""
+    """Memory for this rank: the limit set, or what is free as `facility.measure` reports to the planner."""
     if settings.limits.memory_bytes:
         return settings.limits.memory_bytes
     return int(free_bytes(ranks.device, ranks.local_world))

@@ -1,4 +1,4 @@
-"""One round on one rank, stage by stage; what it knows lies in the attributes of `Round`."""
+"""One round on one rank, stage by stage; its state is in the attributes of `Round`."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def share_by_speed(cost: Cost, grid: np.ndarray, cuts: np.ndarray) -> np.ndarray
     work = cost.forward[grid, cuts[1:, None]] - cost.forward[grid, cuts[:-1, None]]
     work = work + cost.backward[grid, cuts[1:, None]] - cost.backward[grid, cuts[:-1, None]]
     period = np.maximum(work.max(axis=0), 1e-300)
-    # Nearly there at once, by the speeds; the rest one by one to whom it costs least.
+    # Nearly there at once, by the speeds; the rest one by one where it costs least.
     poured = (cost.micro_batches - cost.replicas) / (1 / period).sum() / period
     share = np.maximum(1, np.floor(poured).astype(int))
     while share.sum() > cost.micro_batches:

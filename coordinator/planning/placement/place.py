@@ -130,7 +130,7 @@ def _structured(costs: Costs) -> dict[str, np.ndarray]:
     numbers = np.arange(count)
     lines = {"numbered": numbers}
     if count > 2:
-        # Equal distances are told apart by number, so that a numbering that is a good layout already stays whole.
+        # Equal distances: ties are broken by number, so that a numbering that is a good layout already stays whole.
         distance = costs.pipeline + 1e-12 * costs.pipeline.max() * np.abs(numbers[:, None] - numbers[None, :]) / count
         np.fill_diagonal(distance, 0.0)
         tree = linkage(squareform(distance, checks=False), "average")

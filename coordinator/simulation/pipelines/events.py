@@ -48,7 +48,7 @@ class _Flows:
         self.since = now
 
     def share(self, tasks: Sequence[Task]) -> None:
-        """Progressive filling: raise all rates together; who meets a full link or its own limit stays there."""
+        """Progressive filling: raise all rates together; a flow at a full link or its own limit keeps its rate."""
         free = list(self.capacities)
         open_flows = set(self.remaining)
         self.rate = dict.fromkeys(open_flows, 0.0)

@@ -141,7 +141,7 @@ def simulate(
     """Simulate `iterations` iterations of `plan` on the devices of `problem`.
 
     `emulation` adds its stalls before every forward and backward (worker = replica) and multiplies the seconds of
-    device d by its factor d. Without one, all iterations are alike. Links that nobody shares are computed by a longest
+    device d by its factor d. Without one, all iterations are alike. Links without sharing are computed by a longest
     path (milliseconds), shared ones by events.
     """
     layout = layout_of(problem, plan, transport=transport, overlap=overlap)

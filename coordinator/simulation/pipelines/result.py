@@ -1,4 +1,4 @@
-"""What a simulation of iterations tells."""
+"""The result of a simulation of iterations."""
 
 from __future__ import annotations
 

@@ -24,11 +24,11 @@ EXECUTABLE = (
 """Suffixes of files whose usual readers execute or unpickle what they hold."""
 TENSORS = (".safetensors",)
 OWN = ("manifest.json", "manifest.json.sig")
-"""Files that speak of one directory only and are never copied."""
+"""Files that describe one directory only and are never copied."""
 FOLDERS = ("second_moments",)
 """Folders that belong to a checkpoint (`facility.exchange.checkpoints.second_moments`)."""
 OF_A_ROUND = ("round.json", "report.json", *FOLDERS)
-"""Files and folders that speak of one round."""
+"""Files and folders that describe one round."""
 
 
 def copy_companions(source: Path, target: Path, *, leave: Container[str] = OF_A_ROUND) -> None:

@@ -61,7 +61,7 @@ class Pieces:
 
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """Where each parameter and persistent buffer of a model lies in a checkpoint."""
+    """Where each parameter and persistent buffer of a model is in a checkpoint."""
 
     same: Mapping[str, str]
     """Name in the model -> the stored tensor that holds it as it is."""

@@ -47,7 +47,7 @@ from facility.exchange.messages.manifest import NAME, read_manifest, write_manif
 from facility.exchange.messages.settings import SPARSE_DENSITY
 
 STRIDE = 16
-"""A codec that selects takes its threshold, of a large tensor, from the first values of each part, one in so many."""
+"""A codec that selects takes its threshold, of a large tensor, from a sample of the first values of each part."""
 
 
 @dataclass(frozen=True, kw_only=True)

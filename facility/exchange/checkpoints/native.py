@@ -1,6 +1,6 @@
 """`native.c`, compiled where there is a C compiler; elsewhere numpy does the same work in more passes.
 
-The library lies beside Python's own compiled files (`__pycache__`), named by the digest of source, compiler and
+The library is stored beside Python's own compiled files (`__pycache__`), named by the digest of source, compiler and
 processor, and is compiled by the first process that needs it. Where that folder cannot be written, each process
 compiles its own. The environment variable CROSSFED_NATIVE=0 turns it off. Elementwise results are bitwise identical
 either way; sums of products may differ in their last bits.
@@ -30,7 +30,7 @@ from facility.exchange.files.durable import as_umask_allows
 SOURCE = Path(__file__).with_name("native.c")
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 RUN = 512
-"""Values that the C code works on at once: `scratch` of `steps` holds so many for each update."""
+"""Values that the C code works on at once: `scratch` of `steps` holds this many for each update."""
 KINDS = {"BF16": 0, "F16": 1, "F32": 2}
 """Stored dtypes that it reads, with its number for each."""
 _COMPILE_SECONDS = 60

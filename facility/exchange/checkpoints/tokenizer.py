@@ -1,6 +1,6 @@
 """Which tokenizer made these ids: a digest that equal tokenizers share wherever their files lie.
 
-It covers what every id stands for: the model's vocabulary, its merges or scores in order, the added tokens. It omits
+It covers the meaning of every id: the model's vocabulary, its merges or scores in order, the added tokens. It omits
 normalizer, pre_tokenizer, post_processor, decoder and flags of added tokens, because transformers 5 rewrites them by
 the name of the class when a tokenizer is loaded and saved again (seen with Llama's, Qwen2's, BERT's and T5's).
 """

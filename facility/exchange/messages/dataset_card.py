@@ -1,4 +1,4 @@
-"""Counts and digests of a facility's dataset, told in the manifest of its update where the facility lets it be."""
+"""Counts and digests of a facility's dataset, in the manifest of its update where the facility allows it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Emulated heterogeneity: random stalls, slower workers, speeds that change over time; the same law everywhere.
 
 The trainer's rehearsals, the measuring of devices and the simulator draw from these pure functions: a stall is a
-function of (seed, worker, stage, draw) alone, so that who asks first changes nothing and a simulation meets exactly
+function of (seed, worker, stage, draw) alone, so that the order of draws changes nothing and a simulation meets exactly
 the stalls that the processes met.
 
 The stall law is SD-PIPE's (Miao et al., "SDPipe", PVLDB 16(9), 2023, artefact option `--hetero`): before every forward
@@ -27,7 +27,7 @@ FORMAT = 1
 
 @validated(frozen=True, kw_only=True)
 class Stalls:
-    """What slows workers down, apart from a trace. The defaults slow nobody down."""
+    """What slows workers down, apart from a trace. By default there is no slowdown."""
 
     probability: Annotated[float, Ge(0), Le(1)] = 0.0
     """Probability of a stall before one forward or one backward of one stage; 0 is off."""

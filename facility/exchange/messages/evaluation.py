@@ -1,4 +1,4 @@
-"""Evaluation on tasks: what a facility is asked to evaluate, and the scores that it tells in its update's manifest."""
+"""Evaluation on tasks: what a facility is asked to evaluate, and the scores in its update's manifest."""
 
 from __future__ import annotations
 

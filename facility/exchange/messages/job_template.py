@@ -1,7 +1,7 @@
 """The job template of one facility, made from a file in `templates/`: placeholders filled, environment chosen.
 
 A template is a shell script with placeholders like `<account>`, filled from `deployment.fill` in federation.yml, and
-with `{{ streamflow_command }}` where the engine puts the job's command. What stands in a scheduler's directive (a
+with `{{ streamflow_command }}` where the engine puts the job's command. A value in a scheduler's directive (a
 line that begins with `#`) must be one plain word; elsewhere placeholders stand between single quotes, and whatever is
 filled in stays one word there, quotes and blanks included.
 """
@@ -93,7 +93,7 @@ def _line(line: str, values: dict[str, str], name: str) -> str:
         if line.startswith("#"):
             if not PLAIN.fullmatch(value):
                 raise ConfigurationError(
-                    f"fill.{word} is {value!r}, but stands in a directive of {name}: "
+                    f"fill.{word} is {value!r}, but is used in a directive of {name}: "
                     "expected one word of letters, digits and _.,:/@+=%-",
                     key=f"fill.{word}",
                 )

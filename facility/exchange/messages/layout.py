@@ -96,6 +96,6 @@ class LimitSettings:
     memory_bytes: NonNegative[int] = 0
     """Memory that a rank may use; 0: what the machine has."""
     bad_losses: AtLeastOne[int] = 5
-    """Steps with a loss or gradient that is not finite are skipped; so many in a row end the round with an error."""
+    """Steps with a loss or gradient that is not finite are skipped; this many in a row end the round with an error."""
     save_every: NonNegative[int] = 0
-    """Also save state every so many steps, against a crash without a warning; 0: only when asked to stop."""
+    """Also save state every this many steps, against a crash without a warning; 0: only when asked to stop."""

@@ -38,7 +38,7 @@ class LostReplica:
 
 
 def lost_in(report: Report) -> list[LostReplica]:
-    """Those that a report tells of. Raises `ManifestError` where the list is malformed."""
+    """Those that a report lists. Raises `ManifestError` where the list is malformed."""
     found = Fields(raw=report.details, where=f"report.json of {report.facility}")
     return found.items(KEY, MOST_REPLICAS, _lost)
 

@@ -189,7 +189,7 @@ def verify_manifest(directory: Path) -> Manifest:
     present = {path.relative_to(directory).as_posix() for path in _files(directory)}
     for name, entry in sorted(manifest.files.items()):
         if Path(name).is_absolute() or ".." in Path(name).parts:
-            raise ManifestError(f"{directory}/{NAME} names {name!r}, which lies outside the directory")
+            raise ManifestError(f"{directory}/{NAME} names {name!r}, which is outside the directory")
         if name not in present:
             raise ManifestError(f"{directory}/{name} is missing: the transfer is incomplete; send the directory again")
         size = (directory / name).stat().st_size

@@ -1,6 +1,6 @@
 """Exit codes that the workflow understands.
 
-StreamFlow hangs or stops when a step inside the loop fails, so a training step tells what happened by a code that
+StreamFlow hangs or stops when a step inside the loop fails, so a training step reports what happened by a code that
 `cwl/tools/train.cwl` lists under `successCodes`, and by what it leaves in its output directory.
 """
 

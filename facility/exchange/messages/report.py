@@ -84,7 +84,7 @@ class Failure:
     log_tail: str = ""
     """Last lines of the failing rank's output."""
     kind: Literal["failed", "refused", "absent", "late"] = "failed"
-    """Who says so: the facility itself, the coordinator's check, or nobody (nothing came back, or not in time)."""
+    """Origin: the facility itself, the coordinator's check, or none (nothing came back, or not in time)."""
     again: bool = False
     """True when time ran out and the same command goes on mid-round."""
     format: int = FORMAT

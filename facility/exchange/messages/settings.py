@@ -23,7 +23,7 @@ from facility.exchange.validation import NonNegative, Positive, Share, parse, va
 FORMAT = 1
 T = TypeVar("T")
 SPARSE_DENSITY = 0.75
-"""Share of the values that `sparse` sends, unless told."""
+"""Share of the values that `sparse` sends by default."""
 
 
 @validated(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ class TrainingSettings:
     """Most dense operations a second of one device in `compute_dtype`, for the MFU; 0: the maker's figure, where it is
     known."""
     evaluation_sequences: NonNegative[int] = 0
-    """At most so many validation blocks per evaluation; 0: all."""
+    """Validation blocks per evaluation at most; 0: all."""
     encoding: Encoding = "full"
     """How the update travels: whole, or as the difference to the received model (51, 27 or 25 % of bfloat16)."""
     signing_key: Line = ""
@@ -98,7 +98,7 @@ class TrainingSettings:
     sync: SyncSettings = field(default_factory=SyncSettings)
     """How replicas inside the facility stay together; without effect where there is one replica."""
     layout: LayoutSettings = field(default_factory=LayoutSettings)
-    """How the model lies over the facility's ranks; other facilities may lay it out differently."""
+    """Layout of the model over the facility's ranks; other facilities may have another."""
     lora: LoraSettings = field(default_factory=LoraSettings)
     """Low-rank adapters instead of the whole model."""
     preference: PreferenceSettings = field(default_factory=PreferenceSettings)

@@ -1,6 +1,6 @@
 """Manifests signed with the ssh key that a facility has anyway: `ssh-keygen -Y sign` and `-Y verify`.
 
-The signature lies beside the manifest as `manifest.json.sig`; it covers the manifest, and the manifest covers every
+The signature is beside the manifest as `manifest.json.sig`; it covers the manifest, and the manifest covers every
 other file by its sha256. The verifier holds an allowed-signers file (see ssh-keygen(1), ALLOWED SIGNERS), one line a
 facility, whose principal is the facility's name:
 

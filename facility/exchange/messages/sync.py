@@ -40,7 +40,7 @@ class SyncSettings(GroupLimits):
     """
 
     policy: Annotated[str, either(POLICIES.built_in)] = "allreduce"
-    """Name of a synchronisation policy, or a dotted path `package.module:Class` of one's own."""
+    """Name of a synchronisation policy, or the dotted path `package.module:Class` of your own."""
     parameters: dict[str, bool | int | float | str] = field(default_factory=dict)
     """Parameters that the policy declares for itself (one from outside this package)."""
     bound: NonNegative[int] = 10

@@ -1,7 +1,7 @@
 """The text of a job template: a site's template may extend another by jinja2's `extends` and `block`.
 
 A template of `templates/` is found by its name alone (`leonardo`), another by its path. `extends` looks in the
-template's own folder, then in `templates/`. What comes back stands on its own: a scheduler's script with placeholders
+template's own folder, then in `templates/`. The result is self-contained: a scheduler's script with placeholders
 such as `<account>` and with the names that StreamFlow fills in, and no other jinja2.
 """
 

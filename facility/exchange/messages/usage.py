@@ -1,4 +1,4 @@
-"""What a job used: nodes, GPUs and energy, told in the manifest of its update."""
+"""What a job used: nodes, GPUs and energy, in the manifest of its update."""
 
 from __future__ import annotations
 

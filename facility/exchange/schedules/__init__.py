@@ -1,1 +1,1 @@
-"""Pipeline schedules, one file each, and the order in which each lets a rank compute."""
+"""Pipeline schedules, one file each, and the order in which a rank computes under each."""

@@ -15,7 +15,7 @@ class Kind(IntEnum):
     INPUT = 2
     """Backward for the input only: what the previous chunk waits for."""
     WEIGHT = 3
-    """Backward for the weights only: nobody waits for it."""
+    """Backward for the weights only: no other stage waits for it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,1 +1,1 @@
-"""Who averages with whom, and when: pure state machines used on both sides."""
+"""Which members average together, and when: pure state machines used on both sides."""

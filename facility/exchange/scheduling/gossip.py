@@ -1,7 +1,7 @@
-"""Three more rules of who exchanges when, with the events and groups of `GroupScheduler`.
+"""Three more rules for which members exchange when, with the events and groups of `GroupScheduler`.
 
 - `GossipScheduler`: asynchronous decentralised parallel SGD (Lian et al., "Asynchronous Decentralized Parallel
-  Stochastic Gradient Descent", ICML 2018): whoever is ready exchanges with a random peer that does not wait.
+  Stochastic Gradient Descent", ICML 2018): a member that is ready exchanges with a random peer that does not wait.
 - `PairScheduler`: the blocking variant that SDPipe's artefact measures as its baseline: in iteration k all members
   are shuffled by k and neighbours in that order wait for each other.
 - `WaveScheduler`: wave-synchronous parallel (Park et al., "HetPipe", USENIX ATC 2020): a member may be at most
@@ -36,7 +36,7 @@ class GossipScheduler(GroupScheduler):
 
 
 class PairScheduler(GroupScheduler):
-    """In iteration k, pairs of a common shuffle wait for each other; an odd one goes on alone."""
+    """In iteration k, pairs of a common shuffle wait for each other; the odd one out proceeds with its own update."""
 
     def __init__(self, members=(), rules: GroupRules | None = None, *, seed: int = 0) -> None:  # type: ignore[no-untyped-def]
         super().__init__(members, rules)
@@ -71,7 +71,7 @@ class PairScheduler(GroupScheduler):
 
 
 class WaveScheduler(GroupScheduler):
-    """Lets a member go on once nobody is more than `staleness` waves behind it."""
+    """Lets a member proceed once none is more than `staleness` waves behind it."""
 
     def __init__(self, members=(), rules: GroupRules | None = None, *, staleness: int = 1) -> None:  # type: ignore[no-untyped-def]
         super().__init__(members, rules)

@@ -60,7 +60,7 @@ class GroupRules(GroupLimits):
     """Name a `partner` to a group of whose members none was in a group before it: one of that group's members, which
     hands on what they left; as long as that takes no more than this part of a member's usual step. 0: never."""
     budget: NonNegative[int] = 0
-    """Updates of all members together after which `stop` is told; 0: no limit."""
+    """Updates of all members together after which `stop` is set; 0: no limit."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -99,7 +99,7 @@ class Group:
     returning: tuple[Member, ...] = ()
     """Members that came back and only receive this time."""
     together: int = 1
-    """How many groups in a row these members have been in together, with nobody else, this one included."""
+    """How many groups in a row these members have been in together, with no other member, this one included."""
     step_scale: float = 1.0
     """Mean rounds / own rounds (within the limit), on average over those that contribute; 1 without debiasing. A common
     step of a group that averages parameters alike and gradients by `weights` is to be so many times as long: then

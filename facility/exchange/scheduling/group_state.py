@@ -1,4 +1,4 @@
-"""What a group scheduler knows of its members, and how it forms a group once it is decided who is in it."""
+"""What a group scheduler knows of its members, and how it forms a group once its members are decided."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ class GroupState:
         self._now = 0.0
         self._recent: deque[Group] = deque(maxlen=RECENT)
         self._relays: deque[float] = deque(maxlen=TIMED)
-        """Seconds, in parts of a usual step, that the last ones took who averaged with a partner."""
+        """Seconds, in parts of a usual step, that the last averages with a partner took."""
         self._refused = 0
         self.ended: Callable[[int], bool] = lambda number: True
-        """Asked whether all members of that group have told of its good end (`failed` tells of a bad one)."""
+        """Returns whether all members have reported that group's success (`failed` reports a failure)."""
         self.wake: float | None = None
         """Time at which `tick` is wanted; None: only an event changes anything."""
         for member in members:

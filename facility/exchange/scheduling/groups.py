@@ -1,4 +1,4 @@
-"""Who averages with whom, and when: a pure state machine for semi-decentralised averaging.
+"""Which members average together, and when: a pure state machine for semi-decentralised averaging.
 
 Members announce that they are ready; the scheduler answers with groups. It only decides; parameters travel between
 the members. It has no clock: every event carries its time, and `wake` says when `tick` is wanted. The same object
@@ -11,7 +11,7 @@ Machine Learning Training via Partial Reduce", SIGMOD 2021. Different here, on p
 - one rule for any number of members (there: pairs and full barriers beyond 8);
 - the bound is strict: between two moments at which the union of the groups was connected lie at most P x N updates;
   a period ends as soon as its union is connected, so an early connection is never wasted;
-- a connecting group needs one member of each component, not everybody;
+- a connecting group needs one member of each component, not all;
 - once half of the bound is gone, a member in a small component does not go alone: otherwise somebody slow that happens
   to come alone makes all others wait for its next time (one worker 5x slower: 3.5 becomes 4.4 times all-reduce);
 - a first arrival waits for those who are expected soon, by how long their steps usually take, and for nobody else:
@@ -50,7 +50,7 @@ class GroupScheduler(GroupState):
         return self._form(now)
 
     def leave(self, member: Member, now: float) -> list[Group]:
-        """`member` died, stalled or left; nobody waits for it any longer."""
+        """`member` died, stalled or left; the others no longer wait for it."""
         self._members.pop(member, None)
         self._pending.pop(member, None)
         self._note_connection()

@@ -39,7 +39,7 @@ class SyncPolicy(Declaration):
     """What an exchange costs in the simulator: a ring over the group, all through one replica (`central`), a share
     through each (`sharded`), one message each way with a server or with a peer (`pair`)."""
     scheduler: str = "facility.exchange.scheduling.policies:everybody"
-    """Who exchanges with whom: a function of `SchedulerInputs`, as a dotted path."""
+    """Which replicas exchange: a function of `SchedulerInputs`, as a dotted path."""
 
 
 POLICIES = Registry(
@@ -83,7 +83,7 @@ def scheduler_of(policy: SyncPolicy, inputs: SchedulerInputs) -> GroupScheduler:
 
 
 def everybody(inputs: SchedulerInputs) -> GroupScheduler:
-    """Every group is everybody."""
+    """Every group is all replicas."""
     return GroupScheduler(inputs.members, GroupRules(bound=1, debias=False, budget=inputs.budget))
 
 

@@ -69,7 +69,7 @@ class AdPsgd(Replica):
         self.link.tell(decision, ok=not why, seconds=seconds, sent=sent, why=why)
 
     def before_final(self) -> None:
-        # All have finished, so nobody exchanges any more; peers may have moved the vector while this rank waited.
+        # All have finished, so exchanges are over; peers may have moved the vector while this rank waited.
         self.flat.unpack(self._vector)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Decentralised parallel SGD in pairs that wait for each other: in iteration k everybody waits for its partner of k.
+"""Decentralised parallel SGD in pairs that wait for each other: in iteration k each waits for its partner of k.
 
 The baseline of Miao et al., "SDPipe", PVLDB 16(9), 2023.
 """

@@ -76,7 +76,7 @@ class AllReduce(Lockstep):
 
     def reduce_gradients(self, samples: float) -> None:
         expected = samples if self.settings.weights == "samples" else 1.0
-        assert self._samples in (None, expected), "before_step was told another number of samples"
+        assert self._samples in (None, expected), "before_step was given another number of samples"
         try:
             super().reduce_gradients(samples)
         finally:
@@ -130,7 +130,7 @@ class AllReduce(Lockstep):
                 try:
                     self._launch(ready, self.channel(self._standing), self._samples)
                 except ExchangeFailed:
-                    self._samples = None  # reduce_gradients meets the same failure and tells of it
+                    self._samples = None  # reduce_gradients meets the same failure and reports it
                     break
                 self._next += 1
                 self.overlapped += 1

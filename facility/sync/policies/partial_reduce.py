@@ -1,14 +1,14 @@
 """Partial reduce: average in small groups that form as replicas become ready.
 
 Miao et al., "Heterogeneity-Aware Distributed Machine Learning Training via Partial Reduce", SIGMOD 2021, and "SDPipe",
-PVLDB 16(9), 2023: a local step, then X <- X W with W averaging inside the group. Who averages with whom is the pure
+PVLDB 16(9), 2023: a local step, then X <- X W with W averaging inside the group. Group membership is the pure
 scheduler's decision (`facility.exchange.scheduling.groups`), which also debiases and keeps the whole connected.
 
 For plain SGD it makes no difference whether members average parameters after their steps, or parameters and gradients
 before a step that is then the same for all. For AdamW it does: a step along one replica's noisy gradient is not a share
 of the step of all. So by default (`step: common`) a group meets before the optimizer's step. Members that meet for the
-second time in a row, with nobody else, average their moments too; from the third time on they hold the same parameters
-and moments and exchange gradients only: as long as everybody comes, this is all-reduce, in cost and in result.
+second time in a row, with no other member, average their moments too; from the third time on they hold the same
+parameters and moments and exchange gradients only: as long as all come, this is all-reduce, in cost and in result.
 `step: own` is what the papers do.
 
 Debiasing: with a common step parameters are averaged alike, so that the mean over all replicas does not move by

@@ -3,7 +3,7 @@
 Park et al., "HetPipe: Enabling Large DNN Training on (Whimpy) Heterogeneous GPU Clusters through Integration of
 Pipelined Model Parallelism and Data Parallelism", USENIX ATC 2020 (wave-synchronous parallel, global staleness
 bound D). The first replica's ranks hold the server's vector, each for its position. A replica pushes the mean over
-replicas of what its wave changed (so that N replicas move the server as far as one), waits until nobody is more than
+replicas of what its wave changed (so that N replicas move the server as far as one), waits until none is more than
 D waves behind, and pulls.
 """
 

@@ -102,7 +102,7 @@ class SchedulerClient:
         self._closing = threading.Event()
         self._heard = time.monotonic()
         self.updates, self.samples = told
-        """Counters told along with every announcement (position 0 speaks for its replica)."""
+        """Counters sent with every announcement (position 0 reports for its replica)."""
         self._send(
             {
                 "t": "hello",
@@ -142,7 +142,7 @@ class SchedulerClient:
     def tell(
         self, decision: Decision, *, ok: bool, seconds: float, sent: int, why: str = "", relayed: bool = False
     ) -> None:
-        """Tell of the end of a group; nobody waits. `relayed`: who is alone in it has averaged with its partner."""
+        """Report the end of a group, without waiting. `relayed`: its single member has averaged with its partner."""
         self._send(
             {
                 "t": "told",
@@ -244,7 +244,7 @@ class SchedulerClient:
         while not self._closing.wait(self.settings.heartbeat_seconds):
             now = time.monotonic()
             if now - before > self.settings.missing_seconds / 2:
-                self._heard += now - before  # this process stood still, not the scheduler
+                self._heard += now - before  # this process was suspended, not the scheduler
             before = now
             self._send({"t": "beat", "reached": self.updates})
 

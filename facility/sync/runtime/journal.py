@@ -14,7 +14,7 @@ from facility.exchange.scheduling.group import Group
 
 log = logging.getLogger("facility.sync")
 TRACE_EVENTS = 200_000
-"""The trace keeps at most so many events; the summary counts them all."""
+"""Events that the trace keeps at most; the summary counts them all."""
 
 
 @dataclass(kw_only=True)
@@ -25,7 +25,7 @@ class Entry:
     at: float
     """Seconds since the scheduler's start at which it was decided."""
     expected: int
-    """Ranks that are to tell of its end."""
+    """Ranks that have yet to report its end."""
     standing: bool = False
     """A group of policies in lockstep: it exchanges many times."""
     told: int = 0
@@ -40,11 +40,11 @@ class Entry:
 
 @dataclass(kw_only=True)
 class Journal:
-    """Written by the scheduler's service; plain data, the time is told."""
+    """Written by the scheduler's service; plain data, time is an argument."""
 
     directory: Path | None = None
     entries: dict[int, Entry] = field(default_factory=dict)
-    """Groups whose end has not been told by all."""
+    """Groups whose end has not been reported by all."""
     groups: int = 0
     """Groups that ended well, of two members or more."""
     alone: int = 0
@@ -57,7 +57,7 @@ class Journal:
     sizes: Counter[int] = field(default_factory=Counter)
     updates: Counter[int] = field(default_factory=Counter)
     reached: Counter[int] = field(default_factory=Counter)
-    """Steps of each replica as its heartbeats tell, those without an announcement included."""
+    """Steps of each replica as its heartbeats report, those without an announcement included."""
     included: Counter[int] = field(default_factory=Counter)
     """Steps of each replica up to its last exchange that took place."""
     samples: Counter[int] = field(default_factory=Counter)
@@ -70,7 +70,7 @@ class Journal:
         self.entries[group.number] = Entry(group=group, at=at, expected=expected, standing=standing)
 
     def told(self, number: int, *, good: bool, seconds: float, sent: int, at: float) -> None:
-        """A rank tells of the end of its part of a group."""
+        """A rank reports the end of its part of a group."""
         entry = self.entries.get(number)
         if entry is None:
             return

@@ -1,4 +1,4 @@
-"""Who is alive, by heartbeat: pure, the time is told."""
+"""Which replicas are alive, by heartbeat: pure, time is an argument."""
 
 from __future__ import annotations
 
@@ -47,6 +47,6 @@ class Membership:
         return lost
 
     def overslept(self, now: float, since: float) -> None:
-        """The observer itself stood still from `since` to `now`: nobody is to blame for silence in that time."""
+        """The observer itself was suspended from `since` to `now`: silence in that time is discounted."""
         for key in self._heard:
             self._heard[key] += now - since

@@ -23,7 +23,7 @@ SLICE_SECONDS = 0.05
 
 
 class ExchangeFailed(Exception):
-    """An exchange did not take place: a member is gone or too slow. The group's decision tells what follows."""
+    """An exchange did not take place: a member is gone or too slow. What follows is up to the group's decision."""
 
 
 class Channel:
@@ -101,7 +101,7 @@ class Channels:
         self._open: dict[int, Channel] = {}
         self._dead: list[Channel] = []
         self._idle: list[dist.Store] = [] if device.type == "cuda" else [self._connected()]
-        """Connections to the store that nobody uses. A new one asks the name server who the peer is (torch's log
+        """Unused connections to the store. A new one asks the name server for the peer's name (torch's log
         line), which takes milliseconds or, where no server answers, many seconds."""
 
     def _connected(self) -> dist.Store:
@@ -131,7 +131,7 @@ class Channels:
 
     def close(self) -> None:
         self._open.clear()
-        # What is stuck ends with its own time limit, in a thread that holds nobody up.
+        # What is stuck ends with its own time limit, in a thread that blocks no other.
         dead, self._dead = self._dead, []
         threading.Thread(target=dead.clear, daemon=True).start()
 

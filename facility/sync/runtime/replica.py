@@ -259,7 +259,7 @@ class Replica:
     def mean(self, channel: Channel, shares: float | list[float], flat: Flat) -> torch.Tensor:
         """Mean of `flat` over the group, by this member's share (or one for each tensor).
 
-        It lies in a buffer that the next call overwrites.
+        It is in a buffer that the next call overwrites.
         """
         if self._buffer is None or self._buffer.numel() < flat.size:
             self._buffer = torch.empty(flat.size, dtype=torch.float32, device=self.context.device)

@@ -1,7 +1,7 @@
 """The scheduler of the replicas in a process of its own, so that it outlives the rank that started it.
 
 Standard input brings the configuration, one line of JSON, and later the word `stop`; its end without that word means
-that the rank is gone: the scheduler then serves the other replicas until they have left. Standard output tells where it
+that the rank is gone: the scheduler then serves the other replicas until they have left. Standard output says where it
 listens. The process needs no torch.
 """
 
@@ -99,7 +99,7 @@ class SchedulerProcess:
 
 
 def main() -> None:
-    """Serve until told to stop, or, the rank that started it being gone, until every other has left."""
+    """Serve until stopped, or, once the rank that started it is gone, until every other has left."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # sent to a whole job they ask the ranks to save and leave
     configure_logging()

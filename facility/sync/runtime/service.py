@@ -30,7 +30,7 @@ HELLO_SECONDS = 10.0
 
 @dataclass(kw_only=True)
 class _Open:
-    """A group whose end has not been told by all of its ranks."""
+    """A group whose end has not been reported by all of its ranks."""
 
     group: Group
     channel: int
@@ -38,7 +38,7 @@ class _Open:
     votes: dict[int, set[tuple[int, int]]] = field(default_factory=dict)
     """Round of the group -> ranks that succeeded in it."""
     apart: bool = False
-    """Has a rank told that it did not average with the group's partner?"""
+    """Has a rank reported that it did not average with the group's partner?"""
 
 
 @dataclass(kw_only=True)
@@ -68,7 +68,7 @@ class SchedulerService:
         self._rounds: dict[int, int] = {}
         self._pausing = False
         self._over: tuple[int, ...] = ()
-        """Members of the final average, once it is made: whoever comes back later is not one of them."""
+        """Members of the final average, once it is made: a replica that comes back later is not one of them."""
         self._open: dict[int, _Open] = {}
         scheduler.ended = lambda number: number not in self._open
         self._channels: OrderedDict[tuple[int, ...], int] = OrderedDict()
@@ -133,7 +133,7 @@ class SchedulerService:
         return self._loop.time() - self._origin
 
     async def _watch(self) -> None:
-        """Notice who is silent, and show the ranks that the scheduler lives."""
+        """Detect silent ranks, and show the ranks that the scheduler is alive."""
         before = self.now
         pause = min(self.settings.heartbeat_seconds, self.settings.missing_seconds / 4)
         while True:
@@ -272,7 +272,7 @@ class SchedulerService:
             self.journal.samples[key[0]] = message["s"]
 
     def _request(self, replica: int, turn: int, kind: str) -> None:
-        """The first rank of a replica to announce a turn speaks for it; the answer goes to all of its ranks."""
+        """The first rank of a replica to announce a turn represents it; the answer goes to all of its ranks."""
         if turn <= self._turns.get(replica, 0):
             return
         self._turns[replica] = turn

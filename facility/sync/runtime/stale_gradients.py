@@ -19,7 +19,7 @@ from facility.sync.runtime.replica import Context
 
 
 class StaleGradientCache:
-    """One rank's place for what its last group left. Only while it lies there can others have it."""
+    """One rank's place for what its last group left. Others can have it only while it is there."""
 
     def __init__(self, context: Context, flat: Flat) -> None:
         self._lock = threading.Lock()

@@ -11,7 +11,7 @@ FORMAT = "%(asctime)s %(levelname)s [{name}] %(message)s"
 
 
 def start_logging(ranks: Ranks, name: str, *, speaks: bool | None = None) -> None:
-    """Log to stderr under `name`; ranks other than the one that speaks (by default the first) log warnings only."""
+    """Log to stderr under `name`; ranks other than the one that reports (by default the first) log warnings only."""
     speaks = ranks.first if speaks is None else speaks
     who = name if speaks else f"{name} rank {ranks.rank}"
     handler = logging.StreamHandler()

@@ -1,4 +1,4 @@
-"""Decide the layout of a facility: from its settings, or from a plan. Which rank holds what, and who reads what."""
+"""Decide the layout of a facility: from its settings, or from a plan. Which rank holds what, and which reads what."""
 
 from __future__ import annotations
 

@@ -56,8 +56,8 @@ class Whole:
         replicated: DistributedDataParallel | None = None,
         chunked: ChunkedHead | None = None,
     ) -> None:
-        """`replicated`: the model among its replicas, who exchange gradients at a step's last micro-batch, so that they
-        may make unlike numbers. `chunked`: where the model returns the summed loss instead of logits."""
+        """`replicated`: the model among its replicas, which exchange gradients at a step's last micro-batch, so that
+        they may make unlike numbers. `chunked`: where the model returns the summed loss instead of logits."""
         self.task, self.precision, self.clock = task, precision, clock
         self.replicated, self.chunked = replicated, chunked
         self.modules: list[nn.Module] = [model]

@@ -1,4 +1,4 @@
-"""Activation checkpointing of a block: forget what happens inside, compute it again in backward.
+"""Activation checkpointing of a block: recompute its activations in backward.
 
 Done here by wrapping the block's own forward, not by transformers' switch: names stay, and the activation that a
 pipeline stage injects enters outside of what is computed again.

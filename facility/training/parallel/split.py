@@ -232,7 +232,7 @@ class Stage(nn.Module):
         *,
         chunk_rows: int = 0,
     ) -> None:
-        """`chunk_rows`: the last stage returns the summed loss, over so many positions at once, instead of logits."""
+        """`chunk_rows`: the last stage returns the summed loss, over this many positions at once, instead of logits."""
         super().__init__()
         self.model, self.structure, self.first, self.end, self.dtype = model, structure, first, end, dtype
         self.is_first, self.is_last = first == 0, end == structure.units

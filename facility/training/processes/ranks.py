@@ -1,4 +1,4 @@
-"""The processes of one facility: who they are, how they start, fail together, and end."""
+"""The ranks of one facility: their numbers, how they start, fail together, and end."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """True on the rank that speaks for all."""
+        """True on the rank that reports for all."""
         return self.rank == (self.members[0] if self.members else 0)
 
 
@@ -81,7 +81,7 @@ def from_environment(device: str = "auto") -> Ranks:
 
 
 def regrouped(ranks: Ranks, members: Sequence[int], *, timeout_seconds: float) -> Ranks:
-    """The same rank among `members` alone, which all call this: the others are gone, and nobody waits for them."""
+    """The same rank among `members` alone, which all call this: the others are gone and not waited for."""
     group = dist.new_group(list(members), timeout=timedelta(seconds=timeout_seconds), use_local_synchronization=True)
     assert isinstance(group, dist.ProcessGroup)
     return replace(ranks, members=tuple(members), group=group)
@@ -140,7 +140,7 @@ def end(main: Callable[[], int]) -> NoReturn:
     """Run a rank's `main`, which ends well behind a barrier, and leave the process with its code.
 
     Every rank ends by flush and `os._exit`: torch 2.13 on a CPU sometimes aborts at interpreter exit after FSDP. A
-    rank that fails does not wait for the others, who notice its closed connections.
+    rank that fails does not wait for the others, which notice its closed connections.
     """
     try:
         code = exit_on_error(main, level="info")

@@ -1,6 +1,6 @@
-"""Where the ranks of one facility meet: a store that nobody outside the job can use.
+"""Where the ranks of one facility meet: a store that no process outside the job can use.
 
-torch's TCPStore listens on every interface and asks nobody for a name, so any process that knew the port could take a
+torch's TCPStore listens on every interface without authentication, so any process that knew the port could take a
 rank's place. Here
 
 - on one node, where the launcher made a private directory, the store is a file in it (`FileStore`, directory mode 0700)

@@ -74,7 +74,7 @@ class ReplicaProgress:
 
 @validated(frozen=True, kw_only=True)
 class MidRoundCheckpoint:
-    """`state.json` of `paused`: where an interrupted round stands."""
+    """`state.json` of `paused`: progress of an interrupted round."""
 
     federation: str
     facility: str

@@ -37,7 +37,7 @@ def fields(elements: int, kept: int) -> list[tuple[str, str, int]]:
 
 
 def code_bytes(count: int) -> int:
-    """For so many kept values of one part."""
+    """For this many kept values of one part."""
     return -(-count // 2)
 
 
