@@ -253,7 +253,7 @@ def test_the_innermost_launcher_counts():
         ({"SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_NTASKS": "2"}, "calls this task 3 of 2"),
         ({"SLURM_STEP_ID": "0", "SLURM_PROCID": "x", "SLURM_NTASKS": "2"}, "is 'x', expected a number"),
         ({"PMI_RANK": "0", "PMI_SIZE": "4", "MPI_LOCALNRANKS": "2"}, "nothing names the nodes"),
-        (pbsdsh(0, ["n1", "n1", "n2"]), "cannot be told apart"),
+        (pbsdsh(0, ["n1", "n1", "n2"]), "cannot be distinguished"),
         ({"CROSSFED_HOSTS": "n[1-"}, "brackets do not match"),
     ],
 )

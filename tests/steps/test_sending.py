@@ -63,8 +63,8 @@ def test_only_a_facility_that_keeps_the_model_of_the_round_before_gets_the_diffe
     assert sent(archive, "a", 0) == "full: there is no model of a round before"
     close(archive, 0, update(archive, "a", 0), update(archive, "b", 0, keeps=False))
     assert sent(archive, "a", 1) == "delta-int8"
-    assert sent(archive, "b", 1) == "full: it has not told that it keeps the model of round 0"
-    assert sent(archive, "c", 1) == "full: it has not told that it keeps the model of round 0"  # new
+    assert sent(archive, "b", 1) == "full: it has not reported that it keeps the model of round 0"
+    assert sent(archive, "c", 1) == "full: it has not reported that it keeps the model of round 0"  # new
     assert str(outgoing(archive, dataclasses.replace(SETTINGS, sending=SendingSettings()), "a", 1)) == "full"
     failure = archive.path.parent / "failed"
     failure.mkdir()
@@ -73,7 +73,7 @@ def test_only_a_facility_that_keeps_the_model_of_the_round_before_gets_the_diffe
     assert sent(archive, "a", 1) == "full: it failed at round 1 before"
     close(archive, 1, *sorted(archive.path.parent.glob("b1")))
     row = archive.read_round(1).facilities[0]
-    assert (row.facility, row.sent) == ("b", "full: it has not told that it keeps the model of round 0")
+    assert (row.facility, row.sent) == ("b", "full: it has not reported that it keeps the model of round 0")
     assert row.holds == read_manifest(archive.model_for(1)).content_sha256
     message = archive.read_round(1).message
     assert message["encoding"] == "delta-int8" and message["bytes"] < 0.6 * message["model_bytes"]
@@ -184,7 +184,7 @@ def test_signed_rounds_encoded_both_ways_and_a_facility_that_lost_its_models(tmp
     rounds = [{row.facility: row for row in entry.facilities} for entry in archive.history()]
     assert [rounds[n]["a"].sent.split(":")[0] for n in range(3)] == ["full", encoding, encoding]
     assert rounds[1]["b"].sent == encoding
-    assert rounds[2]["b"].sent == "full: it has not told that it keeps the model of round 1"
+    assert rounds[2]["b"].sent == "full: it has not reported that it keeps the model of round 1"
     assert [rounds[n]["b"].status for n in range(3)] == ["ok", "failed", "ok"]
     assert "it has to be sent in full" in rounds[1]["b"].reason and "keeps none" in rounds[1]["b"].reason
     whole = rounds[0]["a"].sent_bytes

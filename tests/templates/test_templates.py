@@ -152,7 +152,7 @@ def test_environments_are_written_as_asked():
 @pytest.mark.parametrize(
     ("fill", "message"),
     [
-        ({"account": "a b", "partition": "p"}, "fill.account is 'a b', but stands in a directive"),
+        ({"account": "a b", "partition": "p"}, "fill.account is 'a b', but is used in a directive"),
         ({"account": "x\n#SBATCH --uid=0", "partition": "p"}, "expected text on one line"),
         ({"account": "{{ x }}", "partition": "p"}, "without double braces"),
         ({"account": "x"}, "placeholders that nothing fills: <partition>"),
