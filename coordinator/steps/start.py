@@ -48,7 +48,7 @@ def start(archive: Archive, model: Path, settings: CoordinatorSettings) -> tuple
     archive.clean()
     archive.drop_note("stopped")
     for change in take_over(archive, settings.described):
-        print(f"changed: {change}")
+        log.info("changed: %s", change)
         emit("problem", text=f"changed: {change}")
     done = archive.rounds()
     archive.write_history()
