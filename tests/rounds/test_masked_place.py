@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from facility import round as command
+from facility.exchange.messages.manifest import Manifest, write_manifest
 from facility.exchange.messages.masking import MaskingSettings
 from facility.exchange.messages.settings import FacilitySettings, TrainingSettings
 from facility.launching.supervise import Ending
+from facility.rounds import job as jobs
 
 ROUNDS = 3
 
@@ -21,7 +23,9 @@ def test_a_plain_update_that_is_to_be_masked_never_lies_in_the_jobs_directory(
 ):
     """The final evaluation has no weights, and no masks."""
     job_directory, state = tmp_path / "job", tmp_path / "state"
-    job_directory.mkdir()
+    model = job_directory / "m"
+    model.mkdir(parents=True)
+    write_manifest(model, Manifest(kind="model", federation="f", round=number))
     monkeypatch.chdir(job_directory)
     masking = MaskingSettings(bits=16, threshold=2, facilities=["a", "b", "c"], peer_signers="/peers")
     settings = FacilitySettings(
@@ -35,7 +39,7 @@ def test_a_plain_update_that_is_to_be_masked_never_lies_in_the_jobs_directory(
     arguments = command.parser().parse_args(
         ["--model", "m", "--dataset", "d", "--settings", "s", "--round", str(number), "--out", "update"]
     )
-    job = command.Job(
+    job = jobs.Job(
         arguments=arguments,
         settings=settings,
         tasks=Namespace(),  # type: ignore[arg-type]
@@ -45,14 +49,14 @@ def test_a_plain_update_that_is_to_be_masked_never_lies_in_the_jobs_directory(
         dataset=tmp_path / "dataset",
     )
     started: list[list[str]] = []
-    monkeypatch.setattr(command, "limits_from", lambda *_: None)
+    monkeypatch.setattr(jobs, "limits_from", lambda *_: None)
 
     def launch(words: list[str], **_: object) -> Ending:
         started.append(words)
         return Ending(code=0, reason="")
 
-    monkeypatch.setattr(command, "launch", launch)
-    command.train(job)
+    monkeypatch.setattr(jobs, "launch", launch)
+    jobs.start_ranks(job, jobs.work_of_round(job))
     out = job_directory / started[0][started[0].index("--out") + 1]
     hidden = masked and number < ROUNDS
     assert out.is_relative_to(state if hidden else job_directory)
