@@ -73,6 +73,11 @@ class SplitEntry:
     """With marks: tokens that bear loss."""
     padding_tokens: int = 0
     """Documents apart: tokens that fill blocks after their last document."""
+    duplicate_documents: int = 0
+    """Documents left out since they repeat an earlier one (`--near-duplicates`), not counted in `documents`."""
+    document_tokens: list[int] = field(default_factory=list)
+    """Tokens of a document, template included: least, median, 95th percentile, most; empty in datasets made before
+    this was counted."""
     overlapping_documents: int = 0
     """Validation only: documents whose content is in training too; 0 in datasets made before this was counted."""
     sha256: str

@@ -125,6 +125,29 @@ def add_reading(arguments: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="the same for --validation (default validation)",
     )
+    add(
+        "--weights",
+        nargs="+",
+        type=float,
+        default=[],
+        metavar="W",
+        help="one for each --input: read so much of each that their sizes are in this proportion, nothing twice",
+    )
+    add(
+        "--temperature",
+        type=float,
+        default=1.0,
+        metavar="T",
+        help="weights of size^(1/T): above 1 small inputs weigh more (default 1: each is read whole)",
+    )
+    add(
+        "--near-duplicates",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="leave out documents whose similarity to an earlier one is X or more (Jaccard index of runs of five "
+        "words; 0.8 finds reprints, 1 exact repetition; validation text that training holds too); default 0: none",
+    )
     add("--train-samples", type=int, default=0, metavar="N", help="at most N training documents (default 0: all)")
     add(
         "--validation-samples", type=int, default=0, metavar="N", help="at most N validation documents (default 0: all)"
@@ -189,10 +212,14 @@ def summary(dataset: PreparedDataset, reused: bool) -> str:
         more = f", {split.truncated_documents:,} documents cut" if split.truncated_documents else ""
         more += f", {split.dropped_documents:,} without loss left out" if split.dropped_documents else ""
         more += f", {split.empty_documents:,} empty documents skipped" if split.empty_documents else ""
+        more += f", {split.duplicate_documents:,} near duplicates left out" if split.duplicate_documents else ""
         more += f", {split.overlapping_documents:,} documents also in training" if split.overlapping_documents else ""
         if dataset.marked:
             more = f", {split.padding_tokens:,} tokens of filling{more}" if split.padding_tokens else more
             more = f", {split.loss_tokens:,} bear loss{more}"
+        if split.document_tokens:
+            least, median, long, most = split.document_tokens
+            more += f"; tokens of a document: {least:,} to {most:,}, median {median:,}, 95 % up to {long:,}"
         lines.append(
             f"  {name}: {split.documents:,} documents, {split.tokens:,} tokens, {split.blocks:,} blocks of "
             f"{manifest.block_tokens}, tail of {split.tail_tokens:,} tokens left out{more}"
@@ -238,6 +265,9 @@ def main(argv: list[str] | None = None) -> int:
         processes=options.processes,
         replace=options.replace,
         allow_overlap=options.allow_overlap,
+        near_duplicates=options.near_duplicates,
+        weights=options.weights,
+        temperature=options.temperature,
     )
     with progress_bar() as progress:
         prepared = prepare(request, progress=progress)

@@ -29,6 +29,7 @@ from facility.exchange.messages.manifest import sha256_of
 from facility.preparing.chat import ChatEncoding, chat_encoding
 from facility.preparing.chat_template import Loss
 from facility.preparing.encoding import Encoding, encoding_of
+from facility.preparing.mixing import shares
 from facility.preparing.overlap import check_overlap
 from facility.preparing.reading import Progress, Reading
 from facility.preparing.sources import Fields, Source, find_sources
@@ -76,6 +77,12 @@ class Request:
     """At most so many documents; 0: all."""
     validation_samples: int = 0
     """At most so many documents; 0: all."""
+    near_duplicates: float = 0.0
+    """Leave out documents whose similarity to an earlier one is this or more, in (0, 1]; 0: none is."""
+    weights: list[float] = dataclasses.field(default_factory=list)
+    """Weight of each of `inputs`; empty: each is read whole, or as `temperature` says."""
+    temperature: float = 1.0
+    """Above 1: less is read of large inputs, so that small ones weigh more."""
     split: str = "train"
     """Split of a saved or hub dataset that is read for training."""
     validation_split: str = "validation"
@@ -99,6 +106,11 @@ class Request:
         ):
             if value < least:
                 raise DatasetError(f"{name} is {value}, expected {least} or more")
+        if not 0 <= self.near_duplicates <= 1:
+            raise DatasetError(
+                f"near_duplicates is {self.near_duplicates}, expected more than 0 and at most 1; 0 is off"
+            )
+        shares([1] * len(self.inputs), weights=self.weights, temperature=self.temperature)
         if not 0 < self.validation_share < 1:
             raise DatasetError(f"validation_share is {self.validation_share}, expected more than 0 and less than 1")
         if (self.task == "classification") != (self.fields.label is not None):
@@ -223,15 +235,29 @@ def _entry(source: Source, split: str) -> SourceEntry:
 
 def _settings(request: Request) -> dict[str, Any]:
     """What decides the result beside what the manifest has fields for."""
-    return {
-        "text_field": request.fields.text,
-        "pair_field": request.fields.pair,
-        "label_field": request.fields.label,
-        "text_unit": request.fields.unit,
-        "validation_share": None if request.validation else request.validation_share,
-        "train_samples": request.train_samples,
-        "validation_samples": request.validation_samples,
-    } | ({"loss": request.loss} if request.task == "chat" else {})
+    return (
+        {
+            "text_field": request.fields.text,
+            "pair_field": request.fields.pair,
+            "label_field": request.fields.label,
+            "text_unit": request.fields.unit,
+            "validation_share": None if request.validation else request.validation_share,
+            "train_samples": request.train_samples,
+            "validation_samples": request.validation_samples,
+        }
+        | ({"loss": request.loss} if request.task == "chat" else {})
+        | _care(request)
+    )
+
+
+def _care(request: Request) -> dict[str, Any]:
+    """Settings that choose among the documents, where they are used: datasets made before them stay recognised."""
+    used = {
+        "near_duplicates": request.near_duplicates,
+        "weights": list(request.weights),
+        "temperature": request.temperature if request.temperature != 1 else 0,
+    }
+    return {name: value for name, value in used.items() if value}
 
 
 def _recognised(request: Request, wanted: dict[str, Any]) -> PreparedDataset | None:

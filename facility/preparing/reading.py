@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 from typing import Protocol
 
 from facility.dataset import SPLITS
 from facility.preparing.encoding import Batch
+from facility.preparing.mixing import chosen, shares
+from facility.preparing.near_duplicates import NearDuplicates
 from facility.preparing.overlap import ContentDigests
 from facility.preparing.sources import Document, Fields, Source, read
 
@@ -28,6 +31,12 @@ class Caps(Protocol):
     def train_samples(self) -> int: ...
     @property
     def validation_samples(self) -> int: ...
+    @property
+    def near_duplicates(self) -> float: ...
+    @property
+    def weights(self) -> list[float]: ...
+    @property
+    def temperature(self) -> float: ...
 
 
 class Reading:
@@ -37,7 +46,19 @@ class Reading:
         self.request, self.sources, self.progress = request, sources, progress
         self.documents = dict.fromkeys(SPLITS, 0)
         self.empty = dict.fromkeys(SPLITS, 0)
+        self.duplicates = dict.fromkeys(SPLITS, 0)
+        """Documents left out since they repeat an earlier one."""
         self.digests = ContentDigests()
+        self._earlier = NearDuplicates(request.near_duplicates) if request.near_duplicates else None
+        self.shares = self._shares()
+        """Of each input for training, the share of its documents that is read."""
+
+    def _shares(self) -> list[Fraction]:
+        sources = self.sources["train"]
+        sizes = [0] * (1 + max((source.argument for source in sources), default=0))
+        for source in sources:
+            sizes[source.argument] += source.size
+        return shares(sizes, weights=self.request.weights, temperature=self.request.temperature)
 
     def batches(self) -> Iterator[Batch]:
         held: dict[str, list[Document]] = {split: [] for split in SPLITS}
@@ -61,14 +82,22 @@ class Reading:
         pending = [(split, source) for split in SPLITS for source in self.sources[split]]
         shared = not self.request.validation
         seen = 0
+        read_of = dict.fromkeys(range(len(self.shares)), 0)
         for number, (origin, source) in enumerate(pending):
             for document in read(source, self.request.fields):
                 self.progress(source.name, (number + document.done) / len(pending), seen)
+                if origin == "train":
+                    read_of[source.argument] += 1
+                    if not chosen(read_of[source.argument] - 1, self.shares[source.argument]):
+                        continue
                 split = origin
                 if shared and self._held_out(seen):
                     split = "validation"
                 if not document.text.strip():
                     self.empty[split] += 1
+                    continue
+                if self._earlier is not None and self._earlier.repeats(f"{document.text}\n{document.pair}"):
+                    self.duplicates[split] += 1
                     continue
                 seen += 1
                 full = [name for name, cap in caps.items() if cap and self.documents[name] >= cap]

@@ -5,6 +5,7 @@ A bad line or record is an error that names the file and the place; nothing is s
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
 import re
@@ -75,6 +76,15 @@ class Source:
     path: Path | None = None
     dataset: Any = None
     """An opened `datasets.Dataset` (or a streamed one)."""
+    argument: int = 0
+    """Which of the inputs, from 0, it belongs to."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of a file, rows of a dataset; 0 where nobody knows."""
+        if self.path is not None:
+            return self.path.stat().st_size
+        return len(self.dataset) if hasattr(self.dataset, "__len__") else 0
 
 
 def find_sources(arguments: list[str], *, split: str, streaming: bool = False) -> list[Source]:
@@ -82,27 +92,32 @@ def find_sources(arguments: list[str], *, split: str, streaming: bool = False) -
 
     Each is a file, a folder of such files, a `save_to_disk` dataset, or a hub name (`hub:NAME`, or plain `ORG/NAME`).
     """
-    sources: list[Source] = []
-    for argument in arguments:
-        path = Path(argument).expanduser()
-        if argument.startswith(HUB):
-            sources.append(_hub(argument.removeprefix(HUB), split, streaming))
-        elif path.is_file():
-            sources.append(_file(path, path.name))
-        elif (path / "dataset_dict.json").is_file() or (path / "dataset_info.json").is_file():
-            sources.append(_saved(path, split))
-        elif path.is_dir():
-            files = sorted(p for p in path.rglob("*") if p.is_file() and _kind(p) and not _hidden(p, path))
-            if not files:
-                raise DatasetError(
-                    f"{path} holds no file that can be read; expected {', '.join(JSON_LINES + TEXT + PARQUET)}"
-                )
-            sources += [_file(file, file.relative_to(path).as_posix()) for file in files]
-        elif HUB_NAME.fullmatch(argument) and not path.parent.exists():
-            sources.append(_hub(argument, split, streaming))
-        else:
-            raise DatasetError(f"{path}: no such file or directory (a dataset of the hub is written {HUB}NAME)")
-    return sources
+    return [
+        dataclasses.replace(source, argument=number)
+        for number, argument in enumerate(arguments)
+        for source in _sources_of(argument, split, streaming)
+    ]
+
+
+def _sources_of(argument: str, split: str, streaming: bool) -> list[Source]:
+    """The sources of one input."""
+    path = Path(argument).expanduser()
+    if argument.startswith(HUB):
+        return [_hub(argument.removeprefix(HUB), split, streaming)]
+    if path.is_file():
+        return [_file(path, path.name)]
+    if (path / "dataset_dict.json").is_file() or (path / "dataset_info.json").is_file():
+        return [_saved(path, split)]
+    if path.is_dir():
+        files = sorted(p for p in path.rglob("*") if p.is_file() and _kind(p) and not _hidden(p, path))
+        if not files:
+            raise DatasetError(
+                f"{path} holds no file that can be read; expected {', '.join(JSON_LINES + TEXT + PARQUET)}"
+            )
+        return [_file(file, file.relative_to(path).as_posix()) for file in files]
+    if HUB_NAME.fullmatch(argument) and not path.parent.exists():
+        return [_hub(argument, split, streaming)]
+    raise DatasetError(f"{path}: no such file or directory (a dataset of the hub is written {HUB}NAME)")
 
 
 def read(source: Source, fields: Fields) -> Iterator[Document]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -67,15 +69,17 @@ def write_splits(
 ) -> dict[str, Any]:
     """Write the arrays of both splits; returns the manifest's fields that only now are known."""
     writers = {split: writer_of(request, tokenizer, directory, split) for split in SPLITS}
+    lengths = {split: array("Q") for split in SPLITS}
     for batch, encoded in encode_all(reading.batches(), encoding, processes=request.processes):
         writers[batch.split].append(encoded, batch.documents)
+        lengths[batch.split].extend(encoded.lengths.tolist())
     labelled = request.task == "classification"
     classes = class_names([writer.labels for writer in writers.values()]) if labelled else []
     splits = {}
     for split, writer in writers.items():
         writer.close(*([classes] if labelled else []))
         check_blocks(writer, split, reading.documents[split], request.block_tokens)
-        splits[split] = entry_of(writer, split, reading, directory)
+        splits[split] = entry_of(writer, split, reading, directory, lengths[split])
     if not request.allow_overlap:
         check_overlap(splits["validation"])
     return {
@@ -98,7 +102,13 @@ def check_blocks(writer: Writer, split: str, documents: int, block_tokens: int) 
     )
 
 
-def entry_of(writer: Any, split: str, reading: Reading, directory: Path) -> SplitEntry:
+def quantiles(lengths: Sequence[int]) -> list[int]:
+    """Least, median, 95th percentile and most, each a length that occurs."""
+    ordered = sorted(lengths)
+    return [ordered[round(share * (len(ordered) - 1))] for share in (0.0, 0.5, 0.95, 1.0)] if ordered else []
+
+
+def entry_of(writer: Any, split: str, reading: Reading, directory: Path, lengths: Sequence[int]) -> SplitEntry:
     """What the manifest says of a split."""
     digests = {
         name: sha256_of(file)
@@ -115,6 +125,8 @@ def entry_of(writer: Any, split: str, reading: Reading, directory: Path) -> Spli
         dropped_documents=getattr(writer, "dropped", 0),
         loss_tokens=getattr(writer, "loss_tokens", 0),
         padding_tokens=getattr(writer, "padding_tokens", 0),
+        duplicate_documents=reading.duplicates[split],
+        document_tokens=quantiles(lengths),
         overlapping_documents=reading.digests.overlapping() if split == "validation" else 0,
         sha256=sha256_of(directory / f"{split}.npy"),
         **digests,
