@@ -83,7 +83,7 @@ def check_facility(
     """Rows of one facility, and what its probe answered, if it did."""
     deployment = facility.deployment
     if deployment.type == FIRECREST:
-        return check_firecrest(facility, job_template(deployment, federation.file.parent) or ""), None
+        return check_firecrest(facility, job_template(deployment, federation.file.parent) or "", submit=submit), None
     template = job_template(deployment, federation.file.parent) or ""
     one = lifetime(facility.name, deployment, wanted_hours(deployment, template))
     certificates = (

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
 from coordinator.config.federation import Facility
 from coordinator.preflight.row import Row, fail, ok, skipped, warning
+from coordinator.preflight.submission import CHECK, LOOK_SECONDS, OUTPUT, SECONDS
+from coordinator.schedulers.firecrest import FINISHED, SCHEDULER, plain_job
 from facility.exchange.messages.strict_json import clean
 
 
-def check_firecrest(facility: Facility, template: str) -> list[Row]:
-    """Rows of one facility. `template`: its filled job template."""
+def check_firecrest(facility: Facility, template: str, *, submit: bool = False) -> list[Row]:
+    """Rows of one facility. `template`: its filled job template. `submit`: a job of one second, for FirecREST has no
+    dry run."""
     name = facility.name
     if find_spec("firecrest") is None:
         return [fail(name, "connection", "pyfirecrest is not installed here", "pip install 'crossfed[firecrest]'")]
@@ -21,7 +25,10 @@ def check_firecrest(facility: Facility, template: str) -> list[Row]:
     if refusal:
         return [fail(name, "connection", *refusal), skipped(name, "everything else", "the facility cannot be reached")]
     rows = [ok(name, "connection", f"{facility.deployment.firecrest.url} takes the client")]
-    return [*rows, _system(facility, systems or []), *_place(facility), _partition(facility, template), _unseen(name)]
+    rows += [_system(facility, systems or []), *_place(facility), _partition(facility, template)]
+    if submit and not any(row.verdict == "fail" for row in rows):
+        rows.append(_try_job(facility, template))
+    return [*rows, _unseen(name)]
 
 
 def _ask(facility: Facility, act: Callable[[Any], Any]) -> tuple[Any, tuple[str, str] | None]:
@@ -90,6 +97,33 @@ def _partition(facility: Facility, template: str) -> Row:
         fix = f"correct `fill: {{partition: ...}}`; there are {', '.join(names) or 'none'}"
         return fail(facility.name, "partition", f"there is no partition {found[1]!r}", fix)
     return ok(facility.name, "partition", f"{found[1]} is there")
+
+
+def _try_job(facility: Facility, template: str) -> Row:
+    """Submit the template with `sleep 1` in place of the training, and watch it for a minute."""
+    name, system, place = facility.name, facility.deployment.firecrest.system, facility.deployment.workdir
+    job = re.sub(r"\{#.*?-#\}\s*", "", template, flags=re.DOTALL).replace("{{ streamflow_command }}", "sleep 1")
+    script = SCHEDULER.named(job, f"crossfed-check-{name}", f"{place}/{OUTPUT}")
+
+    def send(client: Any) -> Any:
+        client.mkdir(system, place, create_parents=True)
+        return client.submit(system, place, script_str=script)
+
+    answer, refusal = _ask(facility, send)
+    if refusal:
+        return fail(name, CHECK, f"it is refused: {refusal[0]}", "correct the template; the words are the site's")
+    id, deadline, job_now = str((answer or {}).get("jobId") or ""), time.monotonic() + SECONDS, None
+    while time.monotonic() < deadline:
+        found, _ = _ask(facility, lambda client: client.job_info(system, id))
+        job_now = next((one for raw in found or [] if (one := plain_job(raw)) and one["id"] == id), job_now)
+        if job_now is not None and job_now["state"] in SCHEDULER.terminal:
+            good = job_now["state"] in ("COMPLETED", FINISHED) and not job_now["code"]
+            told = f"job {id} ended: {job_now['state']}, exit code {job_now['code']}"
+            return ok(name, CHECK, told) if good else fail(name, CHECK, told, f"look at {OUTPUT} in the work directory")
+        time.sleep(LOOK_SECONDS)
+    _ask(facility, lambda client: client.cancel_job(system, id))
+    state = job_now["state"].lower() if job_now else "without a record"
+    return ok(name, CHECK, f"taken as job {id}, {state} after {SECONDS:g} s; cancelled")
 
 
 def _unseen(name: str) -> Row:

@@ -327,6 +327,10 @@ def test_check_says_what_is_wrong(server, tmp_path):
 
     good = {"connection": "ok", "system": "ok", "workdir": "ok", "dataset": "ok", "partition": "ok"}
     assert rows() == good | {"environment": "skipped"}
+    [facility] = read_federation(tmp_path / "federation.yml").facilities
+    for command, verdict in (("{{ streamflow_command }}", "ok"), ("exit 3", "fail")):
+        tried = check_firecrest(facility, f"#!/bin/bash\n{command}\n", submit=True)
+        assert {row.check: row.verdict for row in tried}["submitted job"] == verdict, tried
     assert rows(system="eiger")["system"] == "fail"
     assert rows(client_secret_file=str(tmp_path / "none"))["connection"] == "fail"
     server.refuses = True
