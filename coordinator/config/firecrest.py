@@ -31,6 +31,7 @@ class FirecrestAccess:
     token_url: Line = ""
     """Token endpoint of the site's identity provider, for the client-credentials grant."""
     client_id: Line = ""
+    """Name of the client at that endpoint."""
     client_secret_file: Line = ""
     """File on this machine that holds the client's secret, readable by you alone."""
     account: Line = ""
