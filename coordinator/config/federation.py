@@ -244,10 +244,10 @@ def _even(described: Rounds | None, declared: FederationFile) -> EvenSettings | 
             "rounds.steps is 'auto' and there are groups, in which nobody waits for the slowest; remove one of them",
             key="groups",
         )
-    if declared.masks:
+    if declared.privacy is not None:
         raise ConfigurationError(
-            "rounds.steps is 'auto' with privacy.secure_aggregation: the weights of masked updates are agreed from the "
-            "settings' steps before a round; remove one of them",
+            "rounds.steps is 'auto' with privacy: what an update gives away, and masked updates' weights, are agreed "
+            "from the settings' steps before a round; remove one of them",
             key="rounds",
         )
     return EvenSettings(steps=described.steps, least_steps=described.least_steps, most_steps=described.most_steps)

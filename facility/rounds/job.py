@@ -110,7 +110,9 @@ def work_of_round(job: Job) -> Work:
         out=job.trained,
         state=job.state,
         unsent=ahead if trains else None,
-        steps=steps_asked(read_manifest(a.model), job.settings.facility) if trains else None,
+        steps=steps_asked(read_manifest(a.model), job.settings.facility, most=job.settings.most_steps)
+        if trains
+        else None,
     )
 
 

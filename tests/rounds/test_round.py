@@ -401,8 +401,15 @@ def test_help_says_units_and_defaults():
     assert json.dumps(text)
 
 
-@pytest.mark.parametrize(("asked", "taken"), [({"north": 7}, 7), ({"south": 7}, 1), ({"north": "rm -rf"}, 1)])
-def test_the_trainer_is_told_the_steps_that_the_model_asks_of_this_facility(site: Site, asked: dict, taken: int):
+@pytest.mark.parametrize(
+    ("asked", "most", "taken"),
+    [({"north": 7}, 7, 7), ({"north": 7}, 6, 1), ({"north": 7}, 0, 1), ({"south": 7}, 9, 1), ({"north": "rm"}, 9, 1)],
+)
+def test_the_trainer_is_told_the_steps_that_the_model_asks_of_this_facility_and_its_settings_allow(
+    site: Site, asked: dict, most: int, taken: int
+):
+    settings = json.loads((site.root / "settings.json").read_text())
+    (site.root / "settings.json").write_text(json.dumps(settings | {"most_steps": most}))
     model = site.send()
     with_extra(model, "steps", asked)
     result, update = site.run(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from coordinator.archive.rounds import Archive, FacilityRow, RoundFile
 from coordinator.config.closing import EvenSettings
 from coordinator.config.federation import read_federation
 from coordinator.config.settings import CoordinatorSettings
-from coordinator.engine.render import coordinator_settings
+from coordinator.engine.render import coordinator_settings, render
 from coordinator.planning.pace import moving_times, queue_waits
 from coordinator.steps.even import steps_ahead
 from coordinator.steps.start import start
@@ -182,6 +183,8 @@ def test_the_setting_is_rendered_with_its_bounds(tmp_path: Path):
     rendered = coordinator_settings(federation)
     assert rendered["steps"] == {"a": 4, "b": 4} and rendered["even"]["most_steps"] == 2
     assert rendered["sequences"] == {"a": 4 * 4 * 2, "b": 4 * 4 * 2}, "the largest claim follows"
+    text = render(federation)["workflow/facilities/a.json"]
+    assert json.loads(text)["most_steps"] == 8, "what the facility agrees to"
     plain = coordinator_settings(read_federation(write_federation(tmp_path / "p", ["a", "b"])))
     assert "even" not in plain and "steps" not in plain
     with pytest.raises(ConfigurationError, match="least_steps"):

@@ -158,6 +158,8 @@ class FacilitySettings:
     """How models travel to this facility; other than `full`, it keeps the last two as references."""
     behind: NonNegative[int] = 0
     """Rounds that another facility, which may share the work directory, can be behind where rounds do not wait."""
+    most_steps: NonNegative[int] = 0
+    """Most optimizer steps that the model of a round may ask for; 0: rounds have `training.steps`, whatever it asks."""
     masking: MaskingSettings | None = None
     """Secure aggregation; absent: updates travel as they are."""
     format: int = FORMAT

@@ -9,9 +9,9 @@ KEY = "steps"
 MOST = 10**9
 
 
-def steps_asked(manifest: Manifest, facility: str) -> int | None:
-    """What this facility is asked for; None where nothing is, or nothing possible."""
+def steps_asked(manifest: Manifest, facility: str, *, most: int = MOST) -> int | None:
+    """What this facility is asked for; None where nothing is, or nothing that it agreed to: `most`, by its settings."""
     asked = manifest.extra.get(KEY)
     steps = asked.get(facility) if isinstance(asked, dict) else None
-    possible = isinstance(steps, int) and not isinstance(steps, bool) and 1 <= steps <= MOST
+    possible = isinstance(steps, int) and not isinstance(steps, bool) and 1 <= steps <= min(most, MOST)
     return steps if possible else None
