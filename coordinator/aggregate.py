@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from coordinator.aggregation.record import RoundRecord
-from coordinator.aggregation.round import Request
+from coordinator.aggregation.request import Request
 from coordinator.aggregation.rules.registry import RULES
 from coordinator.aggregation.run import run
 from coordinator.aggregation.server_optimizers.registry import SERVER_OPTIMIZERS
@@ -46,11 +46,13 @@ def aggregate(
     drop_refused: bool = False,
     minimum_updates: int = 1,
     unmasking: Unmasking | None = None,
+    verify_base: bool = False,
 ) -> RoundRecord:
     """Write the next model to `out` and the state to `state_out`; neither may exist. Returns what round.json says.
 
     `updates`: directories, by facility where that is known. `adapters`: what the facilities were asked to
-    train. `unmasking`: what takes the masks off, where the updates are masked. round.json is written to `record`, by
+    train. `unmasking`: what takes the masks off, where the updates are masked. `verify_base`: compare the base with
+    its manifest as it is read. round.json is written to `record`, by
     default into `state_out`, else beside `out` as `<out>.round.json`; never into the model, which travels to every
     facility.
 
@@ -72,6 +74,7 @@ def aggregate(
             drop_refused=drop_refused,
             minimum_updates=minimum_updates,
             unmasking=unmasking,
+            verify_base=verify_base,
         )
     )
 

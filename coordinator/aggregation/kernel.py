@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ from facility.exchange.checkpoints.checkpoint import ITEM_BYTES, TensorEntry
 from facility.exchange.checkpoints.floats import STORAGE, Array, narrow, widen
 from facility.exchange.checkpoints.writer import TensorWriter
 from facility.exchange.errors import InputError
+from facility.exchange.files.streamed_digest import StreamedDigest
 
 READ = 4 * PIECE
 """Elements read at a time from each source: few enough that they are still in the cache when they are worked on."""
@@ -70,6 +72,8 @@ class Work:
     the steps' inner products with it by tensor, `combine` gets it as the last row of its steps."""
     observe: Callable[[Array], None] | None = None
     """Sees every (updates, n) block of steps, from any thread."""
+    hashed: Mapping[Path, StreamedDigest] = field(default_factory=dict)
+    """Files of the base and the state that are hashed as they are read."""
     model: TensorWriter | None = None
     new_master: TensorWriter | None = None
     new_slots: Sequence[TensorWriter] = ()
@@ -138,7 +142,7 @@ def run(work: Work, *, threads: int) -> Passed:
     jobs = spans_of(dict(work.base))
     local = threading.local()
     reads = 1 + len(work.updates) + 1 + len(work.slots)
-    with Files() as files:
+    with Files(work.hashed) as files:
         for entries in (work.base, work.master, *work.updates, *work.slots):
             files.open(list(entries.values()))
 

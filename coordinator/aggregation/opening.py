@@ -14,12 +14,14 @@ from coordinator.aggregation.updates import Update, open_updates
 from facility.exchange.checkpoints.checkpoint import FLOATS, TensorEntry, open_checkpoint
 from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.errors import ConfigurationError, UpdateRefused
-from facility.exchange.messages.manifest import NAME, read_manifest
+from facility.exchange.messages.manifest import NAME, read_manifest, tensor_files, verify_manifest
 
 
 def open_round(aggregation: Aggregation, scratch: Path) -> None:
     """Fill in the model, the federated tensors and the updates that fit. `scratch`: for adapters that are new."""
     request, settings = aggregation.request, aggregation.settings
+    if request.verify_base:
+        verify_manifest(request.base, later=tensor_files(read_manifest(request.base)))
     aggregation.whole = aggregation.source = whole = open_checkpoint(request.base)
     aggregation.sent = read_manifest(request.base) if (Path(request.base) / NAME).exists() else None
     found = open_updates(request.updates, whole, aggregation.sent, settings, aggregation.drop)

@@ -3,46 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from coordinator.aggregation.kernel import Passed
+from coordinator.aggregation.request import Request
 from coordinator.aggregation.rules.contract import Plan
 from coordinator.aggregation.settings import AggregationSettings
-from coordinator.aggregation.unmasking import Unmasking
+from coordinator.aggregation.sources import Sources
 from coordinator.aggregation.updates import Update
 from facility.exchange.checkpoints.checkpoint import Checkpoint, TensorEntry
 from facility.exchange.checkpoints.floats import Array
 from facility.exchange.errors import InputError, UpdateRefused
-from facility.exchange.messages.layout import LoraSettings
 from facility.exchange.messages.manifest import Manifest
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """What is asked for."""
-
-    base: Path
-    """The model that was sent."""
-    updates: Mapping[str, Path] | Sequence[Path]
-    """Directories, by facility where the caller knows it."""
-    out: Path
-    settings: AggregationSettings
-    state_in: Path | None = None
-    state_out: Path | None = None
-    record: Path | None = None
-    """Of round.json; None: in `state_out`, else beside `out`."""
-    threads: int = 0
-    """0: automatic."""
-    adapters: LoraSettings | None = None
-    """What the facilities were asked to train; None: not known, the base model and the majority decide."""
-    unmasking: Unmasking | None = None
-    """What takes the masks off; None: the updates are not masked."""
-    drop_refused: bool = False
-    """Go on without an update that is refused, instead of raising."""
-    minimum_updates: int = 1
-    """Fewer left than this is an error."""
 
 
 @dataclass(kw_only=True)
@@ -88,8 +62,10 @@ class Aggregation:
     """What the pass that wrote the model found."""
     dtypes: dict[str, str] = field(default_factory=dict)
     """Of the next model, by tensor."""
-    made: Manifest | None = None
-    """Of the next model."""
+    sources: Sources = field(default_factory=Sources)
+    """What the writing pass verifies as it reads it."""
+    written: dict[Path, dict[str, str]] = field(default_factory=dict)
+    """sha256 of the files of tensors, by the directory of the model and of the state."""
 
     @property
     def names(self) -> list[str]:

@@ -13,7 +13,8 @@ from coordinator.aggregation.describe import describe
 from coordinator.aggregation.opening import open_round
 from coordinator.aggregation.plan import plan_round
 from coordinator.aggregation.record import RoundRecord
-from coordinator.aggregation.round import Aggregation, Request
+from coordinator.aggregation.request import Request
+from coordinator.aggregation.round import Aggregation
 from coordinator.aggregation.screening import screen_round
 from coordinator.aggregation.state import make_way
 from coordinator.aggregation.writing import new_outputs, seal_outputs, write_tensors

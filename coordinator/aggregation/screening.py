@@ -16,6 +16,7 @@ from coordinator.aggregation.outliers import screened
 from coordinator.aggregation.plan import needs_histograms, needs_measuring, needs_momentum, needs_tensor_products
 from coordinator.aggregation.round import Aggregation
 from coordinator.aggregation.server_optimizers.registry import SERVER_OPTIMIZERS, build
+from coordinator.aggregation.sources import verify_sources
 from coordinator.aggregation.state import fitting, open_state
 from coordinator.aggregation.updates import weights_of
 from coordinator.aggregation.verify import check_finite
@@ -76,6 +77,7 @@ def run_pass(aggregation: Aggregation, work: kernel.Work) -> kernel.Passed:
     try:
         passed = kernel.run(work, threads=threads_of(aggregation))
     except kernel.NotFinite as error:
+        verify_sources(aggregation.request)
         if error.update is None:
             raise
         raise UpdateRefused(
@@ -83,6 +85,7 @@ def run_pass(aggregation: Aggregation, work: kernel.Work) -> kernel.Passed:
         ) from None
     for update, squared in zip(opened, passed.gram.diagonal(), strict=True):
         if not math.isfinite(squared):
+            verify_sources(aggregation.request)
             check_finite(update.entries, update.facility)  # names the tensor
             raise UpdateRefused(update.facility, "it holds NaN, infinity or absurdly large values")
     return passed

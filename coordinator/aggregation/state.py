@@ -16,26 +16,38 @@ from pathlib import Path
 
 import numpy as np
 
+from coordinator.aggregation.sources import Sources
 from facility.exchange.checkpoints.checkpoint import Checkpoint, TensorEntry, open_checkpoint
 from facility.exchange.checkpoints.delta_parts import as_bytes, parts
 from facility.exchange.checkpoints.floats import STORAGE, widen
 from facility.exchange.checkpoints.writer import TensorWriter, layout_like
 from facility.exchange.errors import CheckpointError, InputError
 from facility.exchange.files.durable import new_directory, write_json
-from facility.exchange.messages.manifest import NAME, Manifest, read_manifest, verify_manifest, write_manifest
+from facility.exchange.messages.manifest import (
+    NAME,
+    Manifest,
+    read_manifest,
+    tensor_files,
+    verify_manifest,
+    write_manifest,
+)
 
 MASTER = "master"
 KIND = "state"
 
 
-def open_state(state: Path | None, base: Manifest | None, names: Sequence[str]) -> dict[str, Checkpoint]:
-    """The checkpoints `names` of a state directory; those it lacks start afresh.
+def open_state(
+    state: Path | None, base: Manifest | None, names: Sequence[str], sources: Sources | None = None
+) -> dict[str, Checkpoint]:
+    """The checkpoints `names` of a state directory; those it lacks start afresh. `sources` compares them as they are
+    read; without it they are read and compared now.
 
     Raises `CheckpointError` unless the state is whole and of the same round and federation as the base.
     """
     if state is None:
         return {}
-    manifest = verify_manifest(state)
+    later = tensor_files(read_manifest(state), names) if sources is not None else []
+    manifest = verify_manifest(state, later=later)
     if manifest.kind != KIND:
         raise CheckpointError(f"{state} is a {manifest.kind!r}, expected the state of the round before")
     if base and (manifest.round, manifest.federation) != (base.round, base.federation):
@@ -47,7 +59,13 @@ def open_state(state: Path | None, base: Manifest | None, names: Sequence[str]) 
         raise CheckpointError(
             f"{state} is the state of another model (sha256 {sent:.12}) than the base ({base.content_sha256:.12})"
         )
-    return {name: open_checkpoint(Path(state) / name) for name in names if (Path(state) / name).is_dir()}
+    if sources is not None:
+        sources.promise(Path(state), manifest, later)
+    try:
+        return {name: open_checkpoint(Path(state) / name) for name in names if (Path(state) / name).is_dir()}
+    except CheckpointError:
+        verify_manifest(state)  # damage is named as such
+        raise
 
 
 def fitting(checkpoint: Checkpoint | None, floats: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
@@ -73,13 +91,17 @@ def seal(
     parameters: int,
     model: Manifest | None,
     model_path: Path,
+    known: Mapping[str, str],
 ) -> None:
-    """Write the state's manifest; `round` is that of the model it belongs to, which will be at `model_path`."""
+    """Write the state's manifest; `round` is that of the model it belongs to, which will be at `model_path`.
+
+    `known`: digests of files that were hashed as they were written.
+    """
     extra = {"outer": outer, "model_path": str(model_path.absolute())} | (
         {"model_sha256": model.content_sha256} if model else {}
     )
     write_manifest(
-        directory, Manifest(kind=KIND, federation=federation, round=round, parameters=parameters, extra=extra)
+        directory, Manifest(kind=KIND, federation=federation, round=round, parameters=parameters, extra=extra), known
     )
 
 

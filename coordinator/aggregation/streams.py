@@ -6,7 +6,7 @@ Nothing is memory-mapped: mapped pages would count against the process and grow 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +14,7 @@ import numpy as np
 
 from facility.exchange.checkpoints.checkpoint import ITEM_BYTES, TensorEntry, read_exactly
 from facility.exchange.checkpoints.floats import STORAGE, Array
+from facility.exchange.files.streamed_digest import StreamedDigest
 from facility.exchange.masking.streams import DTYPES, UNSIGNED
 
 PIECE = 1 << 16
@@ -45,10 +46,11 @@ def spans_of(entries: dict[str, TensorEntry]) -> list[Span]:
 
 
 class Files:
-    """Open files by path, shared by threads: every read names its offset."""
+    """Open files by path, shared by threads: every read names its offset. `hashed`: files to hash as they are read."""
 
-    def __init__(self) -> None:
+    def __init__(self, hashed: Mapping[Path, StreamedDigest] | None = None) -> None:
         self._descriptors: dict[Path, int] = {}
+        self._hashed = hashed or {}
 
     def open(self, entries: Sequence[TensorEntry]) -> None:
         for entry in entries:
@@ -60,6 +62,8 @@ class Files:
         item = ITEM_BYTES[entry.dtype]
         view = buffer[: count * item]
         read_exactly(self._descriptors[entry.file], view, entry.start + start * item, entry.file)
+        if (digest := self._hashed.get(entry.file)) is not None:
+            digest.feed(entry.start + start * item, view)
         return np.frombuffer(view, STORED[entry.dtype])
 
     def read_bytes(self, entry: TensorEntry, start: int, size: int, buffer: memoryview) -> memoryview:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +15,17 @@ from facility.exchange.checkpoints.companions import EXECUTABLE
 from facility.exchange.checkpoints.floats import STORAGE
 from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.checkpoints.second_moments import Factors, has_factors, read_factors
-from facility.exchange.errors import CheckpointError, UpdateRefused
+from facility.exchange.errors import CheckpointError, ManifestError, UpdateRefused
+from facility.exchange.files.streamed_digest import StreamedDigest
 from facility.exchange.messages.layout import LoraSettings
-from facility.exchange.messages.manifest import Manifest, sha256_of, verify_manifest
+from facility.exchange.messages.manifest import (
+    Manifest,
+    check_digest,
+    read_manifest,
+    sha256_of,
+    tensor_files,
+    verify_manifest,
+)
 from facility.exchange.messages.report import read_failure, read_report
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
@@ -36,15 +45,16 @@ def check_update(
 ) -> None:
     """Raise `UpdateRefused` naming `facility` unless `directory` is its usable update of `round` to `base`.
 
-    `adapters`: what the facilities were asked to train; None: not known. Reads every byte once for the manifest
-    and once for finiteness.
+    `adapters`: what the facilities were asked to train; None: not known. Reads every byte of a tensor once, for the
+    manifest and for finiteness.
     """
     directory = Path(directory)
     if failure := (read_failure(directory) if directory.is_dir() else None):
         raise UpdateRefused(facility, f"it reports a failure: {failure.reason}")
     try:
         check_files(directory, facility)
-        manifest = verify_manifest(directory)
+        later = tensor_files(read_manifest(directory))
+        manifest = verify_manifest(directory, later=later)
         check_identity(manifest, base_manifest, facility, round, maximum_staleness=maximum_staleness)
         report = read_report(directory)
         if (report.facility, report.round) != (facility, manifest.round):
@@ -65,13 +75,30 @@ def check_update(
             matched = dict(update.tensors)
         else:
             matched = match_tensors(base, update, facility, federated=patterns.federated)
-    except UpdateRefused:
-        raise
-    except CheckpointError as error:
+        check_tokenizer(base.directory, directory, facility)
+        read_second_moments(directory, update, facility)
+        check_content(directory, manifest, later, matched, facility)
+    except (UpdateRefused, CheckpointError) as error:
+        check_unaltered(directory, facility)
+        raise error if isinstance(error, UpdateRefused) else UpdateRefused(facility, str(error)) from None
+
+
+def check_unaltered(directory: Path, facility: str) -> None:
+    """Refuse an update that is not what its manifest says: whatever else is wrong with it may come from that."""
+    try:
+        verify_manifest(directory)
+    except ManifestError as error:
         raise UpdateRefused(facility, str(error)) from None
-    check_tokenizer(base.directory, directory, facility)
-    read_second_moments(directory, update, facility)
-    check_finite(matched, facility)
+
+
+def check_content(
+    directory: Path, manifest: Manifest, names: Sequence[str], matched: dict[str, TensorEntry], facility: str
+) -> None:
+    """Compare the files `names` with the manifest, and refuse values that are not finite, in one reading."""
+    hashed = {directory / name: StreamedDigest(directory / name, manifest.files[name].size) for name in names}
+    check_finite(matched, facility, hashed)
+    for name in names:
+        check_digest(directory, manifest, name, hashed[directory / name].finish())
 
 
 def read_second_moments(directory: Path, update: Checkpoint, facility: str) -> tuple[dict[str, Factors], float] | None:
@@ -140,12 +167,14 @@ def check_tokenizer(base: Path, update: Path, facility: str) -> None:
             raise UpdateRefused(facility, f"its {name} is not the base model's: the tokenizers differ")
 
 
-def check_finite(entries: dict[str, TensorEntry], facility: str) -> None:
-    """Refuse NaN and infinity in any floating-point tensor, streaming."""
+def check_finite(
+    entries: dict[str, TensorEntry], facility: str, hashed: Mapping[Path, StreamedDigest] | None = None
+) -> None:
+    """Refuse NaN and infinity in any floating-point tensor, in the order on disk; `hashed` takes what is read."""
     buffer = bytearray(CHUNK)
     descriptors: dict[Path, int] = {}
     try:
-        for name, entry in sorted(entries.items()):
+        for name, entry in sorted(entries.items(), key=lambda item: (item[1].file, item[1].start)):
             if entry.dtype not in FLOATS:
                 continue
             if entry.file not in descriptors:
@@ -153,6 +182,8 @@ def check_finite(entries: dict[str, TensorEntry], facility: str) -> None:
             for offset in range(0, entry.size, CHUNK):
                 view = memoryview(buffer)[: min(CHUNK, entry.size - offset)]
                 read_exactly(descriptors[entry.file], view, entry.start + offset, entry.file)
+                if hashed and entry.file in hashed:
+                    hashed[entry.file].feed(entry.start + offset, view)
                 if not _finite(np.frombuffer(view, STORAGE[entry.dtype]), entry.dtype):
                     raise UpdateRefused(facility, f"tensor {name!r} holds NaN or infinity")
     finally:

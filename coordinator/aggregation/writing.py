@@ -12,18 +12,20 @@ from coordinator.aggregation import kernel
 from coordinator.aggregation.adapters import layout_with, settings_of, write_products
 from coordinator.aggregation.plan import needs_momentum
 from coordinator.aggregation.record import ROUND, RoundRecord, write_record
-from coordinator.aggregation.round import Aggregation, Request
+from coordinator.aggregation.request import Request
+from coordinator.aggregation.round import Aggregation
 from coordinator.aggregation.screening import run_pass, screen_afterwards
 from coordinator.aggregation.second_moments import write_second_moments
 from coordinator.aggregation.server_optimizers import plain
 from coordinator.aggregation.server_optimizers.registry import SERVER_OPTIMIZERS, build
+from coordinator.aggregation.sources import Sources
 from coordinator.aggregation.state import MASTER, fitting, open_state, seal
 from facility.exchange.checkpoints.adapters import CONFIG, write_adapter_config
 from facility.exchange.checkpoints.checkpoint import FLOATS, Checkpoint, open_checkpoint
 from facility.exchange.checkpoints.companions import copy_companions
 from facility.exchange.checkpoints.writer import TensorWriter, layout_like
 from facility.exchange.files.durable import new_directory
-from facility.exchange.messages.manifest import Manifest, write_manifest
+from facility.exchange.messages.manifest import Manifest, tensor_files, write_manifest
 
 OUTPUT = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 COPY_BYTES = 8 << 20
@@ -55,7 +57,8 @@ def write_tensors(aggregation: Aggregation, outputs: Outputs) -> None:
     }
     with ExitStack() as stack:
         layout = layout_with(whole, aggregation.source, aggregation.dtypes)
-        model = stack.enter_context(TensorWriter(outputs.model, layout, whole.metadata))
+        sealed = aggregation.sent is not None
+        model = stack.enter_context(TensorWriter(outputs.model, layout, whole.metadata, hashed=sealed))
         work = _work(aggregation, outputs, stack, model)
         if aggregation.with_adapters and settings.lora == "product":
             assert aggregation.measured is not None
@@ -65,7 +68,10 @@ def write_tensors(aggregation: Aggregation, outputs: Outputs) -> None:
             aggregation.passed = run_pass(aggregation, work)
         for name in sorted(whole.tensors.keys() - aggregation.floats.keys()):
             _copy_tensor(whole, name, model, aggregation.dtypes.get(name, whole.tensors[name].dtype))
-    aggregation.clock("stream")
+        aggregation.clock("stream")
+        aggregation.sources.check()
+        aggregation.written = _written(outputs, model, [work.new_master, *work.new_slots])
+    aggregation.clock("hash")
     screen_afterwards(aggregation)
     copy_companions(whole.directory, outputs.model)
     write_second_moments(aggregation, outputs.model)
@@ -74,11 +80,23 @@ def write_tensors(aggregation: Aggregation, outputs: Outputs) -> None:
         write_adapter_config(outputs.model, told, aggregation.source.tensors)
 
 
+def _written(outputs: Outputs, model: TensorWriter, state: Sequence[TensorWriter | None]) -> dict[Path, dict[str, str]]:
+    """sha256 of what was written, by directory and name in it."""
+    found = {outputs.model: model.digests()}
+    if outputs.state is not None:
+        found[outputs.state] = {
+            f"{writer.directory.name}/{name}": digest
+            for writer in state
+            if writer is not None
+            for name, digest in writer.digests().items()
+        }
+    return found
+
+
 def seal_outputs(aggregation: Aggregation, outputs: Outputs, record: RoundRecord) -> RoundRecord:
     """Write the manifests and round.json, last of all; returns the record with its seconds."""
     request = aggregation.request
-    made = _seal_model(outputs.model, aggregation.sent, request.settings.rule) if aggregation.sent else None
-    aggregation.clock("hash")
+    made = _seal_model(aggregation, outputs.model, aggregation.sent) if aggregation.sent else None
     seconds = {name: round(value, 4) for name, value in aggregation.seconds.items()}
     record = dataclasses.replace(record, seconds=seconds)
     if outputs.state is not None:
@@ -91,6 +109,7 @@ def seal_outputs(aggregation: Aggregation, outputs: Outputs, record: RoundRecord
             parameters=aggregation.source.parameters,
             model=made,
             model_path=Path(request.out),
+            known=aggregation.written[outputs.state],
         )
     if request.record or request.state_out is None:
         beside = Path(request.out).with_name(Path(request.out).name + f".{ROUND}")
@@ -103,7 +122,10 @@ def _work(aggregation: Aggregation, outputs: Outputs, stack: ExitStack, model: T
     settings, floats, unmasking = aggregation.settings, aggregation.floats, aggregation.request.unmasking
     optimizer = SERVER_OPTIMIZERS.get(settings.server_optimizer)
     step, starts = build(settings.server_optimizer, aggregation.number, settings.values_of(optimizer))
-    old = open_state(aggregation.request.state_in, aggregation.sent, [MASTER, *optimizer.slots])
+    aggregation.sources = sources = Sources()
+    if aggregation.request.verify_base and aggregation.sent is not None:
+        sources.promise(Path(aggregation.request.base), aggregation.sent, tensor_files(aggregation.sent))
+    old = open_state(aggregation.request.state_in, aggregation.sent, [MASTER, *optimizer.slots], sources)
     writers = _state_writers(aggregation, outputs.state, stack, [MASTER, *optimizer.slots])
     statistics = "off" if aggregation.measured and settings.statistics != "exact" else settings.statistics
     return kernel.Work(
@@ -119,6 +141,7 @@ def _work(aggregation: Aggregation, outputs: Outputs, stack: ExitStack, model: T
         momentum=needs_momentum(settings),
         float64=settings.accumulate == "float64",
         statistics=statistics,
+        hashed=sources.hashed,
         model=model,
         new_master=writers[0] if writers else None,
         new_slots=writers[1:],
@@ -136,11 +159,11 @@ def _state_writers(
     for name in names:
         (state / name).mkdir()
         layout = layout_like(aggregation.source, kinds)
-        writers.append(stack.enter_context(TensorWriter(state / name, layout, {"format": "pt"})))
+        writers.append(stack.enter_context(TensorWriter(state / name, layout, {"format": "pt"}, hashed=True)))
     return writers
 
 
-def _seal_model(directory: Path, sent: Manifest, rule: str) -> Manifest:
+def _seal_model(aggregation: Aggregation, directory: Path, sent: Manifest) -> Manifest:
     made = open_checkpoint(directory)
     return write_manifest(
         directory,
@@ -150,8 +173,9 @@ def _seal_model(directory: Path, sent: Manifest, rule: str) -> Manifest:
             round=sent.round + 1,
             dtypes=made.dtypes(),
             parameters=made.parameters,
-            extra={"rule": rule},
+            extra={"rule": aggregation.request.settings.rule},
         ),
+        aggregation.written[directory],
     )
 
 

@@ -89,6 +89,10 @@ class FacilityRow:
     versions: dict[str, str] = field(default_factory=dict)
     update_sha256: str = ""
     """Digest of the update's content (`Manifest.content_sha256`)."""
+    peak_memory_bytes: int = 0
+    """Of its largest rank; 0: not reported."""
+    predicted_memory_bytes: int = 0
+    """What that rank was expected to need before anything was loaded; 0: not predicted."""
     usage: dict[str, Any] = field(default_factory=dict)
     """What the job used (`facility.exchange.messages.usage`); empty: not reported."""
     scores: dict[str, Any] = field(default_factory=dict)

@@ -19,6 +19,7 @@ from typing import Any
 from coordinator.config.closing import Rounds
 from coordinator.config.federation import FederationFile
 from facility.exchange.errors import InputError
+from facility.exchange.field_texts import field_text
 from facility.exchange.files.durable import write_text
 from facility.exchange.hints import allowed, dataclass_at, hints, limits
 from facility.exchange.validation import close_to
@@ -166,11 +167,7 @@ def _default(field: dataclasses.Field[Any]) -> str:
 
 def _documentation(kind: type, name: str) -> str:
     """Text under the field, in the class or in the one that it extends."""
-    for one in kind.__mro__:
-        field = one.__dict__.get("__pydantic_fields__", {}).get(name)
-        if field is not None and field.description:
-            return " ".join(field.description.split())
-    return ""
+    return " ".join(field_text(kind, name).split())
 
 
 def _items(hint: Any) -> bool:

@@ -18,6 +18,7 @@ from coordinator.asynchronous import summary as account
 from coordinator.comparison.account import read_account
 from coordinator.comparison.matrix import matrix
 from coordinator.report.cost import costs
+from coordinator.report.predictions import predictions
 from coordinator.report.timeline import Segment, segments, totals
 from facility import __version__
 from facility.exchange.messages.manifest import manifest_if_any
@@ -62,6 +63,7 @@ def gather(
             "totals": totals(found, names),
         },
         "traffic": _traffic(rows, entries, names),
+        "predictions": predictions(rows, names),
         "cost": costs([*rows, *rounds["final_evaluation"], *compared], names, carbon),
         "similarity": _similarity(archive, groups),
         "remarks": [] if groups else remarks(rounds | {"aggregation": settings.get("chosen", "")}),

@@ -69,6 +69,12 @@ def markdown(data: Mapping[str, Any]) -> str:
         for name, one in data["cost"]["facilities"].items()
     ]
     lines += ["## Cost", "", *table(["facility", "node-hours", "GPU-hours", "kWh", "measured by"], used)]
+    memory = [
+        [name, size(one["predicted_memory_bytes"] or 0), size(one["peak_memory_bytes"]), number(one["ratio"])]
+        for name, one in data["predictions"].items()
+    ]
+    head = ["facility", "predicted", "measured", "measured / predicted"]
+    lines += ["## Memory of the largest rank", "", *table(head, memory)]
     odd = [[one["round"], one["facility"], one["done"], one["reason"]] for one in outliers(data)]
     lines += ["## Outliers", "", *table(["round", "facility", "what aggregation did", "why"], odd)]
     failed = [[one["round"], one["facility"], one["status"], one["reason"], one["done"]] for one in data["failures"]]

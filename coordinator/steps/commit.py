@@ -40,7 +40,7 @@ from coordinator.steps.rows import rows_of
 from coordinator.steps.schedule import decay_factor, with_rate
 from coordinator.steps.send import make_message
 from facility.exchange.files.durable import write_json
-from facility.exchange.messages.manifest import read_manifest, run_of, verify_manifest, with_run
+from facility.exchange.messages.manifest import read_manifest, run_of, with_run
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +104,6 @@ def commit(
 
     Raises `UpdateRefused`; then the archive is as it was.
     """
-    verify_manifest(model)
     round = Commit(
         archive=archive,
         settings=settings,
@@ -113,6 +112,7 @@ def commit(
         arrived=arrived,
         attempt=attempt,
         unmasking=unmasking,
+        verify_base=True,
     )
     open_round(round)
     with archive.append(number) as directory:

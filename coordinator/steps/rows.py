@@ -12,7 +12,7 @@ from facility.exchange.messages.dataset_card import dataset_of
 from facility.exchange.messages.evaluation import scores_of
 from facility.exchange.messages.lost_replicas import note_on
 from facility.exchange.messages.manifest import KEEPS, read_manifest
-from facility.exchange.messages.report import Failure
+from facility.exchange.messages.report import Failure, predicted_memory_of
 from facility.exchange.messages.usage import usage_of
 
 MOST_DEVICES = 16
@@ -74,6 +74,8 @@ def _row(
         phases=dataclasses.asdict(report.seconds),
         ranks=report.ranks,
         devices=report.devices[:MOST_DEVICES],
+        peak_memory_bytes=report.peak_memory_bytes,
+        predicted_memory_bytes=predicted_memory_of(report),
         versions=report.versions,
         # What a late one received was the model of an earlier round: no figure of this one's.
         loss_received=None if late else report.loss_received,

@@ -30,6 +30,7 @@ from streamflow.workflow.utils import get_job_token
 
 from coordinator.config.deployments import FACILITY
 from coordinator.rounds.late import LateJob
+from coordinator.streamflow_plugin.checksums import KnownChecksums
 from coordinator.streamflow_plugin.closing import Closing, closing_of_run
 from coordinator.streamflow_plugin.errand import Errand
 from coordinator.streamflow_plugin.lanes import TransferFailed
@@ -219,6 +220,7 @@ def install() -> None:
         and list(inspect.signature(CWLExecuteStep._retrieve_output).parameters)
         == ["self", "job", "output_name", "output_port", "command_output", "connector"]
         and list(inspect.signature(CWLTransferStep.transfer).parameters) == ["self", "job", "token"]
+        and list(inspect.signature(remotepath._file_checksum_local).parameters) == ["path"]
     )
     if not known:
         raise RuntimeError(
@@ -226,6 +228,7 @@ def install() -> None:
             "install streamflow==0.2.0rc3"
         )
     cwl_command.StreamFlowPath = output_path
+    remotepath._file_checksum_local = KnownChecksums(remotepath._file_checksum_local)
     closing = closing_of_run()
     remotepath.get_storage_usages = storage_usages(remotepath.get_storage_usages)
     if closing is not None:

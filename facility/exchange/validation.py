@@ -28,6 +28,7 @@ from annotated_types import Ge, Gt, Le
 from pydantic import AllowInfNan, BeforeValidator, ConfigDict, Strict, ValidationError
 
 from facility.exchange.errors import ConfigurationError
+from facility.exchange.field_texts import field_text
 from facility.exchange.hints import allowed, dataclass_at, dotted, hint_at, limits
 
 T = TypeVar("T")
@@ -37,7 +38,7 @@ AtLeastOne = Annotated[N, Ge(1)]
 NonNegative = Annotated[N, Ge(0)]
 Share = Annotated[float, Gt(0), Le(1)]
 """More than nothing, at most all."""
-CONFIG = ConfigDict(extra="forbid", use_attribute_docstrings=True, arbitrary_types_allowed=True)
+CONFIG = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
 CALLS = ("missing", "unexpected_keyword_argument")
 RANGES = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
 
@@ -57,6 +58,9 @@ SCALARS: dict[Any, tuple[list[Any], list[Any]]] = {
     float: ([Strict(), AllowInfNan(False)], [BeforeValidator(_float)]),
 }
 """Type -> markers before and after those of the declaration."""
+
+DECLARED: dict[str, list[type]] = {}
+"""Validated classes by name."""
 
 if TYPE_CHECKING:
     from dataclasses import dataclass as validated
@@ -82,6 +86,7 @@ else:
                     raise ours from None
 
             made.__init__ = __init__
+            DECLARED.setdefault(made.__name__, []).append(made)
             return made
 
         return declare
@@ -111,7 +116,8 @@ def with_settings(entries: list[dict[str, Any]], *kinds: type) -> list[dict[str,
         for parameter in entry["parameters"]:
             if set(parameter) == {"name"}:
                 declared = [found[parameter["name"]] for found in fields if parameter["name"] in found]
-                text = next((one.description for one in declared if one.description), "")
+                holders = [kind for kind in kinds if parameter["name"] in kind.__pydantic_fields__]  # type: ignore[attr-defined]
+                text = next((text for kind in holders if (text := field_text(kind, parameter["name"]))), "")
                 parameter |= {"default": declared[0].default, "text": text}
     return entries
 

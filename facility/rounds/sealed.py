@@ -3,38 +3,70 @@
 What a round keeps for the next (optimizer state, mid-round checkpoint, local parameters, residual) is sealed where it
 is written, and verified before a round uses it. A damaged directory is put aside and the round begins without it, as on
 the first day; one from before seals existed is used as it is.
+
+A file that still has the inode, size and times that it had when it was sealed is not read again for its digest: only
+this account can write there, and whatever writes to a file changes its times (`ctime` cannot be set). What copies,
+moves back or truncates a file is noticed; a disk that returns other bytes than it was given is not.
 """
 
 from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from facility.exchange.files.durable import write_json
 from facility.exchange.messages.manifest import sha256_of
 
 SEAL = "seal.json"
+UNCHANGED = "seal-files.json"
+"""Inode, size, mtime and ctime (ns) of each sealed file, by name. Means nothing after a copy."""
+TICK_SECONDS = 0.05
 ASIDE = "damaged"
 SELF_CHECKED = ("finished", "models", ASIDE)
 """Parts of the state that have manifests of their own, and what was put aside before."""
 
 
-def seal(directory: Path) -> None:
-    """Write the digests of the files of a complete directory."""
-    files = {path.name: sha256_of(path) for path in sorted(directory.iterdir()) if path.is_file() and path.name != SEAL}
-    write_json(directory / SEAL, files)
+def seal(directory: Path, known: Mapping[str, str] | None = None) -> None:
+    """Write the digests of the files of a complete directory. `known`: those of files hashed as they were written."""
+    paths = [path for path in sorted(directory.iterdir()) if path.is_file() and path.name not in (SEAL, UNCHANGED)]
+    write_json(directory / SEAL, {path.name: (known or {}).get(path.name) or sha256_of(path) for path in paths})
+    _outlast_clock_tick(paths)
+    write_json(directory / UNCHANGED, {path.name: identity(path) for path in paths})
+
+
+def _outlast_clock_tick(paths: Sequence[Path]) -> None:
+    """Wait until whatever is written from now on has later times than these files: the kernel's clock ticks every few
+    milliseconds."""
+    newest = max((path.stat().st_ctime for path in paths), default=0.0)
+    time.sleep(min(TICK_SECONDS, max(0.0, newest + TICK_SECONDS - time.time())))
+
+
+def identity(path: Path) -> list[int]:
+    """What changes when a file is written to, truncated, or replaced by a copy."""
+    found = path.stat()
+    return [found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns]
+
+
+def unchanged(directory: Path) -> dict[str, list[int]]:
+    """What `seal` noted of the files; nothing where the note is absent or no longer readable."""
+    try:
+        noted = json.loads((directory / UNCHANGED).read_text())
+    except (OSError, ValueError):
+        return {}
+    return noted if isinstance(noted, dict) else {}
 
 
 def flaw(directory: Path) -> str:
     """What differs from the seal, '' for nothing."""
     try:
-        promised = json.loads((directory / SEAL).read_text())
+        promised, noted = json.loads((directory / SEAL).read_text()), unchanged(directory)
         for name, digest in promised.items():
             path = directory / name
             if not path.is_file():
                 return f"{path} is missing"
-            if sha256_of(path) != digest:
+            if noted.get(name) != identity(path) and sha256_of(path) != digest:
                 return f"{path} was altered"
     except (OSError, ValueError, AttributeError) as error:
         return f"{directory / SEAL} cannot be read: {error}"

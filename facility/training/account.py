@@ -21,6 +21,14 @@ def peak_memory_bytes(ranks: Ranks) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def resident_bytes(ranks: Ranks) -> int:
+    """What `peak_memory_bytes` would be of this rank now: on a CPU, interpreter and libraries before a model comes."""
+    if ranks.device.type == "cuda":
+        return torch.cuda.memory_allocated(ranks.device)
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
 def versions() -> dict[str, str]:
     import transformers
 

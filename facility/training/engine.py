@@ -42,6 +42,9 @@ class StepResult:
 class Engine:
     """Drives what a rank holds through training and evaluation."""
 
+    predicted_memory_bytes = 0
+    """What this rank was expected to need at most, in the measure of `account.peak_memory_bytes`; 0: not predicted."""
+
     def __init__(
         self, assembly: Assembly, layout: Layout, ranks: Ranks, settings: TrainingSettings, clock: Clock
     ) -> None:

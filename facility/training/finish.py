@@ -109,6 +109,7 @@ def measure(round: Round) -> dict[str, Any]:
         "rank": ranks.rank,
         "device": device_name(ranks.device),
         "peak_memory_bytes": account.peak_memory_bytes(ranks),
+        "predicted_memory_bytes": engine.predicted_memory_bytes,
         "seconds": account.rounded(round.clock.seconds),
     }
     per_rank = gather(ranks, here)
@@ -118,6 +119,7 @@ def measure(round: Round) -> dict[str, Any]:
     )
     details |= {
         "tokens_per_second_steady": account.steady(round.step_ends, shape.batch_sequences * inputs.block_tokens),
+        reports.PREDICTED_MEMORY: max(one["predicted_memory_bytes"] for one in per_rank),
         "sync": round.sync_report,
         "steps_skipped": engine.skipped,
         "interruptions": round.progress.interruptions,

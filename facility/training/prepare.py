@@ -10,7 +10,7 @@ import torch
 
 from facility.exchange.checkpoints.adapters import PREFIX
 from facility.exchange.checkpoints.checkpoint import Checkpoint
-from facility.training import lora, memory
+from facility.training import account, lora, memory
 from facility.training.data.inputs import RoundInputs
 from facility.training.data.loader import DataLoader
 from facility.training.data.preference import Preference
@@ -99,11 +99,14 @@ def build_engine(request: RoundRequest, inputs: RoundInputs, setup: Setup, ranks
         skeleton = build_meta_model(inputs.config, inputs.task, inputs.attention, training)
         needed = memory.predicted_bytes(skeleton, structure, layout, ranks, training, inputs.config, setup.head.rows)
         memory.check(needed, ranks, training)
+        expected = account.resident_bytes(ranks) + sum(needed.values())
     rows = setup.head.rows
     held = assemble(skeleton, inputs.task, inputs.checkpoint, layout, ranks, training, clock, structure, rows)
     with together(ranks):
         load_weights(held, inputs, inputs.received, request.settings.seed)
-    return Engine(held, layout, ranks, training, clock)
+    engine = Engine(held, layout, ranks, training, clock)
+    engine.predicted_memory_bytes = expected
+    return engine
 
 
 def load_weights(held: Assembly, inputs: RoundInputs, received: Checkpoint, seed: int) -> None:

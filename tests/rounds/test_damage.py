@@ -12,8 +12,9 @@ import pytest
 
 from facility.dataset import DatasetError
 from facility.exchange.files.storage import is_storage, sentence
+from facility.rounds import sealed
 from facility.rounds.dataset_check import RECORD, check_dataset
-from facility.rounds.sealed import SEAL, flaw, put_aside_damaged, seal
+from facility.rounds.sealed import SEAL, UNCHANGED, flaw, put_aside_damaged, seal
 from tests.federations import write_dataset
 
 
@@ -62,6 +63,27 @@ def test_damaged_state_is_put_aside_by_name_and_the_rest_stays(harm: str, tmp_pa
     assert str(file) in told and "begins without it" in told
     assert sound.is_dir() and not hurt.exists() and list((tmp_path / "damaged").glob("personal-round-0-*"))
     assert put_aside_damaged(tmp_path) == [], "what is aside is not looked at again"
+
+
+@pytest.mark.parametrize("how", ["in place", "with its times", "copied back", "without the note"])
+def test_a_file_that_changed_since_it_was_sealed_is_read_again(how: str, tmp_path: Path):
+    directory = kept(tmp_path, "round-1")
+    file = directory / "model.safetensors"
+    times = file.stat()
+    if how == "copied back":
+        file.rename(tmp_path / "aside")
+    if how == "without the note":
+        (directory / UNCHANGED).unlink()
+    file.write_bytes(b"numberz")
+    if how == "with its times":
+        os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert "altered" in flaw(directory)
+
+
+def test_a_file_that_is_as_it_was_sealed_is_not_read(tmp_path: Path, monkeypatch):
+    directory = kept(tmp_path, "round-1")
+    monkeypatch.setattr(sealed, "sha256_of", lambda path: pytest.fail(f"{path} was read"))
+    assert flaw(directory) == ""
 
 
 def test_state_from_before_seals_is_used_as_it_is(tmp_path: Path):

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from facility.exchange.checkpoints.checkpoint import INDEX, ITEM_BYTES, SINGLE, Checkpoint
 from facility.exchange.files.durable import write_json
+from facility.exchange.files.streamed_digest import StreamedDigest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,12 +89,19 @@ def write_index(directory: Path, layout: Layout) -> None:
 
 
 class TensorWriter:
-    """Open files of the final size; `write` fills them. Closing checks nothing: write every byte."""
+    """Open files of the final size; `write` fills them. Closing checks nothing: write every byte.
 
-    def __init__(self, directory: Path, layout: Layout, metadata: Mapping[str, str] | None = None) -> None:
+    `hashed`: the files' sha256 is made of what is written, for `digests`.
+    """
+
+    def __init__(
+        self, directory: Path, layout: Layout, metadata: Mapping[str, str] | None = None, *, hashed: bool = False
+    ) -> None:
         self.directory = Path(directory)
         self.places: dict[str, tuple[int, int, Planned]] = {}
         self._descriptors: list[int] = []
+        self._hashed = hashed
+        self._digests: dict[int, StreamedDigest] = {}
         metadata = {"format": "pt"} if metadata is None else dict(metadata)
         try:
             for file, tensors in layout.items():
@@ -111,6 +119,9 @@ class TensorWriter:
         self._descriptors.append(descriptor)
         _write_exactly(descriptor, memoryview(header), 0)
         os.ftruncate(descriptor, size)
+        if self._hashed:
+            self._digests[descriptor] = StreamedDigest(self.directory / file, size)
+            self._digests[descriptor].feed(0, header)
         for tensor in ordered:
             self.places[tensor.name] = (descriptor, starts[tensor.name], tensor)
 
@@ -119,6 +130,12 @@ class TensorWriter:
         descriptor, start, tensor = self.places[name]
         assert offset + len(content) <= tensor.size, (name, offset, len(content))
         _write_exactly(descriptor, content, start + offset)
+        if self._hashed:
+            self._digests[descriptor].feed(start + offset, content)
+
+    def digests(self) -> dict[str, str]:
+        """sha256 of each file by its name, once every byte is written; nothing unless `hashed`."""
+        return {digest.path.name: digest.finish() for digest in self._digests.values()}
 
     def close(self) -> None:
         for descriptor in self._descriptors:

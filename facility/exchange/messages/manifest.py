@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -132,14 +132,16 @@ def _files(directory: Path) -> list[Path]:
     return found
 
 
-def write_manifest(directory: Path, manifest: Manifest) -> Manifest:
-    """Hash every file below `directory` and write `manifest.json` last; returns the manifest with `files` filled."""
-    directory = Path(directory)
-    found = _files(directory)
-    files = {
-        path.relative_to(directory).as_posix(): FileEntry(sha256=digest, size=path.stat().st_size)
-        for path, digest in zip(found, _digests(found), strict=True)
-    }
+def write_manifest(directory: Path, manifest: Manifest, known: Mapping[str, str] | None = None) -> Manifest:
+    """Hash every file below `directory` and write `manifest.json` last; returns the manifest with `files` filled.
+
+    `known`: digests of files that were hashed as they were written, by path relative to the directory.
+    """
+    directory, known = Path(directory), known or {}
+    found = {path.relative_to(directory).as_posix(): path for path in _files(directory)}
+    unknown = [name for name in found if name not in known]
+    digests = dict(zip(unknown, _digests([found[name] for name in unknown]), strict=True)) | dict(known)
+    files = {name: FileEntry(sha256=digests[name], size=path.stat().st_size) for name, path in found.items()}
     manifest = dataclasses.replace(manifest, files=files)
     write_json(directory / NAME, dataclasses.asdict(manifest))
     return manifest
@@ -179,10 +181,11 @@ def _entry(name: str, raw: Any, path: Path) -> FileEntry:
     return FileEntry(sha256=found.digest("sha256"), size=found.whole("size"))
 
 
-def verify_manifest(directory: Path) -> Manifest:
+def verify_manifest(directory: Path, *, later: Collection[str] = ()) -> Manifest:
     """Read the manifest and check every file's presence, size and sha256; no other file may lie beside them.
 
-    Raises `ManifestError` naming the first file that differs.
+    `later`: files whose sha256 the caller makes as it reads them, and compares by `check_digest` before what it read
+    is of any effect. Raises `ManifestError` naming the first file that differs.
     """
     directory = Path(directory)
     manifest = read_manifest(directory)
@@ -197,13 +200,23 @@ def verify_manifest(directory: Path) -> Manifest:
             raise ManifestError(
                 f"{directory}/{name} has {size} bytes, expected {entry.size}: truncated or altered; send it again"
             )
-    names = sorted(manifest.files)
+    names = sorted(manifest.files.keys() - set(later))
     for name, digest in zip(names, _digests([directory / name for name in names]), strict=True):
-        if digest != manifest.files[name].sha256:
-            raise ManifestError(f"{directory}/{name} has another sha256 than its manifest says: altered; send it again")
+        check_digest(directory, manifest, name, digest)
     if surplus := sorted(present - set(manifest.files)):
         raise ManifestError(f"{directory} holds files that its manifest does not name: {surplus[:5]}")
     return manifest
+
+
+def check_digest(directory: Path, manifest: Manifest, name: str, digest: str) -> None:
+    """Raise `ManifestError` unless the manifest gives the file `name` this sha256."""
+    if digest != manifest.files[name].sha256:
+        raise ManifestError(f"{directory}/{name} has another sha256 than its manifest says: altered; send it again")
+
+
+def tensor_files(manifest: Manifest, folders: Collection[str] = ("",)) -> list[str]:
+    """Files of tensors that lie in one of these folders of a directory."""
+    return [n for n in manifest.files if n.endswith(".safetensors") and n.rpartition("/")[0] in folders]
 
 
 def manifest_if_any(directory: Path) -> Manifest | None:

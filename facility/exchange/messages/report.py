@@ -22,6 +22,8 @@ MOST_COUNT = 10**15
 MOST_LOSS = 1e4
 """Nats per token; a guess at random among 10^9 tokens has 21."""
 MOST_NUMBER = 1.8e308
+PREDICTED_MEMORY = "predicted_memory_bytes"
+"""In `details`: what the largest rank was expected to need before anything was loaded, as `peak_memory_bytes`."""
 MOST_REASON = 1000
 """Characters."""
 MOST_LOG = 20_000
@@ -123,6 +125,12 @@ def read_report(directory: Path) -> Report:
         details=found.mapping("details", 1000),
         format=found.whole("format", FORMAT, least=1, most=FORMAT),
     )
+
+
+def predicted_memory_of(report: Report) -> int:
+    """The memory that the facility's largest rank was expected to need; 0: it says nothing that can be used."""
+    told = report.details.get(PREDICTED_MEMORY)
+    return told if type(told) is int and 0 < told <= MOST_COUNT else 0
 
 
 def read_failure(directory: Path) -> Failure | None:

@@ -9,7 +9,7 @@ by all ranks, as it must be for a checkpoint of several ranks in any case.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from facility.exchange.checkpoints.conversion import Conversion, Run
 from facility.exchange.checkpoints.writer import Planned, header_of, layout_of_shards, write_index
 from facility.exchange.errors import CheckpointError
 from facility.exchange.files.durable import as_umask_allows
+from facility.exchange.files.streamed_digest import StreamedDigest
 from facility.training.shards import PIECE_BYTES, LocalShard
 
 FILE_BYTES = 2_000_000_000
@@ -61,8 +62,12 @@ def plan_files(
     return slots, headers
 
 
-def create_files(directory: Path, slots: dict[str, Slot], headers: dict[str, bytes]) -> None:
-    """Write headers and index, and give every file its final size. One rank does this before all write rows."""
+def create_files(directory: Path, slots: dict[str, Slot], headers: dict[str, bytes]) -> dict[str, StreamedDigest]:
+    """Write headers and index, and give every file its final size. One rank does this before all write rows.
+
+    Returns what makes the files' sha256 of what `write_shards` writes, where one rank writes everything.
+    """
+    hashed: dict[str, StreamedDigest] = {}
     ends = dict.fromkeys(headers, 0)
     for slot in slots.values():
         ends[slot.file] = max(ends[slot.file], slot.start + slot.size)
@@ -70,17 +75,28 @@ def create_files(directory: Path, slots: dict[str, Slot], headers: dict[str, byt
         with open(directory / file, "wb") as handle:
             handle.write(header)
             handle.truncate(max(ends[file], len(header)))
+        hashed[file] = StreamedDigest(directory / file, max(ends[file], len(header)))
+        hashed[file].feed(0, header)
         os.chmod(directory / file, as_umask_allows(0o644))
     layout: dict[str, list[Planned]] = {file: [] for file in headers}
     for name, slot in slots.items():
         layout[slot.file].append(Planned(name=name, dtype=slot.dtype, shape=slot.shape))
     write_index(directory, layout)
+    return hashed
 
 
 def write_shards(
-    directory: Path, slots: dict[str, Slot], parts: Iterable[LocalShard], conversion: Conversion | None = None
-) -> None:
-    """Write the rows this rank holds of each tensor. Raises `CheckpointError` where fp16 cannot hold a weight."""
+    directory: Path,
+    slots: dict[str, Slot],
+    parts: Iterable[LocalShard],
+    conversion: Conversion | None = None,
+    *,
+    hashed: Mapping[str, StreamedDigest] | None = None,
+) -> dict[str, str]:
+    """Write the rows this rank holds of each tensor. Raises `CheckpointError` where fp16 cannot hold a weight.
+
+    `hashed`: of `create_files`, where no other rank writes; then the sha256 of each file is returned.
+    """
     pieces = conversion.pieces if conversion is not None else {}
     opened: dict[str, int] = {}
     try:
@@ -97,21 +113,25 @@ def write_shards(
                 if slot.file not in opened:
                     opened[slot.file] = os.open(directory / slot.file, os.O_WRONLY)
                 elements = flat[run.at - begin : run.at - begin + run.count]
-                _write_elements(opened[slot.file], slot, run.start, elements, part.name)
+                digest = hashed[slot.file] if hashed else None
+                _write_elements(opened[slot.file], slot, run.start, elements, part.name, digest)
         for descriptor in opened.values():
             os.fsync(descriptor)
     finally:
         for descriptor in opened.values():
             os.close(descriptor)
+    return {file: digest.finish() for file, digest in (hashed or {}).items()}
 
 
-def _write_elements(descriptor: int, slot: Slot, start: int, flat: torch.Tensor, name: str) -> None:
+def _write_elements(
+    descriptor: int, slot: Slot, start: int, flat: torch.Tensor, name: str, digest: StreamedDigest | None
+) -> None:
     """Write elements of a tensor from `start` on, rounded to its dtype."""
     dtype = torch_dtype(slot.dtype)
     begin_byte = slot.start + start * dtype.itemsize
     for begin in range(0, flat.numel(), PIECE_BYTES // 4):
         piece = rounded(name, flat[begin : begin + PIECE_BYTES // 4], dtype)
-        _write(descriptor, begin_byte + begin * dtype.itemsize, piece.cpu())
+        _write(descriptor, begin_byte + begin * dtype.itemsize, piece.cpu(), digest)
 
 
 def rounded(name: str, piece: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -128,8 +148,10 @@ def rounded(name: str, piece: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return result
 
 
-def _write(descriptor: int, offset: int, tensor: torch.Tensor) -> None:
+def _write(descriptor: int, offset: int, tensor: torch.Tensor, digest: StreamedDigest | None) -> None:
     view = memoryview(tensor.contiguous().view(torch.uint8).numpy().data)
     done = 0
     while done < len(view):
         done += os.pwrite(descriptor, view[done:], offset + done)
+    if digest is not None:
+        digest.feed(offset, view)

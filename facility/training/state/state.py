@@ -20,6 +20,7 @@ import torch
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.errors import CheckpointError, ConfigurationError
 from facility.exchange.files.durable import new_directory, write_json
+from facility.exchange.files.streamed_digest import StreamedDigest
 from facility.exchange.messages.settings import FacilitySettings
 from facility.exchange.validation import parse, validated
 from facility.rounds.sealed import seal
@@ -175,10 +176,10 @@ def publish(
     """Write float32 tensors, of which every rank holds some rows, and `state.json`; replaces `path` atomically."""
     slots, headers = plan_files([(name, "F32", shape) for name, shape in tensors])
 
-    def write_mine(temporary: Path) -> None:
+    def write_mine(temporary: Path, hashed: dict[str, StreamedDigest] | None = None) -> dict[str, str]:
         barrier(ranks)
         with together(ranks):
-            write_shards(temporary, slots, parts)
+            return write_shards(temporary, slots, parts, hashed=hashed)
 
     if not ranks.first:
         write_mine(Path(broadcast(ranks, None)))
@@ -189,10 +190,10 @@ def publish(
     shutil.rmtree(new, ignore_errors=True)
     with new_directory(new) as temporary:
         broadcast(ranks, str(temporary))
-        create_files(temporary, slots, headers if tensors else {})
-        write_mine(temporary)
+        hashed = create_files(temporary, slots, headers if tensors else {})
+        known = write_mine(temporary, hashed if ranks.world == 1 else None)
         write_json(temporary / NAME, dataclasses.asdict(message))  # type: ignore[call-overload]
-        seal(temporary)
+        seal(temporary, known)
     shutil.rmtree(path, ignore_errors=True)
     os.rename(new, path)
     barrier(ranks)

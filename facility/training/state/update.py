@@ -76,10 +76,10 @@ def write_update(
         mine.append(shard_of(name, torch.nn.Parameter(checkpoint.read(name), requires_grad=False)))
     with new_directory(out) as temporary:
         broadcast(ranks, str(temporary))
-        create_files(temporary, slots, headers)
+        hashed = create_files(temporary, slots, headers)
         barrier(ranks)
         with together(ranks):
-            write_shards(temporary, slots, mine, conversion)
+            known = write_shards(temporary, slots, mine, conversion, hashed=hashed if ranks.world == 1 else None)
         copy_companions(model, temporary)
         state_dtype(temporary, settings.training.export_dtype)
         if adapters.rank:
@@ -98,6 +98,7 @@ def write_update(
                 encoding="lora" if adapters.rank else "full",
                 parameters=sum(torch.Size(shape).numel() for _, _, shape in tensors),
             ),
+            known,
         )
     barrier(ranks)
 

@@ -1,0 +1,39 @@
+"""What an aggregation is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from coordinator.aggregation.settings import AggregationSettings
+from coordinator.aggregation.unmasking import Unmasking
+from facility.exchange.messages.layout import LoraSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What is asked for."""
+
+    base: Path
+    """The model that was sent."""
+    updates: Mapping[str, Path] | Sequence[Path]
+    """Directories, by facility where the caller knows it."""
+    out: Path
+    settings: AggregationSettings
+    verify_base: bool = False
+    """Compare the base with its manifest as it is read; otherwise it is taken as it is."""
+    state_in: Path | None = None
+    state_out: Path | None = None
+    record: Path | None = None
+    """Of round.json; None: in `state_out`, else beside `out`."""
+    threads: int = 0
+    """0: automatic."""
+    adapters: LoraSettings | None = None
+    """What the facilities were asked to train; None: not known, the base model and the majority decide."""
+    unmasking: Unmasking | None = None
+    """What takes the masks off; None: the updates are not masked."""
+    drop_refused: bool = False
+    """Go on without an update that is refused, instead of raising."""
+    minimum_updates: int = 1
+    """Fewer left than this is an error."""

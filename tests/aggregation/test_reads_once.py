@@ -1,0 +1,103 @@
+"""Whatever goes into a mean is read once, and verified by that reading; damage of our own files blames no facility."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from coordinator.aggregate import aggregate
+from coordinator.aggregation.settings import AggregationSettings
+from coordinator.aggregation.verify import check_update
+from facility.exchange.checkpoints.checkpoint import open_checkpoint
+from facility.exchange.errors import ManifestError, UpdateRefused
+from facility.exchange.messages.manifest import read_manifest, verify_manifest
+from tests.aggregation import make
+
+SETTINGS = AggregationSettings(rule="mean+nesterov", weights="equal", **make.UNBOUNDED)
+SLACK = 300_000
+"""Bytes of headers, manifests and reports."""
+
+
+def tensors(seed: int) -> make.Tensors:
+    draw = torch.Generator().manual_seed(seed)
+    return {f"w{i}": torch.randn(700, 1000, generator=draw).bfloat16() for i in range(3)}
+
+
+def size(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.rglob("*.safetensors"))
+
+
+def read_by(act: Callable[[], object]) -> int:
+    """Bytes that this process reads, by the kernel's count."""
+
+    def counter() -> int:
+        return int(Path("/proc/self/io").read_text().split("rchar: ")[1].split()[0])
+
+    before = counter()
+    act()
+    return counter() - before
+
+
+@pytest.fixture
+def second_round(tmp_path: Path) -> tuple[Path, Path, list[Path]]:
+    """Model and state after one round, and the updates of the next."""
+    start = make.model(tmp_path / "start", tensors(0))
+    first = [make.update(tmp_path / f"first{i}", tensors(i), base=start, facility=f"f{i}") for i in (1, 2)]
+    out, state = tmp_path / "model", tmp_path / "state"
+    aggregate(base=start, updates=first, out=out, settings=SETTINGS, state_out=state)
+    base = tmp_path / "model"
+    updates = [make.update(tmp_path / f"second{i}", tensors(i), base=base, facility=f"f{i}") for i in (3, 4)]
+    return base, state, updates
+
+
+def again(tmp_path: Path, base: Path, state: Path, updates: list[Path], **more: bool) -> None:
+    out, state_out = tmp_path / "next", tmp_path / "next-state"
+    more = more | {"verify_base": True}
+    aggregate(base=base, updates=updates, out=out, settings=SETTINGS, state_in=state, state_out=state_out, **more)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts by /proc/self/io")
+def test_a_round_reads_updates_model_and_state_once_and_nothing_that_it_wrote(tmp_path: Path, second_round):
+    base, state, updates = second_round
+    needed = sum(map(size, (base, state, *updates)))
+    found = read_by(lambda: again(tmp_path, base, state, updates))
+    assert needed <= found <= needed + SLACK
+    assert verify_manifest(tmp_path / "next").kind == "model" and verify_manifest(tmp_path / "next-state")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts by /proc/self/io")
+def test_an_update_is_read_once_when_it_arrives(second_round):
+    base, _, (update, _) = second_round
+    opened, told = open_checkpoint(base), read_manifest(base)
+    found = read_by(lambda: check_update(update, opened, told, "f3", told.round))
+    assert size(update) <= found <= size(update) + SLACK
+
+
+@pytest.mark.parametrize("values", ["finite", "nan"])
+@pytest.mark.parametrize("what", ["model", "state"])
+def test_damage_of_our_own_files_is_named_and_blames_no_facility(tmp_path: Path, second_round, what: str, values: str):
+    base, state, updates = second_round
+    hurt = base / "model.safetensors" if what == "model" else state / "master" / "model.safetensors"
+    damage(hurt, b"\xff" * 64 if values == "nan" else b"\x01" * 64)
+    with pytest.raises(ManifestError, match="another sha256"):
+        again(tmp_path, base, state, updates, drop_refused=True)
+    assert not (tmp_path / "next").exists() and not (tmp_path / "next-state").exists()
+
+
+@pytest.mark.parametrize("content", [b"\x01" * 64, b"\xff" * 64], ids=["finite", "nan"])
+def test_an_update_that_was_altered_on_its_way_is_refused_as_altered(second_round, content: bytes):
+    base, _, (update, _) = second_round
+    damage(update / "model.safetensors", content)
+    told = read_manifest(base)
+    with pytest.raises(UpdateRefused, match="another sha256"):
+        check_update(update, open_checkpoint(base), told, "f3", told.round)
+
+
+def damage(file: Path, content: bytes) -> None:
+    with open(file, "r+b") as handle:
+        handle.seek(-1_000_000, 2)
+        handle.write(content)
