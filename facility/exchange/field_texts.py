@@ -24,8 +24,15 @@ def field_texts(kind: type) -> Mapping[str, str]:
 
 
 def field_text(kind: type, name: str) -> str:
-    """Of a field, in the class or in the first that it extends which has one; empty: none."""
-    return next((text for one in kind.__mro__ if (text := field_texts(one).get(name))), "")
+    """Of a field, in the class or in the first that it extends which has one; empty: none.
+
+    A field that is made by code, without a line in the source, has its text in pydantic's description.
+    """
+    for one in kind.__mro__:
+        made = one.__dict__.get("__pydantic_fields__", {}).get(name)
+        if text := field_texts(one).get(name) or (made.description if made is not None else ""):
+            return str(text)
+    return ""
 
 
 @functools.cache

@@ -1,0 +1,128 @@
+"""What is predicted of a round beside what is measured, over sizes, layouts, LoRA, encodings. Prints JSON.
+
+    python tests/bench/predictions.py [--cases small,fsdp,...] [--out FILE]
+
+Each case trains one real round by `facility.round` on this machine's CPU. Memory: of the largest rank, as the trainer
+predicts it before it loads anything (`facility.training.memory`), and its peak resident set. Disk: what
+`crossfed check` counts for the update, its encoded form and the optimizer state (`coordinator.preflight.disk`), and
+the bytes of those files. Link: bytes of the update as it travels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from coordinator.preflight.disk import facility_disk
+from coordinator.preflight.estimates import model_figures
+from facility.exchange.messages.manifest import Manifest, read_manifest, write_manifest
+from facility.exchange.messages.report import predicted_memory_of, read_report
+from facility.exchange.messages.settings import read_facility_settings
+from tests.federations import write_dataset
+from tests.pico import save_pico
+
+ROOT = Path(__file__).resolve().parents[2]
+BATCH, TOKENS = 4, 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One model and how it is trained."""
+
+    hidden: int
+    layers: int
+    vocabulary: int = 8192
+    training: dict[str, Any] = field(default_factory=dict)
+
+
+CASES = {
+    "small": Case(hidden=256, layers=4),
+    "medium": Case(hidden=512, layers=6),
+    "large": Case(hidden=512, layers=6, vocabulary=32768),
+    "bfloat16": Case(hidden=512, layers=6, training={"compute_dtype": "bfloat16"}),
+    "fsdp": Case(hidden=512, layers=6, training={"ranks": 2}),
+    "ddp": Case(hidden=512, layers=6, training={"ranks": 2, "layout": {"sharding": "NO_SHARD"}}),
+    "checkpointing": Case(hidden=512, layers=6, training={"layout": {"activation_checkpointing": "full"}}),
+    "lora": Case(hidden=512, layers=6, training={"lora": {"rank": 8}}),
+    "int8": Case(hidden=512, layers=6, training={"encoding": "delta-int8"}),
+}
+
+
+def ratio(measured: float, predicted: float) -> float | None:
+    return round(measured / predicted, 3) if predicted else None
+
+
+def size(folder: Path) -> int:
+    """Bytes of the tensors below a directory."""
+    return sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
+
+
+def run(case: Case, folder: Path) -> dict[str, Any]:
+    """Train one round; predicted and measured bytes."""
+    shape = {"hidden_size": case.hidden, "intermediate_size": 3 * case.hidden, "num_hidden_layers": case.layers}
+    model = save_pico(
+        folder / "model", dtype="bfloat16", vocab_size=case.vocabulary, max_position_embeddings=TOKENS, **shape
+    )
+    write_manifest(model, Manifest(kind="model", federation="bench", round=0))
+    write_dataset(folder / "dataset", block_tokens=TOKENS, vocabulary_size=case.vocabulary)
+    training = {"steps": 3, "batch_sequences": BATCH, "learning_rate": 1e-4, "threads": 1, "device": "cpu", "ranks": 1}
+    if "lora" in case.training:
+        training["lora"] = case.training["lora"] | {"base": str(model)}
+    settings = {"federation": "bench", "facility": "here", "rounds": 1, "seed": 0, "training": case.training | training}
+    settings["training"] |= {name: value for name, value in case.training.items() if name != "lora"}
+    (folder / "settings.json").write_text(json.dumps(settings))
+    command = [sys.executable, "-m", "facility.round", "--model", str(model), "--dataset", str(folder / "dataset")]
+    command += ["--settings", str(folder / "settings.json"), "--round", "0", "--out", "update", "--state", "state"]
+    (folder / "job").mkdir()
+    began = time.perf_counter()
+    done = subprocess.run(
+        command, cwd=folder / "job", env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    if done.returncode:
+        raise SystemExit(f"{case} ended with {done.returncode}: {done.stderr[-3000:]}")
+    update, state, report = folder / "job/update", folder / "job/state", read_report(folder / "job/update")
+    figures, told = model_figures(model), read_facility_settings(folder / "settings.json").training
+    disk = facility_disk(figures, told).parts
+    encoded = bool(disk["its encoded form"])
+    link = disk["its encoded form"] if encoded else disk["update"]
+    moments = size(state / "round-0")
+    predicted = predicted_memory_of(report)
+    return {
+        "parameters": figures.parameters,
+        "seconds": round(time.perf_counter() - began, 1),
+        "memory": [predicted, report.peak_memory_bytes, ratio(report.peak_memory_bytes, predicted)],
+        "update": [link, size(update), ratio(size(update), link)],
+        "optimizer_state": [disk["optimizer state"], moments, ratio(moments, disk["optimizer state"])],
+        "encoding": read_manifest(update).encoding,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", default=",".join(CASES), help="names of cases, by commas (default: all)")
+    parser.add_argument("--out", type=Path, help="also write the JSON here")
+    arguments = parser.parse_args()
+    found = {}
+    for name in arguments.cases.split(","):
+        with tempfile.TemporaryDirectory(prefix="crossfed-predictions-") as folder:
+            found[name] = run(CASES[name], Path(folder))
+        print(name, json.dumps(found[name]), file=sys.stderr, flush=True)
+    text = json.dumps({"each": "predicted, measured, measured / predicted", "cases": found}, indent=2)
+    print(text)
+    if arguments.out:
+        arguments.out.write_text(text + "\n")
+    return os.EX_OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())
