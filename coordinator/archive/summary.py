@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
+from collections.abc import Sequence
 from typing import Any
 
 from rich.markup import escape
@@ -16,6 +18,8 @@ from facility.exchange.perplexity import LARGEST_LOSS, perplexity
 
 LONGEST_SHOWN = 2000
 """Characters."""
+MOST_ROWS = 24
+"""Facilities that are listed one by one."""
 
 
 def shown_perplexity(loss: float | None) -> float | None:
@@ -84,10 +88,14 @@ def table(data: dict[str, Any]) -> Table:
     result.add_column("perplexity returned", justify="right")
     result.add_column("global model", justify="right")
     for entry in data["rounds"]:
-        for place, row in enumerate(entry["facilities"]):
-            last = place == len(entry["facilities"]) - 1
+        alone, together = to_show(entry["facilities"])
+        if together:
+            end = "" if alone else number(entry["global_perplexity"])
+            result.add_row(str(entry["round"]), *_cells_of_many(together), end, end_section=not alone)
+        for place, row in enumerate(alone):
+            last = place == len(alone) - 1
             result.add_row(
-                str(entry["round"]) if place == 0 else "",
+                str(entry["round"]) if place == 0 and not together else "",
                 row["facility"],
                 _status(row),
                 f"{row['tokens']:,}",
@@ -98,7 +106,11 @@ def table(data: dict[str, Any]) -> Table:
                 number(entry["global_perplexity"]) if last else "",
                 end_section=last,
             )
-    for row in data["final_evaluation"]:
+    alone, together = to_show(data["final_evaluation"])
+    if together:
+        name, status, _, seconds, _, received, _ = _cells_of_many(together)
+        result.add_row("final", name, status, "", seconds, "", received, "", "")
+    for row in alone:
         status = _status(row)
         result.add_row(
             "final",
@@ -112,6 +124,33 @@ def table(data: dict[str, Any]) -> Table:
             "",
         )
     return result
+
+
+def to_show(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Rows that are shown one by one, and those that one line stands for: of many facilities only those that failed,
+    came late or have a note are shown by name."""
+    if len(rows) <= MOST_ROWS:
+        return list(rows), []
+    odd = [row for row in rows if row["status"] != "ok" or row.get("note") or row.get("staleness")]
+    return odd, [row for row in rows if row not in odd]
+
+
+def _cells_of_many(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """One line for facilities that are all well: sums of tokens and weights, medians of the rest."""
+
+    def middle(key: str) -> float | None:
+        known = [row[key] for row in rows if row.get(key) is not None]
+        return statistics.median(known) if known else None
+
+    return [
+        f"{len(rows)} facilities",
+        "ok (medians)",
+        f"{sum(row['tokens'] for row in rows):,}",
+        f"{middle('seconds') or 0.0:.1f}",
+        f"{sum(row['weight'] for row in rows):.3f}",
+        number(middle("perplexity_received")),
+        number(middle("perplexity_returned")),
+    ]
 
 
 def remarks(data: dict[str, Any]) -> list[str]:

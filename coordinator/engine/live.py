@@ -21,6 +21,13 @@ STALE_SECONDS = 30.0
 """A snapshot older than this is of a run that has ended or was killed: a living one renews it."""
 
 
+MOST_ROWS = 24
+"""Facilities that are listed one by one."""
+LAST_AT_WORK = 5
+STATES = ("waiting", "queued", "training", "receiving", "done")
+"""Those that need no attention."""
+
+
 @dataclass(kw_only=True)
 class FacilityState:
     """One facility, now."""
@@ -74,21 +81,44 @@ def read_snapshot(workdir: Path) -> Snapshot | None:
         return None
 
 
+def to_show(snapshot: Snapshot) -> tuple[list[str], dict[str, list[str]]]:
+    """Facilities that are shown one by one, and by state those that one line stands for.
+
+    Of many, those that are out and the last `LAST_AT_WORK` of those at work are shown by name.
+    """
+    if len(snapshot.facilities) <= MOST_ROWS:
+        return list(snapshot.facilities), {}
+    states = {name: one.state for name, one in snapshot.facilities.items()}
+    known = {name: next((state for state in STATES if told.startswith(state)), "") for name, told in states.items()}
+    at_work = [name for name, one in snapshot.facilities.items() if one.stage and known[name] == "training"]
+    last = sorted(at_work, key=lambda name: -(snapshot.facilities[name].seconds_left or 0.0))[:LAST_AT_WORK]
+    alone = [name for name in snapshot.facilities if not known[name] or name in last]
+    together = {state: [n for n in known if known[n] == state and n not in last] for state in STATES}
+    return alone, {state: names for state, names in together.items() if names}
+
+
 def live_table(snapshot: Snapshot, now: float | None = None) -> Table:
-    """One line a facility."""
+    """One line a facility; of many, one line for those in the same state."""
     now = time.time() if now is None else now
     result = Table(title=escape(f"{snapshot.heading}: {shown(snapshot.coordinator)}"), title_justify="left")
     for name in ("facility", "state", "for", "step", "loss", "tokens/s", "time left", "last sign of life"):
         result.add_column(name, justify="left" if name in ("facility", "state") else "right")
-    for name, one in snapshot.facilities.items():
-        result.add_row(*(escape(text) for text in (name, *_cells(one, now))))
+    alone, together = to_show(snapshot)
+    for name in alone:
+        result.add_row(*(escape(text) for text in (name, *_cells(snapshot.facilities[name], now))))
+    for state, names in together.items():
+        longest = max(now - snapshot.facilities[name].since for name in names)
+        result.add_row(f"{len(names)} facilities", state, f"up to {span(longest)}", *[""] * 5)
     return result
 
 
 def live_lines(snapshot: Snapshot, now: float | None = None) -> list[str]:
     """The same as plain lines."""
     now = time.time() if now is None else now
-    return [f"{snapshot.heading}: {name}: {sentence(one, now)}" for name, one in snapshot.facilities.items()]
+    alone, together = to_show(snapshot)
+    lines = [f"{name}: {sentence(snapshot.facilities[name], now)}" for name in alone]
+    lines += [f"{len(names)} facilities: {state}" for state, names in together.items()]
+    return [f"{snapshot.heading}: {line}" for line in lines]
 
 
 def sentence(one: FacilityState, now: float) -> str:
