@@ -112,7 +112,6 @@ def commit(
         arrived=arrived,
         attempt=attempt,
         unmasking=unmasking,
-        verify_base=True,
     )
     open_round(round)
     with archive.append(number) as directory:
@@ -152,6 +151,7 @@ def write_model(round: Commit, directory: Path) -> None:
         drop_refused=round.unmasking is None,
         minimum_updates=settings.minimum_facilities,
         unmasking=round.unmasking,
+        verify_base=True,
     )
     if round.unmasking is not None:
         write_json(directory / CLIPS, round.unmasking.next_clips())
