@@ -119,6 +119,8 @@ class RoundFile:
     """True when the federation stopped here before its last round."""
     broken: bool = False
     """True when it stopped for a reason that needs a person: the loss diverged."""
+    scores: dict[str, Any] = field(default_factory=dict)
+    """`results` on tasks of the model that it received, found by the coordinator itself, and perhaps `problem`."""
     attempts: int = 1
     outer_factor: float = 1.0
     """What the guard multiplied the server learning rate by."""

@@ -52,12 +52,14 @@ def summary(archive: Archive) -> dict[str, Any]:
         row["global_perplexity"], row["global_perplexity_over"] = shown_perplexity(made), over
         row |= {"outer_factor": entry.outer_factor, "guard": entry.guard, "changes": entry.changes}
         row["next_steps"], row["next_steps_reason"] = entry.next_steps, entry.next_steps_reason
+        row["scores"] = entry.scores
         row["facilities"] = [dataclasses.asdict(facility) for facility in entry.facilities]
         rounds.append(row)
     return {
         "archive": str(archive.path),
         "rounds": rounds,
         "initial_perplexity": shown_perplexity(losses[0]) if history else None,
+        "final_scores": evaluation.get("scores", {}) if after is not None else {},
         "final_evaluation": evaluation.get("facilities", []) if after is not None else [],
         "model": str(archive.model_for(len(history) if best is None else best)) if archive.path.is_dir() else None,
         "best_round": None if best is None else best - 1,

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from coordinator.aggregation.settings import AUTO
-from coordinator.config.evaluation import EvaluationPlan
+from coordinator.config.evaluation import COORDINATOR, EvaluationPlan
 from coordinator.config.settings import RoundSettings
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.settings import TrainingSettings
@@ -89,8 +89,10 @@ def check_trainers(described: Mapping[str, tuple[TrainerSettings, TrainingSettin
 def check_evaluation(evaluation: EvaluationPlan, names: Sequence[str]) -> None:
     """Raise `ConfigurationError` where the evaluation names a facility that there is not."""
     where, known = evaluation.facility, ", ".join(names)
-    if where != "all" and where not in names:
-        raise _error("evaluation.facility", f"evaluation.facility is {where!r}, expected all or one of {known}")
+    if where not in ("all", COORDINATOR, *names):
+        raise _error(
+            "evaluation.facility", f"evaluation.facility is {where!r}, expected all, coordinator or one of {known}"
+        )
     held_out = evaluation.held_out
     if held_out is not None and held_out.facility not in names:
         raise _error(
@@ -104,6 +106,12 @@ def check_comparison(evaluation: EvaluationPlan, settings: RoundSettings, *, oth
 
     `other_trainers`: some facility has a trainer of its own; `even`: steps are evened out between facilities.
     """
+    if evaluation.facility == COORDINATOR and settings.groups is not None:
+        raise _error(
+            "evaluation.facility",
+            "evaluation.facility is 'coordinator', which evaluates the models of rounds, and there are groups: name a "
+            "facility",
+        )
     if not evaluation.matrix:
         return
     if other_trainers:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from typing import Any
 
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.evaluation import EvaluationSettings, FacilityEvaluation
 from facility.exchange.text import DatasetPath, Line, Name
 from facility.exchange.validation import AtLeastOne, validated
+
+COORDINATOR = "coordinator"
+"""In place of a facility's name."""
 
 
 @validated(frozen=True, kw_only=True)
@@ -42,7 +46,8 @@ class EvaluationPlan(EvaluationSettings):
     """What the facilities are asked to do, and which of them."""
 
     facility: Line = "all"
-    """Name of the facility whose jobs evaluate, or `all`."""
+    """Name of the facility whose jobs evaluate, or `all`; `coordinator`: the coordinator's own machine, beside the
+    facilities' jobs, where lm-eval has to be installed."""
     matrix: bool = False
     """After the last round, evaluate the initial model, every facility's own last update and the global model on every
     facility's validation data, with bootstrap intervals: one job more at each facility, which receives the updates of
@@ -63,6 +68,14 @@ class EvaluationPlan(EvaluationSettings):
                     f"{key} adds to the matrix of data and models, which is off: set matrix to true, or remove it",
                     key=key,
                 )
+
+    def for_coordinator(self, names: Collection[str]) -> EvaluationSettings | None:
+        """What the coordinator is asked to do itself; None: nothing. `names`: the facilities'."""
+        if self.facility != COORDINATOR or COORDINATOR in names or not self.tasks:
+            return None
+        return EvaluationSettings(
+            **{key.name: getattr(self, key.name) for key in dataclasses.fields(EvaluationSettings)}
+        )
 
     def for_facility(self, name: str) -> FacilityEvaluation:
         """What one facility is asked to do: no tasks where another one evaluates."""

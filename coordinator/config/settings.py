@@ -14,6 +14,7 @@ from coordinator.config.closing import ClosingSettings, EvenSettings, LimitSetti
 from coordinator.config.evaluation import ComparisonSettings
 from coordinator.config.privacy import PrivacySettings
 from facility.exchange.delta_codecs import Encoding
+from facility.exchange.messages.evaluation import EvaluationSettings
 from facility.exchange.messages.layout import LoraSettings
 from facility.exchange.messages.settings import SPARSE_DENSITY, read_settings
 from facility.exchange.text import Line, Name
@@ -126,6 +127,8 @@ class CoordinatorSettings(RoundSettings):
     """federation.yml as flat data (`coordinator.config.described`), to tell what has changed since an earlier run."""
     lora: LoraSettings | None = None
     """The adapters that updates must hold; a rank of 0: whole models; null: not known."""
+    evaluation: EvaluationSettings | None = None
+    """The tasks that the coordinator evaluates models on itself; absent: none."""
     comparison: ComparisonSettings | None = None
     """The models that are compared after the last round; absent: none."""
     chosen: str = ""

@@ -9,6 +9,7 @@ from typing import Any
 
 from coordinator.config.deployments import FACILITY, Deployment
 from coordinator.config.federation import Facility, Federation
+from coordinator.engine.round_workflow import EVALUATE
 from facility.exchange.messages.job_template import fill_template
 from facility.exchange.messages.masking import MaskingSettings
 
@@ -80,7 +81,8 @@ def masked_round(workflow: dict[str, Any], facilities: list[str]) -> dict[str, A
     plain, steps = workflow["steps"], dict[str, Any]()
     for name in facilities:  # a facility's steps together, as they stood when StreamFlow was seen to run them
         steps |= _login_steps(name, plain[f"train_{name}"]) | {f"receive_{name}": plain[f"receive_{name}"]}
-    return workflow | {"steps": steps | _coordinator_steps(facilities, plain["aggregate"])}
+    own = {name: plain[name] for name in EVALUATE if name in plain}
+    return workflow | {"steps": steps | own | _coordinator_steps(facilities, plain["aggregate"])}
 
 
 def _login_steps(facility: str, train: dict[str, Any]) -> dict[str, Any]:

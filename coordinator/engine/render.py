@@ -47,6 +47,7 @@ HAND_WRITTEN = (
     "tools/train.cwl",
     "tools/receive.cwl",
     "tools/aggregate.cwl",
+    "tools/evaluate.cwl",
     "tools/report.cwl",
 )
 
@@ -66,8 +67,9 @@ def render(federation: Federation) -> dict[str, str]:
     }
     if federation.groups is None:
         encoded = federation.sending.encoding != "full"
+        evaluates = federation.evaluation.for_coordinator(names) is not None
         archive = carries(federation) or federation.evaluation.matrix
-        workflow = round_workflow(names, encoded=encoded, archive=archive)
+        workflow = round_workflow(names, encoded=encoded, archive=archive, evaluates=evaluates)
         files[f"{cwl}/round.cwl"] = _yaml(masked_round(workflow, names) if federation.masks else workflow)
     else:
         files[f"{cwl}/groups.cwl"] = _yaml(groups_workflow(names))
@@ -153,6 +155,7 @@ def coordinator_settings(federation: Federation) -> dict[str, Any]:
         even=federation.even,
         steps={one.name: one.training.steps for one in federation.facilities} if federation.even else {},
         described={} if federation.groups is not None else described(federation),
+        evaluation=federation.evaluation.for_coordinator([facility.name for facility in federation.facilities]),
         comparison=federation.evaluation.comparison(masked=bool(federation.masks)),
         **{key.name: getattr(federation, key.name) for key in dataclasses.fields(RoundSettings)},
     )
@@ -176,6 +179,7 @@ def coordinator_settings(federation: Federation) -> dict[str, Any]:
         "even",
         "steps",
         "described",
+        "evaluation",
         "comparison",
         "settings_sha256",
     )

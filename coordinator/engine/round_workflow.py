@@ -11,13 +11,23 @@ RECORD: dict[str, Any] = {
     "fields": {"name": "string", "dataset": "string", "settings": "File"},
 }
 """What main.cwl knows of a facility."""
+EVALUATE: dict[str, Any] = {
+    "evaluate": {
+        "run": "tools/evaluate.cwl",
+        "in": {"federation": "federation", "model": "model", "round": "round"},
+        "out": ["scores"],
+    }
+}
 OUTPUTS = {"model": "Directory", "round": "int", "proceed": "boolean"}
 
 
-def round_workflow(names: Sequence[str], *, encoded: bool, archive: bool = False) -> dict[str, Any]:
+def round_workflow(
+    names: Sequence[str], *, encoded: bool, archive: bool = False, evaluates: bool = False
+) -> dict[str, Any]:
     """A train and a receive step for each facility, then aggregate; a send step where models travel `encoded`.
 
     `archive`: updates may start from other models than that of the round, which the receive steps find in the archive.
+    `evaluates`: the coordinator evaluates the round's model on tasks itself, beside the facilities' jobs.
 
     Not one scattered step: that sends the model to one facility after the other, and hangs when an element fails.
     """
@@ -39,7 +49,7 @@ def round_workflow(names: Sequence[str], *, encoded: bool, archive: bool = False
             "facilities": {"type": {"type": "array", "items": RECORD}},
         },
         "outputs": {name: {"type": kind, "outputSource": f"aggregate/{name}"} for name, kind in OUTPUTS.items()},
-        "steps": steps | {"aggregate": _aggregate(names)},
+        "steps": steps | (EVALUATE if evaluates else {}) | {"aggregate": _aggregate(names, evaluates=evaluates)},
     }
 
 
@@ -77,7 +87,7 @@ def _steps_of(number: int, name: str, *, encoded: bool, archive: bool) -> dict[s
     return ({f"send_{name}": send} if encoded else {}) | {f"train_{name}": train, f"receive_{name}": receive}
 
 
-def _aggregate(names: Sequence[str]) -> dict[str, Any]:
+def _aggregate(names: Sequence[str], *, evaluates: bool) -> dict[str, Any]:
     return {
         "run": "tools/aggregate.cwl",
         "in": {
@@ -86,6 +96,7 @@ def _aggregate(names: Sequence[str]) -> dict[str, Any]:
             "model": "model",
             "round": "round",
             "updates": {"source": [f"receive_{name}/update" for name in names], "linkMerge": "merge_flattened"},
-        },
+        }
+        | ({"scores": "evaluate/scores"} if evaluates else {}),
         "out": list(OUTPUTS),
     }

@@ -56,7 +56,7 @@ def gather(
         "final_evaluation": rounds["final_evaluation"],
         "curves": _curves(rounds, names, groups),
         "matrix": matrix(archive, settings, names) or comparison(rounds, names),
-        "tasks": _tasks([*rows, *rounds["final_evaluation"]]),
+        "tasks": _tasks([*rows, *rounds["final_evaluation"], *_own_scores(rounds)]),
         "timeline": {
             "observed": bool(entries),
             "segments": [_segment(one) for one in found],
@@ -154,6 +154,13 @@ def _curves(rounds: Mapping[str, Any], names: Sequence[str], groups: bool) -> di
             "returned": [pair for pair in returned if pair[1] is not None],
         }
     return curves
+
+
+def _own_scores(rounds: Mapping[str, Any]) -> list[Row]:
+    """What the coordinator itself found on tasks, as rows of a facility."""
+    found = [(entry["round"], entry.get("scores", {})) for entry in rounds["rounds"]]
+    found.append((len(rounds["rounds"]), rounds.get("final_scores", {})))
+    return [{"round": number, "facility": "coordinator", "scores": scores} for number, scores in found if scores]
 
 
 def _tasks(rows: Sequence[Row]) -> list[Row]:

@@ -7,6 +7,8 @@ reason in the archive, where the report step finds it.
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import json
 import logging
 import sys
 import traceback
@@ -65,6 +67,7 @@ def arguments_of(program: str, text: str) -> argparse.ArgumentParser:
     )
     parser.add_argument("--model", type=Path, required=True, help="global model that the round started from")
     parser.add_argument("--round", type=int, required=True, help="number of the round, from 0")
+    parser.add_argument("--scores", type=Path, help="the coordinator's own evaluation of the model, JSON")
     parser.add_argument("--updates", type=Path, nargs="*", default=[], help="directories from the receive steps")
     return parser
 
@@ -79,6 +82,8 @@ def run_step(arguments: argparse.Namespace, close: Callable[..., tuple[Path, int
     archive = Archive(resolve(arguments.archive))
     try:
         arrived = sort_out(arguments.updates, settings.facilities, arguments.round)
+        if arguments.scores is not None:
+            arrived = dataclasses.replace(arrived, scores=json.loads(arguments.scores.read_text()))
         outputs = close(archive, settings, model=arguments.model, number=arguments.round, arrived=arrived)
     except Exception as error:  # a step that fails inside the loop hangs the engine
         if not isinstance(error, CrossFedError | OSError):

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from facility.exchange.errors import InputError
 from facility.exchange.messages.report import Failure, Report, read_failure, read_report
@@ -21,6 +22,8 @@ class Arrived:
     updates: dict[str, Path]
     reports: dict[str, Report]
     failures: dict[str, Failure]
+    scores: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """What the coordinator itself found of the received model on tasks."""
 
 
 def sort_out(directories: Sequence[Path], facilities: Sequence[str] = (), number: int = 0) -> Arrived:
@@ -59,7 +62,8 @@ def sort_out(directories: Sequence[Path], facilities: Sequence[str] = (), number
 def drop(arrived: Arrived, name: str, number: int, reason: str) -> Arrived:
     """The same without the update of one facility, whose failure it becomes."""
     failure = Failure(facility=name, round=number, reason=clean(reason), kind="refused")
-    return Arrived(
+    return dataclasses.replace(
+        arrived,
         updates={other: path for other, path in arrived.updates.items() if other != name},
         reports={other: report for other, report in arrived.reports.items() if other != name},
         failures=arrived.failures | {name: failure},

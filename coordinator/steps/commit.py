@@ -180,6 +180,7 @@ def describe_round(round: Commit, directory: Path) -> None:
         attempts=round.attempt,
         outer_factor=round.watched.factor,
         guard=round.watched.reason,
+        scores=round.arrived.scores,
         decay=round.decay,
         finished=datetime.now(UTC).isoformat(timespec="seconds"),
         seconds=seconds_of(archive.read_note(UNDER_WAY), number, now),

@@ -52,6 +52,7 @@ def close_evaluation(
             "global_loss": global_losses(told)[-1],
             "global_loss_over": sorted(told[-1]),
             "facilities": [dataclasses.asdict(row) for row in rows],
+            "scores": arrived.scores,
         },
     )
     log.info("the final model is evaluated at %d facilities", len(arrived.reports))

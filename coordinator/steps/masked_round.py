@@ -165,8 +165,11 @@ def survivors_of(pending: Pending, asked: UnmaskRequest, arrived: Arrived) -> Ar
     late = Arrived(updates=arrived.updates, reports=arrived.reports, failures=failures)
     for name in sorted(set(arrived.updates) - set(updates)):
         late = drop(late, name, asked.round, "it came after the sum of the round was settled")
-    return Arrived(
-        updates=updates, reports={name: read_report(path) for name, path in updates.items()}, failures=late.failures
+    return dataclasses.replace(
+        arrived,
+        updates=updates,
+        reports={name: read_report(path) for name, path in updates.items()},
+        failures=late.failures,
     )
 
 

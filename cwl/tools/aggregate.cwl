@@ -8,4 +8,5 @@ inputs:
   model: {type: Directory, inputBinding: {prefix: --model}}
   round: {type: int, inputBinding: {prefix: --round}}
   updates: {type: "Directory[]", inputBinding: {prefix: --updates}}
+  scores: {type: "File?", inputBinding: {prefix: --scores}}
 outputs: {model: Directory, round: int, proceed: boolean}

@@ -8,6 +8,7 @@ inputs:
   model: {type: Directory, inputBinding: {prefix: --model}}
   round: {type: int, inputBinding: {prefix: --round}}
   updates: {type: "Directory[]", inputBinding: {prefix: --updates}}
+  scores: {type: "File?", inputBinding: {prefix: --scores}}
   request: {type: Directory, inputBinding: {prefix: --request}}
   answers: {type: "Directory[]", inputBinding: {prefix: --answers}}
 outputs: {model: Directory, round: int, proceed: boolean}

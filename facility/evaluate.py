@@ -1,0 +1,41 @@
+"""Evaluate one model on tasks of lm-eval, apart from any round: `python -m facility.evaluate --model DIR ...`
+
+Ends with 0 in any case: the result holds the scores, or the reason why there are none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+from facility.exchange.errors import CrossFedError, exit_on_error
+from facility.exchange.files.durable import write_json
+from facility.exchange.messages.evaluation import EvaluationSettings
+from facility.exchange.validation import parse
+from facility.rounds.evaluation import evaluate
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m facility.evaluate", description=(__doc__ or "").splitlines()[0])
+    add = parser.add_argument
+    add("--model", type=Path, required=True, metavar="DIR", help="the Hugging Face checkpoint")
+    add("--settings", type=Path, required=True, metavar="FILE", help="tasks, batch, limit and so on (JSON)")
+    add("--out", type=Path, required=True, metavar="FILE", help="the scores, JSON")
+    add("--device", default="auto", help="auto, cpu or cuda (default auto)")
+    arguments = parser.parse_args()
+    settings = parse(EvaluationSettings, json.loads(arguments.settings.read_text()), file=arguments.settings)
+    try:
+        found = evaluate(arguments.model, settings, dataset=arguments.model, device=arguments.device)
+        told = {"results": [dataclasses.asdict(one) for one in found]}
+    except (CrossFedError, OSError, ValueError, KeyError) as error:
+        print(f"the evaluation on tasks failed: {error}", file=sys.stderr)
+        told = {"results": [], "problem": str(error)}
+    write_json(arguments.out, told)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(exit_on_error(main))
