@@ -7,6 +7,7 @@ archive, so that the command that starts a federation goes on here as well.
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,8 @@ from facility.exchange.messages.comparison import (
 )
 from facility.exchange.messages.manifest import Manifest, read_manifest
 from facility.exchange.messages.report import Failure
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +81,7 @@ def take(archive: Archive, settings: CoordinatorSettings, sent: Path, answers: A
     else:
         account, text = _take_figures(archive, settings, account, folders_of(read_manifest(sent)), answers)
     write_account(archive, account)
-    print(text)
+    log.info(text)
     emit("compared", round=settings.rounds, text=text)
 
 

@@ -91,6 +91,12 @@ def run_federation(file: Path, *, live: bool, log: Path | None = None, accepted:
             done=done,
         )
         code, ended = _follow(run, live)
+    return _show_end(federation, archive, console, code, ended)
+
+
+def _show_end(federation: Federation, archive: Archive, console: Console, code: int, ended: str) -> int:
+    """The summary of the archive, and what follows from the run's exit code, which is returned."""
+    groups = federation.groups is not None
     data = account.summary(archive) if groups else summary(archive)
     console.print(account.table(data) if groups else table(data))
     for line in [] if groups else remarks(data | {"aggregation": federation.chosen}):

@@ -33,20 +33,7 @@ def markdown(data: Mapping[str, Any]) -> str:
     ]
     head = [unit, "facility", "status", "tokens", "seconds", "weight", "received", "returned", "global"]
     lines += ["## Rounds", "", *table(head, rows)]
-    if data["matrix"].get("cells"):
-        models = data["matrix"]["models"]
-        shown_rows = [[row, *(cell(data, row, model) for model in models)] for row in data["matrix"]["data"]]
-        lines += ["## Data × model (perplexity)", "", *table(["data", *models], shown_rows)]
-        lines += [_cell(data["matrix"].get("caption", "")), ""]
-        lines += [f"- {_cell(line)}" for line in data["matrix"].get("verdicts", [])] + [""]
-        gaps = data["matrix"].get("gaps", {})
-        lines += [f"- **{_cell(name)}:** {_cell(reason)}" for name, reason in gaps.items()] + [""]
-        scores = [
-            [one["task"], one["metric"], one["model"], one["facility"], number(one["value"]), normal_interval(one)]
-            for one in data["matrix"].get("tasks", [])
-        ]
-        head = ["task", "metric", "model", "where", "value", "95 % interval"]
-        lines += table(head, scores) if scores else []
+    lines += matrix(data) if data["matrix"].get("cells") else []
     kinds = used_kinds(data)
     times = [
         [name, *(span(sums[kind]) if kind in sums else "" for kind in kinds), span(sums["idle"])]
@@ -82,6 +69,23 @@ def markdown(data: Mapping[str, Any]) -> str:
     digests = [[one["name"], f"`{one['sha256']}`"] for one in data["artefacts"]]
     lines += ["## Artefacts", "", *table(["what", "SHA-256"], digests)]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def matrix(data: Mapping[str, Any]) -> list[str]:
+    """The section that compares models on each facility's data."""
+    models = data["matrix"]["models"]
+    shown_rows = [[row, *(cell(data, row, model) for model in models)] for row in data["matrix"]["data"]]
+    lines = ["## Data × model (perplexity)", "", *table(["data", *models], shown_rows)]
+    lines += [_cell(data["matrix"].get("caption", "")), ""]
+    lines += [f"- {_cell(line)}" for line in data["matrix"].get("verdicts", [])] + [""]
+    gaps = data["matrix"].get("gaps", {})
+    lines += [f"- **{_cell(name)}:** {_cell(reason)}" for name, reason in gaps.items()] + [""]
+    scores = [
+        [one["task"], one["metric"], one["model"], one["facility"], number(one["value"]), normal_interval(one)]
+        for one in data["matrix"].get("tasks", [])
+    ]
+    head = ["task", "metric", "model", "where", "value", "95 % interval"]
+    return [*lines, *(table(head, scores) if scores else [])]
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:

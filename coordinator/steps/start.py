@@ -93,7 +93,7 @@ def goes_on(archive: Archive, settings: CoordinatorSettings, history: Sequence[R
     if not history:
         raise InputError(f"{found.reason}: no round can begin; set rounds.{found.limit} anew, or leave it out")
     archive.write_note(LIMITED, {"after_round": following - 1, "limit": found.limit, "reason": found.reason})
-    print(found.reason)
+    log.warning(found.reason)
     emit("problem", text=found.reason)
     return False
 
