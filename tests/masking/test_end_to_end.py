@@ -70,9 +70,14 @@ def test_masked_rounds_learn_what_plain_rounds_learn(tmp_path: Path, training: d
         assert {entry.dtype for entry in open_checkpoint(update.parent).tensors.values()} == {"U16"}
 
 
-def test_killed_at_each_step_the_same_command_completes_the_same_rounds(tmp_path: Path):
+@pytest.mark.parametrize(
+    "moments",
+    [("b_2 drawing keys", "alpha training", "gamma receiving"), ("b_2 unmasking", "averaging")],
+    ids=["before-the-request", "after-it"],
+)
+def test_killed_at_each_step_the_same_command_completes_the_same_rounds(tmp_path: Path, moments: tuple[str, ...]):
     path = make(tmp_path, rounds=1)
-    for moment in ("b_2 drawing keys", "alpha training", "gamma receiving", "b_2 unmasking", "averaging"):
+    for moment in moments:
         killed_at(moment, path, tmp_path / "engine")
     process = crossfed("run", "--quiet", "-f", path, folder=tmp_path / "engine")
     text, _ = process.communicate(timeout=SECONDS)
