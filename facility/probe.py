@@ -16,13 +16,16 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import facility
 from facility.exchange.errors import CrossFedError
 from facility.exchange.files.paths import resolve
 from facility.exchange.messages import manifest, report, settings
 from facility.quota import quotas
+
+if TYPE_CHECKING:
+    from facility.dataset import DatasetManifest
 
 PACKAGES = ("torch", "transformers", "safetensors", "tokenizers", "datasets", "numpy")
 
@@ -60,7 +63,16 @@ def dataset(path: Path) -> dict[str, Any]:
         "tokenizer_sha256": told.tokenizer_sha256,
         "chat_template_sha256": told.chat_template_sha256,
         "blocks": {name: split.blocks for name, split in told.splits.items()},
+        "documents": documents(told),
+        "classes": len(told.classes),
     }
+
+
+def documents(told: DatasetManifest) -> dict[str, int]:
+    """Documents that are trained on, by split; none where blocks hold parts of several."""
+    if told.documents == "joined" and told.task != "classification":
+        return {}
+    return {name: split.documents - split.dropped_documents for name, split in told.splits.items()}
 
 
 def disk(path: Path, reserve: int) -> dict[str, Any]:

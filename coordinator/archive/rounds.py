@@ -99,6 +99,8 @@ class FacilityRow:
     """`results` on tasks of the model that it received, and perhaps `problem`."""
     dataset: dict[str, Any] = field(default_factory=dict)
     """Counts and digests of its dataset, where it allows them to be published."""
+    privacy: dict[str, Any] = field(default_factory=dict)
+    """Its privacy budget (`facility.exchange.messages.privacy.PrivacyReport`); empty: none told."""
     holds: str = ""
     """Digest of the model that it said to keep; empty: none."""
 

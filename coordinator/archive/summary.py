@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from coordinator.archive.best import best_round
+from coordinator.archive.privacy import latest_privacy, sentence
 from coordinator.archive.rounds import Archive, RoundFile
 from facility.exchange.messages.strict_json import clean
 from facility.exchange.perplexity import LARGEST_LOSS, perplexity
@@ -156,8 +157,10 @@ def _cells_of_many(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def remarks(data: dict[str, Any]) -> list[str]:
-    """How the federation was aggregated, and what the guard did, as lines below the table."""
+    """How the federation was aggregated, privacy budgets, and what the guard did, as lines below the table."""
     chosen = [f"aggregation: {shown(data['aggregation'])}"] if data.get("aggregation") else []
+    rows = [row for entry in data["rounds"] for row in entry["facilities"]]
+    budgets = [sentence(shown(name), one) for name, one in latest_privacy(rows).items()]
     told = [f"round {row['round']}: {shown(row['guard'])}" for row in data["rounds"] if row.get("guard")]
     told += [f"from round {row['round']} on: {shown(one)}" for row in data["rounds"] for one in row.get("changes", [])]
     for row in data["rounds"]:
@@ -168,7 +171,7 @@ def remarks(data: dict[str, Any]) -> list[str]:
         best = data["best_round"]
         which = "the initial one" if best < 0 else f"that of round {best}"
         told.append(f"ended in order, at the best model, which is {which}: {shown(data['limited'])}")
-    return chosen + told
+    return [*chosen, *budgets, *told]
 
 
 def number(value: float | None) -> str:

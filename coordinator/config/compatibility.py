@@ -119,6 +119,12 @@ def check_comparison(evaluation: EvaluationPlan, settings: RoundSettings, *, oth
             "evaluation.matrix",
             "evaluation.matrix evaluates block by block, which a trainer of one's own does not: remove one of them",
         )
+    if settings.privacy is not None and settings.privacy.differential is not None:
+        raise _error(
+            "evaluation.matrix",
+            "evaluation.matrix gives away losses block by block, without the noise that privacy.differential promises: "
+            "remove one of them",
+        )
     aggregation = settings.aggregation
     if settings.groups is not None:
         raise _error(

@@ -201,6 +201,7 @@ def _build(lined: Lined) -> Federation:
             },
             model_encoding=federation.sending.encoding,
             grouped=federation.groups is not None,
+            dataset_cards=[one.name for one in federation.facilities if one.public.dataset_card],
         )
     for number, facility in enumerate(federation.facilities):
         if federation.masks and facility.deployment.firecrest.url:

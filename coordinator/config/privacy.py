@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Literal
 
 from annotated_types import Ge
@@ -10,7 +10,8 @@ from annotated_types import Ge
 from coordinator.aggregation.settings import AUTOMATIC, AggregationSettings
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.masking.smallest_sum import least_for
-from facility.exchange.messages.settings import TrainingSettings
+from facility.exchange.messages.privacy import DifferentialSettings
+from facility.exchange.messages.settings import TrainingSettings, check_differential
 from facility.exchange.text import Line
 from facility.exchange.validation import NonNegative, validated
 
@@ -36,6 +37,9 @@ class PrivacySettings:
     peer_signers: Line = ""
     """Allowed-signers file at every facility with a key for each facility's name; an entry of `facilities:` may name
     another. It is the facility's own: the coordinator must not be the one that writes it."""
+    differential: DifferentialSettings | None = None
+    """Differential privacy of every facility's training: what leaves it says almost the same with and without any one
+    document. Absent: none."""
 
     def threshold_of(self, facilities: int) -> int:
         """The threshold for so many facilities."""
@@ -56,11 +60,18 @@ def check_privacy(
     peer_signers: Mapping[str, str],
     model_encoding: str,
     grouped: bool,
+    dataset_cards: Collection[str] = (),
 ) -> None:
-    """Raise `ConfigurationError`, with the key, for settings that secure aggregation excludes.
+    """Raise `ConfigurationError`, with the key, for settings that differential privacy or secure aggregation excludes.
 
-    `training`, `peer_signers`: by facility.
+    `training`, `peer_signers`: by facility. `dataset_cards`: facilities that publish counts of their datasets.
     """
+    if privacy.differential is not None:
+        for name, one in training.items():
+            try:
+                check_differential(one, dataset_card=name in dataset_cards)
+            except ConfigurationError as error:
+                raise _error("privacy.differential", f"training of {name!r}: {error.message}") from None
     if not privacy.secure_aggregation:
         return
     count, threshold = len(training), privacy.threshold_of(len(training))

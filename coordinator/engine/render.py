@@ -203,11 +203,13 @@ def _facility_settings(federation: Federation, facility: Facility) -> str:
         behind=behind(federation),
         most_steps=0 if federation.even is None else federation.even.bounds(facility.training.steps)[1],
         masking=masking_settings(federation, facility),
+        differential=federation.privacy.differential if federation.privacy is not None else None,
     )
     values = dataclasses.asdict(settings)
     if not settings.evaluation.held_out:
         del values["evaluation"]["held_out"]
     absent = {"masking"} if settings.masking is None else set()
+    absent |= set() if settings.differential else {"differential"}
     absent |= set() if settings.most_steps else {"most_steps"}
     absent |= {"trainer"} if settings.trainer.built_in else set()
     return _json({name: value for name, value in values.items() if name not in absent})

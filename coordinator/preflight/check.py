@@ -25,6 +25,7 @@ from coordinator.preflight.estimates import ModelFigures
 from coordinator.preflight.facility import check_site
 from coordinator.preflight.firecrest import check_firecrest
 from coordinator.preflight.gate import check_gate
+from coordinator.preflight.privacy import check_differential_privacy
 from coordinator.preflight.remote import check_connection
 from coordinator.preflight.row import Row, fail, ok, skipped
 from coordinator.preflight.scheduler import check_scheduler, wanted_hours
@@ -104,6 +105,7 @@ def check_facility(
     sending, trainer = federation.sending.encoding, federation.trainer_of(facility)
     rows_of_site, answer = check_site(facility, deployment, model, dataset, workdir, sending, trainer)
     rows += rows_of_site
+    rows += check_differential_privacy(federation, facility, (answer or {}).get("dataset", {"error": "unknown"}))
     if deployment.type in QUEUES and not deployment.gate:
         rows += check_scheduler(facility.name, deployment, template, submit=submit)
         rows.append(check_hours(facility, deployment, federation.rounds, template))

@@ -129,12 +129,23 @@ def _matrix(data: Mapping[str, Any], names: Mapping[str, str]) -> list[str]:
 
 def privacy(data: Mapping[str, Any]) -> str:
     """What protects the data, with the privacy budget where the report has one."""
-    told = data["settings"].get("privacy") or {}
-    epsilon = data.get("privacy", {}).get("epsilon") or (told.get("epsilon") if isinstance(told, dict) else None)
-    if not epsilon:
+    told = data["privacy"]
+    if not told:
         return NO_GUARANTEE
-    delta = data.get("privacy", {}).get("delta") or told.get("delta")
-    return f"Datasets never left their facilities. Training was differentially private: ε = {epsilon}, δ = {delta}."
+    units = sorted({one["unit"] for one in told["facilities"].values()})
+    steps = max(one["steps"] for one in told["facilities"].values())
+    absent = len(data["facilities"]) - len(told["facilities"])
+    without = (
+        f" {absent} of {len(data['facilities'])} facilities told no budget: nothing is promised for theirs."
+        if absent
+        else ""
+    )
+    return (
+        f"Datasets never left their facilities. Training was differentially private (DP-SGD, Poisson sampling, up to "
+        f"{steps:,} noised steps a facility): ε = {told['epsilon']:.3g}, δ = {told['delta']:g} for adding or removing "
+        f"one {' or '.join(units)} of the training data, the largest over the facilities, whose data are taken to be "
+        f"disjoint. The budget stated before training was ε = {told['stated']:g}.{without}"
+    )
 
 
 def _cost(data: Mapping[str, Any], names: Mapping[str, str]) -> list[str]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.archive.journal import Entry, Journal
+from coordinator.archive.privacy import latest_privacy, summary_of
 from coordinator.archive.rounds import Archive
 from coordinator.archive.summary import remarks, shown, summary
 from coordinator.asynchronous import summary as account
@@ -65,6 +66,7 @@ def gather(
         "traffic": _traffic(rows, entries, names),
         "predictions": predictions(rows, names),
         "cost": costs([*rows, *rounds["final_evaluation"], *compared], names, carbon),
+        "privacy": summary_of(latest_privacy(rows)),
         "similarity": _similarity(archive, groups),
         "remarks": [] if groups else remarks(rounds | {"aggregation": settings.get("chosen", "")}),
         "failures": _failures(rows, rounds["rounds"], entries),

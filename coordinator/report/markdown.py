@@ -62,6 +62,21 @@ def markdown(data: Mapping[str, Any]) -> str:
     ]
     head = ["facility", "predicted", "measured", "measured / predicted"]
     lines += ["## Memory of the largest rank", "", *table(head, memory)]
+    budgets = [
+        [
+            name,
+            number(one["spent"]),
+            one["epsilon"],
+            one["delta"],
+            one["unit"],
+            number(one["noise_multiplier"]),
+            one["steps"],
+        ]
+        for name, one in data["privacy"].get("facilities", {}).items()
+    ]
+    if budgets:
+        titles = ["facility", "epsilon so far", "at the end", "delta", "unit", "noise multiplier", "steps"]
+        lines += ["## Privacy", "", *table(titles, budgets)]
     odd = [[one["round"], one["facility"], one["done"], one["reason"]] for one in outliers(data)]
     lines += ["## Outliers", "", *table(["round", "facility", "what aggregation did", "why"], odd)]
     failed = [[one["round"], one["facility"], one["status"], one["reason"], one["done"]] for one in data["failures"]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from coordinator.archive.privacy import told_privacy
 from coordinator.archive.rounds import Archive, FacilityRow
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.steps.arrived import Arrived
@@ -64,6 +65,7 @@ def _row(
     return dataclasses.replace(
         row,
         note=note_on(report),
+        privacy=told_privacy(report),
         staleness=late,
         weight=weights.get(name, 0.0),
         tokens=report.tokens,

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from facility.exchange.errors import CrossFedError, InputError
 from facility.exchange.files.audit_log import HEAD
@@ -63,12 +61,11 @@ def approve(session: Session, request: Request) -> Approved:
             rounds=settings.rounds,
             allowed_signers=policy.coordinators,
         )
-        raw = json.loads(settings_file.read_bytes())
     except Refused:
         raise
     except (CrossFedError, OSError, ValueError) as error:
         raise Refused(str(error)) from None
-    check_settings(session, settings, raw)
+    check_settings(session, settings)
     module = request.given.get("module", settings.trainer.module)
     check_module(session, module)
     check_model(session, order, settings)
@@ -106,7 +103,7 @@ def check_names(session: Session, settings: FacilitySettings) -> None:
         )
 
 
-def check_settings(session: Session, settings: FacilitySettings, raw: dict[str, Any]) -> None:
+def check_settings(session: Session, settings: FacilitySettings) -> None:
     """What the settings ask for, against the policy."""
     policy, training = session.policy, settings.training
     encoding = training.encoding if settings.masking is None else ENCODING
@@ -117,19 +114,11 @@ def check_settings(session: Session, settings: FacilitySettings, raw: dict[str, 
     if training.tracker and training.tracker not in policy.trackers:
         allowed = ", ".join(policy.trackers) or "none"
         raise Refused(f"steps would be logged to {training.tracker!r}, the policy allows {allowed}")
-    asked = _privacy(raw)
     if policy.secure_aggregation and settings.masking is None:
         raise Refused("the update would leave unmasked, the policy wants secure aggregation")
     if settings.masking is not None:
         check_masking(session, settings.masking)
-    if policy.epsilon:
-        differential = asked.get("differential")
-        epsilon = differential.get("epsilon") if isinstance(differential, dict) else None
-        if not isinstance(epsilon, int | float) or not 0 < epsilon <= policy.epsilon:
-            raise Refused(
-                f"the settings ask for an epsilon of {epsilon!r:.40}, the policy wants differential privacy with "
-                f"{policy.epsilon:g} at most"
-            )
+    check_privacy(session, settings)
 
 
 def check_masking(session: Session, masking: MaskingSettings) -> None:
@@ -146,12 +135,20 @@ def check_masking(session: Session, masking: MaskingSettings) -> None:
         raise Refused(str(error)) from None
 
 
-def _privacy(raw: dict[str, Any]) -> dict[str, Any]:
-    """The settings' `privacy`, wherever this version of the settings has it."""
-    training = raw.get("training")
-    inner = training.get("privacy") if isinstance(training, dict) else None
-    found = raw.get("privacy") or inner
-    return found if isinstance(found, dict) else {}
+def check_privacy(session: Session, settings: FacilitySettings) -> None:
+    """The site's privacy floor: differential privacy that is at least as strong as the policy wants."""
+    policy, asked = session.policy, settings.differential
+    if not policy.epsilon:
+        return
+    wanted = f"the policy wants differential privacy with an epsilon of {policy.epsilon:g} at most"
+    if asked is None:
+        raise Refused(f"the settings ask for no differential privacy, {wanted}")
+    if asked.epsilon > policy.epsilon:
+        raise Refused(f"the settings ask for an epsilon of {asked.epsilon:g}, {wanted}")
+    if policy.delta and asked.delta > policy.delta:
+        raise Refused(f"the settings ask for a delta of {asked.delta:g}, the policy allows {policy.delta:g} at most")
+    if policy.unit == "document" and asked.unit != "document":
+        raise Refused("the settings protect blocks, the policy wants whole documents protected")
 
 
 def check_module(session: Session, module: str) -> None:

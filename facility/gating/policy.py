@@ -76,6 +76,10 @@ class Policy:
     """Most commands of secure aggregation (keys, unmask) within 24 hours; they run here, outside of the queue."""
     epsilon: float = 0.0
     """Largest privacy loss of differentially private training that settings may ask for; 0: it is not required."""
+    delta: float = 0.0
+    """Largest delta beside it; 0: any."""
+    unit: str = ""
+    """`document`: whole documents must be protected; empty: blocks are enough."""
     trackers: tuple[str, ...] = ()
     """Experiment trackers (`training.tracker`) that may be used; none: no tracker."""
     job_output: bool = True
@@ -236,6 +240,8 @@ READ: dict[str, Callable[[_Reader, str, yaml.Node], Any]] = {
     "minimum_sum": _whole(0),
     "login_commands_per_day": _whole(0),
     "epsilon": _above_zero,
+    "delta": _above_zero,
+    "unit": lambda reader, name, node: reader.one_of(name, node, ("document", "block")),
     "trackers": _texts(NAME, "trackers' names"),
     "job_output": _flag,
 }

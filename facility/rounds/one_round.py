@@ -18,6 +18,7 @@ from facility.exchange.messages.signatures import sign
 from facility.exchange.messages.usage import with_usage
 from facility.launching.supervise import Ending
 from facility.rounds.alone import train_alone
+from facility.rounds.budget_check import check_budget
 from facility.rounds.dataset_check import check_dataset
 from facility.rounds.dataset_counts import counts_of
 from facility.rounds.evaluation import tell_scores, tell_scores_of_models
@@ -171,3 +172,5 @@ def check_update(job: Job) -> None:
     expected = ("update", job.settings.federation, job.settings.facility, job.round)
     if found != expected:
         raise ManifestError(f"{job.trained} is {found}, expected {expected}")
+    module = job.arguments.module or job.settings.trainer.module
+    check_budget(job.trained, job.settings, job.round, module=module)

@@ -93,6 +93,18 @@ class Engine:
         if sync is not None:
             with self.clock("communication"):
                 sync.reduce_gradients(predictions)
+        return self._finish(gradients, loss_sum, predictions, rate)
+
+    def step_with(self, gradients: Sequence[torch.Tensor], rate: Callable[[], float]) -> StepResult:
+        """The same with gradients that were made elsewhere, equal on all ranks that step together."""
+        for part, gradient in zip(self.parts, gradients, strict=True):
+            part.parameter.grad = gradient.to(part.parameter.dtype)
+        return self._finish(self._collect_gradients(), torch.zeros((), device=self.ranks.device), 0, rate)
+
+    def _finish(
+        self, gradients: Sequence[torch.Tensor], loss_sum: torch.Tensor, predictions: float, rate: Callable[[], float]
+    ) -> StepResult:
+        """Clip, update and forget the gradients of a step."""
         with self.clock("optimizer"):
             loss_total, norm = self._measure(loss_sum)
             finite, chosen = math.isfinite(loss_total) and math.isfinite(norm), rate()

@@ -10,6 +10,7 @@ from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages import lost_replicas
 from facility.exchange.messages import report as reports
+from facility.exchange.messages.privacy import DETAILS, WITHHELD
 from facility.exchange.perplexity import perplexity
 from facility.training import account
 from facility.training.devices import device_name
@@ -36,7 +37,7 @@ def finish_evaluation(round: Round) -> None:
 def finish_round(round: Round) -> None:
     """Keep the state for the next round and write the update with its report. Raises `ConfigurationError`."""
     save_state(round)
-    if not any(loss >= 0 for loss in round.progress.losses):
+    if round.private is None and not any(loss >= 0 for loss in round.progress.losses):
         raise ConfigurationError("every step of the round was skipped: no loss was finite")
     request, inputs, held = round.request, round.inputs, round.engine.assembly
     figures = measure(round)
@@ -126,6 +127,8 @@ def measure(round: Round) -> dict[str, Any]:
         "attention": {"name": inputs.attention.name, "reason": inputs.attention.reason},
         "loss": setup.head.reason,
     }
+    if round.private is not None:
+        details[DETAILS] = round.private.details()
     if round.lost:
         details[lost_replicas.KEY] = [one.to_json() for one in round.lost]
     return {"sequences": sequences, "tokens": tokens, "seconds": seconds, "per_rank": per_rank, "details": details}
@@ -146,7 +149,7 @@ def report_of(round: Round, figures: dict[str, Any]) -> reports.Report:
         loss_returned=round.loss_returned,
         perplexity_received=perplexity(progress.loss_received),
         perplexity_returned=perplexity(round.loss_returned),
-        training_loss=sum(good) / len(good),
+        training_loss=WITHHELD if round.private else sum(good) / len(good),
         tokens_per_second=figures["tokens"] / figures["seconds"],
         seconds=reports.Seconds(
             load=times.loaded - request.began,

@@ -21,6 +21,7 @@ from facility.training.parallel import arrange
 from facility.training.parallel.arrange import Layout
 from facility.training.parallel.assemble import Assembly, assemble, build_meta_model
 from facility.training.parallel.split import ModelStructure, inspect_model
+from facility.training.privacy.micro_batches import memory_of_records
 from facility.training.processes.ranks import Ranks, from_environment, together
 from facility.training.processes.rendezvous import start
 from facility.training.replicas import order_of
@@ -66,7 +67,8 @@ def choose_setup(request: RoundRequest, inputs: RoundInputs, ranks: Ranks) -> Se
     else:
         layout = arrange.layout_of_settings(ranks, training, blocks=inputs.blocks, block_tokens=tokens)
     attention = inputs.attention.name
-    whole = isinstance(task, Preference)  # a pair's loss is not a sum over positions
+    # A pair's loss is not a sum over positions; a record's own gradient needs its logits.
+    whole = isinstance(task, Preference) or request.settings.differential is not None
     head = choose_head(
         dataclasses.replace(training, chunked_loss="never") if whole else training,
         inputs.config,
@@ -97,7 +99,11 @@ def build_engine(request: RoundRequest, inputs: RoundInputs, setup: Setup, ranks
     training, layout, structure = request.training, setup.layout, setup.structure
     with together(ranks):
         skeleton = build_meta_model(inputs.config, inputs.task, inputs.attention, training)
-        needed = memory.predicted_bytes(skeleton, structure, layout, ranks, training, inputs.config, setup.head.rows)
+        used, more = layout, {}
+        if request.settings.differential is not None:
+            used, more = memory_of_records(layout, skeleton, training)
+        needed = memory.predicted_bytes(skeleton, structure, used, ranks, training, inputs.config, setup.head.rows)
+        needed |= more
         memory.check(needed, ranks, training)
         expected = account.resident_bytes(ranks) + sum(needed.values())
     rows = setup.head.rows

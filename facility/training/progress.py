@@ -57,11 +57,12 @@ class Progress:
         due = done == self.steps or now - self._last >= SECONDS
         if not (self.always or due):
             return
+        loss = "withheld" if math.isnan(result.loss) else f"{result.loss:.4f}"
         log.info(
-            "step %d/%d  loss %.4f  gradient norm %.3f  learning rate %.2e",
+            "step %d/%d  loss %s  gradient norm %.3f  learning rate %.2e",
             done,
             self.steps,
-            result.loss,
+            loss,
             result.gradient_norm,
             result.rate,
         )

@@ -6,11 +6,13 @@ import dataclasses
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
+from facility.exchange.messages.privacy import WITHHELD
 from facility.exchange.messages.progress import Stage
 from facility.exchange.perplexity import perplexity
 from facility.launching.replica_notes import ReplicaNote, note_replica
@@ -25,6 +27,7 @@ from facility.training.monitor.logs import start_logging
 from facility.training.monitor.trace import Trace
 from facility.training.monitor.tracker import Tracker
 from facility.training.prepare import Setup, build_engine
+from facility.training.privacy.private import private_training
 from facility.training.processes.ranks import Ranks, gather, regrouped, together
 from facility.training.progress import Progress, show_stage
 from facility.training.replicas import independent_replicas, synchroniser
@@ -63,6 +66,8 @@ class Round:
         self.request, self.ranks, self.inputs, self.setup = request, ranks, inputs, setup
         self.clock = Clock(ranks.device)
         self.engine = build_engine(request, inputs, setup, ranks, self.clock)
+        self.private = private_training(request, inputs, self.engine, ranks)
+        """What takes the place of plain steps where the settings ask for differential privacy."""
         self.replicas, self.replica = independent_replicas(setup.layout, ranks, self.engine)
         self.writes = setup.layout.grid.place(ranks.rank)[0] == 0
         """True on the ranks of the first replica, which writes what all replicas agree on."""
@@ -78,6 +83,14 @@ class Round:
         )
         self.times.loaded = time.perf_counter()
 
+    def budget(self) -> AbstractContextManager[None]:
+        """Hold the privacy budget's ledger for what is released inside; nothing without differential privacy."""
+        return (
+            nullcontext()
+            if self.private is None
+            else self.private.budget(self.progress.done, resumed=self.saved.checkpoint is not None)
+        )
+
     def show(self, stage: Stage) -> None:
         """Say in the job's directory which stage begins."""
         done, steps = self.progress.done, self.request.training.steps
@@ -91,7 +104,7 @@ class Round:
         if isinstance(self.inputs.task, Preference):
             prepare_reference(self.request, self.inputs, self.engine, self.ranks)
         if self.saved.checkpoint is None:
-            self.progress.loss_received = self.engine.evaluate(self.setup.loader.evaluation())
+            self.progress.loss_received = self.evaluate()
             if self.request.unsent is not None:
                 with together(self.ranks):
                     unsent = open_checkpoint(self.request.unsent)
@@ -101,6 +114,12 @@ class Round:
         loss = self.progress.loss_received
         log.info("received: loss %.4f, perplexity %.2f", loss, perplexity(loss))
         self.times.evaluated = time.perf_counter()
+
+    def evaluate(self) -> float:
+        """Mean validation loss of the weights as they are; noised with differential privacy."""
+        if self.private is not None:
+            return self.private.evaluate()
+        return self.engine.evaluate(self.setup.loader.evaluation())
 
     def connect_replicas(self) -> None:
         """Join the other replicas of this facility under the policy of `training.sync`."""
@@ -145,11 +164,12 @@ class Round:
         while sync.wants_more() and not self._pausing(stop):
             overall = self.overall_step
             result = self._step()
-            progress.step(result.loss, skipped=result.skipped, batch=batch)
+            progress.step(WITHHELD if self.private else result.loss, skipped=result.skipped, batch=batch)
             if self._speaks():
                 shown.step(progress.done, result)
             self.step_ends.append(time.perf_counter())
-            tracker.log(overall, loss=result.loss, gradient_norm=result.gradient_norm, learning_rate=result.rate)
+            told = {} if self.private else {"loss": result.loss}
+            tracker.log(overall, **told, gradient_norm=result.gradient_norm, learning_rate=result.rate)
             trace.step()
             if training.limits.save_every and progress.done % training.limits.save_every == 0 and engine.together:
                 self._checkpoint()
@@ -218,13 +238,16 @@ class Round:
         """One optimizer step on the next batch, and what the policy does after it."""
         request, settings, done = self.request, self.request.settings, self.progress.done
         torch.manual_seed(derive(settings.seed, "step", request.round, settings.facility, done, self.ranks.rank))
-        with self.clock("data"):
-            batches = self.setup.loader.step(self.progress.position)
 
         def rate() -> float:
             return self.sync.step_scale * learning_rate(self.overall_step, request.total_steps, request.training)
 
-        result = self.engine.step(batches, rate, None if self.engine.together else self.sync)
+        if self.private is not None:
+            result = self.private.step(rate)
+        else:
+            with self.clock("data"):
+                batches = self.setup.loader.step(self.progress.position)
+            result = self.engine.step(batches, rate, None if self.engine.together else self.sync)
         self.sync.after_step(result.predictions)
         return result
 
@@ -273,7 +296,7 @@ class Round:
         self.show("evaluating")
         with together(self.ranks):
             round_in_place(self.engine.parts, self.request.training.export_dtype)
-        self.loss_returned = self.engine.evaluate(self.setup.loader.evaluation())
+        self.loss_returned = self.evaluate()
         log.info("returned: loss %.4f, perplexity %.2f", self.loss_returned, perplexity(self.loss_returned))
         self.times.evaluated_again = time.perf_counter()
         self.show("saving")

@@ -39,18 +39,19 @@ def train_round(arguments: argparse.Namespace) -> int:
 
     round = Round(request, ranks, inputs, setup)
     round.restore(saved)
-    round.evaluate_received()
-    if request.bundle is not None:
-        finish_comparison(round, compare(round))
-        return Outcome.DONE
-    if request.evaluates_only:
-        finish_evaluation(round)
-        return Outcome.DONE
-    round.connect_replicas()
-    if not round.train(stop):
-        return Outcome.CHECKPOINTED
-    round.evaluate_returned()
-    finish_round(round)
+    with round.budget():
+        round.evaluate_received()
+        if request.bundle is not None:
+            finish_comparison(round, compare(round))
+            return Outcome.DONE
+        if request.evaluates_only:
+            finish_evaluation(round)
+            return Outcome.DONE
+        round.connect_replicas()
+        if not round.train(stop):
+            return Outcome.CHECKPOINTED
+        round.evaluate_returned()
+        finish_round(round)
     log.info("update written to %s", request.out)
     barrier(round.ranks)
     return Outcome.DONE

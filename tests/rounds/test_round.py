@@ -129,6 +129,17 @@ def test_another_model_other_settings_or_other_data_are_trained(site: Site, chan
     assert result.returncode == 0 and "launch:" in result.stderr
 
 
+def test_what_another_module_trains_without_the_stated_privacy_does_not_leave(site: Site):
+    settings = json.loads((site.root / "settings.json").read_text())
+    settings["training"]["ranks"] = 1
+    differential = {"differential": {"epsilon": 2.0, "delta": 1e-3}}
+    (site.root / "settings.json").write_text(json.dumps(settings | differential))
+    result, update = site.run(site.send())
+    failure = read_failure(update)
+    assert result.returncode == 7 and failure is not None, result.stderr
+    assert "tests.stand_in_trainer does not report that it kept it, so nothing leaves" in failure.reason
+
+
 @pytest.mark.parametrize(
     ("mode", "reason"),
     [

@@ -77,13 +77,25 @@ class Gate:
         out, error = self.capture.readouterr()
         return code, out, error.decode()
 
-    def round(self, number: int = 0, run: str = "a" * 32, trainer: str = "facility.train", **training) -> str:
-        """Stage a signed model and settings and a job's directory; returns the request that submits them."""
+    def round(
+        self,
+        number: int = 0,
+        run: str = "a" * 32,
+        trainer: str = "facility.train",
+        privacy: dict | None = None,
+        **training,
+    ) -> str:
+        """Stage a signed model and settings and a job's directory; returns the request that submits them.
+
+        `privacy`: changes of a sound `differential` section; None: there is none.
+        """
         model, settings = self.workdir / "in" / "model", self.workdir / "in" / "alpha.json"
         model.mkdir(parents=True, exist_ok=True)
         (model / "model.safetensors").write_bytes(b"weights")
         raw = {"federation": "heron", "facility": "alpha", "rounds": 5, "seed": 1, "training": training}
         raw |= {} if trainer == "facility.train" else {"trainer": {"module": trainer}}
+        if privacy is not None:
+            raw["differential"] = {"epsilon": 2.0, "delta": 1e-6} | privacy
         settings.write_text(json.dumps(raw))
         write_manifest(model, Manifest(kind="model", federation="heron", round=number))
         with_run(model, run)
@@ -305,6 +317,13 @@ REFUSALS = {
     "another base": (lambda s: s.round(), {"models": ["0" * 64]}, "not among the policy's models"),
     "unmasked": (lambda s: s.round(), {"secure_aggregation": True}, "wants secure aggregation"),
     "no privacy": (lambda s: s.round(), {"epsilon": 3.0}, "wants differential privacy"),
+    "too little privacy": (lambda s: s.round(privacy={"epsilon": 4.0}), {"epsilon": 3.0}, "an epsilon of 4, the"),
+    "too large a delta": (
+        lambda s: s.round(privacy={"delta": 1e-3}),
+        {"epsilon": 3.0, "delta": 1e-5},
+        "a delta of 0.001, the policy allows 1e-05",
+    ),
+    "blocks": (lambda s: s.round(privacy={"unit": "block"}), {"epsilon": 3.0, "unit": "document"}, "whole documents"),
     "a tracker": (lambda s: s.round(tracker="wandb"), {}, "would be logged to 'wandb'"),
     "another federation": (lambda s: s.round(), {"federations": ["egret"]}, "the policy allows 'alpha' in egret"),
     "over the day's hours": (lambda s: s.round(), {"node_hours_per_day": 1.0}, "node_hours_per_day is 1"),

@@ -59,7 +59,7 @@ class Report:
     perplexity_received: float
     perplexity_returned: float
     training_loss: float
-    """Mean training loss over the round's steps."""
+    """Mean training loss over the round's steps; -1 where it is withheld (differential privacy)."""
     seconds: Seconds = field(default_factory=Seconds)
     tokens_per_second: float = 0.0
     peak_memory_bytes: int = 0

@@ -14,6 +14,7 @@ from facility.exchange.messages.layout import LayoutSettings, LimitSettings, Lor
 from facility.exchange.messages.masking import MaskingSettings
 from facility.exchange.messages.optimizers import OPTIMIZERS
 from facility.exchange.messages.preference import PreferenceSettings
+from facility.exchange.messages.privacy import DifferentialSettings, check_layout
 from facility.exchange.messages.sync import SyncSettings
 from facility.exchange.messages.trainer import TrainerSettings
 from facility.exchange.one_of import either
@@ -133,6 +134,36 @@ class TrainingSettings:
             )
 
 
+def check_differential(training: TrainingSettings, *, dataset_card: bool = False) -> None:
+    """Raise `ConfigurationError`, with the key, for what differential privacy excludes."""
+    check_layout(training.layout, ranks=training.ranks)
+    private = "with privacy.differential"
+    if training.sync.policy != "allreduce":
+        raise ConfigurationError(
+            f"sync.policy is {training.sync.policy!r}, expected 'allreduce' {private}: the noise is calibrated for one "
+            "sum over all replicas in every step",
+            key="sync.policy",
+        )
+    if training.compute_dtype == "float16":
+        raise ConfigurationError(
+            f"compute_dtype is 'float16', expected 'bfloat16' or 'float32' {private}: float16 skips the steps whose "
+            "gradients overflow, and which do is known from single records",
+            key="compute_dtype",
+        )
+    if training.micro_batch_sequences > training.batch_sequences:
+        raise ConfigurationError(
+            f"micro_batch_sequences is {training.micro_batch_sequences}, more than batch_sequences "
+            f"({training.batch_sequences})",
+            key="micro_batch_sequences",
+        )
+    if dataset_card:
+        raise ConfigurationError(
+            "public.dataset_card tells counts and digests of the dataset, which are not noised: expected false "
+            f"{private}",
+            key="public.dataset_card",
+        )
+
+
 @validated(frozen=True, kw_only=True)
 class FacilitySettings:
     """The file `workflow/facilities/<name>.json` that travels to one facility."""
@@ -162,7 +193,13 @@ class FacilitySettings:
     """Most optimizer steps that the model of a round may ask for; 0: rounds have `training.steps`, whatever it asks."""
     masking: MaskingSettings | None = None
     """Secure aggregation; absent: updates travel as they are."""
+    differential: DifferentialSettings | None = None
+    """Differential privacy of the training; absent: none."""
     format: int = FORMAT
+
+    def __post_init__(self) -> None:
+        if self.differential is not None:
+            check_differential(self.training, dataset_card=self.dataset_card)
 
 
 def describe_codecs() -> list[dict[str, Any]]:

@@ -1,0 +1,87 @@
+"""What a facility's privacy budget will buy, before a job is submitted: noise, expected sample, noise in its losses."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from coordinator.config.federation import Facility, Federation
+from coordinator.preflight.row import Row, fail, ok, warning
+from facility.exchange.errors import InputError
+from facility.exchange.messages.privacy import DifferentialSettings
+from facility.exchange.privacy.accounting import least_noise
+
+NOISY = 0.1
+"""Nats of noise in a validation loss from which on a curve cannot be read."""
+WEAK = 10.0
+"""An epsilon above which little is promised."""
+CHECK = "privacy"
+
+
+def check_differential_privacy(federation: Federation, facility: Facility, answer: dict[str, Any]) -> list[Row]:
+    """Rows on the budget of one facility; `answer`: what its probe says of the dataset."""
+    settings = federation.privacy.differential if federation.privacy is not None else None
+    if settings is None or "error" in answer:
+        return []
+    counts = answer.get("documents" if settings.unit == "document" else "blocks")
+    if not counts:
+        return [
+            fail(
+                facility.name,
+                CHECK,
+                "its dataset joins documents, so that a document's gradient cannot be told from its neighbours'",
+                "prepare it with --documents separate, or set privacy.differential.unit to block",
+            )
+        ]
+    train, validation = int(counts["train"]), int(counts["validation"])
+    batch, name = facility.training.batch_sequences, facility.name
+    if train < batch or not validation:
+        return []  # the dataset's own rows tell
+    if settings.delta > 1 / train:
+        return [
+            fail(
+                name,
+                CHECK,
+                f"delta {settings.delta:g} is more than one over its {train:,} {settings.unit}s",
+                f"set privacy.differential.delta to at most {1 / train:.1g}",
+            )
+        ]
+    try:
+        return [_bought(federation, facility, settings, train, validation, answer)]
+    except InputError as error:
+        return [fail(name, CHECK, str(error), "run coordinator/setup.sh again")]
+
+
+def _bought(
+    federation: Federation,
+    facility: Facility,
+    settings: DifferentialSettings,
+    train: int,
+    validation: int,
+    answer: dict[str, Any],
+) -> Row:
+    training, epsilon, delta = facility.training, settings.epsilon, settings.delta
+    steps = federation.rounds * training.steps
+    noise = least_noise(count=steps, sampling_rate=training.batch_sequences / train, epsilon=epsilon, delta=delta)
+    figures = least_noise(count=2 * federation.rounds + 1, sampling_rate=1.0, epsilon=epsilon, delta=delta)
+    if noise is None or figures is None:
+        return fail(
+            facility.name,
+            CHECK,
+            f"no noise is enough for epsilon {settings.epsilon:g} at delta {settings.delta:g} over {steps:,} steps",
+            "allow a larger epsilon, or take fewer steps",
+        )
+    bound = math.log(max(2, answer.get("classes") or answer["vocabulary_size"]))
+    evaluated = min(validation, training.evaluation_sequences or validation)
+    deviation = figures * bound / evaluated
+    found = (
+        f"epsilon {settings.epsilon:g} at delta {settings.delta:g} for each {settings.unit} after {steps:,} steps: "
+        f"noise multiplier {noise:.3g}, about {training.batch_sequences} of {train:,} {settings.unit}s a step; losses "
+        f"get noise of {deviation:.2g} nats"
+    )
+    if deviation > NOISY:
+        advice = f"hold out more {settings.unit}s (there are {evaluated:,}), or take fewer rounds"
+        return warning(facility.name, CHECK, found, advice)
+    if settings.epsilon > WEAK:
+        return warning(facility.name, CHECK, found, "an epsilon above 10 promises little: lower it")
+    return ok(facility.name, CHECK, found)

@@ -1,0 +1,108 @@
+"""Differential privacy in a federation's and in a facility's settings, and what a facility reports of it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from annotated_types import Gt, Lt
+
+from facility.exchange.errors import ConfigurationError, ManifestError
+from facility.exchange.messages.layout import LayoutSettings
+from facility.exchange.messages.strict_json import Fields
+from facility.exchange.validation import AtLeastOne, Positive, validated
+
+Unit = Literal["document", "block"]
+DETAILS = "privacy"
+"""In a report's details: `PrivacyReport`."""
+WITHHELD = -1.0
+"""In place of a training loss, which is not noised."""
+
+
+@validated(frozen=True, kw_only=True)
+class DifferentialSettings:
+    """Record-level differential privacy of every facility's training, by DP-SGD."""
+
+    epsilon: Positive[float]
+    """Largest privacy loss of one unit at the end of all rounds; below 10 is usual, below 1 is strong."""
+    delta: Annotated[float, Gt(0), Lt(1)]
+    """Probability that is left out of the bound; below one over the number of units."""
+    unit: Unit = "document"
+    """What is protected: a `document` with all its tokens (needs documents that share no context), or a `block` of
+    the prepared dataset, which protects a whole document only where that lies in one block."""
+    clip: Positive[float] = 1.0
+    """Largest L2 norm of one unit's gradient (of its mean loss) in the sum of a step."""
+    blocks_per_document: AtLeastOne[int] = 4
+    """Blocks of one document that are trained on; later ones are left out. It bounds memory, not privacy."""
+
+
+@validated(frozen=True, kw_only=True)
+class PrivacyReport:
+    """What a facility says of its budget after a round."""
+
+    epsilon: float
+    """Stated, for the end of all rounds."""
+    delta: float
+    unit: Unit
+    clip: float
+    spent: float
+    """Epsilon of all training steps so far."""
+    spent_on_validation: float
+    """Epsilon of all validation figures so far, for the units of the validation split, which are others."""
+    noise_multiplier: float
+    sampling_rate: float
+    steps: int
+    """Noised steps since the beginning, those of interrupted attempts included."""
+    validation_deviation: float
+    """Standard deviation of the noise in a validation loss, nats."""
+
+
+def privacy_of(details: dict[str, Any]) -> PrivacyReport | None:
+    """What a report's details say; None where nothing. Raises `ManifestError` where it is malformed."""
+    if DETAILS not in details:
+        return None
+    if not isinstance(details[DETAILS], dict):
+        raise ManifestError(f"report: {DETAILS} is not an object")
+    found = Fields(raw=details[DETAILS], where=f"report: {DETAILS}")
+    numbers = {
+        name: found.number(name, least=0.0, most=1e9)
+        for name in (
+            "epsilon",
+            "delta",
+            "clip",
+            "spent",
+            "spent_on_validation",
+            "noise_multiplier",
+            "sampling_rate",
+            "validation_deviation",
+        )
+    }
+    return PrivacyReport(
+        unit=found.one_of("unit", "document", ("document", "block")), steps=found.whole("steps", most=10**12), **numbers
+    )
+
+
+def check_layout(layout: LayoutSettings, *, ranks: int = 1) -> None:
+    """Raise `ConfigurationError` for layouts whose gradients are summed before a unit's own can be clipped."""
+    wrong = [
+        (layout.stages > 1, "stages", "a pipeline adds the gradients of a micro-batch up stage by stage"),
+        (bool(layout.plan), "plan", "a plan may cut the model into stages"),
+        (layout.offload, "offload", "offloading belongs to FSDP, which sums gradients before they can be clipped"),
+        (layout.compile, "compile", "compiled blocks cannot be asked for the gradient of each unit"),
+        (
+            layout.activation_checkpointing != "none",
+            "activation_checkpointing",
+            "memory is bounded by training.micro_batch_sequences, whose units have a gradient each",
+        ),
+        (
+            ranks > 1 and layout.sharding != "NO_SHARD" and layout.replicas != ranks,
+            "sharding",
+            f"{layout.sharding} sums the gradients of several ranks before a unit's can be clipped; expected NO_SHARD "
+            "(every rank holds the model and takes its share of the units)",
+        ),
+    ]
+    for refused, key, why in wrong:
+        if refused:
+            raise ConfigurationError(
+                f"layout.{key} is {getattr(layout, key)!r}, which differential privacy excludes: {why}",
+                key=f"layout.{key}",
+            )

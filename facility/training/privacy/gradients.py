@@ -1,0 +1,143 @@
+"""The gradient of every record by itself, clipped, and their sum (Abadi et al. 2016, arXiv 1607.00133, algorithm 1).
+
+Gradients of a micro-batch's rows come from one vectorised backward pass (`torch.func`), or, for a model that cannot be
+vectorised, from a pass for each row; both are exact. A record whose gradient is not finite contributes nothing, so that
+no single record decides whether a step is taken.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+from torch.func import functional_call, grad, vmap
+
+from facility.exchange.errors import InputError
+from facility.training.data.tasks import IGNORED, Task
+from facility.training.parallel.compute import Precision
+from facility.training.privacy.rows import Rows
+
+log = logging.getLogger(__name__)
+Tensors = dict[str, torch.Tensor]
+Gradients = list[torch.Tensor]
+"""One for each trained parameter, in order."""
+
+
+class RecordGradients:
+    """Of one whole model on this rank."""
+
+    def __init__(
+        self, model: nn.Module, trained: Sequence[nn.Parameter], task: Task, precision: Precision, *, vectorise: bool
+    ) -> None:
+        check_model(model)
+        self.model, self.task, self.precision = model, task, precision
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self.parameters = {names[id(parameter)]: parameter for parameter in trained}
+        self.vectorise = vectorise
+        """False once the model was found not to be vectorisable."""
+
+    def clipped_sum(self, batches: Iterable[Rows], limit: float) -> Gradients:
+        """Sum over all records of the gradient of their mean loss, each scaled down to the L2 norm `limit`."""
+        total = [torch.zeros_like(one, dtype=torch.float32) for one in self.parameters.values()]
+        self.model.train()
+        for rows in batches:
+            for of_records in self._of_records(rows):
+                add_clipped(total, of_records, limit)
+        return total
+
+    def _of_records(self, rows: Rows) -> Iterable[Gradients]:
+        """Gradients with a leading dimension of records; several times where records are looked at one by one."""
+        if self.vectorise:
+            try:
+                of_rows = self._vectorised(rows)
+            except torch.OutOfMemoryError:
+                raise
+            except (RuntimeError, NotImplementedError) as error:
+                self.vectorise = False
+                log.info("gradients of records are computed one by one: %s", str(error).splitlines()[0][:200])
+            else:
+                return [by_record(of_rows, rows)]
+        return self._one_by_one(rows)
+
+    def _vectorised(self, rows: Rows) -> Gradients:
+        inputs, targets, share = self._on_device(rows)
+        held = {name: parameter.detach() for name, parameter in self.parameters.items()}
+
+        def loss(weights: Tensors, row: Tensors, target: torch.Tensor, part: torch.Tensor):
+            return self._loss(weights, {name: value[None] for name, value in row.items()}, target[None]) * part
+
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*not yet implemented the batching rule.*")
+            found = vmap(grad(loss), in_dims=(None, 0, 0, 0), randomness="different")(held, inputs, targets, share)
+        return [found[name].float() for name in self.parameters]
+
+    def _one_by_one(self, rows: Rows) -> Iterable[Gradients]:
+        inputs, targets, share = self._on_device(rows)
+        for record in range(rows.records):
+            total: Gradients | None = None
+            for row in torch.nonzero(rows.record == record).flatten().tolist():
+                piece = slice(row, row + 1)
+                loss = self._loss(None, {name: value[piece] for name, value in inputs.items()}, targets[piece])
+                found = torch.autograd.grad(
+                    loss * share[row], list(self.parameters.values()), allow_unused=True, materialize_grads=True
+                )
+                own = [one.float() for one in found]
+                total = own if total is None else [a + b for a, b in zip(total, own, strict=True)]
+            assert total is not None
+            yield [one[None] for one in total]
+
+    def _loss(self, weights: Tensors | None, inputs: Tensors, targets: torch.Tensor) -> torch.Tensor:
+        with self.precision():
+            out = self.model(**inputs) if weights is None else functional_call(self.model, weights, (), inputs)
+        return self.task.loss_sum(out.logits, targets)
+
+    def _on_device(self, rows: Rows) -> tuple[Tensors, torch.Tensor, torch.Tensor]:
+        device = self.precision.device
+        inputs = {name: value.to(device) for name, value in rows.inputs.items()}
+        return inputs, rows.targets.to(device), rows.share().to(device)
+
+    @torch.no_grad()
+    def losses(self, rows: Rows) -> torch.Tensor:
+        """Mean loss of each record's predictions, on the CPU in float64; 0 for a record without any."""
+        inputs, targets, share = self._on_device(rows)
+        self.model.eval()
+        with self.precision():
+            logits = self.model(**inputs).logits
+        each = nn.functional.cross_entropy(
+            logits.reshape(-1, logits.shape[-1]).float(), targets.reshape(-1), ignore_index=IGNORED, reduction="none"
+        )
+        of_rows = (each.view(len(share), -1).sum(1) * share).double().cpu()
+        return torch.zeros(rows.records, dtype=torch.float64).index_add_(0, rows.record, of_rows)
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse a model whose records see each other. Raises `InputError`."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            raise InputError(
+                f"{name} is a batch normalisation, by which the records of a batch change each other's gradients: "
+                "differential privacy needs a model without it"
+            )
+
+
+def by_record(of_rows: Gradients, rows: Rows) -> Gradients:
+    """Sum the rows of each record."""
+    if rows.records == len(rows.record):
+        return of_rows
+    place = rows.record.to(of_rows[0].device)
+    return [one.new_zeros((rows.records, *one.shape[1:])).index_add_(0, place, one) for one in of_rows]
+
+
+def add_clipped(total: Gradients, of_records: Gradients, limit: float) -> None:
+    """Add every record's gradient, scaled down to the norm `limit`, to the total."""
+    squares = torch.stack([one.flatten(1).double().square().sum(1) for one in of_records]).sum(0)
+    norms = squares.sqrt()
+    finite = torch.isfinite(norms)
+    factor = (limit / norms.clamp(min=limit)).where(finite, 0.0).float()
+    for whole, one in zip(total, of_records, strict=True):
+        if not bool(finite.all()):
+            one = one.where(finite.view(-1, *[1] * (one.dim() - 1)), 0.0)
+        whole.add_(torch.tensordot(factor, one, dims=1))

@@ -1,0 +1,118 @@
+"""What this facility has released of its data: a line for each noised step and validation figure, written before.
+
+A line is on disk before its noise is used. A crash between the two counts what nobody saw; nothing that anybody saw is
+ever left out. An attempt that is taken up again, or made once more, adds to the lines that are there.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Literal
+
+from facility.exchange.errors import ConfigurationError, InputError, TryAgain
+from facility.exchange.files.durable import fsync_directory
+from facility.exchange.messages.privacy import Unit
+from facility.exchange.privacy.accounting import Releases
+from facility.exchange.validation import parse, validated
+
+FOLDER, NAME = "privacy", "released.jsonl"
+Kind = Literal["training", "validation"]
+
+
+@validated(frozen=True, kw_only=True)
+class Entry:
+    """One release."""
+
+    kind: Kind
+    """Training and validation have units of their own, so their losses do not add up."""
+    round: int
+    unit: Unit
+    noise_multiplier: float
+    sampling_rate: float
+
+
+@dataclass(kw_only=True)
+class Ledger:
+    """The releases of one facility in one federation, below its state directory."""
+
+    state: Path
+
+    def __post_init__(self) -> None:
+        self._entries = self._read()
+        self._file: int | None = None
+
+    @property
+    def path(self) -> Path:
+        return Path(self.state) / FOLDER / NAME
+
+    def releases(self, kind: Kind) -> list[Releases]:
+        """All of one kind; equal ones in a row together."""
+        mine = ((one.noise_multiplier, one.sampling_rate) for one in self._entries if one.kind == kind)
+        return [
+            Releases(count=len(list(same)), noise_multiplier=noise, sampling_rate=rate)
+            for (noise, rate), same in groupby(mine)
+        ]
+
+    def count(self, kind: Kind) -> int:
+        return sum(one.kind == kind for one in self._entries)
+
+    def check_unit(self, unit: Unit) -> None:
+        """Raise `InputError` where earlier releases protect another unit, so that they do not add up to one bound."""
+        if others := {one.unit for one in self._entries} - {unit}:
+            raise InputError(
+                f"{self.path} holds releases that protect a {others.pop()}, the settings ask for unit {unit}: one "
+                "budget has one unit; set it back, or begin a federation of another name"
+            )
+
+    def open(self) -> None:
+        """Take the ledger for this process alone. Raises `TryAgain` where another process holds it."""
+        self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(descriptor)
+            raise TryAgain(f"{self.path} is held by another process that trains: wait for its end") from None
+        self._file, self._entries = descriptor, self._read()
+        whole = sum(len(line) for line in self._lines())
+        if whole < os.fstat(descriptor).st_size:
+            os.ftruncate(descriptor, whole)  # a crash cut the last line off, whose noise was never used
+        fsync_directory(self.path.parent)
+        fsync_directory(self.path.parent.parent)
+
+    def record(self, entry: Entry) -> None:
+        """Put one release on disk; the noise may be used afterwards."""
+        assert self._file is not None, "the ledger is opened first"
+        os.write(self._file, json.dumps(asdict(entry)).encode() + b"\n")
+        os.fsync(self._file)
+        self._entries.append(entry)
+
+    def close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def _lines(self) -> Sequence[bytes]:
+        """Complete lines; what a crash cut off was not used."""
+        try:
+            return [line for line in self.path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+        except FileNotFoundError:
+            return []
+
+    def _read(self) -> list[Entry]:
+        found = []
+        for number, line in enumerate(self._lines(), 1):
+            try:
+                found.append(parse(Entry, json.loads(line)))
+            except (ValueError, ConfigurationError) as error:
+                raise InputError(
+                    f"{self.path}, line {number}, is damaged ({error}): how much of the privacy budget is spent is not "
+                    "known, so nothing more is released; restore the file from a backup"
+                ) from None
+        return found

@@ -1,0 +1,54 @@
+"""Randomness that nobody outside this process can know: what samples the units and what noises their sum.
+
+The federation's seed is public, and whoever knows the noise can subtract it. So a key is drawn from the operating
+system (`os.urandom`) by every process at every start, and AES-256 in counter mode makes the bits of it. The generators
+of torch and NumPy are not made against somebody who wants to predict them. Normal values are made in float64 by the
+transform of G. Box and M. Muller (1958). They are not exact in their last bits (I. Mironov, "On significance of the
+least significant bits for differential privacy", CCS 2012): as with all of DP-SGD's implementations, the guarantee is
+one about real numbers.
+"""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import torch
+from cryptography.hazmat.primitives.ciphers import Cipher
+from cryptography.hazmat.primitives.ciphers.algorithms import AES
+from cryptography.hazmat.primitives.ciphers.modes import CTR
+
+PIECE = 1 << 20
+"""Values made at once."""
+
+
+class SecretRandom:
+    """A stream of its own for every start of every process."""
+
+    def __init__(self, key: bytes | None = None) -> None:
+        """`key`: 32 bytes, for tests alone; None: of the operating system."""
+        self._stream = Cipher(AES(key or os.urandom(32)), CTR(bytes(16))).encryptor()
+
+    def uniform(self, count: int) -> np.ndarray:
+        """Float64 values in (0, 1)."""
+        bits = np.frombuffer(self._stream.update(bytes(8 * count)), dtype="<u8") >> np.uint64(11)
+        return (bits.astype(np.float64) + 0.5) * 2.0**-53
+
+    def normal(self, count: int) -> np.ndarray:
+        """Float64 values of the standard normal distribution."""
+        half = -(-count // 2)
+        radius = np.sqrt(-2.0 * np.log(self.uniform(half)))
+        angle = 2.0 * np.pi * self.uniform(half)
+        return np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:count]
+
+    def chosen(self, count: int, rate: float) -> np.ndarray:
+        """Which of `count` units a Poisson sample holds: each with probability `rate`, whatever the others do."""
+        return np.flatnonzero(self.uniform(count) < rate)
+
+    def add_normal(self, tensor: torch.Tensor, deviation: float) -> None:
+        """Add noise of a standard deviation to every value, in place."""
+        flat = tensor.view(-1)
+        for begin in range(0, len(flat), PIECE):
+            piece = flat[begin : begin + PIECE]
+            noise = torch.from_numpy(self.normal(len(piece)) * deviation).to(piece.device)
+            piece.copy_(piece.double() + noise)

@@ -1,0 +1,75 @@
+"""Units as rows of a forward pass: one row for each piece, and which record (unit) it belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from facility.dataset import LOSS, START, PreparedDataset
+from facility.training.data.tasks import IGNORED, Task
+from facility.training.privacy.units import Units
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """Whole records; a record's rows follow each other."""
+
+    inputs: dict[str, torch.Tensor]
+    """Keyword arguments of the model's forward, a row each."""
+    targets: torch.Tensor
+    record: torch.Tensor
+    """Number of each row's record, from 0."""
+    records: int
+
+    def share(self) -> torch.Tensor:
+        """What each row's summed loss is multiplied by, so that a record's loss is the mean of its predictions."""
+        asked = (self.targets.reshape(len(self.record), -1) != IGNORED).sum(1)
+        whole = torch.zeros(self.records, dtype=asked.dtype).index_add_(0, self.record, asked)
+        return 1.0 / whole.clamp(min=1)[self.record].float()
+
+
+class RowReader:
+    """Reads the units of one split."""
+
+    def __init__(self, dataset: PreparedDataset, split: str, units: Units, task: Task, *, most_rows: int) -> None:
+        """`most_rows` of one forward pass; a unit of more pieces has one of its own."""
+        self.dataset, self.split, self.units, self.task, self.most = dataset, split, units, task, most_rows
+        self.cut = dataset.manifest.documents != "joined" and dataset.manifest.task != "classification"
+
+    def read(self, chosen: Sequence[int] | np.ndarray, seed: int = 0) -> Iterator[Rows]:
+        """The units `chosen`, in order. `seed`: for tasks that draw."""
+        waiting: list[np.ndarray] = []
+        for unit in chosen:
+            pieces = self.units.of(int(unit))
+            if waiting and sum(map(len, waiting)) + len(pieces) > self.most:
+                yield self._rows(waiting, seed)
+                waiting = []
+            waiting.append(pieces)
+        if waiting:
+            yield self._rows(waiting, seed)
+
+    def _rows(self, units: list[np.ndarray], seed: int) -> Rows:
+        pieces = np.concatenate(units)
+        record = torch.from_numpy(np.repeat(np.arange(len(units)), [len(one) for one in units]))
+        if self.cut:
+            inputs, targets = self._cut(pieces)
+        else:
+            blocks = pieces[:, 0]
+            batch = self.task.batch(self.dataset, self.split, blocks, [(seed + int(b)) % 2**63 for b in blocks])
+            inputs, targets = batch.inputs, batch.targets
+        return Rows(inputs=inputs, targets=targets, record=record, records=len(units))
+
+    def _cut(self, pieces: np.ndarray) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        """Each piece alone at the beginning of a row: what follows it is seen by none of its tokens."""
+        width = int((pieces[:, 2] - pieces[:, 1]).max())
+        ids, targets = torch.zeros(len(pieces), width, dtype=torch.int64), torch.full((len(pieces), width), IGNORED)
+        blocks, marks = self.dataset.split(self.split), self.dataset.marks(self.split)
+        for row, (block, first, end) in enumerate(pieces.tolist()):
+            own = torch.from_numpy(np.asarray(blocks[block, first:end], dtype=np.int64))
+            borne = torch.from_numpy((np.asarray(marks[block, first:end]) & (LOSS | START)) == LOSS)
+            ids[row, : end - first] = own
+            targets[row, : end - first - 1] = torch.where(borne[1:], own[1:], IGNORED)
+        return {"input_ids": ids}, targets

@@ -1,0 +1,59 @@
+"""`crossfed check` says before the run what a privacy budget buys, or why it cannot be kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.config.federation import read_federation
+from coordinator.preflight.privacy import check_differential_privacy
+from coordinator.preflight.row import Row
+from facility.exchange.privacy.accounting import Releases, epsilon_of
+from facility.probe import dataset as probe_dataset
+from tests.training.federation import write_dataset
+
+TOLD = {"vocabulary_size": 32_000, "blocks": {"train": 4000, "validation": 2000}, "documents": {}, "classes": 0}
+APART = TOLD | {"documents": {"train": 2000, "validation": 5000}}
+
+
+def rows(tmp_path: Path, answer: dict[str, Any], **changes: Any) -> list[Row]:
+    budget = ", ".join(f"{k}: {v}" for k, v in ({"epsilon": 4.0, "delta": 1e-5} | changes).items())
+    path = tmp_path / "federation.yml"
+    path.write_text(
+        "name: f\nmodel: m\nrounds: 2\ntraining: {steps: 50, batch_sequences: 40}\n"
+        f"privacy: {{differential: {{{budget}}}}}\nfacilities:\n  - {{name: a, dataset: d}}\n"
+    )
+    federation = read_federation(path)
+    return check_differential_privacy(federation, federation.facilities[0], answer)
+
+
+def test_the_noise_that_is_told_keeps_the_budget(tmp_path: Path):
+    (row,) = rows(tmp_path, APART)
+    assert row.verdict == "ok" and "about 40 of 2,000 documents a step" in row.found
+    noise = float(row.found.split("noise multiplier ")[1].split(",")[0])
+    spent = epsilon_of([Releases(count=100, noise_multiplier=noise, sampling_rate=0.02)], 1e-5)
+    assert spent == pytest.approx(4.0, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("answer", "changes", "verdict", "words"),
+    [
+        (TOLD, {}, "fail", "joins documents"),
+        (TOLD, {"unit": "block"}, "ok", "of 4,000 blocks"),
+        (APART, {"delta": 0.01}, "fail", "more than one over its 2,000 documents"),
+        (APART, {"epsilon": 12.0}, "warning", "epsilon 12"),
+        (APART | {"documents": {"train": 2000, "validation": 20}}, {}, "warning", "losses get noise of"),
+    ],
+)
+def test_what_is_wrong_or_weak_is_told(
+    tmp_path: Path, answer: dict[str, Any], changes: dict[str, Any], verdict: str, words: str
+):
+    (row,) = rows(tmp_path, answer, **changes)
+    assert row.verdict == verdict and words in row.found, row
+
+
+def test_the_probe_tells_what_the_check_needs(tmp_path: Path):
+    told = probe_dataset(write_dataset(tmp_path / "d"))
+    assert (told["blocks"], told["documents"], told["classes"]) == ({"train": 40, "validation": 10}, {}, 0)

@@ -1,0 +1,74 @@
+"""Privacy budgets are shown where a person looks: in the status table, the report, and the model card."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.archive.privacy import told_privacy
+from coordinator.archive.summary import remarks, summary
+from coordinator.publishing.card import NO_GUARANTEE, privacy
+from coordinator.report.data import gather
+from coordinator.report.markdown import markdown
+from coordinator.report.page import page
+from facility.exchange.messages.report import Report
+from tests.report.made import made_archive
+
+BUDGET = {
+    "epsilon": 8.0,
+    "delta": 1e-6,
+    "unit": "document",
+    "clip": 1.0,
+    "spent": 2.5,
+    "spent_on_validation": 1.0,
+    "noise_multiplier": 0.75,
+    "sampling_rate": 0.01,
+    "steps": 300,
+    "validation_deviation": 0.02,
+}
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> dict[str, Any]:
+    """Two rounds of three facilities; two of them tell a budget, which grows."""
+    archive = made_archive(tmp_path, facilities=3, rounds=2)
+    for number in range(2):
+        path = archive.round_directory(number) / "round.json"
+        record = json.loads(path.read_text())
+        for place, spent in ((0, 1.5), (1, 1.25)):
+            record["facilities"][place]["privacy"] = BUDGET | {"spent": spent * (number + 1), "steps": 100 * number}
+        path.write_text(json.dumps(record))
+    found = gather(archive, federation="made", settings={"rounds": 2}, groups=False)
+    found["rows"] = remarks(summary(archive))
+    return found
+
+
+def test_the_latest_budget_of_each_facility_is_shown(data: dict[str, Any]):
+    assert data["privacy"]["epsilon"] == 3.0 and data["privacy"]["stated"] == 8.0
+    assert [one["spent"] for one in data["privacy"]["facilities"].values()] == [3.0, 2.5]
+    assert any("privacy of facility-00: epsilon 3 of 8 (delta 1e-06, unit document)" in line for line in data["rows"])
+    text = markdown(data)
+    assert "## Privacy" in text and "| facility-01 | 2.5" in text
+    assert 'id="privacy"' in page(data)
+
+
+def test_the_card_states_the_largest_epsilon_and_who_told_none(data: dict[str, Any]):
+    told = privacy(data)
+    assert "ε = 3, δ = 1e-06 for adding or removing one document" in told and "before training was ε = 8" in told
+    assert "1 of 3 facilities told no budget" in told
+    assert privacy(data | {"privacy": {}}) == NO_GUARANTEE
+
+
+@pytest.mark.parametrize(
+    "privacy", [None, [], "x", {}, BUDGET | {"spent": -1}, BUDGET | {"unit": "person"}, BUDGET | {"steps": 1e400}]
+)
+def test_what_cannot_be_read_is_no_budget(privacy: Any):
+    values = dict.fromkeys(("round", "samples", "tokens", "steps"), 0) | dict.fromkeys(
+        ("loss_received", "loss_returned", "perplexity_received", "perplexity_returned", "training_loss"), 1.0
+    )
+    report = Report(federation="f", facility="a", details={"privacy": privacy}, **values)  # type: ignore[arg-type]
+    assert told_privacy(report) == {}
+    assert told_privacy(Report(federation="f", facility="a", details={"privacy": BUDGET}, **values)) == BUDGET  # type: ignore[arg-type]

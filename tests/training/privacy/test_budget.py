@@ -1,0 +1,43 @@
+"""Law: whatever happened before, the last planned release ends within the stated budget, or none is made."""
+
+from __future__ import annotations
+
+import pytest
+
+from facility.exchange.messages.privacy import DifferentialSettings
+from facility.exchange.privacy.accounting import Releases, epsilon_of
+from facility.training.privacy.budget import OutOfBudget, choose_noise
+
+SETTINGS = DifferentialSettings(epsilon=3.0, delta=1e-5)
+RATE, PLANNED = 0.02, 60
+
+
+def choose(before: list[Releases], left: int) -> float:
+    return choose_noise(SETTINGS, before, planned=PLANNED, left=left, sampling_rate=RATE, what="steps")
+
+
+def steps(count: int, noise: float) -> Releases:
+    return Releases(count=count, noise_multiplier=noise, sampling_rate=RATE)
+
+
+def test_without_a_crash_the_noise_stays_and_the_end_is_the_stated_epsilon():
+    noise = choose([], PLANNED)
+    assert choose([steps(20, noise)], 40) == noise
+    assert choose([steps(59, noise)], 1) == noise
+    assert 0.99 * SETTINGS.epsilon < epsilon_of([steps(PLANNED, noise)], SETTINGS.delta) <= SETTINGS.epsilon
+
+
+def test_steps_that_are_made_again_are_paid_for_by_those_to_come():
+    noise = choose([], PLANNED)
+    before = [steps(30, noise)]  # of which ten were lost
+    more = choose(before, 40)
+    assert noise < more < 1.3 * noise
+    assert epsilon_of([*before, steps(40, more)], SETTINGS.delta) <= SETTINGS.epsilon
+    assert epsilon_of([*before, steps(40, noise)], SETTINGS.delta) > SETTINGS.epsilon
+
+
+@pytest.mark.parametrize("before", [60, 90])
+def test_a_spent_budget_releases_nothing_more(before: int):
+    with pytest.raises(OutOfBudget, match=r"60 steps have|90 steps have") as caught:
+        choose([steps(before, choose([], PLANNED))], 20)
+    assert "of 3 (delta 1e-05), and 20 more do not fit" in str(caught.value)

@@ -1,0 +1,158 @@
+"""Law: a step adds up the gradients of the records, each clipped by itself. Oracle: autograd, record by record."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from facility.dataset import open_dataset
+from facility.exchange.errors import InputError
+from facility.training.data.tasks import CausalLM
+from facility.training.parallel.compute import Precision
+from facility.training.privacy.gradients import RecordGradients, add_clipped, check_model
+from facility.training.privacy.rows import RowReader
+from facility.training.privacy.units import Units, units_of, whole_blocks
+from tests.pico import pico_config
+from tests.training.families import tiny_config
+from tests.training.federation import write_dataset
+
+FLOAT = Precision(torch.device("cpu"), torch.float32, casts_itself=False)
+FAMILIES = ["llama", "qwen2", "gpt2", "gemma3_text", "mixtral"]
+
+
+def model_of(family: str) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = pico_config(family) if family in ("llama", "qwen2", "gpt2") else tiny_config(family)
+    config.use_cache = False
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.02 * torch.randn_like(parameter))
+    return model
+
+
+def gradients_of(model: nn.Module, *, vectorise: bool = True) -> RecordGradients:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return RecordGradients(model, trained, CausalLM(), FLOAT, vectorise=vectorise)
+
+
+def oracle(model: nn.Module, records: list[list[torch.Tensor]], limit: float) -> list[torch.Tensor]:
+    """Each record by a forward and backward pass of its own, in plain torch."""
+    model.train()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    total = [torch.zeros_like(one) for one in trained]
+    for rows in records:
+        losses = [F.cross_entropy(model(input_ids=r[None]).logits[0, :-1], r[1:], reduction="sum") for r in rows]
+        loss = sum(losses) / sum(len(r) - 1 for r in rows)
+        found = torch.autograd.grad(loss, trained, allow_unused=True, materialize_grads=True)
+        norm = math.sqrt(sum(one.double().square().sum().item() for one in found))
+        for whole, one in zip(total, found, strict=True):
+            whole += one * min(1.0, limit / norm)
+    return total
+
+
+def assert_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    scale = max(one.abs().max().item() for one in expected)
+    assert scale > 0
+    for a, b in zip(found, expected, strict=True):
+        assert (a - b).abs().max().item() < 1e-5 * max(1.0, scale)
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory):
+    return open_dataset(write_dataset(tmp_path_factory.mktemp("gradients") / "data", train=12, block_tokens=8))
+
+
+@pytest.mark.parametrize("limit", [1e-2, 0.7, 1e6], ids=["all-clipped", "some-clipped", "none-clipped"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_sum_is_that_of_the_records_one_at_a_time(family: str, limit: float, dataset: Any):
+    model = model_of(family)
+    units = whole_blocks(12, 8)
+    chosen = [0, 3, 4, 7, 11]
+    rows = [[torch.from_numpy(dataset.split("train")[i].astype("int64"))] for i in chosen]
+    expected = oracle(model, rows, limit)
+    for vectorise, most in ((True, 2), (True, 32), (False, 3)):
+        gradients = gradients_of(model, vectorise=vectorise)
+        reader = RowReader(dataset, "train", units, CausalLM(), most_rows=most)
+        assert_equal(gradients.clipped_sum(reader.read(chosen), limit), expected)
+        assert gradients.vectorise == vectorise, "a family that transformers can vectorise no more"
+
+
+def test_adapters_alone_are_clipped_and_added_up(dataset: Any):
+    from peft import LoraConfig, inject_adapter_in_model
+
+    model = model_of("llama")
+    inject_adapter_in_model(LoraConfig(r=2, target_modules=["q_proj", "down_proj"]), model)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("lora_" in name)
+            if "lora_" in name:
+                parameter.copy_(torch.randn_like(parameter) / 8)
+    reader = RowReader(dataset, "train", whole_blocks(12, 8), CausalLM(), most_rows=4)
+    rows = [[torch.from_numpy(dataset.split("train")[i].astype("int64"))] for i in range(6)]
+    assert_equal(gradients_of(model).clipped_sum(reader.read(range(6)), 0.3), oracle(model, rows, 0.3))
+
+
+def test_a_document_of_several_pieces_is_clipped_as_one(dataset: Any):
+    import numpy as np
+
+    model = model_of("llama")
+    pieces = np.array([[0, 0, 8], [1, 0, 8], [2, 0, 8], [5, 0, 8]])
+    units = Units(pieces=pieces, offsets=np.array([0, 3, 4]))
+    block = [torch.from_numpy(row.astype("int64")) for row in dataset.split("train")[:6]]
+    for most in (1, 4):
+        reader = RowReader(dataset, "train", units, CausalLM(), most_rows=most)
+        found = gradients_of(model).clipped_sum(reader.read([0, 1]), 0.5)
+        assert_equal(found, oracle(model, [block[:3], [block[5]]], 0.5))
+
+
+def test_an_empty_sample_is_a_sum_of_nothing(dataset: Any):
+    model = model_of("llama")
+    reader = RowReader(dataset, "train", whole_blocks(12, 8), CausalLM(), most_rows=4)
+    found = gradients_of(model).clipped_sum(reader.read([]), 1.0)
+    assert [tuple(one.shape) for one in found] == [tuple(p.shape) for p in model.parameters()]
+    assert all(not one.any() for one in found)
+
+
+def test_no_record_contributes_more_than_the_clip_or_anything_that_is_not_finite():
+    torch.manual_seed(0)
+    of_records = [torch.randn(5, 3, 4), torch.randn(5, 7)]
+    of_records[0][1] = math.inf
+    of_records[1][2, 0] = math.nan
+    of_records[0][3] *= 1e20
+    of_records[0][4], of_records[1][4] = 0.0, 0.0
+    for record in range(5):
+        total = [torch.zeros(3, 4), torch.zeros(7)]
+        add_clipped(total, [one[record : record + 1] for one in of_records], 0.25)
+        norm = math.sqrt(sum(one.double().square().sum().item() for one in total))
+        assert norm == pytest.approx({0: 0.25, 3: 0.25}.get(record, 0.0), rel=1e-5)
+
+
+def test_the_pieces_of_documents_attend_to_nothing_else(tmp_path: Path):
+    """A unit's gradient from blocks that hold several documents is that of the document alone."""
+    from tests.training.test_documents import VOCABULARY, prepare_chats
+
+    apart = prepare_chats(tmp_path / "apart")
+    alone = prepare_chats(tmp_path / "alone", documents="padded")
+    model = model_of("llama")
+    model.resize_token_embeddings(VOCABULARY)
+    found = []
+    for prepared in (apart, alone):
+        units = units_of(prepared, "train", "document", most=1)
+        assert len(units) == 20 and units.left_out == 0
+        reader = RowReader(prepared, "train", units, CausalLM(marked=True), most_rows=4)
+        found.append(gradients_of(model).clipped_sum(reader.read(range(20)), 0.2))
+    assert_equal(*found)
+
+
+def test_a_batch_normalisation_is_refused():
+    with pytest.raises(InputError, match="batch normalisation"):
+        check_model(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
