@@ -48,7 +48,7 @@ class PrivateTraining:
         check_layout(request.training.layout, ranks=ranks.world)
         if request.bundle is not None:
             raise InputError(
-                "models are compared block by block, without the noise that these settings promise: refused"
+                "models are compared block by block, without the noise that the settings promise: refused"
             )
         self.bound = math.log(inputs.dataset.manifest.vocabulary_size)
         if inputs.dataset.manifest.task == "classification":
