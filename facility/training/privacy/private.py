@@ -47,9 +47,7 @@ class PrivateTraining:
         self.request, self.settings, self.engine, self.ranks = request, settings, engine, ranks
         check_layout(request.training.layout, ranks=ranks.world)
         if request.bundle is not None:
-            raise InputError(
-                "models are compared block by block, without the noise that the settings promise: refused"
-            )
+            raise InputError("models are compared block by block, without the noise that the settings promise: refused")
         self.bound = math.log(inputs.dataset.manifest.vocabulary_size)
         if inputs.dataset.manifest.task == "classification":
             self.bound = math.log(max(2, len(inputs.dataset.manifest.classes)))
