@@ -2,10 +2,13 @@
 
     python -m coordinator.model --source ORG/NAME --out models/NAME
 
+    python -m coordinator.model --import-adapter ADAPTER --base BASE --out DIR
+
     python -m coordinator.model --export-adapter ROUND_MODEL --base BASE --out DIR [--merged]
 
 The source is a model of the Hugging Face hub or a Hugging Face checkpoint on disk, as safetensors. The second form
-exports the final adapter of a federation in the format that peft loads.
+makes an initial model that begins with a published adapter (peft's format); the third exports the final adapter of a
+federation in that format.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.adapter_export import export_adapter
+from coordinator.adapter_import import import_adapter
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.conversion import check_names
 from facility.exchange.errors import CheckpointError, InputError, TryAgain, exit_on_error
@@ -112,7 +116,8 @@ def main() -> int:
     subject = parser.add_mutually_exclusive_group(required=True)
     subject.add_argument("--source", metavar="NAME|DIR", help="hub name, or Hugging Face checkpoint")
     subject.add_argument("--export-adapter", type=Path, metavar="DIR", help="model of a round whose adapters to export")
-    parser.add_argument("--base", type=Path, metavar="DIR", help="with --export-adapter: the model that they adapt")
+    subject.add_argument("--import-adapter", type=Path, metavar="DIR", help="published adapter to begin with")
+    parser.add_argument("--base", type=Path, metavar="DIR", help="with an adapter: the model that it adapts")
     parser.add_argument(
         "--merged",
         action="store_true",
@@ -128,8 +133,12 @@ def main() -> int:
     parser.add_argument("--revision", default="main", metavar="NAME", help="revision of a hub model (default main)")
     add_log_options(parser)
     arguments = parser.parse_args()
-    if (arguments.export_adapter is None) != (arguments.base is None):
-        parser.error("--export-adapter and --base belong together")
+    adapter = arguments.export_adapter or arguments.import_adapter
+    if (adapter is None) != (arguments.base is None):
+        parser.error("--export-adapter or --import-adapter, and --base belong together")
+    if arguments.import_adapter is not None:
+        print(import_adapter(adapter, base=arguments.base.resolve(), out=arguments.out.resolve()))
+        return 0
     if arguments.export_adapter is not None:
         base, out = arguments.base.resolve(), arguments.out.resolve()
         print(export_adapter(arguments.export_adapter, base=base, out=out, merged=arguments.merged))

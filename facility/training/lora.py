@@ -16,10 +16,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from facility.exchange.checkpoints.adapters import HEADS, PREFIX, is_factor, saves
+from facility.exchange.checkpoints.adapters import HEADS, PREFIX, is_adapter, is_factor, saves
 from facility.exchange.checkpoints.checkpoint import Checkpoint
 from facility.exchange.checkpoints.conversion import Conversion
-from facility.exchange.errors import ConfigurationError
+from facility.exchange.errors import ConfigurationError, InputError
 from facility.exchange.messages.layout import LoraSettings
 from facility.training.blocks import find_blocks
 from facility.training.seeds import derive
@@ -124,6 +124,12 @@ def load_adapters(
     if all(part.name in received.tensors for part in adapters):
         load_shards(adapters, received)
         return f"{len(adapters)} adapter tensors received{note}"
+    if lacking := [part.name for part in adapters if part.name not in received.tensors]:
+        if any(map(is_adapter, received.tensors)):
+            raise InputError(
+                f"{received.directory} holds adapters, but none for {lacking[0]!r} ({len(lacking)} of {len(adapters)} "
+                "are missing), which training.lora asks for: name the targets and modules_to_save of those"
+            )
     load_shards([dataclasses.replace(part, name=plain[part.name]) for part in saved], base, conversion)
     for part in adapters:
         if not is_factor(part.name):

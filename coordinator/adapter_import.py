@@ -1,0 +1,92 @@
+"""An initial model that begins with a published adapter: a base model and the adapter's tensors, as one checkpoint.
+
+OUT/model*.safetensors           the base, as it was
+OUT/adapter_model.safetensors    the adapter's tensors under peft's names; model.safetensors.index.json names them all
+OUT/adapter_config.json          what it is, without a path
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from coordinator.adapter_export import CONFIGURATION, MOST_BYTES, WEIGHTS, load_adapter, load_base, read_configuration
+from facility.exchange.checkpoints.adapters import PREFIX, is_adapter, is_factor
+from facility.exchange.checkpoints.checkpoint import INDEX, Checkpoint, open_checkpoint
+from facility.exchange.errors import InputError
+from facility.exchange.files.durable import as_umask_allows, new_directory, write_json
+from facility.exchange.messages.strict_json import read_json
+
+OTHER_KINDS = {
+    "use_dora": "a DoRA adapter: its magnitudes depend on the whole weight, and no mean of them was ever measured here",
+    "rank_pattern": "an adapter of several ranks (rank_pattern), where training.lora.rank is one",
+    "alpha_pattern": "an adapter of several scales (alpha_pattern), where training.lora.alpha is one",
+    "target_parameters": "an adapter of fused parameters (target_parameters)",
+    "layer_replication": "an adapter of a model whose layers are repeated (layer_replication)",
+    "trainable_token_indices": "an adapter that trains tokens (trainable_token_indices)",
+    "lora_bias": "an adapter with biases (lora_bias)",
+}
+"""Keys of adapter_config.json that make another kind of adapter than the federation's, and how to say so."""
+
+
+def import_adapter(adapter: Path, *, base: Path, out: Path) -> str:
+    """Write `base` with the tensors of `adapter` to `out`, which appears atomically; returns what training must say.
+
+    peft loads the adapter over the base first. Raises `InputError` for an adapter of another kind, or of another model.
+    """
+    if out.exists():
+        raise InputError(f"{out} exists; choose another --out")
+    refuse_other_kinds(adapter / CONFIGURATION)
+    configuration = read_configuration(adapter / CONFIGURATION)
+    found = open_checkpoint(adapter)
+    names = sorted(found.tensors)
+    if strangers := [name for name in names if not is_adapter(name)]:
+        raise InputError(f"{adapter} holds {strangers[0]!r}, which is no tensor of a peft adapter")
+    load_adapter(adapter, load_base(base), names)
+    held = open_checkpoint(base)
+    if any(map(is_adapter, held.tensors)):
+        raise InputError(f"{base} holds adapters already; expected a plain base model")
+    with new_directory(out) as temporary:
+        for path in base.iterdir():
+            if path.is_file() and path.name != "manifest.json":
+                shutil.copyfile(path, temporary / path.name)
+        shutil.copyfile(found.tensors[names[0]].file, temporary / WEIGHTS)
+        os.chmod(temporary / WEIGHTS, as_umask_allows(0o644))
+        write_json(temporary / INDEX, index_of(held, names))
+        write_json(temporary / CONFIGURATION, configuration)
+        open_checkpoint(temporary)
+    return (
+        f"{out}: {base} with {len(names)} adapter tensors; federation.yml must say\n{settings_of(configuration, names)}"
+    )
+
+
+def refuse_other_kinds(file: Path) -> None:
+    """Raise `InputError` for an adapter that the federation could not go on from, with the reason."""
+    raw = read_json(file, most_bytes=MOST_BYTES)
+    for key, kind in OTHER_KINDS.items():
+        if isinstance(raw, dict) and raw.get(key):
+            raise InputError(f"{file}: this is {kind}; take a plain LoRA adapter, or merge it into the base by peft")
+    if isinstance(raw, dict) and raw.get("bias", "none") != "none":
+        raise InputError(f"{file}: bias is {raw['bias']!r}, expected 'none': the base's biases would have to travel")
+
+
+def index_of(base: Checkpoint, names: list[str]) -> dict[str, Any]:
+    """The index over the base's files and the adapter's."""
+    weight_map = {name: entry.file.name for name, entry in base.tensors.items()} | dict.fromkeys(names, WEIGHTS)
+    return {"metadata": {}, "weight_map": dict(sorted(weight_map.items()))}
+
+
+def settings_of(configuration: dict[str, Any], names: list[str]) -> str:
+    """The lines of federation.yml under which its facilities go on from the adapter."""
+    layers = sorted({name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in names if is_factor(name)})
+    lora = {
+        "rank": configuration["r"],
+        "alpha": configuration["lora_alpha"],
+        "targets": sorted({layer.rpartition(".")[2] for layer in layers}),
+    }
+    lora |= {"rslora": True} if configuration["use_rslora"] else {}
+    lora |= {"modules_to_save": configuration["modules_to_save"]} if configuration["modules_to_save"] else {}
+    return f"training:\n  lora: {json.dumps(lora)}"

@@ -1,0 +1,78 @@
+"""A federation may begin with a published adapter: the trainer goes on from it, and other kinds are refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from coordinator.adapter_import import import_adapter
+from facility.dataset import open_dataset
+from facility.exchange.errors import InputError
+from facility.exchange.messages.report import read_report
+from tests.pico import save_pico
+from tests.training.federation import write_dataset
+from tests.training.layouts import arguments, rounds_in
+
+TARGETS = ["q_proj", "down_proj"]
+LORA = {"rank": 2, "alpha": 8.0, "targets": TARGETS}
+
+
+def published(directory: Path, base: Path, **changes: Any) -> Path:
+    """An adapter as `peft` saves it, every number of it drawn."""
+    torch.manual_seed(3)
+    settings = LoraConfig(**({"r": 2, "lora_alpha": 8, "target_modules": TARGETS} | changes))
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(base), settings)
+    for name, parameter in adapted.named_parameters():
+        if ".lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+    adapted.save_pretrained(directory)
+    return directory
+
+
+def test_the_first_round_goes_on_from_a_published_adapter(tmp_path: Path):
+    base, dataset = save_pico(tmp_path / "base"), write_dataset(tmp_path / "data")
+    adapter = published(tmp_path / "adapter", base)
+    told = import_adapter(adapter, base=base, out=tmp_path / "model")
+    assert json.loads(told.partition("lora: ")[2]) == LORA | {"targets": sorted(TARGETS)}
+    rounds_in([("one", arguments(tmp_path / "one", tmp_path / "model", dataset, lora=LORA))])
+    report = read_report(tmp_path / "one" / "out")
+    expected = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)
+    ids = torch.from_numpy(open_dataset(dataset).split("validation")[:].astype("int64"))
+    with torch.no_grad():
+        assert report.loss_received == pytest.approx(expected(input_ids=ids, labels=ids).loss.item(), abs=1e-5)
+    assert report.loss_returned < report.loss_received
+    more = arguments(tmp_path / "more", tmp_path / "model", dataset, lora=LORA | {"targets": [*TARGETS, "v_proj"]})
+    (said,) = rounds_in([("more", more)], expect=2)["more"]
+    assert "holds adapters, but none for" in said and "v_proj" in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"use_dora": True}, "DoRA"),
+        ({"rank_pattern": {"q_proj": 3}}, "several ranks"),
+        ({"alpha_pattern": {"q_proj": 3}}, "several scales"),
+        ({"bias": "all"}, "bias is 'all'"),
+    ],
+)
+def test_adapters_of_another_kind_are_refused_with_the_reason(tmp_path: Path, changes: dict[str, Any], reason: str):
+    base = save_pico(tmp_path / "base")
+    adapter = published(tmp_path / "adapter", base, **changes)
+    with pytest.raises(InputError, match=reason):
+        import_adapter(adapter, base=base, out=tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+
+
+def test_an_adapter_of_another_model_is_refused(tmp_path: Path):
+    base, other = save_pico(tmp_path / "base"), save_pico(tmp_path / "other", hidden_size=16, intermediate_size=32)
+    with pytest.raises(InputError, match="do not fit the base model"):
+        import_adapter(published(tmp_path / "adapter", base), base=other, out=tmp_path / "model")
+    with pytest.raises(InputError, match="holds adapters already"):
+        model = import_adapter(tmp_path / "adapter", base=base, out=tmp_path / "model") and tmp_path / "model"
+        import_adapter(tmp_path / "adapter", base=model, out=tmp_path / "again")
