@@ -26,6 +26,7 @@ from facility.training.processes.ranks import Ranks, from_environment, together
 from facility.training.processes.rendezvous import start
 from facility.training.replicas import order_of
 from facility.training.request import RoundRequest
+from facility.training.router_loss import check_router_loss
 from facility.training.seeds import derive
 from facility.training.shards import load_shards
 
@@ -66,6 +67,7 @@ def choose_setup(request: RoundRequest, inputs: RoundInputs, ranks: Ranks) -> Se
         layout = arrange.layout_of_plan(request.plan, ranks, training, blocks=inputs.blocks, block_tokens=tokens)
     else:
         layout = arrange.layout_of_settings(ranks, training, blocks=inputs.blocks, block_tokens=tokens)
+    check_router_loss(inputs.config, pipeline=bool(layout.units))
     attention = inputs.attention.name
     # A pair's loss is not a sum over positions; a record's own gradient needs its logits.
     whole = isinstance(task, Preference) or request.settings.differential is not None

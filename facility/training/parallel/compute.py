@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from facility.training.data.tasks import Batch, Task
 from facility.training.head import ChunkedHead
 from facility.training.monitor.clock import Clock
+from facility.training.router_loss import router_loss
 
 
 class Compute(Protocol):
@@ -63,14 +64,17 @@ class Whole:
         self.modules: list[nn.Module] = [model]
         self.device = precision.device
 
-    def _forward(self, batch: Batch, model: nn.Module) -> torch.Tensor:
+    def _forward(self, batch: Batch, model: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The summed loss, and the router's auxiliary loss where the model asks for one."""
         inputs = {name: value.to(self.device, non_blocking=True) for name, value in batch.inputs.items()}
         targets = batch.targets.to(self.device, non_blocking=True)
         if self.chunked is not None:
             self.chunked.targets = targets
         with self.precision():
-            logits = model(**inputs).logits
-        return logits.float().sum() if self.chunked is not None else self.task.loss_sum(logits, targets)
+            output = model(**inputs)
+        logits = output.logits
+        loss = logits.float().sum() if self.chunked is not None else self.task.loss_sum(logits, targets)
+        return loss, router_loss(self.modules[0], output)
 
     def train(self, batches: Sequence[Batch], weight: float) -> torch.Tensor:
         total = torch.zeros((), device=self.device)
@@ -78,11 +82,12 @@ class Whole:
             waits = self.replicated is not None and number < len(batches) - 1
             with self.replicated.no_sync() if self.replicated is not None and waits else nullcontext():
                 with self.clock("forward"):
-                    loss = self._forward(batch, self.replicated or self.modules[0])
+                    loss, balance = self._forward(batch, self.replicated or self.modules[0])
                 with self.clock("backward"):
-                    (loss * weight).backward()
+                    whole = loss if balance is None else loss + balance * batch.predictions
+                    (whole * weight).backward()
             total += loss.detach()
         return total
 
     def loss(self, batch: Batch) -> torch.Tensor:
-        return self._forward(batch, self.modules[0])
+        return self._forward(batch, self.modules[0])[0]
