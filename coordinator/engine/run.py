@@ -57,8 +57,7 @@ def run_federation(file: Path, *, live: bool, log: Path | None = None, accepted:
     if reason := unwritable(places):
         raise InputError(reason)
     console = Console(width=None if sys.stdout.isatty() else 140)
-    if federation.groups is None:
-        _show_changes(federation, archive, console, accepted=accepted)
+    _show_changes(federation, archive, console, accepted=accepted)
     write(federation)
     log = log or federation.workdir_path / "streamflow.log"
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -76,8 +75,6 @@ def run_federation(file: Path, *, live: bool, log: Path | None = None, accepted:
             + going_on
             + f"; StreamFlow's log is {log}"
         )
-        if federation.groups is not None:
-            console.print(f"nearest in rounds: {federation.groups.as_rounds(federation.rounds)}", markup=False)
         names = [facility.name for facility in federation.facilities]
         progress = (GroupProgress if groups else Progress)(names, federation.rounds)
         run = Run(
@@ -116,6 +113,9 @@ def _show_end(federation: Federation, archive: Archive, console: Console, code: 
 
 def _show_changes(federation: Federation, archive: Archive, console: Console, *, accepted: bool) -> None:
     """What has changed in federation.yml since the latest round. Raises `InputError` where it must be accepted."""
+    if federation.groups is not None:  # they compare for themselves, and take no change
+        console.print(f"nearest in rounds: {federation.groups.as_rounds(federation.rounds)}", markup=False)
+        return
     now = described(federation)
     changes = changes_since(archive, now)
     for change in changes:
