@@ -15,6 +15,32 @@ def markdown(data: Mapping[str, Any]) -> str:
     lines += [f"**Stopped:** {_cell(data['stopped'])}", ""] if data["stopped"] else []
     lines += [f"- {label}: **{value}**" for value, label in figures(data)] + [""]
     lines += [*(f"- {_cell(line)}" for line in data["remarks"]), ""] if data["remarks"] else []
+    lines += rounds(data)
+    lines += matrix(data) if data["matrix"].get("cells") else []
+    kinds = used_kinds(data)
+    times = [
+        [name, *(span(sums[kind]) if kind in sums else "" for kind in kinds), span(sums["idle"])]
+        for name, sums in data["timeline"]["totals"].items()
+    ]
+    lines += ["## Time", "", *table(["facility", *kinds, "idle"], times)]
+    lines += traffic(data)
+    used = [
+        [name, number(one["node_hours"]), number(one["gpu_hours"]), number(one["kwh"]), one["energy_source"]]
+        for name, one in data["cost"]["facilities"].items()
+    ]
+    lines += ["## Cost", "", *table(["facility", "node-hours", "GPU-hours", "kWh", "measured by"], used)]
+    lines += [*memory(data), *privacy(data)]
+    odd = [[one["round"], one["facility"], one["done"], one["reason"]] for one in outliers(data)]
+    lines += ["## Outliers", "", *table(["round", "facility", "what aggregation did", "why"], odd)]
+    failed = [[one["round"], one["facility"], one["status"], one["reason"], one["done"]] for one in data["failures"]]
+    lines += ["## Failures", "", *table(["round", "facility", "what", "reason", "what was done"], failed)]
+    digests = [[one["name"], f"`{one['sha256']}`"] for one in data["artefacts"]]
+    lines += ["## Artefacts", "", *table(["what", "SHA-256"], digests)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def rounds(data: Mapping[str, Any]) -> list[str]:
+    """The section with a line for each facility and round."""
     unit = "round" if data["mode"] == "rounds" else "group"
     rows = [
         [
@@ -32,14 +58,11 @@ def markdown(data: Mapping[str, Any]) -> str:
         for row in entry["facilities"]
     ]
     head = [unit, "facility", "status", "tokens", "seconds", "weight", "received", "returned", "global"]
-    lines += ["## Rounds", "", *table(head, rows)]
-    lines += matrix(data) if data["matrix"].get("cells") else []
-    kinds = used_kinds(data)
-    times = [
-        [name, *(span(sums[kind]) if kind in sums else "" for kind in kinds), span(sums["idle"])]
-        for name, sums in data["timeline"]["totals"].items()
-    ]
-    lines += ["## Time", "", *table(["facility", *kinds, "idle"], times)]
+    return ["## Rounds", "", *table(head, rows)]
+
+
+def traffic(data: Mapping[str, Any]) -> list[str]:
+    """The section on bytes and speeds of transfers."""
     moved = [
         [
             name,
@@ -50,18 +73,21 @@ def markdown(data: Mapping[str, Any]) -> str:
         ]
         for name, one in data["traffic"].items()
     ]
-    lines += ["## Traffic", "", *table(["facility", "sent", "Mbit/s", "received", "Mbit/s"], moved)]
-    used = [
-        [name, number(one["node_hours"]), number(one["gpu_hours"]), number(one["kwh"]), one["energy_source"]]
-        for name, one in data["cost"]["facilities"].items()
-    ]
-    lines += ["## Cost", "", *table(["facility", "node-hours", "GPU-hours", "kWh", "measured by"], used)]
-    memory = [
+    return ["## Traffic", "", *table(["facility", "sent", "Mbit/s", "received", "Mbit/s"], moved)]
+
+
+def memory(data: Mapping[str, Any]) -> list[str]:
+    """The section on memory, predicted beside measured."""
+    rows = [
         [name, size(one["predicted_memory_bytes"] or 0), size(one["peak_memory_bytes"]), number(one["ratio"])]
         for name, one in data["predictions"].items()
     ]
     head = ["facility", "predicted", "measured", "measured / predicted"]
-    lines += ["## Memory of the largest rank", "", *table(head, memory)]
+    return ["## Memory of the largest rank", "", *table(head, rows)]
+
+
+def privacy(data: Mapping[str, Any]) -> list[str]:
+    """The section on privacy spent; nothing where there is no budget."""
     budgets = [
         [
             name,
@@ -74,16 +100,8 @@ def markdown(data: Mapping[str, Any]) -> str:
         ]
         for name, one in data["privacy"].get("facilities", {}).items()
     ]
-    if budgets:
-        titles = ["facility", "epsilon so far", "at the end", "delta", "unit", "noise multiplier", "steps"]
-        lines += ["## Privacy", "", *table(titles, budgets)]
-    odd = [[one["round"], one["facility"], one["done"], one["reason"]] for one in outliers(data)]
-    lines += ["## Outliers", "", *table(["round", "facility", "what aggregation did", "why"], odd)]
-    failed = [[one["round"], one["facility"], one["status"], one["reason"], one["done"]] for one in data["failures"]]
-    lines += ["## Failures", "", *table(["round", "facility", "what", "reason", "what was done"], failed)]
-    digests = [[one["name"], f"`{one['sha256']}`"] for one in data["artefacts"]]
-    lines += ["## Artefacts", "", *table(["what", "SHA-256"], digests)]
-    return "\n".join(lines).rstrip() + "\n"
+    titles = ["facility", "epsilon so far", "at the end", "delta", "unit", "noise multiplier", "steps"]
+    return ["## Privacy", "", *table(titles, budgets)] if budgets else []
 
 
 def matrix(data: Mapping[str, Any]) -> list[str]:
