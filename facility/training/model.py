@@ -74,10 +74,16 @@ def build(config: Any, factory: Any, attention: Attention) -> nn.Module:
 
     config = copy.deepcopy(config)  # from_config(dtype=...) writes into it
     config.use_cache = False  # with a cache, packed sequences silently lose their mask
-    with init_empty_weights(include_buffers=False):
-        model = factory.from_config(
-            config, dtype=torch.float32, attn_implementation=attention.name, trust_remote_code=False
-        )
+    try:
+        with init_empty_weights(include_buffers=False):
+            model = factory.from_config(
+                config, dtype=torch.float32, attn_implementation=attention.name, trust_remote_code=False
+            )
+    except (ImportError, ValueError) as error:  # a package that the family needs, or attention that a part of it lacks
+        raise InputError(
+            f"transformers cannot build a {config.model_type} model here with {attention.name} attention: "
+            f"{' '.join(str(error).split())[:300]}"
+        ) from None
     model.tie_weights()  # building on the meta device unties
     return model
 

@@ -111,7 +111,7 @@ def check_inputs(round: int, out: Path, settings: FacilitySettings, dataset: Pre
             f"{vocabulary} entries: prepare the dataset with the model's own tokenizer"
         )
     longest = getattr(config, "max_position_embeddings", None)
-    if longest is not None and dataset.manifest.block_tokens > longest:
+    if isinstance(longest, int) and 0 < longest < dataset.manifest.block_tokens:
         raise InputError(
             f"{dataset.directory} has blocks of {dataset.manifest.block_tokens} tokens, the model takes at most "
             f"{longest} positions: prepare shorter blocks"

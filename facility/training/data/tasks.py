@@ -185,6 +185,20 @@ def check_padding(dataset: PreparedDataset, config: Any, factory: Any) -> None:
         )
 
 
+def check_causal(config: Any) -> None:
+    """Refuse a model that sees the token it is to predict: its loss would fall to nothing, and say nothing."""
+    from transformers import AutoModelForMaskedLM
+
+    if config.model_type == "xlnet":
+        raise InputError("XLNet predicts tokens in permuted orders, which no dataset here has: train a causal model")
+    encoder = not config.is_encoder_decoder and type(config) in AutoModelForMaskedLM._model_mapping
+    if encoder and getattr(config, "is_decoder", True) is False:
+        raise InputError(
+            f"the model's config.json has is_decoder false: a {config.model_type} then sees the tokens that it is to "
+            "predict; set is_decoder to true in the initial model, or prepare the dataset with --task masked-lm"
+        )
+
+
 def needs_padding_token(config: Any, factory: Any) -> bool:
     """Does the model refuse a batch of two as long as it knows no padding token? Asked without memory (FakeTensor)."""
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -219,4 +233,5 @@ def task_for(dataset: PreparedDataset, config: Any) -> Task:
         if tokenizer.mask_token_id is None:
             raise InputError(f"{dataset.tokenizer_directory} has no mask token: masked language modelling needs one")
         return MaskedLM(tokenizer.mask_token_id, manifest.vocabulary_size, tuple(tokenizer.all_special_ids))
+    check_causal(config)
     return CausalLM(marked=dataset.marked, separate=manifest.documents == "separate")

@@ -1,0 +1,41 @@
+"""Law: a model that the trainer would train wrongly, or cannot build, is refused in one sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from facility.exchange.errors import InputError
+from facility.training.data.tasks import check_causal
+from facility.training.model import Attention, build
+from tests.pico import pico_config, save_pico
+from tests.training.federation import write_dataset
+from tests.training.layouts import arguments, rounds_in
+
+
+def test_a_model_that_sees_what_it_is_to_predict_is_refused(tmp_path: Path):
+    model, dataset = save_pico(tmp_path / "model", "bert"), write_dataset(tmp_path / "data")
+    (said,) = rounds_in([("bert", arguments(tmp_path / "run", model, dataset))], expect=2)["bert"]
+    assert "is_decoder false" in said
+
+
+def test_decoders_and_decoders_of_encoder_decoders_are_not():
+    from transformers import BartConfig, XLNetConfig
+
+    for config in (pico_config("llama"), pico_config("gpt2"), pico_config("bert", is_decoder=True), BartConfig()):
+        check_causal(config)
+    with pytest.raises(InputError, match="permuted"):
+        check_causal(XLNetConfig())
+
+
+@pytest.mark.parametrize("error", [ImportError("needs timm"), ValueError("no sdpa in a part of it")])
+def test_a_model_that_cannot_be_built_is_refused_with_what_transformers_says(error: Exception):
+    def from_config(*arguments: Any, **options: Any) -> torch.nn.Module:
+        raise error
+
+    with pytest.raises(InputError, match=f"cannot build a llama model here with sdpa attention: {error}"):
+        build(pico_config("llama"), SimpleNamespace(from_config=from_config), Attention(name="sdpa", reason=""))
