@@ -346,6 +346,23 @@ def test_what_the_policy_does_not_allow_is_refused_before_a_node_hour_with_the_r
     assert failure is not None and reason in failure.reason and failure.facility == "alpha"
 
 
+@pytest.mark.parametrize(("kind", "taken"), [("models", True), ("alone", True), ("update", False)])
+def test_what_follows_the_last_round_is_submitted_as_any_job_is(site: Gate, kind: str, taken: bool):
+    request, model = site.round(5), site.workdir / "in" / "model"
+    write_manifest(model, Manifest(kind=kind, federation="heron", round=5))
+    with_run(model, "a" * 32)
+    site.sign()
+    assert (site.ask(request)[0] == 0) == taken
+
+
+def test_held_out_data_is_read_only_where_the_policy_names_it(site: Gate):
+    request, settings = site.round(), site.workdir / "in" / "alpha.json"
+    for dataset, code in ((f"{site.home}/data", 0), ("/etc", 77)):
+        settings.write_text(json.dumps(json.loads(settings.read_text()) | {"evaluation": {"held_out": dataset}}))
+        site.sign()
+        assert site.ask(request)[0] == code, dataset
+
+
 def test_node_hours_are_counted_by_what_was_used(site: Gate):
     """Two hours each and five a day: two jobs fit; a third does once one has ended at once."""
     site.active = "17\n"
