@@ -10,6 +10,8 @@
             clips.json            with secure aggregation: how large steps of the next round may be, by tensor
             round.json            RoundFile: outcomes by facility, decision, the aggregation's own record
         evaluation.json           the final model's perplexity by facility
+        comparison.json           what the facilities found of all models after the last round
+        comparison/               those models, until they have been compared (coordinator.comparison.models)
         rewound.json              after `crossfed rewind` to a round whose state is gone: which
         stopped.json              why a run ended early for a reason that needs a person; removed by the next start
         attempts.json             how often the round under way was asked for

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import ModelCard
 
+from coordinator.archive.rounds import Archive
 from coordinator.config.federation import read_federation
 from coordinator.config.publishing import Creator
 from coordinator.engine.render import write
@@ -20,6 +21,7 @@ from coordinator.publishing.names import renamed
 from coordinator.publishing.publish import publish
 from facility.exchange.errors import ConfigurationError, InputError
 from facility.exchange.messages.manifest import Manifest, write_manifest
+from tests.comparison.made import add_comparison
 from tests.conftest import ROOT
 from tests.engine.engines import streamflow
 from tests.federations import write_federation
@@ -79,6 +81,17 @@ def test_a_publication_holds_the_model_its_card_and_a_crate(federation: Path, tm
     assert [one.name for one in cards] == ["facility-00.json"] and "a" * 64 in cards[0].read_text()
     bill = json.loads((crate / "sbom.json").read_text())
     assert bill["bomFormat"] == "CycloneDX" and {"torch", "transformers"} <= {one["name"] for one in bill["components"]}
+
+
+def test_a_comparison_of_models_names_nobody_who_wants_no_name(federation: Path, tmp_path: Path):
+    names = ["facility-00", "facility-01", "facility-02"]
+    add_comparison(Archive(tmp_path / "archive"), names, absent="facility-02")
+    out = publish(federation, tmp_path / "out")
+    card = (out / "model" / "README.md").read_text()
+    assert "facility-00 alone" in card and "facility 2's update" in card and "bootstrap" in card
+    text = "\n".join(path.read_text(errors="replace") for path in (out / "crate").rglob("*") if path.is_file())
+    assert "facility 2's update" in card + text
+    assert "facility-01" not in card + text and "facility-02" not in card + text
 
 
 def test_the_crate_is_a_valid_workflow_run_crate(federation: Path, tmp_path: Path):
