@@ -54,8 +54,8 @@ def matrix(archive: Archive, settings: Mapping[str, Any], names: Sequence[str]) 
         "complete": account.over,
         "method": METHOD,
         "caption": "Perplexity on each facility's validation data (rows) of the initial model, every facility's own "
-        "last update, models trained alone for as many tokens, and the global model; the stronger the colour, the better within its row. "
-        f"Intervals: {METHOD}.",
+        "last update, models trained alone for as many tokens, and the global model; the stronger the "
+        f"colour, the better within its row. Intervals: {METHOD}.",
     }
 
 
