@@ -1,0 +1,29 @@
+"""Commands import what they need and no more: every job, workflow step and command line pays for it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import ROOT
+
+HEAVY = ("torch", "transformers", "scipy", "streamflow", "datasets", "pandas", "plotly")
+STEPS = tuple(sorted(f"coordinator.steps.{file.stem}" for file in (ROOT / "coordinator/steps").glob("[!_]*.py")))
+COMMANDS = {
+    "the trainer": ("facility.train",),
+    "the measurement": ("facility.measure",),
+    "a facility's round": ("facility.round", "facility.launch"),
+    "the gate": ("facility.gate", "facility.probe", "facility.audit"),
+    "the command line": ("coordinator.cli",),
+    "aggregation": ("coordinator.aggregate",),
+    "the steps": STEPS,
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_nothing_heavy_is_imported_before_it_is_needed(name: str):
+    script = f"import sys, {', '.join(COMMANDS[name])}; print(*(set(sys.modules) & {set(HEAVY)!r}))"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert not done.stdout.split()
