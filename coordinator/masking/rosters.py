@@ -8,7 +8,7 @@ from pathlib import Path
 
 from coordinator.archive.rounds import CLIPS, Archive
 from coordinator.config.settings import CoordinatorSettings
-from coordinator.rounds.weight_limit import allowance_of
+from coordinator.rounds.weight_limit import weight_limit_of
 from facility.exchange.errors import CrossFedError, InputError
 from facility.exchange.files.paths import resolve
 from facility.exchange.masking.roster import Agreement, Keys, Roster, base_of, read_keys, read_roster, write_roster
@@ -81,11 +81,11 @@ def _usable(path: Path, settings: CoordinatorSettings, model: Path, number: int)
         raise InputError(f"keys of {keys.facility!r}, which is not of this federation")
     if (keys.federation, keys.round) != (settings.federation, number):
         raise InputError(f"the keys of {keys.facility!r} are of round {keys.round} of {keys.federation!r}")
-    allowance = allowance_of(settings, keys.facility, model)
-    if allowance is not None and (keys.samples > allowance.samples or keys.tokens > allowance.tokens):
+    weight_limit = weight_limit_of(settings, keys.facility, model)
+    if weight_limit is not None and (keys.samples > weight_limit.samples or keys.tokens > weight_limit.tokens):
         raise InputError(
             f"the keys of {keys.facility!r} claim {keys.samples:,} samples and {keys.tokens:,} tokens, its settings "
-            f"allow {allowance.samples:,} and {allowance.tokens:,} ({allowance.why})"
+            f"allow {weight_limit.samples:,} and {weight_limit.tokens:,} ({weight_limit.why})"
         )
     return keys
 

@@ -1,4 +1,4 @@
-"""What a facility's report may claim: no more than its steps, its batch and the longest sequence allow.
+"""Limits the weight that a facility reports, by its steps, its batch and the longest sequence.
 
 The claim is the update's weight in the mean. A facility is given its steps and batch by the rendered settings, so a
 larger claim is a mistake or an attempt to outweigh the others.
@@ -16,7 +16,7 @@ from facility.exchange.messages.report import Report
 
 
 @dataclass(frozen=True, kw_only=True)
-class Allowance:
+class WeightLimit:
     """The most that one facility can have trained on in a round."""
 
     samples: int
@@ -35,13 +35,13 @@ class Allowance:
         return ""
 
 
-def allowance_of(settings: CoordinatorSettings, facility: str, model: Path) -> Allowance | None:
+def weight_limit_of(settings: CoordinatorSettings, facility: str, model: Path) -> WeightLimit | None:
     """Of `facility`, which trains `model`; None where nothing bounds a sequence, or nothing is to be bounded."""
     sequences = settings.sequences.get(facility, 0)
     longest = settings.claims.sequence_tokens or longest_sequence(model)
     if settings.claims.action == "off" or not sequences or not longest:
         return None
-    return Allowance(
+    return WeightLimit(
         samples=sequences,
         tokens=sequences * longest,
         why=f"steps x batch is {sequences:,} sequences, of {longest:,} tokens at most",
@@ -75,9 +75,9 @@ def cap(settings: CoordinatorSettings, reports: Mapping[str, Report], model: Pat
         return Capped(weights={}, told={})
     weights, told = {}, {}
     for name, report in reports.items():
-        allowance = allowance_of(settings, name, model)
+        weight_limit = weight_limit_of(settings, name, model)
         weights[name] = float(getattr(report, kind))
-        if allowance and (excess := allowance.excess(report)):
-            weights[name] = float(min(weights[name], getattr(allowance, kind)))
+        if weight_limit and (excess := weight_limit.excess(report)):
+            weights[name] = float(min(weights[name], getattr(weight_limit, kind)))
             told[name] = f"{excess}; {weights[name]:,.0f} count"
     return Capped(weights=weights if told else {}, told=told)

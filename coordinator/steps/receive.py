@@ -22,7 +22,7 @@ from coordinator.config.privacy import PrivacySettings
 from coordinator.config.settings import read_coordinator_settings
 from coordinator.events.event import emit
 from coordinator.rounds.late import read_late
-from coordinator.rounds.weight_limit import Allowance, allowance_of
+from coordinator.rounds.weight_limit import WeightLimit, weight_limit_of
 from facility.exchange.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from facility.exchange.checkpoints.delta import decode
 from facility.exchange.checkpoints.patterns import Patterns
@@ -64,7 +64,7 @@ def receive(
     evaluation: bool,
     settings: AggregationSettings,
     decoded: Path | None = None,
-    allowance: Allowance | None = None,
+    weight_limit: WeightLimit | None = None,
     masks: PrivacySettings | None = None,
     adapters: LoraSettings | None = None,
     late: str = "",
@@ -73,8 +73,8 @@ def receive(
     """None when `update` may take part in the round, else why not. Raises only for our own model's faults.
 
     An update that travelled as a difference becomes a whole one at `decoded`. One whose report claims more than
-    `allowance` is refused. With `masks` it must be masked, and hold the tensors of `adapters`, if any. A late one, of
-    an earlier round, becomes at `decoded` what it would be had it started from `model`; `earlier`: what the archive
+    `weight_limit` is refused. With `masks` it must be masked, and hold the tensors of `adapters`, if any. A late one,
+    of an earlier round, becomes at `decoded` what it would be had it started from `model`; `earlier`: what the archive
     knows of rounds before. `late`: why nothing came of a facility that the round did not wait for. Whatever an update
     holds, what comes back names `facility` and `round` as given here.
     """
@@ -96,7 +96,7 @@ def receive(
             if sent.manifest.kind != "model":
                 check_answer(update, sent, facility, round, adapters)
         else:
-            check_training(update, sent, facility, round, settings, decoded, allowance, masks, adapters, earlier)
+            check_training(update, sent, facility, round, settings, decoded, weight_limit, masks, adapters, earlier)
     except (UpdateRefused, InputError) as error:
         return report.Failure(facility=facility, round=round, reason=clean(str(error)), kind="refused")
     except Exception as error:  # whatever an update does to our code makes its own facility absent, and no other
@@ -152,7 +152,7 @@ def check_training(
     round: int,
     settings: AggregationSettings,
     decoded: Path | None,
-    allowance: Allowance | None,
+    weight_limit: WeightLimit | None,
     masks: PrivacySettings | None = None,
     adapters: LoraSettings | None = None,
     earlier: Earlier | None = None,
@@ -193,7 +193,7 @@ def check_training(
     )
     claimed = report.read_report(update)
     check_report(claimed, sent, facility)
-    if allowance is not None and (reason := allowance.excess(claimed)):
+    if weight_limit is not None and (reason := weight_limit.excess(claimed)):
         raise UpdateRefused(facility, reason)
     if started != sent.directory:
         assert decoded is not None
@@ -350,7 +350,7 @@ def main() -> int:
         evaluation=arguments.round >= settings.rounds,
         settings=settings.aggregation,
         decoded=decoded,
-        allowance=allowance_of(settings, arguments.facility, arguments.model) if refuses else None,
+        weight_limit=weight_limit_of(settings, arguments.facility, arguments.model) if refuses else None,
         masks=settings.masks,
         adapters=settings.lora,
         late=read_late(Path.cwd(), arguments.round, arguments.facility) if settings.closing else "",

@@ -6,7 +6,7 @@
     │   ├── CheckpointError       a checkpoint or one of its files
     │   │   └── ManifestError     a directory that is not what its manifest says
     │   └── UpdateRefused         an update that may not take part in a round; carries the facility's name
-    └── TryAgain                  a passing fault: the same command may succeed later
+    └── TryAgain                  a transient error: the same command may succeed later
 
 An `assert` marks our own mistakes, never the user's.
 """
@@ -57,7 +57,7 @@ class UpdateRefused(InputError):
 
 
 class TryAgain(CrossFedError):
-    """A passing fault: the same command may succeed later."""
+    """A transient error: the same command may succeed later."""
 
 
 def exit_on_error(main: Callable[[], int | None], *, level: str = "warning") -> int:

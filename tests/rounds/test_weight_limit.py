@@ -14,7 +14,7 @@ from coordinator.archive.rounds import Archive
 from coordinator.config.federation import read_federation
 from coordinator.config.settings import ClaimSettings, CoordinatorSettings
 from coordinator.engine.render import coordinator_settings
-from coordinator.rounds.weight_limit import allowance_of, longest_sequence
+from coordinator.rounds.weight_limit import longest_sequence, weight_limit_of
 from coordinator.steps.aggregate import close_round
 from coordinator.steps.arrived import sort_out
 from coordinator.steps.start import start
@@ -93,6 +93,6 @@ def test_the_bounds_come_from_the_settings_and_the_model(tmp_path: Path):
     model = tmp_path / "model"
     positions = json.loads((model / "config.json").read_text())["max_position_embeddings"]
     assert longest_sequence(model) == positions
-    found = allowance_of(dataclasses.replace(SETTINGS, claims=ClaimSettings()), "a", model)
+    found = weight_limit_of(dataclasses.replace(SETTINGS, claims=ClaimSettings()), "a", model)
     assert found is not None and (found.samples, found.tokens) == (10, 10 * positions)
-    assert allowance_of(SETTINGS, "unknown", model) is None
+    assert weight_limit_of(SETTINGS, "unknown", model) is None
