@@ -10,6 +10,7 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from facility.exchange.errors import CrossFedError, exit_on_error
 from facility.exchange.files.durable import write_json
@@ -29,7 +30,7 @@ def main() -> int:
     settings = parse(EvaluationSettings, json.loads(arguments.settings.read_text()), file=arguments.settings)
     try:
         found = evaluate(arguments.model, settings, dataset=arguments.model, device=arguments.device)
-        told = {"results": [dataclasses.asdict(one) for one in found]}
+        told: dict[str, Any] = {"results": [dataclasses.asdict(one) for one in found]}
     except (CrossFedError, OSError, ValueError, KeyError) as error:
         print(f"the evaluation on tasks failed: {error}", file=sys.stderr)
         told = {"results": [], "problem": str(error)}

@@ -46,7 +46,7 @@ def scheduling(original: Any) -> Any:
         paths = get_path_processor(allocation.locations[0])
         for name in ("input_directory", "output_directory", "tmp_directory"):
             setattr(job, name, _get_directory(paths, getattr(job, name), allocation.target))
-        tokens = []
+        tokens: list[Token] = []
         for name in self.input_ports:
             tokens += [job.inputs[name]] if name in job.inputs else self.get_input_port(name).token_list
         token = JobToken(value=job, tag=get_job_tag(job.name))

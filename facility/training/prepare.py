@@ -101,7 +101,7 @@ def build_engine(request: RoundRequest, inputs: RoundInputs, setup: Setup, ranks
     training, layout, structure = request.training, setup.layout, setup.structure
     with together(ranks):
         skeleton = build_meta_model(inputs.config, inputs.task, inputs.attention, training)
-        used, more = layout, {}
+        used, more = layout, dict[str, int]()
         if request.settings.differential is not None:
             used, more = memory_of_records(layout, skeleton, training)
         needed = memory.predicted_bytes(skeleton, structure, used, ranks, training, inputs.config, setup.head.rows)
