@@ -1,0 +1,100 @@
+"""A tiny configuration of any family, from its configuration class alone: numbers follow from the names of keys."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from typing import Any
+
+TOKENS = 16
+VOCABULARY = 128
+
+RULES: list[tuple[str, Any]] = [
+    (r"type_vocab_size", 2),
+    (r"(^|_)(vocab_size|vocabulary_size)(_per_layer_input)?$", VOCABULARY),
+    (r"pad_token_id", 0),
+    (r"(bos|eos|decoder_start)_token_id", 1),
+    (r"moe_num_shared_experts|n_shared_experts|num_shared_experts", 1),
+    (r"(experts_per_tok|num_experts_per_token|top_?k_experts|moe_top_?k|moe_k|experts_per_token)$", 2),
+    (r"^(topk_group|n_group|moe_group_size)$", 1),
+    (r"(experts|expert_num)$", 4),
+    (r"first_k_dense_replace|moe_layer_start_index", 1),
+    (r"(moe|expert|shared).*intermediate_size$|expert_ffn_hidden_size", 16),
+    (r"(key_value_heads|kv_heads|n_kv|num_query_groups|multi_query_group_num)$", 2),
+    (r"(heads|n_head|num_head)$", 4),
+    (r"(qk_head_dim)$", 16),
+    (r"(head_dim|head_size|d_head|kv_channels|d_kv)$", 8),
+    (r"(q_lora_rank|attention_rank)$", 16),
+    (r"(lora_rank|_rank)$", 8),
+    (r"(hidden_layers|num_layers|n_layers?|encoder_layers|decoder_layers|num_blocks|nextn_predict_layers)$", 2),
+    (r"(intermediate_size|ffn_dim|ffn_hidden_size|n_inner|d_ff|inner_dim|mlp_dim|ffn_config|feed_forward_size)$", 64),
+    (
+        r"(hidden_size|d_model|n_embd|hidden_dim|embed_dim|embedding_size|emb_dim|embedding_dim|word_embed_proj_dim)$",
+        32,
+    ),
+    (r"^(dim|width|lru_width)$", 32),
+    (r"(state_size|d_state|ssm_state_size|mamba_d_ssm)$", 8),
+    (r"(chunk_size|chunk_length)$", 8),
+    (r"(max_position_embeddings|n_positions|max_seq_len|max_sequence_length|seq_length|n_ctx|max_seq_length)$", 64),
+    (r"drop|jitter", 0.0),
+]
+"""Pattern of a key's name -> its small value; the first that fits decides, and keys of other types stay."""
+
+
+def small(name: str, value: Any) -> Any:
+    """A key's small value; the given one where it is no number or no rule fits."""
+    if isinstance(value, bool) or not (value is None or isinstance(value, int | float)):
+        return value
+    for pattern, number in RULES:
+        if re.search(pattern, name):
+            if value is None and not re.search("token_id|heads|vocab", name):
+                return value
+            return 0 if isinstance(number, float) and type(value) is int else number
+    if name.endswith("_token_id") and isinstance(value, int) and value >= VOCABULARY:
+        return VOCABULARY - 1
+    return value
+
+
+def shrunk(kind: type, **changes: Any) -> dict[str, Any]:
+    """Keys of a small configuration of this class; configurations inside are small too."""
+    keys: dict[str, Any] = {}
+    inside = getattr(kind, "sub_configs", {})
+    for name, parameter in inspect.signature(kind.__init__).parameters.items():  # type: ignore[misc]
+        if name in ("self", "kwargs", "args") or parameter.default is inspect.Parameter.empty:
+            continue
+        if name in inside:
+            keys[name] = shrunk(inside[name]) if hasattr(inside[name], "model_type") else None
+            continue
+        value = small(name, parameter.default)
+        if value is not parameter.default:
+            keys[name] = value
+    if {"kv_lora_rank", "num_key_value_heads"} <= set(inspect.signature(kind.__init__).parameters):  # type: ignore[misc]
+        keys["num_key_value_heads"] = 4  # keys and values come from one latent
+    return keys | changes
+
+
+def tiny(family: str, **changes: Any) -> Any:
+    """A small configuration of a family (transformers' `model_type`)."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kind = CONFIG_MAPPING[family]
+    known = {*inspect.signature(kind.__init__).parameters, *getattr(kind, "attribute_map", {})}
+    special = {name: value for name, value in SPECIAL.get(family, {}).items()}
+    always = {"num_labels": changes.pop("num_labels")} if "num_labels" in changes else {}
+    return kind(**(shrunk(kind) | special | {k: v for k, v in changes.items() if k in known} | always))
+
+
+SPECIAL: dict[str, dict[str, Any]] = {
+    "codegen": {"rotary_dim": 8},
+    "gptj": {"rotary_dim": 8},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2},
+    "hunyuan_v1_dense": {"head_dim": 8},
+    "hunyuan_v1_moe": {"head_dim": 8},
+    "ministral": {"head_dim": 8},
+    "zaya": {"num_experts_per_tok": 1},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "lfm2_moe": {"num_dense_layers": 1},
+    "mamba2": {"num_heads": 8, "head_dim": 8, "expand": 2},
+    "phimoe": {"router_jitter_noise": 0.0},
+}
+"""What a family needs beside the rules."""
