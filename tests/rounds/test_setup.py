@@ -180,6 +180,10 @@ def test_without_network_and_modules_a_python_that_has_everything_is_used(tmp_pa
     assert f"using those of {sys.executable}" in first.stdout
     env = (home / "env.sh").read_text()
     assert f"PATH={Path(sys.executable).parent}" in env and "module load" not in env
+    (home / "site.sh").write_text("export CROSSFED_MINIMUM_SUM=4\n")  # the site's own, which env.sh brings along
+    line = 'set -eu; . "$1/env.sh"; echo "$CROSSFED_MINIMUM_SUM"'
+    told = subprocess.run(["bash", "-c", line, "-", str(home)], capture_output=True, text=True)
+    assert told.stdout == "4\n", told.stderr
     second = setup("facility", *options, "--torch-index", nowhere, "--no-self-check", PIP_INDEX_URL=nowhere)
     assert second.returncode == 0 and "packages: unchanged" in second.stdout and "env.sh: unchanged" in second.stdout
 
