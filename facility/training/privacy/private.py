@@ -33,6 +33,7 @@ from facility.training.privacy.units import Units, units_of
 from facility.training.processes.exchange import broadcast_json
 from facility.training.processes.ranks import Ranks, together
 from facility.training.request import RoundRequest
+from facility.training.router_loss import asks_for_router_loss
 from facility.training.seeds import derive
 
 log = logging.getLogger(__name__)
@@ -48,6 +49,11 @@ class PrivateTraining:
         check_layout(request.training.layout, ranks=ranks.world)
         if request.bundle is not None:
             raise InputError("models are compared block by block, without the noise that the settings promise: refused")
+        if asks_for_router_loss(inputs.config):
+            raise InputError(
+                "config.json of the model has output_router_logits true: the loss that balances experts is one over "
+                "all records of a batch, so no gradient is of one alone; differential privacy needs it false"
+            )
         self.bound = math.log(inputs.dataset.manifest.vocabulary_size)
         if inputs.dataset.manifest.task == "classification":
             self.bound = math.log(max(2, len(inputs.dataset.manifest.classes)))
