@@ -205,6 +205,18 @@ def _flag(reader: _Reader, name: str, node: yaml.Node) -> bool:
     return bool(reader.scalar(name, node, (bool,), "true or false"))
 
 
+def _exponent(reader: _Reader, name: str, node: yaml.Node) -> float:
+    """A number that may be written like `1e-6`, which YAML 1.1 reads as text."""
+    value = reader.scalar(name, node, (int, float, str), "a number such as 1e-6")
+    try:
+        found = float(value)
+    except ValueError:
+        found = -1.0
+    if not 0 <= found < float("inf"):
+        raise reader.error(f"{name} is {value!r:.60}, expected a number such as 1e-6", _line(node))
+    return found
+
+
 def _above_zero(reader: _Reader, name: str, node: yaml.Node) -> float:
     return float(reader.number(name, node, (int, float), 0.0, "a number, at least 0"))
 
@@ -240,7 +252,7 @@ READ: dict[str, Callable[[_Reader, str, yaml.Node], Any]] = {
     "minimum_sum": _whole(0),
     "login_commands_per_day": _whole(0),
     "epsilon": _above_zero,
-    "delta": _above_zero,
+    "delta": _exponent,
     "unit": lambda reader, name, node: reader.one_of(name, node, ("document", "block")),
     "trackers": _texts(NAME, "trackers' names"),
     "job_output": _flag,
