@@ -100,7 +100,8 @@ def test_the_workflow_has_its_steps_only_where_the_setting_is_on(tmp_path: Path)
     switched_off = render(read(tmp_path, off | {"privacy": {"secure_aggregation": False}}))
     assert set(bare) == set(switched_off)
     assert all(bare[name] == switched_off[name] for name in bare if name != "workflow/coordinator.json")
-    for text in bare.values():
+    for name, text in bare.items():  # coordinator.json also records federation.yml with all its defaults
+        text = " ".join(json.loads(text)) if name == "workflow/coordinator.json" else text
         assert not any(word in text for word in ("privacy", "masking", "unmask", "largest_step", "peer_signers"))
 
 
