@@ -67,8 +67,9 @@ class FirecrestConnector(BaseConnector):
         retries: int = 240,
         retryDelay: int = 30,
         waits_for_login: bool = True,
+        transferBufferSize: int = 2**16,
     ) -> None:
-        super().__init__(deployment_name=deployment_name, config_dir=config_dir, transferBufferSize=2**16)
+        super().__init__(deployment_name=deployment_name, config_dir=config_dir, transferBufferSize=transferBufferSize)
         self.api = Api(
             url=url,
             system=system,
