@@ -1,4 +1,4 @@
-"""Certificates of two minutes, a run several times as long: nothing is lost, one command a renewal."""
+"""Certificates of less than a minute, a run several times as long: nothing is lost, one command a renewal."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from coordinator.config.federation import read_federation
 from coordinator.testbed.authority import Authority, CertificateDaemon
 from tests.testbed.federation import Run, federate, jobs
 
-pytestmark = [pytest.mark.testbed, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.testbed, pytest.mark.timeout(900)]
 PORT = 2223
-LIFE_SECONDS = 75
+LIFE_SECONDS = 50
 """Of a certificate of site-a. That of site-b is good for the whole run."""
 AWAY_SECONDS = 12
 """How long the person takes until the command is given."""
-ROUNDS = 6
+ROUNDS = 4
 
 
 @dataclass

@@ -58,7 +58,7 @@ def test_rounds_are_masked_and_go_on_when_a_facility_is_lost(
         tasks={},
         training=training | {"signing_key": "~/masking/id"},
         aggregation={"rule": "mean", "allowed_signers": str(signers)},
-        privacy={"secure_aggregation": True, "peer_signers": "~/masking/signers"},
+        privacy={"secure_aggregation": True, "minimum_sum": 2, "peer_signers": "~/masking/signers"},
         final_evaluation=False,
     )
     write(read_federation(file))
