@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from coordinator.config.deployments import read_deployment
 from coordinator.preflight.remote import Answer
 from coordinator.preflight.row import Row
 from coordinator.preflight.submission import submits_a_job, try_job
 from coordinator.schedulers.registry import scheduler
 from coordinator.schedulers.scheduler import BatchScheduler
+from tests.deployments import read_deployment
 from tests.schedulers.recordings import recorded
 
 JOB = "#!/bin/bash\n#$ -q all.q\nsleep 1\n"

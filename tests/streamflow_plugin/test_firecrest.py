@@ -17,7 +17,7 @@ pytest.importorskip("firecrest")
 from streamflow.core.deployment import ExecutionLocation
 from streamflow.core.exception import WorkflowExecutionException
 
-from coordinator.config.deployments import read_deployment, streamflow_deployments
+from coordinator.config.deployments import streamflow_deployments
 from coordinator.config.federation import read_federation
 from coordinator.engine.queues import Queue
 from coordinator.events.event import VARIABLE
@@ -29,6 +29,7 @@ from coordinator.streamflow_plugin import patient_login
 from coordinator.streamflow_plugin.firecrest import FirecrestConnector
 from coordinator.streamflow_plugin.firecrest_client import Rejected
 from facility.exchange.errors import ConfigurationError, TryAgain
+from tests.deployments import read_deployment
 from tests.streamflow_plugin.firecrest_server import CLIENT, SECRET, SYSTEM, FirecrestServer, Site
 
 pytestmark = pytest.mark.timeout(90)

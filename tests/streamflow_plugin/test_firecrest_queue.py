@@ -14,7 +14,7 @@ pytest.importorskip("firecrest")
 from streamflow.config.validator import SfValidator
 from streamflow.core.deployment import ExecutionLocation
 
-from coordinator.config.deployments import job_template, read_deployment, streamflow_deployments
+from coordinator.config.deployments import job_template, streamflow_deployments
 from coordinator.events.event import VARIABLE
 from coordinator.events.follow import EventFile
 from coordinator.schedulers.firecrest import SCHEDULER
@@ -22,6 +22,7 @@ from coordinator.streamflow_plugin.firecrest import FirecrestConnector
 from coordinator.streamflow_plugin.patient import connector_for
 from coordinator.streamflow_plugin.plugin import CrossFedPlugin
 from facility.exchange.messages.outcome import Outcome
+from tests.deployments import read_deployment
 from tests.streamflow_plugin.firecrest_server import CLIENT, SECRET, SYSTEM, FirecrestServer, Site
 
 pytestmark = pytest.mark.timeout(90)
