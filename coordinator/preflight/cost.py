@@ -49,7 +49,7 @@ def check_memory(
 def check_link(facility: Facility, deployment: Deployment, model: ModelFigures, sending: SendingSettings) -> Row:
     """Send a little over ssh and scale it to a round's models."""
     training = facility.training
-    there = model.travelling(model.bytes, sending.encoding, sending.sparse_density)
+    there = model.travelling(model.received(training), sending.encoding, sending.sparse_density)
     back = model.travelling(model.written(training), training.encoding, training.sparse_density)
     if not deployment.host:
         return ok(facility.name, "link", f"{size(there)} there and {size(back)} back a round, on this machine")

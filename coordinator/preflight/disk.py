@@ -45,16 +45,17 @@ def facility_disk(model: ModelFigures, training: TrainingSettings, sending: str 
     a checkpoint in the middle of the round (master weights and moments) of a job that ran out of time. `sending`: the
     encoding of received models, which refer to one that is kept.
     """
-    moments = round(moments_bytes(training) * model.parameters) if training.keep_optimizer else 0
-    paused = round((MASTER_BYTES + moments_bytes(training)) * model.parameters)
+    trained = model.trained(training)
+    moments = round(moments_bytes(training) * trained) if training.keep_optimizer else 0
+    paused = round((MASTER_BYTES + moments_bytes(training)) * trained)
     update = model.written(training)
     encoded = training.encoding != "full"
     return Disk(
         parts={
-            "models": (2 if sending == "full" else 3) * model.bytes,
+            "models": (2 if sending == "full" else 3) * model.received(training),
             "update": update,
             "its encoded form": model.travelling(update, training.encoding, training.sparse_density) if encoded else 0,
-            "residuals": 2 * MASTER_BYTES * model.parameters if encoded else 0,
+            "residuals": 2 * MASTER_BYTES * trained if encoded else 0,
             "optimizer state": moments,
             "state of a round that ends or pauses": max(moments, paused),
         }
@@ -76,12 +77,14 @@ def coordinator_disk(
         encoded = training.encoding != "full"
         in_flight += whole + (model.travelling(whole, training.encoding, training.sparse_density) if encoded else 0)
     kept = min(rounds, keep_rounds) if keep_rounds else rounds
+    adapters = max((model.written(training) for training in updates.values() if training.lora.rank), default=0)
+    trained = max((model.trained(training) for training in updates.values()), default=model.parameters)
     return Disk(
         parts={
             "initial model": model.bytes,
-            f"models of {kept} rounds": kept * model.bytes,
-            "the next model": model.bytes,
+            f"models of {kept} rounds": kept * (model.bytes + adapters),
+            "the next model": model.bytes + adapters,
             IN_FLIGHT: in_flight,
-            "server state, old and new": 2 * MASTER_BYTES * (1 + len(slots)) * model.parameters,
+            "server state, old and new": 2 * MASTER_BYTES * (1 + len(slots)) * trained,
         }
     )

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from facility.exchange.checkpoints.adapters import HEADS
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.tokenizer import tokenizer_digest
 from facility.exchange.delta_codecs import FULL, declared_codec
@@ -14,6 +18,8 @@ from facility.exchange.messages.optimizers import OPTIMIZERS
 from facility.exchange.messages.settings import TrainingSettings
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+IN_A_BLOCK = re.compile(r"\.\d+\.")
+"""In the name of a module of a block: the block's number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,14 +37,45 @@ class ModelFigures:
     heads: int
     tokenizer: str | None = None
     """Which tokenizer the model carries (`tokenizer_digest`), if any."""
+    shapes: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """Of its tensors; empty: not known, and adapters count as the whole model."""
+
+    def trained(self, training: TrainingSettings) -> int:
+        """Parameters that are trained and sent: all, or those of the adapters and of `modules_to_save`.
+
+        Without `targets` every matrix in a block counts as a linear layer; without `modules_to_save` a classifier's
+        head is saved, as the trainer does.
+        """
+        lora = training.lora
+        if not lora.rank or not self.shapes:
+            return self.parameters
+        modules = {
+            name.removesuffix(".weight"): shape for name, shape in self.shapes.items() if name.endswith("weight")
+        }
+        saved = tuple(lora.modules_to_save) or HEADS
+        total = sum(math.prod(self.shapes[f"{name}.weight"]) for name in modules if _named(name, saved))
+        for name, shape in modules.items():
+            if len(shape) == 2 and IN_A_BLOCK.search(name) and (not lora.targets or _named(name, lora.targets)):
+                total += lora.rank * sum(shape)
+        return total
 
     def written(self, training: TrainingSettings) -> int:
         """Bytes of an update as the trainer writes it."""
-        return self.parameters * BYTES[training.export_dtype]
+        return self.trained(training) * BYTES[training.export_dtype]
+
+    def received(self, training: TrainingSettings) -> int:
+        """Bytes of a model as a facility receives it: with adapters in it, or these alone where it has the base."""
+        if not training.lora.rank:
+            return self.bytes
+        return self.written(training) + (0 if training.lora.base else self.bytes)
 
     def travelling(self, full: int, encoding: str, density: float) -> int:
         """Bytes on the link of a checkpoint that takes `full` bytes whole."""
         return full if encoding == FULL else round(declared_codec(encoding).message_bytes(self.parameters, density))
+
+
+def _named(module: str, ends: Sequence[str]) -> bool:
+    return any(module == end or module.endswith("." + end) for end in ends)
 
 
 def model_figures(directory: Path) -> ModelFigures:
@@ -59,6 +96,7 @@ def model_figures(directory: Path) -> ModelFigures:
         layers=first("num_hidden_layers", "n_layer"),
         heads=first("num_attention_heads", "n_head"),
         tokenizer=tokenizer_digest(directory),
+        shapes={name: entry.shape for name, entry in checkpoint.tensors.items()},
     )
 
 
@@ -68,9 +106,11 @@ def moments_bytes(training: TrainingSettings) -> float:
 
 
 def state_bytes(model: ModelFigures, training: TrainingSettings) -> int:
-    """Float32 master, gradient and optimizer state, and the copy in the compute dtype where it is another."""
+    """Float32 weights, their copy in the compute dtype where it is another; gradient and optimizer state of what is
+    trained."""
     copy = 0 if training.compute_dtype == "float32" else BYTES[training.compute_dtype]
-    return round(model.parameters * (4 + 4 + moments_bytes(training) + copy))
+    adapters = model.trained(training) if training.lora.rank else 0
+    return round((model.parameters + adapters) * (4 + copy) + model.trained(training) * (4 + moments_bytes(training)))
 
 
 def activation_bytes(model: ModelFigures, training: TrainingSettings, block_tokens: int, ranks: int) -> int:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
+
 from coordinator.preflight.disk import coordinator_disk, facility_disk
-from coordinator.preflight.estimates import ModelFigures
+from coordinator.preflight.estimates import ModelFigures, model_figures
+from facility.exchange.messages.layout import LoraSettings
 from facility.exchange.messages.settings import TrainingSettings
+from tests.pico import save_pico
 
 P = 1024
 MODEL = ModelFigures(parameters=P, bytes=2 * P, vocabulary=50, positions=0, hidden=8, layers=2, heads=2)
@@ -29,3 +34,43 @@ def test_the_coordinator_does_not_need_more_for_more_rounds():
     plain = coordinator_disk(MODEL, {"a": one}, rule="mean", rounds=5, keep_rounds=0)
     assert plain.bytes == (1 + 5 + 1) * 2 * P + 2 * P + 2 * 4 * P
     assert "server state, old and new 8.19 kB" in str(plain)
+
+
+def test_of_adapters_only_they_travel_and_only_they_have_a_state():
+    shapes = {
+        "model.embed_tokens.weight": (100, 8),
+        "model.layers.0.self_attn.q_proj.weight": (8, 8),
+        "model.layers.0.mlp.down_proj.weight": (8, 24),
+        "model.layers.0.input_layernorm.weight": (8,),
+        "score.weight": (2, 8),
+    }
+    parameters = 800 + 64 + 192 + 8 + 16
+    model = dataclasses.replace(MODEL, parameters=parameters, bytes=2 * parameters, shapes=shapes)
+    every = TrainingSettings(lora=LoraSettings(rank=2))
+    assert model.trained(every) == 2 * (8 + 8) + 2 * (8 + 24) + 16
+    one = TrainingSettings(lora=LoraSettings(rank=2, targets=["q_proj"], modules_to_save=["embed_tokens"]))
+    trained = 2 * (8 + 8) + 800
+    assert model.trained(one) == trained and model.written(one) == 2 * trained
+    assert facility_disk(model, one).parts["optimizer state"] == 8 * trained
+    assert facility_disk(model, one).parts["models"] == 2 * (2 * parameters + 2 * trained)
+    based = TrainingSettings(lora=LoraSettings(rank=2, targets=["q_proj"], base="base"))
+    assert facility_disk(model, based).parts["models"] == 2 * 2 * (2 * (8 + 8) + 16)
+    there = coordinator_disk(model, {"a": one}, rule="mean", rounds=1, keep_rounds=1).parts
+    assert there["the next model"] == 2 * parameters + 2 * trained
+    assert there["server state, old and new"] == 2 * 4 * trained
+
+
+def test_the_adapters_counted_are_those_that_the_trainer_makes(tmp_path: Path):
+    """peft is the oracle, on two families that name their layers differently."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    for family, targets in (("llama", ["q_proj", "down_proj"]), ("gpt2", ["c_attn", "c_proj"])):
+        base = save_pico(tmp_path / family, family)
+        adapted = get_peft_model(
+            AutoModelForCausalLM.from_pretrained(base),
+            LoraConfig(r=3, target_modules=targets, fan_in_fan_out=family == "gpt2"),
+        )
+        expected = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+        told = TrainingSettings(lora=LoraSettings(rank=3, targets=targets))
+        assert model_figures(base).trained(told) == expected
