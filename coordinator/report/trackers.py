@@ -73,7 +73,7 @@ def _log(name: str, folder: Path, federation: str, entry: RoundFile) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for run, figures in curves(entry).items():
         title = re.sub(r"[^A-Za-z0-9_.-]", "-", f"{federation}-{run}")
-        with _environment(OFFLINE):
+        with _environment(OFFLINE | {"MLFLOW_TRACKING_URI": f"sqlite:///{(folder / 'mlflow.db').absolute()}"}):
             tracker = kind(**_arguments(name, title, folder))
             if hasattr(tracker, "start"):
                 tracker.start()
@@ -86,8 +86,7 @@ def _arguments(name: str, run: str, folder: Path) -> dict[str, Any]:
     if name == "wandb":
         return {"run_name": "crossfed", "id": run, "name": run, "resume": "allow", "dir": str(folder)}
     if name == "mlflow":
-        place = os.environ.get("MLFLOW_TRACKING_URI") or (folder / "mlflow").as_uri()
-        return {"experiment_name": run, "run_name": run, "logging_dir": place}
+        return {"experiment_name": run, "run_name": run, "logging_dir": os.environ["MLFLOW_TRACKING_URI"]}
     return {"run_name": run, "logging_dir": str(folder)}
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from coordinator.aggregation.rules.contract import MOMENTUM
 from coordinator.aggregation.rules.registry import RULES
 from coordinator.aggregation.server_optimizers.registry import SERVER_OPTIMIZERS
 from coordinator.aggregation.settings import AggregationSettings
@@ -142,7 +143,8 @@ def test_help_and_documentation_follow_from_the_registry(outside: Path):
         for entry in registry.describe():
             assert entry["summary"] and entry["citation"], entry
             assert all(parameter["text"] for parameter in entry["parameters"]), entry
-            settings = AggregationSettings(rule=entry["name"])
+            with_momentum = MOMENTUM in getattr(registry.get(entry["name"]), "needs", ())
+            settings = AggregationSettings(rule=entry["name"] + ("+nesterov" if with_momentum else ""))
             values = settings.values_of(registry.get(entry["name"]))
             assert values == {parameter["name"]: parameter["default"] for parameter in entry["parameters"]}
             registry.load(entry["name"])

@@ -91,7 +91,7 @@ def test_nobody_waits_for_the_slowest_until_the_bound_asks_and_the_end_is_the_me
 def test_what_does_not_fit_is_refused(tmp_path):
     driver = SemiDecentralised.start(tmp_path / "s", ["it", "cs"], RULES)
     update = make_update(tmp_path / "it", "it", tokens=1, seed=0)
-    with pytest.raises(InputError, match="no member"):
+    with pytest.raises(InputError, match="not a member"):
         driver.ready("fr", update, 0)
     with pytest.raises(UpdateRefused, match="of facility 'it'"):
         driver.ready("cs", update, 0)
@@ -125,4 +125,4 @@ def test_the_command(tmp_path):
     second = json.loads(call("ready", "cs", "--update", str(tmp_path / "cs")).stdout)
     assert second["groups"][0]["members"] == ["cs", "it"] and Path(second["groups"][0]["model"]).is_dir()
     wrong = call("ready", "fr", "--update", str(tmp_path / "it"))
-    assert wrong.returncode == 2 and "no member" in wrong.stderr
+    assert wrong.returncode == 2 and "not a member" in wrong.stderr

@@ -76,5 +76,5 @@ def test_what_cannot_be_compared_is_not_refused(tmp_path: Path):
     assert not any(differ(known, other) for other in (None, "", "0" * 64, slow, known))
     assert tokenizer_digest(tmp_path / "nowhere") is None
     (tmp_path / "fast" / "tokenizer.json").write_text('{"model": {}}')
-    with pytest.raises(InputError, match="no tokenizer"):
+    with pytest.raises(InputError, match="not a tokenizer"):
         tokenizer_digest(tmp_path / "fast")

@@ -217,7 +217,7 @@ def test_replanning_moves_only_for_the_stated_gain():
 
 
 def test_shapes_that_cannot_be():
-    with pytest.raises(ConfigurationError, match="no multiple"):
+    with pytest.raises(ConfigurationError, match="not a multiple"):
         plan_joint(problem(micro_batch_samples=[3]), Stop(1))
     with pytest.raises(ConfigurationError, match="no allowed shape"):
         plan_joint(problem(stages=[9]), Stop(1))

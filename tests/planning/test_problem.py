@@ -95,7 +95,7 @@ def put(raw, path, value):
     [
         (("devices",), [], "links"),
         (("devices", 0, "memory_gigabytes"), 0, "memory of device 'd0' is 0.0 bytes"),
-        (("devices", 0, "memory_gigabytes"), "much", "no number"),
+        (("devices", 0, "memory_gigabytes"), "much", "not a number"),
         (("devices", 0, "memory_stones"), 3, "unknown unit 'stones' of memory"),
         (("devices", 0, "memory_bytes"), 3, "give one of them"),
         (("devices", 0, "slowdown"), 0.0, "slowdown .* of device 'd0' is 0"),

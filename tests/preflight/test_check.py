@@ -437,8 +437,8 @@ def test_a_quota_smaller_than_the_disk_is_noticed(site: Site):
 def test_the_command_prints_a_table_or_json_and_its_code_says_it(site: Site, monkeypatch: pytest.MonkeyPatch):
     site.says("sbatch", "allocation failure: Invalid account or account/partition combination specified")
     rows = check(site.file, link=False)
-    asked: list[tuple[Path, bool]] = []
-    monkeypatch.setattr(checking, "check", lambda file, *, link: asked.append((file, link)) or rows)
+    asked: list[tuple[Path, bool, bool]] = []
+    monkeypatch.setattr(checking, "check", lambda file, *, link, submit: asked.append((file, link, submit)) or rows)
     command = ["check", "--no-link", "-f", str(site.file)]
     table = CliRunner().invoke(app, command)
     assert table.exit_code == 1 and "sacctmgr show assoc" in table.stdout and "1 to fix" in table.stdout
@@ -446,7 +446,7 @@ def test_the_command_prints_a_table_or_json_and_its_code_says_it(site: Site, mon
     answer = json.loads(told.stdout)
     assert told.exit_code == 1 and answer["failing"] == 1
     assert {"subject", "check", "verdict", "found", "fix"} == set(answer["rows"][0])
-    assert asked == [(site.file, False)] * 2
+    assert asked == [(site.file, False, False)] * 2
     assert checking.show([], as_json=True, write=lambda _: None) == 0
 
 

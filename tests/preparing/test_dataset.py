@@ -91,7 +91,7 @@ def test_a_manifest_that_is_not_json(prepared: Path, content: bytes):
 def test_a_truncated_file_is_noticed_when_it_is_opened(prepared: Path):
     file = prepared / "train.npy"
     file.write_bytes(file.read_bytes()[:-4])
-    with pytest.raises(DatasetError, match="no array that can be mapped"):
+    with pytest.raises(DatasetError, match="not an array that can be mapped"):
         open_dataset(prepared)
 
 
@@ -107,7 +107,7 @@ def test_an_altered_file_is_noticed_by_verify(prepared: Path):
 
 def test_pickled_arrays_are_refused(prepared: Path):
     numpy.save(prepared / "train.npy", numpy.array([{"a": 1}], dtype=object), allow_pickle=True)
-    with pytest.raises(DatasetError, match="no array that can be mapped"):
+    with pytest.raises(DatasetError, match="not an array that can be mapped"):
         open_dataset(prepared)
 
 

@@ -80,7 +80,7 @@ def test_parquet(make, expected, tmp_path: Path):
     with pytest.raises(DatasetError, match="row 1: field 'n' is 0, expected text"):
         make(path, out="wrong", fields=Fields(text="n"))
     (tmp_path / "broken.parquet").write_bytes(path.read_bytes()[:100])
-    with pytest.raises(DatasetError, match="no readable Parquet file"):
+    with pytest.raises(DatasetError, match="not a readable Parquet file"):
         make(tmp_path / "broken.parquet", out="broken")
 
 

@@ -73,5 +73,5 @@ def test_keys_are_explained_as_before_and_nonsense_is_refused(federation: Federa
     assert "sync" in said(federation, "training.sync.policy") and "rounds:" in said(federation)
     with pytest.raises(InputError, match="facilities are facility-00"):
         said(federation, "facility-99")
-    with pytest.raises(InputError, match="no number"):
+    with pytest.raises(InputError, match="not a number"):
         said(federation, "round", "x")

@@ -30,3 +30,18 @@ def test_a_tracker_that_is_not_there_is_reported_and_ends_nothing(tmp_path: Path
     archive = made_archive(tmp_path / "archive", facilities=2, rounds=1)
     problems = track_round(archive.path, "made", ["no-such-tracker"], archive.history()[0])
     assert len(problems) == 1 and "no-such-tracker" in problems[0] and "tensorboard" in problems[0]
+
+
+def test_wandb_writes_its_runs_here_and_asks_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("wandb", reason="wandb is not installed")
+    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    archive = made_archive(tmp_path / "archive", facilities=1, rounds=2)
+    for entry in archive.history():
+        assert track_round(archive.path, "made", ["wandb"], entry) == []
+    written = list((archive.path / FOLDER).rglob("run-made-global.wandb"))
+    assert len(written) == 2 and all("offline-run-" in str(path) for path in written)
+    told = b"".join(path.read_bytes() for path in written)
+    for entry in archive.history():
+        assert f"{curves(entry)['global']['loss_received']}".encode() in told

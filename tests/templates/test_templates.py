@@ -206,7 +206,7 @@ def test_an_ordinary_slurm_facility_takes_at_most_ten_lines(tmp_path: Path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (("type: slurm", "type: slrum"), "expected one of local, ssh, flux, gridengine, pbs, slurm"),
+        (("type: slurm", "type: slrum"), "expected one of local, ssh, firecrest, flux, gridengine, pbs, slurm"),
         (("host: login", "hst: login"), "did you mean 'host'"),
         (("workdir: /scratch", "workdir: scratch"), "expected an absolute path at the facility"),
         (("workdir: /scratch", "workdir: /scr atch"), "without blanks or quotes"),
