@@ -58,7 +58,8 @@ class Installed:
         self.bin, self.home = folder / "venv" / "bin", folder / "home"
         self.home.mkdir()
         venv.create(folder / "venv", with_pip=True)
-        pip = [self.bin / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        # -I: with the checkout on PYTHONPATH pip would find it, and install nothing.
+        pip = [self.bin / "python", "-I", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         if INSTALL:
             subprocess.run([*pip, "-c", ROOT / "constraints.txt", f"{wheel}[coordinator]"], check=True, cwd=folder)
             return
