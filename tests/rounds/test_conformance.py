@@ -49,7 +49,9 @@ def test_the_examples_and_our_own_trainer_keep_the_contract(module: str, tmp_pat
 def test_a_trainer_that_trains_nothing_breaks_that_law_and_no_other_of_its_rounds(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     laws = laws_kept(STAND_IN, tmp_path / "trial", capsys)
-    broken = {law for law, kept in laws.items() if not kept}
+    # It reports no step, so it is interrupted after a time: how far it is then depends on the machine.
+    by_chance = ("SIGTERM ends it", "the same command then ends", "with the weights of a round that nothing stopped")
+    broken = {law for law, kept in laws.items() if not kept and not law.startswith(by_chance)}
     assert broken == {"training changes the weights", "without training it"} | {
         law
         for law in laws
