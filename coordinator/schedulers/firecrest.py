@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 from collections.abc import Sequence
 from typing import Any
 
-from coordinator.schedulers.gated import PROGRAM
+from coordinator.schedulers.gated import Requests
 from coordinator.schedulers.scheduler import FORGOTTEN, BatchScheduler, Ending, Job
 from coordinator.schedulers.slurm import SCHEDULER as SLURM
 
@@ -21,7 +20,7 @@ FINISHED = "F"
 """PBS: the job has finished; how, its exit code says."""
 
 
-class Firecrest(BatchScheduler):
+class Firecrest(Requests, BatchScheduler):
     """States are those of the cluster's own scheduler, which FirecREST hands on."""
 
     name, title, program = "firecrest", "FirecREST", "firecrest"
@@ -32,28 +31,6 @@ class Firecrest(BatchScheduler):
     silent = (NO_ANSWER,)
     advice = SLURM.advice
     output_file = "crossfed-job.log"
-
-    def line(self, command: str) -> str:
-        """A request is sent as it is."""
-        return command
-
-    def listing(self, name: str) -> str:
-        return f"{PROGRAM} jobs {name}"
-
-    def cancel(self, name: str) -> str:
-        return f"{PROGRAM} cancel {name}"
-
-    def cancel_waiting(self, name: str) -> str:
-        return f"{PROGRAM} cancel-waiting {name}"
-
-    def cancel_ids(self, ids: Sequence[str]) -> str:
-        return f"{PROGRAM} cancel-ids {shlex.join(ids)}"
-
-    def query(self, ids: Sequence[str]) -> str:
-        return f"{PROGRAM} states {shlex.join(ids)}"
-
-    def query_ending(self, id: str) -> str:
-        return f"{PROGRAM} ending {shlex.quote(id)}"
 
     def read_listing(self, text: str) -> list[Job]:
         """Those of the list that have not ended."""

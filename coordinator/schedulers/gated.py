@@ -9,14 +9,8 @@ from typing import Any
 PROGRAM = "crossfed-gate"
 
 
-class Gated:
-    """Reads answers as the scheduler behind the gate does; asks by requests (`facility.gating.grammar`)."""
-
-    def __init__(self, behind: Any) -> None:
-        self._behind = behind
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._behind, name)
+class Requests:
+    """What a batch scheduler is asked where there is no shell: one request a question."""
 
     def line(self, command: str) -> str:
         """A request is sent as it is: there is no shell that could join its outputs."""
@@ -37,11 +31,21 @@ class Gated:
     def query(self, ids: Sequence[str]) -> str:
         return f"{PROGRAM} states {shlex.join(ids)}"
 
-    def query_begin(self, id: str) -> str:
-        return f"{PROGRAM} begins {shlex.quote(id)}" if self._behind.query_begin(id) else ""
-
     def query_ending(self, id: str) -> str:
         return f"{PROGRAM} ending {shlex.quote(id)}"
+
+
+class Gated(Requests):
+    """Reads answers as the scheduler behind the gate does; asks by requests (`facility.gating.grammar`)."""
+
+    def __init__(self, behind: Any) -> None:
+        self._behind = behind
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._behind, name)
+
+    def query_begin(self, id: str) -> str:
+        return f"{PROGRAM} begins {shlex.quote(id)}" if self._behind.query_begin(id) else ""
 
     def end_of_output(self, id: str, path: str) -> str:
         return f"{PROGRAM} output {shlex.quote(id)}"
