@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from coordinator.aggregation import lora
-from facility.exchange.checkpoints.adapters import HEADS, PREFIX, A, is_adapter, is_factor, saves
+from facility.exchange.checkpoints.adapters import HEADS, PREFIX, A, is_adapter, is_factor, saves, targeted
 from facility.exchange.checkpoints.checkpoint import Checkpoint
 from facility.exchange.errors import InputError, UpdateRefused
 from facility.exchange.messages.layout import LoraSettings
@@ -64,11 +64,8 @@ def check_told(base: Checkpoint, update: Checkpoint, told: LoraSettings, facilit
     if not told.targets or any(map(is_adapter, base.tensors)):
         return
 
-    def chosen(layer: str) -> bool:
-        return any(layer == target or layer.endswith("." + target) for target in told.targets)
-
-    if strangers := sorted(layer for layer in layers if not chosen(layer)):
+    if strangers := sorted(layer for layer in layers if not targeted(layer, told.targets)):
         raise UpdateRefused(facility, f"it has adapters for {strangers[:3]}, which training.lora.targets do not name")
     matrices = {n.removesuffix(".weight") for n, e in base.tensors.items() if len(e.shape) == 2 and ".weight" in n}
-    if missing := sorted(layer for layer in matrices - layers if chosen(layer)):
+    if missing := sorted(layer for layer in matrices - layers if targeted(layer, told.targets)):
         raise UpdateRefused(facility, f"it lacks adapters for {missing[:3]}, which training.lora.targets name")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from facility.exchange.checkpoints.adapters import HEADS
+from facility.exchange.checkpoints.adapters import HEADS, saves, targeted
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.tokenizer import tokenizer_digest
 from facility.exchange.delta_codecs import FULL, declared_codec
@@ -49,14 +49,13 @@ class ModelFigures:
         lora = training.lora
         if not lora.rank or not self.shapes:
             return self.parameters
-        modules = {
-            name.removesuffix(".weight"): shape for name, shape in self.shapes.items() if name.endswith("weight")
-        }
-        saved = tuple(lora.modules_to_save) or HEADS
-        total = sum(math.prod(self.shapes[f"{name}.weight"]) for name in modules if _named(name, saved))
-        for name, shape in modules.items():
-            if len(shape) == 2 and IN_A_BLOCK.search(name) and (not lora.targets or _named(name, lora.targets)):
-                total += lora.rank * sum(shape)
+        saved, total = lora.modules_to_save or HEADS, 0
+        for name, shape in self.shapes.items():
+            module, _, kind = name.rpartition(".")
+            if saves(module, saved):
+                total += math.prod(shape)
+            elif kind == "weight" and len(shape) == 2 and IN_A_BLOCK.search(module):
+                total += lora.rank * sum(shape) if not lora.targets or targeted(module, lora.targets) else 0
         return total
 
     def written(self, training: TrainingSettings) -> int:
@@ -72,10 +71,6 @@ class ModelFigures:
     def travelling(self, full: int, encoding: str, density: float) -> int:
         """Bytes on the link of a checkpoint that takes `full` bytes whole."""
         return full if encoding == FULL else round(declared_codec(encoding).message_bytes(self.parameters, density))
-
-
-def _named(module: str, ends: Sequence[str]) -> bool:
-    return any(module == end or module.endswith("." + end) for end in ends)
 
 
 def model_figures(directory: Path) -> ModelFigures:

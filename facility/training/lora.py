@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from facility.exchange.checkpoints.adapters import HEADS, PREFIX, is_adapter, is_factor, saves
+from facility.exchange.checkpoints.adapters import HEADS, PREFIX, is_adapter, is_factor, saves, targeted
 from facility.exchange.checkpoints.checkpoint import Checkpoint
 from facility.exchange.checkpoints.conversion import Conversion
 from facility.exchange.errors import ConfigurationError, InputError
@@ -40,11 +40,7 @@ def targets_of(model: nn.Module, settings: LoraSettings) -> list[str]:
     family = getattr(getattr(model, "config", None), "model_type", "")
     if not settings.targets and family in STATE_SPACE:
         linear = [name for name in linear if name.rpartition(".")[2] != "out_proj"]
-    chosen = [
-        name
-        for name in linear
-        if not settings.targets or any(name == t or name.endswith("." + t) for t in settings.targets)
-    ]
+    chosen = [name for name in linear if not settings.targets or targeted(name, settings.targets)]
     if family in STATE_SPACE and any(name.rpartition(".")[2] == "out_proj" for name in chosen):
         raise ConfigurationError(
             f"training.lora.targets {settings.targets} name out_proj, whose weight a {family} model uses without "

@@ -29,6 +29,11 @@ def is_factor(name: str) -> bool:
     return A in name or B in name
 
 
+def targeted(module: str, targets: Iterable[str]) -> bool:
+    """Whether the layer of that name is among the `targets`, which are ends of names."""
+    return any(module == target or module.endswith("." + target) for target in targets)
+
+
 def saves(module: str, wanted: Iterable[str]) -> bool:
     """Whether the module of that name, or one that holds it, is among the `modules_to_save`."""
     parts = f".{module}."
