@@ -16,7 +16,7 @@ from coordinator.aggregation.outliers import screened
 from coordinator.aggregation.plan import needs_histograms, needs_measuring, needs_momentum, needs_tensor_products
 from coordinator.aggregation.round import Aggregation
 from coordinator.aggregation.server_optimizers.registry import SERVER_OPTIMIZERS, build
-from coordinator.aggregation.sources import verify_sources
+from coordinator.aggregation.sources import Sources, verify_sources
 from coordinator.aggregation.state import fitting, open_state
 from coordinator.aggregation.updates import weights_of
 from coordinator.aggregation.verify import check_finite
@@ -141,5 +141,6 @@ def _momentum(aggregation: Aggregation) -> tuple[list[Mapping[str, TensorEntry]]
     optimizer = SERVER_OPTIMIZERS.get(settings.server_optimizer)
     _, starts = build(settings.server_optimizer, aggregation.number, settings.values_of(optimizer))
     (name,) = optimizer.slots[:1]
-    old = open_state(aggregation.request.state_in, aggregation.sent, [name])
+    # The pass that writes compares the whole state as it reads it: no other reading is needed here.
+    old = open_state(aggregation.request.state_in, aggregation.sent, [name], Sources())
     return [fitting(old.get(name), aggregation.floats)], starts[:1]
