@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,16 +16,30 @@ from coordinator.testbed.layout import Site, Testbed
 from coordinator.testbed.rehearsal import prepare_sites
 
 
-@pytest.fixture(scope="session")
-def testbed() -> Iterator[Testbed]:
-    """Two facilities, `site-a` and `site-b`, with plain links."""
+@contextmanager
+def standing(names: list[str]) -> Iterator[Testbed]:
+    """Facilities with plain links, taken down at the end."""
     root = Path(tempfile.mkdtemp(prefix="crossfed-testbed-", dir="/var/tmp"))
-    standing = stand.up(root, ["site-a", "site-b"])
+    testbed = stand.up(root, names)
     try:
-        yield standing
+        yield testbed
     finally:
         stand.down(root)
         shutil.rmtree(root, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def testbed() -> Iterator[Testbed]:
+    """Two facilities, `site-a` and `site-b`."""
+    with standing(["site-a", "site-b"]) as two:
+        yield two
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[Testbed]:
+    """Three facilities of a module's own."""
+    with standing(["site-a", "site-b", "site-c"]) as three:
+        yield three
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import subprocess
-import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -19,7 +18,6 @@ import yaml
 from coordinator.config.federation import read_federation
 from coordinator.engine.render import write
 from coordinator.preflight.check import check
-from coordinator.testbed import stand
 from coordinator.testbed.layout import Testbed
 from coordinator.testbed.rehearsal import copy_to, prepare_sites, ssh, write_federation
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
@@ -32,17 +30,6 @@ pytestmark = [pytest.mark.testbed, pytest.mark.timeout(1500)]
 NAMES = ["site-a", "site-b", "site-c"]
 KILLED = {("facility.keys", "0"), ("facility.round", "1"), ("facility.unmask", "2")}
 """Of site-c: a process and its round, one in each phase."""
-
-
-@pytest.fixture(scope="module")
-def three() -> Iterator[Testbed]:
-    root = Path(tempfile.mkdtemp(prefix="crossfed-testbed-", dir="/var/tmp"))
-    standing = stand.up(root, NAMES)
-    try:
-        yield standing
-    finally:
-        stand.down(root)
-        shutil.rmtree(root, ignore_errors=True)
 
 
 def open_gates(three: Testbed, folder: Path, federation: str) -> tuple[Path, Path]:

@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from coordinator.config.federation import read_federation
 from coordinator.engine.render import write
-from coordinator.testbed import stand
 from coordinator.testbed.layout import Testbed
 from coordinator.testbed.rehearsal import copy_to, prepare_sites, ssh, write_federation
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
@@ -22,17 +19,6 @@ from tests.testbed.federation import Run, jobs
 
 pytestmark = pytest.mark.testbed
 NAMES = ["site-a", "site-b", "site-c"]
-
-
-@pytest.fixture(scope="module")
-def three() -> Iterator[Testbed]:
-    root = Path(tempfile.mkdtemp(prefix="crossfed-testbed-", dir="/var/tmp"))
-    standing = stand.up(root, NAMES)
-    try:
-        yield standing
-    finally:
-        stand.down(root)
-        shutil.rmtree(root, ignore_errors=True)
 
 
 def test_rounds_are_masked_and_go_on_when_a_facility_is_lost(

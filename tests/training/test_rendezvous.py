@@ -77,6 +77,14 @@ def children(pid: int) -> set[int]:
     return {int(word) for word in found.split()}
 
 
+def wait_until_met(job: subprocess.Popen[str], directory: Path) -> None:
+    """Until both ranks have written where they met."""
+    deadline = time.monotonic() + 120
+    while len(list(directory.glob("port-*"))) < 2 and job.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert job.poll() is None, job.communicate()[0]
+
+
 def test_a_job_on_one_node_has_no_seat_for_a_stranger(tmp_path: Path):
     """While both ranks have met, a process that knows the port tries to be rank 1; the job ends as if alone."""
     command = [sys.executable, "-m", "facility.launch", "--cpu", "--ranks", "2", "--shared", str(tmp_path)]
@@ -88,10 +96,7 @@ def test_a_job_on_one_node_has_no_seat_for_a_stranger(tmp_path: Path):
         text=True,
     )
     try:
-        deadline = time.monotonic() + 120
-        while len(list(tmp_path.glob("port-*"))) < 2 and job.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert job.poll() is None, job.communicate()[0]
+        wait_until_met(job, tmp_path)
         port, directory = (tmp_path / "port-0").read_text().split()
         assert Path(directory).stat().st_mode & 0o777 == 0o700
         assert listeners(children(job.pid)) <= {"0100007F"}, "gloo listens on loopback alone"
@@ -118,10 +123,7 @@ def test_torchrun_on_one_node_has_no_seat_for_a_stranger_either(tmp_path: Path):
         text=True,
     )
     try:
-        deadline = time.monotonic() + 120
-        while len(list(tmp_path.glob("port-*"))) < 2 and job.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert job.poll() is None, job.communicate()[0]
+        wait_until_met(job, tmp_path)
         told = [(tmp_path / f"port-{rank}").read_text().split() for rank in range(2)]
         assert told[0] == told[1] and Path(told[0][1]).stat().st_mode & 0o777 == 0o700
         assert listeners(children(job.pid)) <= {"0100007F"}, "gloo listens on loopback alone"
