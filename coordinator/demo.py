@@ -29,6 +29,7 @@ from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.errors import CrossFedError, InputError, exit_on_error
 from facility.exchange.files.durable import as_umask_allows, new_directory, write_json, write_text
 from facility.exchange.files.paths import shipped
+from facility.exchange.logs import add_log_options
 from facility.exchange.messages.manifest import Manifest, write_manifest
 
 FORMAT = 1
@@ -277,6 +278,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory to fill")
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="seed of the random weights (default 1)")
     parser.add_argument("--json", action="store_true", help="print what was made as JSON")
+    add_log_options(parser)
     options = parser.parse_args(argv)
     made, there = make(options.out, seed=options.seed)
     if options.json:

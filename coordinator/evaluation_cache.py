@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from facility.exchange.errors import InputError, TryAgain, exit_on_error
+from facility.exchange.logs import add_log_options
 
 FOLDER = "evaluation"
 """In a bundle: what `facility/setup.sh` adds to the facility's Hugging Face cache."""
@@ -66,6 +67,7 @@ def main() -> int:
     )
     parser.add_argument("tasks", nargs="+", metavar="TASK", help="name of a task or group of lm-eval")
     parser.add_argument("--include", type=Path, metavar="DIR", help="folder with YAML files of further tasks")
+    add_log_options(parser)
     arguments = parser.parse_args()
     from lm_eval.tasks import TaskManager, get_task_dict
 

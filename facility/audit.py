@@ -12,6 +12,7 @@ from pathlib import Path
 
 from facility.exchange.errors import InputError, exit_on_error
 from facility.exchange.files.audit_log import verify
+from facility.exchange.logs import add_log_options
 
 
 def report(file: Path, heads: list[str]) -> tuple[str, int]:
@@ -30,6 +31,7 @@ def main() -> int:
     parser.add_argument("command", choices=["verify"], help="what to do")
     parser.add_argument("file", type=Path, metavar="FILE", help="the log")
     parser.add_argument("--head", action="append", default=[], metavar="SHA256", help="digest seen before (repeat)")
+    add_log_options(parser)
     arguments = parser.parse_args()
     text, code = report(arguments.file, arguments.head)
     print(text)

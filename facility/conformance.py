@@ -18,6 +18,7 @@ from pathlib import Path
 from facility.conforming.laws import findings
 from facility.conforming.trial import Trial
 from facility.exchange.errors import InputError, exit_on_error
+from facility.exchange.logs import add_log_options
 
 
 def parser() -> argparse.ArgumentParser:
@@ -31,6 +32,7 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--json", action="store_true", help="print the findings as JSON")
     p.add_argument("--keep", type=Path, metavar="DIR", help="make this folder and leave models and updates in it")
+    add_log_options(p)
     return p
 
 

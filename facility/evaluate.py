@@ -8,15 +8,19 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import logging
 import sys
 from pathlib import Path
 from typing import Any
 
 from facility.exchange.errors import CrossFedError, exit_on_error
 from facility.exchange.files.durable import write_json
+from facility.exchange.logs import add_log_options
 from facility.exchange.messages.evaluation import EvaluationSettings
 from facility.exchange.validation import parse
 from facility.rounds.evaluation import evaluate
+
+log = logging.getLogger(__name__)
 
 
 def main() -> int:
@@ -26,13 +30,14 @@ def main() -> int:
     add("--settings", type=Path, required=True, metavar="FILE", help="tasks, batch, limit and so on (JSON)")
     add("--out", type=Path, required=True, metavar="FILE", help="the scores, JSON")
     add("--device", default="auto", help="auto, cpu or cuda (default auto)")
+    add_log_options(parser)
     arguments = parser.parse_args()
     settings = parse(EvaluationSettings, json.loads(arguments.settings.read_text()), file=arguments.settings)
     try:
         found = evaluate(arguments.model, settings, dataset=arguments.model, device=arguments.device)
         told: dict[str, Any] = {"results": [dataclasses.asdict(one) for one in found]}
     except (CrossFedError, OSError, ValueError, KeyError) as error:
-        print(f"the evaluation on tasks failed: {error}", file=sys.stderr)
+        log.error("the evaluation on tasks failed: %s", error)
         told = {"results": [], "problem": str(error)}
     write_json(arguments.out, told)
     return 0

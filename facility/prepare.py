@@ -20,6 +20,7 @@ from pathlib import Path
 
 from facility.dataset import PreparedDataset
 from facility.exchange.errors import exit_on_error
+from facility.exchange.logs import add_log_options
 
 
 def parser() -> argparse.ArgumentParser:
@@ -179,6 +180,7 @@ def add_running(arguments: argparse.ArgumentParser) -> None:
     add("--show", type=int, default=0, metavar="N", help="print the first N training documents, what bears loss marked")
     add("--replace", action="store_true", help="make --out again if it holds a dataset made otherwise")
     add("--json", action="store_true", help="print the manifest as JSON instead of a summary")
+    add_log_options(arguments)
 
 
 @contextmanager

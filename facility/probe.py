@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import facility
 from facility.exchange.errors import CrossFedError
 from facility.exchange.files.paths import resolve
+from facility.exchange.logs import add_log_options
 from facility.exchange.messages import manifest, report, settings
 from facility.quota import quotas
 
@@ -116,6 +117,7 @@ def main() -> int:
         "--reserve", type=int, default=0, metavar="BYTES", help="room that will be needed there (default 0)"
     )
     parser.add_argument("--trainer", metavar="MODULE", help="also look whether this module can be found")
+    add_log_options(parser)
     arguments = parser.parse_args()
     told: dict[str, Any] = {
         "crossfed": facility.__version__,

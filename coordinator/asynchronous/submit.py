@@ -21,6 +21,7 @@ from coordinator.events.outputs import wait, write_outputs
 from coordinator.rounds.order import OUTPUT, order_or_tell
 from facility.exchange.errors import CrossFedError, TryAgain, exit_on_error
 from facility.exchange.files.paths import resolve
+from facility.exchange.logs import add_log_options
 
 log = logging.getLogger("coordinator.asynchronous.submit")
 
@@ -71,6 +72,7 @@ def main() -> int:
     add("--model", type=Path, help="the model that its round started from; leave out to ask for its model and round")
     add("--round", type=int, help="number of its round, from 0")
     add("--update", type=Path, help="what its receive step left: a sound update, or failure.json alone")
+    add_log_options(parser)
     arguments = parser.parse_args()
     settings = read_coordinator_settings(arguments.federation)
     archive = Archive(resolve(arguments.archive))

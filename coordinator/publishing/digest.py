@@ -8,6 +8,7 @@ from pathlib import Path
 
 from facility.exchange.errors import exit_on_error
 from facility.exchange.exit_codes import ExitCode
+from facility.exchange.logs import add_log_options
 from facility.exchange.messages.manifest import verify_manifest
 
 
@@ -15,6 +16,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m coordinator.publishing.digest", description=__doc__)
     parser.add_argument("model", type=Path, help="a model's directory with its manifest.json")
     parser.add_argument("--expect", default="", help="SHA-256 of the weights; exit 1 where they have another")
+    add_log_options(parser)
     arguments = parser.parse_args()
     found = verify_manifest(arguments.model).content_sha256
     print(found)

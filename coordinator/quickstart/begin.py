@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +27,8 @@ from coordinator.share import share
 from facility.exchange.errors import InputError, TryAgain
 from facility.exchange.files.durable import write_text
 from facility.exchange.text import NAME as FACILITY_NAME
+
+log = logging.getLogger(__name__)
 
 LOGIN = re.compile(rf"(?:({USER.pattern})@)?((?:{HOST.pattern}))")
 DEMO = "demo"
@@ -55,7 +58,7 @@ class Request:
     set_up: bool = True
 
 
-def begin(request: Request, dialog: Dialog, say: Callable[[str], None]) -> Path:
+def begin(request: Request, dialog: Dialog) -> Path:
     """Write federation.yml and set the facilities up; returns its path. Raises `InputError`, `TryAgain`.
 
     What an earlier run of the same command did is recognised at every step.
@@ -63,7 +66,7 @@ def begin(request: Request, dialog: Dialog, say: Callable[[str], None]) -> Path:
     file = request.folder / "workflow" / "federation.yml"
     texts, surveys = dict(request.data), {}
     if file.exists():
-        say(f"{file} exists: going on with it")
+        log.info("%s exists: going on with it", file)
         federation = read_federation(file)
         for facility in federation.facilities:
             if facility.deployment.host:
@@ -72,18 +75,18 @@ def begin(request: Request, dialog: Dialog, say: Callable[[str], None]) -> Path:
     else:
         choices = []
         for name, login in (request.facilities or _ask_facilities(dialog)).items():
-            choice, survey = _facility(request, dialog, say, name, login)
+            choice, survey = _facility(request, dialog, name, login)
             choices.append(choice)
             texts[name] = "" if choice.prepared else choice.data
             if survey is not None:
                 surveys[name] = survey
-        model = _model(request, dialog, say)
+        model = _model(request, dialog)
         dialog.check_given()
         _write(file, request, model, choices)
-        say(f"{file} is written")
+        log.info("%s is written", file)
         federation = read_federation(file)
     if request.set_up and dialog.agrees("set-up", "send the tokenizer, set each facility up, prepare its data there"):
-        _set_up(federation, request, texts, surveys, say)
+        _set_up(federation, request, texts, surveys)
     return file
 
 
@@ -117,9 +120,7 @@ def read_login(name: str, text: str, request: Request) -> Deployment:
     )
 
 
-def _facility(
-    request: Request, dialog: Dialog, say: Callable[[str], None], name: str, text: str
-) -> tuple[Choice, Survey | None]:
+def _facility(request: Request, dialog: Dialog, name: str, text: str) -> tuple[Choice, Survey | None]:
     login = read_login(name, text, request)
     if login.host:
         _connect(dialog, name, login)
@@ -133,7 +134,7 @@ def _facility(
             raise InputError(f"{name}: {path} does not exist; correct --data {name}=PATH")
         return choose_local(name, str(path), (path / "dataset.json").is_file(), str(request.folder.resolve())), None
     survey = ask_site(name, login, data)
-    say(f"{name}: {_told(survey)}")
+    log.info("%s: %s", name, _told(survey))
     return choose(dialog, name, login, survey, data), survey
 
 
@@ -153,7 +154,7 @@ def _connect(dialog: Dialog, name: str, login: Deployment) -> None:
         raise TryAgain(f"{name}: {row.found}; {row.fix}; then give the same command again")
 
 
-def _model(request: Request, dialog: Dialog, say: Callable[[str], None]) -> Path:
+def _model(request: Request, dialog: Dialog) -> Path:
     source = request.model or dialog.ask(
         "model", Proposal(value="", why=f"hub name (ORG/NAME), folder of a checkpoint, or {DEMO!r} for a small one")
     )
@@ -162,7 +163,7 @@ def _model(request: Request, dialog: Dialog, say: Callable[[str], None]) -> Path
         material = request.folder.resolve() / ".demo"
         make(material)
         source = str(material / "model")
-    say(convert(source, out, dtype="bfloat16", revision="main"))
+    log.info("%s", convert(source, out, dtype="bfloat16", revision="main"))
     return out
 
 
@@ -180,18 +181,18 @@ def _set_up(
     request: Request,
     texts: Mapping[str, str],
     surveys: Mapping[str, Survey],
-    say: Callable[[str], None],
 ) -> None:
     for one in share(federation, weights=False):
-        say(f"{one.facility}: tokenizer {'sent' if one.sent else 'there'}: {one.path}, digest {one.digest[:16]}")
+        sent = "sent" if one.sent else "there"
+        log.info("%s: tokenizer %s: %s, digest %s", one.facility, sent, one.path, one.digest[:16])
     positions = model_figures(federation.path(federation.model)).positions
     blocks = []
     for facility in federation.facilities:
         size = request.block_tokens or min(BLOCK, positions or BLOCK)
         text, survey = texts.get(facility.name, ""), surveys.get(facility.name)
         try:
-            blocks.append(equip(federation, facility, survey, text, size, request.prepare, request.folder, say))
+            blocks.append(equip(federation, facility, survey, text, size, request.prepare, request.folder))
         except subprocess.CalledProcessError as error:
             raise TryAgain(f"{facility.name}: facility.prepare ended with code {error.returncode}, see above") from None
     if (fitted := fit_batch(federation.file, blocks, request.plan.batch_sequences)) is not None:
-        say(fitted)
+        log.info("%s", fitted)

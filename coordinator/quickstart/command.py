@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from facility.exchange.errors import InputError
+from facility.exchange.logs import configure_logging
 
 
 def quickstart(
@@ -48,6 +49,7 @@ def quickstart(
     from coordinator.quickstart.describe import Round
     from coordinator.quickstart.dialog import Dialog
 
+    configure_logging(default="info")
     request = Request(
         folder=folder,
         name=name,
@@ -61,7 +63,7 @@ def quickstart(
         prepare=tuple(shlex.split(prepare)),
         set_up=set_up,
     )
-    file = begin(request, Dialog(given=pairs("--answer", answer or []), yes=yes), print)
+    file = begin(request, Dialog(given=pairs("--answer", answer or []), yes=yes))
     console = Console(width=None if sys.stdout.isatty() else 160)
     code = show(look(file, link=False), as_json=False, console=console)
     print(f"next: cd {folder} && crossfed run" if code == 0 else "mend what fails, then give the same command again")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from coordinator.bundle import bundle
@@ -19,6 +20,8 @@ from coordinator.share import FOLDER
 from facility.exchange.errors import InputError
 from facility.exchange.files.durable import write_text
 
+log = logging.getLogger(__name__)
+
 BATCH = re.compile(r"^  batch_sequences: (\d+).*$", re.MULTILINE)
 
 
@@ -30,7 +33,6 @@ def equip(
     block_tokens: int,
     further: Sequence[str],
     folder: Path,
-    say: Callable[[str], None],
 ) -> int:
     """Set it up and prepare `text` there, '' where its dataset exists; returns its training blocks.
 
@@ -44,14 +46,14 @@ def equip(
     words += ["--block-tokens", str(block_tokens), *further]
     if survey is None:
         if text:
-            say(f"{facility.name}: preparing {text} here")
+            log.info("%s: preparing %s here", facility.name, text)
             subprocess.run([sys.executable, "-m", "facility.prepare", *words], check=True)
     else:
         method = install(survey)
         if not method.arguments:
             raise InputError(f"{facility.name}: {method.why}")
-        say(f"{facility.name}: setting up: {method.why}")
-        sent = _bundle(survey, folder, say) if method.bundle else None
+        log.info("%s: setting up: %s", facility.name, method.why)
+        sent = _bundle(survey, folder) if method.bundle else None
         arguments = [*method.arguments, *(["--", *words] if text else [])]
         set_up(federation, facility.name, bundle=sent, arguments=arguments)
     answer, wrong = probe(facility.deployment, dataset, facility.deployment.workdir or "/tmp", 0)
@@ -74,13 +76,13 @@ def fit_batch(file: Path, blocks: Sequence[int], wanted: int) -> str | None:
     return f"batch_sequences: {batch}, since the smallest dataset has {min(blocks)} blocks to train on"
 
 
-def _bundle(survey: Survey, folder: Path, say: Callable[[str], None]) -> Path:
+def _bundle(survey: Survey, folder: Path) -> Path:
     """A bundle for the site's Python, machine and GPUs; an earlier one is used again."""
     python = python_version(survey)
     gpus = survey.gpus or any(one.gpus for one in survey.partitions)
     torch = "cuda" if gpus else "cpu"
     out = folder / f"bundle-{python}-{survey.machine}-{torch}"
     if not (out / "bundle.json").is_file():
-        say(f"{out}: downloading what the site needs (AMD GPUs: make one by `crossfed bundle --torch rocm`)")
+        log.info("%s: downloading what the site needs (AMD GPUs: make one by `crossfed bundle --torch rocm`)", out)
         bundle(out, python=python, platform=f"manylinux_2_28_{survey.machine}", torch=torch)
     return out

@@ -27,6 +27,7 @@ from coordinator.steps.final import close_final
 from coordinator.steps.incomplete import ask_again, number_of_attempt, too_few
 from facility.exchange.errors import CrossFedError, exit_on_error
 from facility.exchange.files.paths import resolve
+from facility.exchange.logs import add_log_options
 from facility.exchange.messages.strict_json import clean
 
 log = logging.getLogger("coordinator.steps.aggregate")
@@ -69,6 +70,7 @@ def arguments_of(program: str, text: str) -> argparse.ArgumentParser:
     parser.add_argument("--round", type=int, required=True, help="number of the round, from 0")
     parser.add_argument("--scores", type=Path, help="the coordinator's own evaluation of the model, JSON")
     parser.add_argument("--updates", type=Path, nargs="*", default=[], help="directories from the receive steps")
+    add_log_options(parser)
     return parser
 
 

@@ -20,6 +20,7 @@ from coordinator.config.settings import CoordinatorSettings, read_coordinator_se
 from coordinator.events.event import emit
 from facility.exchange.errors import exit_on_error
 from facility.exchange.files.durable import write_json
+from facility.exchange.logs import add_log_options
 from facility.exchange.messages.manifest import read_manifest
 
 NAME = "coordinator"
@@ -54,6 +55,7 @@ def main() -> int:
     add("--model", type=Path, required=True, help="the global model that the round starts from")
     add("--round", type=int, required=True, help="number of the round, from 0")
     add("--out", type=Path, required=True, help="file to write, JSON")
+    add_log_options(parser)
     arguments = parser.parse_args()
     found = scores(arguments.model, arguments.round, read_coordinator_settings(arguments.federation))
     if problem := found.get("problem"):

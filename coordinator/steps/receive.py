@@ -32,6 +32,7 @@ from facility.exchange.files.audit_log import HEAD
 from facility.exchange.files.durable import new_directory
 from facility.exchange.files.links import link_tree
 from facility.exchange.files.paths import resolve
+from facility.exchange.logs import add_log_options
 from facility.exchange.masking.streams import DTYPES
 from facility.exchange.messages import report
 from facility.exchange.messages.comparison import ALONE, GLOBAL, MODELS
@@ -334,6 +335,7 @@ def main() -> int:
     parser.add_argument(
         "--out", type=Path, required=True, help="directory to make: the sound update, or failure.json alone"
     )
+    add_log_options(parser)
     arguments = parser.parse_args()
     settings = read_coordinator_settings(arguments.federation)
     decoded = arguments.out.with_name(f".{arguments.out.name}.decoded")

@@ -20,6 +20,7 @@ from coordinator.report.write import write_report
 from facility.exchange.errors import exit_on_error
 from facility.exchange.files.durable import write_json
 from facility.exchange.files.paths import resolve
+from facility.exchange.logs import add_log_options
 
 log = logging.getLogger("coordinator.steps.report")
 
@@ -33,6 +34,7 @@ def main() -> int:
         "--archive", required=True, help="archive directory; relative paths count from $CROSSFED_HOME or the checkout"
     )
     parser.add_argument("--out", type=Path, required=True, help="file to write, JSON")
+    add_log_options(parser)
     arguments = parser.parse_args()
     settings = read_coordinator_settings(arguments.federation)
     archive = Archive(resolve(arguments.archive))

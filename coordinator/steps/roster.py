@@ -15,6 +15,7 @@ from facility.exchange.errors import exit_on_error
 from facility.exchange.files.durable import new_directory
 from facility.exchange.files.links import link_tree
 from facility.exchange.files.paths import resolve
+from facility.exchange.logs import add_log_options
 from facility.exchange.masking.unmasking import ROSTER
 
 log = logging.getLogger("coordinator.steps.roster")
@@ -29,6 +30,7 @@ def main() -> int:
     add("--round", type=int, required=True, help="number of the round, from 0")
     add("--keys", type=Path, nargs="*", default=[], help="directories from the steps `keys`")
     add("--out", type=Path, required=True, help="directory to make")
+    add_log_options(parser)
     arguments = parser.parse_args()
     settings, archive = read_coordinator_settings(arguments.federation), Archive(resolve(arguments.archive))
     pending = Pending(archive=archive, round=arguments.round)

@@ -26,6 +26,7 @@ from facility.exchange.delta_codecs import FULL, declared_codec
 from facility.exchange.errors import CrossFedError, exit_on_error
 from facility.exchange.files.links import link_tree
 from facility.exchange.files.paths import resolve
+from facility.exchange.logs import add_log_options
 from facility.exchange.messages.manifest import Manifest, read_manifest
 
 log = logging.getLogger("coordinator.steps.send")
@@ -147,6 +148,7 @@ def main() -> int:
     add("--round", type=int, required=True, help="number of the round, from 0")
     add("--facility", required=True, help="name of the facility that it is for")
     add("--out", type=Path, required=True, help="directory to make")
+    add_log_options(parser)
     arguments = parser.parse_args()
     settings = read_coordinator_settings(arguments.federation)
     try:

@@ -26,6 +26,7 @@ from coordinator.steps.limits import NOTE as LIMITED
 from coordinator.steps.limits import UNDER_WAY, exceeded, job_seconds
 from facility.exchange.errors import InputError, ManifestError, exit_on_error
 from facility.exchange.files.paths import resolve
+from facility.exchange.logs import add_log_options
 from facility.exchange.messages.manifest import verify_manifest
 
 log = logging.getLogger("coordinator.steps.start")
@@ -124,6 +125,7 @@ def main() -> int:
         "--archive", required=True, help="archive directory; relative paths count from $CROSSFED_HOME or the checkout"
     )
     parser.add_argument("--model", type=Path, required=True, help="initial Hugging Face checkpoint")
+    add_log_options(parser)
     arguments = parser.parse_args()
     with failures_of("start"):
         settings = read_coordinator_settings(arguments.federation)

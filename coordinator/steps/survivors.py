@@ -13,6 +13,7 @@ from coordinator.steps.arrived import sort_out
 from coordinator.steps.masked_round import settle
 from facility.exchange.errors import exit_on_error
 from facility.exchange.files.paths import resolve
+from facility.exchange.logs import add_log_options
 
 log = logging.getLogger("coordinator.steps.survivors")
 
@@ -27,6 +28,7 @@ def main() -> int:
     add("--roster", type=Path, required=True, help="roster of the round")
     add("--updates", type=Path, nargs="*", default=[], help="directories from the receive steps")
     add("--out", type=Path, required=True, help="directory to make")
+    add_log_options(parser)
     arguments = parser.parse_args()
     settings = read_coordinator_settings(arguments.federation)
     request = settle(

@@ -10,6 +10,7 @@ from pathlib import Path
 from coordinator.testbed import daemons, link, rehearsal, stand
 from coordinator.testbed.layout import DEFAULT_ROOT, Testbed, load
 from facility.exchange.errors import exit_on_error
+from facility.exchange.logs import add_log_options
 
 SHAPE = (
     "[FACILITY:]rate=200mbit,rtt=100ms,loss=0.1%%: bandwidth and loss each way, round-trip time added; any of the "
@@ -29,6 +30,7 @@ def parser() -> argparse.ArgumentParser:
         "--root", type=Path, default=DEFAULT_ROOT, help=f"directory of the testbed's files (default {DEFAULT_ROOT})"
     )
     common.add_argument("--json", action="store_true", help="print one JSON object")
+    add_log_options(common)
     verbs = result.add_subparsers(dest="verb", required=True)
 
     up = verbs.add_parser("up", parents=[common], help="stand the facilities up")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from facility.exchange.errors import CrossFedError
 from facility.exchange.files.durable import new_directory
+from facility.exchange.logs import add_log_options
 from facility.exchange.messages import report
 from facility.exchange.messages.outcome import Outcome
 from facility.exchange.messages.settings import read_facility_settings
@@ -25,6 +26,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     add("--round", type=int, required=True, metavar="N", help="number of the round, from 0")
     add("--out", type=Path, required=True, metavar="DIR", help="what is sent, or failure.json alone; must not exist")
     add("--state", type=Path, metavar="DIR", help="what is kept between rounds (default: as in `facility.round`)")
+    add_log_options(p)
 
 
 def ending(work: Callable[[], None], settings: Path, round: int, out: Path) -> int:

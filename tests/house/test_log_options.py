@@ -1,0 +1,38 @@
+"""Every command of a module can be asked to say more, or less: `-v`, `--log-level`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import ROOT
+
+WITHOUT = {
+    "facility/gate.py": "started by sshd, whose one line is a request",
+    "facility/contract.py": "part of a trainer of one's own",
+    "coordinator/config/reference.py": "reads the options of others for the documentation",
+}
+"""Files that make an `ArgumentParser`, but no command with options of its own, and why."""
+
+
+def parsing() -> list[str]:
+    """Files of both packages that make an `ArgumentParser`."""
+    files = [file for folder in ("facility", "coordinator") for file in (ROOT / folder).rglob("*.py")]
+    return sorted(str(file.relative_to(ROOT)) for file in files if "ArgumentParser(" in file.read_text())
+
+
+def takes_log_options(text: str) -> bool:
+    """Does a module add them itself, or with the options that it has in common with others?"""
+    return any(call in text for call in ("add_log_options(", "login_command import add_arguments", "arguments_of("))
+
+
+def test_every_command_takes_the_options_of_logging():
+    assert {file for file in parsing() if not takes_log_options((ROOT / file).read_text())} == WITHOUT.keys()
+
+
+@pytest.mark.parametrize("module", ["facility.probe", "facility.unmask", "coordinator.steps.receive", "facility.audit"])
+def test_the_help_names_them(module: str):
+    told = subprocess.run([sys.executable, "-m", module, "--help"], capture_output=True, text=True, cwd=ROOT)
+    assert told.returncode == 0 and "--log-level" in told.stdout and "-v, --verbose" in told.stdout
