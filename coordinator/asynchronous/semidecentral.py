@@ -34,6 +34,7 @@ from coordinator.asynchronous.figures import figures_of
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.errors import ConfigurationError, InputError, UpdateRefused, exit_on_error
 from facility.exchange.files.durable import write_json
+from facility.exchange.logs import add_log_options
 from facility.exchange.messages.manifest import (
     NAME,
     Manifest,
@@ -346,6 +347,7 @@ def parser() -> argparse.ArgumentParser:
         ("finish", "it sends no more updates"),
     ):
         commands.add_parser(name, help=what).add_argument("facility")
+    add_log_options(p)
     return p
 
 
