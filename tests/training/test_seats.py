@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from facility.exchange.messages.report import read_report
+from facility.launching.rendezvous import DIRECTORY
 from tests.distributed import free_port
 from tests.training.federation import largest_difference, train, write_dataset, write_settings
 from tests.training.layouts import arguments, rounds_in
@@ -29,9 +30,10 @@ def write_plan(path: Path, grid: list[list[int]], units: list[list[int]], micro_
 
 
 def torchrun(
-    module: list[str], *, nodes: int, ranks: int, timeout: float = 120
+    module: list[str], *, meeting: Path, nodes: int, ranks: int, timeout: float = 120
 ) -> list[subprocess.CompletedProcess[str]]:
-    """`torchrun` as on so many hosts, all of them this machine; every host must end with 0."""
+    """`torchrun` as on so many hosts, all of them this machine; every host must end with 0. `meeting`: made here."""
+    meeting.mkdir(mode=0o700)
     port, hosts = free_port(), []
     for node in range(nodes):
         command = [
@@ -49,7 +51,7 @@ def torchrun(
         hosts.append(
             subprocess.Popen(
                 command,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                env=os.environ | {"OMP_NUM_THREADS": "1", DIRECTORY: str(meeting)},
                 text=True,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -89,12 +91,12 @@ def test_a_plan_that_seats_ranks_in_another_order_and_leaves_one_idle(tmp_path: 
 
 @pytest.mark.slow
 def test_two_hosts_of_a_torchrun_job_are_one_process(tmp_path: Path, pico_llama: Path):
-    """A host a stage, against the order in which torchrun numbers them; its own store brings the ranks together."""
+    """A host a stage, against the order in which torchrun numbers them."""
     dataset = write_dataset(tmp_path / "data")
     rounds_in([("one", arguments(tmp_path / "one", pico_llama, dataset))])
     plan = write_plan(tmp_path / "plan.json", [[1], [0]], [[0, 4], [4, 6]], 4)
     module = ["facility.train", *arguments(tmp_path / "two", pico_llama, dataset), "--plan", str(plan)]
-    torchrun(module, nodes=2, ranks=1)
+    torchrun(module, meeting=tmp_path / "meeting", nodes=2, ranks=1)
     same_round(tmp_path / "one/out", tmp_path / "two/out")
 
 
@@ -106,7 +108,7 @@ def test_torchrun_and_the_launcher_agree_on_nodes(tmp_path: Path, pico_llama: Pa
     rounds_in([("one", arguments(tmp_path / "one", pico_llama, dataset))])
     for name, before in (("plain", []), ("launched", ["facility.launch", "--shared", str(tmp_path), "--", "-m"])):
         case = arguments(tmp_path / name, pico_llama, dataset, layout={"sharding": "HYBRID_SHARD"})
-        torchrun([*before, "facility.train", *case], nodes=2, ranks=2)
+        torchrun([*before, "facility.train", *case], meeting=tmp_path / f"meeting-{name}", nodes=2, ranks=2)
         layout = read_report(tmp_path / name / "out").details["layout"]
         assert (layout["replicas"], layout["shards"]) == (2, 2)
         same_round(tmp_path / "one/out", tmp_path / name / "out")

@@ -7,8 +7,8 @@ rank's place. Here
   and gloo listens on the loopback interface only;
 - otherwise a TCPStore listens on the job's own address alone, all keys lie below a prefix that follows from the job's
   secret, and every rank proves that it knows the secret before the first process group is made;
-- under torchrun on one node the ranks meet in a directory of their own as well (`torchrun.py`); on several nodes at
-  torchrun's own store, which asks nobody for a name: `python -m facility.launch` is for those.
+- torchrun's own store, which admits whoever knows its port, is never used (`torchrun.py`): on one node the ranks meet
+  in a directory of their own; on several at a store of the first rank, by a secret in a directory that the user names.
 
 `CROSSFED_RENDEZVOUS` names the launcher's directory; the secret is the file `secret` in it, mode 0600.
 """
@@ -34,7 +34,13 @@ from facility.exchange.errors import ConfigurationError, TryAgain
 from facility.launching.rendezvous import DIRECTORY, SECRET
 from facility.training.processes.exchange import broadcast_json
 from facility.training.processes.ranks import Ranks
-from facility.training.processes.torchrun import agents_directory, under_torchrun
+from facility.training.processes.torchrun import (
+    agents_directory,
+    announce,
+    announced,
+    under_torchrun,
+    without_directory,
+)
 
 SIOCGIFADDR = 0x8915
 CHALLENGE_BYTES = 16
@@ -58,19 +64,16 @@ def start(ranks: Ranks, *, threads: int, timeout_seconds: float) -> None:
         raise TryAgain(f"rank {ranks.rank} of {ranks.world} could not join the others: {error}") from None
 
 
-def first_store(ranks: Ranks, limit: timedelta) -> dist.Store | None:
-    """The store at which the ranks make their first process group; None under torchrun on several nodes: its own.
-
-    Raises `TryAgain` where the others do not come within `limit`.
-    """
-    if under_torchrun():
-        if not ranks.one_node:
-            return None
+def first_store(ranks: Ranks, limit: timedelta) -> dist.Store:
+    """The store at which the ranks make their first process group. Raises `TryAgain` where the others do not come."""
+    if under_torchrun() and ranks.one_node:
         os.environ.setdefault(DIRECTORY, str(agents_directory()))
-    if (store := file_store("ranks", ranks)) is not None:
-        return store
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
+        if under_torchrun() and not ranks.one_node:
+            return admitted("ranks", store_beside_torchrun(ranks, limit), ranks)
+        if (store := file_store("ranks", ranks)) is not None:
+            return store
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         # A plan may number ranks anew; the store stays with the process that MASTER_ADDR names.
         found = serve(address, port, ranks, limit) if ranks.hosts else join(address, port, limit)
         return admitted("ranks", found, ranks)
@@ -78,16 +81,30 @@ def first_store(ranks: Ranks, limit: timedelta) -> dist.Store | None:
         raise TryAgain(f"rank {ranks.rank} of {ranks.world} could not join the others: {error}") from None
 
 
+def store_beside_torchrun(ranks: Ranks, limit: timedelta) -> dist.TCPStore:
+    """The first rank's store, which it announces in the directory that the user made for this start."""
+    directory = private_directory()
+    if directory is None:
+        raise without_directory()
+    if not ranks.hosts:
+        return join(*announced(directory, limit.total_seconds()), limit)
+    address = own_address()
+    store = serve(address, 0, ranks, limit)
+    announce(directory, address, store.port)
+    return store
+
+
 def further_store(name: str, ranks: Ranks, limit: timedelta) -> dist.Store:
     """Another store of all ranks, served by the first; needs the process group and a `name` never used before."""
     if (private := file_store(name, ranks)) is not None:
         return private
-    address = os.environ.get("MASTER_ADDR", "127.0.0.1")
     if ranks.first:
+        address = own_address()
         store = serve(address, 0, ranks, limit)
-        broadcast_json(store.port)
+        broadcast_json([address, store.port])
     else:
-        store = join(address, int(broadcast_json(None)), limit)
+        address, port = broadcast_json(None)
+        store = join(str(address), int(port), limit)
     return admitted(name, store, ranks)
 
 
@@ -199,6 +216,13 @@ def listen_locally(one_node: bool) -> None:
     if name:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+
+
+def own_address() -> str:
+    """By what the other nodes reach this one: its address on the way to the first node, or the first node's name."""
+    first = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    found = address_towards(first)
+    return found if found and not ip_address(found).is_loopback else first
 
 
 def address_towards(host: str) -> str:

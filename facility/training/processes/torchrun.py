@@ -1,19 +1,28 @@
-"""Where the ranks of one torchrun agent on one node meet: a private directory that all of them can name.
+"""Where ranks meet that torchrun starts: in directories of the user alone, never at torchrun's own store.
 
-torchrun's own store listens on every interface and admits whoever knows the port. All ranks of a node are children of
-one agent; its process and that process's start name the directory, so no two runs share one, and one that somebody else
-made first is refused (`rendezvous.private_directory`).
+That store listens on every interface and admits whoever knows the port. On one node all ranks are children of one
+agent; its process and that process's start name a directory, so no two runs share one, and one that somebody else made
+first is refused (`rendezvous.private_directory`). On several nodes the user names a directory that all nodes see
+(`CROSSFED_RENDEZVOUS`): the first rank leaves the job's secret there, and where its own store listens.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import secrets
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from facility.exchange.errors import ConfigurationError, TryAgain
+from facility.exchange.files.durable import write_bytes, write_json
+from facility.launching.rendezvous import DIRECTORY, SECRET, SECRET_BYTES
+
 AGENT = "TORCHELASTIC_USE_AGENT_STORE"
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+LOOK_SECONDS = 0.2
 
 
 def under_torchrun(environment: Mapping[str, str] = os.environ) -> bool:
@@ -30,3 +39,37 @@ def agents_directory(environment: Mapping[str, str] = os.environ) -> Path:
     place = Path(tempfile.gettempdir()) / name
     place.mkdir(mode=0o700, exist_ok=True)
     return place
+
+
+def without_directory() -> ConfigurationError:
+    """Why ranks on several nodes do not meet at torchrun's store, and what to do."""
+    return ConfigurationError(
+        "torchrun on several nodes brings ranks together at a store that admits whoever knows its port: start them "
+        f"with `python -m facility.launch`, or set {DIRECTORY} to a directory that all nodes see, of mode 0700 and "
+        "made anew for each start"
+    )
+
+
+def announce(directory: Path, address: str, port: int, environment: Mapping[str, str] = os.environ) -> None:
+    """Leave the secret, and where the first rank's store listens. Raises `ConfigurationError` in a used directory."""
+    place = _meeting(directory, environment)
+    if place.exists():
+        raise ConfigurationError(f"{place} is of an earlier start: {DIRECTORY} has to name a new directory each time")
+    if not (directory / SECRET).exists():
+        write_bytes(directory / SECRET, secrets.token_bytes(SECRET_BYTES), mode=0o600)
+    write_json(place, [address, port])
+
+
+def announced(directory: Path, seconds: float, environment: Mapping[str, str] = os.environ) -> tuple[str, int]:
+    """Where the first rank's store listens. Raises `TryAgain` where it does not say so within `seconds`."""
+    place, deadline = _meeting(directory, environment), time.monotonic() + seconds
+    while not place.exists():
+        if time.monotonic() > deadline:
+            raise TryAgain(f"the first rank did not write {place} within {seconds:.0f} s: do all nodes see it?")
+        time.sleep(LOOK_SECONDS)
+    address, port = json.loads(place.read_text())
+    return str(address), int(port)
+
+
+def _meeting(directory: Path, environment: Mapping[str, str]) -> Path:
+    return directory / f"meeting-{int(environment.get(RESTARTS, '0'))}.json"
