@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from coordinator.archive.best import best_round
+from coordinator.archive.masked_rounds import masked_rounds, masked_sentence
 from coordinator.archive.privacy import latest_privacy, sentence
 from coordinator.archive.rounds import Archive, RoundFile
 from facility.exchange.messages.strict_json import clean
@@ -66,6 +67,7 @@ def summary(archive: Archive) -> dict[str, Any]:
         "best_round": None if best is None else best - 1,
         "limited": limited.get("reason", "") if best is not None else "",
         "stopped": archive.read_note("stopped").get("reason") or _broken(history),
+        "masking": masked_rounds(history),
     }
 
 
@@ -161,6 +163,8 @@ def remarks(data: dict[str, Any]) -> list[str]:
     chosen = [f"aggregation: {shown(data['aggregation'])}"] if data.get("aggregation") else []
     rows = [row for entry in data["rounds"] for row in entry["facilities"]]
     budgets = [sentence(shown(name), one) for name, one in latest_privacy(rows).items()]
+    if data.get("masking"):
+        budgets.append(masked_sentence(data["masking"]))
     told = [f"round {row['round']}: {shown(row['guard'])}" for row in data["rounds"] if row.get("guard")]
     told += [f"from round {row['round']} on: {shown(one)}" for row in data["rounds"] for one in row.get("changes", [])]
     for row in data["rounds"]:

@@ -25,7 +25,7 @@ from coordinator.preflight.estimates import ModelFigures
 from coordinator.preflight.facility import check_site
 from coordinator.preflight.firecrest import check_firecrest
 from coordinator.preflight.gate import check_gate
-from coordinator.preflight.privacy import check_differential_privacy
+from coordinator.preflight.privacy import check_differential_privacy, check_secure_aggregation
 from coordinator.preflight.remote import check_connection
 from coordinator.preflight.row import Row, fail, ok, skipped
 from coordinator.preflight.scheduler import check_scheduler, wanted_hours
@@ -45,6 +45,7 @@ def check(file: Path, *, link: bool = True, submit: bool = False) -> list[Row]:
         return [fail("federation", "federation.yml", str(error), "fix that line")]
     rows = [ok("federation", "federation.yml", f"{len(federation.facilities)} facilities, {federation.rounds} rounds")]
     rows.append(ok("federation", "aggregation", federation.chosen))
+    rows += check_secure_aggregation(federation)
     here, model = check_here(federation)
     with ThreadPoolExecutor(max_workers=16) as pool:
         asked = [pool.submit(check_facility, federation, one, model, link, submit) for one in federation.facilities]

@@ -18,6 +18,21 @@ WEAK = 10.0
 CHECK = "privacy"
 
 
+def check_secure_aggregation(federation: Federation) -> list[Row]:
+    """A row on what the coordinator will learn of updates; none without masks."""
+    if (privacy := federation.masks) is None:
+        return []
+    count = len(federation.facilities)
+    least, threshold = privacy.least_sum_of(count), privacy.threshold_of(count)
+    found = (
+        f"the coordinator learns sums of {least} or more of {count} updates, unmasked by {threshold} answers; a round "
+        f"may lose {count - least} updates, and then {count - threshold} answers"
+    )
+    if privacy.differential is None:
+        return [ok("federation", CHECK, found)]
+    return [ok("federation", CHECK, f"{found}; updates are noised at their facility before they are masked")]
+
+
 def check_differential_privacy(federation: Federation, facility: Facility, answer: dict[str, Any]) -> list[Row]:
     """Rows on the budget of one facility; `answer`: what its probe says of the dataset."""
     settings = federation.privacy.differential if federation.privacy is not None else None

@@ -12,10 +12,8 @@ from coordinator.publishing.names import public_names
 from coordinator.report.markdown import table
 from coordinator.report.page import cell, number, size, span
 
-NO_GUARANTEE = (
-    "Datasets never left their facilities. Updates were sent as model weights to the coordinator, which can see each "
-    "of them; no differential privacy was applied, so that a published model may reproduce what it was trained on."
-)
+SEEN = "Updates were sent as model weights to the coordinator, which can see each of them"
+NO_GUARANTEE = "no differential privacy was applied, so that a published model may reproduce what it was trained on."
 
 
 def model_card(federation: Federation, data: Mapping[str, Any]) -> ModelCard:
@@ -128,10 +126,27 @@ def _matrix(data: Mapping[str, Any], names: Mapping[str, str]) -> list[str]:
 
 
 def privacy(data: Mapping[str, Any]) -> str:
-    """What protects the data, with the privacy budget where the report has one."""
+    """What protects the data: masks, and the privacy budget where the report has one."""
+    seen = f"Datasets never left their facilities. {_seen(data['masking'])}"
+    return f"{seen}. {_budget(data)}" if data["privacy"] else f"{seen}; {NO_GUARANTEE}"
+
+
+def _seen(masked: Mapping[str, Any]) -> str:
+    """What the coordinator saw of updates."""
+    if not masked:
+        return SEEN
+    some = (
+        "" if masked["rounds"] == masked["all_rounds"] else f" in {masked['rounds']} of {masked['all_rounds']} rounds"
+    )
+    return (
+        f"Updates were masked before they left{some} (secure aggregation): the coordinator learnt sums of "
+        f"{masked['smallest_sum']} updates or more and no single one"
+    )
+
+
+def _budget(data: Mapping[str, Any]) -> str:
+    """The budget that was spent, and on what it holds."""
     told = data["privacy"]
-    if not told:
-        return NO_GUARANTEE
     units = sorted({one["unit"] for one in told["facilities"].values()})
     steps = max(one["steps"] for one in told["facilities"].values())
     absent = len(data["facilities"]) - len(told["facilities"])
@@ -141,10 +156,10 @@ def privacy(data: Mapping[str, Any]) -> str:
         else ""
     )
     return (
-        f"Datasets never left their facilities. Training was differentially private (DP-SGD, Poisson sampling, up to "
-        f"{steps:,} noised steps a facility): ε = {told['epsilon']:.3g}, δ = {told['delta']:g} for adding or removing "
-        f"one {' or '.join(units)} of the training data, the largest over the facilities, whose data are taken to be "
-        f"disjoint. The budget stated before training was ε = {told['stated']:g}.{without}"
+        f"Training was differentially private (DP-SGD, Poisson sampling, up to {steps:,} noised steps a facility): "
+        f"ε = {told['epsilon']:.3g}, δ = {told['delta']:g} for adding or removing one {' or '.join(units)} of the "
+        f"training data, the largest over the facilities, whose data are taken to be disjoint. The budget stated "
+        f"before training was ε = {told['stated']:g}.{without}"
     )
 
 

@@ -67,6 +67,7 @@ def gather(
         "predictions": predictions(rows, names),
         "cost": costs([*rows, *rounds["final_evaluation"], *compared], names, carbon),
         "privacy": summary_of(latest_privacy(rows)),
+        "masking": rounds.get("masking", {}),
         "similarity": _similarity(archive, groups),
         "remarks": [] if groups else remarks(rounds | {"aggregation": settings.get("chosen", "")}),
         "failures": _failures(rows, rounds["rounds"], entries),

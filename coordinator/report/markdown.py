@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from coordinator.archive.masked_rounds import masked_sentence
 from coordinator.archive.summary import shown
 from coordinator.report.page import cell, figures, normal_interval, number, outliers, size, span, used_kinds
 
@@ -87,7 +88,7 @@ def memory(data: Mapping[str, Any]) -> list[str]:
 
 
 def privacy(data: Mapping[str, Any]) -> list[str]:
-    """The section on privacy spent; nothing where there is no budget."""
+    """The section on privacy spent and on masks; nothing where there is neither."""
     budgets = [
         [
             name,
@@ -101,7 +102,8 @@ def privacy(data: Mapping[str, Any]) -> list[str]:
         for name, one in data["privacy"].get("facilities", {}).items()
     ]
     titles = ["facility", "epsilon so far", "at the end", "delta", "unit", "noise multiplier", "steps"]
-    return ["## Privacy", "", *table(titles, budgets)] if budgets else []
+    masks = [f"{masked_sentence(data['masking'])}.".capitalize(), ""] if data["masking"] else []
+    return ["## Privacy", "", *(table(titles, budgets) if budgets else []), *masks] if budgets or masks else []
 
 
 def matrix(data: Mapping[str, Any]) -> list[str]:

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from coordinator.config.federation import read_federation
-from coordinator.preflight.privacy import check_differential_privacy
+from coordinator.preflight.privacy import check_differential_privacy, check_secure_aggregation
 from coordinator.preflight.row import Row
 from facility.exchange.privacy.accounting import Releases, epsilon_of
 from facility.probe import dataset as probe_dataset
+from tests.config.test_privacy import described, read
 from tests.training.federation import write_dataset
 
 TOLD = {"vocabulary_size": 32_000, "blocks": {"train": 4000, "validation": 2000}, "documents": {}, "classes": 0}
@@ -52,6 +53,17 @@ def test_what_is_wrong_or_weak_is_told(
 ):
     (row,) = rows(tmp_path, answer, **changes)
     assert row.verdict == verdict and words in row.found, row
+
+
+def test_what_masks_will_show_is_told_beside_the_noise(tmp_path: Path):
+    content = described()
+    (row,) = check_secure_aggregation(read(tmp_path, content))
+    assert row.verdict == "ok" and "learns sums of 3 or more of 3 updates, unmasked by 2 answers" in row.found
+    content["privacy"] |= {"differential": {"epsilon": 4.0, "delta": 1e-6}}
+    (row,) = check_secure_aggregation(read(tmp_path, content))
+    assert "noised at their facility before they are masked" in row.found
+    del content["privacy"]
+    assert check_secure_aggregation(read(tmp_path, content)) == []
 
 
 def test_the_probe_tells_what_the_check_needs(tmp_path: Path):

@@ -59,7 +59,31 @@ def test_the_card_states_the_largest_epsilon_and_who_told_none(data: dict[str, A
     told = privacy(data)
     assert "ε = 3, δ = 1e-06 for adding or removing one document" in told and "before training was ε = 8" in told
     assert "1 of 3 facilities told no budget" in told
-    assert privacy(data | {"privacy": {}}) == NO_GUARANTEE
+    assert "the coordinator, which can see each of them" in told
+    assert privacy(data | {"privacy": {}}).endswith(NO_GUARANTEE)
+
+
+MASKS = {"bits": 16, "threshold": 2, "survivors": ["facility-00", "facility-01", "facility-02"]}
+
+
+@pytest.mark.parametrize("masked", [1, 2], ids=["some rounds", "all rounds"])
+def test_rounds_of_sums_alone_are_told_beside_the_budget(tmp_path: Path, masked: int):
+    archive = made_archive(tmp_path, facilities=3, rounds=2)
+    for number in range(2 - masked, 2):
+        path = archive.round_directory(number) / "round.json"
+        record = json.loads(path.read_text())
+        record["facilities"][0]["privacy"] = BUDGET
+        record["aggregation"]["details"] = {"masking": MASKS | {"survivors": MASKS["survivors"][number - 1 :]}}
+        path.write_text(json.dumps(record))
+    found = gather(archive, federation="made", settings={"rounds": 2}, groups=False)
+    least = 3 if masked == 1 else 1
+    words = f"in {masked} of 2 rounds (16 bits): the coordinator learnt sums of {least} updates or more"
+    assert any(words in line for line in remarks(summary(archive)))
+    assert words in markdown(found) and f"sums of {least} updates or more, and no single one" in page(found)
+    told = privacy(found)
+    assert f"sums of {least} updates or more and no single one" in told and "ε = 2.5" in told
+    assert "can see each" not in told and ("in 1 of 2 rounds" in told) == (masked == 1)
+    assert "masked" not in privacy(found | {"masking": {}}) and privacy(found | {"privacy": {}}).endswith(NO_GUARANTEE)
 
 
 @pytest.mark.parametrize(
