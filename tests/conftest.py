@@ -23,6 +23,18 @@ sys.dont_write_bytecode = False
 # Every connection to torch's store asks the name server; one that does not answer costs 5 s each time.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
+LONG = ("engine", "demo", "rounds", "masking", "launching", "testbed")
+"""Folders whose tests run whole federations or rounds: they come first, so that no process ends with one alone."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Order the tests by what they may take: folders of long tests, then all others, each in its own order."""
+    items.sort(key=lambda item: _place(item.path.relative_to(ROOT / "tests").parts[0]))
+
+
+def _place(folder: str) -> int:
+    return LONG.index(folder) if folder in LONG else len(LONG)
+
 
 @pytest.fixture
 def pico_llama(tmp_path: Path) -> Path:

@@ -10,6 +10,8 @@ from coordinator.aggregation.settings import AggregationSettings
 from tests.bench.federated_learner import Learner, Local, Text, batches, federate, perplexity, pool, rounded
 from tests.pico import pico_config
 
+pytestmark = pytest.mark.slow  # no part of the product
+
 LOCAL = Local(batch=4, learning_rate=1e-2, warmup_steps=2)
 
 
@@ -34,7 +36,6 @@ def test_batches_pass_over_everything_before_they_repeat(text: Text):
     assert sorted(seen[:10]) == list(range(10)) == sorted(seen[10:]) and seen[:10] != seen[10:]
 
 
-@pytest.mark.slow
 def test_one_facility_and_the_plain_mean_are_training_that_is_rounded_every_round(model, text: Text):
     curve = federate(
         model,
@@ -54,7 +55,6 @@ def test_one_facility_and_the_plain_mean_are_training_that_is_rounded_every_roun
         assert curve.perplexities[number]["a"] == pytest.approx(perplexity(alone.model, text.validation), rel=1e-5)
 
 
-@pytest.mark.slow
 def test_twice_the_same_facility_is_one(model, text: Text, monkeypatch: pytest.MonkeyPatch):
     from tests.bench import federated_learner
 
@@ -72,14 +72,12 @@ def test_twice_the_same_facility_is_one(model, text: Text, monkeypatch: pytest.M
     assert two["a"] == two["b"] == pytest.approx(one, rel=1e-4)
 
 
-@pytest.mark.slow
 def test_training_learns_and_pooled_training_takes_the_same_tokens(model, text: Text):
     before = perplexity(model, text.validation)
     after = pool(model, {"a": text, "b": text}, steps=30, local=LOCAL, seed=1).perplexities[-1]["a"]
     assert after < 0.7 * before
 
 
-@pytest.mark.slow
 def test_the_proximal_term_keeps_the_model_near(model, text: Text):
     def moved(proximal: float) -> float:
         learner = Learner(model, batches(text.train, 4, 1), Local(batch=4, learning_rate=1e-2, proximal=proximal), 10)

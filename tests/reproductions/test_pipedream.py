@@ -11,6 +11,8 @@ import torch
 
 from tests.sync.fleet import run_fleet, settings_of
 
+pytestmark = pytest.mark.slow  # no part of the product
+
 
 def test_a_backward_pass_sees_the_weights_of_its_forward_pass():
     from tests.reproductions.stash import WeightStash
@@ -131,7 +133,6 @@ def test_a_single_pipeline_does_what_the_schedule_says():
     assert [r["weight"] for r in results] == pytest.approx(by_hand(3, 12))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["allreduce", "partial_reduce", "adpsgd"])
 @pytest.mark.parametrize("adamw", [False, True])
 def test_pipelines_synchronise_stage_by_stage(policy: str, adamw: bool):
