@@ -54,6 +54,7 @@ def federate(root: Path, server: Site) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_two_rounds_with_a_facility_behind_firecrest(tmp_path: Path):
     with FirecrestServer() as server:

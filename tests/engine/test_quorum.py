@@ -67,6 +67,7 @@ def test_rounds_close_without_the_slow_one_whose_updates_count_later(tmp_path: P
     assert all(row.loss_received is None for row in late), "what it received is not this round's model"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_facility_that_cannot_be_reached_holds_no_round_up(tmp_path: Path):
     """Nobody listens where `away` should be: from the first round to the end the others go on, and it is told."""
