@@ -10,7 +10,7 @@ from annotated_types import Ge, Le
 
 from coordinator.aggregation.rule_parameters import declared, unset, with_rule_parameters
 from coordinator.aggregation.rules.contract import MOMENTUM
-from coordinator.aggregation.rules.registry import RULES
+from coordinator.aggregation.rules.registry import RULES, fewest_updates
 from coordinator.aggregation.server_optimizers.registry import SERVER_OPTIMIZERS
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.registry import Declaration, Value
@@ -88,10 +88,10 @@ class AggregationSettings:
     guard: bool = True
     """After a round whose model is worse than the one before (mean validation loss over the facilities that reported
     both), say so and halve the server learning rate, to an eighth of its value at the least; three rounds that improve
-    in a row double it again, up to its value. Each round file records the factor. Without effect on groups."""
+    in a row double it again, up to its value. Each round file records the factor."""
     server_decay_share: Annotated[float, Ge(0), Le(1)] = 0.0
     """Last share of the federation's rounds over which the server learning rate falls linearly; 0: it stays constant.
-    Without effect on a single `python -m coordinator.aggregate`, which knows no number of rounds, and on groups."""
+    Without effect on a single `python -m coordinator.aggregate`, which knows no number of rounds."""
     server_decay_to: Share = 0.65
     """What the server learning rate is multiplied by in the last round, where it falls."""
     parameters: dict[str, Any] = field(default_factory=dict)
@@ -176,6 +176,11 @@ class AggregationSettings:
         beside = {name: getattr(self, name) for name in names} if shipped else {}
         given = {name: value for name, value in self.parameters.items() if name in names}
         return entry.values(beside | given)
+
+    @property
+    def fewest_updates(self) -> int:
+        """Updates that the aggregation rule needs at least."""
+        return fewest_updates(self.aggregation_rule, self.values_of(RULES.get(self.aggregation_rule)))
 
     def without_optimizer(self) -> AggregationSettings:
         """The same with the step added as it is."""

@@ -29,7 +29,7 @@ KINDS: Mapping[str, str] = {
     "refused": "a facility's part of a round is lost; `reason`",
     "log": "the last `lines` of the log of a job that failed",
     "averaging": "aggregation begins",
-    "averaged": "a round (with groups: a group) is complete; `decision`",
+    "averaged": "a round is complete; `decision`",
     "compared": "a part of the comparison of models is complete; `text`",
     "repeated": "a round is asked for again; `reason`",
     "login_refused": "a facility refuses the login; `reason`",
@@ -51,7 +51,6 @@ class Entry:
     facility: str = ""
     """Empty: the coordinator."""
     round: int | None = None
-    """With groups: the facility's own round."""
     detail: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

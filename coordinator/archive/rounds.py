@@ -20,7 +20,6 @@
         limited.json              after which round a deadline or a budget ended the federation
         history.jsonl             one row a facility and round; derived from the round files
         unmasking/                the sum under way, with secure aggregation (coordinator.masking.pending)
-        groups/                   instead of rounds, for a federation by groups (coordinator.asynchronous.buffer)
 
 Weights of old rounds may be pruned (`keep_rounds`); round.json stays. The state is needed by the next round alone: the
 archive holds one, and two while a round commits.
@@ -75,7 +74,9 @@ class FacilityRow:
     """Load + train + evaluate + save at the facility."""
     tokens_per_second: float = 0.0
     loss_received: float | None = None
-    """Validation loss of the model as received; nats per token."""
+    """Validation loss of the model as received; nats per token. A late update's is `late_loss`."""
+    late_loss: float | None = None
+    """Of a late update: the same of the model that it was made from, which an earlier round received."""
     perplexity_received: float | None = None
     perplexity_returned: float | None = None
     sent: str = "full"
@@ -108,6 +109,15 @@ class FacilityRow:
 
 
 @validated(frozen=True, kw_only=True)
+class LaterLoss:
+    """A round's global loss that became known, or better known, in a later round."""
+
+    loss: float
+    over: list[str]
+    """Facilities whose figures count in it."""
+
+
+@validated(frozen=True, kw_only=True)
 class RoundFile:
     """`round.json`."""
 
@@ -117,6 +127,8 @@ class RoundFile:
     """Validation loss of the model that this round *received* (`coordinator.steps.global_loss`); nats per token."""
     global_loss_over: list[str] = field(default_factory=list)
     """Facilities whose figures of this round count in `global_loss`."""
+    later_losses: dict[str, LaterLoss] = field(default_factory=dict)
+    """By number of an earlier round: its `global_loss` as it is known since late updates told theirs."""
     decision: str
     """`go on`, or why this was the last round."""
     ended: bool = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.markup import escape
@@ -44,8 +44,11 @@ def summary(archive: Archive) -> dict[str, Any]:
     evaluation = archive.read_note("evaluation")
     after = evaluation.get("global_loss") if evaluation.get("after_round") == len(history) - 1 else None
     losses = [entry.global_loss for entry in history] + [after]
+    later = {int(number): one for entry in history for number, one in entry.later_losses.items()}
+    losses = [later[number].loss if number in later else loss for number, loss in enumerate(losses)]
     last = evaluation.get("global_loss_over", []) if after is not None else []
     overs = [entry.global_loss_over for entry in history] + [last]
+    overs = [later[number].over if number in later else over for number, over in enumerate(overs)]
     limited = archive.read_note("limited")
     best = _best(archive, losses) if limited.get("after_round") == len(history) - 1 else None
     rounds = []
@@ -85,18 +88,18 @@ def _broken(history: list[RoundFile]) -> str | None:
 
 
 def table(data: dict[str, Any]) -> Table:
-    """A rich table of `summary`'s data."""
+    """A rich table of `summary`'s data; with a column for staleness where an update came late."""
+    late = any_late(data)
     result = Table(title="rounds and facilities", title_justify="left")
-    for name, right in (("round", 1), ("facility", 0), ("status", 0), ("tokens", 1), ("seconds", 1), ("weight", 1)):
-        result.add_column(name, justify="right" if right else "left")
-    result.add_column("perplexity received", justify="right")
-    result.add_column("perplexity returned", justify="right")
-    result.add_column("global model", justify="right")
+    left = ("facility", "status")
+    names = ("round", *left, "tokens", "seconds", "weight", *(["staleness"] if late else []))
+    for name in (*names, "perplexity received", "perplexity returned", "global model"):
+        result.add_column(name, justify="left" if name in left else "right")
     for entry in data["rounds"]:
         alone, together = to_show(entry["facilities"])
         if together:
             end = "" if alone else number(entry["global_perplexity"])
-            result.add_row(str(entry["round"]), *_cells_of_many(together), end, end_section=not alone)
+            result.add_row(str(entry["round"]), *_cells_of_many(together, late), end, end_section=not alone)
         for place, row in enumerate(alone):
             last = place == len(alone) - 1
             result.add_row(
@@ -106,6 +109,7 @@ def table(data: dict[str, Any]) -> Table:
                 f"{row['tokens']:,}",
                 f"{row['seconds']:.1f}",
                 f"{row['weight']:.3f}",
+                *([str(row.get("staleness", 0))] if late else []),
                 number(row["perplexity_received"]),
                 number(row["perplexity_returned"]),
                 number(entry["global_perplexity"]) if last else "",
@@ -114,7 +118,7 @@ def table(data: dict[str, Any]) -> Table:
     alone, together = to_show(data["final_evaluation"])
     if together:
         name, status, _, seconds, _, received, _ = _cells_of_many(together)
-        result.add_row("final", name, status, "", seconds, "", received, "", "")
+        result.add_row("final", name, status, "", seconds, *_blank(late), received, "", "")
     for row in alone:
         status = _status(row)
         result.add_row(
@@ -123,12 +127,22 @@ def table(data: dict[str, Any]) -> Table:
             status,
             "",
             f"{row['seconds']:.1f}",
-            "",
+            *_blank(late),
             number(row["perplexity_received"]),
             "",
             "",
         )
     return result
+
+
+def any_late(data: Mapping[str, Any]) -> bool:
+    """Whether some update came in a later round than it was made for."""
+    return any(row.get("staleness") for entry in data["rounds"] for row in entry["facilities"])
+
+
+def _blank(late: bool) -> list[str]:
+    """Cells of weight and staleness that say nothing."""
+    return ["", ""] if late else [""]
 
 
 def to_show(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -140,7 +154,7 @@ def to_show(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[
     return odd, [row for row in rows if row not in odd]
 
 
-def _cells_of_many(rows: Sequence[dict[str, Any]]) -> list[str]:
+def _cells_of_many(rows: Sequence[dict[str, Any]], late: bool = False) -> list[str]:
     """One line for facilities that are all well: sums of tokens and weights, medians of the rest."""
 
     def middle(key: str) -> float | None:
@@ -153,6 +167,7 @@ def _cells_of_many(rows: Sequence[dict[str, Any]]) -> list[str]:
         f"{sum(row['tokens'] for row in rows):,}",
         f"{middle('seconds') or 0.0:.1f}",
         f"{sum(row['weight'] for row in rows):.3f}",
+        *(["0"] if late else []),
         number(middle("perplexity_received")),
         number(middle("perplexity_returned")),
     ]

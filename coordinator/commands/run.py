@@ -67,7 +67,7 @@ def render(
 ) -> None:
     """Render federation.yml: streamflow.yml, settings.yml, coordinator.json, facilities/*.json and cwl/round.cwl.
 
-    The CWL is beside `workflow/`, elsewhere beside federation.yml; with groups it is groups.cwl.
+    The CWL is beside `workflow/`, elsewhere beside federation.yml.
     """
     from coordinator.config.federation import check_paths, read_federation
     from coordinator.engine.render import stale, write

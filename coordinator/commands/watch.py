@@ -47,9 +47,8 @@ def _progress(described: Federation, *, queues: bool) -> dict[str, Any]:
     """What the archive says of the federation, with our jobs in the facilities' `queues` on request."""
     from coordinator.archive.rounds import Archive
     from coordinator.archive.summary import summary
-    from coordinator.asynchronous.summary import summary as summary_of_groups
 
-    found = (summary if described.groups is None else summary_of_groups)(Archive(described.archive_path))
+    found = summary(Archive(described.archive_path))
     data = found | {"federation": described.name, "rounds_wanted": described.rounds}
     if queues:
         from coordinator.engine.queues import read_queues
@@ -61,24 +60,16 @@ def _progress(described: Federation, *, queues: bool) -> dict[str, Any]:
 
 def _print_progress(described: Federation, data: dict[str, Any]) -> None:
     from coordinator.archive.summary import remarks, shown, table
-    from coordinator.asynchronous.summary import table as table_of_groups
 
     console = Console(width=None if sys.stdout.isatty() else 140)
-    if described.groups is not None:
-        rounds = ", ".join(f"{name} {one['rounds']}" for name, one in data["facilities"].items()) or "none"
-        console.print(
-            f"federation {described.name}: rounds of {described.rounds} by facility: {rounds}; in {data['archive']}"
-        )
-        console.print(table_of_groups(data))
-    else:
-        console.print(
-            f"federation {described.name}: {len(data['rounds'])} of {described.rounds} rounds are complete in "
-            f"{data['archive']}"
-        )
-        if data["rounds"]:
-            console.print(table(data))
-        for line in remarks(data):
-            console.print(line, markup=False, highlight=False)
+    console.print(
+        f"federation {described.name}: {len(data['rounds'])} of {described.rounds} rounds are complete in "
+        f"{data['archive']}"
+    )
+    if data["rounds"]:
+        console.print(table(data))
+    for line in remarks(data):
+        console.print(line, markup=False, highlight=False)
     if data["stopped"]:
         console.print(f"stopped: {shown(data['stopped'])}", style="red", markup=False, highlight=False)
     for job in data.get("jobs", []):

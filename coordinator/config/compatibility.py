@@ -3,71 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from coordinator.aggregation.settings import AUTO
+from coordinator.config.closing import ClosingSettings
 from coordinator.config.evaluation import COORDINATOR, EvaluationPlan
 from coordinator.config.settings import RoundSettings
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.settings import TrainingSettings
 from facility.exchange.messages.trainer import TrainerSettings
 
-AGGREGATION = ("rule", "weights", "accumulate", "output_dtype", "include", "exclude", "allowed_signers", "statistics")
-"""Keys of `aggregation:` that mean something for a mean of whole models."""
 
-
-def check_groups(data: Mapping[str, Any], settings: RoundSettings, training: Mapping[str, TrainingSettings]) -> None:
-    """Raise `ConfigurationError`, with the key, for settings that `groups:` excludes.
-
-    `data`: the file as written. `training`: each facility's settings by its name, in the order of the file.
-    """
-    assert settings.groups is not None
-    groups, count = settings.groups, len(training)
-    if count < 2:
-        raise _error("groups", f"groups needs two facilities or more, found {count}: leave it out or add a facility")
-    if groups.minimum > count:
-        raise _error("groups.minimum", f"groups.minimum is {groups.minimum}, expected 1 to {count} (the facilities)")
-    if (encoding := settings.sending.encoding) != "full":
+def check_quorum(closing: ClosingSettings, settings: RoundSettings, facilities: int) -> None:
+    """Raise `ConfigurationError`, with the key, for what excludes rounds that close before all have delivered."""
+    if isinstance(closing.quorum, int) and closing.quorum > facilities:
         raise _error(
-            "sending.encoding",
-            f"sending.encoding is {encoding!r}, but facilities of different groups hold different models: "
-            "with groups it is 'full'",
+            "rounds.quorum",
+            f"rounds.quorum is {closing.quorum}, expected 1 to {facilities} (the number of facilities), a share below "
+            "1, or all",
         )
-    aggregation = settings.aggregation
-    for key in data.get("aggregation") or {}:
-        if key not in AGGREGATION:
-            known = ", ".join(AGGREGATION)
-            raise _error(
-                f"aggregation.{key}",
-                f"aggregation.{key} has no meaning with groups, which average by the mean: remove it ({known} may "
-                "stay)",
-            )
-        if key == "rule" and aggregation.rule != "mean" and data["aggregation"]["rule"] != AUTO:
-            raise _error(
-                "aggregation.rule", f"aggregation.rule is {aggregation.rule!r}, expected 'mean' with groups, or none"
-            )
-    if aggregation.weights not in ("tokens", "equal"):
+    needed, least = closing.needed(facilities), settings.aggregation.fewest_updates
+    if closing.late == "wait" or needed == facilities:
+        return
+    if needed < settings.minimum_facilities:
         raise _error(
-            "aggregation.weights",
-            f"aggregation.weights is {aggregation.weights!r}, expected tokens or equal with groups",
+            "minimum_facilities",
+            f"rounds.quorum closes a round after {needed} of {facilities} facilities, and minimum_facilities is "
+            f"{settings.minimum_facilities}: such a round ends the run; lower one or raise the other",
         )
-    if settings.claims.action == "cap":
-        raise _error("claims.action", "claims.action is 'cap', expected 'refuse' or 'off' with groups")
-    for key in data.get("stop") or {}:
+    if needed < least:
         raise _error(
-            f"stop.{key}", f"stop.{key} looks at rounds of all facilities, which groups do not have: remove it"
+            "rounds",
+            f"rounds.quorum closes a round after {needed} of {facilities} updates, and "
+            f"{settings.aggregation.aggregation_rule} compares {least} or more: raise the quorum, or choose another "
+            "rule",
         )
-    if data.get("final_evaluation"):
+    if settings.masks:
         raise _error(
-            "final_evaluation", "final_evaluation is true, but groups do not evaluate their final mean: remove it"
+            "rounds",
+            "rounds.quorum with privacy.secure_aggregation: masks cancel in the sum of one round alone, and a late "
+            "update is of another; remove one of them",
         )
-    for number, (name, own_training) in enumerate(training.items()):
-        if own_training.lora.rank:
-            own = "lora" in (data["facilities"][number].get("training") or {})
-            raise _error(
-                f"facilities[{number}].training.lora" if own else "training.lora",
-                f"facility {name!r} trains adapters (lora.rank {own_training.lora.rank}): groups average whole models",
-            )
+    if closing.late == "carry" and settings.keep_rounds == 1:
+        raise _error(
+            "keep_rounds",
+            "rounds.late is 'carry' with keep_rounds 1: a late update is measured against the model that it started "
+            "from, which must still be in the archive; set keep_rounds to 2 or more, or 0",
+        )
 
 
 def check_trainers(described: Mapping[str, tuple[TrainerSettings, TrainingSettings]]) -> bool:
@@ -106,12 +86,6 @@ def check_comparison(evaluation: EvaluationPlan, settings: RoundSettings, *, oth
 
     `other_trainers`: some facility has a trainer of its own; `even`: steps are evened out between facilities.
     """
-    if evaluation.facility == COORDINATOR and settings.groups is not None:
-        raise _error(
-            "evaluation.facility",
-            "evaluation.facility is 'coordinator', which evaluates the models of rounds, and there are groups: name a "
-            "facility",
-        )
     if not evaluation.matrix:
         return
     if other_trainers:
@@ -126,11 +100,6 @@ def check_comparison(evaluation: EvaluationPlan, settings: RoundSettings, *, oth
             "remove one of them",
         )
     aggregation = settings.aggregation
-    if settings.groups is not None:
-        raise _error(
-            "evaluation.matrix",
-            "evaluation.matrix compares models after the last round, which groups have not: remove it",
-        )
     if aggregation.include or aggregation.exclude:
         raise _error(
             "evaluation.matrix",

@@ -12,7 +12,7 @@ from coordinator.config.federation import Facility, Federation
 
 Described = Mapping[str, Any]
 """`federation`: key -> value; `facilities`: name -> key -> value."""
-LEFT_OUT = ("file", "name", "facilities", "training", "notify", "archive", "workdir", "groups", "chosen", "title")
+LEFT_OUT = ("file", "name", "facilities", "training", "notify", "archive", "workdir", "deprecated", "chosen", "title")
 """Of a federation: what is described elsewhere, or says nothing about its rounds."""
 DEPLOYMENT = ("type", "template", "options", "gate", "workdir")
 """Of a deployment: how jobs are asked for. Hosts, accounts and keys are written down in federation.yml alone."""

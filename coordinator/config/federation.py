@@ -12,9 +12,10 @@ from pydantic import BeforeValidator
 
 from coordinator.aggregation.settings import AUTO
 from coordinator.config.closing import ClosingSettings, EvenSettings, LimitSettings, Rounds
-from coordinator.config.compatibility import check_comparison, check_evaluation, check_groups, check_trainers
+from coordinator.config.compatibility import check_comparison, check_evaluation, check_quorum, check_trainers
 from coordinator.config.deployments import Deployment, Kind
 from coordinator.config.evaluation import EvaluationPlan
+from coordinator.config.groups import without_groups
 from coordinator.config.notifying import NotifySettings
 from coordinator.config.privacy import check_privacy
 from coordinator.config.publishing import Creator, PublicSettings
@@ -124,6 +125,8 @@ class Federation(FederationFile):
     file: Path
     chosen: str = ""
     """What `auto` means here, and why."""
+    deprecated: str = ""
+    """How a section of an earlier version was read, and what to write in its place; empty: the file has none."""
     closing: ClosingSettings | None = None
     """What `rounds:` says beside the number; None: every round waits for all."""
     limits: LimitSettings | None = None
@@ -175,12 +178,14 @@ def _build(lined: Lined) -> Federation:
     if not isinstance(entries, list) or not entries:
         raise lined.error("facilities is empty or not a list, expected entries with name and dataset", "facilities")
     data["facilities"] = [_merged(entry, defaults) for entry in entries]
+    data, deprecated = without_groups(data)
     rounds = data.get("rounds")
     closing = parse(Rounds, rounds, where="rounds") if isinstance(rounds, dict) else None
     declared = parse(FederationFile, data)
     keys = {key.name: getattr(declared, key.name) for key in dataclasses.fields(declared)}
     federation = Federation(
         file=lined.file,
+        deprecated=deprecated,
         closing=_closing(closing, declared),
         limits=_limits(closing, declared),
         even=_even(closing, declared),
@@ -189,8 +194,6 @@ def _build(lined: Lined) -> Federation:
     federation = _chosen(federation, data.get("aggregation") or {})
     others = any(not federation.trainer_of(one).built_in for one in federation.facilities)
     check_comparison(federation.evaluation, federation, other_trainers=others, even=federation.even is not None)
-    if federation.groups is not None:
-        check_groups(lined.data, federation, {one.name: one.training for one in federation.facilities})
     if federation.privacy is not None:
         check_privacy(
             federation.privacy,
@@ -200,7 +203,6 @@ def _build(lined: Lined) -> Federation:
                 one.name: one.peer_signers or federation.privacy.peer_signers for one in federation.facilities
             },
             model_encoding=federation.sending.encoding,
-            grouped=federation.groups is not None,
             dataset_cards=[one.name for one in federation.facilities if one.public.dataset_card],
         )
     for number, facility in enumerate(federation.facilities):
@@ -225,8 +227,8 @@ def _chosen(federation: Federation, given: dict[str, Any]) -> Federation:
     pretrained = federation.pretrained
     if pretrained is None:
         pretrained = looks_pretrained(federation.path(federation.model))
-    groups, settings = federation.groups is not None, federation.aggregation
-    choice = choice_of(training, federation.rounds, settings, pretrained=pretrained, groups=groups)
+    settings = federation.aggregation
+    choice = choice_of(training, federation.rounds, settings, pretrained=pretrained)
     facilities = [
         dataclasses.replace(facility, training=one)
         for facility, one in zip(federation.facilities, resolve_training(training, choice.optimizer_state), strict=True)
@@ -240,11 +242,6 @@ def _even(described: Rounds | None, declared: FederationFile) -> EvenSettings | 
     """How steps are evened out, where `rounds:` is a mapping that asks for it."""
     if described is None or described.steps == "fixed":
         return None
-    if declared.groups is not None:
-        raise ConfigurationError(
-            "rounds.steps is 'auto' and there are groups, in which nobody waits for the slowest; remove one of them",
-            key="groups",
-        )
     if declared.privacy is not None:
         raise ConfigurationError(
             "rounds.steps is 'auto' with privacy: what an update gives away, and masked updates' weights, are agreed "
@@ -258,8 +255,6 @@ def _limits(described: Rounds | None, declared: FederationFile) -> LimitSettings
     """Deadline and node-hours, where `rounds:` is a mapping that names one."""
     if described is None or not (described.deadline or described.node_hours):
         return None
-    if declared.groups is not None:
-        raise ConfigurationError("rounds has a limit and there are groups: limits are of rounds", key="groups")
     return LimitSettings(deadline=described.deadline, node_hours=described.node_hours)
 
 
@@ -267,31 +262,9 @@ def _closing(described: Rounds | None, declared: FederationFile) -> ClosingSetti
     """How rounds close, where `rounds:` is a mapping. Raises `ConfigurationError` for what cannot go together."""
     if described is None:
         return None
-    if declared.groups is not None:
-        raise ConfigurationError(
-            "rounds is a mapping and there are groups: a quorum of 1 with `late: carry` is the same; remove `groups`",
-            key="groups",
-        )
-    if isinstance(described.quorum, int) and described.quorum > len(declared.facilities):
-        raise ConfigurationError(
-            f"rounds.quorum is {described.quorum}, expected 1 to {len(declared.facilities)} (the number of "
-            "facilities), a share below 1, or all",
-            key="rounds.quorum",
-        )
+    check_quorum(described, declared, len(declared.facilities))
     if described.late == "wait" or described.needed(len(declared.facilities)) == len(declared.facilities):
         return None
-    if declared.masks:
-        raise ConfigurationError(
-            "rounds.quorum with privacy.secure_aggregation: masks cancel in the sum of one round alone, and a late "
-            "update is of another; remove one of them",
-            key="rounds",
-        )
-    if described.late == "carry" and declared.keep_rounds == 1:
-        raise ConfigurationError(
-            "rounds.late is 'carry' with keep_rounds 1: a late update is measured against the model that it started "
-            "from, which must still be in the archive; set keep_rounds to 2 or more, or 0",
-            key="keep_rounds",
-        )
     keys = {key.name: getattr(described, key.name) for key in dataclasses.fields(ClosingSettings)}
     return ClosingSettings(**keys)
 

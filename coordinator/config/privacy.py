@@ -59,7 +59,6 @@ def check_privacy(
     training: Mapping[str, TrainingSettings],
     peer_signers: Mapping[str, str],
     model_encoding: str,
-    grouped: bool,
     dataset_cards: Collection[str] = (),
 ) -> None:
     """Raise `ConfigurationError`, with the key, for settings that differential privacy or secure aggregation excludes.
@@ -89,8 +88,6 @@ def check_privacy(
         )
     if (least := privacy.least_sum_of(count)) > count:
         raise _error("privacy.minimum_sum", f"minimum_sum is {least}, expected at most the {count} facilities")
-    if grouped:
-        raise _error("groups", "groups average pairs as they come, and in a sum of two each can subtract its own")
     if model_encoding != "full":
         raise _error(
             "sending.encoding",

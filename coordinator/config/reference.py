@@ -35,7 +35,6 @@ SECTIONS = {
     "notify": "Whom to notify when operator action is needed or a federation has ended.",
     "evaluation": "Tasks of lm-eval, run on the global model in the facilities' own jobs.",
     "creators": "Who is to be cited when the model is published.",
-    "groups": "Buffered aggregation in place of rounds.",
 }
 """Page -> what it is about."""
 UNITS = {

@@ -43,18 +43,14 @@ def resolve_training(training: Sequence[TrainingSettings], state: str) -> list[T
     ]
 
 
-def may_share(training: Sequence[TrainingSettings], settings: AggregationSettings, *, groups: bool) -> bool:
+def may_share(training: Sequence[TrainingSettings], settings: AggregationSettings) -> bool:
     """Whether second moments may be shared: whole models under a mean, moments kept, and no facility says otherwise."""
-    return (
-        not groups
-        and settings.aggregation_rule == "mean"
-        and all(
-            one.keep_optimizer
-            and not one.lora.rank
-            and one.optimizer_state != "personal"
-            and OPTIMIZERS.get(one.optimizer).shares_second_moments
-            for one in training
-        )
+    return settings.aggregation_rule == "mean" and all(
+        one.keep_optimizer
+        and not one.lora.rank
+        and one.optimizer_state != "personal"
+        and OPTIMIZERS.get(one.optimizer).shares_second_moments
+        for one in training
     )
 
 
@@ -65,18 +61,11 @@ def situation_of(training: Sequence[TrainingSettings], rounds: int, *, pretraine
 
 
 def choice_of(
-    training: Sequence[TrainingSettings],
-    rounds: int,
-    settings: AggregationSettings,
-    *,
-    pretrained: bool,
-    groups: bool,
+    training: Sequence[TrainingSettings], rounds: int, settings: AggregationSettings, *, pretrained: bool
 ) -> Choice:
     """What `auto` means in this federation, and why."""
-    if groups:
-        return Choice(aggregation={"rule": "mean"}, optimizer_state="personal", reason="groups average by the mean")
     situation = situation_of(training, rounds, pretrained=pretrained)
-    return choose(situation, may_share=may_share(training, settings, groups=groups))
+    return choose(situation, may_share=may_share(training, settings))
 
 
 def looks_pretrained(model: Path) -> bool:

@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator
 
 from coordinator.aggregation.settings import AggregationSettings
-from coordinator.config.buffering import GroupSettings
 from coordinator.config.closing import ClosingSettings, EvenSettings, LimitSettings, Rounds, count_of
 from coordinator.config.evaluation import ComparisonSettings
 from coordinator.config.privacy import PrivacySettings
@@ -67,19 +66,17 @@ class RoundSettings:
     """Keys of federation.yml that the coordinator's steps read as well, as they are."""
 
     rounds: Annotated[AtLeastOne[int], BeforeValidator(count_of, json_schema_input_type=AtLeastOne[int] | Rounds)]
-    """Rounds of the federation; with groups: of each facility. As a mapping `{count, quorum, grace, late}` it also says
-    how a round closes: see `rounds.quorum`."""
+    """Rounds of the federation. As a mapping `{count, quorum, grace, late}` it also says how a round closes: see
+    `rounds.quorum`."""
     minimum_facilities: AtLeastOne[int] = 1
-    """Fewer verified updates than this end the run with an error; the archive stays as it was. With groups: fewer
-    facilities that have not failed for good."""
+    """Fewer verified updates than this end the run with an error; the archive stays as it was."""
     retries: NonNegative[int] = 0
-    """Times a round is repeated because a facility failed; facilities that are done answer at once. With groups:
-    times the round of one facility is repeated; then the others go on without it."""
+    """Times a round is repeated because a facility failed; facilities that are done answer at once."""
     come_backs: NonNegative[int] = 10
     """How often a round is resumed because a facility ran out of time and saved its state mid-round: per facility, and
     for all together. After that, the round proceeds without the facility."""
     keep_rounds: NonNegative[int] = 3
-    """Complete rounds (groups) whose weights stay in the archive (reports always stay); 0 keeps all."""
+    """Complete rounds whose weights stay in the archive (reports always stay); 0 keeps all."""
     final_evaluation: bool = True
     """After the last round, send the final model once more, for evaluation only."""
     carbon_g_per_kwh: NonNegative[float] = 0.0
@@ -95,8 +92,6 @@ class RoundSettings:
     """The largest weight that an update may claim."""
     stop: StopSettings = field(default_factory=StopSettings)
     """When the federation ends before its last round."""
-    groups: GroupSettings | None = None
-    """Buffered aggregation: groups of facilities average as updates arrive, in place of rounds; absent: rounds."""
     privacy: PrivacySettings | None = None
     """What the coordinator cannot learn of a facility; absent: it sees every update."""
 
@@ -108,7 +103,7 @@ class RoundSettings:
 
 @validated(frozen=True, kw_only=True)
 class CoordinatorSettings(RoundSettings):
-    """The rendered file, read by start, receive, aggregate and report. Without groups it has no such key."""
+    """The rendered file, read by start, receive, aggregate and report."""
 
     federation: Name
     facilities: list[Name]
@@ -127,6 +122,8 @@ class CoordinatorSettings(RoundSettings):
     """federation.yml as flat data (`coordinator.config.described`), to tell what has changed since an earlier run."""
     lora: LoraSettings | None = None
     """The adapters that updates must hold; a rank of 0: whole models; null: not known."""
+    seed: int = 0
+    """Of the federation, from which adapters begin; where late updates of adapters are averaged, else not there."""
     evaluation: EvaluationSettings | None = None
     """The tasks that the coordinator evaluates models on itself; absent: none."""
     comparison: ComparisonSettings | None = None

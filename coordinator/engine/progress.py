@@ -48,8 +48,6 @@ class Progress:
     """The same with what running jobs say of themselves; its times are seconds since 1970."""
     wall: Callable[[], float] = time.time
     problems: list[str] = field(default_factory=list)
-    _rounds: dict[str, int] = field(default_factory=dict)
-    """By facility: its own round, where facilities are not all in the same."""
     _told: dict[str, float] = field(default_factory=dict)
     """By facility: when its steps were last reported as a line."""
     _before_login: dict[str, str] = field(default_factory=dict)
@@ -164,10 +162,6 @@ class Progress:
     def _at_work(self) -> str:
         evaluates = (self.round or 0) >= self.rounds and self.phase != COMPARING["alone"]
         return "evaluating" if evaluates else "training"
-
-    def round_of(self, facility: str) -> int | None:
-        """The round that a facility is in."""
-        return self.round if self.round is not None else self._rounds.get(facility)
 
     def _facility(self, event: Event) -> str:
         return self.facility(str(event["facility"]))

@@ -30,8 +30,8 @@ log = logging.getLogger("coordinator.engine")
 
 ANSWER_SECONDS = 60
 """How long one login and one question may take."""
-TRAINS = re.compile(r"/rounds/train_([^/]+)|/facility_([^/]+)/train")
-"""A facility's training step: of a round, or of its own chain where the federation runs by groups."""
+TRAINS = re.compile(r"/rounds/train_([^/]+)")
+"""A facility's training step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +175,7 @@ def read_queues(streamflow: Path, patience: dict[str, float] | None = None) -> l
 def facility_of(step: str) -> str:
     """Whose training step this is, or ''."""
     match = TRAINS.fullmatch(step)
-    return (match[1] or match[2]) if match else ""
+    return match[1] if match else ""
 
 
 def _bindings(data: dict[str, Any]) -> list[dict[str, Any]]:

@@ -99,7 +99,7 @@ class Recorder:
 
     def _append(self, kind: str, event: Event, facility: str = "", **detail) -> None:
         number = event.fields.get("round")
-        number = self.progress.round_of(facility) if number is None else int(number)
+        number = self.progress.round if number is None else int(number)
         self.journal.append(kind, time=event.time or self.clock(), facility=facility, round=number, **detail)
 
     def _on_starting(self, event: Event) -> None:
@@ -152,9 +152,6 @@ class Recorder:
 
     def _on_compared(self, event: Event) -> None:
         self._append("compared", event, text=event["text"])
-
-    def _on_group(self, event: Event) -> None:
-        self._append("averaged", event, decision=event["text"])
 
     def _on_again(self, event: Event) -> None:
         self._append("repeated", event, reason=event["reason"])

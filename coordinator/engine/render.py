@@ -1,4 +1,4 @@
-"""Render federation.yml: streamflow.yml, settings.yml, coordinator.json, facilities/*.json, round.cwl or groups.cwl.
+"""Render federation.yml: streamflow.yml, settings.yml, coordinator.json, facilities/*.json, round.cwl.
 
 Pure and deterministic: the same federation gives the same bytes on any machine, so the rendered files can be shipped,
 compared and kept under version control. `write` puts them in place atomically.
@@ -16,8 +16,6 @@ from typing import Any
 
 import yaml
 
-from coordinator.asynchronous.workflow import HAND_WRITTEN as OF_GROUPS
-from coordinator.asynchronous.workflow import chain_step, groups_workflow
 from coordinator.config.deployments import job_name, job_template, streamflow_deployments, workflow_name
 from coordinator.config.described import described
 from coordinator.config.federation import Facility, Federation
@@ -65,14 +63,11 @@ def render(federation: Federation) -> dict[str, str]:
         f"{here}/settings.yml": _yaml(workflow_inputs(federation)),
         f"{here}/coordinator.json": _json(coordinator_settings(federation)),
     }
-    if federation.groups is None:
-        encoded = federation.sending.encoding != "full"
-        evaluates = federation.evaluation.for_coordinator(names) is not None
-        archive = carries(federation) or federation.evaluation.matrix
-        workflow = round_workflow(names, encoded=encoded, archive=archive, evaluates=evaluates)
-        files[f"{cwl}/round.cwl"] = _yaml(masked_round(workflow, names) if federation.masks else workflow)
-    else:
-        files[f"{cwl}/groups.cwl"] = _yaml(groups_workflow(names))
+    encoded = federation.sending.encoding != "full"
+    evaluates = federation.evaluation.for_coordinator(names) is not None
+    archive = carries(federation) or federation.evaluation.matrix
+    workflow = round_workflow(names, encoded=encoded, archive=archive, evaluates=evaluates)
+    files[f"{cwl}/round.cwl"] = _yaml(masked_round(workflow, names) if federation.masks else workflow)
     for facility in federation.facilities:
         if (template := _template(federation, facility)) is not None:
             files[f"{here}/jobs/{facility.name}.sh"] = template
@@ -90,7 +85,7 @@ def write(federation: Federation) -> list[Path]:
     """
     root = federation.file.parent.parent
     changed = []
-    for name in OF_GROUPS if federation.groups else (*HAND_WRITTEN, *(MASKED if federation.masks else ())):
+    for name in (*HAND_WRITTEN, *(MASKED if federation.masks else ())):
         target = root / _folder_of_cwl(federation) / name
         if not target.exists():
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -146,6 +141,7 @@ def coordinator_settings(federation: Federation) -> dict[str, Any]:
         facilities=[facility.name for facility in federation.facilities],
         sequences={facility.name: _sequences(federation, facility) for facility in federation.facilities},
         lora=federation.facilities[0].training.lora,
+        seed=federation.seed if carries(federation) and federation.facilities[0].training.lora.rank else 0,
         chosen=federation.chosen,
         largest_step=largest_step({one.name: one.training for one in federation.facilities})
         if federation.masks
@@ -154,7 +150,7 @@ def coordinator_settings(federation: Federation) -> dict[str, Any]:
         limits=federation.limits,
         even=federation.even,
         steps={one.name: one.training.steps for one in federation.facilities} if federation.even else {},
-        described={} if federation.groups is not None else described(federation),
+        described=described(federation),
         evaluation=federation.evaluation.for_coordinator([facility.name for facility in federation.facilities]),
         comparison=federation.evaluation.comparison(masked=bool(federation.masks)),
         **{key.name: getattr(federation, key.name) for key in dataclasses.fields(RoundSettings)},
@@ -171,8 +167,8 @@ def coordinator_settings(federation: Federation) -> dict[str, Any]:
             for facility in federation.facilities
         }
     optional = (
-        "groups",
         "privacy",
+        "seed",
         "largest_step",
         "closing",
         "limits",
@@ -230,8 +226,6 @@ def carries(federation: Federation) -> bool:
 
 def behind(federation: Federation) -> int:
     """Rounds that a facility at work may be behind the newest model."""
-    if federation.groups is not None:
-        return 1
     return 0 if federation.closing is None else (federation.keep_rounds or MOST_LATE + 1) - 1
 
 
@@ -261,7 +255,7 @@ def _sequences(federation: Federation, facility: Facility) -> int:
 
 
 def workflow_inputs(federation: Federation) -> dict[str, Any]:
-    """The CWL input object: what main.cwl (with groups: groups.cwl) is given."""
+    """The CWL input object: what main.cwl is given."""
     inputs = {
         "model": {"class": "Directory", "path": _relative(federation, federation.model)},
         "federation": {"class": "File", "path": "coordinator.json"},
@@ -277,9 +271,7 @@ def workflow_inputs(federation: Federation) -> dict[str, Any]:
         }
         for facility in federation.facilities
     ]
-    if federation.groups is None:
-        return inputs | {"facilities": records}
-    return inputs | {f"{key}_{record['name']}": value for record in records for key, value in record.items()}
+    return inputs | {"facilities": records}
 
 
 def streamflow(federation: Federation) -> dict[str, Any]:
@@ -297,8 +289,7 @@ def streamflow(federation: Federation) -> dict[str, Any]:
             workdir=f"{workdir}/{facility.name}",
         )
         deployments |= entries
-        step = f"/rounds/train_{facility.name}" if federation.groups is None else f"/{chain_step(facility.name)}/train"
-        bindings.append({"step": step, "target": target})
+        bindings.append({"step": f"/rounds/train_{facility.name}", "target": target})
         if federation.masks:
             place = f"{workdir}/{facility.name}"
             target = login_target(deployments, facility.deployment, facility.name, workdir=place)
@@ -308,10 +299,7 @@ def streamflow(federation: Federation) -> dict[str, Any]:
         "workflows": {
             workflow_name(federation.name): {
                 "type": "cwl",
-                "config": {
-                    "file": f"{above}cwl/{'groups' if federation.groups else 'main'}.cwl",
-                    "settings": "settings.yml",
-                },
+                "config": {"file": f"{above}cwl/main.cwl", "settings": "settings.yml"},
                 "bindings": bindings,
             }
         },

@@ -23,12 +23,10 @@ from coordinator.archive.audit import VARIABLE as LOG
 from coordinator.archive.journal import Journal
 from coordinator.archive.rounds import Archive
 from coordinator.archive.summary import remarks, shown, shown_perplexity, summary, table
-from coordinator.asynchronous import summary as account
 from coordinator.certificates import certificates_watched
 from coordinator.config.described import described
 from coordinator.config.federation import Federation, check_paths, read_federation
 from coordinator.engine.console_log import shown_on
-from coordinator.engine.group_progress import GroupProgress
 from coordinator.engine.live import Snapshot, live_table
 from coordinator.engine.notify import Notifier
 from coordinator.engine.place import RunPlace, login_place, run_place, unwritable
@@ -66,17 +64,13 @@ def run_federation(file: Path, *, live: bool, log: Path | None = None, accepted:
         run_place(federation.workdir_path) as place,
         open(log, "a", encoding="utf-8") as sink,
     ):
-        done, groups = complete(federation, archive), federation.groups is not None
-        going_on = _going_on(federation, done)
+        done = len(archive.rounds())
         console.print(
             f"federation [bold]{federation.name}[/bold]: {len(federation.facilities)} facilities, "
-            f"{federation.rounds} rounds"
-            + (" each, by groups" if groups else "")
-            + going_on
-            + f"; StreamFlow's log is {log}"
+            f"{federation.rounds} rounds{_going_on(federation, done)}; StreamFlow's log is {log}"
         )
         names = [facility.name for facility in federation.facilities]
-        progress = (GroupProgress if groups else Progress)(names, federation.rounds)
+        progress = Progress(names, federation.rounds)
         run = Run(
             federation=federation,
             progress=progress,
@@ -93,29 +87,24 @@ def run_federation(file: Path, *, live: bool, log: Path | None = None, accepted:
 
 def _show_end(federation: Federation, archive: Archive, console: Console, code: int, ended: str) -> int:
     """The summary of the archive, and what follows from the run's exit code, which is returned."""
-    groups = federation.groups is not None
-    data = account.summary(archive) if groups else summary(archive)
-    console.print(account.table(data) if groups else table(data))
-    for line in [] if groups else remarks(data | {"aggregation": federation.chosen}):
+    data = summary(archive)
+    console.print(table(data))
+    for line in remarks(data | {"aggregation": federation.chosen}):
         console.print(line, markup=False, highlight=False)
     if code == 0:
         console.print(f"the model is [bold]{data['model']}[/bold] (AutoModelForCausalLM.from_pretrained)")
         console.print(f"the report is {archive.path / 'report.html'}")
         return 0
-    reason, holds = (
-        data["stopped"] or ended,
-        f"{len(data['groups'])} groups" if groups else f"{len(data['rounds'])} complete rounds",
-    )
+    reason = data["stopped"] or ended
     console.print(f"the run ended with code {code}: {shown(reason)}", style="red", markup=False, highlight=False)
-    console.print(f"The archive holds {holds}; the same command goes on from there.")
+    console.print(f"The archive holds {len(data['rounds'])} complete rounds; the same command goes on from there.")
     return code
 
 
 def _show_changes(federation: Federation, archive: Archive, console: Console, *, accepted: bool) -> None:
     """What has changed in federation.yml since the latest round. Raises `InputError` where it must be accepted."""
-    if federation.groups is not None:  # they compare for themselves, and take no change
-        console.print(f"nearest in rounds: {federation.groups.as_rounds(federation.rounds)}", markup=False)
-        return
+    if federation.deprecated:
+        console.print(f"deprecated: {shown(federation.deprecated)}", markup=False, highlight=False)
     now = described(federation)
     changes = changes_since(archive, now)
     for change in changes:
@@ -130,14 +119,7 @@ def _going_on(federation: Federation, done: int) -> str:
     """What the archive already holds, as the first line says it."""
     if not done:
         return ""
-    if federation.groups is not None:
-        return f", going on after {done} groups"
     return f", all {done} are done" if done >= federation.rounds else f", going on after round {done - 1}"
-
-
-def complete(federation: Federation, archive: Archive) -> int:
-    """Rounds in the archive, or groups where the federation runs by them: what a new start does not lose."""
-    return len(archive.rounds()) if federation.groups is None else account.groups_done(archive)
 
 
 @contextmanager
@@ -207,7 +189,7 @@ class Run:
     console: Console
     """What matters goes there."""
     done: int
-    """Rounds (or groups) in the archive at the start."""
+    """Rounds in the archive at the start."""
 
     def stopped(self) -> str:
         """Why the run ended, by the archive or the state of its disks; empty: unknown."""
@@ -238,7 +220,7 @@ def _follow(run: Run, live: bool) -> tuple[int, str]:
                 code, reason = supervisor.run()
                 return code, reason
         finally:
-            done = code == 0 and run.done < complete(federation, archive)
+            done = code == 0 and run.done < len(archive.rounds())
             recorder.end(code, run.stopped() or reason, done=done)
             notifier.close()
 
@@ -265,7 +247,7 @@ def _supervisor(run: Run, recorder: Recorder) -> Supervisor:
         on_event=on_event,
         on_tick=recorder.tick,
         on_stuck=recorder.stuck,
-        rounds_done=lambda: complete(federation, archive),
+        rounds_done=lambda: len(archive.rounds()),
         stopped=run.stopped,
         pass_fds=(run.lock,),
     )

@@ -27,7 +27,6 @@ from coordinator.engine.queues import Queue, at_all
 from coordinator.engine.stuck_jobs import Watch
 from coordinator.events.event import Event
 from coordinator.events.follow import EventFile
-from coordinator.events.outputs import WAITS
 from facility.exchange.child import end_with_parent
 
 log = logging.getLogger("coordinator.engine")
@@ -315,7 +314,7 @@ def children(pid: int) -> list[int]:
     while reached:
         for child, name in parents.get(reached.pop(), []):
             reached.append(child)
-            if name not in ("sh", "bash", "dash", WAITS):
+            if name not in ("sh", "bash", "dash"):
                 found.append(child)
     return found
 

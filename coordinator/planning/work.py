@@ -21,10 +21,6 @@ from facility.exchange.errors import ConfigurationError
 
 def paces_of(federation: Federation, queues: Mapping[str, float]) -> list[FacilityPace]:
     """How fast every facility was. Raises `ConfigurationError` where the archive holds no sound round of one."""
-    if federation.groups is not None:
-        raise ConfigurationError(
-            "groups: no facility waits for the slowest, so there is no round to even out", file=federation.file
-        )
     names = [facility.name for facility in federation.facilities]
     if unknown := sorted(set(queues) - set(names)):
         raise ConfigurationError(f"--queue names {unknown[0]!r}; the facilities are {', '.join(names)}")

@@ -27,8 +27,9 @@ from coordinator.preflight.firecrest import check_firecrest
 from coordinator.preflight.gate import check_gate
 from coordinator.preflight.privacy import check_differential_privacy, check_secure_aggregation
 from coordinator.preflight.remote import check_connection
-from coordinator.preflight.row import Row, fail, ok, skipped
+from coordinator.preflight.row import Row, fail, ok, skipped, warning
 from coordinator.preflight.scheduler import check_scheduler, wanted_hours
+from coordinator.preflight.waiting import check_waiting
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.strict_json import clean
 
@@ -46,6 +47,9 @@ def check(file: Path, *, link: bool = True, submit: bool = False) -> list[Row]:
     rows = [ok("federation", "federation.yml", f"{len(federation.facilities)} facilities, {federation.rounds} rounds")]
     rows.append(ok("federation", "aggregation", federation.chosen))
     rows += check_secure_aggregation(federation)
+    if federation.deprecated:
+        rows.append(warning("federation", "deprecated", federation.deprecated, "change federation.yml"))
+    rows += check_waiting(federation)
     here, model = check_here(federation)
     with ThreadPoolExecutor(max_workers=16) as pool:
         asked = [pool.submit(check_facility, federation, one, model, link, submit) for one in federation.facilities]

@@ -65,7 +65,6 @@ def _text(federation: Federation, data: Mapping[str, Any], names: Mapping[str, s
     head, records = data["headline"], data["similarity"]
     rule = f"{records[-1]['rule']} with server optimizer {records[-1]['server_optimizer']}" if records else "mean"
     base = federation.base_model or "a model of the federation's own"
-    unit = "rounds" if data["mode"] == "rounds" else "groups"
     lines = [
         f"# {title}",
         "",
@@ -73,7 +72,7 @@ def _text(federation: Federation, data: Mapping[str, Any], names: Mapping[str, s
         f"facility trained on data that it did not give away, and a coordinator aggregated the updates.",
         "",
         f"- facilities: {', '.join(names.values())}",
-        f"- {unit}: {head['rounds']}; tokens: {head['tokens']:,}; aggregation: {rule}",
+        f"- rounds: {head['rounds']}; tokens: {head['tokens']:,}; aggregation: {rule}",
         f"- SHA-256 of the weights: `{_final(data)}`",
         "",
         "## Evaluation",
@@ -195,5 +194,5 @@ def _people(federation: Federation) -> list[str]:
 
 
 def _final(data: Mapping[str, Any]) -> str:
-    models = [one for one in data["artefacts"] if "model" in one["name"] or "group" in one["name"]]
+    models = [one for one in data["artefacts"] if "model" in one["name"]]
     return str(models[-1]["sha256"]) if models else "unknown"

@@ -54,8 +54,7 @@ def write_crate(folder: Path, federation: Federation, names: Mapping[str, str], 
 def _workflow(crate: ROCrate, federation: Federation, people: list[Any]) -> Any:
     """main.cwl as the crate's main entity, with its tools as parts."""
     cwl = federation.file.parent.parent / "cwl"
-    groups = federation.groups is not None
-    main, inner = ("groups.cwl", "chain.cwl") if groups else ("main.cwl", "round.cwl")
+    main, inner = "main.cwl", "round.cwl"
     source = cwl if (cwl / main).is_file() else shipped("cwl")
     workflow = crate.add_workflow(source / main, f"cwl/{main}", main=True, lang="cwl", lang_version="v1.2")
     workflow["name"] = "CrossFed federation"

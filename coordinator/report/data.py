@@ -1,4 +1,4 @@
-"""Everything that a report shows, as JSON data gathered from the archive; the same for rounds, groups and half-way."""
+"""Everything that a report shows, as JSON data gathered from the archive; the same for whole archives and half-way."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from coordinator.archive.journal import Entry, Journal
 from coordinator.archive.privacy import latest_privacy, summary_of
 from coordinator.archive.rounds import Archive
 from coordinator.archive.summary import remarks, shown, summary
-from coordinator.asynchronous import summary as account
 from coordinator.comparison.account import read_account
 from coordinator.comparison.matrix import matrix
 from coordinator.report.cost import costs
@@ -26,28 +25,26 @@ from facility.exchange.messages.manifest import manifest_if_any
 
 FORMAT = 1
 PACKAGES = ("streamflow", "cwltool", "torch", "transformers", "safetensors", "numpy")
-MODES = {False: "rounds", True: "groups (buffered)"}
+MODE = "rounds"
 
 Row = dict[str, Any]
 
 
-def gather(
-    archive: Archive, *, federation: str, settings: Mapping[str, Any], groups: bool, carbon: float = 0.0
-) -> dict[str, Any]:
+def gather(archive: Archive, *, federation: str, settings: Mapping[str, Any], carbon: float = 0.0) -> dict[str, Any]:
     """The report's data. `settings`: what the federation was asked to do; `carbon`: g CO2e per kWh, 0: not told."""
-    rounds = _rounds_of_groups(archive) if groups else summary(archive)
+    rounds = summary(archive)
     entries = Journal(archive.path).read()
     names = _names(rounds, entries, settings)
     rows = [row for entry in rounds["rounds"] for row in entry["facilities"]]
     found = segments(entries, {(row["round"], row["facility"]): row.get("phases", {}) for row in rows})
     if not found:
         found = _estimated(rounds)
-    account = read_account(archive) if archive.path.is_dir() and not groups else None
+    account = read_account(archive) if archive.path.is_dir() else None
     compared = account.rows if account is not None else []
     data: dict[str, Any] = {
         "format": FORMAT,
         "federation": federation,
-        "mode": MODES[groups],
+        "mode": MODE,
         "made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "facilities": names,
         "rounds_wanted": settings.get("rounds", 0),
@@ -55,7 +52,7 @@ def gather(
         "model": rounds["model"],
         "rounds": rounds["rounds"],
         "final_evaluation": rounds["final_evaluation"],
-        "curves": _curves(rounds, names, groups),
+        "curves": _curves(rounds, names),
         "matrix": matrix(archive, settings, names) or comparison(rounds, names),
         "tasks": _tasks([*rows, *rounds["final_evaluation"], *_own_scores(rounds)]),
         "timeline": {
@@ -68,12 +65,12 @@ def gather(
         "cost": costs([*rows, *rounds["final_evaluation"], *compared], names, carbon),
         "privacy": summary_of(latest_privacy(rows)),
         "masking": rounds.get("masking", {}),
-        "similarity": _similarity(archive, groups),
-        "remarks": [] if groups else remarks(rounds | {"aggregation": settings.get("chosen", "")}),
+        "similarity": _similarity(archive),
+        "remarks": remarks(rounds | {"aggregation": settings.get("chosen", "")}),
         "failures": _failures(rows, rounds["rounds"], entries),
         "settings": settings,
         "versions": _versions(rows),
-        "artefacts": _artefacts(archive, rounds, groups),
+        "artefacts": _artefacts(archive),
     }
     return data | {"headline": _headline(data, rows, found)}
 
@@ -85,58 +82,7 @@ def _names(rounds: Mapping[str, Any], entries: Sequence[Entry], settings: Mappin
     return [*listed, *sorted(seen - set(listed))]
 
 
-def _rounds_of_groups(archive: Archive) -> dict[str, Any]:
-    """Groups in the shape of rounds: each group is one, its members the facilities."""
-    found = account.summary(archive)
-    failures: dict[str, list[Row]] = {name: one["failures"] for name, one in found["facilities"].items()}
-    rounds = []
-    for group in found["groups"]:
-        told = group.get("reports", {})
-        rows = [
-            {
-                "round": group["rounds"][name] - 1,
-                "facility": name,
-                "status": "ok",
-                "reason": "",
-                "weight": group["weights"][name],
-                "tokens": 0,
-                "seconds": 0.0,
-                "tokens_per_second": 0.0,
-                "perplexity_received": None,
-                "perplexity_returned": group["perplexity_returned"].get(name),
-                "sent_bytes": 0,
-                "received_bytes": 0,
-            }
-            | told.get(name, {})
-            for name in group["members"]
-        ]
-        rounds.append(
-            {
-                "round": group["number"],
-                "decision": "final" if group["final"] else group["reason"],
-                "finished": group["finished"],
-                "attempts": 1,
-                "global_perplexity": None,
-                "global_perplexity_over": [],
-                "facilities": rows,
-            }
-        )
-    lost = [
-        {"round": one.get("round", 0), "facility": name, "status": "failed", "reason": str(one.get("reason", ""))}
-        for name, several in failures.items()
-        for one in several
-    ]
-    return {
-        "rounds": rounds,
-        "final_evaluation": [],
-        "initial_perplexity": None,
-        "stopped": found["stopped"],
-        "model": found["model"],
-        "lost": lost,
-    }
-
-
-def _curves(rounds: Mapping[str, Any], names: Sequence[str], groups: bool) -> dict[str, Any]:
+def _curves(rounds: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """Perplexities: of the global model after each round, and by facility as received and as returned."""
     made = [rounds["initial_perplexity"], *(entry["global_perplexity"] for entry in rounds["rounds"])]
     curves: dict[str, Any] = {
@@ -151,7 +97,7 @@ def _curves(rounds: Mapping[str, Any], names: Sequence[str], groups: bool) -> di
             for row in rounds["final_evaluation"]
             if row["facility"] == name
         ]
-        returned = [[row["round"] + (0 if groups else 1), row["perplexity_returned"]] for _, row in own]
+        returned = [[row["round"] + 1, row["perplexity_returned"]] for _, row in own]
         curves["facilities"][name] = {
             "received": [pair for pair in received if pair[1] is not None],
             "returned": [pair for pair in returned if pair[1] is not None],
@@ -240,10 +186,8 @@ def _speed(size: float, seconds: float) -> float | None:
     return round(size * 8e-6 / seconds, 3) if seconds > 0 else None
 
 
-def _similarity(archive: Archive, groups: bool) -> list[Row]:
+def _similarity(archive: Archive) -> list[Row]:
     """Per round: norms, cosines and weights of the updates, and what aggregation did about outliers."""
-    if groups:
-        return []
     result = []
     for entry in archive.history():
         record = entry.aggregation
@@ -310,17 +254,12 @@ def _versions(rows: Sequence[Row]) -> dict[str, dict[str, str]]:
     return {"coordinator": here} | {row["facility"]: row["versions"] for row in rows if row.get("versions")}
 
 
-def _artefacts(archive: Archive, rounds: Mapping[str, Any], groups: bool) -> list[Row]:
+def _artefacts(archive: Archive) -> list[Row]:
     """Models and updates by digest. Those that were removed keep theirs in the records."""
     found = []
     initial = archive.path / "initial" / "model"
     if (manifest := manifest_if_any(initial)) is not None:
         found.append(_artefact("initial model", "initial/model", manifest.content_sha256))
-    if groups:
-        for path in sorted((archive.path / "groups").glob("group-*")):
-            if path.is_dir() and (manifest := manifest_if_any(path)) is not None:
-                found.append(_artefact(path.name, str(path.relative_to(archive.path)), manifest.content_sha256))
-        return found
     for entry in archive.history():
         place = archive.round_directory(entry.round) / "model"
         digest = entry.model_sha256

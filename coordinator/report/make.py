@@ -16,13 +16,12 @@ from facility.exchange.errors import InputError
 def data_of(federation: Federation) -> dict[str, Any]:
     """The report's data of a federation as its file describes it."""
     settings = dataclasses.asdict(federation)
-    for name in ("file", "archive", "workdir"):
+    for name in ("file", "archive", "workdir", "deprecated"):
         settings.pop(name)
     return gather(
         Archive(federation.archive_path),
         federation=federation.name,
         settings=redacted(settings),
-        groups=federation.groups is not None,
         carbon=federation.carbon_g_per_kwh,
     )
 

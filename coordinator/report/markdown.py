@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from coordinator.archive.masked_rounds import masked_sentence
-from coordinator.archive.summary import shown
+from coordinator.archive.summary import any_late, shown
 from coordinator.report.page import cell, figures, normal_interval, number, outliers, size, span, used_kinds
 
 
@@ -42,7 +42,7 @@ def markdown(data: Mapping[str, Any]) -> str:
 
 def rounds(data: Mapping[str, Any]) -> list[str]:
     """The section with a line for each facility and round."""
-    unit = "round" if data["mode"] == "rounds" else "group"
+    late = any_late(data)
     rows = [
         [
             entry["round"],
@@ -51,6 +51,7 @@ def rounds(data: Mapping[str, Any]) -> list[str]:
             f"{row['tokens']:,}",
             f"{row['seconds']:.1f}",
             f"{row['weight']:.3f}",
+            *([row.get("staleness", 0)] if late else []),
             number(row["perplexity_received"]),
             number(row["perplexity_returned"]),
             number(entry["global_perplexity"]),
@@ -58,7 +59,8 @@ def rounds(data: Mapping[str, Any]) -> list[str]:
         for entry in data["rounds"]
         for row in entry["facilities"]
     ]
-    head = [unit, "facility", "status", "tokens", "seconds", "weight", "received", "returned", "global"]
+    head = ["round", "facility", "status", "tokens", "seconds", "weight", *(["staleness"] if late else [])]
+    head += ["received", "returned", "global"]
     return ["## Rounds", "", *table(head, rows)]
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
+from coordinator.archive.summary import any_late, shown
 from coordinator.archive.summary import number as plain_number
-from coordinator.archive.summary import shown
 from coordinator.report.charts import COLOURS, Bar, Series, heat, line_chart, timeline
 from coordinator.report.timeline import KINDS
 
@@ -43,6 +43,7 @@ def page(data: Mapping[str, Any]) -> str:
         similar=similar,
         outliers=outliers(data),
         settings=json.dumps(data["settings"], indent=2, ensure_ascii=False),
+        late=any_late(data),
         span=span,
         size=size,
         number=number,

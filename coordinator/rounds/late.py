@@ -7,6 +7,7 @@ until its update was used, so that a coordinator that is killed finds it again.
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ FOLDER = "late"
 LONGEST = 300
 TIMES = "times.json"
 JOB = "job-"
+DISCOUNTED = "discounted.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,8 +84,23 @@ def remembered_job(workdir: Path, facility: str) -> LateJob | None:
 
 def forget_all(workdir: Path) -> None:
     """For a federation that begins anew in a work directory that was used before."""
-    for path in [*(Path(workdir) / FOLDER).glob(f"{JOB}*.json"), Path(workdir) / FOLDER / TIMES]:
+    folder = Path(workdir) / FOLDER
+    for path in [*folder.glob(f"{JOB}*.json"), folder / TIMES, folder / DISCOUNTED]:
         path.unlink(missing_ok=True)
+
+
+def discount(workdir: Path, number: int, names: Collection[str]) -> None:
+    """Note that what these facilities deliver in round `number` makes no quorum: it was refused."""
+    told = sorted({*names, *discounted(workdir, number)})
+    write_json(_folder(workdir) / DISCOUNTED, {"round": number, "facilities": told})
+
+
+def discounted(workdir: Path, number: int) -> set[str]:
+    """The facilities so noted; {} for another round."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        raw = json.loads((Path(workdir) / FOLDER / DISCOUNTED).read_text())
+        return {str(name) for name in raw["facilities"]} if raw["round"] == number else set()
+    return set()
 
 
 def write_times(workdir: Path, times: dict[int, dict[str, float]]) -> None:

@@ -24,7 +24,7 @@ from coordinator.steps.arrived import Arrived, drop, sort_out
 from coordinator.steps.blame import to_blame
 from coordinator.steps.commit import commit
 from coordinator.steps.final import close_final
-from coordinator.steps.incomplete import ask_again, number_of_attempt, too_few
+from coordinator.steps.incomplete import ask_again, number_of_attempt, too_few, wait_for_late
 from facility.exchange.errors import CrossFedError, exit_on_error
 from facility.exchange.files.paths import resolve
 from facility.exchange.logs import add_log_options
@@ -43,7 +43,13 @@ def close_round(
     if ask_again(archive, settings, number, arrived):
         return model, number, True
     while True:
-        if len(arrived.updates) < settings.minimum_facilities:
+        found = len(arrived.updates)
+        if settings.closing is not None and found < max(
+            settings.minimum_facilities, settings.aggregation.fewest_updates
+        ):
+            if wait_for_late(archive, number, arrived):
+                return model, number, True
+        if found < settings.minimum_facilities:
             return too_few(archive, settings, model, number, arrived)
         try:
             return commit(archive, settings, model, number, arrived, attempt)

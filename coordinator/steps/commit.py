@@ -27,20 +27,31 @@ from coordinator.events.event import emit
 from coordinator.report.trackers import track_round
 from coordinator.rounds.acceptance import drop_told
 from coordinator.rounds.acceptance import told as changes_told
+from coordinator.rounds.participation import delivered, participation
 from coordinator.rounds.weight_limit import Capped, cap
 from coordinator.steps.arrived import Arrived
 from coordinator.steps.decide import Decision, decide
 from coordinator.steps.final import compare_next
 from coordinator.steps.following import asks_ahead, within
-from coordinator.steps.global_loss import global_losses, losses_of, losses_of_rows, plausible, without_each
+from coordinator.steps.global_loss import (
+    global_losses,
+    later_than,
+    losses_by_model,
+    losses_of,
+    plausible,
+    until_known,
+    without_each,
+)
 from coordinator.steps.guard import Guard, guard
 from coordinator.steps.limits import NOTE as LIMITED
 from coordinator.steps.limits import UNDER_WAY, Exceeded, seconds_of
 from coordinator.steps.rows import rows_of
 from coordinator.steps.schedule import decay_factor, with_rate
 from coordinator.steps.send import make_message
+from facility.exchange.errors import UpdateRefused
 from facility.exchange.files.durable import write_json
 from facility.exchange.messages.manifest import read_manifest, run_of, with_run
+from facility.exchange.messages.report import Report
 
 log = logging.getLogger(__name__)
 
@@ -129,12 +140,30 @@ def open_round(round: Commit) -> None:
         round.capped = cap(round.settings, round.arrived.reports, round.model)
     if round.capped.weights:
         round.aggregation = dataclasses.replace(round.aggregation, weights=round.capped.weights)
+    if (closing := round.settings.closing) is not None and closing.late_weight == "participation":
+        round.aggregation = by_participation(round)
     if round.settings.aggregation.guard:
         now = {name: report.loss_received for name, report in round.arrived.reports.items()}
         round.watched = guard(global_losses(plausible([*map(losses_of, round.archive.history()), now])))
     share, to = round.aggregation.server_decay_share, round.aggregation.server_decay_to
     round.decay = decay_factor(round.number, round.settings.rounds, share=share, to=to)
     round.aggregation = with_rate(round.aggregation, round.watched.factor * round.decay)
+
+
+def by_participation(round: Commit) -> AggregationSettings:
+    """Weights in which facilities that have delivered often count less, in place of those by lateness."""
+    kind, reports = round.aggregation.weights, round.arrived.reports
+    own = kind if isinstance(kind, dict) else {name: _counted(report, kind) for name, report in reports.items()}
+    counts = delivered(round.archive.history(), reports)
+    weights = {name: own[name] * factor for name, factor in participation(counts, reports).items() if name in own}
+    if without := [name for name in sorted(weights) if not weights[name] > 0]:
+        raise UpdateRefused(without[0], f"its weight is {weights[without[0]]:g} ({kind}), expected more than 0")
+    return dataclasses.replace(round.aggregation, weights=weights, staleness_exponent=0.0)
+
+
+def _counted(report: Report, kind: str) -> float:
+    """What a report says of its update's weight."""
+    return 1.0 if kind == "equal" else float(getattr(report, kind))
 
 
 def write_model(round: Commit, directory: Path) -> None:
@@ -163,9 +192,14 @@ def describe_round(round: Commit, directory: Path) -> None:
     archive, settings, number = round.archive, round.settings, round.number
     message = make_message(directory, round.model, settings.sending)
     rows = rows_of(archive, settings, number, round.arrived, round.weights, round.left_out)
-    told = plausible([*map(losses_of, archive.history()), losses_of_rows(rows)])
+    history = archive.history()
+    told = plausible(losses_by_model([*(entry.facilities for entry in history), rows]))
     losses = round.losses = global_losses(told)
-    decision = round.decision = decide(settings, losses, without_each(told))
+    if settings.closing is not None and settings.closing.late == "carry":
+        others = without_each(told, latest=True)
+        decision = round.decision = decide(settings, until_known(losses), others, done=number + 1)
+    else:
+        decision = round.decision = decide(settings, losses, without_each(told))
     limited, now = round.capped.told, time.time()
     round.round_file = RoundFile(
         round=number,
@@ -174,6 +208,7 @@ def describe_round(round: Commit, directory: Path) -> None:
         model_sha256=read_manifest(directory / "model").content_sha256,
         global_loss=losses[-1],
         global_loss_over=sorted(told[-1]),
+        later_losses=later_than(history, losses, told),
         decision=decision.reason,
         ended=not decision.proceed and number + 1 < settings.rounds,
         broken=decision.broken,

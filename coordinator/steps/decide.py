@@ -19,9 +19,13 @@ class Decision:
 
 
 def decide(
-    settings: CoordinatorSettings, losses: Sequence[float | None], without: Sequence[Sequence[float | None]] = ()
+    settings: CoordinatorSettings,
+    losses: Sequence[float | None],
+    without: Sequence[Sequence[float | None]] = (),
+    *,
+    done: int | None = None,
 ) -> Decision:
-    """Decide after round `len(losses) - 1`.
+    """Decide after round `len(losses) - 1`, or after `done` rounds of which the newest losses are not known yet.
 
     `losses[r]`: global validation loss (nats per token) of the model that round r received; None if no facility
     reported one. `without`: the same with one facility left out, for each. An early end requires that each of them
@@ -32,7 +36,7 @@ def decide(
         others = [_early_end(settings, other) for other in without]
         if all(other is not None and other.broken == found.broken for other in others):
             return found
-    if len(losses) >= settings.rounds:
+    if (len(losses) if done is None else done) >= settings.rounds:
         return Decision(proceed=False, reason=f"all {settings.rounds} rounds are done")
     return Decision(proceed=True, reason="go on")
 

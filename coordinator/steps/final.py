@@ -11,7 +11,7 @@ from coordinator.archive.sweep import sweep_round
 from coordinator.comparison.phases import Answers, following, take
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.steps.arrived import Arrived
-from coordinator.steps.global_loss import global_losses, losses_of, losses_of_rows, plausible
+from coordinator.steps.global_loss import global_losses, losses_by_model, plausible
 from coordinator.steps.rows import rows_of
 from coordinator.steps.send import bytes_of
 from facility.exchange.messages.manifest import read_manifest
@@ -44,7 +44,7 @@ def close_evaluation(
     archive: Archive, settings: CoordinatorSettings, arrived: Arrived, rows: list[FacilityRow]
 ) -> None:
     """Note what the facilities found of the final model."""
-    told = plausible([*map(losses_of, archive.history()), losses_of_rows(rows)])
+    told = plausible(losses_by_model([*(entry.facilities for entry in archive.history()), rows]))
     archive.write_note(
         "evaluation",
         {

@@ -12,7 +12,7 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
-from coordinator.archive.rounds import FacilityRow, RoundFile
+from coordinator.archive.rounds import FacilityRow, LaterLoss, RoundFile
 
 MOST_CHANGE = 3.0
 """Nats per token that one facility's change may differ from the others' in a round: a factor of 20 in perplexity."""
@@ -59,11 +59,46 @@ def global_losses(told: Sequence[Told]) -> list[float | None]:
     return losses
 
 
-def without_each(told: Sequence[Told]) -> list[list[float | None]]:
-    """The global losses as they were without one facility, for each whose absence leaves another in the last round."""
+def without_each(told: Sequence[Told], *, latest: bool = False) -> list[list[float | None]]:
+    """The global losses as they were without one facility, for each whose absence leaves another in the last round.
+
+    `latest`: each up to its newest figure instead, as where most figures come late.
+    """
     names = sorted({name for one in told for name in one})
     series = [global_losses([{name: one[name] for name in one if name != out} for one in told]) for out in names]
+    series = [until_known(losses) for losses in series] if latest else series
     return [losses for losses in series if losses[-1] is not None]
+
+
+def until_known(losses: Sequence[float | None]) -> list[float | None]:
+    """The losses up to the newest that is known; all of them where none is."""
+    newest = max((number for number, loss in enumerate(losses) if loss is not None), default=len(losses) - 1)
+    return list(losses[: newest + 1])
+
+
+def losses_by_model(rounds: Sequence[Iterable[FacilityRow]]) -> list[dict[str, float]]:
+    """What was reported of the model that each round received; a late update's figure is of an earlier round's."""
+    rows = [list(one) for one in rounds]
+    told = [losses_of_rows(one) for one in rows]
+    for number, one in enumerate(rows):
+        for row in one:
+            if row.status == "ok" and row.late_loss is not None and 0 < row.staleness <= number:
+                told[number - row.staleness].setdefault(row.facility, row.late_loss)
+    return told
+
+
+def later_than(
+    history: Sequence[RoundFile], losses: Sequence[float | None], told: Sequence[Told]
+) -> dict[str, LaterLoss]:
+    """Losses of the rounds in `history` that are now known otherwise than their files say."""
+    before = {entry.round: entry.global_loss for entry in history}
+    for entry in history:
+        before |= {int(number): one.loss for number, one in entry.later_losses.items()}
+    return {
+        str(number): LaterLoss(loss=loss, over=sorted(told[number]))
+        for number, was in before.items()
+        if (loss := losses[number]) is not None and loss != was
+    }
 
 
 def losses_of(entry: RoundFile) -> dict[str, float]:

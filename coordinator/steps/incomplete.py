@@ -8,6 +8,7 @@ from pathlib import Path
 from coordinator.archive.rounds import Archive
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.events.event import emit
+from coordinator.rounds.late import discount
 from coordinator.steps.arrived import Arrived
 
 log = logging.getLogger(__name__)
@@ -50,6 +51,22 @@ def too_few(
         what = f"secure aggregation needs {least} (privacy.threshold, privacy.minimum_sum)"
     reason = f"round {number} got {found} sound updates, {what}: {_told(arrived)}"
     return _stop(archive, model, number, reason)
+
+
+def wait_for_late(archive: Archive, number: int, arrived: Arrived) -> bool:
+    """Whether a round that closed too early, with updates that were refused, is opened again for those still to come.
+
+    Those whose updates were refused no longer count in its quorum (`coordinator.streamflow_plugin.closing`).
+    """
+    if not any(failure.kind == "late" for failure in arrived.failures.values()):
+        return False
+    attempt, note = number_of_attempt(archive, number), archive.read_note("attempts")
+    kept = note if note.get("round") == number else {}
+    archive.write_note("attempts", kept | {"round": number, "count": attempt, "failures": _told(arrived)})
+    discount(Path.cwd().parent, number, [name for name, one in arrived.failures.items() if one.kind != "late"])
+    log.warning("round %d waits for late facilities (attempt %d): %s", number, attempt + 1, _told(arrived))
+    emit("again", round=number, reason=f"attempt {attempt + 1}, for facilities that are late: {_told(arrived)}")
+    return True
 
 
 def give_up(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coordinator.aggregation.adapter_fit import check_adapters, check_told
+from coordinator.aggregation.first_adapters import started_from
 from coordinator.aggregation.rebase import rebase
 from coordinator.aggregation.settings import AggregationSettings
 from coordinator.aggregation.unmasking import match_masked
@@ -121,6 +122,8 @@ class Earlier:
 
     archive: Archive
     facility: str
+    seed: int = 0
+    """Of the federation, from which adapters begin that no model held before."""
 
     def model(self, round: int) -> Path:
         """The model that round `round` started from. Raises `UpdateRefused` where it is gone."""
@@ -200,7 +203,9 @@ def check_training(
         assert decoded is not None
         moved = decoded.with_name(f"{decoded.name}.moved")
         shutil.rmtree(moved, ignore_errors=True)
-        rebase(update, then=started, now=sent.directory, out=moved, facility=facility)
+        assert earlier is not None
+        with started_from(update, started, earlier.seed, scratch=decoded.parent) as then:
+            rebase(update, then=then, now=sent.directory, out=moved, facility=facility)
         shutil.rmtree(decoded, ignore_errors=True)
         moved.rename(decoded)
 
@@ -343,7 +348,7 @@ def main() -> int:
     refuses = settings.claims.action == "refuse"
     earlier = None
     if arguments.archive:
-        earlier = Earlier(archive=Archive(resolve(arguments.archive)), facility=arguments.facility)
+        earlier = Earlier(archive=Archive(resolve(arguments.archive)), facility=arguments.facility, seed=settings.seed)
     failure = receive(
         update=arguments.update,
         facility=arguments.facility,

@@ -12,7 +12,6 @@ from rich.console import Console
 
 from coordinator.archive.rounds import Archive
 from coordinator.archive.summary import remarks, shown, summary, table
-from coordinator.asynchronous import summary as account
 from coordinator.config.settings import read_coordinator_settings
 from coordinator.events.event import emit
 from coordinator.report.data import gather, redacted
@@ -38,26 +37,21 @@ def main() -> int:
     arguments = parser.parse_args()
     settings = read_coordinator_settings(arguments.federation)
     archive = Archive(resolve(arguments.archive))
-    groups = settings.groups is not None
-    data = (account.summary(archive) if groups else summary(archive)) | {"federation": settings.federation}
-    if groups and not data["model"] and not data["stopped"]:
-        data["stopped"] = "the chains of all facilities have ended without a final mean; run the same command again"
-    data["aggregation"] = settings.chosen
+    data = summary(archive) | {"federation": settings.federation, "aggregation": settings.chosen}
     write_json(arguments.out, data)
     try:
         told = gather(
             archive,
             federation=settings.federation,
             settings=redacted(dataclasses.asdict(dataclasses.replace(settings, described={}))),
-            groups=groups,
             carbon=settings.carbon_g_per_kwh,
         )
         write_report(told, archive.path / "report.html")
     except OSError as error:  # the federation is finished all the same
         log.warning("%s cannot be written: %s; `crossfed report` tries again", archive.path / "report.html", error)
         emit("problem", text=f"the report page cannot be written ({error}): fix that, then run `crossfed report`")
-    Console(width=140).print(account.table(data) if groups else table(data))
-    for line in [] if groups else remarks(data):
+    Console(width=140).print(table(data))
+    for line in remarks(data):
         print(line)
     if data["stopped"]:
         print(f"error: federation {settings.federation} stopped: {shown(data['stopped'])}", file=sys.stderr)

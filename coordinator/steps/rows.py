@@ -81,6 +81,7 @@ def _row(
         versions=report.versions,
         # What a late one received was the model of an earlier round: no figure of this one's.
         loss_received=None if late else report.loss_received,
+        late_loss=report.loss_received if late else None,
         loss_returned=report.loss_returned,
         perplexity_received=None if late else report.perplexity_received,
         perplexity_returned=report.perplexity_returned,

@@ -14,7 +14,6 @@ from coordinator.archive.best import best_round
 from coordinator.archive.journal import Journal
 from coordinator.archive.rounds import Archive, RoundFile
 from coordinator.archive.sweep import sweep_round
-from coordinator.asynchronous.buffer import FOLDER, meeting_of
 from coordinator.comparison.phases import following as to_compare
 from coordinator.config.settings import CoordinatorSettings, read_coordinator_settings
 from coordinator.events.event import emit, failures_of
@@ -31,20 +30,20 @@ from facility.exchange.messages.manifest import verify_manifest
 
 log = logging.getLogger("coordinator.steps.start")
 
+GROUPS = "groups"
+"""Folder of an archive that rounds do not begin in."""
+
 
 def start(archive: Archive, model: Path, settings: CoordinatorSettings) -> tuple[Path, int, bool]:
     """Directory of the model to train next, number of the next round, and whether there is one.
 
-    With groups, which count in place of rounds, every facility's chain is given its own model and round by
-    `groups.meet`.
-
     Raises `InputError` when the archive does not fit the federation, `ManifestError` when its last model is damaged.
     """
-    if settings.groups is not None:
-        driver = meeting_of(archive, settings).begin(model)
-        return Path(driver.final or archive.model_for(0)), len(driver.groups), not driver.final
-    if (archive.path / FOLDER).exists():
-        raise InputError(f"archive {archive.path} holds groups, rounds cannot go on from them: choose another archive")
+    if (archive.path / GROUPS).exists():
+        raise InputError(
+            f"archive {archive.path} holds groups, which CrossFed 0.1 was the last version to read: choose another "
+            f"archive; the newest model in {archive.path / GROUPS} can be its `model`"
+        )
     archive.begin(model, settings.federation)
     archive.clean()
     archive.drop_note("stopped")
@@ -132,11 +131,10 @@ def main() -> int:
         archive = Archive(resolve(arguments.archive))
         model, number, proceed = start(archive, arguments.model.resolve(), settings)
         log_entry("started", federation=settings.federation, round=number, proceed=proceed)
-    what = "group" if settings.groups else "round"
     if not proceed:
-        log.info("nothing left to do: %d %ss are complete", number, what)
+        log.info("nothing left to do: %d rounds are complete", number)
     else:
-        log.info("%s %d: starting from %s", what, number, model)
+        log.info("round %d: starting from %s", number, model)
         emit("starting", round=number, model=str(model))
     with failures_of("start"):
         write_outputs(model=model, round=number, proceed=proceed)

@@ -29,6 +29,7 @@ from coordinator.config.closing import ClosingSettings
 from coordinator.config.settings import read_coordinator_settings
 from coordinator.rounds.late import (
     LateJob,
+    discounted,
     drop_late,
     forget_job,
     handed_on,
@@ -58,6 +59,8 @@ class Gate:
     closed: asyncio.Event = field(default_factory=asyncio.Event)
     closed_to_unreached: asyncio.Event = field(default_factory=asyncio.Event)
     delivered: set[str] = field(default_factory=set)
+    discounted: set[str] = field(default_factory=set)
+    """Facilities that make no quorum: what they delivered in an earlier attempt was refused."""
 
 
 class Closing:
@@ -115,7 +118,10 @@ class Closing:
         number, facility = int(job.inputs[INPUT].value), errand.facility
         if self.workdir is not None:
             drop_late(self.workdir, number, facility)
-        gate = self._gates.setdefault(job.name.rpartition("/")[2], Gate())
+        attempt = job.name.rpartition("/")[2]
+        if attempt not in self._gates:
+            self._gates[attempt] = Gate(discounted=discounted(self.workdir, number) if self.workdir else set())
+        gate = self._gates[attempt]
         work = self._work(number, errand)
         while True:
             last = number >= self.rounds - 1
@@ -259,8 +265,9 @@ class Closing:
             self._history = {n: self._history[n] for n in sorted(self._history)[-KEPT_TIMES:]}
             if self.workdir is not None:
                 write_times(self.workdir, self._history)
-            gate.delivered.add(facility)
-            if len(gate.delivered) == self.quorum:
+            if facility not in gate.discounted:
+                gate.delivered.add(facility)
+            if facility in gate.delivered and len(gate.delivered) == self.quorum:
                 grace = self.grace()
                 self._after(gate.closed, grace)
                 self._after(gate.closed_to_unreached, min(grace, self.settings.away))
@@ -289,5 +296,5 @@ def closing_of_run(arguments: list[str] | None = None) -> Closing | None:
         rounds=settings.rounds,
         facilities=len(settings.facilities),
         most_late=settings.aggregation.maximum_staleness,
-        exponent=settings.aggregation.staleness_exponent,
+        exponent=settings.aggregation.staleness_exponent if settings.closing.late_weight == "staleness" else 0.0,
     )

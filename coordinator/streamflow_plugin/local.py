@@ -17,7 +17,7 @@ from coordinator.events.event import VARIABLE, emit
 from coordinator.streamflow_plugin.job_progress import JobWatch, asking, watched
 from coordinator.streamflow_plugin.patient import step_of
 
-STEPS = ("start", "send", "receive", "aggregate", "meet", "report")
+STEPS = ("start", "send", "receive", "aggregate", "report")
 """The coordinator's own steps, by the first word of their names; none of them fails for a facility's fault."""
 LAST_LINES = 3
 LOOK_SECONDS = 1.0

@@ -10,19 +10,18 @@ that never travels.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
 
 from facility.exchange.checkpoints.adapters import HEADS, PREFIX, is_adapter, is_factor, saves, targeted
+from facility.exchange.checkpoints.begun_adapters import begun_factor
 from facility.exchange.checkpoints.checkpoint import Checkpoint
 from facility.exchange.checkpoints.conversion import Conversion
 from facility.exchange.errors import ConfigurationError, InputError
 from facility.exchange.messages.layout import LoraSettings
 from facility.training.blocks import find_blocks
-from facility.training.seeds import derive
 from facility.training.shards import LocalShard, load_shards
 
 STATE_SPACE = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
@@ -130,11 +129,6 @@ def load_adapters(
     for part in adapters:
         if not is_factor(part.name):
             continue
-        if ".lora_B." in part.name:
-            part.tensor.zero_()
-            continue
-        bound = 1 / math.sqrt(part.shape[1])  # kaiming_uniform_(a=sqrt(5)) of an (r, in) matrix
-        generator = torch.Generator().manual_seed(derive(seed, "lora", part.name))
-        drawn = (torch.rand(part.shape, generator=generator) * 2 - 1) * bound
+        drawn = torch.from_numpy(begun_factor(seed, part.name, part.shape))
         part.tensor.copy_(drawn[part.first : part.first + part.tensor.shape[0]])
     return f"{len(adapters)} adapter tensors begun from the federation's seed{note}"

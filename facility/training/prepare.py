@@ -10,6 +10,7 @@ import torch
 
 from facility.exchange.checkpoints.adapters import PREFIX
 from facility.exchange.checkpoints.checkpoint import Checkpoint
+from facility.exchange.seeds import derive
 from facility.training import account, lora, memory
 from facility.training.data.inputs import RoundInputs
 from facility.training.data.loader import DataLoader
@@ -27,7 +28,6 @@ from facility.training.processes.rendezvous import start
 from facility.training.replicas import order_of
 from facility.training.request import RoundRequest
 from facility.training.router_loss import check_router_loss
-from facility.training.seeds import derive
 from facility.training.shards import load_shards
 
 log = logging.getLogger(__name__)

@@ -6,6 +6,7 @@ import os
 from datetime import timedelta
 from pathlib import Path
 
+from facility.exchange.seeds import derive
 from facility.sync.connect import connect
 from facility.sync.protocol import ReplicaRank, Synchroniser
 from facility.sync.runtime.sampling import ReplicaOrder
@@ -15,7 +16,6 @@ from facility.training.engine import Engine
 from facility.training.parallel.arrange import Layout
 from facility.training.processes.ranks import Ranks
 from facility.training.processes.rendezvous import further_store
-from facility.training.seeds import derive
 
 
 def order_of(layout: Layout, ranks: Ranks, *, sequences: int, seed: int) -> ReplicaOrder | None:

@@ -15,6 +15,7 @@ from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.messages.privacy import WITHHELD
 from facility.exchange.messages.progress import Stage
 from facility.exchange.perplexity import perplexity
+from facility.exchange.seeds import derive
 from facility.launching.replica_notes import ReplicaNote, note_replica
 from facility.sync.protocol import Synchroniser
 from facility.training.data.documents import check_separation
@@ -33,7 +34,6 @@ from facility.training.progress import Progress, show_stage
 from facility.training.replicas import independent_replicas, synchroniser
 from facility.training.request import RoundRequest
 from facility.training.schedule import learning_rate, scheduled_step
-from facility.training.seeds import derive
 from facility.training.shards import add_shards
 from facility.training.state import state
 from facility.training.state.reference import prepare_reference

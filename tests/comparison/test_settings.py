@@ -27,7 +27,6 @@ MATRIX = {"matrix": True, "alone": True}
         ({"evaluation": {"held_out": {"facility": "a", "dataset": "d"}}}, "matrix"),
         ({"evaluation": {"matrix": True, "held_out": {"facility": "c", "dataset": "d"}}}, "expected one of a, b"),
         ({"evaluation": MATRIX, "aggregation": {"exclude": ["lm_head*"]}}, "aggregation.exclude"),
-        ({"evaluation": MATRIX, "groups": {}}, "groups"),
         (
             {
                 "evaluation": MATRIX,

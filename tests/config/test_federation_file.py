@@ -11,7 +11,6 @@ import uuid
 from pathlib import Path
 
 import pytest
-import yaml
 
 from coordinator.config.federation import Federation, check_paths, read_federation
 from facility.exchange.errors import ConfigurationError
@@ -181,14 +180,3 @@ def test_rounds_may_say_how_they_close(tmp_path: Path):
     ):
         with pytest.raises(ConfigurationError, match=re.escape(sentence)):
             described(**wrong)
-
-
-def test_groups_say_what_comes_nearest_in_rounds_and_that_can_be_read(tmp_path: Path):
-    groups = read_federation(
-        write_federation(tmp_path, ["a", "b", "c"], groups={"minimum": 2, "window_seconds": 60})
-    ).groups
-    assert groups is not None
-    rounds = yaml.safe_load(groups.as_rounds(7))["rounds"]
-    federation = read_federation(write_federation(tmp_path / "rounds", ["a", "b", "c"], rounds=rounds))
-    assert federation.rounds == 7 and federation.closing is not None
-    assert (federation.closing.quorum, federation.closing.grace, federation.closing.late) == (2, 60, "carry")

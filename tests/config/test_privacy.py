@@ -63,7 +63,7 @@ def read(tmp_path: Path, content: dict[str, Any]):
             "known only after the round",
         ),
         ({"sending": {"encoding": "delta-int8"}}, "expected 'full'"),
-        ({"groups": {"minimum": 2}, "aggregation": {"allowed_signers": "s"}}, "each can subtract its own"),
+        ({"groups": {"minimum": 2}, "aggregation": {"allowed_signers": "s"}}, "masks cancel in the sum of one round"),
     ],
 )
 def test_what_cannot_go_together_is_refused_with_the_reason(tmp_path: Path, changes: dict[str, Any], words: str):

@@ -41,7 +41,7 @@ def data(tmp_path: Path) -> dict[str, Any]:
         for place, spent in ((0, 1.5), (1, 1.25)):
             record["facilities"][place]["privacy"] = BUDGET | {"spent": spent * (number + 1), "steps": 100 * number}
         path.write_text(json.dumps(record))
-    found = gather(archive, federation="made", settings={"rounds": 2}, groups=False)
+    found = gather(archive, federation="made", settings={"rounds": 2})
     found["rows"] = remarks(summary(archive))
     return found
 

@@ -25,7 +25,7 @@ MOST_BYTES = 2_000_000
 
 def data_of(archive: Archive, rounds: int = 3) -> dict:
     settings = {"rounds": rounds, "training": {"steps": 10}}
-    return gather(archive, federation="made", settings=settings, groups=False, carbon=300.0)
+    return gather(archive, federation="made", settings=settings, carbon=300.0)
 
 
 def test_segments_of_a_facility_do_not_overlap_and_with_idle_time_fill_the_span(tmp_path: Path):

@@ -17,7 +17,6 @@ from coordinator.report.data import gather
 from coordinator.steps import evaluate
 from coordinator.steps.aggregate import close_round, sort_out
 from coordinator.steps.start import start
-from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.evaluation import EvaluationSettings
 from tests.aggregation.updates import write_update
 from tests.federations import write_federation
@@ -53,7 +52,7 @@ def test_models_are_evaluated_when_due_and_the_scores_are_of_the_model_received(
         model, number, proceed = close_round(archive, SETTINGS, model=model, number=number, arrived=arrived)
     assert len(asked) == 2  # rounds 0 and the final model, not round 1
     assert archive.read_round(0).scores == FOUND and archive.read_round(1).scores == {}
-    data = gather(archive, federation="f", settings={}, groups=False)
+    data = gather(archive, federation="f", settings={})
     assert [(one["round"], one["facility"], one["value"]) for one in data["tasks"]] == [
         (0, "coordinator", 0.5),
         (2, "coordinator", 0.5),
@@ -82,6 +81,3 @@ def test_the_step_is_rendered_where_the_coordinator_evaluates_and_nowhere_else(t
     assert "evaluate" not in yaml.safe_load(other["cwl/round.cwl"])["steps"]
     named = write_federation(tmp_path / "three", ["a", "coordinator"], evaluation=tasks)
     assert "evaluate" not in yaml.safe_load(render(read_federation(named))["cwl/round.cwl"])["steps"]
-    grouped = write_federation(tmp_path / "four", ["a", "b"], evaluation=tasks, groups={})
-    with pytest.raises(ConfigurationError, match="coordinator"):
-        read_federation(grouped)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from streamflow.core.workflow import Status
 
 from coordinator.config.closing import ClosingSettings
-from coordinator.rounds.late import LateJob, read_late, remembered_job
+from coordinator.rounds.late import LateJob, discount, read_late, remembered_job
 from coordinator.streamflow_plugin.closing import Closing, closing_of_run
 from coordinator.streamflow_plugin.errand import Errand
 
@@ -245,6 +245,14 @@ def test_a_facility_that_fails_does_not_make_a_quorum(tmp_path: Path):
     engine = run(closing_of(tmp_path, quorum=2, grace=0.0, rounds=2), [[1, 10, 200]] * 2)
     assert engine.handed["f2", 0] is None and engine.handed["f2", 1] == 0
     assert "later round" in read_late(tmp_path / "a-job", 0, "f2") and read_late(tmp_path / "a-job", 1, "f2") == ""
+
+
+def test_a_facility_whose_update_was_refused_makes_no_quorum_in_the_round_that_is_asked_for_again(tmp_path: Path):
+    discount(tmp_path, 0, ["f0"])
+    closing = closing_of(tmp_path, quorum=1, grace=0)
+    engine = run(closing, [[1, 30, 60]] * 4)
+    assert engine.handed["f0", 0] == 0 and engine.handed["f1", 0] == 0, "it was waited for"
+    assert engine.handed["f2", 0] is None and engine.handed["f1", 1] is None, "and in the next round it is not"
 
 
 def test_what_was_learned_of_times_survives_the_engine(tmp_path: Path):

@@ -17,14 +17,20 @@ RULES = Registry(
 )
 
 
+def fewest_updates(name: str, parameters: Mapping[str, Value]) -> int:
+    """Updates that the rule needs at least."""
+    rule = RULES.get(name)
+    if not rule.minimum_updates:
+        return 1
+    return int(getattr(import_module(rule.module), rule.minimum_updates)(**parameters))
+
+
 def decide(name: str, updates: RoundUpdates, parameters: Mapping[str, Value]) -> Plan:
     """The rule's plan for a round. Raises `InputError` when there are too few updates."""
-    rule = RULES.get(name)
-    if rule.minimum_updates:
-        least = getattr(import_module(rule.module), rule.minimum_updates)(**parameters)
-        if updates.count < least:
-            numbers = ", ".join(f"{key} {value}" for key, value in parameters.items())
-            raise InputError(
-                f"{name}{f' with {numbers}' if numbers else ''} needs at least {least} updates, found {updates.count}"
-            )
+    least = fewest_updates(name, parameters)
+    if updates.count < least:
+        numbers = ", ".join(f"{key} {value}" for key, value in parameters.items())
+        raise InputError(
+            f"{name}{f' with {numbers}' if numbers else ''} needs at least {least} updates, found {updates.count}"
+        )
     return RULES.load(name)(updates, **parameters)

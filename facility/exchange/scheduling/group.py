@@ -1,4 +1,4 @@
-"""What a group of replicas (or facilities) is, and the rules by which one forms; the scheduler is in `groups`."""
+"""What a group of replicas is, and the rules by which one forms; the scheduler is in `groups`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ AnyMember = TypeVar("AnyMember", bound=Member)
 
 @validated(frozen=True, kw_only=True)
 class GroupLimits:
-    """How large groups are and how long they wait: the keys of `groups:` and `training.sync` that are alike."""
+    """How large groups are and how long they wait: the keys of `training.sync`."""
 
     bound: NonNegative[int] = 5
     """P: for N members, the union of groups is connected at least every P x N updates, and members that are ahead wait

@@ -11,10 +11,10 @@ import numpy as np
 from facility.dataset import PreparedDataset
 from facility.exchange.errors import ConfigurationError, InputError
 from facility.exchange.messages.settings import TrainingSettings
+from facility.exchange.seeds import derive
 from facility.sync.runtime.sampling import ReplicaOrder
 from facility.training.data.order import SampleOrder
 from facility.training.data.tasks import IGNORED, Batch, Task
-from facility.training.seeds import derive
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from facility.training.seeds import derive
+from facility.exchange.seeds import derive
 
 
 @dataclass(kw_only=True)

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from facility.exchange.errors import InputError
 from facility.exchange.messages.privacy import DifferentialSettings, PrivacyReport, check_layout
 from facility.exchange.privacy.accounting import epsilon_of
+from facility.exchange.seeds import derive
 from facility.training.data.inputs import RoundInputs
 from facility.training.engine import Engine, StepResult
 from facility.training.parallel.compute import Whole
@@ -34,7 +35,6 @@ from facility.training.processes.exchange import broadcast_json
 from facility.training.processes.ranks import Ranks, together
 from facility.training.request import RoundRequest
 from facility.training.router_loss import asks_for_router_loss
-from facility.training.seeds import derive
 
 log = logging.getLogger(__name__)
 

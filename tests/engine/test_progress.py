@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from coordinator.engine.group_progress import GroupProgress
 from coordinator.engine.progress import Progress
 from coordinator.events.event import KINDS, Event
 
@@ -33,18 +32,3 @@ def test_a_facility_of_another_name_changes_nothing():
     progress.feed(event("received", facility="stranger", round=0))
     progress.feed(event("submitted", step="/rounds/train_stranger", job="1"))
     assert progress.states == {"a": "waiting"}
-
-
-def test_groups_as_they_happen():
-    progress = GroupProgress(["a", "b_2"], rounds=2, clock=lambda: 0.0)
-    assert progress.feed(event("executing", step="/facility_b_2/train")) == "b_2 training"
-    assert progress.feed(event("submitted", step="/facility_a/train", job="17")) == "0 groups: a queued as job 17"
-    assert progress.states == {"a": "queued as job 17", "b_2": "training"}
-    assert progress.feed(event("executing", step="/facility_b_2/meet")) == "b_2 waiting for its group"
-    told = "group 1 (all are here): a 0.500, b_2 0.500"
-    assert progress.feed(event("group", text=f"{told} -> /archive/groups/group-000001")) == told
-    goes_on = event("goes_on", facility="a", reason="round 1 from group-000001")
-    assert progress.feed(goes_on) == "facility a goes on: round 1 from group-000001"
-    progress.feed(event("ends", facility="b_2", reason="all 2 rounds are done"))
-    assert progress.states["b_2"] == "all 2 rounds are done"
-    assert progress.heading == "1 groups, 2 rounds each"

@@ -1,1 +1,0 @@
-"""A federation by groups: every facility has a chain of rounds of its own and averages with those who are there."""

@@ -1,0 +1,31 @@
+"""The values with which low-rank factors begin where the model of the first round has none.
+
+A is uniform, B zero, as peft begins them (Hu et al. 2021, arXiv 2106.09685, section 4.1). A is drawn from the
+federation's seed and the tensor's name, so that every facility begins with the same, and the coordinator knows with
+what: the values are those that `torch.rand` gives a generator with that seed, made by NumPy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from facility.exchange.checkpoints.adapters import B
+from facility.exchange.seeds import derive
+
+MANTISSA = 24
+"""Random bits of a float32 in [0, 1)."""
+
+
+def begun_factor(seed: int, name: str, shape: Sequence[int]) -> npt.NDArray[np.float32]:
+    """The first value of the factor `name`; `seed`: the federation's."""
+    if B in name:
+        return np.zeros(shape, np.float32)
+    draws = np.random.RandomState(derive(seed, "lora", name) & 0xFFFFFFFF)
+    raw = draws.randint(0, 2**32, size=tuple(shape), dtype=np.uint32)
+    unit = (raw & (2**MANTISSA - 1)).astype(np.float32) * np.float32(2.0**-MANTISSA)
+    bound = 1 / math.sqrt(shape[1])  # kaiming_uniform_(a=sqrt(5)) of an (r, in) matrix
+    return np.asarray((unit * 2 - 1) * np.float32(bound), np.float32)

@@ -1,0 +1,281 @@
+"""Laws of updates that are averaged in a later round than they were made for, under every rule of aggregation."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coordinator.aggregation.settings import AggregationSettings, ScreenSettings
+from coordinator.archive.rounds import Archive
+from coordinator.archive.summary import summary
+from coordinator.config.closing import ClosingSettings
+from coordinator.config.settings import CoordinatorSettings, StopSettings
+from coordinator.rounds.late import discounted
+from coordinator.steps import commit
+from facility.exchange.checkpoints.adapters import A, B, is_factor
+from facility.exchange.checkpoints.begun_adapters import begun_factor
+from facility.exchange.checkpoints.checkpoint import open_checkpoint, save_tensors
+from facility.exchange.errors import InputError
+from facility.exchange.messages.layout import LoraSettings
+from facility.exchange.messages.manifest import Manifest, read_manifest, run_of, with_run, write_manifest
+from facility.exchange.seeds import derive
+from tests.aggregation.updates import write_update
+from tests.pico import save_pico
+from tests.rounds.carried import Carried
+
+MOST_LATE = 5
+
+
+def settings_of(names: str = "abc", *, rounds: int = 9, closing: dict[str, Any] | None = None, **changes: Any):
+    aggregation = {"rule": "mean", "clip_ratio": 0.0, "maximum_share": 1.0, "guard": False}
+    aggregation |= {"screen": {"action": "off"}, "maximum_staleness": MOST_LATE} | changes.pop("aggregation", {})
+    screen = aggregation.pop("screen")
+    return CoordinatorSettings(
+        federation="f",
+        rounds=rounds,
+        facilities=list(names),
+        keep_rounds=0,
+        closing=ClosingSettings(quorum=1, grace=0.0, late="carry", **(closing or {})),
+        aggregation=AggregationSettings(screen=ScreenSettings(**screen), **aggregation),
+        **changes,
+    )
+
+
+def begun(root: Path, **changes: Any) -> Carried:
+    root.mkdir(parents=True, exist_ok=True)
+    model = save_pico(root / "model", dtype="bfloat16", hidden_size=8, intermediate_size=16)
+    return Carried(root, settings_of(**changes)).begin(model)
+
+
+def values(model: Path) -> dict[str, torch.Tensor]:
+    checkpoint = open_checkpoint(model)
+    return {name: checkpoint.read(name).float() for name in checkpoint.tensors}
+
+
+@settings(max_examples=3, deadline=None)
+@given(
+    durations=st.lists(st.lists(st.integers(0, 4), min_size=3, max_size=3), min_size=5, max_size=5),
+    weigh=st.sampled_from(["staleness", "participation"]),
+)
+def test_every_update_is_used_once_in_the_round_in_which_it_arrives(durations: list[list[int]], weigh: str):
+    """Whatever the order of arrivals: none lost, none twice, weights as said, the archive whole after every round."""
+    with tempfile.TemporaryDirectory() as folder:
+        federation = begun(Path(folder), closing={"late_weight": weigh})
+        left: dict[str, int] = {}
+        arrived: dict[str, list[int]] = {name: [] for name in "abc"}
+        counts: dict[str, int] = {}
+        for turn in durations:
+            federation.open()
+            for place, name in enumerate("abc"):
+                left.setdefault(name, turn[place])
+            soonest = min(left.values())
+            now = [name for name in "abc" if left[name] == soonest]
+            starts = {name: federation.at_work[name] for name in now}
+            number = federation.number
+            tokens = {name: {"tokens": 100 * (place + 1)} for place, name in enumerate("abc")}
+            federation.close(now, tokens)
+            left = {name: rest - soonest for name, rest in left.items() if name not in now}
+            for name in now:
+                arrived[name].append(starts[name])
+                counts[name] = counts.get(name, 0) + 1
+            entry = Archive(federation.archive.path).read_round(number)
+            rows = {row.facility: row for row in entry.facilities}
+            assert {name for name, row in rows.items() if row.status == "late"} == set("abc") - set(now)
+            own = {name: tokens[name]["tokens"] * _factor(weigh, number - starts[name], counts, name) for name in now}
+            for name in now:
+                assert rows[name].staleness == number - starts[name]
+                assert math.isclose(rows[name].weight, own[name] / sum(own.values()), rel_tol=1e-9)
+        assert {name: federation.used(name) for name in "abc"} == arrived
+
+
+def _factor(weigh: str, late: int, counts: dict[str, int], name: str) -> float:
+    if weigh == "staleness":
+        return (1 + late) ** -0.5
+    return min(4.0, max(0.25, sum(counts.values()) / len(counts) / counts[name]))
+
+
+def test_an_update_that_comes_a_second_time_is_refused_and_the_round_goes_on(tmp_path: Path):
+    federation = begun(tmp_path)
+    federation.close("ab")
+    federation.close("c")
+    federation.at_work |= {"c": 0, "a": 1}
+    federation.close("ac")
+    last = {row.facility: row for row in federation.archive.read_round(2).facilities}
+    assert last["c"].status == "refused" and "was averaged already" in last["c"].reason
+    assert (last["a"].status, last["a"].weight) == ("ok", 1.0)
+
+
+RULES = (
+    "mean",
+    "median",
+    "trimmed_mean",
+    "krum",
+    "geometric_median",
+    "nesterov",
+    "fedavgm",
+    "fedadam",
+    "heloco+nesterov",
+)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_late_update_is_its_own_step_added_to_the_present_model(tmp_path: Path, rule: str):
+    """The same federation with the late update made in time from the present model gives the same model."""
+    made = []
+    for when in ("late", "in time"):
+        federation = begun(tmp_path / when, aggregation={"rule": rule, "staleness_exponent": 0.0})
+        federation.close("ab", {"a": {"move": 0.25}, "b": {"move": 0.5}})
+        if when == "in time":
+            del federation.at_work["c"]
+        federation.close("abc", {"a": {"move": 0.25}, "b": {"move": 0.5}, "c": {"move": 0.25}})
+        made.append(values(federation.model))
+        assert federation.used("c") == [0 if when == "late" else 1]
+    late, present = made
+    for name in late:  # bfloat16 of the start is subtracted and that of the present added: to its rounding
+        assert torch.allclose(late[name], present[name], atol=0.04), (rule, name)
+        assert torch.isfinite(late[name]).all()
+
+
+def test_tensors_that_stay_at_their_facility_stay_in_late_rounds_too(tmp_path: Path):
+    federation = begun(tmp_path, aggregation={"exclude": ["lm_head*", "model.embed*"]})
+    before = values(federation.model)
+    federation.close("a", {"a": {"move": 0.5}})
+    federation.close("b", {"b": {"move": 0.5}})
+    after = values(federation.model)
+    own = [name for name in before if name.startswith(("lm_head", "model.embed"))]
+    assert own and all(torch.equal(before[name], after[name]) for name in own)
+    moved = [name for name in before if name not in own]
+    assert all((after[name] - before[name]).mean() > 0.5 for name in moved)
+
+
+def write_adapters(directory: Path, model: Path, facility: str, *, round: int = 0, move: float = 0.0, seed: int = 0):
+    """An update of adapters, moved by `move` from what the model holds, or from how adapters begin."""
+    base, checkpoint = read_manifest(model), open_checkpoint(model)
+    layer = "model.layers.0.self_attn.q_proj"
+    rows, columns = checkpoint.tensors[f"{layer}.weight"].shape
+    shapes = {f"base_model.model.{layer}{A}weight": (2, columns), f"base_model.model.{layer}{B}weight": (rows, 2)}
+    held = {name: checkpoint.read(name).float() for name in shapes if name in checkpoint.tensors}
+    began = {name: torch.from_numpy(begun_factor(seed, name, shape)) for name, shape in shapes.items()}
+    write_update(directory, model, facility, round=round)
+    (directory / "model.safetensors").unlink()
+    save_tensors(directory, ((name, held.get(name, began[name]) + move) for name in shapes))
+    told = Manifest(
+        kind="update",
+        federation=base.federation,
+        round=round,
+        facility=facility,
+        base_sha256=base.content_sha256,
+        encoding="lora",
+    )
+    (directory / "manifest.json").unlink()
+    write_manifest(directory, told)
+    with_run(directory, run_of(base))
+    return directory
+
+
+def test_adapters_of_the_first_round_that_come_late_count_from_how_they_began(tmp_path: Path):
+    """The first model has none: the coordinator draws them as the facilities did."""
+    model = save_pico(tmp_path / "model", dtype="bfloat16", hidden_size=8, intermediate_size=16)
+    lora = LoraSettings(rank=2, alpha=2.0, targets=["layers.0.self_attn.q_proj"])
+    federation = Carried(tmp_path, settings_of("ab", lora=lora, seed=7), write=write_adapters).begin(model)
+    federation.close("a", {"a": {"move": 0.125, "seed": 7}})
+    first = {name: value for name, value in values(federation.model).items() if is_factor(name)}
+    federation.close("b", {"b": {"move": 0.25, "seed": 7}})
+    second = {name: value for name, value in values(federation.model).items() if is_factor(name)}
+    assert federation.used("b") == [0] and first and set(first) == set(second)
+    for name in first:
+        assert torch.allclose(second[name], first[name] + 0.25, atol=1e-2), name
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (2, 8), (8, 33), (64, 7)])
+def test_adapters_begin_with_the_numbers_that_torch_draws(shape: tuple[int, int]):
+    name = f"base_model.model.layer{A}weight"
+    for seed in (0, 3, 2**40):
+        generator = torch.Generator().manual_seed(derive(seed, "lora", name))
+        drawn = (torch.rand(shape, generator=generator) * 2 - 1) * (1 / math.sqrt(shape[1]))
+        assert torch.equal(torch.from_numpy(begun_factor(seed, name, shape)), drawn)
+    assert not begun_factor(3, f"base_model.model.layer{B}weight", shape).any()
+
+
+def test_a_target_is_reached_by_figures_that_come_late_and_one_facility_alone_does_not_end_it(tmp_path: Path):
+    """No facility delivers in time: what each received is a figure of the model of an earlier round."""
+    stop = StopSettings(target_perplexity=math.exp(1.5), divergence=4.0)
+    federation = begun(tmp_path, names="ab", stop=stop)
+    federation.close("a", {"a": {"loss": 3.0}})
+    federation.close("b", {"b": {"loss": 3.0}})  # of round 0
+    federation.close("a", {"a": {"loss": 1.0}})  # of round 1: below, but b does not agree
+    assert federation.proceed and not federation.archive.read_round(2).ended
+    told = summary(federation.archive)["rounds"]
+    assert told[0]["global_perplexity"] == pytest.approx(math.exp(1.0)), "of the model that round 0 made"
+    federation.close("b", {"b": {"loss": 1.0}})  # of round 2
+    entry = federation.archive.read_round(3)
+    assert entry.ended and "reached the target" in entry.decision and not entry.broken
+
+
+def test_a_quorum_of_refused_updates_waits_for_another_and_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    work = tmp_path / "work" / "coordinator"
+    (work / "step").mkdir(parents=True)
+    monkeypatch.chdir(work / "step")
+    federation = begun(tmp_path)
+    federation.close("a", {"a": {"move": float("nan")}})
+    assert (federation.number, federation.proceed, federation.archive.rounds()) == (0, True, [])
+    assert discounted(work, 0) == {"a"} and discounted(work, 1) == set()
+    assert not federation.archive.read_note("stopped")
+    federation.at_work["a"] = 0  # its finished work is found again, and refused again
+    federation.close("ab")
+    rows = {row.facility: row.status for row in federation.archive.read_round(0).facilities}
+    assert rows == {"a": "refused", "b": "ok", "c": "late"}
+
+
+def test_with_nobody_to_wait_for_a_round_of_refused_updates_ends_the_run(tmp_path: Path):
+    federation = begun(tmp_path, names="a")
+    federation.close("a", {"a": {"move": float("nan")}})
+    assert not federation.proceed and "got 0 sound updates" in federation.archive.read_note("stopped")["reason"]
+
+
+def test_an_update_that_claims_no_tokens_is_its_own_facilitys_absence(tmp_path: Path):
+    federation = begun(tmp_path, closing={"late_weight": "participation"})
+    federation.close("ab", {"b": {"tokens": 0}})
+    rows = {row.facility: row for row in federation.archive.read_round(0).facilities}
+    assert (rows["a"].status, rows["a"].weight, rows["b"].status) == ("ok", 1.0, "refused")
+
+
+def test_an_archive_of_groups_is_refused_with_the_version_that_read_it(tmp_path: Path):
+    (tmp_path / "archive" / "groups").mkdir(parents=True)
+    with pytest.raises(InputError, match=r"CrossFed 0\.1 was the last version to read"):
+        begun(tmp_path)
+
+
+def test_killed_between_the_model_and_the_rename_the_round_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The step leaves no round; the next one makes it from the same late update, once."""
+    federation = begun(tmp_path, names="ab")
+    federation.close("a")
+    federation.open()
+    received = [federation.receive(name, True) for name in "ab"]
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(commit, "describe_round", killed)
+        with pytest.raises(KeyboardInterrupt):
+            federation.close("ab")
+    assert federation.archive.rounds() == [0] and received
+    federation.at_work = {"a": 1, "b": 0}
+    again = dataclasses.replace(federation)
+    again.begin(tmp_path / "model")
+    again.at_work = {"a": 1, "b": 0}
+    again.close("ab")
+    assert (again.used("a"), again.used("b")) == ([0, 1], [0])
