@@ -64,7 +64,8 @@ def _counterpart(groups: GroupSettings, data: Mapping[str, Any], facilities: int
     quorum: int | str = "all" if groups.bound == 1 else groups.minimum
     rounds: dict[str, Any] = {"count": data.get("rounds"), "quorum": quorum, "grace": groups.window_seconds}
     changes: dict[str, Any] = {"rounds": rounds | {"late": "carry", "late_weight": "participation"}}
-    if groups.bound > 1 and "keep_rounds" not in data:  # P updates of each facility, `minimum` or more in a round
+    early = groups.bound > 1 and groups.minimum < facilities
+    if early and "keep_rounds" not in data:  # P updates of each facility, `minimum` or more in a round
         changes["keep_rounds"] = groups.bound * -(-facilities // groups.minimum) + 1
     aggregation = data.get("aggregation") or {}
     if isinstance(aggregation, dict) and aggregation.get("rule", AUTO) == AUTO:

@@ -91,7 +91,12 @@ def test_what_groups_could_not_do_rounds_can(tmp_path: Path):
         ("  - name: b\n    dataset: ../b\n", "", 6, "groups needs two facilities or more, found 1"),
         ("rounds: 3", "rounds: {count: 3}", 8, "rounds is a mapping and there are groups"),
         ("rounds: 3", "rounds: 0", 3, "count is 0, expected 1 or more"),
-        ("rounds: 3", "rounds: 3\nkeep_rounds: 1", 4, "rounds.late is 'carry' with keep_rounds 1"),
+        (
+            "groups: {window_seconds: 60}",
+            "keep_rounds: 1\ngroups: {minimum: 1}",
+            8,
+            "rounds.late is 'carry' with keep_rounds 1",
+        ),
         ("{window_seconds: 60}", "{minimum: 1}\nminimum_facilities: 2", 9, "such a round ends the run"),
     ],
 )

@@ -40,7 +40,7 @@ def test_the_rendering_does_not_depend_on_where_the_checkout_lies():
 
 def test_no_javascript_anywhere():
     texts = [path.read_text() for path in (ROOT / "cwl").rglob("*.cwl")]
-    assert len(texts) == 17
+    assert len(texts) == 15
     for text in texts:
         assert "InlineJavascript" not in text and "${" not in text
         for expression in re.findall(r"\$\((.*?)\)", text):

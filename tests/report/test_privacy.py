@@ -75,7 +75,7 @@ def test_rounds_of_sums_alone_are_told_beside_the_budget(tmp_path: Path, masked:
         record["facilities"][0]["privacy"] = BUDGET
         record["aggregation"]["details"] = {"masking": MASKS | {"survivors": MASKS["survivors"][number - 1 :]}}
         path.write_text(json.dumps(record))
-    found = gather(archive, federation="made", settings={"rounds": 2}, groups=False)
+    found = gather(archive, federation="made", settings={"rounds": 2})
     least = 3 if masked == 1 else 1
     words = f"in {masked} of 2 rounds (16 bits): the coordinator learnt sums of {least} updates or more"
     assert any(words in line for line in remarks(summary(archive)))
