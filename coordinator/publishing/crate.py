@@ -6,6 +6,7 @@ digest; no weights are in the crate.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,6 +18,7 @@ from rocrate.rocrate import ROCrate
 
 from coordinator.config.federation import Federation
 from facility import __version__
+from facility.exchange.files.durable import write_text
 from facility.exchange.files.paths import shipped
 
 PROFILES = (
@@ -49,6 +51,13 @@ def write_crate(folder: Path, federation: Federation, names: Mapping[str, str], 
     actions = _actions(crate, federation, names, data, workflow, files, people)
     crate.root_dataset["mentions"] = actions
     crate.write(folder)
+    path = folder / "ro-crate-metadata.json"
+    write_compact(path, json.loads(path.read_text(encoding="utf-8")))
+
+
+def write_compact(path: Path, value: Any) -> None:
+    """JSON without the spaces, which are half of a long federation's crate."""
+    write_text(path, json.dumps(value, ensure_ascii=False, separators=(",", ":")) + "\n")
 
 
 def _workflow(crate: ROCrate, federation: Federation, people: list[Any]) -> Any:
@@ -139,10 +148,9 @@ def _actions(
                     {"@id": models[max(models)].id},
                     *({"@id": f.id} for p, f in files.items() if "report" in p),
                 ],
-                "startTime": begin,
-                "endTime": end,
                 "actionStatus": {"@id": _status(data["stopped"] is None)},
             }
+            | _span(begin, end)
             | ({"agent": [{"@id": one.id} for one in people]} if people else {"agent": {"@id": engine.id}}),
         )
     )
@@ -169,10 +177,8 @@ def _training(
         "instrument": {"@id": "cwl/tools/train.cwl"},
         "object": {"@id": model.id},
         "agent": {"@id": _site(crate, place).id},
-        "startTime": begin,
-        "endTime": end,
         "actionStatus": {"@id": _status(ok)},
-    }
+    } | _span(begin, end)
     if ok and (digest := row.get("update_sha256") or digests.get(f"update of {row['facility']}, round {number}", "")):
         properties["result"] = {"@id": _weights(crate, f"update of {place}, round {number}", digest).id}
     if not ok:
@@ -197,6 +203,11 @@ def _times(data: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
             span = spans.setdefault(key, [one["begin"], one["end"]])
             span[0], span[1] = min(span[0], one["begin"]), max(span[1], one["end"])
     return {key: (_iso(begin), _iso(end)) for key, (begin, end) in spans.items()}
+
+
+def _span(begin: str, end: str) -> dict[str, str]:
+    """Times of an action; nothing where none was recorded."""
+    return {"startTime": begin, "endTime": end} if begin else {}
 
 
 def _iso(moment: float) -> str:

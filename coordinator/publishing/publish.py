@@ -10,7 +10,7 @@ from typing import Any
 
 from coordinator.config.federation import Federation, read_federation
 from coordinator.publishing.card import model_card
-from coordinator.publishing.crate import write_crate
+from coordinator.publishing.crate import write_compact, write_crate
 from coordinator.publishing.croissant import card
 from coordinator.publishing.names import public_names, renamed
 from coordinator.publishing.reproduce import write_reproduction
@@ -44,7 +44,7 @@ def publish(file: Path, out: Path) -> Path:
         write_reproduction(crate, federation, names, shown | {"rounds": data["rounds"], "artefacts": data["artefacts"]})
         write_text(crate / "report.html", page(shown))
         write_json(crate / "settings.json", shown["settings"])
-        write_json(crate / "history.json", shown["rounds"])
+        write_compact(crate / "history.json", shown["rounds"])
         write_json(crate / "sbom.json", bill_of_materials(shown["versions"], federation.name))
         _cards(crate, federation, names, data)
         write_crate(crate, federation, names, data)

@@ -43,8 +43,13 @@ def streamflow(federation: Path, folder: Path, *, timeout: float = 240) -> subpr
     )
 
 
-def cwltool(federation: Path, folder: Path, *, timeout: float = 240) -> subprocess.CompletedProcess[str]:
-    """The same CWL and settings under the reference runner, which keeps only PATH of the environment unless told."""
+def cwltool(
+    federation: Path, folder: Path, *options: str | Path, timeout: float = 240
+) -> subprocess.CompletedProcess[str]:
+    """The same CWL and settings under the reference runner, which keeps only PATH of the environment unless told.
+
+    `options` are given to cwltool as they are; without any it runs steps side by side, which excludes its provenance.
+    """
     kept = [
         option
         for name in ("PYTHONPATH", "CUDA_VISIBLE_DEVICES", "HF_HUB_OFFLINE")
@@ -54,7 +59,7 @@ def cwltool(federation: Path, folder: Path, *, timeout: float = 240) -> subproce
         [
             "cwltool",
             "--enable-ext",
-            "--parallel",
+            *(map(str, options) if options else ["--parallel"]),
             *kept,
             "--outdir",
             str(folder / "out"),
