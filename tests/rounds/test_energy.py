@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from facility.exchange.messages.manifest import Manifest
-from facility.exchange.messages.usage import USAGE, usage_of
+from facility.exchange.messages.usage import SOURCES, USAGE, usage_of
 from facility.rounds import energy
 from facility.rounds.energy import Reading, combined, gained
 
@@ -47,7 +47,9 @@ def test_a_job_of_several_nodes_needs_a_source_that_all_of_them_have():
     assert combined({}, [{"nvml": 2.0}], 2) == (None, "")
 
 
-def test_counters_are_read_as_their_makers_write_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_counters_are_read_as_their_makers_write_them(tmp_path: Path):
+    """pm_counters: "User Access to Compute Node Power Data", cray-hpe.github.io/docs-csm; RAPL: the kernel's
+    Documentation/power/powercap/powercap.rst, microjoules, with subzones that are parts of their package."""
     (tmp_path / "energy").write_text("71350464 J 1700000000000000 us\n")
     assert energy._pm_counters(tmp_path / "energy") == {"node": 71350464.0}
     for name in ("intel-rapl:0", "intel-rapl:1", "intel-rapl:0:0"):
@@ -58,11 +60,40 @@ def test_counters_are_read_as_their_makers_write_them(tmp_path: Path, monkeypatc
     assert energy._rapl(ranges, tmp_path) == {"intel-rapl:0": 5.0, "intel-rapl:1": 5.0}
     assert ranges == {"intel-rapl:0": 262143.32885, "intel-rapl:1": 262143.32885}
     assert energy._rapl({}, tmp_path / "none") == {} and energy._pm_counters(tmp_path / "none") == {}
+
+
+@pytest.mark.parametrize(
+    ("said", "code", "expected"),
+    [
+        ("\\n1200\\n1100\\n", 0, {"job": 1200.0}),
+        ("1200\\n18446744073709551614\\n", 0, {"job": 1200.0}),
+        ("18446744073709551614\\n", 0, {}),
+        ("0\\n0\\n", 0, {}),
+        ("\\n", 0, {}),
+        ("", 1, {}),
+        ("1200\\n", 1, {}),
+    ],
+    ids=["job and steps", "a step unknown", "NO_VAL64", "acct_gather_energy/none", "blank", "no accounting", "failed"],
+)
+def test_slurm_says_joules_or_nothing(
+    said: str, code: int, expected: dict[str, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """ConsumedEnergyRaw, https://slurm.schedmd.com/sacct.html; AcctGatherEnergyType=none counts 0: none known."""
     program = tmp_path / "sacct"
-    program.write_text("#!/bin/sh\nprintf '\\n1200\\n1100\\n18446744073709551614\\n'\n")
+    program.write_text(f"#!/bin/sh\nprintf '{said}'\nexit {code}\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert energy._sacct("7") == {"job": 1200.0}
+    assert energy._sacct("7") == expected
+
+
+def test_what_this_machine_has_is_read_and_what_it_lacks_is_absent():
+    """The real readers: none invents a source, and two readings of one that is there never go back."""
+    first, second = (energy.read_counters(job="", whole_job=True) for _ in range(2))
+    assert set(first.counters) <= set(SOURCES) and set(first.counters) == set(second.counters)
+    assert ("rapl" in first.counters) <= any(energy.RAPL.glob("intel-rapl:*"))
+    assert ("pm_counters" in first.counters) == energy.PM_COUNTER.is_file()
+    assert "sacct" not in first.counters  # this is no job
+    assert set(gained(first, second)) <= set(first.counters)
 
 
 @pytest.mark.parametrize(
