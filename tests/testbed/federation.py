@@ -118,6 +118,7 @@ def federate(
     workdir: str = "work",
     polling: int = 1,
     prelude: str = "",
+    training: dict[str, object] | None = None,
 ) -> Run:
     """Write and render a federation over the testbed. Jobs wait `delay` seconds, or five minutes if `~/slow` exists."""
     prelude = prelude or f"if [ -e ~/slow ]; then sleep 300; fi; sleep {delay}"
@@ -134,6 +135,7 @@ def federate(
         minimum_facilities=minimum,
         final_evaluation=False,
         polling_seconds=polling,
+        **({"training": training} if training else {}),
     )
     write(read_federation(file))
     return Run(testbed=testbed, file=file)

@@ -5,18 +5,25 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import threading
 from pathlib import Path
 
 import pytest
 
+from coordinator.streamflow_plugin.names import PROGRESS_SECONDS
 from coordinator.testbed import namespaces
 from coordinator.testbed.layout import Site
 from facility.exchange.messages.manifest import read_manifest, verify_manifest
 from tests.testbed.federation import Run, federate, jobs
+from tests.testbed.life import Life
 from tests.testbed.quiet import wait_for_quiet
 
 pytestmark = pytest.mark.testbed
 DAEMONS = {"22", "6817", "6818", "6819"}
+LOGINS = 2
+"""At most, of a facility in two rounds of small models (docs/how-to/watch.md)."""
+STEPS = 150
+"""Enough for a job to be at work longer than the coordinator may take to notice."""
 
 
 def at_rest(site: Site) -> tuple[list[str], set[str]]:
@@ -31,12 +38,24 @@ def at_rest(site: Site) -> tuple[list[str], set[str]]:
     return busy, {line.split()[3].rpartition(":")[2] for line in ss.splitlines()}
 
 
+def logins(site: Site) -> int:
+    """Logins that the site's sshd has let in so far."""
+    return (site.log / "sshd.log").read_text().count("Accepted publickey")
+
+
 @pytest.fixture(scope="module")
-def finished(testbed, material, tmp_path_factory) -> tuple[Run, list]:
+def finished(testbed, material, tmp_path_factory) -> tuple[Run, list, Life, dict[str, int]]:
     """A finished federation of two rounds, two ranks under srun at site-a, and each facility's files between them."""
     model, datasets = material
     run = federate(
-        testbed, tmp_path_factory.mktemp("rounds"), model, datasets, name="rounds", tasks={"site-a": 2}, minimum=2
+        testbed,
+        tmp_path_factory.mktemp("rounds"),
+        model,
+        datasets,
+        name="rounds",
+        tasks={"site-a": 2},
+        minimum=2,
+        training={"steps": STEPS, "batch_sequences": 4, "learning_rate": 1e-3, "device": "cpu"},
     )
     seen = []
 
@@ -47,13 +66,22 @@ def finished(testbed, material, tmp_path_factory) -> tuple[Run, list]:
             super().append(line)
 
     run.log = Watching()
-    code = run.run()
+    life, stop = Life(testbed), threading.Event()
+    thread = threading.Thread(target=life.watch, args=(stop,), daemon=True)
+    thread.start()
+    before = {site.name: logins(site) for site in testbed.sites}
+    supervisor = run.supervisor()
+    supervisor.on_event = life.on_event
+    supervisor.environment[PROGRESS_SECONDS] = "5"
+    code = supervisor.run()[0]
+    stop.set()
+    thread.join()
     assert code == 0, run.text()
-    return run, seen
+    return run, seen, life, {site.name: logins(site) - before[site.name] for site in testbed.sites}
 
 
 def test_both_rounds_have_both_facilities_and_learn(finished, testbed):
-    run, _ = finished
+    run, *_ = finished
     history = run.archive.history()
     assert len(history) == 2
     for entry in history:
@@ -64,8 +92,15 @@ def test_both_rounds_have_both_facilities_and_learn(finished, testbed):
         assert [record["JobState"] for record in records] == ["COMPLETED"] * 2
 
 
+def test_energy_that_nobody_measures_is_absent_and_node_hours_are_slurms(finished, testbed):
+    """The testbed's Slurm accounts for no energy, and its nodes have no counter."""
+    run, *_ = finished
+    rows = [row for entry in run.archive.history() for row in entry.facilities]
+    assert all(row.usage["node_seconds"] > 0 and row.usage.get("energy_joules") is None for row in rows), rows
+
+
 def test_sharded_training_ran_on_two_ranks_under_srun(finished, testbed):
-    run, _ = finished
+    run, *_ = finished
     updates = sorted((testbed.site("site-a").home / "work").glob("*/update/report.json"))
     ranks = {
         json.loads(path.read_text())["ranks"]
@@ -75,8 +110,23 @@ def test_sharded_training_ran_on_two_ranks_under_srun(finished, testbed):
     assert ranks == {2}
 
 
+def test_progress_is_known_within_ten_seconds_of_the_truth(finished):
+    """What the run's events tell, beside the files that the trainers wrote on the facilities' own disks."""
+    *_, life, _ = finished
+    lags = life.lags(10.0)
+    print("lags", sorted(lags))
+    assert len(lags) >= 4 and max(lags) <= 10.0, (sorted(lags), life.truth, life.heard)
+
+
+def test_a_run_logs_in_once_for_commands_and_once_for_jobs_whatever_it_looks_at(finished):
+    """Looking at progress opens no connection: the logins of two rounds are those of the connectors."""
+    *_, told = finished
+    print("logins", told)
+    assert all(1 <= count <= LOGINS for count in told.values()), told
+
+
 def test_between_rounds_no_process_and_no_socket_is_left(finished, testbed):
-    run, seen = finished
+    run, seen, *_ = finished
     assert len(seen) == 2
     for moment in seen:
         for busy, ports in moment.values():
@@ -86,7 +136,7 @@ def test_between_rounds_no_process_and_no_socket_is_left(finished, testbed):
 
 
 def test_the_data_stayed_at_its_facility(finished, testbed):
-    run, _ = finished
+    run, *_ = finished
     for site in testbed.sites:
         text = (site.home / "text" / "train.jsonl").read_bytes()[2000:2060]
         for other in [one.home for one in testbed.sites if one != site] + [
@@ -103,7 +153,7 @@ def test_the_data_stayed_at_its_facility(finished, testbed):
 
 
 def test_each_model_travelled_once(finished, testbed):
-    run, _ = finished
+    run, *_ = finished
     for site in testbed.sites:
         sent = [
             line
@@ -128,7 +178,7 @@ def test_each_model_travelled_once(finished, testbed):
 
 
 def test_what_arrived_is_what_was_sent(finished, testbed):
-    run, _ = finished
+    run, *_ = finished
     for site in testbed.sites:
         for model in sorted((site.home / "work").glob("*/*/manifest.json")):
             if read_manifest(model.parent).federation == "rounds":
@@ -136,7 +186,7 @@ def test_what_arrived_is_what_was_sent(finished, testbed):
 
 
 def test_no_key_is_in_a_job_script_or_log(finished, testbed):
-    run, _ = finished
+    run, *_ = finished
     secret = testbed.key.read_text().splitlines()[1]
     for folder in [
         run.file.parent.parent,
