@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 
 from facility.exchange.errors import ConfigurationError, TryAgain
-from facility.exchange.messages.evaluation import SCORES, EvaluationSettings, Score, scores_of
-from facility.exchange.messages.manifest import Manifest
-from facility.rounds.evaluation import OFFLINE, evaluate, scores_in
+from facility.exchange.messages.comparison import FOLDERS, GLOBAL, INITIAL, MODELS, tasks_of, with_figures
+from facility.exchange.messages.evaluation import SCORES, EvaluationSettings, FacilityEvaluation, Score, scores_of
+from facility.exchange.messages.manifest import Manifest, read_manifest, write_manifest
+from facility.exchange.messages.settings import FacilitySettings, TrainingSettings
+from facility.rounds.evaluation import OFFLINE, evaluate, scores_in, tell_scores_of_models
 
 TASK = """
 task: count_up
@@ -37,14 +39,14 @@ def write_task(folder: Path) -> Path:
     return folder
 
 
-def write_model(folder: Path) -> Path:
+def write_model(folder: Path, seed: int = 0) -> Path:
     """A pico model with a tokenizer that was trained on a line of text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     from tests.pico import save_pico
 
-    save_pico(folder)
+    save_pico(folder, seed=seed)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -55,29 +57,51 @@ def write_model(folder: Path) -> Path:
     return folder
 
 
+def by_command(model: Path, tasks: Path, out: Path) -> dict[str, tuple[float, float]]:
+    """Scores of lm-eval's own command, with their errors, by metric."""
+    command = [sys.executable, "-m", "lm_eval", "--model", "hf", "--model_args", f"pretrained={model}"]
+    command += ["--device", "cpu", "--tasks", "count_up", "--include_path", str(tasks), "--output_path", str(out)]
+    subprocess.run([*command, "--batch_size", "8"], check=True, env=os.environ | OFFLINE, capture_output=True)
+    found = json.loads(next(out.rglob("results*.json")).read_text())["results"]["count_up"]
+    return {name: (found[f"{name},none"], found[f"{name}_stderr,none"]) for name in ("acc", "acc_norm")}
+
+
 @pytest.mark.slow
 def test_scores_equal_those_of_the_command(tmp_path: Path):
     pytest.importorskip("lm_eval")
     tasks, model = write_task(tmp_path / "tasks"), write_model(tmp_path / "model")
     settings = EvaluationSettings(tasks=["count_up"], directory=str(tasks))
     ours = evaluate(model, settings, dataset=tmp_path, device="cpu")
-    command = [
-        sys.executable,
-        "-m",
-        "lm_eval",
-        "--model",
-        "hf",
-        "--model_args",
-        f"pretrained={model}",
-        "--device",
-        "cpu",
-    ]
-    command += ["--tasks", "count_up", "--include_path", str(tasks), "--output_path", str(tmp_path / "out")]
-    subprocess.run([*command, "--batch_size", "8"], check=True, env=os.environ | OFFLINE, capture_output=True)
-    theirs = json.loads(next((tmp_path / "out").rglob("results*.json")).read_text())["results"]["count_up"]
-    assert {one.metric: (one.value, one.stderr) for one in ours} == {
-        name: (theirs[f"{name},none"], theirs[f"{name}_stderr,none"]) for name in ("acc", "acc_norm")
-    }
+    assert {one.metric: (one.value, one.stderr) for one in ours} == by_command(model, tasks, tmp_path / "out")
+
+
+@pytest.mark.slow
+def test_scores_in_the_matrix_equal_those_of_the_command_model_by_model(tmp_path: Path):
+    """A directory of models as a facility gets it after the last round; a model that lm-eval refuses has no scores."""
+    pytest.importorskip("lm_eval")
+    tasks, sent, out = write_task(tmp_path / "tasks"), tmp_path / "sent", tmp_path / "out"
+    folders = [GLOBAL, INITIAL, "update.b"]
+    for seed, folder in enumerate(folders[:2]):
+        write_model(sent / folder, seed=seed)
+    (sent / folders[2]).mkdir()
+    (sent / folders[2] / "config.json").write_text("{}")
+    write_manifest(sent, Manifest(kind=MODELS, federation="f", round=2, extra={FOLDERS: folders}))
+    out.mkdir()
+    write_manifest(out, Manifest(kind="update", federation="f", round=2, facility="a", base_sha256="0" * 64))
+    with_figures(out, [])
+    evaluation = FacilityEvaluation(tasks=["count_up"], directory=str(tasks))
+    settings = FacilitySettings(
+        federation="f", facility="a", rounds=2, seed=0, training=TrainingSettings(device="cpu"), evaluation=evaluation
+    )
+    tell_scores_of_models(sent, out, settings, dataset=tmp_path)
+    told = tasks_of(read_manifest(out), folders)
+    expected = {folder: by_command(sent / folder, tasks, tmp_path / f"by-{folder}") for folder in folders[:2]}
+    assert expected[GLOBAL] != expected[INITIAL]  # else one could stand for the other
+    assert {
+        folder: {one["metric"]: (one["value"], one["stderr"]) for one in told if one["model"] == folder}
+        for folder in folders[:2]
+    } == expected
+    assert {one["model"] for one in told} == set(folders[:2])
 
 
 @pytest.mark.slow
