@@ -18,6 +18,13 @@ HEADROOM = 14
 """For the label of the y axis."""
 COLOURS = 8
 """Classes `c0` to `c7` of the page's style."""
+MOST_TITLES = 2500
+"""Marks of a chart that say what they are when the pointer rests on them. Where there are more, lines have none, and
+bars of a kind or cells of a shade (of 21) are one path, so that the page stays small."""
+STRONG = 0.5
+"""Shade from which on a cell's text has the page's colour, to be read on it."""
+LABEL = 24
+"""Characters of a label beside or above a matrix."""
 
 Point = tuple[float, float]
 
@@ -71,7 +78,7 @@ def line_chart(series: Sequence[Series], *, x_label: str, y_label: str, height: 
             path = " ".join(f"{px:.1f},{py:.1f}" for px, py, _, _ in placed)
             parts.append(f'<polyline class="{one.style}" points="{path}"><title>{escape(one.name)}</title></polyline>')
         size = 3 if one.line else 3.5
-        for px, py, x, y in placed if len(points) <= 4000 else []:
+        for px, py, x, y in placed if len(points) <= MOST_TITLES else []:
             said = escape(f"{one.name}: {_short(y)} at {x:g}")
             style = f"{one.style} mark"
             parts.append(
@@ -99,23 +106,27 @@ def timeline(bars: Sequence[Bar], lanes: Sequence[str], *, clock: Callable[[floa
         parts.append(_text(x, height - BOTTOM + 18, clock(moment), anchor))
     rows = {name: TOP + lane_height * number for number, name in enumerate(lanes)}
     for name, y in rows.items():
-        shown = name if len(name) <= 28 else f"{name[:27]}…"
         parts.append(
-            _text(left - 6, y + lane_height * 0.72, shown, "tick end" + (" small" if lane_height < 20 else ""))
+            _text(
+                left - 6,
+                y + lane_height * 0.72,
+                shortened(name, 28),
+                "tick end" + (" small" if lane_height < 20 else ""),
+            )
         )
+    drawn: defaultdict[str, str] = defaultdict(str)
     for one in bars:
         x, wide = place(one.begin), max(0.8, place(one.end) - place(one.begin))
         y, tall = rows[one.lane] + 1.5, lane_height - 3.0
+        if len(bars) > MOST_TITLES:
+            drawn[one.kind] += f"M{x:.1f} {y:.1f}h{wide:.1f}v{tall}h{-wide:.1f}z"
+            continue
         parts.append(
             f'<rect class="k-{one.kind}" x="{x:.1f}" y="{y:.1f}" width="{wide:.1f}" height="{tall}">'
             f"<title>{escape(one.title)}</title></rect>"
         )
+    parts += [f'<path class="k-{kind}" d="{d}"/>' for kind, d in drawn.items()]
     return _svg(parts, height)
-
-
-MOST_TITLES = 2500
-"""Cells of a matrix that say what they are when the pointer rests on them; in a larger one all cells of a shade are one
-path, in 21 shades, so that the page stays small."""
 
 
 def heat(
@@ -143,13 +154,13 @@ def heat(
         if upright:
             parts.append(
                 f'<text class="tick{" small" if side < 16 else ""}" transform="translate({x + 3:.1f} {head - 4:.1f}) '
-                f'rotate(-90)">{escape(name[:24])}</text>'
+                f'rotate(-90)">{escape(shortened(name))}</text>'
             )
         else:
             parts.append(_text(x, head - 6, name, "tick middle"))
     for place, row in enumerate(rows):
         y = head + tall * place
-        parts.append(_text(left - 6, y + tall * 0.72, row[:24], "tick end" + (" small" if tall < 14 else "")))
+        parts.append(_text(left - 6, y + tall * 0.72, shortened(row), "tick end" + (" small" if tall < 14 else "")))
         for number, column in enumerate(columns):
             if (value := values.get((row, column))) is None:
                 continue
@@ -164,9 +175,15 @@ def heat(
                 f'width="{side - 1:.1f}" height="{tall - 1:.1f}"><title>{said}</title></rect>'
             )
             if side >= 40:
-                parts.append(_text(x + side / 2, y + tall * 0.68, told(value), "cell-text middle"))
+                style = "cell-text middle" + (" strong" if abs(level) >= STRONG else "")
+                parts.append(_text(x + side / 2, y + tall * 0.68, told(value), style))
     parts += [f'<path class="cell {sign}" style="fill-opacity:{at / 20}" d="{d}"/>' for (sign, at), d in drawn.items()]
     return _svg(parts, height, width=left + side * len(columns) + RIGHT)
+
+
+def shortened(name: str, most: int = LABEL) -> str:
+    """A label of at most so many characters; its middle goes, for names of models differ at their ends."""
+    return name if len(name) <= most else f"{name[: most - 11]}…{name[-10:]}"
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
@@ -212,6 +229,6 @@ def _text(x: float, y: float, text: str, style: str) -> str:
 
 
 def _svg(parts: Sequence[str], height: float, width: float = WIDTH) -> Markup:
-    least = width if width > WIDTH + 1 else min(width, 640)
+    least = width if width > WIDTH + 1 else min(width, 760)
     size = f'viewBox="0 0 {width:.0f} {height:.0f}" style="min-width:{least:.0f}px;max-width:{width:.0f}px"'
     return Markup(f'<div class="chart"><svg {size} role="img">{"".join(parts)}</svg></div>')

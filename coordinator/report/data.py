@@ -174,8 +174,9 @@ def _traffic(rows: Sequence[Row], entries: Sequence[Entry], names: Sequence[str]
     for name in names:
         own = [row for row in rows if row["facility"] == name]
         result[name] = {
-            "to_bytes": sum(row.get("sent_bytes", 0) for row in own),
-            "from_bytes": sum(row.get("received_bytes", 0) for row in own),
+            # A round that is under way has events and no rows yet; a run without events has rows alone.
+            "to_bytes": max(sum(row.get("sent_bytes", 0) for row in own), int(moved[name, "sent"][0])),
+            "from_bytes": max(sum(row.get("received_bytes", 0) for row in own), int(moved[name, "transferred"][0])),
             "to_mbit_per_second": _speed(*moved[name, "sent"]),
             "from_mbit_per_second": _speed(*moved[name, "transferred"]),
         }

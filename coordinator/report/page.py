@@ -18,6 +18,8 @@ from coordinator.report.timeline import KINDS
 
 FEW = 8
 """Facilities that get a colour of their own in the legend."""
+MOST_ROWS = 1000
+"""Rows of the table of rounds, and updates in that of artefacts; with more, the last ones are listed."""
 MOST_BARS = 6000
 """Spans drawn in the timeline; with more, those shorter than a pixel are left out."""
 
@@ -39,6 +41,8 @@ def page(data: Mapping[str, Any]) -> str:
         timeline=_timeline(data),
         kinds=KINDS,
         used=used_kinds(data),
+        rounds=last_rounds(data),
+        artefacts=last_artefacts(data),
         similarity=_cosines(similar),
         similar=similar,
         outliers=outliers(data),
@@ -198,6 +202,19 @@ def _timeline(data: Mapping[str, Any]) -> Markup:
     return timeline(bars, lanes, clock=clock)
 
 
+def last_rounds(data: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """As many as the page has room for, one at least."""
+    most = max(1, MOST_ROWS // max(1, len(data["facilities"])))
+    return list(data["rounds"][-most:])
+
+
+def last_artefacts(data: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Every model, and as many updates as the page has room for."""
+    updates = [one for one in data["artefacts"] if one["name"].startswith("update of ")]
+    left_out = {id(one) for one in updates[: max(0, len(updates) - MOST_ROWS)]}
+    return [one for one in data["artefacts"] if id(one) not in left_out]
+
+
 def _length(segment: Mapping[str, Any]) -> float:
     return segment["end"] - segment["begin"]
 
@@ -232,10 +249,12 @@ def outliers(data: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def number(value: float | None) -> str:
-    """At most three decimals; '' for what is not known."""
+    """At most three decimals, one from 100 on; '' for what is not known."""
     if value is None:
         return ""
-    return f"{value:.3g}" if 0 < abs(value) < 0.1 else plain_number(value) if value < 1e4 else f"{value:,.0f}"
+    if 0 < abs(value) < 0.1:
+        return f"{value:.3g}"
+    return plain_number(value) if value < 100 else f"{value:,.1f}" if value < 1e4 else f"{value:,.0f}"
 
 
 def span(seconds: float) -> str:
