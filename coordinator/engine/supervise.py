@@ -27,6 +27,7 @@ from coordinator.engine.queues import Queue, at_all
 from coordinator.engine.stuck_jobs import Watch
 from coordinator.events.event import Event
 from coordinator.events.follow import EventFile
+from coordinator.streamflow_plugin.names import STEP_SERVER
 from facility.exchange.child import end_with_parent
 
 log = logging.getLogger("coordinator.engine")
@@ -299,8 +300,8 @@ class Supervisor:
 
 
 def children(pid: int) -> list[int]:
-    """Live processes below `pid` that do work: StreamFlow's jobs on this machine, not the shells it keeps open, nor
-    steps that wait for other facilities."""
+    """Live processes below `pid` that do work: StreamFlow's jobs on this machine, neither the shells it keeps
+    open nor what steps are forked from."""
     parents: dict[int, list[tuple[int, str]]] = {}
     for task in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -314,7 +315,7 @@ def children(pid: int) -> list[int]:
     while reached:
         for child, name in parents.get(reached.pop(), []):
             reached.append(child)
-            if name not in ("sh", "bash", "dash"):
+            if name not in ("sh", "bash", "dash", STEP_SERVER):
                 found.append(child)
     return found
 

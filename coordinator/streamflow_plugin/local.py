@@ -14,6 +14,7 @@ from streamflow.deployment.connector.local import LocalConnector
 from coordinator.archive.audit import VARIABLE as LOG
 from coordinator.config.deployments import FACILITY
 from coordinator.events.event import VARIABLE, emit
+from coordinator.streamflow_plugin.forked_steps import OF_COORDINATOR, OF_FACILITY, ForkedSteps, step_of_command
 from coordinator.streamflow_plugin.job_progress import JobWatch, asking, watched
 from coordinator.streamflow_plugin.patient import step_of
 
@@ -22,6 +23,8 @@ STEPS = ("start", "send", "receive", "aggregate", "report")
 LAST_LINES = 3
 LOOK_SECONDS = 1.0
 """Between two looks at processes that an earlier run left."""
+OURS, FACILITIES = ForkedSteps(), ForkedSteps(hidden=(VARIABLE, LOG))
+"""From which the coordinator's steps, and the rounds of facilities on this machine, are forked."""
 
 
 class TellingLocalConnector(LocalConnector):
@@ -37,22 +40,43 @@ class TellingLocalConnector(LocalConnector):
     ) -> tuple[str, int] | None:
         if job_name is None:
             return await super().run(location, command, *args, job_name=job_name, **rest)
-        if self.deployment_name.startswith(FACILITY):  # event file and log are the coordinator's alone
-            command = ["unset", VARIABLE, LOG, "&&", *command]
         step = step_of(job_name)
         emit("executing", step=step)
         if not self.deployment_name.startswith(FACILITY):
-            answer = await super().run(location, command, *args, job_name=job_name, **rest)
+            answer = await self._run_step(location, command, *args, job_name=job_name, **rest)
         else:
             workdir = rest.get("workdir") or (args[1] if len(args) > 1 else ".")
             emit("began", step=step, job="")
             async with watched(JobWatch(step=step, directory=workdir, ask=asking(self, location))):
-                answer = await super().run(location, command, *args, job_name=job_name, **rest)
+                answer = await self._run_step(location, command, *args, job_name=job_name, **rest)
             emit("ended", step=step, job="", code=answer[1] if answer is not None else 0, problem="")
         if answer is not None and answer[1] and step.rpartition("/")[2].partition("_")[0] in STEPS:
             said = " ".join((answer[0] or "").strip().splitlines()[-LAST_LINES:])
             emit("failed", step=step, reason=f"it ended with code {answer[1]}: {said}", futile=False)
         return answer
+
+    async def _run_step(
+        self, location: ExecutionLocation, command: MutableSequence[str], *args: Any, **rest: Any
+    ) -> tuple[str, int] | None:
+        """A fork where the command allows it, else a process of its own as StreamFlow starts it."""
+        at_facility = self.deployment_name.startswith(FACILITY)
+        streams = {rest.get(name) for name in ("stdin", "stdout", "stderr")} - {None, asyncio.subprocess.STDOUT}
+        if not args and not streams and rest.get("capture_output"):
+            step = step_of_command(
+                command,
+                modules=OF_FACILITY if at_facility else OF_COORDINATOR,
+                directory=rest.get("workdir"),
+                environment=os.environ | location.environment,
+                own=rest.get("environment") or {},
+            )
+            answer = (
+                await (FACILITIES if at_facility else OURS).run(step, timeout=rest.get("timeout")) if step else None
+            )
+            if answer is not None:
+                return answer
+        if at_facility:  # event file and log are the coordinator's alone
+            command = ["unset", VARIABLE, LOG, "&&", *command]
+        return await super().run(location, command, *args, **rest)
 
     async def settle(self, location: ExecutionLocation, directory: str) -> None:
         """Wait for the end of processes that an earlier run left at work in a job's directory."""

@@ -2,7 +2,7 @@
 
     python tests/bench/facilities.py [--facilities 2,16,64] [--rounds 3] [--out FILE]
 
-Local facilities whose trainer is a stand-in (`tests.stand_in_trainer`: no torch, the received weights come back), under
+Local facilities whose trainer is a stand-in (`lean_trainer.py`: the received weights come back), under
 StreamFlow on this machine: everything else is what a user runs. CPU seconds are those of all processes, the stand-ins'
 among them; of a further facility: beyond a federation of one. Memory is the engine's largest resident set.
 """
@@ -43,7 +43,9 @@ def run(facilities: int, rounds: int) -> dict[str, Any]:
         path.write_text(yaml.safe_dump(described, sort_keys=False))
         write(read_federation(path))
         tool = root / "cwl" / "tools" / "train.cwl"
-        text = tool.read_text().replace("update]", f"update, --module, tests.stand_in_trainer, --state, {root}/state]")
+        text = tool.read_text().replace(
+            "update]", f"update, --module, tests.bench.lean_trainer, --state, {root}/state]"
+        )
         tool.write_text(text)
         (root / "engine").mkdir()
         before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
