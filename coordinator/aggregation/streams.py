@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from facility.exchange.checkpoints.checkpoint import ITEM_BYTES, TensorEntry, read_exactly
+from facility.exchange.checkpoints.checkpoint import ITEM_BYTES, TensorEntry, expect, read_exactly
 from facility.exchange.checkpoints.floats import STORAGE, Array
 from facility.exchange.files.streamed_digest import StreamedDigest
 from facility.exchange.masking.streams import DTYPES, UNSIGNED
@@ -53,9 +53,11 @@ class Files:
         self._hashed = hashed or {}
 
     def open(self, entries: Sequence[TensorEntry]) -> None:
+        """The files of these tensors, which are all that is read of them."""
         for entry in entries:
             if entry.file not in self._descriptors:
                 self._descriptors[entry.file] = os.open(entry.file, os.O_RDONLY)
+        expect(self._hashed, entries)
 
     def read(self, entry: TensorEntry, start: int, count: int, buffer: memoryview) -> Array:
         """Elements of a tensor into `buffer`, as an array of the storage dtype that lives in it."""

@@ -10,7 +10,14 @@ import numpy as np
 
 from coordinator.aggregation.adapter_fit import check_adapters, check_told
 from coordinator.aggregation.matching import match_tensors
-from facility.exchange.checkpoints.checkpoint import FLOATS, Checkpoint, TensorEntry, open_checkpoint, read_exactly
+from facility.exchange.checkpoints.checkpoint import (
+    FLOATS,
+    Checkpoint,
+    TensorEntry,
+    expect,
+    open_checkpoint,
+    read_exactly,
+)
 from facility.exchange.checkpoints.companions import EXECUTABLE
 from facility.exchange.checkpoints.floats import STORAGE
 from facility.exchange.checkpoints.patterns import Patterns
@@ -173,10 +180,10 @@ def check_finite(
     """Refuse NaN and infinity in any floating-point tensor, in the order on disk; `hashed` takes what is read."""
     buffer = bytearray(CHUNK)
     descriptors: dict[Path, int] = {}
+    floats = {name: entry for name, entry in entries.items() if entry.dtype in FLOATS}
+    expect(hashed or {}, floats.values())
     try:
-        for name, entry in sorted(entries.items(), key=lambda item: (item[1].file, item[1].start)):
-            if entry.dtype not in FLOATS:
-                continue
+        for name, entry in sorted(floats.items(), key=lambda item: (item[1].file, item[1].start)):
             if entry.file not in descriptors:
                 descriptors[entry.file] = os.open(entry.file, os.O_RDONLY)
             for offset in range(0, entry.size, CHUNK):

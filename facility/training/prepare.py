@@ -10,6 +10,7 @@ import torch
 
 from facility.exchange.checkpoints.adapters import PREFIX
 from facility.exchange.checkpoints.checkpoint import Checkpoint
+from facility.exchange.messages.manifest import check_digest
 from facility.exchange.seeds import derive
 from facility.training import account, lora, memory
 from facility.training.data.inputs import RoundInputs
@@ -112,6 +113,7 @@ def build_engine(request: RoundRequest, inputs: RoundInputs, setup: Setup, ranks
     held = assemble(skeleton, inputs.task, inputs.checkpoint, layout, ranks, training, clock, structure, rows)
     with together(ranks):
         load_weights(held, inputs, inputs.received, request.settings.seed)
+        verify_loaded(inputs)
     engine = Engine(held, layout, ranks, training, clock)
     engine.predicted_memory_bytes = expected
     return engine
@@ -125,6 +127,18 @@ def load_weights(held: Assembly, inputs: RoundInputs, received: Checkpoint, seed
     names, adapters = held.names, any(part.name.startswith(PREFIX) for part in held.parts)
     weights = [part for part in held.parts if not part.name.startswith(PREFIX)]
     base = received if not adapters and inputs.checkpoint is inputs.received else inputs.checkpoint
-    load_shards([*weights, *held.buffers], base, names.conversion)
+    hashed = {digest.path: digest for digest in inputs.unverified.values()} if base is inputs.received else None
+    load_shards([*weights, *held.buffers], base, names.conversion, hashed=hashed)
     if adapters:
         log.info("%s", lora.load_adapters(held.parts, received, base, names.saved, seed, names.conversion))
+
+
+def verify_loaded(inputs: RoundInputs) -> None:
+    """Compare what `load_weights` has read of the received model with its manifest; what it did not read is read here.
+
+    Raises `ManifestError`.
+    """
+    for name, digest in inputs.unverified.items():
+        assert inputs.base is not None
+        check_digest(inputs.received.directory, inputs.base, name, digest.finish())
+    inputs.unverified.clear()

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from facility.exchange.checkpoints.checkpoint import Checkpoint, TensorEntry, read_exactly, torch_dtype
+from facility.exchange.checkpoints.checkpoint import Checkpoint, TensorEntry, expect, read_exactly, torch_dtype
 from facility.exchange.checkpoints.conversion import Conversion, Pieces, describe_missing
 from facility.exchange.errors import CheckpointError
+from facility.exchange.files.streamed_digest import StreamedDigest
 
 PIECE_BYTES = 64_000_000
 """Bytes read at once: what loading needs beyond the shard itself."""
@@ -63,25 +65,32 @@ def shard_of(name: str, parameter: nn.Parameter) -> LocalShard:
     return LocalShard(name=name, shape=shape, first=first, tensor=held, parameter=parameter)
 
 
-def read_rows(entry: TensorEntry, first: int, target: torch.Tensor) -> None:
+Hashed = Mapping[Path, StreamedDigest]
+"""Files whose sha256 is made of what is read of them."""
+
+
+def read_rows(entry: TensorEntry, first: int, target: torch.Tensor, hashed: Hashed | None = None) -> None:
     """Fill `target` (rows `first`, `first` + 1, ... of the stored tensor), converting the dtype."""
     row = (entry.elements // entry.shape[0]) if entry.shape and entry.shape[0] else 1
-    read_elements(entry, first * row, target.detach().view(-1))
+    read_elements(entry, first * row, target.detach().view(-1), hashed)
 
 
-def read_elements(entry: TensorEntry, start: int, flat: torch.Tensor) -> None:
+def read_elements(entry: TensorEntry, start: int, flat: torch.Tensor, hashed: Hashed | None = None) -> None:
     """Fill `flat` with the stored tensor's elements from `start` on, in pieces, converting the dtype."""
     if flat.numel() == 0:
         return
     stored = torch_dtype(entry.dtype)
     begin = entry.start + start * stored.itemsize
     per_piece = max(1, PIECE_BYTES // stored.itemsize)
+    digest = (hashed or {}).get(entry.file)
     descriptor = os.open(entry.file, os.O_RDONLY)
     try:
         for at in range(0, flat.numel(), per_piece):
             count = min(per_piece, flat.numel() - at)
             buffer = bytearray(count * stored.itemsize)
             read_exactly(descriptor, memoryview(buffer), begin + at * stored.itemsize, entry.file)
+            if digest is not None:
+                digest.feed(begin + at * stored.itemsize, buffer)
             flat[at : at + count].copy_(torch.frombuffer(buffer, dtype=stored))
     finally:
         os.close(descriptor)
@@ -101,24 +110,37 @@ def initialise_parameters(model: nn.Module, device: torch.device) -> None:
             module._parameters[name] = first
 
 
-def read_pieces(pieces: Pieces, checkpoint: Checkpoint, part: LocalShard, target: torch.Tensor) -> None:
+def read_pieces(
+    pieces: Pieces, checkpoint: Checkpoint, part: LocalShard, target: torch.Tensor, hashed: Hashed | None = None
+) -> None:
     """Fill `target` (the rows of a part) from the stored tensors that the parameter is made of."""
     row = torch.Size(part.shape[1:]).numel()
     begin = part.first * row
     flat = target.detach().view(-1)
     for run in pieces.between(begin, begin + flat.numel()):
-        read_elements(checkpoint.tensors[run.tensor], run.start, flat[run.at - begin : run.at - begin + run.count])
+        into = flat[run.at - begin : run.at - begin + run.count]
+        read_elements(checkpoint.tensors[run.tensor], run.start, into, hashed)
 
 
-def load_shards(parts: Iterable[LocalShard], checkpoint: Checkpoint, conversion: Conversion | None = None) -> None:
+def load_shards(
+    parts: Iterable[LocalShard],
+    checkpoint: Checkpoint,
+    conversion: Conversion | None = None,
+    *,
+    hashed: Hashed | None = None,
+) -> None:
     """Fill each part from the checkpoint's tensor of that name, or from those that it is made of.
 
-    Raises `CheckpointError`.
+    `hashed`: files of the checkpoint to hash as they are read; then parts are filled in the order in which they lie
+    there. Raises `CheckpointError`.
     """
     pieces = conversion.pieces if conversion is not None else {}
+    if hashed:
+        expect(hashed, checkpoint.tensors.values())
+        parts = sorted(parts, key=lambda part: _place(part, checkpoint, pieces))
     for part in parts:
         if part.name in pieces:
-            read_pieces(pieces[part.name], checkpoint, part, part.tensor)
+            read_pieces(pieces[part.name], checkpoint, part, part.tensor, hashed)
             continue
         entry = checkpoint.tensors.get(part.name)
         if entry is None:
@@ -128,7 +150,14 @@ def load_shards(parts: Iterable[LocalShard], checkpoint: Checkpoint, conversion:
                 f"{checkpoint.directory}: tensor {part.name!r} has shape {list(entry.shape)}, "
                 f"its config.json asks for {list(part.shape)}"
             )
-        read_rows(entry, part.first, part.tensor)
+        read_rows(entry, part.first, part.tensor, hashed)
+
+
+def _place(part: LocalShard, checkpoint: Checkpoint, pieces: Mapping[str, Pieces]) -> tuple[str, int]:
+    """Where the first bytes of a part lie; one that the checkpoint lacks comes first, and is refused."""
+    names = pieces[part.name].tensors if part.name in pieces else [part.name]
+    found = [checkpoint.tensors[name] for name in names if name in checkpoint.tensors]
+    return min(((str(entry.file), entry.start) for entry in found), default=("", 0))
 
 
 def add_shards(parts: Iterable[LocalShard], checkpoint: Checkpoint, conversion: Conversion | None = None) -> None:

@@ -14,6 +14,7 @@ from coordinator.aggregation.settings import AggregationSettings
 from coordinator.aggregation.verify import check_update
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.errors import ManifestError, UpdateRefused
+from facility.exchange.files import streamed_digest
 from facility.exchange.messages.manifest import read_manifest, verify_manifest
 from tests.aggregation import make
 
@@ -54,23 +55,29 @@ def second_round(tmp_path: Path) -> tuple[Path, Path, list[Path]]:
     return base, state, updates
 
 
-def again(tmp_path: Path, base: Path, state: Path, updates: list[Path], **more: bool) -> None:
+def again(tmp_path: Path, base: Path, state: Path, updates: list[Path], **more: int) -> None:
     out, state_out = tmp_path / "next", tmp_path / "next-state"
     more = more | {"verify_base": True}
     aggregate(base=base, updates=updates, out=out, settings=SETTINGS, state_in=state, state_out=state_out, **more)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts by /proc/self/io")
-def test_a_round_reads_updates_model_and_state_once_and_nothing_that_it_wrote(tmp_path: Path, second_round):
+@pytest.mark.parametrize("waiting", [streamed_digest.MOST_WAITING, 0], ids=["", "nothing-waits"])
+def test_a_round_reads_updates_model_and_state_once_and_nothing_that_it_wrote(
+    tmp_path: Path, second_round, monkeypatch, waiting: int
+):
+    """Also where files are so large that nothing of them fits into what a digest may hold back."""
+    monkeypatch.setattr(streamed_digest, "MOST_WAITING", waiting)
     base, state, updates = second_round
     needed = sum(map(size, (base, state, *updates)))
-    found = read_by(lambda: again(tmp_path, base, state, updates))
+    found = read_by(lambda: again(tmp_path, base, state, updates, threads=0 if waiting else 1))
     assert needed <= found <= needed + SLACK
     assert verify_manifest(tmp_path / "next").kind == "model" and verify_manifest(tmp_path / "next-state")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts by /proc/self/io")
-def test_an_update_is_read_once_when_it_arrives(second_round):
+def test_an_update_is_read_once_when_it_arrives(second_round, monkeypatch):
+    monkeypatch.setattr(streamed_digest, "MOST_WAITING", 0)
     base, _, (update, _) = second_round
     opened, told = open_checkpoint(base), read_manifest(base)
     found = read_by(lambda: check_update(update, opened, told, "f3", told.round))

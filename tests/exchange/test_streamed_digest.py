@@ -60,3 +60,35 @@ def test_what_is_never_written_counts_as_it_lies_there(tmp_path: Path):
         writer.write("w", 300, memoryview(bytes(range(100))))
         found = writer.digests()
     assert found == {name: hashlib.sha256((tmp_path / name).read_bytes()).hexdigest() for name in "ab"}
+
+
+@pytest.mark.parametrize("order", ["as they lie", "backwards"])
+def test_what_no_reader_feeds_is_read_in_its_turn_and_nothing_else(tmp_path: Path, monkeypatch, order: str):
+    """A header, a gap between tensors and a tail: without `expect` all that follows them would be read again."""
+    (tmp_path / "file").write_bytes(CONTENT)
+    ranges = [(17, 50_000), (50_000, 60_000), (60_100, 99_000)]
+    read: list[tuple[int, int]] = []
+    original = StreamedDigest._read
+
+    def noted(self: StreamedDigest, start: int, end: int) -> int:
+        read.append((start, end))
+        return original(self, start, end)
+
+    monkeypatch.setattr(StreamedDigest, "_read", noted)
+    if order == "as they lie":
+        monkeypatch.setattr(streamed_digest, "MOST_WAITING", 0)
+    digest = StreamedDigest(tmp_path / "file", len(CONTENT))
+    digest.expect(ranges)
+    for start, end in ranges if order == "as they lie" else reversed(ranges):
+        digest.feed(start, CONTENT[start:end])
+    assert digest.finish() == hashlib.sha256(CONTENT).hexdigest()
+    assert sorted(read) == [(0, 17), (60_000, 60_100), (99_000, len(CONTENT))]
+
+
+def test_expecting_once_more_changes_nothing(tmp_path: Path):
+    (tmp_path / "file").write_bytes(CONTENT)
+    digest = StreamedDigest(tmp_path / "file", len(CONTENT))
+    digest.expect([(10, 500)])
+    digest.feed(10, CONTENT[10:500])
+    digest.expect([(10, 500)])
+    assert digest.finish() == hashlib.sha256(CONTENT).hexdigest()

@@ -12,13 +12,14 @@ import json
 import math
 import os
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from facility.exchange.errors import CheckpointError
 from facility.exchange.files.durable import as_umask_allows, write_json
+from facility.exchange.files.streamed_digest import StreamedDigest
 
 if TYPE_CHECKING:
     import torch
@@ -137,6 +138,16 @@ def read_exactly(descriptor: int, buffer: memoryview, offset: int, file: Path) -
                 f"{file} ends at byte {offset + done}, expected {len(buffer) - done} bytes more: truncated"
             )
         done += count
+
+
+def expect(hashed: Mapping[Path, StreamedDigest], entries: Iterable[TensorEntry]) -> None:
+    """Tell the digests of these tensors' files what of the files will go by: the tensors, and nothing else."""
+    ranges: dict[Path, list[tuple[int, int]]] = {}
+    for entry in entries:
+        ranges.setdefault(entry.file, []).append((entry.start, entry.start + entry.size))
+    for file, found in ranges.items():
+        if file in hashed:
+            hashed[file].expect(found)
 
 
 def read_header(file: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 
 MOST_WAITING = 16 << 20
@@ -29,6 +30,28 @@ class StreamedDigest:
         """Pieces that came early, by offset: their content, or their length where they could not wait."""
         self._waiting_bytes = 0
         self._lock = threading.Lock()
+
+    def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Only these ranges (first byte, end) will go by: a reader of tensors feeds no header, and perhaps not all.
+
+        What lies between is read from the file in its turn, so that nothing waits for it. Says nothing after the first
+        `feed`.
+        """
+        if self._position or self._waiting:
+            return
+        at = 0
+        for start, end in [*sorted(ranges), (self.size, self.size)]:
+            if start > at:
+                self._skip(at, start)
+            at = max(at, end)
+
+    def _skip(self, start: int, end: int) -> None:
+        with self._lock:
+            if start > self._position or self._busy:
+                self._waiting[start] = end - start
+                return
+            self._busy = True
+        self._advance(self._read(start, end))
 
     def feed(self, offset: int, content: memoryview | bytes) -> None:
         """Take a piece of the file. One that is fed a second time, changed perhaps, has the whole file read at last."""

@@ -12,6 +12,7 @@ from facility.dataset import PreparedDataset, open_dataset
 from facility.exchange.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from facility.exchange.checkpoints.tokenizer import differ, tokenizer_digest
 from facility.exchange.errors import ConfigurationError, InputError, ManifestError
+from facility.exchange.files.streamed_digest import StreamedDigest
 from facility.exchange.messages import manifest as manifests
 from facility.exchange.messages.settings import FacilitySettings
 from facility.preparing.tokenizer import load_tokenizer
@@ -30,6 +31,9 @@ class RoundInputs:
     received: Checkpoint
     base: manifests.Manifest | None
     """The received model's manifest, where it carries one."""
+    unverified: dict[str, StreamedDigest]
+    """Files of the received model whose bytes are still to be compared with the manifest, by `load_weights`, as it
+    reads them: what was verified is what is trained."""
     checkpoint: Checkpoint
     """What the frozen and initial weights are loaded from: the received model, or `training.lora.base`."""
     dataset: PreparedDataset
@@ -52,7 +56,8 @@ class RoundInputs:
 
 def read_inputs(request: RoundRequest, ranks: Ranks) -> RoundInputs:
     """Open the model and the dataset, refuse what cannot be trained. Raises `InputError`."""
-    received, base = read_model(request.model, request.round, ranks, evaluation=request.evaluates_only)
+    later = ranks.world == 1
+    received, base = read_model(request.model, request.round, ranks, evaluation=request.evaluates_only, later=later)
     base_model = request.base_model
     checkpoint = received if base_model == request.model else open_checkpoint(base_model)
     dataset = open_dataset(request.dataset)
@@ -69,6 +74,7 @@ def read_inputs(request: RoundRequest, ranks: Ranks) -> RoundInputs:
     return RoundInputs(
         received=received,
         base=base,
+        unverified=digests_of(request.model, base) if later and base is not None else {},
         checkpoint=checkpoint,
         dataset=dataset,
         config=config,
@@ -79,20 +85,30 @@ def read_inputs(request: RoundRequest, ranks: Ranks) -> RoundInputs:
 
 
 def read_model(
-    directory: Path, round: int, ranks: Ranks, *, evaluation: bool
+    directory: Path, round: int, ranks: Ranks, *, evaluation: bool, later: bool = False
 ) -> tuple[Checkpoint, manifests.Manifest | None]:
     """Open the received model; where it carries a manifest, the first rank checks every byte against it.
 
-    A federation that ended early has its final model, of an earlier round, evaluated.
+    `later`: tensors are verified by the reading that loads them. A federation that ended early has its final model, of
+    an earlier round, evaluated.
     """
     base = None
     if (directory / manifests.NAME).is_file():
-        base = manifests.verify_manifest(directory) if ranks.first else manifests.read_manifest(directory)
+        base = manifests.read_manifest(directory)
+        if ranks.first:
+            manifests.verify_manifest(directory, later=manifests.tensor_files(base) if later else ())
         if base.kind != "model":
             raise ManifestError(f"{directory} is an {base.kind}, expected a model")
         if base.round != round and not evaluation:
             raise ManifestError(f"{directory} is the model of round {base.round}, expected round {round}")
     return open_checkpoint(directory), base
+
+
+def digests_of(directory: Path, manifest: manifests.Manifest) -> dict[str, StreamedDigest]:
+    """What makes the digests of the tensor files of a model as they are read, by name."""
+    return {
+        name: StreamedDigest(directory / name, manifest.files[name].size) for name in manifests.tensor_files(manifest)
+    }
 
 
 def check_inputs(round: int, out: Path, settings: FacilitySettings, dataset: PreparedDataset, config: Any) -> None:
