@@ -11,7 +11,8 @@ from typing import Any
 
 from coordinator.problem.problem import Problem
 from coordinator.problem.read import read_problem
-from coordinator.simulation.facilities import read_federation, simulate_federation
+from coordinator.simulation.described import read_federation
+from coordinator.simulation.facilities import simulate_federation
 from coordinator.simulation.pipelines.pictures import write_html, write_trace
 from coordinator.simulation.pipelines.plans import simulate
 from coordinator.simulation.pipelines.result import SimulationResult

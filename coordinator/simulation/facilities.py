@@ -8,121 +8,22 @@ update is returned. All transfers of one direction share the coordinator's link.
 - `deadline`: after `deadline_seconds`, with the updates received by then (at least one);
 - `asynchronous`: every update is merged at once and its facility starts again; a round is as many updates as
   there are facilities.
+
+With `fan_in` several coordinators average in a tree (`coordinator.simulation.tree`), for 10,000 facilities and more.
 """
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from coordinator.simulation.described import Array, Federation
 from coordinator.simulation.pipelines.result import Span
 from coordinator.simulation.pipelines.transfers import finish_times
-from facility.exchange.errors import ConfigurationError
-from facility.exchange.validation import parse, validated
-
-Array = NDArray[np.float64]
-FORMAT = 1
-
-
-@validated(frozen=True, kw_only=True)
-class Queue:
-    """How long a job waits for its start."""
-
-    kind: Literal["none", "fixed", "exponential", "lognormal", "chance"] = "none"
-    """`chance`: `seconds` with `probability`, drawn `draws` times; else none."""
-    seconds: float = 0.0
-    """Fixed, mean of the exponential, median of the lognormal, or length of a chance's delay."""
-    spread: float = 1.0
-    """Lognormal: standard deviation of the logarithm."""
-    probability: float = 0.0
-    draws: int = 1
-
-    def __post_init__(self) -> None:
-        if self.seconds < 0 or self.spread < 0 or not 0 <= self.probability <= 1 or self.draws < 1:
-            raise ConfigurationError("queue needs seconds and spread of 0 or more, probability 0 to 1, draws 1 or more")
-
-    def draw(self, random: np.random.Generator, count: int) -> Array:
-        if self.kind == "exponential":
-            return random.exponential(self.seconds, count)
-        if self.kind == "lognormal":
-            return self.seconds * np.exp(random.normal(0.0, self.spread, count))
-        if self.kind == "chance":
-            return self.seconds * random.binomial(self.draws, self.probability, count).astype(float)
-        return np.full(count, self.seconds if self.kind == "fixed" else 0.0)
-
-
-@validated(frozen=True, kw_only=True)
-class Site:
-    """One facility, or `count` alike."""
-
-    name: str = "facility"
-    count: int = 1
-    train_seconds: float
-    """One round's local work."""
-    train_spread: float = 0.0
-    """Uniform, this fraction of the seconds up and down."""
-    queue: Queue = field(default_factory=Queue)
-    download_megabytes_per_second: float = 0.0
-    """Of this facility's own link; 0: not limited."""
-    upload_megabytes_per_second: float = 0.0
-    failure_probability: float = 0.0
-    """Of a job; it fails at a uniform moment of its training."""
-    attempts: int = 3
-    """Jobs in a round before the facility skips the round."""
-
-    def __post_init__(self) -> None:
-        if not self.train_seconds > 0:
-            raise ConfigurationError(f"train_seconds is {self.train_seconds}, expected more than 0")
-        if not 0 <= self.train_spread < 1 or not 0 <= self.failure_probability < 1:
-            raise ConfigurationError("train_spread and failure_probability must be from 0 to below 1")
-        if self.count < 1 or self.attempts < 1:
-            raise ConfigurationError(f"count is {self.count}, attempts {self.attempts}, expected 1 or more")
-        if min(self.download_megabytes_per_second, self.upload_megabytes_per_second) < 0:
-            raise ConfigurationError("download and upload are megabytes per second, 0 (not limited) or more")
-
-
-@validated(frozen=True, kw_only=True)
-class Federation:
-    """What to simulate; the file of `--federation`."""
-
-    rounds: int
-    facilities: list[Site]
-    model_megabytes: float = 0.0
-    """What travels to a facility."""
-    update_megabytes: float = -1.0
-    """What comes back; -1: as much as the model."""
-    coordinator_megabytes_per_second: float = 0.0
-    """The coordinator's link, each direction; 0: not limited."""
-    aggregate_seconds: float = 0.0
-    """Between the last update of a round and the next model."""
-    aggregate_seconds_per_update: float = 0.0
-    policy: Literal["synchronous", "quorum", "deadline", "asynchronous"] = "synchronous"
-    quorum: int = 0
-    """Updates that close a round under `quorum`."""
-    deadline_seconds: float = 0.0
-    seed: int = 0
-    format: int = FORMAT
-
-    def __post_init__(self) -> None:
-        if self.rounds < 1 or not self.facilities:
-            raise ConfigurationError("rounds must be 1 or more, and facilities must name at least one")
-        if self.policy == "quorum" and not 1 <= self.quorum <= self.size:
-            raise ConfigurationError(f"quorum is {self.quorum}, expected 1 to {self.size} (the facilities)")
-        if self.policy == "deadline" and not self.deadline_seconds > 0:
-            raise ConfigurationError(f"deadline_seconds is {self.deadline_seconds}, expected more than 0")
-        if self.model_megabytes < 0 or self.coordinator_megabytes_per_second < 0 or self.aggregate_seconds < 0:
-            raise ConfigurationError(
-                "model_megabytes, coordinator_megabytes_per_second and aggregate_seconds: 0 or more"
-            )
-
-    @property
-    def size(self) -> int:
-        return sum(site.count for site in self.facilities)
+from coordinator.simulation.tree import Tree
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,18 +55,6 @@ class FederationResult:
         values = asdict(self)
         del values["timeline"]
         return values
-
-
-def read_federation(path: Path) -> Federation:
-    """Read the file of `--federation`. Raises `ConfigurationError`."""
-    try:
-        raw = json.loads(Path(path).read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(f"cannot be read as JSON: {error}", file=path) from None
-    federation = parse(Federation, raw, file=path)
-    if federation.format > FORMAT:
-        raise ConfigurationError(f"format {federation.format} is newer than {FORMAT}: update CrossFed", file=path)
-    return federation
 
 
 @dataclass
@@ -201,11 +90,48 @@ class _Sites:
         self.model = 1e6 * federation.model_megabytes
         update = federation.update_megabytes if federation.update_megabytes >= 0 else federation.model_megabytes
         self.update = 1e6 * update
+        self.tree = self._tree() if federation.fan_in else None
+
+    def _tree(self) -> Tree:
+        told = self.federation
+        return Tree(
+            fan_in=told.fan_in,
+            capacity=self.capacity,
+            model=self.model,
+            partial=1e6 * told.partial_megabytes if told.partial_megabytes >= 0 else 4 * self.update,
+            seconds=told.aggregate_seconds,
+            seconds_per_update=told.aggregate_seconds_per_update,
+        )
+
+    def _sent(self, now: Array, who: NDArray[np.intp]) -> Array:
+        """When facilities have the model that the coordinator has at `now`."""
+        if not self.model:
+            return now
+        if self.tree is not None:
+            return self.tree.transfers(now + self.tree.model_delay(len(who)), self.model, self.download[who])
+        return finish_times(now, np.full(len(who), self.model), self.download[who], self.capacity)
+
+    def _returned(self, trained: Array, who: NDArray[np.intp], back: NDArray[np.bool_]) -> Array:
+        """When the updates of those who come `back` are at their coordinator."""
+        end = trained.copy()
+        if not self.update or not back.any():
+            return end
+        if self.tree is not None:
+            return np.where(back, self.tree.transfers(trained, self.update, self.upload[who]), end)
+        amount = np.full(int(back.sum()), self.update)
+        end[back] = finish_times(trained[back], amount, self.upload[who[back]], self.capacity)
+        return end
+
+    def following(self, close: float, end: Array, updates: int) -> float:
+        """When the next model is there, for a round that closes at `close`."""
+        if self.tree is not None:
+            return self.tree.finished(end)
+        told = self.federation
+        return close + told.aggregate_seconds + told.aggregate_seconds_per_update * updates
 
     def turn(self, who: NDArray[np.intp], now: Array) -> _Turns:
         """Facilities `who` begin a turn at `now`; their transfers share the coordinator's link."""
-        sizes = np.full(len(who), self.model)
-        there = finish_times(now, sizes, self.download[who], self.capacity) if self.model else now
+        there = self._sent(now, who)
         trained, gave_up = there.copy(), np.zeros(len(who), dtype=bool)
         started = there.copy()
         training, queueing = np.zeros(len(who)), np.zeros(len(who))
@@ -231,11 +157,7 @@ class _Sites:
                 trying = trying[failed]
                 if attempt == site.attempts - 1:
                     gave_up[trying] = True
-        end = trained.copy()
-        back = ~gave_up
-        if self.update and back.any():
-            amount = np.full(int(back.sum()), self.update)
-            end[back] = finish_times(trained[back], amount, self.upload[who[back]], self.capacity)
+        end = self._returned(trained, who, ~gave_up)
         return _Turns(
             end=end,
             gave_up=gave_up,
@@ -296,7 +218,7 @@ def simulate_federation(federation: Federation, *, timeline_rounds: int = 0) -> 
         good = arrived[~gave_up[arrived]]
         account.sat_out += int(gave_up[arrived].sum())
         took_part[good] += 1
-        following = close + federation.aggregate_seconds + federation.aggregate_seconds_per_update * len(good)
+        following = sites.following(close, end, len(good))
         closes.append(following)
         waited += float((following - end[arrived]).sum())
         now = following

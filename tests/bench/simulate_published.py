@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from coordinator.simulation.facilities import Federation, Queue, Site, simulate_federation
+from coordinator.simulation.described import Federation, Queue, Site
+from coordinator.simulation.facilities import simulate_federation
 from coordinator.simulation.pipelines.iteration import simulate_layout
 from coordinator.simulation.pipelines.layout import Layout
 from coordinator.simulation.replicas import ExchangeCosts, simulate_policy

@@ -20,7 +20,8 @@ from streamflow.core.workflow import Status
 
 from coordinator.archive.rounds import FacilityRow, RoundFile
 from coordinator.config.closing import ClosingSettings, EvenSettings
-from coordinator.simulation.facilities import Federation, Site, simulate_federation
+from coordinator.simulation.described import Federation, Site
+from coordinator.simulation.facilities import simulate_federation
 from coordinator.steps.even import steps_ahead
 from coordinator.streamflow_plugin.closing import INPUT, Closing
 from coordinator.streamflow_plugin.errand import Errand

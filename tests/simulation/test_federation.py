@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from coordinator.simulate import main
-from coordinator.simulation.facilities import Federation, Queue, Site, read_federation, simulate_federation
+from coordinator.simulation.described import Federation, Queue, Site, read_federation
+from coordinator.simulation.facilities import simulate_federation
 from coordinator.simulation.pipelines.transfers import finish_times, level
 from facility.exchange.errors import ConfigurationError
 
@@ -140,3 +141,41 @@ def test_bad_input_is_refused(tmp_path: Path, raw: dict[str, Any], message: str)
     (tmp_path / "f.json").write_text(json.dumps(raw))
     with pytest.raises(ConfigurationError, match=message):
         read_federation(tmp_path / "f.json")
+
+
+def test_a_tree_of_coordinators_by_hand():
+    # 4 facilities, 2 coordinators below one; 100 MB at 10 MB/s, two at a time: 20 s down to the lower ones, 20 s on to
+    # the facilities, 100 s of training, 20 s back, 1 + 2 x 0.5 s, two sums of 50 MB in 10 s, and 2 s at the top.
+    tree = federation(
+        facilities=[Site(name="a", count=4, train_seconds=100)],
+        coordinator_megabytes_per_second=10,
+        aggregate_seconds=1,
+        aggregate_seconds_per_update=0.5,
+        fan_in=2,
+        partial_megabytes=50,
+    )
+    assert simulate_federation(tree).round_seconds == pytest.approx(20 + 20 + 100 + 20 + 2 + 10 + 2)
+
+
+def test_a_tree_that_one_coordinator_is_all_of_is_no_other_federation():
+    alone = federation(coordinator_megabytes_per_second=30, aggregate_seconds=5, aggregate_seconds_per_update=1)
+    tree = federation(
+        coordinator_megabytes_per_second=30, aggregate_seconds=5, aggregate_seconds_per_update=1, fan_in=3
+    )
+    assert simulate_federation(tree).rounds_seconds == pytest.approx(simulate_federation(alone).rounds_seconds)
+
+
+def test_ten_thousand_facilities_in_a_tree_take_less_than_over_one_link():
+    sites = [Site(name="a", count=10_000, train_seconds=600, train_spread=0.2, failure_probability=0.01)]
+    shared = {"facilities": sites, "coordinator_megabytes_per_second": 1000, "rounds": 2, "model_megabytes": 1000}
+    alone = simulate_federation(federation(**shared))
+    times = {fan_in: simulate_federation(federation(**shared, fan_in=fan_in)).round_seconds for fan_in in (8, 100)}
+    assert alone.round_seconds > 2 * 10_000  # every model and every update over one link
+    assert times[8] < 1500 < alone.round_seconds / 10
+    assert times[8] < times[100]
+
+
+@pytest.mark.parametrize("changes", [{"fan_in": 1}, {"fan_in": 8, "policy": "asynchronous"}])
+def test_a_tree_needs_two_branches_and_rounds(changes: dict[str, Any]):
+    with pytest.raises(ConfigurationError, match="fan_in"):
+        federation(**changes)

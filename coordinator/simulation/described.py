@@ -1,0 +1,133 @@
+"""What a simulated federation is: its facilities, queues, links and policy; the file of `--federation`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import field
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from facility.exchange.errors import ConfigurationError
+from facility.exchange.validation import parse, validated
+
+Array = NDArray[np.float64]
+FORMAT = 1
+
+
+@validated(frozen=True, kw_only=True)
+class Queue:
+    """How long a job waits for its start."""
+
+    kind: Literal["none", "fixed", "exponential", "lognormal", "chance"] = "none"
+    """`chance`: `seconds` with `probability`, drawn `draws` times; else none."""
+    seconds: float = 0.0
+    """Fixed, mean of the exponential, median of the lognormal, or length of a chance's delay."""
+    spread: float = 1.0
+    """Lognormal: standard deviation of the logarithm."""
+    probability: float = 0.0
+    draws: int = 1
+
+    def __post_init__(self) -> None:
+        if self.seconds < 0 or self.spread < 0 or not 0 <= self.probability <= 1 or self.draws < 1:
+            raise ConfigurationError("queue needs seconds and spread of 0 or more, probability 0 to 1, draws 1 or more")
+
+    def draw(self, random: np.random.Generator, count: int) -> Array:
+        if self.kind == "exponential":
+            return random.exponential(self.seconds, count)
+        if self.kind == "lognormal":
+            return self.seconds * np.exp(random.normal(0.0, self.spread, count))
+        if self.kind == "chance":
+            return self.seconds * random.binomial(self.draws, self.probability, count).astype(float)
+        return np.full(count, self.seconds if self.kind == "fixed" else 0.0)
+
+
+@validated(frozen=True, kw_only=True)
+class Site:
+    """One facility, or `count` alike."""
+
+    name: str = "facility"
+    count: int = 1
+    train_seconds: float
+    """One round's local work."""
+    train_spread: float = 0.0
+    """Uniform, this fraction of the seconds up and down."""
+    queue: Queue = field(default_factory=Queue)
+    download_megabytes_per_second: float = 0.0
+    """Of this facility's own link; 0: not limited."""
+    upload_megabytes_per_second: float = 0.0
+    failure_probability: float = 0.0
+    """Of a job; it fails at a uniform moment of its training."""
+    attempts: int = 3
+    """Jobs in a round before the facility skips the round."""
+
+    def __post_init__(self) -> None:
+        if not self.train_seconds > 0:
+            raise ConfigurationError(f"train_seconds is {self.train_seconds}, expected more than 0")
+        if not 0 <= self.train_spread < 1 or not 0 <= self.failure_probability < 1:
+            raise ConfigurationError("train_spread and failure_probability must be from 0 to below 1")
+        if self.count < 1 or self.attempts < 1:
+            raise ConfigurationError(f"count is {self.count}, attempts {self.attempts}, expected 1 or more")
+        if min(self.download_megabytes_per_second, self.upload_megabytes_per_second) < 0:
+            raise ConfigurationError("download and upload are megabytes per second, 0 (not limited) or more")
+
+
+@validated(frozen=True, kw_only=True)
+class Federation:
+    """What to simulate; the file of `--federation`."""
+
+    rounds: int
+    facilities: list[Site]
+    model_megabytes: float = 0.0
+    """What travels to a facility."""
+    update_megabytes: float = -1.0
+    """What comes back; -1: as much as the model."""
+    coordinator_megabytes_per_second: float = 0.0
+    """The coordinator's link, each direction; 0: not limited."""
+    aggregate_seconds: float = 0.0
+    """Between the last update of a round and the next model."""
+    aggregate_seconds_per_update: float = 0.0
+    fan_in: int = 0
+    """Updates or partial sums that one coordinator takes, where several average in a tree; 0: one takes all."""
+    partial_megabytes: float = -1.0
+    """What one coordinator of a tree hands to the next; -1: four times an update (8 bytes for each value of 2)."""
+    policy: Literal["synchronous", "quorum", "deadline", "asynchronous"] = "synchronous"
+    quorum: int = 0
+    """Updates that close a round under `quorum`."""
+    deadline_seconds: float = 0.0
+    seed: int = 0
+    format: int = FORMAT
+
+    def __post_init__(self) -> None:
+        if self.rounds < 1 or not self.facilities:
+            raise ConfigurationError("rounds must be 1 or more, and facilities must name at least one")
+        if self.policy == "quorum" and not 1 <= self.quorum <= self.size:
+            raise ConfigurationError(f"quorum is {self.quorum}, expected 1 to {self.size} (the facilities)")
+        if self.policy == "deadline" and not self.deadline_seconds > 0:
+            raise ConfigurationError(f"deadline_seconds is {self.deadline_seconds}, expected more than 0")
+        if self.fan_in and (self.fan_in < 2 or self.policy != "synchronous"):
+            raise ConfigurationError(
+                f"fan_in is {self.fan_in} with policy {self.policy!r}, expected 2 or more with 'synchronous', or 0"
+            )
+        if self.model_megabytes < 0 or self.coordinator_megabytes_per_second < 0 or self.aggregate_seconds < 0:
+            raise ConfigurationError(
+                "model_megabytes, coordinator_megabytes_per_second and aggregate_seconds: 0 or more"
+            )
+
+    @property
+    def size(self) -> int:
+        return sum(site.count for site in self.facilities)
+
+
+def read_federation(path: Path) -> Federation:
+    """Read the file of `--federation`. Raises `ConfigurationError`."""
+    try:
+        raw = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"cannot be read as JSON: {error}", file=path) from None
+    federation = parse(Federation, raw, file=path)
+    if federation.format > FORMAT:
+        raise ConfigurationError(f"format {federation.format} is newer than {FORMAT}: update CrossFed", file=path)
+    return federation
