@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from facility.exchange.checkpoints.adapters import HEADS, saves, targeted
+from facility.exchange.checkpoints.adapters import HEADS, is_adapter, saves, targeted
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.tokenizer import tokenizer_digest
 from facility.exchange.delta_codecs import FULL, declared_codec
@@ -44,11 +44,13 @@ class ModelFigures:
         """Parameters that are trained and sent: all, or those of the adapters and of `modules_to_save`.
 
         Without `targets` every matrix in a block counts as a linear layer; without `modules_to_save` a classifier's
-        head is saved, as the trainer does.
+        head is saved, as the trainer does. A model that holds adapters has them trained as they are.
         """
         lora = training.lora
         if not lora.rank or not self.shapes:
             return self.parameters
+        if own := [shape for name, shape in self.shapes.items() if is_adapter(name)]:
+            return sum(map(math.prod, own))
         saved, total = lora.modules_to_save or HEADS, 0
         for name, shape in self.shapes.items():
             module, _, kind = name.rpartition(".")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
+from facility.exchange.checkpoints.adapters import A, B
 from facility.exchange.errors import InputError
 from facility.exchange.messages.optimizers import OPTIMIZERS
 from facility.exchange.messages.settings import TrainingSettings
@@ -33,18 +35,19 @@ def predicted_bytes(
     chunk_rows: int = 0,
 ) -> dict[str, int]:
     """By part: weights (4 bytes), gradients (4) and optimizer state (AdamW: 8) of the rows held; activations of the
-    micro-batches in flight (34 bytes a token, hidden unit and block in half precision; Korthikanti et al. 2022, arXiv
-    2205.05198, eq. 2 without the attention matrix); logits and their gradient in float32, of `chunk_rows` positions
-    where they are computed in chunks (then the weight's gradient exists a second time)."""
+    micro-batches in flight (`kept_values`); logits and their gradient in float32, of `chunk_rows` positions where they
+    are computed in chunks (then the weight's gradient exists a second time)."""
     grid = layout.grid
     _, row, _ = grid.place(ranks.rank)
     mine = [pair for index, pair in enumerate(layout.units) if index % grid.stages == row]
     held = trained = 0
+    adapted = 0.0
     for name, parameter in model.named_parameters():
         unit = structure.unit_of(name) if structure is not None else None
         if unit is None or any(first <= unit < end for first, end in mine):
             held += parameter.numel()
             trained += parameter.numel() if parameter.requires_grad else 0
+            adapted += kept_beside(name, parameter.shape)
     width = 4 if settings.compute_dtype == "float32" else 2
     hidden, count = getattr(config, "hidden_size", 0), getattr(config, "num_hidden_layers", 0)
     blocks = sum(end - first for first, end in mine) if mine else count
@@ -56,16 +59,43 @@ def predicted_bytes(
         if not SCHEDULES.get(layout.schedule).holds_all
         else max(layout.shape.micro_batches)
     )
-    per_token = {"none": 17 * width, "selective": 10 * width, "full": width}[settings.layout.activation_checkpointing]
+    whole = width * (hidden * blocks * kept_values(model, config, adapters=bool(adapted)) + adapted)
+    per_token = {"none": whole, "selective": hidden * blocks * 10 * width, "full": hidden * blocks * width}[
+        settings.layout.activation_checkpointing
+    ]
     vocabulary, once_more = getattr(config, "vocab_size", 0), 4 * hidden if chunk_rows else 0
     has_head = not mine or mine[-1][1] == count + 2
     return {
         "weights": 4 * held // grid.shards,
         "gradients": 4 * trained // grid.shards,
         "optimizer": int(OPTIMIZERS.get(settings.optimizer).state_bytes * trained) // grid.shards,
-        "activations": tokens * hidden * blocks * per_token * in_flight,
+        "activations": round(tokens * per_token * in_flight),
         "logits": vocabulary * ((chunk_rows or tokens) * (8 + width) + once_more) if has_head else 0,
     }
+
+
+def kept_values(model: nn.Module, config: Any, *, adapters: bool) -> float:
+    """Values that autograd keeps of a block for the backward pass, a token and hidden unit.
+
+    17 where no more is known of the block (Korthikanti et al. 2022, arXiv 2205.05198, eq. 2 without the attention
+    matrix). With a gated feed-forward network of r hidden widths, as Llama's: 11 of norms, residuals and attention, and
+    the two products, their gate and the network's inner values, 4 r. Below adapters, frozen layers and norms keep no
+    input of their own: 7 + 3 r, and `kept_beside` of each adapter.
+    """
+    inner, hidden = getattr(config, "intermediate_size", None), getattr(config, "hidden_size", 0)
+    gated = any(".gate_proj." in name for name, _ in model.named_parameters())
+    if not (gated and isinstance(inner, int) and hidden):
+        return 17.0
+    ratio = inner / hidden
+    return 7 + 3 * ratio if adapters else 11 + 4 * ratio
+
+
+def kept_beside(name: str, shape: Sequence[int]) -> float:
+    """Values a token that an adapter keeps: its layer's output once and a half, as measured, and half of its input,
+    which several adapters share."""
+    if len(shape) != 2:
+        return 0.0
+    return 1.5 * shape[0] if B in name else 0.5 * shape[1] if A in name else 0.0
 
 
 def check(parts: dict[str, int], ranks: Ranks, settings: TrainingSettings) -> None:

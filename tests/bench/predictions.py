@@ -42,6 +42,8 @@ class Case:
     hidden: int
     layers: int
     vocabulary: int = 8192
+    batch: int = BATCH
+    """Sequences of `TOKENS` tokens a step."""
     training: dict[str, Any] = field(default_factory=dict)
 
 
@@ -54,6 +56,13 @@ CASES = {
     "ddp": Case(hidden=512, layers=6, training={"ranks": 2, "layout": {"sharding": "NO_SHARD"}}),
     "checkpointing": Case(hidden=512, layers=6, training={"layout": {"activation_checkpointing": "full"}}),
     "lora": Case(hidden=512, layers=6, training={"lora": {"rank": 8}}),
+    "lora-few-tokens": Case(hidden=512, layers=6, batch=1, training={"lora": {"rank": 8}}),
+    "lora-many-tokens": Case(hidden=512, layers=6, batch=16, training={"lora": {"rank": 8}}),
+    "lora-large": Case(hidden=1024, layers=8, training={"lora": {"rank": 8}}),
+    "lora-two-layers": Case(hidden=512, layers=6, training={"lora": {"rank": 8, "targets": ["q_proj", "v_proj"]}}),
+    "many-tokens": Case(hidden=512, layers=6, batch=16),
+    "wide": Case(hidden=1024, layers=8),
+    "adafactor": Case(hidden=512, layers=6, training={"optimizer": "adafactor"}),
     "int8": Case(hidden=512, layers=6, training={"encoding": "delta-int8"}),
 }
 
@@ -75,7 +84,14 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
     )
     write_manifest(model, Manifest(kind="model", federation="bench", round=0))
     write_dataset(folder / "dataset", block_tokens=TOKENS, vocabulary_size=case.vocabulary)
-    training = {"steps": 3, "batch_sequences": BATCH, "learning_rate": 1e-4, "threads": 1, "device": "cpu", "ranks": 1}
+    training = {
+        "steps": 3,
+        "batch_sequences": case.batch,
+        "learning_rate": 1e-4,
+        "threads": 1,
+        "device": "cpu",
+        "ranks": 1,
+    }
     if "lora" in case.training:
         training["lora"] = case.training["lora"] | {"base": str(model)}
     settings = {"federation": "bench", "facility": "here", "rounds": 1, "seed": 0, "training": case.training | training}
