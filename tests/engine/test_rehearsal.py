@@ -1,0 +1,34 @@
+"""The rehearsals of large models run to their end at the smallest size, and stay within the stated disks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from facility.exchange.checkpoints.checkpoint import open_checkpoint
+from tests.bench.large_models import SHAPES, write_adapters, write_model, write_sparse_base
+from tests.bench.rehearsal import LORA, rehearse
+
+
+@pytest.mark.parametrize("kind", ["perturb", "adapters"])
+def test_a_rehearsal_runs_to_its_end_within_the_stated_disks(kind: str, tmp_path: Path):
+    found = rehearse(tmp_path, kind, "tiny", facilities=2, rounds=2)
+    assert found["updates_averaged"] == 4
+    disk = found["gigabytes_of_disk"]
+    bounds = disk["stated_bounds"]
+    slack = 0.01  # logs, manifests and the rendered workflow
+    assert disk["at_most"] - disk["before"] <= bounds["coordinator"] + 2 * bounds["a_facility"] + slack
+
+
+def test_models_are_as_large_as_they_say(tmp_path: Path):
+    shape = SHAPES["tiny"]
+    whole = open_checkpoint(write_model(tmp_path / "model", shape))
+    base = open_checkpoint(write_sparse_base(tmp_path / "base", shape))
+    assert whole.parameters == base.parameters == shape.parameters
+    assert {n: e.shape for n, e in whole.tensors.items()} == {n: e.shape for n, e in base.tensors.items()}
+    layers = {
+        name.partition(".lora_")[0] for name in open_checkpoint(write_adapters(tmp_path / "a", shape, LORA)).tensors
+    }
+    assert len(layers) == 2 * shape.layers
+    assert [round(SHAPES[name].parameters / 1e9, 1) for name in ("1.1b", "3b", "8b")] == [1.1, 3.4, 8.0]
