@@ -1,6 +1,7 @@
 """Time, memory and exactness of the aggregation step beside other tools, on one machine in one run.
 
-    python tests/bench/aggregate.py --work DIR [--mergekit PYTHON] [--updates 4] [--layers 16] [--repeat 3]
+    python tests/bench/aggregate.py --work DIR [--mergekit PYTHON] [--updates 4] [--dtype bfloat16] [--layers 16]
+        [--repeat 3]
     python tests/bench/aggregate.py --work DIR --growth
 
 Makes a Llama checkpoint (1.1 GB bfloat16 in four shards at the default size) and updates to it, reads everything once
@@ -8,7 +9,8 @@ so that all contenders find it in the page cache, runs each contender as a proce
 (best of --repeat) and peak resident memory of the process. `io` reads and writes the same bytes with two threads and
 no arithmetic; `crossfed_nesterov` takes the outer step of the default rule too. --mergekit names a Python interpreter
 that has mergekit. --growth instead prints the peak memory of averaging 2 and 8 updates of 1.1 GB and 2 of 4.0 GB (hard
-links to the base: only their size matters; needs 10 GB).
+links to the base: only their size matters; needs 10 GB). Masked updates: `masking.py`; updates that travel as
+differences: `delta.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-WEIGHTS = (1200, 345, 2210, 777, 1500, 640, 90, 3000)
+WEIGHTS = (1200, 345, 2210, 777, 1500, 640, 90, 3000, 410, 1800, 260, 990, 2750, 130, 560, 1010)
+DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 HIDDEN, INTERMEDIATE, VOCABULARY = 1536, 4096, 32000
 
 PLAIN = """
@@ -78,11 +81,11 @@ sys.exit(os.waitstatus_to_exitcode(status))
 """
 
 
-def make(directory: Path, layers: int, updates: int) -> list[Path]:
+def make(directory: Path, layers: int, updates: int, dtype: str = "bfloat16") -> list[Path]:
     """The base and the updates; made of repeated random tiles, since only their bytes matter."""
     from transformers import LlamaConfig
 
-    from facility.exchange.checkpoints.floats import narrow
+    from facility.exchange.checkpoints.floats import STORAGE, narrow
     from facility.exchange.checkpoints.writer import Planned, TensorWriter, layout_of_shards
 
     shapes = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN), "lm_head.weight": (VOCABULARY, HIDDEN)}
@@ -98,7 +101,7 @@ def make(directory: Path, layers: int, updates: int) -> list[Path]:
         ):
             shapes[f"{prefix}mlp.{name}_proj.weight"] = shape
         shapes[f"{prefix}input_layernorm.weight"] = shapes[f"{prefix}post_attention_layernorm.weight"] = (HIDDEN,)
-    planned = [Planned(name=name, dtype="BF16", shape=shape) for name, shape in shapes.items()]
+    planned = [Planned(name=name, dtype=DTYPES[dtype], shape=shape) for name, shape in shapes.items()]
     total = sum(tensor.size for tensor in planned)
     config = LlamaConfig(
         hidden_size=HIDDEN,
@@ -107,7 +110,7 @@ def make(directory: Path, layers: int, updates: int) -> list[Path]:
         num_hidden_layers=layers,
         num_attention_heads=16,
         num_key_value_heads=16,
-        dtype="bfloat16",
+        dtype=dtype,
         architectures=["LlamaForCausalLM"],
     )
     size = 1 << 22
@@ -124,8 +127,8 @@ def make(directory: Path, layers: int, updates: int) -> list[Path]:
             if number == 0
             else tile + np.random.default_rng(number).standard_normal(size, np.float32) * np.float32(1e-3)
         )
-        bits = np.empty(size, np.uint16)
-        narrow(values, "BF16", bits, np.empty(size, np.uint32))
+        bits = np.empty(size, STORAGE[DTYPES[dtype]])
+        narrow(values, DTYPES[dtype], bits, np.empty(size, np.uint32))
         stored = memoryview(bits).cast("B")
         with TensorWriter(path, layout_of_shards(planned, total // 4 + 1_000_000)) as writer:
             for tensor in planned:
@@ -188,7 +191,7 @@ def growth(work: Path) -> dict[str, object]:
 def off_share(base: Path, updates: list[Path], out: Path) -> float:
     """Share of values that are not the correctly rounded weighted mean, computed in float64, over one shard."""
     from facility.exchange.checkpoints.checkpoint import open_checkpoint
-    from facility.exchange.checkpoints.floats import narrow
+    from facility.exchange.checkpoints.floats import STORAGE, narrow, widen
 
     weights = np.array(WEIGHTS[: len(updates)], np.float64)
     opened, result = [open_checkpoint(u) for u in updates], open_checkpoint(out)
@@ -197,12 +200,15 @@ def off_share(base: Path, updates: list[Path], out: Path) -> float:
 
         def values(checkpoint, name=name):  # type: ignore[no-untyped-def]
             entry = checkpoint.tensors[name]
-            raw = np.fromfile(entry.file, np.uint16, entry.elements, offset=entry.start)
-            return raw, (raw.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+            raw = np.fromfile(entry.file, STORAGE[entry.dtype], entry.elements, offset=entry.start)
+            wide = np.empty(entry.elements, np.float64)
+            widen(raw, entry.dtype, wide)
+            return raw, wide
 
         mean = sum(values(u)[1] * w for u, w in zip(opened, weights / weights.sum(), strict=True))
-        expected = np.empty(mean.size, np.uint16)
-        narrow(mean, "BF16", expected, np.empty(mean.size, np.uint32))
+        dtype = result.tensors[name].dtype
+        expected = np.empty(mean.size, STORAGE[dtype])
+        narrow(mean, dtype, expected, np.empty(mean.size, np.uint32))
         wrong += int((values(result)[0] != expected).sum())
         count += mean.size
     return wrong / count
@@ -212,7 +218,8 @@ def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--work", type=Path, required=True, help="scratch directory; needs 1.1 GB times (updates + 3)")
     p.add_argument("--mergekit", help="Python interpreter that has mergekit; absent: not compared")
-    p.add_argument("--updates", type=int, default=4, help="updates to average (default 4)")
+    p.add_argument("--updates", type=int, default=4, help="updates to average, at most 16 (default 4)")
+    p.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of model and updates (default bfloat16)")
     p.add_argument("--layers", type=int, default=16, help="layers of the model; 16 is 1.1 GB, 66 is 4 GB (default 16)")
     p.add_argument("--repeat", type=int, default=3, help="runs of each contender (default 3)")
     p.add_argument("--only", nargs="*", help="contenders by name (default: all)")
@@ -223,7 +230,7 @@ def main() -> None:
         print(json.dumps(growth(a.work), indent=2))
         shutil.rmtree(a.work)
         return
-    base, *updates = make(a.work / f"{a.layers}x", a.layers, a.updates)
+    base, *updates = make(a.work / f"{a.layers}x{a.dtype}", a.layers, a.updates, a.dtype)
     updates = updates[: a.updates]
     for path in [f for d in (base, *updates) for f in d.glob("*.safetensors")]:
         with open(path, "rb") as file:
@@ -239,7 +246,7 @@ def main() -> None:
         json.dumps(
             {
                 "merge_method": "linear",
-                "dtype": "bfloat16",
+                "dtype": a.dtype,
                 "models": [
                     {"model": str(u), "parameters": {"weight": w}}
                     for u, w in zip(updates, map(float, weights), strict=True)
@@ -271,6 +278,7 @@ def main() -> None:
     result: dict[str, object] = {
         "cores": os.cpu_count(),
         "updates": a.updates,
+        "dtype": a.dtype,
         "model_bytes": sum(f.stat().st_size for f in base.glob("*.safetensors")),
     }
     for name, command in contenders.items():

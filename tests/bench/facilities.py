@@ -91,6 +91,7 @@ def main() -> int:
         figures = run(number, arguments.rounds)
         more = (figures["cpu_seconds"] - least["cpu_seconds"]) / ((number - 1) * arguments.rounds)
         runs[number] = figures | {"cpu_seconds_a_further_facility_and_round": round(more, 3)}
+        print(number, json.dumps(runs[number]), file=sys.stderr, flush=True)
     text = json.dumps({"rounds": arguments.rounds, "cores": os.cpu_count(), "one": least, "facilities": runs}, indent=2)
     print(text)
     if arguments.out:

@@ -177,7 +177,7 @@ def federation(root: Path, kind: str, shape: Shape, facilities: int, rounds: int
 def stated_bound(path: Path) -> dict[str, int]:
     """What `crossfed check` says that disks need at most: the coordinator's, and each facility's."""
     described = read_federation(path)
-    model = model_figures(described.model_path)
+    model = model_figures(path.parent / described.model)
     updates = {one.name: one.training for one in described.facilities}
     whole = coordinator_disk(
         model,
