@@ -40,7 +40,7 @@ from coordinator.rounds.late import (
     write_times,
 )
 from coordinator.streamflow_plugin.errand import Errand, Work
-from coordinator.streamflow_plugin.grace import best_grace
+from coordinator.streamflow_plugin.grace import best_grace, usual_quorum
 from coordinator.streamflow_plugin.patient import tell
 from facility.exchange.errors import CrossFedError
 
@@ -58,6 +58,7 @@ class Gate:
 
     closed: asyncio.Event = field(default_factory=asyncio.Event)
     closed_to_unreached: asyncio.Event = field(default_factory=asyncio.Event)
+    opened: float = field(default_factory=lambda: time.monotonic())
     delivered: set[str] = field(default_factory=set)
     discounted: set[str] = field(default_factory=set)
     """Facilities that make no quorum: what they delivered in an earlier attempt was refused."""
@@ -109,6 +110,19 @@ class Closing:
         if self.settings.grace != "auto":
             return float(self.settings.grace)
         return best_grace([self._history[n] for n in sorted(self._history)], self.quorum, exponent=self.exponent)
+
+    def _closes_in(self, gate: Gate) -> float:
+        """Seconds from the quorum to the closing.
+
+        `auto` is learned of facilities that begin with the round. A carried update that is handed on at once makes the
+        quorum early; the others are then waited for until the grace after the usual quorum, or they would be late, and
+        the next round's quorum early again.
+        """
+        grace = self.grace()
+        if self.settings.grace != "auto" or not math.isfinite(grace):
+            return grace
+        usual = usual_quorum([self._history[n] for n in sorted(self._history)], self.quorum)
+        return max(grace, gate.opened + usual + grace - time.monotonic())
 
     async def run(self, job: Any, errand: Errand) -> Any | None:
         """What the engine's own `execute` returns for `job`, or None where the round closed before.
@@ -268,7 +282,7 @@ class Closing:
             if facility not in gate.discounted:
                 gate.delivered.add(facility)
             if facility in gate.delivered and len(gate.delivered) == self.quorum:
-                grace = self.grace()
+                grace = self._closes_in(gate)
                 self._after(gate.closed, grace)
                 self._after(gate.closed_to_unreached, min(grace, self.settings.away))
         return result

@@ -1,0 +1,159 @@
+"""What rounds that do not wait gain in useful tokens a day and in perplexity, with late facilities and random queues.
+
+    python -m tests.bench.lateness queues > queues.json
+    python -m tests.bench.lateness quality --out DIR --seeds 1 2 > quality.json
+
+Both run the coordinator's own closing of rounds (`coordinator.streamflow_plugin.closing`) on a clock that jumps from
+event to event: no engine, no transfers. `queues`: log-normal queues (sigma 1) whose median is as long as a round's
+training, and no lateness at all. `quality`: four languages at four facilities, one of which takes four times as long;
+models of 0.16 M parameters really trained (`federated_learner`), late updates rebased and weighed as the coordinator
+does, perplexity after equal time and after equal updates.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+
+from coordinator.aggregation.settings import AggregationSettings
+from coordinator.config.closing import ClosingSettings
+from tests.bench.federated_learner import Learner, Local, batches, perplexity, rounded
+from tests.bench.federated_quality import base_model, texts_of
+from tests.reproductions.server_in_memory import Server
+from tests.streamflow_plugin.course import MOST_LATE, Course, course_of
+
+SLOW = 4.0
+LOCAL = Local(learning_rate=1e-3, batch=16)
+STEPS, ROUNDS = 10, 20
+
+
+def queues(rounds: int = 60, seeds: int = 8) -> dict[str, Any]:
+    """Useful updates a unit of time over those of waiting for all; a unit is a round's training."""
+    rows: dict[str, Any] = {}
+    for facilities in (4, 8):
+        names = [f"f{number}" for number in range(facilities)]
+        for label, settings in (
+            ("quorum half, grace auto", ClosingSettings(quorum=0.5)),
+            ("quorum half, grace 0", ClosingSettings(quorum=0.5, grace=0.0)),
+            ("quorum 1, grace 0", ClosingSettings(quorum=1, grace=0.0)),
+        ):
+            found = []
+            for seed in range(seeds):
+                waits = numpy.random.default_rng(seed).lognormal(0.0, 1.0, (facilities, rounds * facilities))
+                whole = _rates(None, names, waits, rounds)
+                many = rounds * (facilities // settings.needed(facilities))
+                found.append([a / b for a, b in zip(_rates(settings, names, waits, many), whole, strict=True)])
+            mean = numpy.array(found).mean(0)
+            spread = numpy.array(found).std(0)
+            rows[f"{facilities} facilities, {label}"] = {
+                "useful": round(float(mean[0]), 3),
+                "useful_deviation": round(float(spread[0]), 3),
+                "all": round(float(mean[1]), 3),
+            }
+    return {"random_queues": rows, "seeds": seeds, "no_lateness": _alike(rounds)}
+
+
+def _rates(settings: ClosingSettings | None, names: list[str], waits: Any, rounds: int) -> tuple[float, float]:
+    """Useful updates, and all, a unit of time; the n-th job of a facility waits as long whatever its round is."""
+    made = dict.fromkeys(names, 0)
+
+    def seconds(name: str, _: int) -> float:
+        made[name] += 1
+        return 1.0 + float(waits[names.index(name), (made[name] - 1) % waits.shape[1]])
+
+    course = course_of(settings, names, seconds, rounds)
+    return course.useful() / course.closed[-1], course.updates / course.closed[-1]
+
+
+def _alike(rounds: int) -> dict[str, float]:
+    """Facilities that differ by up to a tenth: time over that of waiting, and updates that were not in time."""
+    names, spread = [f"f{number}" for number in range(4)], numpy.random.default_rng(0).uniform(1.0, 1.1, (4, rounds))
+
+    def seconds(name: str, number: int) -> float:
+        return float(spread[names.index(name), number])
+
+    whole = course_of(None, names, seconds, rounds)
+    found = course_of(ClosingSettings(quorum=0.75), names, seconds, rounds)
+    late = sum(number != one for number, by in enumerate(found.delivered) for one in by.values())
+    return {"time": round(found.closed[-1] / whole.closed[-1], 4), "late_updates": late, "updates": found.updates}
+
+
+def learn(model: torch.nn.Module, texts: dict[str, Any], course: Course, rule: str, seed: int) -> list[float]:
+    """Geometric mean of the languages' perplexities after each round of the course."""
+    rounds, names = len(course.closed), list(texts)
+    aggregation = AggregationSettings(rule=rule, guard=False, maximum_staleness=MOST_LATE)
+    server, keys = Server(aggregation), [str(place) for place, _ in enumerate(model.parameters())]
+    learners = {
+        name: Learner(model, batches(texts[name].train, LOCAL.batch, seed * 1000 + place), LOCAL, rounds * STEPS)
+        for place, name in enumerate(names)
+    }
+    sent = [rounded([p.detach() for p in model.parameters()])]
+    curve = []
+    for number, delivered in enumerate(course.delivered):
+        updates, weights, staleness = {}, {}, {}
+        for name, began in sorted(delivered.items()):
+            learner = learners[name]
+            learner.load(sent[began])
+            learner.step_number = began * STEPS  # the schedule spans the federation, as in the trainer
+            learner.train(STEPS)
+            own = zip(rounded([p.detach().clone() for p in learner.parameters]), sent[began], sent[number], strict=True)
+            updates[name] = dict(zip(keys, (one - then + now for one, then, now in own), strict=True))
+            staleness[name] = number - began
+            weights[name] = (1 + number - began) ** -aggregation.staleness_exponent
+        base = {key: value.to(torch.bfloat16) for key, value in zip(keys, sent[number], strict=True)}
+        following = server.step(base, updates, weights, staleness)
+        sent.append([following[key].float() for key in keys])
+        learners[names[0]].load(sent[-1])
+        judge = learners[names[0]].model
+        logs = [math.log(perplexity(judge, text.validation, 64)) for text in texts.values()]
+        curve.append(round(math.exp(sum(logs) / len(logs)), 4))
+    return curve
+
+
+def quality(out: Path, seeds: list[int], rules: list[str]) -> dict[str, Any]:
+    """Perplexity with one of four facilities four times slower, over that of waiting for all."""
+    torch.set_num_threads(1)
+    texts = texts_of(out)
+    names = list(texts)
+
+    def seconds(name: str, _: int) -> float:
+        return SLOW if name == names[-1] else 1.0
+
+    whole = course_of(None, names, seconds, ROUNDS)
+    settings = ClosingSettings(quorum=3, grace=0.0)
+    by_rounds = {rounds: course_of(settings, names, seconds, rounds) for rounds in range(ROUNDS, 5 * ROUNDS)}
+    same_time = max((one for one in by_rounds.values() if one.closed[-1] <= whole.closed[-1]), key=lambda c: c.updates)
+    same_updates = min(by_rounds.values(), key=lambda one: abs(one.updates - whole.updates))
+    courses = {"waiting for all": whole, "equal time": same_time, "equal updates": same_updates}
+    found: dict[str, Any] = {
+        label: {"units": one.closed[-1], "rounds": len(one.closed), "updates": one.updates}
+        for label, one in courses.items()
+    }
+    for rule in rules:
+        for seed in seeds:
+            model = base_model(out, texts, seed, 64)
+            last = {label: learn(model, texts, one, rule, seed)[-1] for label, one in courses.items()}
+            over = {label: round(value / last["waiting for all"], 4) for label, value in last.items()}
+            found.setdefault("perplexity", []).append({"rule": rule, "seed": seed, "last": last, "over_waiting": over})
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["queues", "quality"])
+    parser.add_argument("--out", type=Path, default=Path("quality"), help="for datasets and base models")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1])
+    parser.add_argument("--rules", nargs="+", default=["mean", "nesterov", "heloco+nesterov"])
+    arguments = parser.parse_args()
+    found = queues() if arguments.what == "queues" else quality(arguments.out, arguments.seeds, arguments.rules)
+    print(json.dumps(found, indent=2))
+
+
+if __name__ == "__main__":
+    main()
