@@ -24,6 +24,7 @@ from coordinator.adapter_export import export_adapter
 from coordinator.adapter_import import import_adapter
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.conversion import check_names
+from facility.exchange.checkpoints.families import refusal
 from facility.exchange.errors import CheckpointError, InputError, TryAgain, exit_on_error
 from facility.exchange.files.durable import new_directory
 from facility.exchange.logs import add_log_options
@@ -89,6 +90,8 @@ def load_and_save(source: str, out: Path, *, dtype: str, revision: str, made_fro
             f"{source} holds no weights for {missing[0]!r} ({len(missing)} in all), which its config.json asks for: "
             "transformers would fill them at random; take a checkpoint of the whole causal language model"
         )
+    if reason := refusal(model.config, causal=True):
+        raise InputError(f"{source} cannot be trained: {reason}")
     with new_directory(out) as temporary:
         model.save_pretrained(temporary)
         try:

@@ -14,6 +14,7 @@ from coordinator.preflight.disk import IN_FLIGHT, Disk, coordinator_disk
 from coordinator.preflight.estimates import ModelFigures, model_figures
 from coordinator.preflight.row import Row, fail, ok, size, skipped, warning
 from facility.exchange.checkpoints.conversion import check_names
+from facility.exchange.checkpoints.families import refusal_of
 from facility.exchange.errors import CrossFedError, InputError
 from facility.exchange.files.paths import shipped
 
@@ -105,6 +106,8 @@ def _names(federation: Federation) -> Row:
         return fail(
             ME, "tensor names", str(error), "convert it again: python -m coordinator.model --source NAME --out DIR"
         )
+    if reason := refusal_of(path):
+        return fail(ME, "model family", reason, "docs/reference/families.md lists the families that were tried")
     other = f"; {len(conversion.unused)} tensors of no parameter are sent on as they are" if conversion.unused else ""
     return ok(ME, "tensor names", f"{len(conversion.same) + len(conversion.pieces)} parameters and buffers{other}")
 

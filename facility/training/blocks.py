@@ -8,11 +8,14 @@ from facility.exchange.errors import InputError
 
 
 def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """The list of repeated blocks and its name: the `ModuleList` that holds most parameters."""
+    """The list of repeated blocks and its name: the `ModuleList` that holds most parameters.
+
+    A list of single layers (MarkupLM has fifty embeddings of XPath's tags) is not one of blocks.
+    """
     candidates = [
         (sum(p.numel() for p in module.parameters()), name, module)
         for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) > 0
+        if isinstance(module, nn.ModuleList) and any(any(block.children()) for block in module)
     ]
     if not candidates:
         raise InputError(

@@ -28,15 +28,55 @@ STATE_SPACE = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
 """Families whose kernels use the weight of `out_proj` directly, so that peft refuses an adapter on it."""
 
 
+def is_linear(module: nn.Module) -> bool:
+    """Whether peft's adapter can stand beside this layer.
+
+    Routers of experts inherit from `Linear` and answer with indices and weights: those are asked, without memory.
+    """
+    if not isinstance(module, nn.Linear):
+        return type(module).__name__ == "Conv1D"
+    if type(module).forward is nn.Linear.forward:
+        return True
+    try:
+        answer = module(torch.empty(2, module.in_features, device="meta"))
+    except Exception:
+        return False
+    return isinstance(answer, torch.Tensor) and tuple(answer.shape) == (2, module.out_features)
+
+
+def names_of_experts(family: str) -> frozenset[str]:
+    """Ends of names that peft takes for the experts of such a family, whatever layer they name.
+
+    Published before transformers fused its experts, adapters name their projections; peft reads those names as the
+    fused parameters, so that a shared expert's layer of the same name cannot be named.
+    """
+    from peft.utils import transformers_weight_conversion as table
+
+    pattern = table._MODEL_TO_CONVERSION_PATTERN.get(family, "")
+    return frozenset(table._MOE_TARGET_MODULE_MAPPING.get(pattern, ()))
+
+
 def targets_of(model: nn.Module, settings: LoraSettings) -> list[str]:
     """Full names of the layers that get an adapter. Raises `ConfigurationError` where none fits."""
     blocks, _ = find_blocks(model)
-    linear = [
-        name
-        for name, module in model.named_modules()
-        if name.startswith(blocks + ".") and (isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D")
-    ]
     family = getattr(getattr(model, "config", None), "model_type", "")
+    inside = [(name, module) for name, module in model.named_modules() if name.startswith(blocks + ".")]
+    linear = [name for name, module in inside if is_linear(module)]
+    if not linear:
+        kinds = sorted(
+            {type(module).__name__ for _, module in inside if next(module.parameters(False), None) is not None}
+        )
+        raise ConfigurationError(
+            f"training.lora.rank is {settings.rank}, but no layer in {blocks} of this {family} model is a plain linear "
+            f"layer, which adapters need: they are {', '.join(kinds)}; train the whole model (lora.rank 0)"
+        )
+    taken = names_of_experts(family)
+    if named := sorted({target for target in settings.targets if target.rpartition(".")[2] in taken}):
+        raise ConfigurationError(
+            f"training.lora.targets name {named}: peft takes {', '.join(sorted(taken))} of a {family} model for its "
+            "fused experts; name other layers"
+        )
+    linear = [name for name in linear if name.rpartition(".")[2] not in taken]
     if not settings.targets and family in STATE_SPACE:
         linear = [name for name in linear if name.rpartition(".")[2] != "out_proj"]
     chosen = [name for name in linear if not settings.targets or targeted(name, settings.targets)]

@@ -55,15 +55,26 @@ def small(name: str, value: Any) -> Any:
     return value
 
 
+def inner_kinds(kind: type) -> dict[str, type]:
+    """The classes of the configurations inside one of this class, by the key that holds each."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    found = {n: one for n, one in getattr(kind, "sub_configs", {}).items() if getattr(one, "model_type", "")}
+    for name, default in getattr(kind, "sub_configs_defaults", {}).items():
+        if name not in found and default.model_type in CONFIG_MAPPING:
+            found[name] = CONFIG_MAPPING[default.model_type]
+    return found
+
+
 def shrunk(kind: type, **changes: Any) -> dict[str, Any]:
     """Keys of a small configuration of this class; configurations inside are small too."""
     keys: dict[str, Any] = {}
-    inside = getattr(kind, "sub_configs", {})
+    inside = inner_kinds(kind)
     for name, parameter in inspect.signature(kind.__init__).parameters.items():  # type: ignore[misc]
         if name in ("self", "kwargs", "args") or parameter.default is inspect.Parameter.empty:
             continue
         if name in inside:
-            keys[name] = shrunk(inside[name]) if hasattr(inside[name], "model_type") else None
+            keys[name] = shrunk(inside[name])
             continue
         value = small(name, parameter.default)
         if value is not parameter.default:
@@ -81,7 +92,10 @@ def tiny(family: str, **changes: Any) -> Any:
     known = {*inspect.signature(kind.__init__).parameters, *getattr(kind, "attribute_map", {})}
     special = {name: value for name, value in SPECIAL.get(family, {}).items()}
     always = {"num_labels": changes.pop("num_labels")} if "num_labels" in changes else {}
-    return kind(**(shrunk(kind) | special | {k: v for k, v in changes.items() if k in known} | always))
+    base = shrunk(kind)
+    for name, value in special.items():
+        special[name] = base[name] | value if isinstance(base.get(name), dict) and isinstance(value, dict) else value
+    return kind(**(base | special | {k: v for k, v in changes.items() if k in known} | always))
 
 
 SPECIAL: dict[str, dict[str, Any]] = {
@@ -93,7 +107,23 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 8},
     "zaya": {"num_experts_per_tok": 1},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
-    "lfm2_moe": {"num_dense_layers": 1},
+    "lfm2_moe": {"num_dense_layers": 1, "layer_types": ["conv", "full_attention"]},
+    "deepseek_v2": {"num_experts_per_tok": 2, "first_k_dense_replace": 1},
+    "esmc": {"num_key_value_heads": 4},
+    "layoutlmv3": {"coordinate_size": 6, "shape_size": 4, "visual_embed": False},
+    "lilt": {"hidden_size": 48},
+    "nemotron_h": {"layers_block_type": ["mamba", "moe", "attention", "moe"], "mamba_num_heads": 8, "n_groups": 2},
+    "qwen3_5": {"text_config": {"layer_types": ["linear_attention", "full_attention"]}},
+    "qwen3_5_moe": {"text_config": {"layer_types": ["linear_attention", "full_attention"]}},
+    "reformer": {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [8, 8]},
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {"num_hidden_layers": 3, "layers_block_type": ["mamba", "hybrid", "mamba"]},
+    "zamba2": {"num_hidden_layers": 3, "layers_block_type": ["mamba", "hybrid", "mamba"]},
+    "gemma3n_text": {
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 0,
+        "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+    },
     "mamba2": {"num_heads": 8, "head_dim": 8, "expand": 2},
     "phimoe": {"router_jitter_noise": 0.0},
 }

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from facility.exchange.errors import InputError
-from facility.training.data.tasks import check_causal
+from facility.training.data.tasks import check_family
 from facility.training.model import Attention, build
 from tests.pico import pico_config, save_pico
 from tests.training.federation import write_dataset
@@ -27,9 +27,9 @@ def test_decoders_and_decoders_of_encoder_decoders_are_not():
     from transformers import BartConfig, XLNetConfig
 
     for config in (pico_config("llama"), pico_config("gpt2"), pico_config("bert", is_decoder=True), BartConfig()):
-        check_causal(config)
+        check_family(config, causal=True)
     with pytest.raises(InputError, match="permuted"):
-        check_causal(XLNetConfig())
+        check_family(XLNetConfig(), causal=True)
 
 
 @pytest.mark.parametrize("error", [ImportError("needs timm"), ValueError("no sdpa in a part of it")])

@@ -23,8 +23,8 @@ from tests.training.layouts import TWO, arguments, rounds_in
 TOKENS, CLASSES = 16, 3
 
 
-def write_classes(directory: Path, *, blocks: int = 40, seed: int = 0) -> Path:
-    """Pairs of texts of unequal length, whose class is a matter of their first token."""
+def write_classes(directory: Path, *, blocks: int = 40, seed: int = 0, end: int | None = None) -> Path:
+    """Pairs of texts of unequal length, whose class is a matter of their first token; `end`: the last one."""
     draw = np.random.default_rng(seed)
     directory.mkdir()
     splits = {}
@@ -32,6 +32,9 @@ def write_classes(directory: Path, *, blocks: int = 40, seed: int = 0) -> Path:
         ids = draw.integers(1, 128, size=(count, TOKENS)).astype(np.int32)
         lengths = draw.integers(6, TOKENS + 1, size=count)
         ids[np.arange(TOKENS) >= lengths[:, None]] = 0
+        if end is not None:
+            ids[ids == end] = end + 1
+            ids[np.arange(count), lengths - 1] = end
         rows = np.stack([ids[:, 0] % CLASSES, lengths, lengths // 2], axis=1).astype(np.int32)
         np.save(directory / f"{name}.npy", ids)
         np.save(directory / f"{name}.rows.npy", rows)

@@ -35,9 +35,13 @@ def targeted(module: str, targets: Iterable[str]) -> bool:
 
 
 def saves(module: str, wanted: Iterable[str]) -> bool:
-    """Whether the module of that name, or one that holds it, is among the `modules_to_save`."""
-    parts = f".{module}."
-    return any(f".{name}." in parts for name in wanted)
+    """Whether the module of that name, or one that holds it, ends in a name of `modules_to_save`.
+
+    As peft has it: `classifier` names DistilBERT's `pre_classifier` too.
+    """
+    parts = module.split(".")
+    holders = [".".join(parts[: length + 1]) for length in range(len(parts))]
+    return any(holder.endswith(name) for holder in holders for name in wanted)
 
 
 def write_adapter_config(directory: Path, settings: LoraSettings, adapters: Iterable[str], base: str = "") -> None:

@@ -11,8 +11,11 @@ import torch
 from torch.nn import functional as F
 
 from facility.dataset import LOSS, START, DatasetManifest, PreparedDataset
+from facility.exchange.checkpoints.families import refusal
 from facility.exchange.errors import InputError
 
+ROWS_AT_ONCE = 65536
+"""Rows of a dataset that are looked at at once."""
 IGNORED = -100
 """Target of a position that counts for nothing (Hugging Face's convention)."""
 
@@ -185,17 +188,32 @@ def check_padding(dataset: PreparedDataset, config: Any, factory: Any) -> None:
         )
 
 
-def check_causal(config: Any) -> None:
-    """Refuse a model that sees the token it is to predict: its loss would fall to nothing, and say nothing."""
-    from transformers import AutoModelForMaskedLM
+def check_family(config: Any, *, causal: bool) -> None:
+    """Refuse a family that cannot be trained here, with the reason."""
+    if reason := refusal(config, causal=causal):
+        raise InputError(reason)
 
-    if config.model_type == "xlnet":
-        raise InputError("XLNet predicts tokens in permuted orders, which no dataset here has: train a causal model")
-    encoder = not config.is_encoder_decoder and type(config) in AutoModelForMaskedLM._model_mapping
-    if encoder and getattr(config, "is_decoder", True) is False:
+
+def check_end_tokens(dataset: PreparedDataset, config: Any) -> None:
+    """Refuse rows that a classifier which reads the last end-of-text token cannot be given.
+
+    transformers' classifiers of encoder-decoders (BART, T5) pool that token, and want as many in every row.
+    """
+    end = config.get_text_config().eos_token_id
+    if not config.is_encoder_decoder or not isinstance(end, int):
+        return
+    held = {
+        int(count)
+        for split in dataset.manifest.splits
+        for ids in (dataset.split(split),)
+        for first in range(0, len(ids), ROWS_AT_ONCE)
+        for count in np.unique((np.asarray(ids[first : first + ROWS_AT_ONCE]) == end).sum(axis=1))
+    }
+    if held and (0 in held or len(held) > 1):
         raise InputError(
-            f"the model's config.json has is_decoder false: a {config.model_type} then sees the tokens that it is to "
-            "predict; set is_decoder to true in the initial model, or prepare the dataset with --task masked-lm"
+            f"a {config.model_type} classifies by a text's last end-of-text token ({end}) and needs as many of them in "
+            f"every row; rows of {dataset.directory} hold {', '.join(map(str, sorted(held)))}: prepare the dataset "
+            "with the model's own tokenizer, which ends every text with one"
         )
 
 
@@ -217,6 +235,8 @@ def needs_padding_token(config: Any, factory: Any) -> bool:
 def task_for(dataset: PreparedDataset, config: Any) -> Task:
     """The task that a dataset was prepared for. Raises `InputError` where the model does not fit it."""
     manifest: DatasetManifest = dataset.manifest
+    if manifest.task in ("classification", "masked-lm"):
+        check_family(config, causal=False)
     if manifest.task == "classification":
         if config.num_labels != len(manifest.classes):
             raise InputError(
@@ -225,6 +245,7 @@ def task_for(dataset: PreparedDataset, config: Any) -> Task:
             )
         task = Classification(token_types=getattr(config, "type_vocab_size", 0) > 1)
         check_padding(dataset, config, task.factory)
+        check_end_tokens(dataset, config)
         return task
     if manifest.task == "masked-lm":
         from transformers import AutoTokenizer
@@ -233,5 +254,5 @@ def task_for(dataset: PreparedDataset, config: Any) -> Task:
         if tokenizer.mask_token_id is None:
             raise InputError(f"{dataset.tokenizer_directory} has no mask token: masked language modelling needs one")
         return MaskedLM(tokenizer.mask_token_id, manifest.vocabulary_size, tuple(tokenizer.all_special_ids))
-    check_causal(config)
+    check_family(config, causal=True)
     return CausalLM(marked=dataset.marked, separate=manifest.documents == "separate")

@@ -1,0 +1,50 @@
+"""Families of models that are refused whatever their settings, by their configuration alone, and why.
+
+The coordinator asks before a federation starts, the trainer before it loads anything.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+RUNNING_RANGES = ("ibert",)
+"""Families that keep running ranges of their activations in buffers, in training as in evaluation."""
+
+
+def refusal(config: Any, *, causal: bool) -> str:
+    """Why a model of this configuration (transformers') cannot be trained; empty: nothing is known against it.
+
+    `causal`: it is to predict next tokens.
+    """
+    family = getattr(config, "model_type", "")
+    if family in RUNNING_RANGES:
+        return (
+            f"a {family} model moves the ranges of its activations (buffers such as x_min) in every forward pass of "
+            "training, and updates carry only what is trained: its ranges would stay as received; take another family"
+        )
+    if causal and family == "xlnet":
+        return "XLNet predicts tokens in permuted orders, which no dataset here has: train a causal model"
+    return sees_ahead(config) if causal else ""
+
+
+def sees_ahead(config: Any) -> str:
+    """Why an encoder that sees the token it is to predict is refused: its loss would fall to nothing."""
+    from transformers import AutoModelForMaskedLM
+
+    encoder = not config.is_encoder_decoder and type(config) in AutoModelForMaskedLM._model_mapping
+    if encoder and getattr(config, "is_decoder", True) is False:
+        return (
+            f"the model's config.json has is_decoder false: a {config.model_type} then sees the tokens that it is to "
+            "predict; set is_decoder to true in the initial model, or prepare the dataset with --task masked-lm"
+        )
+    return ""
+
+
+def refusal_of(directory: Path) -> str:
+    """The same for a checkpoint: what it is to predict follows from the class that its config.json names."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    classes = config.architectures or ["ForCausalLM"]
+    return refusal(config, causal=any(one.endswith(("ForCausalLM", "LMHeadModel")) for one in classes))

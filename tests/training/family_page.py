@@ -1,0 +1,72 @@
+"""docs/reference/families.md, from what was found of each family."""
+
+from __future__ import annotations
+
+from typing import Any
+
+TITLES = {
+    "causal": "Causal language models",
+    "masked": "Masked language models",
+    "classes": "Sequence classification",
+}
+COLUMNS = {
+    "one": "whole",
+    "lora": "LoRA",
+    "sharded": "whole, 2 shards",
+    "pipeline": "whole, 2 stages",
+    "sharded-lora": "LoRA, 2 shards",
+    "pipeline-lora": "LoRA, 2 stages",
+}
+KINDS = {"one": False, "lora": True}
+"""Column of one process -> whether with adapters."""
+WORDS = {"works": "yes", "refused": "no", "wrong": "WRONG"}
+Row = dict[str, Any]
+INTRODUCTION = """\
+# Families of models
+
+Every family of text models of transformers {version} that could be made tiny was trained for one step, as a facility
+trains it: whole and with LoRA's defaults, by one process, and a sample of unlike ones also on two ranks that share it
+by FSDP2 and in a pipeline of two stages. "yes": the weights of one process are those of a plain step of transformers'
+own model (with adapters: of peft's) up to 2e-5, in a step of 1e-2, and the layouts' are those of the one process. "no":
+refused before anything is trained, with the sentence in the last column. These were tiny models in float32 on a CPU:
+the table says nothing of speed, of half precision, or of what a long training learns.
+
+Written by `python -m tests.training.family_table --write`."""
+
+
+def page(rows: list[Row]) -> str:
+    import transformers
+
+    lines = INTRODUCTION.format(version=transformers.__version__).splitlines()
+    for task, title in TITLES.items():
+        own = sorted((row for row in rows if row["task"] == task), key=lambda row: row["family"])
+        lines += ["", f"## {title}", "", counts(own), ""]
+        lines += ["| family | " + " | ".join(COLUMNS.values()) + " | why not |", "|---" * (len(COLUMNS) + 2) + "|"]
+        lines += [table_line(row) for row in own if row["one"][0] != "needs"]
+        if needs := [row for row in own if row["one"][0] == "needs"]:
+            lines += ["", "Not tried: the rules that make configurations small made none that runs on token ids."]
+            lines += ["", *(f"- `{row['family']}`: {plain(row['one'][1])}" for row in needs)]
+    return "\n".join(lines) + "\n"
+
+
+def counts(rows: list[Row]) -> str:
+    words = [row["one"][0] for row in rows]
+    told = f"{len(rows)} families: {words.count('works')} work, {words.count('refused')} are refused"
+    wrong = f", {words.count('wrong')} WRONG" if "wrong" in words else ""
+    return f"{told}{wrong}, {words.count('needs')} could not be made tiny."
+
+
+def table_line(row: Row) -> str:
+    cells = [WORDS[row[name][0]] if name in row else "" for name in COLUMNS]
+    reasons: dict[str, list[str]] = {}
+    for name, title in COLUMNS.items():
+        if name in row and row[name][1]:
+            reasons.setdefault(plain(row[name][1]), []).append(title)
+    why = "; ".join(f"{', '.join(titles)}: {reason}" for reason, titles in reasons.items())
+    return f"| `{row['family']}` | " + " | ".join(cells) + f" | {why} |"
+
+
+def plain(reason: str) -> str:
+    """A reason as a table's cell: one line, without paths of the machine that tried."""
+    words = [word if not word.startswith("/") else "MODEL" for word in reason.split()]
+    return " ".join(words).replace("|", "\\|").replace("<", "&lt;")[:300]

@@ -1,0 +1,180 @@
+"""Every family of text models that the pinned transformers knows, tried, and the table of what came of it.
+
+    python -m tests.training.family_table            try what build/families.jsonl does not hold yet
+    python -m tests.training.family_table --write    and write docs/reference/families.md
+
+A family is made tiny from its configuration class alone (`tests.training.shrink`), trained for one step as users train
+it, whole and with adapters, by one process, and compared to a plain step of transformers' or peft's own model; a sample
+also on two ranks, sharded and as a pipeline, compared to the one process. Each is tried in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+from queue import Empty
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from tests.distributed import processes_that_stay_imported
+from tests.training.family_page import COLUMNS, KINDS, TITLES, Row, page
+
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "families.md"
+SAMPLE = {
+    "causal": (
+        *("llama", "gpt2", "gpt_neox", "bloom", "falcon", "opt", "gemma2", "phi3", "mixtral", "qwen3_moe", "gpt_oss"),
+        *("deepseek_v3", "mamba", "falcon_h1", "bart", "bert"),
+    ),
+    "masked": ("bert", "deberta-v2", "modernbert", "roberta"),
+    "classes": ("llama", "qwen3", "bert", "distilbert", "modernbert"),
+}
+"""Families that are also tried on two ranks, unless all are."""
+SECONDS = 120
+"""Limit of one family in one process."""
+
+
+def material(place: Path) -> dict[str, Path]:
+    """A dataset for each task; `ended`: of rows that end in an end-of-text token."""
+    from tests.training.federation import write_dataset, write_masked_words
+    from tests.training.test_tasks import write_classes
+
+    return {
+        "causal": write_dataset(place / "causal", validation=4),
+        "masked": write_masked_words(place / "masked"),
+        "classes": write_classes(place / "classes"),
+        "ended": write_classes(place / "ended", end=1),
+    }
+
+
+def datasets_in(place: Path) -> dict[str, Path]:
+    return {path.name: path for path in (place / "data").iterdir()}
+
+
+def tried(place: Path, task: str, family: str) -> Row:
+    """What one process makes of a family, whole and with adapters: for each a word and a reason."""
+    from tests.training.family_trial import verdict
+
+    row: Row = {}
+    for kind, lora in KINDS.items():
+        found = verdict(place / f"{task}-{family}-{kind}", task, family, datasets_in(place), lora=lora)
+        row[kind] = [found.word, found.reason]
+        if found.word == "needs":
+            break
+    return row
+
+
+def in_layouts(place: Path, task: str, family: str, row: Row) -> Row:
+    """`row`, and what two ranks make of the family where one process works."""
+    from tests.training.family_layouts import LAYOUTS, layout_verdict
+    from tests.training.family_trial import dataset_for
+
+    for kind, lora in KINDS.items():
+        trial = place / f"{task}-{family}-{kind}"
+        for layout in LAYOUTS if row.get(kind, [""])[0] == "works" else ():
+            dataset = dataset_for(task, trial / "model", datasets_in(place))
+            more = layout_verdict(trial, dataset, layout, lora=lora)
+            row[f"{layout}-lora" if lora else layout] = [more.word, more.reason]
+    return row
+
+
+def _entry(place: str, task: str, family: str, queue: Any) -> None:
+    import torch
+
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    torch.set_num_threads(1)
+    queue.put(tried(Path(place), task, family))
+    queue.close()
+    queue.join_thread()
+    os._exit(0)
+
+
+def in_a_process(place: Path, task: str, family: str) -> Row:
+    """`tried` in a fork of a server that has torch imported; a crash or a long silence is a result too."""
+    context = processes_that_stay_imported()
+    queue = context.Queue()
+    process = context.Process(target=_entry, args=(str(place), task, family, queue))
+    process.start()
+    end = time.monotonic() + SECONDS
+    row = None
+    while row is None and time.monotonic() < end and (process.is_alive() or not queue.empty()):
+        try:
+            row = queue.get(timeout=0.2)
+        except Empty:
+            continue
+    process.join(5)
+    if process.is_alive():
+        process.kill()
+    why = "no answer in time" if process.exitcode is None else f"the process ended with {process.exitcode}"
+    return row or {"one": ["wrong", why]}
+
+
+def family_row(place: Path, task: str, family: str, *, layouts: bool) -> Row:
+    begun = time.monotonic()
+    row = in_a_process(place, task, family)
+    if layouts:
+        row = in_layouts(place, task, family, row)
+    for kind in KINDS:
+        shutil.rmtree(place / f"{task}-{family}-{kind}", ignore_errors=True)
+    return {"task": task, "family": family} | row | {"seconds": round(time.monotonic() - begun, 1)}
+
+
+def rows_of(results: Path) -> list[Row]:
+    return [json.loads(line) for line in results.read_text().splitlines()] if results.is_file() else []
+
+
+def try_all(results: Path, tasks: list[str], only: list[str], layouts: str) -> None:
+    """Append a line to `results` for each family that has none yet, or none of the layouts that are asked for."""
+    from tests.training.family_trial import families
+
+    known = {(row["task"], row["family"]): row for row in rows_of(results)}
+    results.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory() as place:
+        (Path(place) / "data").mkdir()
+        material(Path(place) / "data")
+        for task in tasks:
+            for family in families(task):
+                wanted = layouts == "all" or (layouts == "sample" and family in SAMPLE[task])
+                if (only and family not in only) or (not only and enough(known.get((task, family)), layouts=wanted)):
+                    continue
+                row = family_row(Path(place), task, family, layouts=wanted)
+                with results.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+                words = " ".join(f"{name}={row[name][0]}" for name in COLUMNS if name in row)
+                print(f"{task:8} {family:28} {words} {row['seconds']:.0f} s", file=sys.stderr)
+
+
+def enough(row: Row | None, *, layouts: bool) -> bool:
+    """Does this line answer what is asked?"""
+    return row is not None and (not layouts or "sharded" in row or row["one"][0] != "works")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.training.family_table", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--results", type=Path, default=Path("build/families.jsonl"), metavar="FILE")
+    parser.add_argument("--task", choices=list(TITLES), action="append", help="default: all")
+    parser.add_argument("--family", action="append", default=[], metavar="NAME", help="only these; tried again")
+    parser.add_argument(
+        "--layouts",
+        choices=("none", "sample", "all"),
+        default="sample",
+        help="which families are also tried on two ranks (default: a sample of unlike ones; all takes hours)",
+    )
+    parser.add_argument("--write", action="store_true", help=f"write {PAGE.name} from the results")
+    arguments = parser.parse_args()
+    try_all(arguments.results, arguments.task or list(TITLES), arguments.family, arguments.layouts)
+    rows = {(row["task"], row["family"]): row for row in rows_of(arguments.results)}
+    if arguments.write:
+        PAGE.write_text(page(list(rows.values())))
+    wrong = [key for key, row in rows.items() if any(row.get(name, [""])[0] == "wrong" for name in COLUMNS)]
+    print(json.dumps({"families": len(rows), "wrong": sorted(wrong)}))
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
