@@ -55,9 +55,7 @@ def read_configuration(file: Path) -> dict[str, Any]:
     targets = fields.raw.get("target_modules")
     if not isinstance(targets, list) or len(targets) > MOST_TARGETS or not all(isinstance(t, str) for t in targets):
         raise InputError(f"{file}: target_modules must be a list of names of layers")
-    saved = fields.raw.get("modules_to_save") or []
-    if not isinstance(saved, list) or len(saved) > MOST_TARGETS or not all(isinstance(name, str) for name in saved):
-        raise InputError(f"{file}: modules_to_save must be a list of names of modules")
+    saved = names_in(fields.raw, "modules_to_save", file)
     return {
         "peft_type": fields.one_of("peft_type", "LORA", ("LORA",)),
         "r": fields.whole("r", least=1),
@@ -65,10 +63,20 @@ def read_configuration(file: Path) -> dict[str, Any]:
         "lora_dropout": fields.number("lora_dropout", 0.0, most=1.0),
         "target_modules": targets,
         "use_rslora": fields.raw.get("use_rslora") is True,
+        "use_dora": fields.raw.get("use_dora") is True,
+        "target_parameters": names_in(fields.raw, "target_parameters", file) or None,
         "modules_to_save": saved or None,
         "bias": "none",
         "inference_mode": True,
     }
+
+
+def names_in(raw: dict[str, Any], key: str, file: Path) -> list[str]:
+    """A list of names of modules or parameters, empty where there is none."""
+    found = raw.get(key) or []
+    if not isinstance(found, list) or len(found) > MOST_TARGETS or not all(isinstance(name, str) for name in found):
+        raise InputError(f"{file}: {key} must be a list of names")
+    return found
 
 
 def load_base(base: Path) -> Any:

@@ -14,17 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.adapter_export import CONFIGURATION, MOST_BYTES, WEIGHTS, load_adapter, load_base, read_configuration
-from facility.exchange.checkpoints.adapters import PREFIX, is_adapter, is_factor
+from facility.exchange.checkpoints.adapters import PREFIX, adapts_parameter, is_adapter, is_factor
 from facility.exchange.checkpoints.checkpoint import INDEX, Checkpoint, open_checkpoint
 from facility.exchange.errors import InputError
 from facility.exchange.files.durable import as_umask_allows, new_directory, write_json
 from facility.exchange.messages.strict_json import read_json
 
 OTHER_KINDS = {
-    "use_dora": "a DoRA adapter: its magnitudes depend on the whole weight, and no mean of them was ever measured here",
     "rank_pattern": "an adapter of several ranks (rank_pattern), where training.lora.rank is one",
     "alpha_pattern": "an adapter of several scales (alpha_pattern), where training.lora.alpha is one",
-    "target_parameters": "an adapter of fused parameters (target_parameters)",
     "layer_replication": "an adapter of a model whose layers are repeated (layer_replication)",
     "trainable_token_indices": "an adapter that trains tokens (trainable_token_indices)",
     "lora_bias": "an adapter with biases (lora_bias)",
@@ -81,12 +79,16 @@ def index_of(base: Checkpoint, names: list[str]) -> dict[str, Any]:
 
 def settings_of(configuration: dict[str, Any], names: list[str]) -> str:
     """The lines of federation.yml under which its facilities go on from the adapter."""
-    layers = sorted({name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in names if is_factor(name)})
+    fused = configuration["target_parameters"] or ()
+    layers = {name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in names if is_factor(name)}
+    layers = {layer for layer in layers if not adapts_parameter(layer, fused)}
     lora = {
         "rank": configuration["r"],
         "alpha": configuration["lora_alpha"],
         "targets": sorted({layer.rpartition(".")[2] for layer in layers}),
     }
     lora |= {"rslora": True} if configuration["use_rslora"] else {}
+    lora |= {"dora": True} if configuration["use_dora"] else {}
+    lora |= {"parameters": configuration["target_parameters"]} if configuration["target_parameters"] else {}
     lora |= {"modules_to_save": configuration["modules_to_save"]} if configuration["modules_to_save"] else {}
     return f"training:\n  lora: {json.dumps(lora)}"

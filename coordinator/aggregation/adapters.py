@@ -17,10 +17,19 @@ import numpy as np
 
 from coordinator.aggregation import lora
 from coordinator.aggregation.expected import Layout
+from coordinator.aggregation.magnitudes import first_magnitudes, value_of
 from coordinator.aggregation.updates import Update
-from facility.exchange.checkpoints.adapters import CONFIG, PREFIX, A, is_adapter, is_factor
-from facility.exchange.checkpoints.checkpoint import FLOATS, SINGLE, Checkpoint, TensorEntry, open_checkpoint
-from facility.exchange.checkpoints.floats import STORAGE, Array, narrow, widen
+from facility.exchange.checkpoints.adapters import (
+    CONFIG,
+    PREFIX,
+    A,
+    adapts_parameter,
+    is_adapter,
+    is_factor,
+    is_magnitude,
+)
+from facility.exchange.checkpoints.checkpoint import FLOATS, SINGLE, Checkpoint, open_checkpoint
+from facility.exchange.checkpoints.floats import STORAGE, Array, narrow
 from facility.exchange.checkpoints.writer import Layout as FileLayout
 from facility.exchange.checkpoints.writer import Planned, TensorWriter, layout_like
 from facility.exchange.errors import InputError
@@ -28,16 +37,19 @@ from facility.exchange.messages.layout import LoraSettings
 
 
 def adapter_base(base: Checkpoint, layout: Layout, scratch: Path) -> tuple[Checkpoint, bool]:
-    """The adapters that updates are compared with, and whether they are new: then at `scratch`, factors of zeros and
-    modules that are saved whole as in the base."""
+    """The adapters that updates are compared with, and whether they are new: then at `scratch`, factors of zeros,
+    modules that are saved whole as in the base, and magnitudes (DoRA) as the rows of the base's weights."""
     own = {name: entry for name, entry in base.tensors.items() if is_adapter(name)}
     if own:
         return dataclasses.replace(base, tensors=own), False
     planned = [Planned(name=n, dtype=d, shape=shape) for n, (d, shape) in sorted(layout.items()) if d in FLOATS]
     with TensorWriter(scratch, {SINGLE: planned}) as writer:  # files of the final size, all zero
         for one in planned:
-            if not is_factor(one.name) and (entry := base.tensors.get(one.name.removeprefix(PREFIX))) is not None:
-                _write(writer, one.name, _value(entry))
+            if is_magnitude(one.name):
+                if (lengths := first_magnitudes(base, one.name)) is not None:
+                    _write(writer, one.name, lengths)
+            elif not is_factor(one.name) and (entry := base.tensors.get(one.name.removeprefix(PREFIX))) is not None:
+                _write(writer, one.name, value_of(entry))
     return dataclasses.replace(open_checkpoint(scratch), directory=base.directory), True
 
 
@@ -51,7 +63,8 @@ def settings_of(updates: Sequence[Update], told: LoraSettings | None) -> LoraSet
     if alpha is None and claimed:
         raise InputError(f"the updates' {CONFIG} differ in lora_alpha ({sorted(claimed)}): set training.lora.alpha")
     rslora = all(_claims(update.directory / CONFIG).get("use_rslora") is True for update in updates)
-    return LoraSettings(rank=rank, alpha=alpha or float(rank), rslora=rslora)
+    dora = any(map(is_magnitude, updates[0].checkpoint.tensors))
+    return LoraSettings(rank=rank, alpha=alpha or float(rank), rslora=rslora, dora=dora)
 
 
 def _alpha(path: Path) -> float | None:
@@ -81,15 +94,19 @@ def layout_with(base: Checkpoint, adapters: Checkpoint, dtypes: Mapping[str, str
     return {f"model-{i:05d}-of-{len(files):05d}.safetensors": tensors for i, tensors in enumerate(files, start=1)}
 
 
-def errors(opened: Sequence[Update], weights: Sequence[float]) -> dict[str, Any]:
+def errors(opened: Sequence[Update], weights: Sequence[float], parameters: Sequence[str] = ()) -> dict[str, Any]:
     """How far the mean of the factors, and the best product of the same rank, are from the mean of the products."""
     factors, products = [], []
     for a, b in lora.pairs(opened[0].entries):
         first, second = _values(opened, a), _values(opened, b)
+        if adapts_parameter(a.removeprefix(PREFIX).partition(A)[0], parameters):
+            continue  # the factors of many experts, whose product means nothing
         mean_a, mean_b = (np.tensordot(np.asarray(weights), np.stack(values), 1) for values in (first, second))
         factors.append(lora.relative_error(mean_a, mean_b, first, second, weights))
         best = lora.mean_of_products(first, second, weights, first[0].shape[0])
         products.append(lora.relative_error(*best, first, second, weights))
+    if not factors:
+        return {}
     return {
         "error_of_factors": {"mean": float(np.mean(factors)), "largest": max(factors)},
         "error_of_product": {"mean": float(np.mean(products)), "largest": max(products)},
@@ -126,11 +143,4 @@ def _write(writer: TensorWriter, name: str, values: Array) -> None:
 
 
 def _values(opened: Sequence[Update], name: str) -> list[Array]:
-    return [_value(update.entries[name]) for update in opened]
-
-
-def _value(entry: TensorEntry) -> Array:
-    raw = np.fromfile(entry.file, STORAGE[entry.dtype], entry.elements, offset=entry.start)
-    out = np.empty(entry.elements, np.float64)
-    widen(raw, entry.dtype, out)
-    return out.reshape(entry.shape)
+    return [value_of(update.entries[name]) for update in opened]

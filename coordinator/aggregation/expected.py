@@ -53,7 +53,7 @@ def agreed_layout(
     fitting: list[Update] = []
     for update in updates:
         try:
-            check_adapters(base, update.checkpoint, update.facility)
+            check_adapters(base, update.checkpoint, update.facility, told)
             if told is not None:
                 check_told(base, update.checkpoint, told, update.facility)
             fitting.append(update)

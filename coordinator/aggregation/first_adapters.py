@@ -7,7 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from facility.exchange.checkpoints.adapters import PREFIX, is_adapter, is_factor
+import numpy as np
+
+from coordinator.aggregation.magnitudes import first_magnitudes
+from facility.exchange.checkpoints.adapters import PREFIX, is_adapter, is_added, is_factor, is_magnitude
 from facility.exchange.checkpoints.begun_adapters import begun_factor
 from facility.exchange.checkpoints.checkpoint import FLOATS, SINGLE, open_checkpoint
 from facility.exchange.checkpoints.delta_parts import as_bytes, raw
@@ -17,7 +20,7 @@ from facility.exchange.checkpoints.writer import Planned, TensorWriter
 @contextmanager
 def started_from(update: Path, model: Path, seed: int, *, scratch: Path) -> Iterator[Path]:
     """The checkpoint whose tensors `update` was trained from: `model`, or for the first adapters of a federation a
-    temporary one in `scratch`, with factors drawn from `seed` and modules that are saved whole as in `model`."""
+    temporary one in `scratch`, with factors drawn from `seed`, magnitudes and modules that are saved whole as in `model`."""
     held, trained = open_checkpoint(model), open_checkpoint(update)
     if any(map(is_adapter, held.tensors)) or not any(map(is_adapter, trained.tensors)):
         yield model
@@ -25,14 +28,19 @@ def started_from(update: Path, model: Path, seed: int, *, scratch: Path) -> Iter
     planned = []
     for name, entry in sorted(trained.tensors.items()):
         plain = held.tensors.get(name.removeprefix(PREFIX))
-        if entry.dtype in FLOATS and (is_factor(name) or (plain is not None and plain.shape == entry.shape)):
-            dtype = "F32" if is_factor(name) or plain is None else plain.dtype
+        if entry.dtype in FLOATS and (is_added(name) or (plain is not None and plain.shape == entry.shape)):
+            dtype = "F32" if is_added(name) or plain is None else plain.dtype
             planned.append(Planned(name=name, dtype=dtype, shape=entry.shape))
     with tempfile.TemporaryDirectory(dir=scratch, prefix=".begun.") as begun:
         with TensorWriter(Path(begun), {SINGLE: planned}) as writer:
             for one in planned:
                 if is_factor(one.name):
                     writer.write(one.name, 0, as_bytes(begun_factor(seed, one.name, one.shape)))
+                    continue
+                if is_magnitude(one.name):
+                    lengths = first_magnitudes(held, one.name)
+                    content = np.zeros(one.shape, np.float32) if lengths is None else lengths.astype(np.float32)
+                    writer.write(one.name, 0, as_bytes(content))
                     continue
                 for offset, content in raw(held.tensors[one.name.removeprefix(PREFIX)]):
                     writer.write(one.name, offset, content)

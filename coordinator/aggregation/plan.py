@@ -77,7 +77,9 @@ def plan_round(aggregation: Aggregation) -> None:
     )
     details = {"capped_shares": aggregation.capped} if aggregation.capped else {}
     if aggregation.with_adapters:
-        details |= {"lora": aggregation.settings.lora} | errors(aggregation.opened, aggregation.weights)
+        told = aggregation.request.adapters
+        parameters = told.parameters if told is not None else ()
+        details |= {"lora": aggregation.settings.lora} | errors(aggregation.opened, aggregation.weights, parameters)
     aggregation.plan = dataclasses.replace(plan, details=plan.details | details)
 
 

@@ -76,7 +76,7 @@ def check_update(
             wanted = "adapters" if adapters.rank else "a whole model"
             raise UpdateRefused(facility, f"its encoding is {manifest.encoding!r}, expected {wanted} as agreed")
         if manifest.encoding == "lora":
-            check_adapters(base, update, facility)
+            check_adapters(base, update, facility, adapters)
             if adapters is not None:
                 check_told(base, update, adapters, facility)
             matched = dict(update.tensors)

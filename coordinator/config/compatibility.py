@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from coordinator.aggregation.settings import AggregationSettings
 from coordinator.config.closing import ClosingSettings
 from coordinator.config.evaluation import COORDINATOR, EvaluationPlan
 from coordinator.config.settings import RoundSettings
@@ -64,6 +65,17 @@ def check_trainers(described: Mapping[str, tuple[TrainerSettings, TrainingSettin
                 "own, whose moments nobody knows: set it to 'personal' or 'auto'",
             )
     return bool(others)
+
+
+def check_adapters(aggregation: AggregationSettings, training: Mapping[str, TrainingSettings]) -> None:
+    """Raise `ConfigurationError`, with the key, where adapters cannot be averaged as the settings ask."""
+    for name, one in training.items():
+        if one.lora.parameters and aggregation.lora == "product":
+            raise _error(
+                "aggregation.lora",
+                f"aggregation.lora is 'product', but facility {name!r} trains adapters of fused experts "
+                f"(lora.parameters {one.lora.parameters}), whose factors hold all experts: expected 'factors'",
+            )
 
 
 def check_evaluation(evaluation: EvaluationPlan, names: Sequence[str]) -> None:

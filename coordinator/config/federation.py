@@ -12,7 +12,13 @@ from pydantic import BeforeValidator
 
 from coordinator.aggregation.settings import AUTO
 from coordinator.config.closing import ClosingSettings, EvenSettings, LimitSettings, Rounds
-from coordinator.config.compatibility import check_comparison, check_evaluation, check_quorum, check_trainers
+from coordinator.config.compatibility import (
+    check_adapters,
+    check_comparison,
+    check_evaluation,
+    check_quorum,
+    check_trainers,
+)
 from coordinator.config.deployments import Deployment, Kind
 from coordinator.config.evaluation import EvaluationPlan
 from coordinator.config.groups import without_groups
@@ -194,6 +200,7 @@ def _build(lined: Lined) -> Federation:
     federation = _chosen(federation, data.get("aggregation") or {})
     others = any(not federation.trainer_of(one).built_in for one in federation.facilities)
     check_comparison(federation.evaluation, federation, other_trainers=others, even=federation.even is not None)
+    check_adapters(federation.aggregation, {one.name: one.training for one in federation.facilities})
     if federation.privacy is not None:
         check_privacy(
             federation.privacy,

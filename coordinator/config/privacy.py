@@ -170,6 +170,12 @@ def _check_training(name: str, training: TrainingSettings, peer_signers: str) ->
             f"training.optimizer_state of {name!r} is 'shared', which sends each facility's own moments; expected "
             f"'personal' {secure}",
         )
+    if training.lora.dora:
+        raise _error(
+            "training.lora.dora",
+            f"training.lora.dora of {name!r} is true: the first round sends whole magnitudes, not steps, which the "
+            f"clip of masked tensors would cut; expected false {secure}",
+        )
     if training.sync.policy != "allreduce":
         raise _error(
             "training.sync.policy",

@@ -57,7 +57,10 @@ class ModelFigures:
             if saves(module, saved):
                 total += math.prod(shape)
             elif kind == "weight" and len(shape) == 2 and IN_A_BLOCK.search(module):
-                total += lora.rank * sum(shape) if not lora.targets or targeted(module, lora.targets) else 0
+                factors = lora.rank * sum(shape) + (shape[0] if lora.dora else 0)
+                total += factors if not lora.targets or targeted(module, lora.targets) else 0
+            elif targeted(name, lora.parameters) and len(shape) == 3:
+                total += lora.rank * shape[0] * sum(shape[1:])
         return total
 
     def written(self, training: TrainingSettings) -> int:

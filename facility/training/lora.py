@@ -9,20 +9,24 @@ that never travels.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
-from facility.exchange.checkpoints.adapters import HEADS, PREFIX, is_adapter, is_factor, saves, targeted
-from facility.exchange.checkpoints.begun_adapters import begun_factor
-from facility.exchange.checkpoints.checkpoint import Checkpoint
-from facility.exchange.checkpoints.conversion import Conversion
-from facility.exchange.errors import ConfigurationError, InputError
+from facility.exchange.checkpoints.adapters import (
+    HEADS,
+    MAGNITUDE,
+    PREFIX,
+    is_added,
+    is_factor,
+    is_magnitude,
+    saves,
+    targeted,
+)
+from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.layout import LoraSettings
 from facility.training.blocks import find_blocks
-from facility.training.shards import LocalShard, load_shards
 
 STATE_SPACE = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
 """Families whose kernels use the weight of `out_proj` directly, so that peft refuses an adapter on it."""
@@ -93,6 +97,23 @@ def targets_of(model: nn.Module, settings: LoraSettings) -> list[str]:
     return chosen
 
 
+def parameters_of(model: nn.Module, settings: LoraSettings) -> list[str]:
+    """Full names of the fused experts that get an adapter. Raises `ConfigurationError` where one is not there."""
+    found = [name for name, one in model.named_parameters() if one.dim() == 3]
+    for wanted in settings.parameters:
+        if not targeted_any(found, wanted):
+            ends = sorted({".".join(name.split(".")[-2:]) for name in found})
+            raise ConfigurationError(
+                f"training.lora.parameters names {wanted!r}, which fits no fused experts of the model; it has "
+                f"{ends or 'none'}"
+            )
+    return [name for name in found if targeted(name, settings.parameters)]
+
+
+def targeted_any(names: Sequence[str], target: str) -> bool:
+    return any(targeted(name, [target]) for name in names)
+
+
 def inject(model: nn.Module, settings: LoraSettings, *, classifies: bool) -> None:
     """Add adapters on the meta device; beside them only `modules_to_save` are trained from here on.
 
@@ -108,14 +129,16 @@ def inject(model: nn.Module, settings: LoraSettings, *, classifies: bool) -> Non
         lora_alpha=settings.alpha,  # type: ignore[arg-type]  # peft takes floats too
         lora_dropout=settings.dropout,
         target_modules=targets_of(model, settings),
+        target_parameters=parameters_of(model, settings) or None,
         use_rslora=settings.rslora,
+        use_dora=settings.dora,
         fan_in_fan_out=any(type(m).__name__ == "Conv1D" for m in model.modules()),
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         inject_adapter_in_model(configuration, model, low_cpu_mem_usage=True)
     wanted = settings.modules_to_save or (HEADS if classifies else ())
-    saved = [name for name, _ in model.named_parameters() if not is_factor(name) and saves_parameter(name, wanted)]
+    saved = [name for name, _ in model.named_parameters() if not is_added(name) and saves_parameter(name, wanted)]
     for name in settings.modules_to_save:
         if not any(saves_parameter(found, [name]) for found in saved):
             raise ConfigurationError(
@@ -123,7 +146,7 @@ def inject(model: nn.Module, settings: LoraSettings, *, classifies: bool) -> Non
                 f"its heads are {', '.join(sorted({n.partition('.')[0] for n, _ in model.named_children()}))}"
             )
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(is_factor(name) or name in saved)
+        parameter.requires_grad_(is_added(name) or name in saved)
 
 
 def saves_parameter(name: str, wanted: Sequence[str]) -> bool:
@@ -132,43 +155,11 @@ def saves_parameter(name: str, wanted: Sequence[str]) -> bool:
 
 
 def name_on_disk(name: str) -> str:
-    """Of a parameter of a model with adapters: peft's name for a factor, the plain name for the rest."""
+    """Of a parameter of a model with adapters: peft's name for what they add, the plain name for the rest."""
+    if is_magnitude(name):
+        return PREFIX + name.partition(MAGNITUDE)[0] + MAGNITUDE
     if is_factor(name):
         return PREFIX + name.replace(".default.", ".")
-    return name.replace(".base_layer.", ".")
-
-
-@torch.no_grad()
-def load_adapters(
-    parts: Sequence[LocalShard],
-    received: Checkpoint,
-    base: Checkpoint,
-    plain: Mapping[str, str],
-    seed: int,
-    conversion: Conversion | None = None,
-) -> str:
-    """Fill the adapters from the received model, or begin them: A uniform as peft does, B zero, what is saved whole as
-    in the base; says which. `plain`: the base's names of modules that are saved.
-
-    A beginning is drawn from the federation's seed and the name: every facility begins with the same.
-    """
-    adapters = [part for part in parts if part.name.startswith(PREFIX)]
-    saved = [part for part in adapters if not is_factor(part.name)]
-    whole = sorted({part.name.removeprefix(PREFIX).rpartition(".")[0] for part in saved})
-    note = f"; trained whole: {', '.join(whole)}" if whole else ""
-    if all(part.name in received.tensors for part in adapters):
-        load_shards(adapters, received)
-        return f"{len(adapters)} adapter tensors received{note}"
-    if lacking := [part.name for part in adapters if part.name not in received.tensors]:
-        if any(map(is_adapter, received.tensors)):
-            raise InputError(
-                f"{received.directory} holds adapters, but none for {lacking[0]!r} ({len(lacking)} of {len(adapters)} "
-                "are missing), which training.lora asks for: name the targets and modules_to_save of those"
-            )
-    load_shards([dataclasses.replace(part, name=plain[part.name]) for part in saved], base, conversion)
-    for part in adapters:
-        if not is_factor(part.name):
-            continue
-        drawn = torch.from_numpy(begun_factor(seed, part.name, part.shape))
-        part.tensor.copy_(drawn[part.first : part.first + part.tensor.shape[0]])
-    return f"{len(adapters)} adapter tensors begun from the federation's seed{note}"
+    while ".base_layer." in name:  # nested where a module holds several adapted parameters
+        name = name.replace(".base_layer.", ".")
+    return name

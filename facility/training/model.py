@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from facility.exchange.checkpoints.adapters import PREFIX, is_factor
+from facility.exchange.checkpoints.adapters import MAGNITUDE, PREFIX, is_added, is_magnitude
 from facility.exchange.checkpoints.checkpoint import Checkpoint
 from facility.exchange.checkpoints.conversion import Conversion, conversion_of, describe_missing, lacking
 from facility.exchange.errors import CheckpointError, InputError
 from facility.training import lora
 from facility.training.blocks import find_blocks
+from facility.training.dora import Adapted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +106,8 @@ class Names:
     conversion: Conversion
     saved: dict[str, str]
     """Modules that are trained whole beside adapters: their name among the adapters -> in the base."""
+    magnitudes: dict[str, Adapted]
+    """DoRA's magnitudes, by their name among the adapters -> the weight whose rows they measure."""
 
     @property
     def known(self) -> set[str]:
@@ -120,14 +123,14 @@ def names_of(model: Any, checkpoint: Checkpoint) -> Names:
     The names of transformers' own conversions are honoured (see `facility.exchange.checkpoints.conversion`); a tensor
     that is made of several, or is part of one, keeps the model's name, and adapters have peft's.
     """
-    own = {lora.name_on_disk(name): t for name, t in model.state_dict().items() if not is_factor(name)}
+    own = {lora.name_on_disk(name): t for name, t in model.state_dict().items() if not is_added(name)}
     conversion = conversion_of(model, checkpoint, own)
     aliases: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         aliases.setdefault(id(parameter), []).append(name)
     disk: dict[str, str] = {}
     repeats: dict[str, str] = {}
-    if absent := [name for name in lacking(model, conversion, lora.name_on_disk) if not is_factor(name)]:
+    if absent := [name for name in lacking(model, conversion, lora.name_on_disk) if not is_added(name)]:
         raise CheckpointError(describe_missing(checkpoint, absent))
     for first, *others in aliases.values():
         plain = [lora.name_on_disk(name) for name in (first, *others)]
@@ -137,9 +140,18 @@ def names_of(model: Any, checkpoint: Checkpoint) -> Names:
         repeats |= dict.fromkeys(stored[1:], disk[first])
     saved: dict[str, str] = {}
     parameters = dict(model.named_parameters())
-    if any(map(is_factor, parameters)):
+    if any(map(is_added, parameters)):
         for name, parameter in parameters.items():
-            if parameter.requires_grad and not is_factor(name):
+            if parameter.requires_grad and not is_added(name):
                 saved[PREFIX + lora.name_on_disk(name)] = disk[name]
                 disk[name] = PREFIX + lora.name_on_disk(name)
-    return Names(disk=disk, repeats=repeats, conversion=conversion, saved=saved)
+    magnitudes = {disk[name]: adapted_weight(model, name, disk) for name in parameters if is_magnitude(name)}
+    return Names(disk=disk, repeats=repeats, conversion=conversion, saved=saved, magnitudes=magnitudes)
+
+
+def adapted_weight(model: Any, magnitude: str, disk: dict[str, str]) -> Adapted:
+    """The weight below the adapter whose magnitudes have that name."""
+    layer = magnitude.partition(MAGNITUDE)[0] + ".base_layer"
+    below = model.get_submodule(layer)
+    transposed = type(below).__name__ == "Conv1D"
+    return Adapted(name=disk[f"{layer}.weight"], shape=tuple(below.weight.shape), transposed=transposed)

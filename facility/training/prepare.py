@@ -12,7 +12,8 @@ from facility.exchange.checkpoints.adapters import PREFIX
 from facility.exchange.checkpoints.checkpoint import Checkpoint
 from facility.exchange.messages.manifest import check_digest
 from facility.exchange.seeds import derive
-from facility.training import account, lora, memory
+from facility.training import account, memory
+from facility.training.begin_adapters import load_adapters
 from facility.training.data.inputs import RoundInputs
 from facility.training.data.loader import DataLoader
 from facility.training.data.preference import Preference
@@ -130,7 +131,7 @@ def load_weights(held: Assembly, inputs: RoundInputs, received: Checkpoint, seed
     hashed = {digest.path: digest for digest in inputs.unverified.values()} if base is inputs.received else None
     load_shards([*weights, *held.buffers], base, names.conversion, hashed=hashed)
     if adapters:
-        log.info("%s", lora.load_adapters(held.parts, received, base, names.saved, seed, names.conversion))
+        log.info("%s", load_adapters(held.parts, received, base, names, seed))
 
 
 def verify_loaded(inputs: RoundInputs) -> None:

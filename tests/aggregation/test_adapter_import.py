@@ -55,7 +55,6 @@ def test_the_first_round_goes_on_from_a_published_adapter(tmp_path: Path):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"use_dora": True}, "DoRA"),
         ({"rank_pattern": {"q_proj": 3}}, "several ranks"),
         ({"alpha_pattern": {"q_proj": 3}}, "several scales"),
         ({"bias": "all"}, "bias is 'all'"),

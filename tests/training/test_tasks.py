@@ -146,9 +146,9 @@ def test_a_classifiers_head_is_trained_and_travels_with_its_adapters(tmp_path: P
 
 def test_a_module_to_save_that_no_model_has_is_refused(tmp_path: Path):
     dataset, model = write_dataset(tmp_path / "data"), save_pico(tmp_path / "model")
-    lora = {"rank": 2, "modules_to_save": ["head"]}
+    lora = {"rank": 2, "modules_to_save": ["tail"]}
     said = rounds_in([("one", arguments(tmp_path / "one", model, dataset, lora=lora))], expect=2)
-    assert "names 'head'" in said["one"][0] and "lm_head" in said["one"][0]
+    assert "names 'tail'" in said["one"][0] and "lm_head" in said["one"][0]
 
 
 def test_the_next_round_goes_on_from_received_adapters(tmp_path: Path):

@@ -12,6 +12,8 @@ from facility.exchange.messages.layout import LoraSettings
 A, B = ".lora_A.", ".lora_B."
 PREFIX = "base_model.model."
 """What peft puts before the names of the layers."""
+MAGNITUDE = ".lora_magnitude_vector"
+"""How the name of a layer's magnitudes ends (DoRA)."""
 CONFIG = "adapter_config.json"
 
 
@@ -27,6 +29,25 @@ def is_adapter(name: str) -> bool:
 def is_factor(name: str) -> bool:
     """Whether a tensor or parameter of that name is a low-rank factor."""
     return A in name or B in name
+
+
+def is_magnitude(name: str) -> bool:
+    """Whether a tensor or parameter of that name is DoRA's magnitudes of a layer."""
+    return MAGNITUDE in name
+
+
+def is_added(name: str) -> bool:
+    """Whether a tensor or parameter of that name exists with an adapter only."""
+    return is_factor(name) or is_magnitude(name)
+
+
+def adapts_parameter(layer: str, parameters: Iterable[str]) -> bool:
+    """Whether factors of that layer are those of fused experts: of the module that holds one of `parameters`.
+
+    peft nests one adapter in the other where a module holds several.
+    """
+    module = layer.replace(".base_layer", "")
+    return targeted(module, [name.rpartition(".")[0] for name in parameters])
 
 
 def targeted(module: str, targets: Iterable[str]) -> bool:
@@ -47,8 +68,9 @@ def saves(module: str, wanted: Iterable[str]) -> bool:
 def write_adapter_config(directory: Path, settings: LoraSettings, adapters: Iterable[str], base: str = "") -> None:
     """Write the configuration of the adapters with these names, without paths of any facility."""
     names = list(adapters)
-    targets = sorted({name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in names if is_factor(name)})
-    whole = {name.removeprefix(PREFIX).rpartition(".")[0] for name in names if not is_factor(name)}
+    layers = {name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in names if is_factor(name)}
+    targets = sorted(layer for layer in layers if not adapts_parameter(layer, settings.parameters))
+    whole = {name.removeprefix(PREFIX).rpartition(".")[0] for name in names if not is_added(name)}
     configuration: dict[str, Any] = {
         "peft_type": "LORA",
         "r": settings.rank,
@@ -56,6 +78,8 @@ def write_adapter_config(directory: Path, settings: LoraSettings, adapters: Iter
         "lora_dropout": settings.dropout,
         "target_modules": targets,
         "use_rslora": settings.rslora,
+        "use_dora": settings.dora,
+        "target_parameters": sorted(settings.parameters) or None,
         "modules_to_save": saved_modules(whole, settings.modules_to_save or HEADS) or None,
         "bias": "none",
         "inference_mode": True,

@@ -25,6 +25,8 @@ def refusal(config: Any, *, causal: bool) -> str:
         )
     if causal and family == "xlnet":
         return "XLNet predicts tokens in permuted orders, which no dataset here has: train a causal model"
+    if causal and family == "cpmant":
+        return "transformers' CPM-Ant attends to the whole text, also to the tokens that it is to predict: take another"
     return sees_ahead(config) if causal else ""
 
 

@@ -73,6 +73,11 @@ class LoraSettings:
     """Ends of the names of the linear layers that get one; empty: every linear layer of the blocks."""
     rslora: bool = False
     """Scale by alpha / sqrt(rank) (Kalajdzievski 2023, arXiv 2312.03732): higher ranks do not learn ever less."""
+    dora: bool = False
+    """Also train the length of each output's row of W + scale B A (DoRA, Liu et al. 2024, arXiv 2402.09353)."""
+    parameters: list[str] = field(default_factory=list)
+    """Ends of the names of fused experts that get an adapter each, such as `experts.gate_up_proj` and
+    `experts.down_proj` (peft's `target_parameters`); empty: none."""
     modules_to_save: list[str] = field(default_factory=list)
     """Ends of the names of modules that are trained whole and travel with the adapters, such as `lm_head`; empty: the
     head of a classifier (`score`, `classifier`), as peft does, and nothing else."""
@@ -81,6 +86,16 @@ class LoraSettings:
         if self.trained_rank > self.rank:
             raise ConfigurationError(
                 f"lora.trained_rank is {self.trained_rank}, expected at most lora.rank, which is {self.rank}"
+            )
+        for key, value in (("dora", self.dora), ("dropout", self.dropout), ("trained_rank", self.trained_rank)):
+            if value and self.parameters:
+                raise ConfigurationError(
+                    f"lora.{key} is {value} beside lora.parameters {self.parameters}: peft adapts fused experts by "
+                    "plain factors of all of them at once, without dropout or magnitudes; leave one of both out"
+                )
+        if odd := [name for name in self.parameters if "." not in name]:
+            raise ConfigurationError(
+                f"lora.parameters names {odd[0]!r}; expected the module and the parameter, such as 'experts.down_proj'"
             )
 
 

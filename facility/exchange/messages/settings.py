@@ -150,6 +150,12 @@ def check_differential(training: TrainingSettings, *, dataset_card: bool = False
             "gradients overflow, and which do is known from single records",
             key="compute_dtype",
         )
+    if training.lora.parameters:
+        raise ConfigurationError(
+            f"lora.parameters is {training.lora.parameters}, expected none {private}: peft changes the weights of "
+            "experts in every forward pass, and gradients of single records were never verified through that",
+            key="lora.parameters",
+        )
     if training.micro_batch_sequences > training.batch_sequences:
         raise ConfigurationError(
             f"micro_batch_sequences is {training.micro_batch_sequences}, more than batch_sequences "

@@ -17,12 +17,13 @@ import torch
 import torch.distributed as dist
 
 from facility.dataset import SPLITS, PreparedDataset
-from facility.exchange.checkpoints.adapters import PREFIX, B, is_factor
+from facility.exchange.checkpoints.adapters import PREFIX, B, is_factor, is_magnitude
 from facility.exchange.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from facility.exchange.errors import ConfigurationError, InputError
 from facility.exchange.files.durable import new_directory, write_json
 from facility.exchange.files.paths import resolve
 from facility.exchange.validation import parse, validated
+from facility.training import dora
 from facility.training.data.inputs import RoundInputs
 from facility.training.data.preference import Preference
 from facility.training.engine import Engine
@@ -128,6 +129,8 @@ def load_reference(engine: Engine, inputs: RoundInputs, source: Checkpoint) -> N
     for part in adapters:
         if part.name in source.tensors:
             load_shards([part], source)
+        elif is_magnitude(part.name):
+            dora.begin(part, names.magnitudes[part.name], inputs.checkpoint if alone else source, names.conversion)
         elif not is_factor(part.name):
             own = dataclasses.replace(part, name=names.saved[part.name])
             load_shards([own], inputs.checkpoint if alone else source, names.conversion)

@@ -1,0 +1,145 @@
+"""Laws of DoRA and of adapters of fused experts: peft's steps, in every layout, averaged and exported."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from coordinator.adapter_export import export_adapter
+from coordinator.aggregate import aggregate
+from coordinator.aggregation.settings import AggregationSettings
+from facility.exchange.checkpoints.adapters import is_magnitude
+from facility.exchange.errors import ConfigurationError
+from facility.exchange.messages.layout import LoraSettings
+from facility.exchange.messages.report import read_report
+from facility.exchange.validation import parse
+from tests.aggregation import make
+from tests.pico import save_pico
+from tests.training.families import save_tiny
+from tests.training.family_trial import SAME, TRAINING, plain_step, recorded
+from tests.training.federation import largest_difference, weights, write_dataset
+from tests.training.layouts import arguments, rounds_in
+
+BOTH = ["experts.gate_up_proj", "experts.down_proj"]
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dora": ("llama", {"rank": 4, "dora": True}),
+    "dora of columns": ("gpt2", {"rank": 4, "dora": True, "rslora": True}),
+    "fused experts": ("qwen3_moe", {"rank": 2, "parameters": BOTH}),
+    "fused experts alone": ("mixtral", {"rank": 2, "parameters": BOTH[1:], "targets": ["q_proj"]}),
+}
+
+
+def validation_ids(dataset: Path) -> Any:
+    return np.load(dataset / "validation.npy").astype(np.int64)
+
+
+def made(directory: Path, family: str) -> Path:
+    return save_pico(directory, family) if family in ("llama", "gpt2") else save_tiny(directory, family)
+
+
+def loaded(model: Path, adapter: Path) -> Any:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    return PeftModel.from_pretrained(base, adapter, is_trainable=True)
+
+
+def named(words: list[str], facility: str) -> list[str]:
+    """The same arguments, with settings that name another facility."""
+    settings = Path(words[words.index("--settings") + 1])
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"facility": facility}))
+    return words
+
+
+def sent_on(update: Path, place: Path) -> Path:
+    """An update as the model of the next round."""
+    update.rename(place)
+    (place / "manifest.json").unlink()
+    return place
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_a_step_from_received_adapters_is_pefts(tmp_path: Path, kind: str):
+    family, lora = KINDS[kind]
+    dataset, model = write_dataset(tmp_path / "data"), made(tmp_path / "model", family)
+    rounds_in([("r0", arguments(tmp_path / "r0", model, dataset, lora=lora, learning_rate=1e-2))])
+    assert read_report(tmp_path / "r0/out").loss_returned < read_report(tmp_path / "r0/out").loss_received
+    received = sent_on(tmp_path / "r0/out", tmp_path / "received")
+    with recorded() as batches:
+        more = TRAINING | {"lora": lora | {"base": str(model)}}
+        rounds_in([("r1", arguments(tmp_path / "r1", received, dataset, round=1, **more))])
+    plain, found = loaded(model, received), loaded(model, tmp_path / "r1/out")
+    trained = {name: one for name, one in plain.named_parameters() if one.requires_grad}
+    before = {name: one.detach().clone() for name, one in trained.items()}
+    plain_step(plain, trained.values(), batches)
+    after = dict(found.named_parameters())
+    for name, one in trained.items():
+        assert (after[name] - one).abs().max() < SAME, name
+        assert not after[name].equal(before[name]), name
+
+
+@pytest.mark.parametrize("kind", ["dora", "fused experts"])
+def test_every_layout_trains_them_alike(tmp_path: Path, kind: str):
+    family, lora = KINDS[kind]
+    dataset, model = write_dataset(tmp_path / "data"), made(tmp_path / "model", family)
+    training = {"lora": lora, "learning_rate": 1e-2, "epsilon": 1e-2}
+    rounds_in([("one", arguments(tmp_path / "one", model, dataset, **training))])
+    two = {"sharded": {}, "replicas": {"layout": {"sharding": "NO_SHARD"}}, "stages": {"layout": {"stages": 2}}}
+    rounds_in(
+        [(n, arguments(tmp_path / n, model, dataset, **training, **layout)) for n, layout in two.items()], ranks=2
+    )
+    for name in two:
+        assert largest_difference(tmp_path / "one/out", tmp_path / name / "out") < SAME, name
+
+
+@pytest.mark.parametrize("kind", ["dora", "dora of columns", "fused experts"])
+def test_their_mean_goes_on_and_loads_with_peft(tmp_path: Path, kind: str):
+    family, lora = KINDS[kind]
+    dataset, model = write_dataset(tmp_path / "data"), made(tmp_path / "model", family)
+    other = write_dataset(tmp_path / "other", seed=1)
+    rounds_in(
+        [
+            (name, named(arguments(tmp_path / name, model, data, lora=lora, learning_rate=1e-2), name))
+            for name, data in (("north", dataset), ("south", other))
+        ]
+    )
+    updates = {name: tmp_path / name / "out" for name in ("north", "south")}
+    told = parse(LoraSettings, lora)
+    settings = AggregationSettings(rule="mean", weights="equal", **make.UNBOUNDED)
+    aggregate(base=model, updates=[*updates.values()], out=tmp_path / "next", settings=settings, adapters=told)
+    first, second, mean = (weights(one) for one in (*updates.values(), tmp_path / "next"))
+    for name in first:
+        torch.testing.assert_close(mean[name], (first[name] + second[name]) / 2)
+    assert any(map(is_magnitude, first)) == told.dora
+    rounds_in([("r1", arguments(tmp_path / "r1", tmp_path / "next", dataset, round=1, lora=lora))])
+    export_adapter(tmp_path / "next", base=model, out=tmp_path / "adapter")
+    ids = torch.from_numpy(validation_ids(dataset))
+    with torch.no_grad():
+        loss = loaded(model, tmp_path / "adapter").eval()(input_ids=ids, labels=ids).loss.item()
+    assert loss == pytest.approx(read_report(tmp_path / "r1/out").loss_received, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("lora", "why"),
+    [
+        ({"rank": 2, "parameters": BOTH, "dora": True}, "lora.dora is True beside lora.parameters"),
+        ({"rank": 2, "parameters": BOTH, "dropout": 0.1}, "lora.dropout is 0.1 beside"),
+        ({"rank": 2, "parameters": ["experts"]}, "such as 'experts.down_proj'"),
+    ],
+)
+def test_what_peft_cannot_do_is_refused(lora: dict[str, Any], why: str):
+    with pytest.raises(ConfigurationError, match=why):
+        parse(LoraSettings, lora)
+
+
+def test_experts_that_a_model_does_not_have_are_refused(tmp_path: Path):
+    dataset, model = write_dataset(tmp_path / "data"), save_pico(tmp_path / "model")
+    lora = {"rank": 2, "parameters": BOTH}
+    (said,) = rounds_in([("one", arguments(tmp_path / "one", model, dataset, lora=lora))], expect=2)["one"]
+    assert "fits no fused experts of the model; it has none" in said
