@@ -78,6 +78,8 @@ class SplitEntry:
     document_tokens: list[int] = field(default_factory=list)
     """Tokens of a document, template included: least, median, 95th percentile, most; empty in datasets made before
     this was counted."""
+    elsewhere_documents: int = 0
+    """Documents left out since another facility's signatures hold them."""
     overlapping_documents: int = 0
     """Validation only: documents whose content is in training too; 0 in datasets made before this was counted."""
     sha256: str
@@ -113,6 +115,8 @@ class DatasetManifest:
     """Classification only: what fills a row after its length."""
     splits: dict[str, SplitEntry]
     sources: list[SourceEntry]
+    language: str = ""
+    """What the facility says the text is in (BCP 47 tags); empty: it says nothing. Nothing here looks for it."""
     versions: dict[str, str] = field(default_factory=dict)
     """Version of each library that had a part in it."""
     format: int = FORMAT

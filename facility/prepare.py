@@ -32,6 +32,7 @@ def parser() -> argparse.ArgumentParser:
     add_paths(arguments)
     add_documents(arguments)
     add_reading(arguments)
+    add_choice(arguments)
     add_running(arguments)
     return arguments
 
@@ -126,6 +127,29 @@ def add_reading(arguments: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="the same for --validation (default validation)",
     )
+    add("--train-samples", type=int, default=0, metavar="N", help="at most N training documents (default 0: all)")
+    add(
+        "--validation-samples", type=int, default=0, metavar="N", help="at most N validation documents (default 0: all)"
+    )
+    add(
+        "--processes", type=int, default=1, metavar="N", help="tokenising processes (default 1); the output is the same"
+    )
+    add(
+        "--offline",
+        action="store_true",
+        help="never ask the hub: only what its cache on this machine holds "
+        "(HF_HUB_OFFLINE=1 and HF_DATASETS_OFFLINE=1 do the same)",
+    )
+    add(
+        "--streaming",
+        action="store_true",
+        help="read hub datasets as they download and keep nothing (with sample caps)",
+    )
+
+
+def add_choice(arguments: argparse.ArgumentParser) -> None:
+    """Which documents are taken, and what is said of them."""
+    add = arguments.add_argument
     add(
         "--weights",
         nargs="+",
@@ -149,24 +173,27 @@ def add_reading(arguments: argparse.ArgumentParser) -> None:
         help="leave out documents whose similarity to an earlier one is X or more (Jaccard index of runs of five "
         "words; 0.8 finds reprints, 1 exact repetition; validation text that training holds too); default 0: none",
     )
-    add("--train-samples", type=int, default=0, metavar="N", help="at most N training documents (default 0: all)")
     add(
-        "--validation-samples", type=int, default=0, metavar="N", help="at most N validation documents (default 0: all)"
+        "--signature-salt",
+        type=Path,
+        metavar="FILE",
+        help="a secret of 16 bytes or more that facilities share, and the coordinator does not: keys their signatures",
     )
     add(
-        "--processes", type=int, default=1, metavar="N", help="tokenising processes (default 1); the output is the same"
+        "--share-signatures",
+        type=Path,
+        metavar="FILE",
+        help="write keyed signatures of the documents kept here, for a facility that shall leave them out",
     )
     add(
-        "--offline",
-        action="store_true",
-        help="never ask the hub: only what its cache on this machine holds "
-        "(HF_HUB_OFFLINE=1 and HF_DATASETS_OFFLINE=1 do the same)",
+        "--drop-signatures",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="FILE",
+        help="leave out documents that nearly equal those of other facilities, by the signatures these shared",
     )
-    add(
-        "--streaming",
-        action="store_true",
-        help="read hub datasets as they download and keep nothing (with sample caps)",
-    )
+    add("--language", default="", metavar="TAGS", help='what the text is in, such as "it, en": recorded, not checked')
 
 
 def add_running(arguments: argparse.ArgumentParser) -> None:
@@ -215,6 +242,9 @@ def summary(dataset: PreparedDataset, reused: bool) -> str:
         more += f", {split.dropped_documents:,} without loss left out" if split.dropped_documents else ""
         more += f", {split.empty_documents:,} empty documents skipped" if split.empty_documents else ""
         more += f", {split.duplicate_documents:,} near duplicates left out" if split.duplicate_documents else ""
+        more += (
+            f", {split.elsewhere_documents:,} left out that other facilities hold" if split.elsewhere_documents else ""
+        )
         more += f", {split.overlapping_documents:,} documents also in training" if split.overlapping_documents else ""
         if dataset.marked:
             more = f", {split.padding_tokens:,} tokens of filling{more}" if split.padding_tokens else more
@@ -268,6 +298,10 @@ def main(argv: list[str] | None = None) -> int:
         replace=options.replace,
         allow_overlap=options.allow_overlap,
         near_duplicates=options.near_duplicates,
+        salt=options.signature_salt,
+        share_signatures=options.share_signatures,
+        drop_signatures=options.drop_signatures,
+        language=options.language,
         weights=options.weights,
         temperature=options.temperature,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,6 +33,8 @@ from facility.preparing.encoding import Encoding, encoding_of
 from facility.preparing.mixing import shares
 from facility.preparing.overlap import check_overlap
 from facility.preparing.reading import Progress, Reading
+from facility.preparing.resuming import part_of
+from facility.preparing.shared_signatures import read_salt, write_signatures
 from facility.preparing.sources import Fields, Source, find_sources
 from facility.preparing.template import Template, parse_template
 from facility.preparing.tokenizer import copy_tokenizer, length_limit, load_tokenizer, tokenizer_sha256, vocabulary_size
@@ -44,6 +47,7 @@ DEFAULT_TEMPLATE: dict[Task, str] = {
     "masked-lm": "{text}",
     "classification": "{text}",
 }
+LANGUAGES = re.compile(r"[A-Za-z]{2,8}(-[A-Za-z0-9]{1,8})*(, ?[A-Za-z]{2,8}(-[A-Za-z0-9]{1,8})*){0,15}")
 LIBRARIES = ("tokenizers", "transformers", "datasets", "numpy")
 
 
@@ -79,6 +83,14 @@ class Request:
     """At most so many documents; 0: all."""
     near_duplicates: float = 0.0
     """Leave out documents whose similarity to an earlier one is this or more, in (0, 1]; 0: none is."""
+    salt: Path | None = None
+    """A secret shared with other facilities, which keys signatures that are exchanged."""
+    share_signatures: Path | None = None
+    """Write the kept documents' signatures to this file, for another facility."""
+    drop_signatures: list[Path] = dataclasses.field(default_factory=list)
+    """Other facilities' signatures: leave out the documents that they hold already."""
+    language: str = ""
+    """What the facility says its text is in, as BCP 47 tags such as `it` or `it, en`; recorded, not looked for."""
     weights: list[float] = dataclasses.field(default_factory=list)
     """Weight of each of `inputs`; empty: each is read whole, or as `temperature` says."""
     temperature: float = 1.0
@@ -110,6 +122,9 @@ class Request:
             raise DatasetError(
                 f"near_duplicates is {self.near_duplicates}, expected more than 0 and at most 1; 0 is off"
             )
+        self._check_signatures()
+        if self.language and not LANGUAGES.fullmatch(self.language):
+            raise DatasetError(f"language is {self.language!r}, expected BCP 47 tags such as 'it' or 'it, pt-BR'")
         shares([1] * len(self.inputs), weights=self.weights, temperature=self.temperature)
         if not 0 < self.validation_share < 1:
             raise DatasetError(f"validation_share is {self.validation_share}, expected more than 0 and less than 1")
@@ -138,6 +153,19 @@ class Request:
         if self.sharing not in allowed.get(self.task, ("joined",)):
             raise DatasetError(f"documents cannot be {self.sharing!r} for the task {self.task}")
 
+    def _check_signatures(self) -> None:
+        exchanged = self.share_signatures is not None or bool(self.drop_signatures)
+        if exchanged != (self.salt is not None):
+            raise DatasetError(
+                "signatures are exchanged with a salt that both facilities hold: --signature-salt belongs to "
+                "--share-signatures and --drop-signatures, and they to it"
+            )
+        if exchanged and not 0 < self.near_duplicates < 1:
+            raise DatasetError(
+                f"near_duplicates is {self.near_duplicates} and signatures are exchanged: expected the similarity from "
+                "which on documents count as equal, above 0 and below 1, such as 0.8"
+            )
+
     @property
     def sharing(self) -> Documents:
         """How documents share a block."""
@@ -159,15 +187,7 @@ def prepare(request: Request, *, progress: Progress | None = None) -> Prepared:
     left behind on an error. Raises `DatasetError`; `TryAgain` when a worker process dies.
     """
     template = parse_template(request.template if request.template is not None else DEFAULT_TEMPLATE[request.task])
-    sources = {
-        "train": find_sources(request.inputs, split=request.split, streaming=request.streaming),
-        "validation": find_sources(request.validation, split=request.validation_split, streaming=request.streaming),
-    }
-    entries = [_entry(source, split) for split in SPLITS for source in sources[split]]
-    both = {e.sha256 for e in entries if e.split == "train"} & {e.sha256 for e in entries if e.split == "validation"}
-    if both:
-        names = sorted({entry.name for entry in entries if entry.sha256 in both})
-        raise DatasetError(f"{', '.join(names)}: the same content is given for training and for validation")
+    sources, entries = _found(request)
     wanted: dict[str, Any] = {
         "task": request.task,
         "block_tokens": request.block_tokens,
@@ -175,6 +195,7 @@ def prepare(request: Request, *, progress: Progress | None = None) -> Prepared:
         "template": template.source,
         "documents": request.sharing,
         "settings": _settings(request),
+        "language": request.language,
         "sources": entries,
     }
     tokenizer = None
@@ -188,12 +209,19 @@ def prepare(request: Request, *, progress: Progress | None = None) -> Prepared:
         if found is not None:
             if not request.allow_overlap:
                 check_overlap(found.manifest.splits["validation"])
+            if request.share_signatures is not None and not request.share_signatures.is_file():
+                raise DatasetError(
+                    f"{request.out} was prepared before, and {request.share_signatures} is not there: --replace makes "
+                    "both again"
+                )
             return Prepared(dataset=found, reused=True)
     tokenizer = tokenizer or load_tokenizer(request.tokenizer)
     encoding = _checked_encoding(request, template, tokenizer, chat)
-    with _published(request.out) as directory:
-        reading = Reading(request, sources, progress or (lambda *_: None))
-        parts = write_splits(request, reading, tokenizer, encoding, directory)
+    known = all(entry.sha256 for entry in entries)
+    with _published(request.out) as directory, part_of(request.out, wanted, known=known) as part:
+        reading = Reading(request, sources, progress or (lambda *_: None), part.directory)
+        parts = write_splits(request, reading, tokenizer, encoding, part)
+        part.deliver(directory)
         copy_tokenizer(request.tokenizer, directory / TOKENIZER)
         if chat is not None and request.chat_template is not None and chat.template.source:
             (directory / TOKENIZER / "chat_template.jinja").write_text(chat.template.source, encoding="utf-8")
@@ -204,7 +232,28 @@ def prepare(request: Request, *, progress: Progress | None = None) -> Prepared:
             versions={name: importlib.metadata.version(name) for name in LIBRARIES},
         )
         write_json(directory / NAME, dataclasses.asdict(manifest))
+        _share(request, reading)
     return Prepared(dataset=open_dataset(request.out), reused=False)
+
+
+def _found(request: Request) -> tuple[dict[str, list[Source]], list[SourceEntry]]:
+    """The sources of each split, and what the manifest says of all. Raises `DatasetError` for a source in both."""
+    sources = {
+        "train": find_sources(request.inputs, split=request.split, streaming=request.streaming),
+        "validation": find_sources(request.validation, split=request.validation_split, streaming=request.streaming),
+    }
+    entries = [_entry(source, split) for split in SPLITS for source in sources[split]]
+    both = {e.sha256 for e in entries if e.split == "train"} & {e.sha256 for e in entries if e.split == "validation"}
+    if both:
+        names = sorted({entry.name for entry in entries if entry.sha256 in both})
+        raise DatasetError(f"{', '.join(names)}: the same content is given for training and for validation")
+    return sources, entries
+
+
+def _share(request: Request, reading: Reading) -> None:
+    """Write the signatures that another facility was promised."""
+    if request.share_signatures is not None and request.salt is not None and reading.earlier is not None:
+        write_signatures(request.share_signatures, reading.earlier.own, read_salt(request.salt))
 
 
 @contextmanager
@@ -254,6 +303,7 @@ def _care(request: Request) -> dict[str, Any]:
     """Settings that choose among the documents, where they are used: datasets made before them stay recognised."""
     used = {
         "near_duplicates": request.near_duplicates,
+        "dropped_signatures": [sha256_of(path) for path in request.drop_signatures],
         "weights": list(request.weights),
         "temperature": request.temperature if request.temperature != 1 else 0,
     }

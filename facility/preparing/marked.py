@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy
 
@@ -17,6 +18,7 @@ from facility.preparing.encoding import EncodedBatch
 from facility.preparing.packing import RowWriter
 from facility.preparing.sources import Document
 
+COUNTS = ("tokens", "loss_tokens", "truncated", "dropped", "padding_tokens")
 OPEN_BLOCKS = 64
 """Blocks that later documents may still fill."""
 
@@ -26,13 +28,25 @@ class MarkedStream:
 
     padding_tokens = truncated = dropped = 0
 
-    def __init__(self, directory: Path, split: str, block_tokens: int, *, apart: bool) -> None:
-        """`apart`: each block begins a document, if only the rest of one."""
+    def __init__(
+        self, directory: Path, split: str, block_tokens: int, *, apart: bool, state: dict[str, Any] | None = None
+    ) -> None:
+        """`apart`: each block begins a document, if only the rest of one. `state`: of an earlier run."""
+        state = state or {"rows": 0, "ids": [], "marks": [], "tokens": 0, "loss_tokens": 0}
         self._apart = apart
-        self._ids = RowWriter(directory / f"{split}.npy", block_tokens)
-        self._marks = RowWriter(directory / f"{split}.marks.npy", block_tokens, "|u1")
-        self._waiting = (numpy.empty(0, dtype=numpy.int32), numpy.empty(0, dtype=numpy.uint8))
-        self.tokens = self.loss_tokens = 0
+        self._ids = RowWriter(directory / f"{split}.npy", block_tokens, rows=state["rows"])
+        self._marks = RowWriter(directory / f"{split}.marks.npy", block_tokens, "|u1", rows=state["rows"])
+        self._waiting = (numpy.array(state["ids"], dtype=numpy.int32), numpy.array(state["marks"], dtype=numpy.uint8))
+        self.tokens: int = state["tokens"]
+        self.loss_tokens: int = state["loss_tokens"]
+
+    def state(self) -> dict[str, Any]:
+        """What a later run goes on from; what it counts is on disk."""
+        self._ids.sync()
+        self._marks.sync()
+        ids, marks = (one.tolist() for one in self._waiting)
+        counts = {"tokens": self.tokens, "loss_tokens": self.loss_tokens}
+        return {"rows": self._ids.rows, "ids": ids, "marks": marks} | counts
 
     @property
     def blocks(self) -> int:
@@ -71,19 +85,50 @@ class _Open:
     marks: list[numpy.ndarray] = field(default_factory=list)
     room: int
 
+    def state(self) -> dict[str, Any]:
+        ids, marks = ([one.tolist() for one in rows] for rows in (self.ids, self.marks))
+        return {"ids": ids, "marks": marks, "room": self.room}
+
+    @classmethod
+    def of(cls, state: dict[str, Any]) -> _Open:
+        return cls(
+            ids=[numpy.array(one, dtype=numpy.int32) for one in state["ids"]],
+            marks=[numpy.array(one, dtype=numpy.uint8) for one in state["marks"]],
+            room=state["room"],
+        )
+
 
 class WholeDocuments:
     """Whole documents in blocks; the result depends on the documents and their order only."""
 
     tail_tokens = 0
 
-    def __init__(self, directory: Path, split: str, block_tokens: int, *, filler: int, alone: bool) -> None:
-        """`filler`: the id after a block's last document; `alone`: one document a block."""
-        self._ids = RowWriter(directory / f"{split}.npy", block_tokens)
-        self._marks = RowWriter(directory / f"{split}.marks.npy", block_tokens, "|u1")
-        self._open: list[_Open] = []
+    def __init__(
+        self,
+        directory: Path,
+        split: str,
+        block_tokens: int,
+        *,
+        filler: int,
+        alone: bool,
+        state: dict[str, Any] | None = None,
+    ) -> None:
+        """`filler`: the id after a block's last document; `alone`: one document a block; `state`: of an earlier run."""
+        state = state or {"rows": 0, "open": []}
+        self._ids = RowWriter(directory / f"{split}.npy", block_tokens, rows=state["rows"])
+        self._marks = RowWriter(directory / f"{split}.marks.npy", block_tokens, "|u1", rows=state["rows"])
+        self._open = [_Open.of(one) for one in state["open"]]
         self._filler, self._most = filler, 0 if alone else OPEN_BLOCKS
         self.tokens = self.loss_tokens = self.truncated = self.dropped = self.padding_tokens = 0
+        for name in COUNTS:
+            setattr(self, name, state.get(name, 0))
+
+    def state(self) -> dict[str, Any]:
+        """What a later run goes on from; what it counts is on disk."""
+        self._ids.sync()
+        self._marks.sync()
+        counts = {name: getattr(self, name) for name in COUNTS}
+        return counts | {"rows": self._ids.rows, "open": [one.state() for one in self._open]}
 
     @property
     def blocks(self) -> int:

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Literal
 
 import numpy
 from numpy.typing import NDArray
@@ -28,27 +29,45 @@ Signature = NDArray[numpy.uint32]
 class NearDuplicates:
     """Remembers documents, 128 numbers of 32 bits and its bands for each."""
 
-    def __init__(self, similarity: float) -> None:
-        """`similarity`: from which on, in (0, 1], a document repeats an earlier one; 1: exact repetition only."""
-        self.similarity = similarity
+    def __init__(self, similarity: float, *, key: bytes = b"", elsewhere: Iterable[Signature] = ()) -> None:
+        """`similarity`: from which on, in (0, 1], a document repeats an earlier one; 1: exact repetition only.
+
+        `key`: of the signatures, at most 64 bytes; `elsewhere`: signatures of other facilities' documents, by the same
+        key, which count as earlier ones.
+        """
+        self.similarity, self.key = similarity, key
         self.bands, self.rows = bands_of(similarity)
         self._signatures: list[Signature] = []
         self._buckets: list[dict[bytes, int | tuple[int, ...]]] = [{} for _ in range(self.bands)]
         """For each band, the documents that have its numbers; nearly always a single one."""
         self._exact: set[bytes] = set()
+        for one in elsewhere:
+            self._remember(one)
+        self.elsewhere = len(self._signatures)
+        """How many of the signatures are of other facilities; the others follow them."""
+
+    @property
+    def own(self) -> list[Signature]:
+        """Signatures of the documents that were kept here."""
+        return self._signatures[self.elsewhere :]
 
     def repeats(self, text: str) -> bool:
         """Whether the text repeats an earlier one; if not, it is remembered."""
+        return self.earlier(text) is not None
+
+    def earlier(self, text: str) -> Literal["here", "elsewhere"] | None:
+        """Where the text is already; None where it was new, and is remembered now."""
         exact = hashlib.blake2b(" ".join(text.split()).encode("utf-8", "surrogatepass"), digest_size=16).digest()
         if exact in self._exact:
-            return True
+            return "here"
         if self.similarity < 1:
-            own = signature(text)
-            if any(float((self._signatures[one] == own).mean()) >= self.similarity for one in self._near(own)):
-                return True
+            own = signature(text, self.key)
+            for one in self._near(own):
+                if float((self._signatures[one] == own).mean()) >= self.similarity:
+                    return "elsewhere" if one < self.elsewhere else "here"
             self._remember(own)
         self._exact.add(exact)
-        return False
+        return None
 
     def _bands(self, own: Signature) -> Iterator[tuple[dict[bytes, int | tuple[int, ...]], bytes]]:
         for number, bucket in enumerate(self._buckets):
@@ -90,12 +109,12 @@ def _drawn() -> tuple[NDArray[numpy.uint64], NDArray[numpy.uint64]]:
 FACTORS, OFFSETS = _drawn()
 
 
-def signature(text: str) -> Signature:
-    """The smallest value of every permutation over the text's shingles.
+def signature(text: str, key: bytes = b"") -> Signature:
+    """The smallest value of every permutation over the text's shingles, which are hashed with `key`.
 
     Multiply-shift hashing (Dietzfelbinger et al. 1997): the upper half of factor x shingle + offset, modulo 2^64.
     """
-    hashed = [int.from_bytes(hashlib.blake2b(one, digest_size=8).digest(), "little") for one in shingles(text)]
+    hashed = [int.from_bytes(hashlib.blake2b(one, digest_size=8, key=key).digest(), "little") for one in shingles(text)]
     values = numpy.array(sorted(hashed), dtype=numpy.uint64)
     least = numpy.full(NUMBERS, numpy.iinfo(numpy.uint32).max, dtype=numpy.uint32)
     shift = numpy.uint64(32)

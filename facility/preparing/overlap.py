@@ -7,31 +7,49 @@ Near duplicates are not found.
 from __future__ import annotations
 
 import hashlib
+import tempfile
 from array import array
 from collections.abc import Iterable
+from pathlib import Path
+from typing import BinaryIO
 
 import numpy
 
 from facility.dataset import DatasetError, SplitEntry
 from facility.preparing.sources import Document
 
+PIECE_BYTES = 32_000_000
+"""Digests of training documents that are looked at at once."""
 OVERLAP_SHARE = 0.01
 """Share of the validation documents that may be in training too."""
 
 
 class ContentDigests:
-    """64 bits of each document's digest: 8 bytes a document; among 10^8 documents a false match is one in 10^5 runs."""
+    """64 bits of each document's digest; among 10^8 documents a false match is one in 10^5 runs.
 
-    def __init__(self) -> None:
-        self._digests = {"train": array("Q"), "validation": array("Q")}
+    Those of validation documents stay in memory, 8 bytes each; those of training documents go to a temporary file.
+    """
+
+    def __init__(self, scratch: Path | None = None) -> None:
+        """`scratch`: where the temporary file goes; None: where the system keeps such."""
+        self._validation = array("Q")
+        self._train: BinaryIO = tempfile.TemporaryFile(dir=scratch)
 
     def add(self, split: str, documents: Iterable[Document]) -> None:
-        self._digests[split].extend(_digest(document) for document in documents)
+        digests = array("Q", (_digest(document) for document in documents))
+        if split == "validation":
+            self._validation.extend(digests)
+        else:
+            self._train.write(digests.tobytes())
 
     def overlapping(self) -> int:
         """Number of validation documents whose content is in training."""
-        train, validation = (numpy.frombuffer(self._digests[s], numpy.uint64) for s in ("train", "validation"))
-        return int(numpy.isin(validation, train).sum())
+        validation = numpy.frombuffer(self._validation, numpy.uint64)
+        found = numpy.zeros(len(validation), dtype=bool)
+        self._train.seek(0)
+        while piece := self._train.read(PIECE_BYTES):
+            found |= numpy.isin(validation, numpy.frombuffer(piece, numpy.uint64))
+        return int(found.sum())
 
 
 def _digest(document: Document) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from fractions import Fraction
+from pathlib import Path
 from typing import Protocol
 
 from facility.dataset import SPLITS
@@ -12,6 +13,7 @@ from facility.preparing.encoding import Batch
 from facility.preparing.mixing import chosen, shares
 from facility.preparing.near_duplicates import NearDuplicates
 from facility.preparing.overlap import ContentDigests
+from facility.preparing.shared_signatures import read_salt, read_signatures
 from facility.preparing.sources import Document, Fields, Source, read
 
 BATCH_DOCUMENTS, BATCH_CHARACTERS = 512, 2_000_000
@@ -34,6 +36,10 @@ class Caps(Protocol):
     @property
     def near_duplicates(self) -> float: ...
     @property
+    def salt(self) -> Path | None: ...
+    @property
+    def drop_signatures(self) -> list[Path]: ...
+    @property
     def weights(self) -> list[float]: ...
     @property
     def temperature(self) -> float: ...
@@ -42,16 +48,30 @@ class Caps(Protocol):
 class Reading:
     """The documents of all sources as batches of one split each, up to the caps; counts as it goes."""
 
-    def __init__(self, request: Caps, sources: dict[str, list[Source]], progress: Progress) -> None:
+    def __init__(
+        self, request: Caps, sources: dict[str, list[Source]], progress: Progress, scratch: Path | None = None
+    ) -> None:
+        """`scratch`: a directory for a temporary file of 8 bytes a document."""
         self.request, self.sources, self.progress = request, sources, progress
         self.documents = dict.fromkeys(SPLITS, 0)
         self.empty = dict.fromkeys(SPLITS, 0)
         self.duplicates = dict.fromkeys(SPLITS, 0)
         """Documents left out since they repeat an earlier one."""
-        self.digests = ContentDigests()
-        self._earlier = NearDuplicates(request.near_duplicates) if request.near_duplicates else None
+        self.elsewhere = dict.fromkeys(SPLITS, 0)
+        """Documents left out since another facility has them, by its signatures."""
+        self.digests = ContentDigests(scratch)
+        self.earlier = self._earlier()
         self.shares = self._shares()
         """Of each input for training, the share of its documents that is read."""
+
+    def _earlier(self) -> NearDuplicates | None:
+        if not self.request.near_duplicates:
+            return None
+        if self.request.salt is None:
+            return NearDuplicates(self.request.near_duplicates)
+        key = read_salt(self.request.salt)
+        others = (one for path in self.request.drop_signatures for one in read_signatures(path, key))
+        return NearDuplicates(self.request.near_duplicates, key=key, elsewhere=others)
 
     def _shares(self) -> list[Fraction]:
         sources = self.sources["train"]
@@ -96,8 +116,8 @@ class Reading:
                 if not document.text.strip():
                     self.empty[split] += 1
                     continue
-                if self._earlier is not None and self._earlier.repeats(f"{document.text}\n{document.pair}"):
-                    self.duplicates[split] += 1
+                if self.earlier is not None and (place := self.earlier.earlier(f"{document.text}\n{document.pair}")):
+                    (self.duplicates if place == "here" else self.elsewhere)[split] += 1
                     continue
                 seen += 1
                 full = [name for name, cap in caps.items() if cap and self.documents[name] >= cap]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Sequence
+import bisect
+import itertools
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,6 +16,7 @@ from facility.preparing.overlap import check_overlap
 from facility.preparing.packing import Packer
 from facility.preparing.pairs import AnswerPairs
 from facility.preparing.reading import Reading
+from facility.preparing.resuming import Part
 from facility.preparing.rows import LabelledRows, class_names, pad_token_id
 from facility.preparing.sources import Document
 
@@ -49,8 +51,8 @@ class Writer(Protocol):
     def close(self) -> None: ...
 
 
-def writer_of(request: Wanted, tokenizer: Any, directory: Path, split: str) -> Any:
-    """The writer that task and sharing ask for."""
+def writer_of(request: Wanted, tokenizer: Any, directory: Path, split: str, state: dict[str, Any] | None) -> Any:
+    """The writer that task and sharing ask for; `state`: of the writer of an earlier run, which goes on."""
     if request.task == "classification":
         return LabelledRows(directory, split, request.block_tokens, pad_token_id(tokenizer, request.tokenizer))
     if request.task == "preference":
@@ -58,28 +60,31 @@ def writer_of(request: Wanted, tokenizer: Any, directory: Path, split: str) -> A
         return AnswerPairs(directory, split, request.block_tokens, filler=filler)
     if request.sharing in ("separate", "padded") and request.task == "chat":
         filler, alone = pad_token_id(tokenizer, request.tokenizer), request.sharing == "padded"
-        return WholeDocuments(directory, split, request.block_tokens, filler=filler, alone=alone)
+        return WholeDocuments(directory, split, request.block_tokens, filler=filler, alone=alone, state=state)
     if request.task == "chat" or request.sharing == "separate":
-        return MarkedStream(directory, split, request.block_tokens, apart=request.sharing == "separate")
-    return Packer(directory / f"{split}.npy", request.block_tokens)
+        return MarkedStream(directory, split, request.block_tokens, apart=request.sharing == "separate", state=state)
+    return Packer(directory / f"{split}.npy", request.block_tokens, state)
 
 
-def write_splits(
-    request: Wanted, reading: Reading, tokenizer: Any, encoding: Encoding, directory: Path
-) -> dict[str, Any]:
-    """Write the arrays of both splits; returns the manifest's fields that only now are known."""
-    writers = {split: writer_of(request, tokenizer, directory, split) for split in SPLITS}
-    lengths = {split: array("Q") for split in SPLITS}
-    for batch, encoded in encode_all(reading.batches(), encoding, processes=request.processes):
+def write_splits(request: Wanted, reading: Reading, tokenizer: Any, encoding: Encoding, part: Part) -> dict[str, Any]:
+    """Write the arrays of both splits to the part's directory; returns the manifest's fields that only now are known.
+
+    What an earlier run wrote is read again, not encoded again.
+    """
+    directory, done = part.directory, part.batches
+    writers = {split: writer_of(request, tokenizer, directory, split, part.writers[split]) for split in SPLITS}
+    left = itertools.islice(reading.batches(), done, None)
+    for number, (batch, encoded) in enumerate(encode_all(left, encoding, processes=request.processes), start=done + 1):
         writers[batch.split].append(encoded, batch.documents)
-        lengths[batch.split].extend(encoded.lengths.tolist())
+        part.lengths[batch.split].update(encoded.lengths.tolist())
+        part.save(writers, number)
     labelled = request.task == "classification"
     classes = class_names([writer.labels for writer in writers.values()]) if labelled else []
     splits = {}
     for split, writer in writers.items():
         writer.close(*([classes] if labelled else []))
         check_blocks(writer, split, reading.documents[split], request.block_tokens)
-        splits[split] = entry_of(writer, split, reading, directory, lengths[split])
+        splits[split] = entry_of(writer, split, reading, directory, part.lengths[split])
     if not request.allow_overlap:
         check_overlap(splits["validation"])
     return {
@@ -102,13 +107,15 @@ def check_blocks(writer: Writer, split: str, documents: int, block_tokens: int) 
     )
 
 
-def quantiles(lengths: Sequence[int]) -> list[int]:
-    """Least, median, 95th percentile and most, each a length that occurs."""
+def quantiles(lengths: Mapping[int, int]) -> list[int]:
+    """Least, median, 95th percentile and most, each a length that occurs. `lengths`: how often each does."""
     ordered = sorted(lengths)
-    return [ordered[round(share * (len(ordered) - 1))] for share in (0.0, 0.5, 0.95, 1.0)] if ordered else []
+    ends = list(itertools.accumulate(lengths[one] for one in ordered))
+    places = [round(share * (ends[-1] - 1)) for share in (0.0, 0.5, 0.95, 1.0)] if ends else []
+    return [ordered[bisect.bisect_right(ends, place)] for place in places]
 
 
-def entry_of(writer: Any, split: str, reading: Reading, directory: Path, lengths: Sequence[int]) -> SplitEntry:
+def entry_of(writer: Any, split: str, reading: Reading, directory: Path, lengths: Mapping[int, int]) -> SplitEntry:
     """What the manifest says of a split."""
     digests = {
         name: sha256_of(file)
@@ -126,6 +133,7 @@ def entry_of(writer: Any, split: str, reading: Reading, directory: Path, lengths
         loss_tokens=getattr(writer, "loss_tokens", 0),
         padding_tokens=getattr(writer, "padding_tokens", 0),
         duplicate_documents=reading.duplicates[split],
+        elsewhere_documents=reading.elsewhere[split],
         document_tokens=quantiles(lengths),
         overlapping_documents=reading.digests.overlapping() if split == "validation" else 0,
         sha256=sha256_of(directory / f"{split}.npy"),

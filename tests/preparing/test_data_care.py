@@ -150,7 +150,7 @@ def test_what_cannot_be_meant_is_refused_before_anything_is_read(tmp_path: Path,
 
 
 def test_lengths_are_told(tmp_path: Path, tokenizer: Path):
-    assert quantiles([5, 1, 3]) == [1, 3, 5, 5] and quantiles([]) == []
+    assert quantiles({5: 1, 1: 1, 3: 1}) == [1, 3, 5, 5] and quantiles({}) == []
     split = made(tmp_path, tokenizer, [[article(seed, 10 + seed) for seed in range(21)]]).dataset.manifest.splits[
         "train"
     ]

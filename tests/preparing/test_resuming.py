@@ -1,0 +1,114 @@
+"""Law: a run that was killed goes on where it was, and ends with the same files as one that was not."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from facility.dataset import DatasetError
+from facility.preparing import reading, resuming, writing
+from facility.preparing.build import Request, prepare
+from facility.preparing.overlap import ContentDigests
+from facility.preparing.sources import Document, Fields
+from tests.preparing.corpora import save_tokenizer, sentences, write_json_lines
+from tests.preparing.test_prepare import tree
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tokenizer(tmp_path_factory.mktemp("tokenizer") / "bpe")
+
+
+def chat(text: str) -> dict[str, Any]:
+    return {"prompt": text, "completion": f"si, {text}"}
+
+
+TASKS: dict[str, dict[str, Any]] = {
+    "joined": {},
+    "separate": {"documents": "separate"},
+    "chat": {"task": "chat", "fields": Fields(chat=True), "chat_template": "none"},
+}
+
+
+def request_of(place: Path, tokenizer: Path, kind: str) -> Request:
+    place.mkdir(exist_ok=True)
+    record = chat if kind == "chat" else lambda text: {"text": text}
+    source = write_json_lines(place / "text.jsonl", [record(f"{i} {s}") for i, s in enumerate(sentences(200))])
+    return Request(inputs=[str(source)], tokenizer=tokenizer, out=place / "out", block_tokens=64, **TASKS[kind])
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: no `except Exception` sees it."""
+
+
+def killed_after(batches: int, counted: list[int]) -> Any:
+    real = writing.encode_all
+
+    def encode_all(*arguments: Any, **settings: Any) -> Iterator[Any]:
+        for number, one in enumerate(real(*arguments, **settings)):
+            if number == batches:
+                raise Killed
+            counted.append(number)
+            yield one
+
+    return encode_all
+
+
+@pytest.mark.parametrize("kind", list(TASKS))
+def test_it_goes_on_where_it_was_killed(tmp_path: Path, tokenizer: Path, kind: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(reading, "BATCH_DOCUMENTS", 10)
+    monkeypatch.setattr(resuming, "SAVE_SECONDS", 0.0)
+    whole = prepare(request_of(tmp_path / "whole", tokenizer, kind))
+    request, counted = request_of(tmp_path / "killed", tokenizer, kind), list[int]()
+    for batches in (7, 5, 1000):
+        monkeypatch.setattr(writing, "encode_all", killed_after(batches, counted))
+        if batches < 1000:
+            with pytest.raises(Killed):
+                prepare(request)
+            assert not request.out.exists()
+        else:
+            prepared = prepare(request)
+        monkeypatch.undo()
+        monkeypatch.setattr(reading, "BATCH_DOCUMENTS", 10)
+        monkeypatch.setattr(resuming, "SAVE_SECONDS", 0.0)
+    assert len(counted) == 20, "each batch was encoded once"
+    assert prepared.dataset.manifest == whole.dataset.manifest
+    assert tree(request.out) == tree(tmp_path / "whole" / "out")
+    assert [one.name for one in request.out.parent.iterdir() if one.name.startswith(".")] == []
+
+
+def test_other_sources_or_settings_begin_anew(tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(reading, "BATCH_DOCUMENTS", 10)
+    monkeypatch.setattr(resuming, "SAVE_SECONDS", 0.0)
+    request, counted = request_of(tmp_path, tokenizer, "joined"), list[int]()
+    monkeypatch.setattr(writing, "encode_all", killed_after(7, counted))
+    with pytest.raises(Killed):
+        prepare(request)
+    monkeypatch.setattr(writing, "encode_all", killed_after(1000, counted))
+    prepare(dataclasses.replace(request, block_tokens=32))
+    assert len(counted) == 7 + 20
+
+
+def test_an_error_leaves_nothing_and_a_second_process_is_refused(tmp_path: Path, tokenizer: Path):
+    request = request_of(tmp_path, tokenizer, "joined")
+    with resuming.part_of(request.out, {}, known=True), pytest.raises(DatasetError, match="written by another process"):
+        prepare(request)
+    with open(request.inputs[0], "a") as file:
+        file.write("{no JSON\n")
+    with pytest.raises(DatasetError, match="not valid JSON"):
+        prepare(request)
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["text.jsonl"]
+
+
+def test_digests_on_disk_count_what_digests_in_memory_would(monkeypatch: pytest.MonkeyPatch):
+    from facility.preparing import overlap
+
+    monkeypatch.setattr(overlap, "PIECE_BYTES", 24)
+    digests = ContentDigests()
+    for split, texts in (("train", range(0, 50)), ("validation", range(40, 60)), ("train", range(50, 55))):
+        digests.add(split, [Document(text=f" text {number}\n") for number in texts])
+    assert digests.overlapping() == 15

@@ -1,0 +1,116 @@
+"""Laws of signatures that facilities exchange: what one has the other leaves out, by one salt only."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import numpy
+import pytest
+from safetensors.numpy import load_file
+
+from facility.dataset import DatasetError
+from facility.prepare import main
+from facility.preparing.near_duplicates import NearDuplicates, signature
+from facility.preparing.shared_signatures import read_salt, read_signatures, write_signatures
+from tests.preparing.corpora import save_tokenizer, write_json_lines
+from tests.preparing.test_data_care import article, edited, made
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tokenizer(tmp_path_factory.mktemp("tokenizer") / "bpe")
+
+
+@pytest.fixture
+def salt(tmp_path: Path) -> Path:
+    path = tmp_path / "salt"
+    path.write_text("0123456789abcdef0123456789abcdef\n")
+    return path
+
+
+def test_what_one_facility_shares_the_other_leaves_out(tmp_path: Path, tokenizer: Path, salt: Path):
+    texts = [article(seed) for seed in range(20)]
+    shared = tmp_path / "north.signatures"
+    care = {"near_duplicates": 0.8, "salt": salt}
+    held = [article(seed) for seed in range(70, 80)]
+    made(tmp_path / "north", tokenizer, [texts[:12]], held, share_signatures=shared, **care)
+    assert load_file(shared)["signatures"].shape == (22, 128)
+    own = [edited(texts[3], 1), edited(texts[4], 60), *texts[10:], texts[15]]
+    other = [article(seed) for seed in range(80, 90)]
+    south = made(tmp_path / "south", tokenizer, [own], other, drop_signatures=[shared], **care).dataset.manifest
+    found = south.splits["train"]
+    assert (found.elsewhere_documents, found.duplicate_documents, found.documents) == (3, 1, 9)
+    assert len(south.settings["dropped_signatures"]) == 1
+
+
+def test_signatures_of_two_salts_have_nothing_in_common(tmp_path: Path, salt: Path):
+    key, text = read_salt(salt), article(1)
+    assert not (signature(text, key) == signature(text)).any()
+    near = NearDuplicates(0.8, key=key, elsewhere=[signature(text, key)])
+    assert near.earlier(edited(text, 1)) == "elsewhere" and near.earlier(article(2)) is None
+    assert near.earlier(article(2)) == "here" and len(near.own) == 1
+    write_signatures(tmp_path / "file", [signature(text, key)], key)
+    other = tmp_path / "other"
+    other.write_text("another salt of many bytes")
+    with pytest.raises(DatasetError, match="made with another salt"):
+        read_signatures(tmp_path / "file", read_salt(other))
+    other.write_text("short")
+    with pytest.raises(DatasetError, match="holds 5 bytes, expected 16 to"):
+        read_salt(other)
+
+
+def test_the_order_of_the_documents_is_not_shared(tmp_path: Path, salt: Path):
+    key = read_salt(salt)
+    found = [signature(article(seed), key) for seed in range(5)]
+    write_signatures(tmp_path / "one", found, key)
+    write_signatures(tmp_path / "two", found[::-1], key)
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
+    assert {tuple(row) for row in read_signatures(tmp_path / "one", key)} == {tuple(row) for row in found}
+    write_signatures(tmp_path / "none", [], key)
+    assert len(read_signatures(tmp_path / "none", key)) == 0
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff" * 8,
+        struct.pack("<Q", 2) + b"{}",
+        struct.pack("<Q", 5) + b"[[[[[",
+        struct.pack("<Q", 107)
+        + b'{"__metadata__":{"format":"crossfed signatures 1"},"signatures":{"shape":[3,128]}}'.ljust(107),
+    ],
+)
+def test_a_file_that_is_none_is_refused(tmp_path: Path, salt: Path, content: bytes):
+    (tmp_path / "file").write_bytes(content)
+    with pytest.raises(DatasetError, match="is not a file of `prepare --share-signatures`"):
+        read_signatures(tmp_path / "file", read_salt(salt))
+
+
+def test_a_salt_belongs_to_an_exchange_and_an_exchange_to_a_similarity(tmp_path: Path, tokenizer: Path, salt: Path):
+    source = write_json_lines(tmp_path / "text.jsonl", [{"text": article(1)}])
+    words = [
+        "--input",
+        str(source),
+        "--tokenizer",
+        str(tokenizer),
+        "--out",
+        str(tmp_path / "out"),
+        "--block-tokens",
+        "8",
+    ]
+    share = ["--share-signatures", str(tmp_path / "shared")]
+    for options, message in (
+        (share, "exchanged with a salt"),
+        (["--signature-salt", str(salt)], "exchanged with a salt"),
+        ([*share, "--signature-salt", str(salt)], "expected the similarity"),
+        (["--language", "Italian language"], "expected BCP 47 tags"),
+    ):
+        with pytest.raises(DatasetError, match=message):
+            main([*words, *options])
+
+
+def test_a_declared_language_is_recorded(tmp_path: Path, tokenizer: Path):
+    found = made(tmp_path, tokenizer, [[article(seed) for seed in range(9)]], language="it, en").dataset.manifest
+    assert found.language == "it, en" and numpy.array(found.splits["train"].document_tokens).min() > 0
