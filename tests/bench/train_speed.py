@@ -1,24 +1,31 @@
-"""Tokens a second against Hugging Face's Trainer: same model, data, precision, processes and batch, side by side.
+"""Tokens a second against Hugging Face's Trainer: same model, data, precision, processes and batch, turn about.
 
     python tests/bench/train_speed.py [--ranks 2] [--repeats 3] [--device cuda --dtype bfloat16 ...]
 
 One process: our trainer against `Trainer`. Several: our FSDP2 against `Trainer` over transformers' own FSDP2
-(`DistributedConfig(fsdp_size=N)`, where this transformers has it), and our replicas against `Trainer` under DDP. The
-two take turns, `--repeats` times; first in turn; a turn's rate is that of its steps from the second on, the median
-over turns counts. With the default sizes a kind takes about a minute on an idle machine of two cores. Prints JSON.
+(`DistributedConfig(fsdp_size=N)`, where this transformers has it), and our replicas against `Trainer` under DDP.
+`documents`: documents packed into blocks, each attending to itself only, against one document a padded block, both by
+our trainer, in tokens of documents a second. The two take turns, `--repeats` times, first in turn; a turn's rate is
+that of its steps from the second on. Beside it stand the CPU seconds of the whole turn over all of its processes, start-up
+included. A ratio is given only where no turn's own ratio is further than `MOST_SPREAD` from the median: on a machine
+that does other work it is none. With the default sizes a kind takes about a minute on two idle cores. Prints JSON.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
+import resource
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +33,38 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
+
+
+MOST_SPREAD = 0.1
+"""Largest relative distance of a turn's ratio from the median of all turns' ratios."""
+OURS = {"fsdp2": {}, "ddp": {"sharding": "NO_SHARD"}, "single": {}, "documents": {}}
+ALONE = ("single", "documents")
+"""Kinds that one process runs."""
+
+
+def cpu_seconds() -> float:
+    """Of all processes that ended so far."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def compared(turns: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
+    """What both did in each turn, and their ratio where the turns agree on one."""
+    first, second = turns
+    ratios = [one["rate"] / other["rate"] for one, other in zip(turns[first], turns[second], strict=True)]
+    middle = statistics.median(ratios)
+    spread = max(abs(ratio / middle - 1) for ratio in ratios)
+    found: dict[str, Any] = {
+        name: {
+            "tokens_per_second": [round(turn["rate"], 1) for turn in own],
+            "cpu_seconds": [round(turn["cpu"], 2) for turn in own],
+        }
+        for name, own in turns.items()
+    }
+    found["ratio"] = round(middle, 3) if spread <= MOST_SPREAD and len(ratios) > 2 else None
+    if found["ratio"] is None:
+        found["why_no_ratio"] = f"ratios of {len(ratios)} turns: {min(ratios):.2f} to {max(ratios):.2f}"
+    return found
 
 
 def spawn(command: list[str], ranks: int) -> list[str]:
@@ -58,11 +97,11 @@ def spawn(command: list[str], ranks: int) -> list[str]:
     return outputs
 
 
-def ours(folder: Path, a: argparse.Namespace, kind: str) -> float:
-    """Tokens a second of `facility.train`, first steps left out as for Trainer."""
+def ours(folder: Path, a: argparse.Namespace, kind: str, data: str = "data") -> float:
+    """Tokens a second of `facility.train`, first steps left out as for Trainer; of `data`."""
     from facility.exchange.messages.report import read_report
 
-    layout = {"fsdp2": {}, "ddp": {"sharding": "NO_SHARD"}, "single": {}}[kind] | {"compile": a.compile}
+    layout = OURS[kind] | {"compile": a.compile}
     settings = {
         "federation": "bench",
         "facility": "here",
@@ -92,7 +131,7 @@ def ours(folder: Path, a: argparse.Namespace, kind: str) -> float:
             "--model",
             str(folder / "model"),
             "--dataset",
-            str(folder / "data"),
+            str(folder / data),
             "--settings",
             str(folder / "settings.json"),
             "--round",
@@ -102,7 +141,7 @@ def ours(folder: Path, a: argparse.Namespace, kind: str) -> float:
             "--state",
             str(folder / "state"),
         ],
-        1 if kind == "single" else a.ranks,
+        1 if kind in ALONE else a.ranks,
     )
     report = read_report(out)
     return float(report.details["tokens_per_second_steady"])
@@ -134,9 +173,73 @@ def theirs(folder: Path, a: argparse.Namespace, kind: str) -> float:
             str(a.threads),
             *(["--compile"] if a.compile else []),
         ],
-        1 if kind == "single" else a.ranks,
+        1 if kind in ALONE else a.ranks,
     )
     return float(json.loads(outputs[0].strip().splitlines()[-1])["tokens_per_second"])
+
+
+def document_rate(folder: Path, a: argparse.Namespace, data: str) -> float:
+    """Tokens of documents a second: what is filled up counts for nothing."""
+    from facility.dataset import open_dataset
+
+    split = open_dataset(folder / data).manifest.splits["train"]
+    return ours(folder, a, "documents", data) * split.tokens / (split.blocks * a.tokens)
+
+
+def write_documents(directory: Path, a: argparse.Namespace, *, alone: bool) -> None:
+    """Documents of unlike lengths, packed into blocks or one a block; those of both are the same."""
+    from facility.dataset import NAME, DatasetManifest, SplitEntry
+    from facility.exchange.messages.manifest import sha256_of
+    from facility.preparing.encoding import EncodedBatch
+    from facility.preparing.marked import WholeDocuments
+
+    directory.mkdir()
+    splits = {}
+    for name, blocks in (("train", a.batch * a.steps), ("validation", 1)):
+        draw = np.random.default_rng(0)
+        lengths = draw.integers(a.tokens // 8, a.tokens // 2, size=blocks if alone else 4 * blocks)
+        writer = WholeDocuments(directory, name, a.tokens, filler=0, alone=alone)
+        ids = draw.integers(1, a.vocabulary, size=int(lengths.sum())).astype(np.int32)
+        loss = np.ones(len(ids), dtype=np.uint8)
+        writer.append(EncodedBatch(tokens=ids, lengths=lengths, seconds=lengths, loss=loss), [])
+        writer.close()
+        splits[name] = SplitEntry(
+            blocks=writer.blocks,
+            documents=len(lengths),
+            empty_documents=0,
+            tokens=writer.tokens,
+            tail_tokens=0,
+            sha256=sha256_of(directory / f"{name}.npy"),
+            marks_sha256=sha256_of(directory / f"{name}.marks.npy"),
+        )
+    manifest = DatasetManifest(
+        task="chat",
+        documents="padded" if alone else "separate",
+        block_tokens=a.tokens,
+        vocabulary_size=a.vocabulary,
+        tokenizer_sha256="0" * 64,
+        template="",
+        splits=splits,
+        sources=[],
+    )
+    (directory / NAME).write_text(json.dumps(dataclasses.asdict(manifest)))
+
+
+def turns_of(folder: Path, a: argparse.Namespace, kind: str) -> dict[str, list[dict[str, float]]]:
+    """The rate and the CPU seconds of each side in each turn; who begins changes from turn to turn."""
+    sides: dict[str, Callable[[], float]] = {
+        "ours": lambda: ours(folder, a, kind),
+        "trainer": lambda: theirs(folder, a, kind),
+    }
+    if kind == "documents":
+        sides = {name: partial(document_rate, folder, a, name) for name in ("packed", "padded")}
+    turns: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
+    for turn in range(a.repeats):
+        for name in list(sides) if turn % 2 == 0 else list(sides)[::-1]:
+            before = cpu_seconds()
+            rate = sides[name]()
+            turns[name].append({"rate": rate, "cpu": cpu_seconds() - before})
+    return turns
 
 
 def run_trainer(a: argparse.Namespace) -> None:
@@ -217,7 +320,7 @@ def main() -> None:
     p.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     p.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     p.add_argument("--threads", type=int, default=1, help="CPU threads a process")
-    p.add_argument("--kinds", default="single,ddp,fsdp2", help="which comparisons, by commas")
+    p.add_argument("--kinds", default="single,ddp,fsdp2,documents", help="which comparisons, by commas")
     p.add_argument("--compile", action="store_true", help="torch.compile for both")
     p.add_argument("--trainer", help=argparse.SUPPRESS)
     p.add_argument("--folder", help=argparse.SUPPRESS)
@@ -242,20 +345,15 @@ def main() -> None:
         )
         model.save_pretrained(folder / "model")
         parameters = sum(p.numel() for p in model.parameters())
+        write_documents(folder / "packed", a, alone=False)
+        write_documents(folder / "padded", a, alone=True)
         write_dataset(folder / "data", train=a.batch * a.steps, block_tokens=a.tokens, vocabulary=a.vocabulary)
         result: dict[str, Any] = {}
         for kind in a.kinds.split(","):
-            rates: dict[str, list[float]] = {"ours": [], "trainer": []}
             try:
-                for turn in range(a.repeats):
-                    contenders = [("ours", ours), ("trainer", theirs)]
-                    for name, run in contenders if turn % 2 == 0 else contenders[::-1]:
-                        rates[name].append(run(folder, a, kind))
+                result[kind] = compared(turns_of(folder, a, kind))
             except RuntimeError as error:
                 result[kind] = {"failed": str(error)[-1500:]}
-                continue
-            median = {name: statistics.median(values) for name, values in rates.items()}
-            result[kind] = {"tokens_per_second": rates, "median": median, "ratio": median["ours"] / median["trainer"]}
         print(
             json.dumps(
                 {"parameters": parameters, "settings": vars(a), "cores": os.cpu_count(), "result": result}, indent=2
