@@ -7,10 +7,15 @@ from torch import nn
 from facility.exchange.errors import InputError
 
 
+OTHER_SENSES = ("vision", "visual", "image", "audio", "speech")
+"""In the names of the encoders of a model that reads more than text."""
+
+
 def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
     """The list of repeated blocks and its name: the `ModuleList` that holds most parameters.
 
-    A list of single layers (MarkupLM has fifty embeddings of XPath's tags) is not one of blocks.
+    A list of single layers (MarkupLM has fifty embeddings of XPath's tags) is not one of blocks; those of an encoder of
+    images or sounds are not where a model of text has others.
     """
     candidates = [
         (sum(p.numel() for p in module.parameters()), name, module)
@@ -22,5 +27,6 @@ def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
             f"{type(model).__name__} holds no list of blocks: looked for the torch.nn.ModuleList with most parameters, "
             "found none; this model can neither be sharded by blocks nor split into stages"
         )
-    _, name, blocks = max(candidates, key=lambda c: (c[0], -len(c[1])))
+    of_text = [one for one in candidates if not any(word in one[1] for word in OTHER_SENSES)]
+    _, name, blocks = max(of_text or candidates, key=lambda c: (c[0], -len(c[1])))
     return name, blocks

@@ -6,9 +6,10 @@ One process: our trainer against `Trainer`. Several: our FSDP2 against `Trainer`
 (`DistributedConfig(fsdp_size=N)`, where this transformers has it), and our replicas against `Trainer` under DDP.
 `documents`: documents packed into blocks, each attending to itself only, against one document a padded block, both by
 our trainer, in tokens of documents a second. The two take turns, `--repeats` times, first in turn; a turn's rate is
-that of its steps from the second on. Beside it stand the CPU seconds of the whole turn over all of its processes, start-up
-included. A ratio is given only where no turn's own ratio is further than `MOST_SPREAD` from the median: on a machine
-that does other work it is none. With the default sizes a kind takes about a minute on two idle cores. Prints JSON.
+that of its steps from the second on. Beside it stand the CPU seconds of the whole turn over all of its processes,
+start-up included. A ratio is given only where no turn's own ratio is further than `MOST_SPREAD` from the median: on a
+machine that does other work it is none. With the default sizes a kind takes about a minute on two idle cores. Prints
+JSON.
 """
 
 from __future__ import annotations

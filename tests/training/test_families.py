@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.training.family_table import material
+from tests.training.family_page import COLUMNS, TITLES, table_line
+from tests.training.family_table import PAGE, material, rows_of, try_all
 from tests.training.family_trial import families, verdict
 
 FEW = {
@@ -46,3 +47,25 @@ def test_rows_without_an_end_of_text_are_refused_before_an_encoder_decoder_class
     datasets = material(tmp_path)
     found = verdict(tmp_path / "trial", "classes", "bart", datasets | {"ended": datasets["classes"]})
     assert found.word == "refused" and "needs as many of them" in found.reason
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", list(TITLES))
+def test_every_family_is_as_the_documentation_says(tmp_path: Path, task: str):
+    """No family ends in a traceback or a wrong result; the page tells of each what comes of it now."""
+    results = tmp_path / "families.jsonl"
+    try_all(results, [task], [], layouts="sample")
+    rows = rows_of(results)
+    assert [row for row in rows if any(row.get(name, [""])[0] == "wrong" for name in COLUMNS)] == []
+    written = {line.split("|")[1]: line for line in PAGE.read_text().split(TITLES[task])[1].splitlines() if "|" in line}
+    for row in rows:
+        if row["one"][0] != "needs":
+            mine, theirs = (line.split("|")[2:4] for line in (table_line(row), written[f" `{row['family']}` "]))
+            assert mine == theirs, row
+
+
+def test_the_table_is_of_the_pinned_transformers_and_names_no_wrong_result():
+    told = PAGE.read_text()
+    pinned = re.search(r"^transformers==(\S+)", (PAGE.parents[2] / "constraints.txt").read_text(), re.MULTILINE)
+    assert pinned is not None and f"of transformers {pinned[1]} " in told
+    assert "WRONG" not in told

@@ -27,6 +27,11 @@ def refusal(config: Any, *, causal: bool) -> str:
         return "XLNet predicts tokens in permuted orders, which no dataset here has: train a causal model"
     if causal and family == "cpmant":
         return "transformers' CPM-Ant attends to the whole text, also to the tokens that it is to predict: take another"
+    if causal and family in ("xlm", "flaubert") and not getattr(config, "causal", False):
+        return (
+            f"the model's config.json has causal false: a {family} then sees the tokens that it is to predict; set "
+            "causal to true in the initial model, or prepare the dataset with --task masked-lm"
+        )
     return sees_ahead(config) if causal else ""
 
 
