@@ -20,7 +20,7 @@ from facility.exchange.checkpoints.writer import Planned, TensorWriter
 @contextmanager
 def started_from(update: Path, model: Path, seed: int, *, scratch: Path) -> Iterator[Path]:
     """The checkpoint whose tensors `update` was trained from: `model`, or for the first adapters of a federation a
-    temporary one in `scratch`, with factors drawn from `seed`, magnitudes and modules that are saved whole as in `model`."""
+    temporary one in `scratch`, with factors drawn from `seed`, and what is saved whole and magnitudes as in `model`."""
     held, trained = open_checkpoint(model), open_checkpoint(update)
     if any(map(is_adapter, held.tensors)) or not any(map(is_adapter, trained.tensors)):
         yield model

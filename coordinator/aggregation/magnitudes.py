@@ -16,7 +16,7 @@ COLUMNS = ("gpt2", "openai-gpt", "imagegpt")
 
 
 def first_magnitudes(base: Checkpoint, name: str) -> Array | None:
-    """What the magnitudes of that name begin with, as every facility begins them; None where the base lacks the layer."""
+    """What the magnitudes of that name begin with at every facility; None where the base lacks the layer."""
     weight = base.tensors.get(name.removeprefix(PREFIX).removesuffix(MAGNITUDE) + ".weight")
     if weight is None or len(weight.shape) != 2:
         return None
