@@ -6,7 +6,6 @@ from torch import nn
 
 from facility.exchange.errors import InputError
 
-
 OTHER_SENSES = ("vision", "visual", "image", "audio", "speech")
 """In the names of the encoders of a model that reads more than text."""
 
