@@ -41,15 +41,16 @@ def request_of(place: Path, tokenizer: Path, kind: str) -> Request:
     return Request(inputs=[str(source)], tokenizer=tokenizer, out=place / "out", block_tokens=64, **TASKS[kind])
 
 
+ENCODE_ALL = writing.encode_all
+
+
 class Killed(BaseException):
     """Stands for SIGKILL: no `except Exception` sees it."""
 
 
 def killed_after(batches: int, counted: list[int]) -> Any:
-    real = writing.encode_all
-
     def encode_all(*arguments: Any, **settings: Any) -> Iterator[Any]:
-        for number, one in enumerate(real(*arguments, **settings)):
+        for number, one in enumerate(ENCODE_ALL(*arguments, **settings)):
             if number == batches:
                 raise Killed
             counted.append(number)
@@ -72,9 +73,6 @@ def test_it_goes_on_where_it_was_killed(tmp_path: Path, tokenizer: Path, kind: s
             assert not request.out.exists()
         else:
             prepared = prepare(request)
-        monkeypatch.undo()
-        monkeypatch.setattr(reading, "BATCH_DOCUMENTS", 10)
-        monkeypatch.setattr(resuming, "SAVE_SECONDS", 0.0)
     assert len(counted) == 20, "each batch was encoded once"
     assert prepared.dataset.manifest == whole.dataset.manifest
     assert tree(request.out) == tree(tmp_path / "whole" / "out")
@@ -110,5 +108,5 @@ def test_digests_on_disk_count_what_digests_in_memory_would(monkeypatch: pytest.
     monkeypatch.setattr(overlap, "PIECE_BYTES", 24)
     digests = ContentDigests()
     for split, texts in (("train", range(0, 50)), ("validation", range(40, 60)), ("train", range(50, 55))):
-        digests.add(split, [Document(text=f" text {number}\n") for number in texts])
+        digests.add(split, [Document(text=f" text {number}\n", done=0.0) for number in texts])
     assert digests.overlapping() == 15
