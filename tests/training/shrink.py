@@ -105,6 +105,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8},
     "ministral": {"head_dim": 8},
+    "youtu": {"initializer_range": 0.02, "embedding_initializer_range": 0.02},
     "zaya": {"num_experts_per_tok": 1},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "lfm2_moe": {"num_dense_layers": 1, "layer_types": ["conv", "full_attention"]},

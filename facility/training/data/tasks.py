@@ -199,7 +199,7 @@ def check_end_tokens(dataset: PreparedDataset, config: Any) -> None:
 
     transformers' classifiers of encoder-decoders (BART, T5) pool that token, and want as many in every row.
     """
-    end = config.get_text_config().eos_token_id
+    end = getattr(config.get_text_config(), "eos_token_id", None)
     if not config.is_encoder_decoder or not isinstance(end, int):
         return
     held = {
