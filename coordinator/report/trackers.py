@@ -65,8 +65,10 @@ def track_round(archive: Path, federation: str, names: Sequence[str], entry: Rou
 
 
 def _log(name: str, folder: Path, federation: str, entry: RoundFile) -> None:
+    from accelerate import PartialState
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
+    PartialState(cpu=True)  # accelerate's own log messages, which its trackers write, ask for it
     if name not in LOGGER_TYPE_TO_CLASS:
         raise ValueError(f"expected one of {', '.join(sorted(LOGGER_TYPE_TO_CLASS))}")
     kind = LOGGER_TYPE_TO_CLASS[name]
@@ -86,8 +88,24 @@ def _arguments(name: str, run: str, folder: Path) -> dict[str, Any]:
     if name == "wandb":
         return {"run_name": "crossfed", "id": run, "name": run, "resume": "allow", "dir": str(folder)}
     if name == "mlflow":
-        return {"experiment_name": run, "run_name": run, "logging_dir": os.environ["MLFLOW_TRACKING_URI"]}
+        artifacts = (folder / "mlflow").absolute().as_uri()
+        return {"experiment_name": run, "run_name": run, "run_id": _mlflow_run(run), "logging_dir": artifacts}
     return {"run_name": run, "logging_dir": str(folder)}
+
+
+def _mlflow_run(run: str) -> str | None:
+    """Identifier of the run that earlier rounds are in; None before the first."""
+    import mlflow
+
+    name = os.environ.get("MLFLOW_EXPERIMENT_NAME", run)
+    experiment = mlflow.get_experiment_by_name(name)
+    if experiment is None:
+        return None
+    wanted = f"attributes.run_name = '{run}'"
+    found = mlflow.MlflowClient().search_runs(
+        [experiment.experiment_id], wanted, order_by=["attributes.start_time ASC"], max_results=1
+    )
+    return found[0].info.run_id if found else None
 
 
 @contextmanager

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+import venv
 from pathlib import Path
 
 import pytest
 
 from coordinator.report.trackers import FOLDER, curves, track_round
+from tests.conftest import ROOT
 from tests.report.made import made_archive
+
+PACKAGES = ("mlflow==3.17.2", "wandb==0.31.0")
+"""What was tested; none of them is needed by CrossFed."""
 
 
 def test_tensorboard_holds_each_round_of_each_facility(tmp_path: Path):
@@ -32,16 +41,29 @@ def test_a_tracker_that_is_not_there_is_reported_and_ends_nothing(tmp_path: Path
     assert len(problems) == 1 and "no-such-tracker" in problems[0] and "tensorboard" in problems[0]
 
 
-def test_wandb_writes_its_runs_here_and_asks_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    pytest.importorskip("wandb", reason="wandb is not installed")
-    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_DIR"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    archive = made_archive(tmp_path / "archive", facilities=1, rounds=2)
-    for entry in archive.history():
-        assert track_round(archive.path, "made", ["wandb"], entry) == []
-    written = list((archive.path / FOLDER).rglob("run-made-global.wandb"))
-    assert len(written) == 2 and all("offline-run-" in str(path) for path in written)
-    told = b"".join(path.read_bytes() for path in written)
-    for entry in archive.history():
-        assert f"{curves(entry)['global']['loss_received']}".encode() in told
+@pytest.fixture(scope="module")
+def with_packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Python of an environment with MLflow and W&B from the package index; everything else is this environment's."""
+    folder = tmp_path_factory.mktemp("trackers")
+    venv.create(folder / "venv", with_pip=True)
+    python = folder / "venv" / "bin" / "python"
+    site = next((folder / "venv" / "lib").glob("python*/site-packages"))
+    (site / "borrowed.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")) + "\n")
+    install = [python, "-I", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *PACKAGES]
+    subprocess.run(install, check=True, cwd=folder)
+    return python
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("tracker", ["mlflow", "wandb"])
+def test_what_the_packages_themselves_read_is_one_curve_a_run(tracker: str, with_packages: Path, tmp_path: Path):
+    """Offline: no server, no key. Rounds are logged one by one, as the coordinator does, and stay one run."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB_", "MLFLOW_"))}
+    environment |= {"HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    command = [with_packages, "-m", "tests.report.tracked", tracker, tmp_path / "made"]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr[-3000:]
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert told["problems"] == [] and told["found"] == told["expected"] and len(told["found"]) == 3
+    assert {path.name for path in tmp_path.iterdir()} <= {"made", ".config", ".cache", ".local", ".netrc"}
