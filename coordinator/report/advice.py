@@ -5,6 +5,33 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+ENDINGS: Sequence[tuple[str, str]] = (
+    (
+        r"OUT.OF.MEMORY|oom",
+        "the scheduler ended the job for its memory: ask for more in `options` or the template, lower "
+        "`micro_batch_sequences`, or shard over more ranks (`training.layout`)",
+    ),
+    (
+        r"TIMEOUT|DEADLINE|time.?limit|walltime",
+        "the job ran into its time limit: ask for more in `options`, lower `training.steps`, or set "
+        "`training.limits.seconds` below it, so that the job saves its state in time and the round goes on from there",
+    ),
+    (
+        r"NODE_FAIL|BOOT_FAIL|node.?fail",
+        "a node failed, which is not the job's fault: nothing to do, the next round submits a new job; if it happens "
+        "again, give the site's staff the job's number",
+    ),
+    (
+        r"PREEMPTED",
+        "another job took its nodes: choose a queue or QoS that is not preempted, or accept rounds without it",
+    ),
+    (
+        r"CANCEL",
+        "somebody cancelled the job, the site's staff or this account: ask the site with the job's number if it was "
+        "nobody here; the next round submits a new one",
+    ),
+)
+"""Of a scheduler's account of a job's end."""
 ADVICE: Sequence[tuple[str, str]] = (
     (
         r"out of memory|OutOfMemory|oom.kill|Cannot allocate memory",
@@ -35,20 +62,24 @@ ADVICE: Sequence[tuple[str, str]] = (
         "nothing to do: its state is saved and the same round goes on from there, `come_backs` times at most",
     ),
     (
+        r"signature|signed|allowed_signers",
+        "the update is not signed by a key that `aggregation.allowed_signers` names for this facility: compare both",
+    ),
+    (
+        r"not finite|was finite|\\bnan\\b|diverge",
+        "the training diverged: lower `learning_rate`, look at the data of that facility, or use bfloat16 or float32",
+    ),
+    (
         r"manifest|sha256|truncated|incomplete|malformed",
         "what arrived is not what was sent: the next round sends the model in full; if it happens again, look at the "
         "facility's file system and quota",
-    ),
-    (
-        r"signature|signed|allowed_signers",
-        "the update is not signed by a key that `aggregation.allowed_signers` names for this facility: compare both",
     ),
     (
         r"belongs to run",
         "the update is of an earlier run of the same federation: nothing to do, the next round makes a new one",
     ),
     (
-        r"claims|tokens than|weight",
+        r"it claims|settings allow",
         "its report counts more tokens than its settings allow: correct `claims.sequence_tokens`, or ask the facility",
     ),
     (
@@ -57,18 +88,23 @@ ADVICE: Sequence[tuple[str, str]] = (
         "another node",
     ),
     (
-        r"not finite|NaN|diverge",
-        "the training diverged: lower `learning_rate`, look at the data of that facility, or use bfloat16 or float32",
-    ),
-    (
         r"Permission denied|refuses the login|expired",
         "the login is refused: `crossfed login FACILITY`; the run waits for it and nothing is lost",
+    ),
+    (
+        r"round closed|of an earlier round still runs",
+        "the round did not wait for it (`rounds` in federation.yml): nothing to do, or give rounds more time if this "
+        "facility should be in each",
     ),
     (r"no answer|does not answer|timed out|unreachable", "the facility does not answer: wait, or ask its staff"),
 )
 OTHERWISE = "read the log lines; the whole log is in the job's directory at the facility"
 
 
-def advice_for(reason: str) -> str:
-    """The first sentence whose pattern the reason matches."""
-    return next((text for pattern, text in ADVICE if re.search(pattern, reason, re.IGNORECASE)), OTHERWISE)
+def advice_for(reason: str, ending: str = "") -> str:
+    """The first sentence whose pattern matches; the scheduler's account of the job's `ending` counts before the reason."""
+    return _first(ENDINGS, ending) or _first(ADVICE, reason) or OTHERWISE
+
+
+def _first(known: Sequence[tuple[str, str]], text: str) -> str:
+    return next((advice for pattern, advice in known if re.search(pattern, text, re.IGNORECASE)), "")

@@ -74,7 +74,7 @@ def explain_round(federation: Federation, number: int) -> str:
 def _now(workdir: Path, name: str) -> list[str]:
     snapshot = read_snapshot(workdir)
     if snapshot is None:
-        return ["  No run has begun."]
+        return ["  No run goes on, and the work directory knows of none before."]
     if not snapshot.alive:
         why = f": {shown(snapshot.ended)}" if snapshot.ended else ""
         return [f"  No run goes on; the last one ended {_when(snapshot.time)}{why}."]
@@ -94,11 +94,22 @@ def _history(rows: Sequence[FacilityRow]) -> list[str]:
 def _refusal(name: str, number: int | None, reason: str, entries: Sequence[Entry]) -> list[str]:
     """Why a facility was left out of a round, the end of its log, and what to do."""
     lines = [f"  {name} is out of round {number}: {reason}."]
+    job, ending = _ending(name, number, entries)
+    if ending:
+        lines.append(f"  The scheduler's account: job {job or 'of that round'} {ending}.")
     logs = [one for one in entries if one.kind == "log" and one.facility == name and one.round == number]
     if logs:
         lines.append("  The end of its log:")
         lines += [f"    | {shown(line)}" for line in logs[-1].detail.get("lines", [])[-LOG_LINES:]]
-    return [*lines, f"  What to do: {advice_for(reason)}".replace("FACILITY", name)]
+    return [*lines, f"  What to do: {advice_for(reason, ending)}".replace("FACILITY", name)]
+
+
+def _ending(name: str, number: int | None, entries: Sequence[Entry]) -> tuple[str, str]:
+    """The last job of that round and how it ended, where it did not end well; '' where nothing is known."""
+    own = [one for one in entries if one.facility == name and one.round == number]
+    ended = next((one for one in reversed(own) if one.kind == "trained"), None)
+    jobs = [str(one.detail["job"]) for one in own if one.kind in ("queued", "started") and one.detail.get("job")]
+    return (jobs[-1] if jobs else "", shown(ended.detail.get("problem", "")) if ended is not None else "")
 
 
 def _state(entries: Sequence[Entry]) -> str:

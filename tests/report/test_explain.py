@@ -69,6 +69,48 @@ def test_a_stuck_job_and_a_refused_login_are_named_until_they_pass(federation: F
     assert "will not begin" not in text and "crossfed login" not in text
 
 
+ABSENT = "left no update: its job was cancelled, ran out of time, or lost its node"
+UNSIGNED = "no valid signature of facility-00 over manifest.json by a key of allowed_signers"
+KILLED = "rank 1 was killed (SIGKILL): out of memory, or ended by the scheduler"
+DIVERGED = "tensor 'model.embed_tokens.weight' holds weights that are not finite: training diverged"
+
+
+@pytest.mark.parametrize(
+    ("ended", "reason", "said_to_do"),
+    [
+        ("TIMEOUT, exit code 0, signal 15", ABSENT, "time limit: ask for more"),
+        ("OUT_OF_MEMORY, exit code 0, signal 125", ABSENT, "ended the job for its memory"),
+        ("NODE_FAIL, exit code 1", ABSENT, "a node failed"),
+        ("CANCELLED, exit code 0, signal 15", ABSENT, "cancelled the job"),
+        ("PREEMPTED, exit code 0, signal 15", ABSENT, "another job took its nodes"),
+        ("", ABSENT, "ended from outside"),
+        ("", KILLED, "needs more memory"),
+        ("", DIVERGED, "lower `learning_rate`"),
+        ("", "every step of the round was skipped: no loss was finite", "lower `learning_rate`"),
+        ("", UNSIGNED, "`aggregation.allowed_signers` names"),
+        ("", "it claims 9 tokens in round 3, its settings allow 5 (steps x batch)", "claims.sequence_tokens"),
+        ("", "not done when the round closed: its job goes on, and its update is discarded", "did not wait for it"),
+        ("", "model.safetensors has sha256 aa, the manifest says bb", "not what was sent"),
+    ],
+)
+def test_every_way_to_be_left_out_has_its_own_way_back(
+    ended: str, reason: str, said_to_do: str, federation: Federation
+):
+    """The scheduler's account of the job counts more than what can be guessed from an update that is not there."""
+    journal, now = Journal(federation.archive_path), BEGIN + 1e6
+    who = {"facility": "facility-00", "round": 3}
+    journal.append("queued", time=now, job="17", **who)
+    journal.append(
+        "trained", time=now + 1, code=7, **who, **({"problem": f"did not end well: {ended}"} if ended else {})
+    )
+    journal.append("refused", time=now + 2, reason=reason, **who)
+    journal.append("log", time=now + 2, lines=["step 4/10", "the last words"], **who)
+    for text in (said(federation, "facility-00"), said(federation, "round", "3")):
+        assert f"facility-00 is out of round 3: {reason}" in text and "    | the last words" in text
+        assert ("job 17 did not end well" in text) == bool(ended)
+        assert said_to_do in text.split("What to do: ")[1].splitlines()[0], text
+
+
 def test_keys_are_explained_as_before_and_nonsense_is_refused(federation: Federation):
     assert "sync" in said(federation, "training.sync.policy") and "rounds:" in said(federation)
     with pytest.raises(InputError, match="facilities are facility-00"):
