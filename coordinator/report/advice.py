@@ -102,7 +102,7 @@ OTHERWISE = "read the log lines; the whole log is in the job's directory at the 
 
 
 def advice_for(reason: str, ending: str = "") -> str:
-    """The first sentence whose pattern matches; the scheduler's account of the job's `ending` counts before the reason."""
+    """The first sentence whose pattern matches; the scheduler's account of the job's `ending` counts first."""
     return _first(ENDINGS, ending) or _first(ADVICE, reason) or OTHERWISE
 
 
