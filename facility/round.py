@@ -17,7 +17,7 @@ from pathlib import Path
 
 from facility.exchange.errors import CrossFedError, exit_on_error
 from facility.exchange.files.paths import resolve
-from facility.exchange.files.storage import is_storage, sentence
+from facility.exchange.files.storage import is_storage, located, sentence
 from facility.exchange.logs import add_log_options
 from facility.exchange.messages import report
 from facility.exchange.messages.comparison import ALONE
@@ -77,7 +77,7 @@ def first(job: Job) -> int:
         ending = Ending(code=2, reason=str(error))
     except Exception as error:
         tail = traceback.format_exc()
-        told = sentence(error, job.state) if isinstance(error, OSError) and is_storage(error) else repr(error)
+        told = sentence(located(error, [job.state, Path.cwd()])) if is_storage(error) else repr(error)
         ending = Ending(code=1, reason=f"the round's own command failed: {told}", tail=tail)
     if ending.code == Outcome.DONE:
         return Outcome.DONE

@@ -202,7 +202,10 @@ class Archive:
         try:
             return parse(RoundFile, json.loads(path.read_text()), file=path)
         except (OSError, ValueError) as error:
-            raise InputError(f"{path} cannot be read: {error}") from None
+            raise InputError(
+                f"{path} cannot be read: {error}; restore it from a copy, or go back: `crossfed rewind --to {number}` "
+                f"repeats round {number}"
+            ) from None
 
     def history(self) -> list[RoundFile]:
         return [self.read_round(number) for number in self.rounds()]
@@ -275,7 +278,7 @@ class Archive:
         except FileNotFoundError:
             return {}
         except (OSError, ValueError) as error:
-            raise InputError(f"{path} cannot be read: {error}") from None
+            raise InputError(f"{path} cannot be read: {error}; restore it from a copy, or remove it") from None
 
     def write_note(self, name: str, value: dict[str, Any]) -> None:
         write_json(self.path / f"{name}.json", value)

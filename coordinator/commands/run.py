@@ -46,13 +46,12 @@ def run(
     """Run preflight checks, render, call `streamflow run`, show rounds and steps; rerun to resume after any stop."""
     from coordinator.config.federation import check_paths, read_federation
     from coordinator.engine.run import run_federation
-    from coordinator.preflight.coordinator import check_here
+    from coordinator.preflight.coordinator import failing_here
 
     if not despite_check:
         described = read_federation(federation)
         check_paths(described)
-        failing = [row for row in check_here(described)[0] if row.verdict == "fail"]
-        if failing:
+        if failing := failing_here(described):
             told = "; ".join(f"{row.check}: {row.found} ({row.fix})" for row in failing)
             raise InputError(f"{told}. Correct this, or run with --despite-check")
 

@@ -6,10 +6,8 @@ node, share nothing.
 
 from __future__ import annotations
 
-import os
 import shutil
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,9 +15,7 @@ from coordinator.events.event import VARIABLE as EVENTS
 from coordinator.events.follow import EventFile
 from coordinator.streamflow_plugin.names import DATABASE
 from facility.exchange.errors import InputError
-from facility.exchange.files.storage import sentence
-
-PROBE_BYTES = 1 << 16
+from facility.exchange.files.storage import unwritable
 
 
 class RunPlace:
@@ -45,9 +41,15 @@ def run_place(workdir: Path) -> Iterator[RunPlace]:
     if reason := unwritable([workdir]):
         raise InputError(reason)
     shutil.rmtree(path, ignore_errors=True)
-    for folder in (path, path / "tmp"):
-        folder.mkdir(mode=0o700)
-    place = RunPlace(path)
+    try:
+        for folder in (path, path / "tmp"):
+            folder.mkdir(mode=0o700)
+        place = RunPlace(path)
+    except OSError as error:
+        raise InputError(
+            f"{path}, the engine's own directory, cannot be made ({error.strerror}): remove what is there, or choose "
+            "another `workdir:`, then give the same command again"
+        ) from None
     try:
         yield place
     finally:
@@ -58,17 +60,3 @@ def run_place(workdir: Path) -> Iterator[RunPlace]:
 def login_place(workdir: Path) -> Path:
     """Directory by which a waiting run sees that a login has been renewed."""
     return workdir / "logins"
-
-
-def unwritable(folders: Sequence[Path]) -> str:
-    """A sentence on the first folder that takes no file of 64 KiB, or ''. Folders that do not exist are made."""
-    for folder in folders:
-        try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder) as file:
-                file.write(bytes(PROBE_BYTES))
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            return sentence(OSError(error.errno, error.strerror), folder)
-    return ""

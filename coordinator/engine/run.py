@@ -29,7 +29,7 @@ from coordinator.config.federation import Federation, check_paths, read_federati
 from coordinator.engine.console_log import shown_on
 from coordinator.engine.live import Snapshot, live_table
 from coordinator.engine.notify import Notifier
-from coordinator.engine.place import RunPlace, login_place, run_place, unwritable
+from coordinator.engine.place import RunPlace, login_place, run_place
 from coordinator.engine.progress import Progress
 from coordinator.engine.queues import read_queues
 from coordinator.engine.recorder import Recorder
@@ -39,6 +39,7 @@ from coordinator.events.event import Event
 from coordinator.rounds.acceptance import accept, changes_since, is_accepted, refusal
 from coordinator.streamflow_plugin.names import LOGINS, PROGRESS_SECONDS
 from facility.exchange.errors import InputError, TryAgain
+from facility.exchange.files.storage import unwritable
 
 log = logging.getLogger("coordinator.engine")
 
@@ -62,7 +63,7 @@ def run_federation(file: Path, *, live: bool, log: Path | None = None, accepted:
     with (
         only_one(federation) as lock,
         run_place(federation.workdir_path) as place,
-        open(log, "a", encoding="utf-8") as sink,
+        log_file(log) as sink,
     ):
         done = len(archive.rounds())
         console.print(
@@ -140,6 +141,17 @@ def only_one(federation: Federation) -> Iterator[int]:
         yield handle.fileno()
 
 
+@contextmanager
+def log_file(path: Path) -> Iterator[TextIO]:
+    """A log to append to. What a full disk keeps from being written is lost, and stops nothing."""
+    sink = open(path, "a", encoding="utf-8")
+    try:
+        yield sink
+    finally:
+        with suppress(OSError):
+            sink.close()
+
+
 def engine_command(federation: Federation) -> list[str]:
     """`streamflow run` from this environment. Raises `InputError` when StreamFlow is not installed beside Python."""
     program = Path(sys.executable).parent / "streamflow"
@@ -193,8 +205,12 @@ class Run:
 
     def stopped(self) -> str:
         """Why the run ended, by the archive or the state of its disks; empty: unknown."""
-        note = str(self.archive.read_note("stopped").get("reason", ""))
-        return note or unwritable([self.archive.path, self.federation.workdir_path])
+        return str(self.archive.read_note("stopped").get("reason", "")) or self.unwritable()
+
+    def unwritable(self) -> str:
+        """A sentence on the archive or the work directory where it takes no file, or ''."""
+        folders = [self.archive.path, self.federation.workdir_path]
+        return unwritable([folder for folder in folders if folder.exists()])
 
     def write_line(self, line: str) -> None:
         """Append a line to StreamFlow's log."""
@@ -248,6 +264,7 @@ def _supervisor(run: Run, recorder: Recorder) -> Supervisor:
         on_tick=recorder.tick,
         on_stuck=recorder.stuck,
         rounds_done=lambda: len(archive.rounds()),
+        unwritable=run.unwritable,
         stopped=run.stopped,
         pass_fds=(run.lock,),
     )

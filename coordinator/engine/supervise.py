@@ -29,6 +29,7 @@ from coordinator.events.event import Event
 from coordinator.events.follow import EventFile
 from coordinator.streamflow_plugin.names import STEP_SERVER
 from facility.exchange.child import end_with_parent
+from facility.exchange.files.storage import SAME_COMMAND
 
 log = logging.getLogger("coordinator.engine")
 
@@ -50,6 +51,10 @@ class Limits:
     """How long StreamFlow may take to stop before it is killed."""
     look_seconds: float = 60.0
     """How often the queues are looked at for jobs that will not begin by themselves."""
+    probe_seconds: float = 5.0
+    """How often a file is written where the run must be able to write."""
+    refused_seconds: float = 15.0
+    """While that fails: how long StreamFlow may be silent with no job at work."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +124,12 @@ class _Watched:
     fatal: str = ""
     failed: str = ""
     hung: bool = False
+    probed: float = 0.0
+    """When the run's directories were last tried."""
+    refused: str = ""
+    """A sentence on one that takes no file; empty: all do."""
+    refused_at: float = 0.0
+    """Since when."""
 
     def __post_init__(self, now: float) -> None:
         self.heard = now
@@ -145,6 +156,8 @@ class Supervisor:
     """Gets facility, job, reason and advice of each job that will not begin by itself, once."""
     rounds_done: Callable[[], int]
     """Complete rounds in the archive."""
+    unwritable: Callable[[], str] = str
+    """A sentence on a directory of the run that takes no file, or ''."""
     stopped: Callable[[], str] = str
     """Why the coordinator itself ended the federation and an operator is needed, or ''; also what prevents any
     further start, such as a full disk."""
@@ -155,7 +168,7 @@ class Supervisor:
     _stopped: int = 0
 
     def run(self) -> tuple[int, str]:
-        """Exit code and reason: 0, StreamFlow's own last code, or 128 + the signal that `stop` was given."""
+        """Exit code and reason: 0, StreamFlow's own last code (1: we ended it), or 128 + the signal that `stop` was given."""
         watch = Watch(queues=self.queues, stuck=self.on_stuck, every_seconds=self.limits.look_seconds)
         with watch.going_on():
             return self._run()
@@ -172,7 +185,7 @@ class Supervisor:
             if decision.next == "done":
                 return 0, decision.reason
             if decision.next == "give up":
-                return self._end(self.attempts[-1].code or 1, decision.reason)
+                return self._end(max(1, self.attempts[-1].code), decision.reason)  # below 0: ended by us
             log.warning("%s; starting again in %g s", decision.reason, decision.pause_seconds)
             deadline = time.monotonic() + decision.pause_seconds
             while time.monotonic() < deadline and not self._stopped:
@@ -217,6 +230,7 @@ class Supervisor:
                 if line:
                     watched.heard = time.monotonic()
                     self.on_line(line.rstrip("\n"))
+                self._probe(watched)
                 self._step_in(process, watched)
             code = process.wait()
         finally:
@@ -246,6 +260,19 @@ class Supervisor:
             if event.kind == "failed" and not watched.failed:
                 watched.failed = f"{event['step'].strip('/')}: {event['reason']}"
 
+    def _probe(self, watched: _Watched) -> None:
+        """Report a directory that takes no file once, and once that it does again."""
+        now = time.monotonic()
+        if now - watched.probed < self.limits.probe_seconds:
+            return
+        watched.probed, refused = now, self.unwritable()
+        if refused and refused != watched.refused:
+            log.warning("%s; nothing is lost, jobs at work go on", refused.removesuffix(SAME_COMMAND))
+            watched.refused_at = now
+        elif watched.refused and not refused:
+            log.info("files can be written again")
+        watched.refused = refused
+
     def _step_in(self, process: subprocess.Popen[str], watched: _Watched) -> None:
         """Stop StreamFlow when it cannot go on or hangs, and kill it when it does not stop."""
         now = time.monotonic()
@@ -256,6 +283,11 @@ class Supervisor:
                 watched.killed_at = now
             elif self._stopped:
                 watched.killed_at = now
+            elif watched.refused and now - max(watched.heard, watched.refused_at) > self.limits.refused_seconds:
+                if self._at_work(process):
+                    watched.heard = now
+                else:
+                    watched.fatal = watched.refused
             elif now - watched.heard > self.limits.silence_seconds:
                 if self._at_work(process):
                     watched.heard = now

@@ -8,6 +8,7 @@ import shutil
 import tomllib
 from pathlib import Path
 
+from coordinator.archive.rounds import Archive
 from coordinator.config.federation import Federation
 from coordinator.engine.render import stale
 from coordinator.preflight.disk import IN_FLIGHT, Disk, coordinator_disk
@@ -21,12 +22,13 @@ from facility.exchange.files.paths import shipped
 ME = "coordinator"
 
 
-def check_here(federation: Federation) -> tuple[list[Row], ModelFigures | None]:
+def check_here(federation: Federation, *, names: bool = True) -> tuple[list[Row], ModelFigures | None]:
+    """`names`: compare the model's tensors with the class that its config.json names, which imports transformers."""
     rows = [_engine()]
     model_row, model = _model(federation)
     rows.append(model_row)
     if model is not None:
-        rows += [_names(federation), _room(federation, model)]
+        rows += [_names(federation)] * names + [_room(federation, model)]
     if differing := stale(federation):
         rows.append(
             warning(
@@ -39,6 +41,16 @@ def check_here(federation: Federation) -> tuple[list[Row], ModelFigures | None]:
     else:
         rows.append(ok(ME, "rendered files", "those of this federation.yml"))
     return rows, model
+
+
+def failing_here(federation: Federation) -> list[Row]:
+    """Rows that keep a run from beginning. Tensor names, which take seconds to compare, come last, and only where no
+    round has been trained from the model."""
+    rows, model = check_here(federation, names=False)
+    failing = [row for row in rows if row.verdict == "fail"]
+    if not failing and model is not None and not Archive(federation.archive_path).rounds():
+        failing = [row for row in [_names(federation)] if row.verdict == "fail"]
+    return failing
 
 
 def _engine() -> Row:

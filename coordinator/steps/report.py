@@ -54,7 +54,9 @@ def main() -> int:
     for line in remarks(data):
         print(line)
     if data["stopped"]:
-        print(f"error: federation {settings.federation} stopped: {shown(data['stopped'])}", file=sys.stderr)
+        reason = f"federation {settings.federation} stopped: {shown(data['stopped'])}"
+        emit("failed", step="report", reason=reason, futile=True)
+        print(f"error: {reason}", file=sys.stderr)
         return 1
     return 0
 

@@ -16,11 +16,12 @@ from coordinator.config.deployments import FACILITY
 from coordinator.events.event import VARIABLE, emit
 from coordinator.streamflow_plugin.forked_steps import OF_COORDINATOR, OF_FACILITY, ForkedSteps, step_of_command
 from coordinator.streamflow_plugin.job_progress import JobWatch, asking, watched
+from coordinator.streamflow_plugin.last_words import last_words, words_of_job
 from coordinator.streamflow_plugin.patient import step_of
+from facility.exchange.exit_codes import ExitCode
 
 STEPS = ("start", "send", "receive", "aggregate", "report")
 """The coordinator's own steps, by the first word of their names; none of them fails for a facility's fault."""
-LAST_LINES = 3
 LOOK_SECONDS = 1.0
 """Between two looks at processes that an earlier run left."""
 OURS, FACILITIES = ForkedSteps(), ForkedSteps(hidden=(VARIABLE, LOG))
@@ -49,10 +50,13 @@ class TellingLocalConnector(LocalConnector):
             emit("began", step=step, job="")
             async with watched(JobWatch(step=step, directory=workdir, ask=asking(self, location))):
                 answer = await self._run_step(location, command, *args, job_name=job_name, **rest)
-            emit("ended", step=step, job="", code=answer[1] if answer is not None else 0, problem="")
+            said, code = answer if answer is not None else ("", 0)
+            emit("ended", step=step, job="", code=code, problem="")
+            if words := words_of_job(self.deployment_name.removeprefix(FACILITY), code, said or ""):
+                emit("problem", text=words)
         if answer is not None and answer[1] and step.rpartition("/")[2].partition("_")[0] in STEPS:
-            said = " ".join((answer[0] or "").strip().splitlines()[-LAST_LINES:])
-            emit("failed", step=step, reason=f"it ended with code {answer[1]}: {said}", futile=False)
+            reason = last_words(answer[0] or "") or f"it ended with code {answer[1]}"
+            emit("failed", step=step, reason=reason, futile=answer[1] == ExitCode.INPUT)
         return answer
 
     async def _run_step(

@@ -25,6 +25,7 @@ from coordinator.events.event import VARIABLE, emit
 from coordinator.schedulers.gated import Gated
 from coordinator.schedulers.scheduler import FORGOTTEN, BatchScheduler, Ending, Job
 from coordinator.streamflow_plugin.job_progress import JobWatch, asking, interval
+from coordinator.streamflow_plugin.last_words import error_in
 from coordinator.streamflow_plugin.names import DATABASE
 
 PATIENCE_SECONDS = 3600.0
@@ -48,6 +49,8 @@ class PatientQueue(QueueManagerConnector):
         super().__init__(*args, **settings)
         self._endings = {}
         self._outputs: dict[str, str] = {}
+        self._errors: dict[str, str] = {}
+        """By job: the error that its output ends with."""
         self._silent_since: dict[str, float] = {}
         self._held_up = 0.0
         self._steps: dict[str, str] = {}
@@ -183,6 +186,7 @@ class PatientQueue(QueueManagerConnector):
             text, code = await self._shell(location, self.scheduler.end_of_output(job_id, path))
         except WorkflowExecutionException:  # a gate that keeps what jobs print
             return ""
+        self._errors[job_id] = error_in(text) if code == 0 else ""
         return text.strip() if code == 0 else ""
 
     async def _get_returncode(self, job_id: str, location: ExecutionLocation) -> int:
@@ -191,7 +195,9 @@ class PatientQueue(QueueManagerConnector):
         ending = await self._ending(job_id, location)
         emit("ended", step=self._steps.get(job_id, ""), job=job_id, code=ending.step_code, problem=ending.problem)
         if ending.problem:
-            tell(f"job {job_id} of {self.deployment_name} {ending.problem}", logging.ERROR)
+            said = self._errors.pop(job_id, "")
+            told = f"job {job_id} of {self.deployment_name} {ending.problem}" + (f": {said}" if said else "")
+            tell(told, logging.ERROR)
         return ending.step_code
 
     async def _run_batch_command(

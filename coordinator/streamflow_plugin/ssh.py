@@ -27,6 +27,7 @@ from coordinator.schedulers.scheduler import OUTPUT_BYTES, step_code
 from coordinator.streamflow_plugin.dialect import SHELL, ShellDialect
 from coordinator.streamflow_plugin.job_progress import JobWatch, asking, watched
 from coordinator.streamflow_plugin.lanes import BLOCK_BYTES, CHANNELS, MOST_OUTPUT, TransferFailed, worth
+from coordinator.streamflow_plugin.last_words import error_in
 from coordinator.streamflow_plugin.patient import step_of, tell
 from coordinator.streamflow_plugin.patient_login import REFUSED, PatientLogin
 from coordinator.streamflow_plugin.swift import SwiftLane, swift_lanes
@@ -204,7 +205,9 @@ class ParallelSSHConnector(SSHConnector):
             raise WorkflowExecutionException(f"the connection to {self.deployment_name} broke during job {job_name}")
         emit("ended", step=step, job="", code=step_code(code), problem="")
         if step_code(code) != code:
-            tell(f"job {job_name} of {self.deployment_name} did not end well: exit code {code}", logging.ERROR)
+            why = f": {error}" if (error := error_in(said)) else ""
+            told = f"job {job_name} of {self.deployment_name} did not end well: exit code {code}{why}"
+            tell(told, logging.ERROR)
         return (said, step_code(code)) if capture_output else None
 
     async def _command(

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from facility.exchange.exit_codes import ExitCode
+from facility.exchange.files.storage import is_storage, sentence
 from facility.exchange.logs import configure_logging
 
 
@@ -61,7 +62,7 @@ class TryAgain(CrossFedError):
 
 
 def exit_on_error(main: Callable[[], int | None], *, level: str = "warning") -> int:
-    """Run `main` and turn a `CrossFedError` into one line on stderr and its exit code (see `ExitCode`).
+    """Run `main` and turn a `CrossFedError`, or a file system that refuses, into one line on stderr and its exit code.
 
     `level`: what is logged unless the user asks otherwise; jobs and steps, whose output is a log file, log `info`.
     """
@@ -71,3 +72,8 @@ def exit_on_error(main: Callable[[], int | None], *, level: str = "warning") -> 
     except CrossFedError as error:
         print(f"error: {error}", file=sys.stderr)
         return ExitCode.TRANSIENT if isinstance(error, TryAgain) else ExitCode.INPUT
+    except OSError as error:
+        if not is_storage(error):
+            raise
+        print(f"error: {sentence(error)}", file=sys.stderr)
+        return ExitCode.INPUT

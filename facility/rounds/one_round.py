@@ -26,7 +26,7 @@ from facility.rounds.finished import Finished, key_of
 from facility.rounds.job import Job, clear, start_ranks, work_of_round
 from facility.rounds.masked import Masked, masked
 from facility.rounds.models import Models, digest_of, tell
-from facility.rounds.sealed import put_aside_damaged
+from facility.rounds.sealed import check_kept
 from facility.rounds.smaller import make_smaller
 from facility.rounds.sweep import forget_earlier, sweep
 
@@ -99,7 +99,7 @@ class OneRound:
         job = self.job
         self.finished.drop_before(job.round)
         clear(job.out)
-        for told in put_aside_damaged(job.state):
+        for told in check_kept(job.state, job.round, evaluates=job.round >= job.settings.rounds):
             log.warning(told)
         if (job.dataset / DATASET).is_file():
             check_dataset(job.dataset, job.state)

@@ -1,8 +1,10 @@
 """Directories of a facility's state that say themselves whether they are whole: `seal.json` with sizes and digests.
 
 What a round keeps for the next (optimizer state, mid-round checkpoint, local parameters, residual) is sealed where it
-is written, and verified before a round uses it. A damaged directory is put aside and the round begins without it, as on
-the first day; one from before seals existed is used as it is.
+is written, and verified before a round uses it. While a directory that the round needs is damaged, the facility skips
+the round: the operator restores the directory, or removes it, and the round begins without it as on the first day. One
+that the round does without (a mid-round checkpoint, what a repeated round left) is put aside. One from before seals
+existed is used as it is.
 
 A file that still has the inode, size and times that it had when it was sealed is not read again for its digest: only
 this account can write there, and whatever writes to a file changes its times (`ctime` cannot be set). What copies,
@@ -16,8 +18,10 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from facility.exchange.errors import InputError
 from facility.exchange.files.durable import write_json
 from facility.exchange.messages.manifest import sha256_of
+from facility.rounds.kept import latest_before
 
 SEAL = "seal.json"
 UNCHANGED = "seal-files.json"
@@ -73,16 +77,29 @@ def flaw(directory: Path) -> str:
     return ""
 
 
-def put_aside_damaged(state: Path) -> list[str]:
-    """Move damaged directories of a facility's state to `damaged/`; returns a sentence for each."""
+def check_kept(state: Path, round: int, *, evaluates: bool = False) -> list[str]:
+    """Verify what a facility keeps. Moves damaged directories that `round` can do without to `damaged/`, and returns a
+    sentence for each. Raises `InputError` for one that it needs; `evaluates`: no step is taken in it."""
     told = []
     for found in sorted(state.rglob(SEAL)):
         directory = found.parent
         inner = directory.relative_to(state)
         if inner.parts[:1] and inner.parts[0] in SELF_CHECKED or not (reason := flaw(directory)):
             continue
+        if _needed(directory, state, round, evaluates):
+            raise InputError(
+                f"{reason}, which round {round} goes on from: restore it from a copy, or remove {directory} to begin "
+                "without it, from the received model; then give the same command again"
+            )
         aside = state / ASIDE / f"{'-'.join(inner.parts)}-{time.strftime('%Y%m%d-%H%M%S')}"
         aside.parent.mkdir(exist_ok=True)
         directory.rename(aside)
-        told.append(f"{reason}: put aside in {aside}; this round begins without it, from the received model")
+        told.append(f"{reason}: put aside in {aside}; this round does without it")
     return told
+
+
+def _needed(directory: Path, state: Path, round: int, evaluates: bool) -> bool:
+    """Whether the round's result depends on it: the newest of its kind before the round."""
+    if directory.parent == state:
+        return directory.name == f"round-{round - 1}" and not evaluates
+    return directory == latest_before(directory.parent, round)

@@ -7,6 +7,7 @@ import logging
 import os
 import time
 
+from facility.exchange.files.storage import is_storage, located
 from facility.exchange.messages.outcome import Outcome
 from facility.training.comparison import compare, finish_comparison
 from facility.training.data.inputs import RoundInputs, read_inputs
@@ -28,6 +29,14 @@ log = logging.getLogger(__name__)
 def train_round(arguments: argparse.Namespace) -> int:
     """Run one round on this rank as the command line says; returns its exit code."""
     request = read_request(arguments, began=time.perf_counter())
+    try:
+        return _train_round(request)
+    except OSError as error:
+        raise located(error, [request.state, request.job_directory]) if is_storage(error) else error from error
+
+
+def _train_round(request: RoundRequest) -> int:
+    """The stages of the round, in order."""
     stop = Stop(request.training.limits, request.began)
     ranks = prepare_ranks(request)
     if ranks is None:

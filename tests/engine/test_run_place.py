@@ -10,9 +10,10 @@ import pytest
 
 from coordinator.archive.rounds import Archive
 from coordinator.config.federation import read_federation
-from coordinator.engine.place import run_place, unwritable
+from coordinator.engine.place import run_place
 from coordinator.engine.render import write
 from facility.exchange.errors import InputError
+from facility.exchange.files.storage import unwritable
 from tests.engine.engines import crossfed, weights
 from tests.federations import write_federation
 

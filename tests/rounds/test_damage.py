@@ -11,10 +11,11 @@ import numpy
 import pytest
 
 from facility.dataset import DatasetError
+from facility.exchange.errors import InputError
 from facility.exchange.files.storage import is_storage, sentence
 from facility.rounds import sealed
 from facility.rounds.dataset_check import RECORD, check_dataset
-from facility.rounds.sealed import SEAL, UNCHANGED, flaw, put_aside_damaged, seal
+from facility.rounds.sealed import SEAL, UNCHANGED, check_kept, flaw, seal
 from tests.federations import write_dataset
 
 
@@ -53,16 +54,45 @@ def kept(state: Path, *inner: str) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("harm", ["altered", "missing", "seal"])
-def test_damaged_state_is_put_aside_by_name_and_the_rest_stays(harm: str, tmp_path: Path):
-    sound, hurt = kept(tmp_path, "round-1"), kept(tmp_path, "personal", "round-0")
-    assert put_aside_damaged(tmp_path) == [] and flaw(sound) == ""
-    file = hurt / (SEAL if harm == "seal" else "model.safetensors")
+def hurt(directory: Path, harm: str) -> Path:
+    file = directory / (SEAL if harm == "seal" else "model.safetensors")
     file.unlink() if harm == "missing" else file.write_bytes(b"numberz")
-    (told,) = put_aside_damaged(tmp_path)
-    assert str(file) in told and "begins without it" in told
-    assert sound.is_dir() and not hurt.exists() and list((tmp_path / "damaged").glob("personal-round-0-*"))
-    assert put_aside_damaged(tmp_path) == [], "what is aside is not looked at again"
+    return file
+
+
+@pytest.mark.parametrize("harm", ["altered", "missing", "seal"])
+@pytest.mark.parametrize("inner", [("paused",), ("round-3",), ("round-1",), ("personal", "round-1")], ids="-".join)
+def test_damage_that_the_round_does_without_is_put_aside_by_name(inner: tuple[str, ...], harm: str, tmp_path: Path):
+    sound, damaged = kept(tmp_path, "round-2"), kept(tmp_path, *inner)
+    kept(tmp_path, "personal", "round-2")
+    assert check_kept(tmp_path, 3) == [] and flaw(sound) == ""
+    file = hurt(damaged, harm)
+    (told,) = check_kept(tmp_path, 3)
+    assert str(file) in told and "does without it" in told
+    assert sound.is_dir() and not damaged.exists() and list((tmp_path / "damaged").glob(f"{'-'.join(inner)}-*"))
+    assert check_kept(tmp_path, 3) == [], "what is aside is not looked at again"
+
+
+@pytest.mark.parametrize("harm", ["altered", "missing", "seal"])
+@pytest.mark.parametrize("inner", [("round-2",), ("personal", "round-1"), ("residual", "round-2")], ids="-".join)
+def test_damage_to_what_the_round_goes_on_from_is_refused_and_nothing_is_touched(
+    inner: tuple[str, ...], harm: str, tmp_path: Path
+):
+    directory = kept(tmp_path, *inner)
+    original = {path: path.read_bytes() for path in directory.iterdir()}
+    file = hurt(directory, harm)
+    for _ in range(2):
+        with pytest.raises(InputError, match=f"{file.name}.*restore it.*remove {directory} "):
+            check_kept(tmp_path, 3)
+    for path, data in original.items():
+        path.write_bytes(data)
+    assert check_kept(tmp_path, 3) == []
+
+
+def test_an_evaluation_does_without_the_optimizer_s_state(tmp_path: Path):
+    hurt(kept(tmp_path, "round-2"), "altered")
+    (told,) = check_kept(tmp_path, 3, evaluates=True)
+    assert "does without it" in told
 
 
 @pytest.mark.parametrize("how", ["in place", "with its times", "copied back", "without the note"])
@@ -90,7 +120,7 @@ def test_state_from_before_seals_is_used_as_it_is(tmp_path: Path):
     old = kept(tmp_path, "round-1")
     (old / SEAL).unlink()
     (old / "model.safetensors").write_bytes(b"other")
-    assert put_aside_damaged(tmp_path) == [] and old.is_dir()
+    assert check_kept(tmp_path, 1) == [] and old.is_dir()
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EDQUOT, errno.EFBIG])

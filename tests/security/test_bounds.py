@@ -13,13 +13,13 @@ from streamflow.core.exception import WorkflowExecutionException
 from streamflow.deployment.connector.queue_manager import SlurmConnector
 
 from coordinator.archive.rounds import Archive
-from coordinator.engine.place import unwritable
 from coordinator.schedulers.registry import schedulers
 from coordinator.streamflow_plugin import lanes, ssh
 from coordinator.streamflow_plugin.lanes import TransferFailed, check_pace
 from coordinator.streamflow_plugin.patient import connector_for
 from coordinator.streamflow_plugin.tree import read_listing
 from facility.exchange.files.durable import new_directory, write_json
+from facility.exchange.files.storage import unwritable
 from facility.exchange.messages.manifest import Manifest, write_manifest
 
 MASKS = {0o077: (0o600, 0o700), 0o027: (0o640, 0o750), 0o022: (0o644, 0o755)}

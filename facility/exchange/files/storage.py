@@ -3,6 +3,14 @@
 from __future__ import annotations
 
 import errno
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeGuard
+
+PROBE_BYTES = 1 << 16
+SAME_COMMAND = ", then give the same command again"
 
 WORDS = {
     errno.ENOSPC: "is full: free some room",
@@ -14,12 +22,35 @@ WORDS = {
 }
 
 
-def is_storage(error: BaseException) -> bool:
+def is_storage(error: BaseException) -> TypeGuard[OSError]:
     """True for an error that trying again at once does not cure."""
     return isinstance(error, OSError) and error.errno in WORDS
 
 
-def sentence(error: OSError, place: object = "") -> str:
+def sentence(error: OSError, place: str | Path = "") -> str:
     """`PATH is full: free some room, then give the same command again`. `place`: where the error names no file."""
-    where = error.filename2 or error.filename or place or "a file system"
-    return f"{where} {WORDS.get(error.errno or 0, f'cannot be used: {error}')}, then give the same command again"
+    named = error.filename2 or error.filename or place
+    where = os.path.abspath(os.fsdecode(named)) if isinstance(named, str | bytes | os.PathLike) else "a file system"
+    return f"{where} {WORDS.get(error.errno or 0, f'cannot be used: {error}')}{SAME_COMMAND}"
+
+
+def unwritable(folders: Sequence[Path]) -> str:
+    """A sentence on the first folder that takes no file of 64 KiB, or ''. Folders that do not exist are made."""
+    for folder in folders:
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder) as file:
+                file.write(bytes(PROBE_BYTES))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            return sentence(OSError(error.errno, error.strerror), folder)
+    return ""
+
+
+def located(error: OSError, folders: Sequence[Path]) -> OSError:
+    """The same with a place: where it names none, the first of `folders` that takes no file now, or else the first."""
+    if error.filename or error.filename2:
+        return error
+    place = next((folder for folder in folders if unwritable([folder])), folders[0])
+    return OSError(error.errno, error.strerror, str(place))

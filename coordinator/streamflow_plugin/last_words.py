@@ -1,0 +1,33 @@
+"""What a command that failed said last, as one sentence for a person."""
+
+from __future__ import annotations
+
+import re
+
+from coordinator.events.event import quoted
+from facility.exchange.messages.outcome import Outcome
+
+ERROR = re.compile(r"(error: |[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit)\b)")
+"""Begins the line by which a command of ours, or Python, ends."""
+LAST_LINES = 3
+REPORTED = (Outcome.DONE, Outcome.SKIPPED, Outcome.CHECKPOINTED)
+"""Codes of a facility's job that has left an update, or failure.json with the reason."""
+
+
+def error_in(output: str) -> str:
+    """The last line of `output` that names an error, or ''."""
+    lines = reversed(output.strip().splitlines())
+    return quoted(next((line.removeprefix("error: ") for line in lines if ERROR.match(line)), ""))
+
+
+def last_words(output: str) -> str:
+    """That line, or else the last lines."""
+    return error_in(output) or quoted(" ".join(output.strip().splitlines()[-LAST_LINES:]))
+
+
+def words_of_job(facility: str, code: int, output: str) -> str:
+    """A sentence on a facility's job that could not even leave its failure, or ''."""
+    if code in REPORTED:
+        return ""
+    said = last_words(output)
+    return f"{facility}: its job ended with code {code}" + (f": {said}" if said else "")

@@ -1,0 +1,37 @@
+"""The error that a command's output ends with is what a person is told."""
+
+from __future__ import annotations
+
+import pytest
+
+from coordinator.streamflow_plugin.last_words import LAST_LINES, error_in, last_words, words_of_job
+
+TRACE = "Traceback (most recent call last):\n  File \"x.py\", line 3, in f\nOSError: [Errno 30] Read-only: 'sent'\n"
+
+
+@pytest.mark.parametrize(
+    ("output", "error"),
+    [
+        (f"12:00:00 INFO begins\n{TRACE}", "OSError: [Errno 30] Read-only: 'sent'"),
+        (f"{TRACE}error: /work is full: free some room\nsrun: error: task 0", "/work is full: free some room"),
+        ("error: one\nerror: two\nbye", "two"),
+        ("all is well\nno error: here", ""),
+        ("", ""),
+    ],
+)
+def test_the_last_line_that_names_an_error(output: str, error: str):
+    assert error_in(output) == error
+
+
+def test_without_an_error_the_last_lines_are_told_without_control_characters():
+    assert last_words("a\nb\nc\nd\x1b[31m\n") == "b c d [31m" and LAST_LINES == 3
+
+
+@pytest.mark.parametrize("code", [0, 7, 85])
+def test_a_job_that_reports_for_itself_is_not_quoted(code: int):
+    assert words_of_job("a", code, "error: x") == ""
+
+
+def test_a_job_that_could_not_leave_its_failure_is_quoted():
+    assert words_of_job("a", 2, "error: /a is full") == "a: its job ended with code 2: /a is full"
+    assert words_of_job("a", 1, "") == "a: its job ended with code 1"
