@@ -28,7 +28,7 @@ from facility.launching.notes import Notes
 from facility.launching.place import Place, Tasks, master_port, place, read_tasks
 from facility.launching.rendezvous import DIRECTORY, private_directory
 from facility.launching.supervise import TRANSIENT, Ending, Limits, supervise
-from facility.launching.tables import RANKS_PER_NODE, TORCHRUN
+from facility.launching.tables import ALLOCATIONS, RANKS_PER_NODE, TORCHRUN
 
 log = logging.getLogger("facility.launch")
 
@@ -38,7 +38,7 @@ FOR_EVER = 1e9
 
 def tasks_here(environ: Mapping[str, str] = os.environ) -> Tasks:
     """Who this process is. Raises `ConfigurationError`."""
-    file = environ.get("PBS_NODEFILE")
+    file = next((environ[name] for one in ALLOCATIONS for name in one.host_file if environ.get(name)), None)
     text = Path(file).read_text() if file and Path(file).is_file() else None
     return read_tasks(environ, text)
 

@@ -38,7 +38,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from facility.exchange.errors import InputError
+from facility.exchange.errors import InputError, ManifestError
 from facility.exchange.files.durable import new_directory, write_json, write_text
 from facility.exchange.messages.manifest import Manifest, read_manifest, verify_manifest, with_run, write_manifest
 from facility.exchange.validation import parse, validated
@@ -228,7 +228,10 @@ class Archive:
                 shutil.copytree(model, temporary / "model", ignore=shutil.ignore_patterns("manifest.json"))
                 _describe(temporary / "model", federation)
                 with_run(temporary / "model", secrets.token_hex(16))
-        kept = verify_manifest(initial / "model")
+        try:
+            kept = verify_manifest(initial / "model")
+        except ManifestError as error:
+            raise ManifestError(f"{error}; restore that file from a copy: {model} was copied there") from None
         if kept.federation != federation:
             raise InputError(
                 f"archive {self.path} belongs to federation {kept.federation!r}, not {federation!r}; choose another "

@@ -168,7 +168,7 @@ class Supervisor:
     _stopped: int = 0
 
     def run(self) -> tuple[int, str]:
-        """Exit code and reason: 0, StreamFlow's own last code (1: we ended it), or 128 + the signal that `stop` was given."""
+        """Exit code and reason: 0, StreamFlow's own last code (1: we ended it), or 128 + the signal given to `stop`."""
         watch = Watch(queues=self.queues, stuck=self.on_stuck, every_seconds=self.limits.look_seconds)
         with watch.going_on():
             return self._run()

@@ -162,6 +162,8 @@ def _other(name: str, deployment: Deployment, job: str) -> Row:
             f"{queue.title} has no open queue {found[1]!r} with a parallel environment on one host",
             f"correct `fill: {{queue: ...}}`; open are {', '.join(usable) or 'none'}",
         )
+    if refused := queue.refusal(answer.out, job):
+        return fail(name, "job accepted", refused, "correct `-pe` in the template or in its `resources` block")
     return ok(
         name, "job accepted", f"{queue.title} lists the queue as open (it cannot test a job without submitting it)"
     )

@@ -14,6 +14,8 @@ from coordinator.schedulers.scheduler import FORGOTTEN, BatchScheduler, Ending, 
 
 GONE = re.compile(r"do not exist:\s*\n\s*(\d+)")
 ROW = re.compile(r"^ *(\d+) +[\d.]+ +\S+ +\S+ +([A-Za-z]{1,6}) ", re.MULTILINE)
+ON_ONE_HOST = "$pe_slots"
+"""`allocation_rule` of sge_pe(5) that keeps all slots of a job on one host."""
 FLUSHED_SECONDS = 30
 """Grid engine writes its accounting file every 15 seconds unless the site chose otherwise."""
 
@@ -119,6 +121,20 @@ class GridEngine(BatchScheduler):
                     )
                 )
         return found
+
+    def refusal(self, text: str, job: str) -> str:
+        """A job of several hosts: one whose parallel environment does not keep its slots on one."""
+        rules = dict(re.findall(r"^pe_name +(\S+)\n(?:(?!pe_name).*\n)*?allocation_rule +(\S+)", text, re.MULTILINE))
+        asked = re.search(r"^#\$\s+-pe\s+(\S+)\s+(\d+)", job, re.MULTILINE)
+        if asked is None or rules.get(asked[1]) in (ON_ONE_HOST, asked[2]):
+            return ""
+        usable = ", ".join(name for name, rule in rules.items() if rule == ON_ONE_HOST) or "none"
+        if asked[1] not in rules:
+            return f"there is no parallel environment {asked[1]!r}; those that keep a job on one host: {usable}"
+        return (
+            f"parallel environment {asked[1]!r} spreads a job over hosts (allocation_rule {rules[asked[1]]}), and jobs "
+            f"of several hosts are not supported under grid engine; those that keep a job on one host: {usable}"
+        )
 
     def blocks(self, wish: Wish) -> dict[str, str]:
         return {

@@ -149,6 +149,10 @@ class BatchScheduler(Scheduler):
         """Partitions in what `survey` printed: another institution's text, so what does not parse is left out."""
         return []
 
+    def refusal(self, text: str, job: str) -> str:
+        """Why a job with this script cannot run as it asks to, in what `survey` printed; '' where nothing shows it."""
+        return ""
+
     def read_accounts(self, text: str) -> list[str]:
         """Accounts that may be charged, in what `survey` printed; none where the scheduler wants none."""
         return []

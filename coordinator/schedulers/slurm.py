@@ -12,7 +12,11 @@ UNKNOWN = "invalid job id"
 
 
 class Slurm(BatchScheduler):
-    """Queries `squeue` for all states, since lists of states miss some: SIGNALING is a running job just signalled."""
+    """Queries `squeue` for all states, since lists of states miss some: SIGNALING is a running job just signalled.
+
+    Asks for fields by name in the plain formats, which are the same from 22.05 to 25.05, and not by `--json`: there
+    `job_state` became a list (23.11), numbers became objects, nodes a tree (24.05), and a build may be without it.
+    """
 
     name, title, program = "slurm", "Slurm", "sbatch"
     connector = "streamflow.deployment.connector.queue_manager:SlurmConnector"
@@ -21,7 +25,7 @@ class Slurm(BatchScheduler):
         "sinfo -h -o 'partition|%P|%a|%l|%D|%c|%G' && scontrol -o show partition && "
         '{ sacctmgr -nP show assoc "user=$(id -un)" format=account 2>/dev/null | sed "s/^/account|/"; }'
     )
-    waiting = frozenset({"PENDING", "SUSPENDED", "REQUEUED", "SPECIAL_EXIT"})
+    waiting = frozenset({"PENDING", "SUSPENDED", "REQUEUED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"})
     terminal = frozenset(
         "BOOT_FAIL CANCELLED COMPLETED DEADLINE FAILED NODE_FAIL OUT_OF_MEMORY PREEMPTED TIMEOUT".split()
     )

@@ -94,7 +94,7 @@ class Place:
 
 
 def read_tasks(environ: Mapping[str, str], host_file: str | None = None) -> Tasks:
-    """Read the tables. `host_file`: text of the file that $PBS_NODEFILE names, where there is one.
+    """Read the tables. `host_file`: text of the file that the allocation's table names, where there is one.
 
     Raises `ConfigurationError` for numbers that contradict each other, and for a job of several nodes whose script
     started this process on one of them only.
@@ -114,8 +114,7 @@ def read_tasks(environ: Mapping[str, str], host_file: str | None = None) -> Task
             name = allocation.name if allocation else HOSTS
             raise ConfigurationError(
                 f"{name} gave this job {nodes} nodes ({', '.join(sorted(set(hosts))[:4])}, ...), but this process "
-                "was started on one of them only: start it on each (srun, flux run, mpiexec, pbsdsh), as the files "
-                "in templates/ do"
+                f"was started on one of them only: {(allocation or AllocationTable(name=HOSTS, job=())).advice}"
             )
         name = allocation.name if allocation else "none"
         return Tasks(
@@ -258,7 +257,7 @@ def _hosts(environ: Mapping[str, str], allocation: AllocationTable | None, host_
         return expand_hosts(environ[HOSTS])
     if allocation and _first(environ, allocation.hosts):
         return expand_hosts(_first(environ, allocation.hosts))
-    return [line.strip() for line in (host_file or "").splitlines() if line.strip()]
+    return [line.split()[0] for line in (host_file or "").splitlines() if line.strip()]
 
 
 def _count_nodes(tasks: int, local_tasks: int | None, names: list[str]) -> int:

@@ -42,7 +42,9 @@ class AllocationTable:
     hosts: tuple[str, ...] = ()
     """Host list."""
     host_file: tuple[str, ...] = ()
-    """Path of a file with one host a line, repeated once per slot."""
+    """Path of a file whose lines begin with a host, repeated once per slot or not."""
+    advice: str = "start it on each (srun, flux run, mpiexec, pbsdsh), as the files in templates/ do"
+    """What to do where a job of several nodes was started on one of them only."""
     devices: tuple[str, ...] = ()
     """GPUs that the job has on this node, as a number."""
     devices_per_node: tuple[str, ...] = ()
@@ -141,7 +143,13 @@ PBS_JOB = AllocationTable(name="PBS", job=("PBS_JOBID",), host_file=("PBS_NODEFI
 # the template asks `flux hostlist`
 FLUX_JOB = AllocationTable(name="Flux", job=("FLUX_JOB_ID", "FLUX_ENCLOSING_ID"))
 # https://gridscheduler.sourceforge.net/htmlman/htmlman1/qsub.html, "ENVIRONMENTAL VARIABLES"; jobs of one node only
-GRID_ENGINE_JOB = AllocationTable(name="grid engine", job=("JOB_ID",))
+GRID_ENGINE_JOB = AllocationTable(
+    name="grid engine",
+    job=("JOB_ID",),
+    host_file=("PE_HOSTFILE",),
+    advice="jobs of several hosts are not supported under grid engine: ask for a parallel environment that keeps a "
+    "job on one host (`qconf -sp NAME` says allocation_rule $pe_slots), as templates/gridengine.sh does",
+)
 ALLOCATIONS = (FLUX_JOB, SLURM_JOB, PBS_JOB, GRID_ENGINE_JOB)
 
 HOSTS = "CROSSFED_HOSTS"

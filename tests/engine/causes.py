@@ -20,12 +20,14 @@ from pathlib import Path
 import yaml
 
 from tests.engine.engines import crossfed, weights
-from tests.engine.harms import Act, Harm, altered, cut, flipped, full, occupied, read_only
+from tests.engine.harms import Act, Harm, altered, cut, flipped, full, killed_engine, occupied, read_only
 from tests.federations import write_federation
 
 LIMIT_SECONDS = 30.0
 STUCK_SECONDS = 150.0
 """After the cause, when nothing is said or the run does not end."""
+WHOLE_SECONDS = 900.0
+"""Of a run that goes to its end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +42,8 @@ class Cause:
     """What StreamFlow's log says as the cause appears; empty: it is there before the command is given."""
     mounts: bool = False
     """Needs root."""
+    stops: bool = True
+    """False: the run goes on all the same."""
 
 
 ARCHIVED, WORK, STATE, DATA = "archive/round-0000", "work", "sites/a/.crossfed", "sites/a/dataset"
@@ -47,6 +51,8 @@ KEPT = f"{STATE}/pico/a/round-0"
 SEND, TRAIN, RECEIVE = (f"EXECUTING step /rounds/{step}_a " for step in ("send", "train", "receive"))
 AGGREGATE, REPORT = "EXECUTING step /rounds/aggregate ", "EXECUTING step /report "
 READ_ONLY, FULL = r"\S* (is mounted read-only|cannot be written)", r"\S* is full"
+NO_ROOM = r"( is full|, the run needs up to)"
+"""Said before a run begins, which knows how much it will need."""
 
 
 def damaged(name: str, pattern: str, change=flipped, *, says: str, moment: str = "") -> Cause:
@@ -72,8 +78,8 @@ BEFORE = [
     Cause(name="StreamFlow's directory is a file", harm=occupied("work/engine"), says=r"work/engine "),
     mounted("archive read-only", read_only("archive"), f"archive{READ_ONLY}"),
     mounted("work directory read-only", read_only(WORK), f"work{READ_ONLY}"),
-    mounted("archive full", full("archive"), f"archive{FULL}"),
-    mounted("work directory full", full(WORK), f"work{FULL}"),
+    mounted("archive full", full("archive"), f"archive{NO_ROOM}"),
+    mounted("work directory full", full(WORK), f"work{NO_ROOM}"),
 ]
 SENDING = [
     mounted("work directory full as a model is sent", full(WORK), f"work{FULL}", SEND),
@@ -104,7 +110,18 @@ AVERAGING = [
     mounted("archive read-only at aggregation", read_only("archive"), f"archive{READ_ONLY}", AGGREGATE),
     mounted("work directory full at aggregation", full(WORK), f"work{FULL}", AGGREGATE),
 ]
-CAUSES = [*BEFORE, *SENDING, *TRAINING, *RECEIVING, *AVERAGING]
+KILLED = Cause(
+    name="engine killed", harm=killed_engine, says=r"ended with code -9; starting again", moment=TRAIN, stops=False
+)
+REPORTING = Cause(
+    name="report page cannot be written",
+    harm=occupied("archive/report.html", by_directory=True),
+    says=r"the report page cannot be written .* `crossfed report`",
+    moment=REPORT,
+    stops=False,
+)
+STEPS = {"start": BEFORE, "send": SENDING, "train": TRAINING, "receive": RECEIVING, "aggregate": AVERAGING}
+"""Causes by the step as which they appear."""
 
 
 def begun(folder: Path) -> Path:
@@ -150,8 +167,11 @@ class Watched:
     moment: str
     act: Act
     says: str
+    patience: float = STUCK_SECONDS
     lines: list[str] = field(default_factory=list)
     appeared: float = 0.0
+    appeared_after: float = 0.0
+    """Seconds from the command to the cause."""
     said: float = -1.0
     """Seconds from the cause to the sentence; -1: it was not said."""
     ended: float = -1.0
@@ -172,9 +192,9 @@ class Watched:
         while process.poll() is None:
             if not self.appeared and self.moment in _text(log, before):
                 self.act()
-                self.appeared = time.monotonic()
+                self.appeared, self.appeared_after = (now := time.monotonic()), now - began
             self._look()
-            if time.monotonic() - (self.appeared or began + STUCK_SECONDS) > STUCK_SECONDS:
+            if time.monotonic() - (self.appeared or began + STUCK_SECONDS) > self.patience:
                 os.killpg(process.pid, signal.SIGTERM if self.said >= 0 else signal.SIGKILL)
                 time.sleep(2)
             time.sleep(0.05)
@@ -220,31 +240,76 @@ class Row:
     """One cause as it was measured."""
 
     cause: str
-    said: float
-    """Seconds from the cause to the sentence; -1: it was not said."""
+    step: str
+    seconds: float
+    """From the cause to the sentence; -1: it was not said."""
     ended: float
-    """Seconds from the cause to the end of the command."""
+    """From the cause to the end of the command."""
     sentence: str
-    text: str = field(repr=False)
-    code: int = 0
+    text: str
+    """The console's end."""
+    right_code: bool
 
     def wrong(self, allowance: float) -> str:
-        """What does not hold, or ''. `allowance`: seconds that a busy machine adds."""
-        if self.said < 0 or self.said > LIMIT_SECONDS + allowance or self.code in (0, -signal.SIGKILL):
-            return f"{self.cause}: said after {self.said:.0f} s, code {self.code}:\n{self.text}"
-        return ""
+        """What does not hold, or ''. `allowance`: what is added to `LIMIT_SECONDS`."""
+        if 0 <= self.seconds <= LIMIT_SECONDS + allowance and self.right_code:
+            return ""
+        return f"{self.cause}: said after {self.seconds:.0f} s, ended after {self.ended:.0f} s:\n{self.text}"
 
 
-def measure(path: Path, cause: Cause) -> Row:
+def measure(path: Path, cause: Cause, step: str = "") -> Row:
     """Make one cause, run, and undo it."""
     root = path.parent.parent
     with cause.harm(root) as act:
-        found = Watched(path=path, moment=cause.moment, act=act, says=cause.says).run()
+        patience = STUCK_SECONDS if cause.stops else WHOLE_SECONDS
+        found = Watched(path=path, moment=cause.moment, act=act, says=cause.says, patience=patience).run()
     return Row(
         cause=cause.name,
-        said=found.said,
-        ended=found.ended,
+        step=step,
+        seconds=round(found.said, 1),
+        ended=round(found.ended, 1),
         sentence=found.sentence.replace(f"{root}/", ""),
-        code=found.code,
         text="".join(found.lines)[-3000:],
+        right_code=found.code > 0 if cause.stops else found.code == 0,
     )
+
+
+@dataclass(kw_only=True)
+class Measured:
+    """All causes of one machine."""
+
+    rows: list[Row] = field(default_factory=list)
+    start_seconds: float = 0.0
+    """From the command to the first step of an undisturbed run."""
+    load: float = 0.0
+    """Mean of the machine's load beside its cores, at least 1."""
+    same: bool = False
+    """Whether the disturbed federation ended with the weights of the undisturbed one."""
+
+    def wrong(self) -> list[str]:
+        """What does not hold. What is there before the command may take the engine's start longer to be told; a busy
+        machine, as many times longer as it has more to do than cores."""
+        found = []
+        for row in self.rows:
+            allowance = LIMIT_SECONDS * (self.load - 1) + (self.start_seconds if row.step == "start" else 0.0)
+            found += [text] if (text := row.wrong(allowance)) else []
+        return found + ([] if self.same else ["the weights are not those of the undisturbed run"])
+
+
+def measure_all(folder: Path, only: str = "") -> Measured:
+    """Every cause whose name matches `only`, then the last start, whose engine is killed too, and its weights."""
+    path = begun(folder / "begun")
+    undisturbed = copied(path, folder / "undisturbed")
+    healthy = Watched(path=undisturbed, moment="EXECUTING step /start ", act=lambda: None, says="")
+    healthy.patience = WHOLE_SECONDS
+    healthy.run()
+    disturbed, measured = copied(path, folder / "disturbed"), Measured(start_seconds=round(healthy.appeared_after, 1))
+    loads = [os.getloadavg()[0]]
+    chosen = [(step, cause) for step, causes in STEPS.items() for cause in causes if re.search(only, cause.name)]
+    for step, cause in [*chosen, ("train", KILLED), ("report", REPORTING)]:
+        if os.geteuid() == 0 or not cause.mounts:
+            measured.rows.append(measure(disturbed, cause, step))
+            loads.append(os.getloadavg()[0])
+    measured.load = max(1.0, sum(loads) / len(loads) / (os.cpu_count() or 1))
+    measured.same = weights(disturbed) == weights(undisturbed)
+    return measured

@@ -47,15 +47,16 @@ def altered(pattern: str, change: Callable[[bytes], bytes]) -> Harm:
     return harm
 
 
-def occupied(place: str) -> Harm:
-    """A file is where a directory belongs."""
+def occupied(place: str, *, by_directory: bool = False) -> Harm:
+    """A file is where a directory belongs, or a directory where a file belongs."""
 
     @contextmanager
     def harm(root: Path) -> Iterator[Act]:
         target = root / place
         shutil.rmtree(target, ignore_errors=True)
-        yield lambda: _overwrite(target, b"a file")
         target.unlink(missing_ok=True)
+        yield lambda: target.mkdir() if by_directory else _overwrite(target, b"a file")
+        target.rmdir() if by_directory else target.unlink(missing_ok=True)
 
     return harm
 
@@ -95,14 +96,16 @@ def full(place: str) -> Harm:
     return harm
 
 
-def killed_engine(root: Path) -> AbstractContextManager[Act]:
+@contextmanager
+def killed_engine(root: Path) -> Iterator[Act]:
     """StreamFlow is killed by SIGKILL, and whatever it started stays behind."""
 
-    @contextmanager
-    def harm() -> Iterator[Act]:
-        yield lambda: [os.kill(pid, signal.SIGKILL) for pid in engines(root)] and None
+    def kill() -> None:
+        assert (found := engines(root)), "no engine is at work"
+        for pid in found:
+            os.kill(pid, signal.SIGKILL)
 
-    return harm()
+    yield kill
 
 
 def engines(root: Path) -> list[int]:
@@ -122,6 +125,7 @@ def engines(root: Path) -> list[int]:
 
 
 def _overwrite(file: Path, data: bytes) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
     file.write_bytes(data)
 
 

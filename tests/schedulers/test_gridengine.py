@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 import subprocess
 from pathlib import Path
@@ -19,6 +20,7 @@ from coordinator.schedulers.scheduler import FORGOTTEN
 from coordinator.streamflow_plugin.patient import connector_for
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.validation import parse
+from facility.launching.place import read_tasks
 from tests.schedulers.recordings import recorded
 
 
@@ -114,3 +116,34 @@ def test_queues_are_read_with_a_parallel_environment_of_one_host():
     names = ("qconf-sql", "qconf-spl", "qhost", "qstat-g-c", "qconf-sq", "qconf-sp")
     (one,) = SCHEDULER.read_partitions("\n".join(recorded(f"gridengine-{name}").out for name in names))
     assert (one.name, one.open, one.nodes, one.cores, one.hours, one.environment) == ("all.q", True, 1, 2, 24.0, "smp")
+
+
+PES = recorded("gridengine-qconf-sp").out
+SPREAD = PES.replace("smp", "mpi").replace("$pe_slots", "$round_robin")
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        ("#$ -pe smp 8", ""),
+        ("#$ -pe eight 8", ""),
+        ("#$ -l gpu=1", ""),
+        ("#$ -pe mpi 8", r"'mpi' spreads a job over hosts \(allocation_rule \$round_robin\).*one host: smp$"),
+        ("#$ -pe eight 16", r"'eight' spreads a job over hosts \(allocation_rule 8\)"),
+        ("#$ -pe none 8", "there is no parallel environment 'none'"),
+    ],
+)
+def test_a_job_of_several_hosts_is_refused_by_its_parallel_environment(asked: str, reason: str):
+    """Recorded `qconf -sp` of one environment; the others have other values of sge_pe(5)'s allocation_rule."""
+    survey = PES + SPREAD + PES.replace("smp", "eight").replace("$pe_slots", "8")
+    found = SCHEDULER.refusal(survey, f"#!/bin/bash\n{asked}\n#$ -l h_rt=1:0:0\n")
+    assert bool(found) == bool(reason) and re.search(reason, found), found
+
+
+def test_a_job_on_several_hosts_trains_on_none():
+    """$PE_HOSTFILE as sge_pe(5) describes it: host, slots, queue instance, processors."""
+    several = "node1 4 all.q@node1 UNDEFINED\nnode2 4 all.q@node2 UNDEFINED\n"
+    environ = {"JOB_ID": "7", "PE_HOSTFILE": "/spool/7.1/pe_hostfile"}
+    assert read_tasks(environ, several.splitlines()[0] + "\n").nodes == 1
+    with pytest.raises(ConfigurationError, match=r"grid engine gave this job 2 nodes \(node1, node2.*pe_slots"):
+        read_tasks(environ, several)

@@ -1,4 +1,4 @@
-"""The first step finds damage before a job is submitted, says how to go back, and going back works."""
+"""The first step finds damage before a job is submitted, names the file and the way back, and going back works."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from coordinator.archive.rewind import rewind
 from coordinator.archive.rounds import Archive
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.steps.start import start
-from facility.exchange.errors import CheckpointError
+from facility.exchange.errors import CheckpointError, CrossFedError
 from tests.aggregation.updates import write_update
 from tests.pico import save_pico
 from tests.steps.test_aggregate_step import close
@@ -48,3 +48,37 @@ def test_one_damaged_bit_is_named_with_the_way_back(part: str, two_rounds: Archi
     flip(files[0])
     rewind(two_rounds, 1)
     assert start(two_rounds, tmp_path / "model", SETTINGS) == (two_rounds.model_for(1), 1, True)
+
+
+HARMS = {
+    "one bit": lambda data: data[:-2] + bytes([data[-2] ^ 1]) + data[-1:],
+    "cut": lambda data: data[: len(data) // 2],
+    "empty": lambda data: b"",
+}
+DERIVED = ("history.jsonl", "audit.jsonl", "events.jsonl", "report.html")
+"""Written anew, or read for nothing that a round depends on."""
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_damage_at_any_file_of_the_archive_is_named_or_makes_no_difference(
+    harm: str, two_rounds: Archive, tmp_path: Path
+):
+    """And with the file restored, the same call goes on. Older rounds' models, which nothing reads, may be damaged."""
+    expected = start(two_rounds, tmp_path / "model", SETTINGS)
+    files = sorted(path for path in two_rounds.path.rglob("*") if path.is_file())
+    needed = [path for path in files if path.name not in DERIVED and "round-0000/model" not in str(path)]
+    assert len(needed) >= 12 and {path.suffix for path in needed} >= {".json", ".safetensors"}
+    for file in needed:
+        original = file.read_bytes()
+        if not original:
+            continue
+        file.write_bytes(HARMS[harm](original))
+        try:
+            found = start(two_rounds, tmp_path / "model", SETTINGS)
+        except CrossFedError as error:
+            assert file.name in str(error) and str(file.parent) in str(error), (file, error)
+            assert "restore" in str(error), (file, error)
+        else:
+            assert found == expected and harm == "one bit" and file.suffix == ".json", file
+        file.write_bytes(original)
+        assert start(two_rounds, tmp_path / "model", SETTINGS) == expected, file
