@@ -193,10 +193,9 @@ class ParallelSSHConnector(SSHConnector):
         """As the original, but a job ends with its connection, and its exit code is one that the workflow knows."""
         if job_name is None:
             return await self._command(location, private(command), environment, workdir, stdin, capture_output, timeout)
-        emit("executing", step=step_of(job_name))
+        emit("executing", step=(step := step_of(job_name)))
         text = self._get_command(location, command, environment, workdir, stdin, stdout, stderr, job_name)
         text = self.template_map.get_command(text, location.service, environment, workdir)
-        step = step_of(job_name)
         watch = JobWatch(step=step, directory=workdir or ".", ask=asking(self, location))
         emit("began", step=step, job="")
         async with watched(watch):
@@ -205,9 +204,8 @@ class ParallelSSHConnector(SSHConnector):
             raise WorkflowExecutionException(f"the connection to {self.deployment_name} broke during job {job_name}")
         emit("ended", step=step, job="", code=step_code(code), problem="")
         if step_code(code) != code:
-            why = f": {error}" if (error := error_in(said)) else ""
-            told = f"job {job_name} of {self.deployment_name} did not end well: exit code {code}{why}"
-            tell(told, logging.ERROR)
+            told = f"job {job_name} of {self.deployment_name} did not end well: exit code {code}"
+            tell(f"{told} {error_in(said)}".rstrip(), logging.ERROR)
         return (said, step_code(code)) if capture_output else None
 
     async def _command(

@@ -32,7 +32,9 @@ def train_round(arguments: argparse.Namespace) -> int:
     try:
         return _train_round(request)
     except OSError as error:
-        raise located(error, [request.state, request.job_directory]) if is_storage(error) else error from error
+        if not is_storage(error):
+            raise
+        raise located(error, [request.state, request.job_directory]) from None
 
 
 def _train_round(request: RoundRequest) -> int:

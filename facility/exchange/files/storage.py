@@ -30,7 +30,7 @@ def is_storage(error: BaseException) -> TypeGuard[OSError]:
 def sentence(error: OSError, place: str | Path = "") -> str:
     """`PATH is full: free some room, then give the same command again`. `place`: where the error names no file."""
     named = error.filename2 or error.filename or place
-    where = os.path.abspath(os.fsdecode(named)) if isinstance(named, str | bytes | os.PathLike) else "a file system"
+    where = os.path.abspath(os.fsdecode(named)) if named and not isinstance(named, int) else "a file system"
     return f"{where} {WORDS.get(error.errno or 0, f'cannot be used: {error}')}{SAME_COMMAND}"
 
 
