@@ -102,6 +102,25 @@ def _factor(weigh: str, late: int, counts: dict[str, int], name: str) -> float:
     return min(4.0, max(0.25, sum(counts.values()) / len(counts) / counts[name]))
 
 
+@pytest.mark.parametrize("late_weight", ["staleness", "participation"])
+def test_with_nobody_late_the_weights_are_those_of_rounds_that_wait(tmp_path: Path, late_weight: str):
+    """Bit for bit; with participation too, since all have delivered as often."""
+    digests = []
+    for closing in (None, ClosingSettings(quorum=2, late_weight=late_weight)):  # type: ignore[arg-type]
+        root = tmp_path / str(closing is None)
+        federation = begun(root, aggregation={"rule": "nesterov"})
+        settings = dataclasses.replace(federation.settings, closing=closing)
+        if closing is None:
+            aggregation = dataclasses.replace(settings.aggregation, maximum_staleness=0)
+            settings = dataclasses.replace(settings, aggregation=aggregation)
+        federation.settings = settings
+        for _ in range(3):
+            federation.close("abc", {"a": {"move": 0.1, "tokens": 300}, "c": {"move": -0.05}})
+        digests.append(values(federation.model))
+    waiting, closing_early = digests
+    assert all(torch.equal(waiting[name], closing_early[name]) for name in waiting)
+
+
 def test_an_update_that_comes_a_second_time_is_refused_and_the_round_goes_on(tmp_path: Path):
     federation = begun(tmp_path)
     federation.close("ab")
