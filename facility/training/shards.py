@@ -90,7 +90,7 @@ def read_elements(entry: TensorEntry, start: int, flat: torch.Tensor, hashed: Ha
             buffer = bytearray(count * stored.itemsize)
             read_exactly(descriptor, memoryview(buffer), begin + at * stored.itemsize, entry.file)
             if digest is not None:
-                digest.feed(begin + at * stored.itemsize, buffer)
+                digest.feed(begin + at * stored.itemsize, memoryview(buffer))
             flat[at : at + count].copy_(torch.frombuffer(buffer, dtype=stored))
     finally:
         os.close(descriptor)
