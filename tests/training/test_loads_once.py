@@ -13,9 +13,10 @@ from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.errors import ManifestError
 from facility.exchange.files import streamed_digest
 from facility.exchange.files.streamed_digest import StreamedDigest
-from facility.exchange.messages.manifest import Manifest, check_digest, read_manifest, write_manifest
+from facility.exchange.messages.manifest import Manifest, check_digest, read_manifest, sha256_of, write_manifest
 from facility.training.data.inputs import digests_of
 from facility.training.shards import LocalShard, load_shards
+from facility.training.state.save import create_files, plan_files, write_shards
 from tests.pico import save_pico
 
 
@@ -68,3 +69,22 @@ def test_one_altered_bit_is_noticed(model: Path):
     with pytest.raises(ManifestError, match="another sha256"):
         for name, digest in digests.items():
             check_digest(model, read_manifest(model), name, digest.finish())
+
+
+def test_saving_makes_the_digests_whatever_the_order_of_the_parts(model: Path, tmp_path: Path, monkeypatch):
+    """The trainer holds layer 2 before layer 10, and a file of names in their order has it after."""
+    monkeypatch.setattr(streamed_digest, "MOST_WAITING", 0)
+    monkeypatch.setattr(StreamedDigest, "_read", lambda *_: pytest.fail("what was written is read again"))
+    checkpoint = open_checkpoint(model)
+    parts = []
+    for name in checkpoint.tensors:
+        parameter = nn.Parameter(checkpoint.read(name))
+        shape = tuple(parameter.shape)
+        parts.append(LocalShard(name=name, shape=shape, first=0, tensor=parameter.detach(), parameter=parameter))
+    random.Random(5).shuffle(parts)
+    planned = [(name, "BF16", tuple(entry.shape)) for name, entry in sorted(checkpoint.tensors.items())]
+    out = tmp_path / "out"
+    out.mkdir()
+    slots, headers = plan_files(planned)
+    known = write_shards(out, slots, parts, hashed=create_files(out, slots, headers))
+    assert known == {path.name: sha256_of(path) for path in out.glob("*.safetensors")}

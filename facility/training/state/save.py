@@ -95,9 +95,17 @@ def write_shards(
 ) -> dict[str, str]:
     """Write the rows this rank holds of each tensor. Raises `CheckpointError` where fp16 cannot hold a weight.
 
-    `hashed`: of `create_files`, where no other rank writes; then the sha256 of each file is returned.
+    `hashed`: of `create_files`, where no other rank writes; then tensors are written in the order in which they lie,
+    and the sha256 of each file is returned.
     """
     pieces = conversion.pieces if conversion is not None else {}
+    if hashed:
+
+        def place(part: LocalShard) -> tuple[str, int]:
+            names = pieces[part.name].tensors if part.name in pieces else [part.name]
+            return min((slots[name].file, slots[name].start) for name in names)
+
+        parts = sorted(parts, key=place)
     opened: dict[str, int] = {}
     try:
         for part in parts:
