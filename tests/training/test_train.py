@@ -152,6 +152,17 @@ def test_bad_input_is_one_clear_error_on_every_rank(tmp_path: Path, pico_llama: 
     assert not list(tmp_path.glob("*/out"))
 
 
+def test_a_rank_alone_refuses_an_altered_model_as_it_loads_it(tmp_path: Path, dataset: Path):
+    altered = save_pico(tmp_path / "altered")
+    write_manifest(altered, Manifest(kind="model", federation="pico", round=0))
+    data = bytearray((altered / "model.safetensors").read_bytes())
+    data[-5] ^= 1
+    (altered / "model.safetensors").write_bytes(data)
+    found = rounds_in([("altered", arguments(tmp_path / "a", altered, dataset))], ranks=1, expect=2)
+    assert "another sha256" in found["altered"][0]
+    assert not (tmp_path / "a").exists() or not any((tmp_path / "a").rglob("*.safetensors"))
+
+
 def test_a_vocabulary_of_the_same_size_but_other_tokens_is_refused(tmp_path: Path):
     """A tokenizer written anew with the same tokens passes."""
     words = write_masked_words(tmp_path / "words")
