@@ -39,8 +39,8 @@ def started_from(update: Path, model: Path, seed: int, *, scratch: Path) -> Iter
                     continue
                 if is_magnitude(one.name):
                     lengths = first_magnitudes(held, one.name)
-                    content = np.zeros(one.shape, np.float32) if lengths is None else lengths.astype(np.float32)
-                    writer.write(one.name, 0, as_bytes(content))
+                    first = np.zeros(one.shape, np.float32) if lengths is None else lengths.astype(np.float32)
+                    writer.write(one.name, 0, as_bytes(first))
                     continue
                 for offset, content in raw(held.tensors[one.name.removeprefix(PREFIX)]):
                     writer.write(one.name, offset, content)

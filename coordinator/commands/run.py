@@ -72,6 +72,8 @@ def render(
     from coordinator.engine.render import stale, write
 
     described = read_federation(federation)
+    if described.deprecated:
+        print(f"deprecated: {described.deprecated}")
     if check:
         differing = stale(described)
         for name in differing:

@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from coordinator.cli import app
 from coordinator.config.federation import Federation, read_federation
 from coordinator.engine.render import render
+from coordinator.preflight.check import check
 from facility.exchange.errors import ConfigurationError
 from tests.federations import write_federation
 
@@ -61,6 +64,16 @@ def test_a_group_is_a_round_that_closes_at_the_minimum_and_weighs_by_participati
     assert (closing.quorum, closing.grace, closing.late, closing.late_weight) == (2, 60, "carry", "participation")
     assert federation.aggregation.rule == "mean" and federation.keep_rounds == 3 * 2 + 1
     assert read(tmp_path / "all", groups={"bound": 1}).closing is None, "every group was all of them"
+
+
+def test_render_and_check_tell_what_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = write_federation(tmp_path, list("abc"), groups={"minimum": 2})
+    result = CliRunner().invoke(app, ["render", "--federation", str(path)])
+    assert result.exit_code == 0 and read_federation(path).deprecated in result.stdout
+    monkeypatch.setattr("coordinator.preflight.check.check_here", lambda federation: ([], None))
+    monkeypatch.setattr("coordinator.preflight.check.check_facility", lambda *_: ([], None))
+    rows = [row for row in check(path, link=False) if row.check == "deprecated"]
+    assert [(row.verdict, row.found) for row in rows] == [("warning", read_federation(path).deprecated)]
 
 
 def test_what_groups_could_not_do_rounds_can(tmp_path: Path):
