@@ -21,7 +21,7 @@ COLOURS = 8
 MOST_TITLES = 2500
 """Marks of a chart that say what they are when the pointer rests on them. Where there are more, lines have none, and
 bars of a kind or cells of a shade (of 21) are one path, so that the page stays small."""
-STRONG = 0.5
+STRONG = 0.72
 """Shade from which on a cell's text has the page's colour, to be read on it."""
 LABEL = 24
 """Characters of a label beside or above a matrix."""
