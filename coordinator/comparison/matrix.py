@@ -12,6 +12,9 @@ from coordinator.comparison.models import ALONE_OF, UPDATE_OF
 from facility.exchange.messages.comparison import GLOBAL, INITIAL, METHOD, Interval, perplexities
 
 TITLES = {INITIAL: "initial", GLOBAL: "global"}
+MASKED = (
+    "Models of single facilities are not in it: with privacy.secure_aggregation nobody but the facility has seen them."
+)
 Row = dict[str, Any]
 
 
@@ -53,10 +56,22 @@ def matrix(archive: Archive, settings: Mapping[str, Any], names: Sequence[str]) 
         "alone": _alone(account),
         "complete": account.over,
         "method": METHOD,
-        "caption": "Perplexity on each facility's validation data (rows) of the initial model, every facility's own "
-        "last update, models trained alone for as many tokens, and the global model; the stronger the "
-        f"colour, the better within its row. Intervals: {METHOD}.",
+        "caption": _caption(masked=bool((settings.get("privacy") or {}).get("secure_aggregation"))),
     }
+
+
+def _caption(*, masked: bool) -> str:
+    """`masked`: no model of a single facility is in it."""
+    models = (
+        "the initial model, every facility's own last update, models trained alone for as many tokens, and the global"
+    )
+    if masked:
+        models = "the initial and the global"
+    text = (
+        f"Perplexity on each facility's validation data (rows) of {models} model; the stronger the colour, the better "
+        f"within its row. Intervals: {METHOD}."
+    )
+    return f"{text} {MASKED}" if masked else text
 
 
 def _held_out_name(settings: Mapping[str, Any]) -> str:

@@ -11,10 +11,14 @@ from coordinator.comparison.models import ALONE_OF, UPDATE_OF
 from facility.exchange.messages.comparison import GLOBAL, INITIAL
 
 
-def add_comparison(archive: Archive, names: list[str], *, absent: str = "") -> Archive:
-    """Models trained alone are good at home and bad elsewhere; the first facility has held-out data and tasks."""
+def add_comparison(archive: Archive, names: list[str], *, absent: str = "", masked: bool = False) -> Archive:
+    """Models trained alone are good at home and bad elsewhere; the first facility has held-out data and tasks.
+
+    `masked`: the coordinator has no model of a single facility.
+    """
     draw = random.Random(7)
     folders = [GLOBAL, INITIAL, *(f"{prefix}{name}" for prefix in (UPDATE_OF, ALONE_OF) for name in names)]
+    folders = folders[:2] if masked else folders
     here = [name for name in names if name != absent]
 
     def interval(value: float, width: float) -> dict[str, float]:
@@ -45,7 +49,7 @@ def add_comparison(archive: Archive, names: list[str], *, absent: str = "") -> A
     ]
     account = Account(
         after_round=len(archive.rounds()) - 1,
-        alone={name: OwnTraining(rounds=3, of=3, tokens=3_000_000) for name in here},
+        alone={} if masked else {name: OwnTraining(rounds=3, of=3, tokens=3_000_000) for name in here},
         alone_over=True,
         over=True,
         figures=figures,
