@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -51,11 +52,12 @@ MODULES = (
 
 
 def generate(out: Path) -> None:
-    """Write settings.md, commands.md and registries.md below `out`."""
+    """Write settings.md, commands.md, registries.md and faults.md below `out`."""
     out.mkdir(parents=True, exist_ok=True)
     (out / "commands.md").write_text(commands())
     (out / "settings.md").write_text(settings())
     (out / "registries.md").write_text(registries())
+    (out / "faults.md").write_text(faults())
 
 
 def commands() -> str:
@@ -91,6 +93,31 @@ def registries() -> str:
             lines.append(f"| `{one['name']}` | {_cell(one['summary'])} | {parameters} | {_cell(one['citation'])} |")
         lines.append("")
     return "\n".join(lines)
+
+
+def faults() -> str:
+    """What `tests/bench/faults.py` measured: each cause, the seconds until the console's sentence, the sentence."""
+    told = json.loads((Path(__file__).parent / "reference" / "faults.json").read_text())
+    words = [
+        f"Measured on {told['cores']} cores with {told['tasks_per_core']:g} runnable tasks each on average: the "
+        "machine was shared.",
+    ]
+    if told["start_seconds"] is not None:
+        words.append(f"An undisturbed run came to its first step after {told['start_seconds']:g} s.")
+    if told["same_weights"] is not None:
+        same = "the same as" if told["same_weights"] else "not the same as"
+        words.append(f"The weights in the end were {same} those of the undisturbed federation.")
+    lines = [
+        " ".join(words),
+        "",
+        "| step | cause | seconds | the console's sentence |",
+        "|---|---|---|---|",
+    ]
+    lines += [
+        f"| {row['step']} | {_cell(row['cause'])} | {row['seconds']:.1f} | {_cell(row['sentence'])} |"
+        for row in told["rows"]
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def _help(module: str, *arguments: str) -> str | None:

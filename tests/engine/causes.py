@@ -1,7 +1,9 @@
 """Causes of failure, one after the other on one federation of one facility, and what the console says of each.
 
-Every cause is undone before the next. The round under way is never completed in between, so that each start also shows
-that the cause before it has left nothing behind; the last start runs undisturbed to the end.
+Every cause is undone before the next, so that each start also shows that the cause before it has left nothing behind.
+Where the second and last round was completed all the same, the weights are compared with those of an undisturbed
+federation, and the next cause begins again after the first round. The last start, whose engine is killed, goes to the
+end by itself.
 """
 
 from __future__ import annotations
@@ -75,7 +77,7 @@ BEFORE = [
     damaged("initial model, one bit", "archive/initial/model/*.safetensors", says=r"initial/model/model\.safetensors"),
     damaged("archived settings, cut", "archive/federation.json", cut, says=r"federation\.json cannot be read"),
     damaged("note of the round under way, cut", "archive/under_way.json", cut, says=r"under_way\.json cannot be read"),
-    Cause(name="StreamFlow's directory is a file", harm=occupied("work/engine"), says=r"work/engine "),
+    Cause(name="StreamFlow's directory is a file", harm=occupied("work/engine"), says=r"work/engine,"),
     mounted("archive read-only", read_only("archive"), f"archive{READ_ONLY}"),
     mounted("work directory read-only", read_only(WORK), f"work{READ_ONLY}"),
     mounted("archive full", full("archive"), f"archive{NO_ROOM}"),
@@ -283,8 +285,8 @@ class Measured:
     """From the command to the first step of an undisturbed run."""
     load: float = 0.0
     """Mean of the machine's load beside its cores, at least 1."""
-    same: bool = False
-    """Whether the disturbed federation ended with the weights of the undisturbed one."""
+    same: bool = True
+    """Whether the disturbed federation ended with the weights of the undisturbed one, each time that it ended."""
 
     def wrong(self) -> list[str]:
         """What does not hold. What is there before the command may take the engine's start longer to be told; a busy
@@ -306,10 +308,16 @@ def measure_all(folder: Path, only: str = "") -> Measured:
     disturbed, measured = copied(path, folder / "disturbed"), Measured(start_seconds=round(healthy.appeared_after, 1))
     loads = [os.getloadavg()[0]]
     chosen = [(step, cause) for step, causes in STEPS.items() for cause in causes if re.search(only, cause.name)]
+    right = weights(undisturbed)
     for step, cause in [*chosen, ("train", KILLED), ("report", REPORTING)]:
         if os.geteuid() == 0 or not cause.mounts:
             measured.rows.append(measure(disturbed, cause, step))
             loads.append(os.getloadavg()[0])
+        found = weights(disturbed)
+        if cause in (KILLED, REPORTING) or len(found) == len(right):
+            measured.same &= found == right
+        if cause.stops and len(found) == len(right):  # it was told after the round was complete
+            shutil.rmtree(disturbed.parent.parent)
+            disturbed = copied(path, folder / "disturbed")
     measured.load = max(1.0, sum(loads) / len(loads) / (os.cpu_count() or 1))
-    measured.same = weights(disturbed) == weights(undisturbed)
     return measured
