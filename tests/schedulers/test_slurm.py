@@ -94,3 +94,34 @@ def test_an_ending_is_neither_guessed_nor_read_from_another_job():
 
 def test_the_id_of_a_submission_is_found_among_warnings():
     assert SLURM.read_id("sbatch: info\n1234;cluster\n") == "1234" and SLURM.read_id("sbatch: error: no") == ""
+
+
+@pytest.mark.parametrize(
+    ("accounted", "state", "code"),
+    [
+        ("COMPLETED|0:0", "COMPLETED", 0),
+        ("FAILED|7:0", "FAILED", 7),
+        ("CANCELLED by 1000|0:0", "CANCELLED", None),
+        ("CANCELLED by 1000|0:15", "CANCELLED", None),
+        ("TIMEOUT|0:0", "TIMEOUT", None),
+        ("OUT_OF_MEMORY|0:125", "OUT_OF_MEMORY", None),
+        ("NODE_FAIL|1:0", "NODE_FAIL", None),
+        ("PREEMPTED|0:0", "PREEMPTED", None),
+    ],
+)
+def test_the_account_of_an_ended_job_in_sacct_s_plain_format(accounted: str, state: str, code: int | None):
+    """As documented in sacct(1) of 22.05 to 24.05 (State, ExitCode), not recorded; who cancelled follows the state."""
+    ending = SLURM.read_ending(f"{FORGOT}\n{accounted}\n", 0, "12")
+    assert ending is not None and (ending.state, ending.code) == (state, code)
+
+
+@pytest.mark.parametrize("state", sorted(set(ALIVE) & SLURM.waiting | {"PENDING"}))
+def test_a_job_that_has_not_begun_is_cancelled_before_the_next_start(state: str):
+    (job,) = SLURM.read_listing(f"12 {state} (Priority)\n")
+    assert not job.began
+
+
+@pytest.mark.parametrize("state", ["SIGNALING", "STOPPED", "COMPLETING", "STAGE_OUT", "RUNNING"])
+def test_a_job_that_has_begun_is_waited_for(state: str):
+    (job,) = SLURM.read_listing(f"12 {state} None\n")
+    assert job.began
