@@ -27,6 +27,7 @@ from facility.launch import add_limits, attempt_of, show_failure, tasks_here
 from facility.launching.notes import Notes
 from facility.launching.supervise import Ending
 from facility.rounds.alone import work_alone
+from facility.rounds.dataset_budget import reserve_budget
 from facility.rounds.energy import Meter
 from facility.rounds.failing import earliest, fail
 from facility.rounds.job import DONE, FAILED, GO, Job, start_ranks, work_of_round
@@ -41,6 +42,7 @@ def run(job: Job) -> Ending:
     """The first task's part: find the update finished, or train it. Raises `CrossFedError`."""
     check_order(job)
     round = OneRound(job)
+    reserve_budget(job.settings, job.dataset)
     with round.finished.alone(job.round):
         round.sweep()
         if job.kind == ALONE:

@@ -138,6 +138,12 @@ def check_masking(session: Session, masking: MaskingSettings) -> None:
 def check_privacy(session: Session, settings: FacilitySettings) -> None:
     """The site's privacy floor: differential privacy that is at least as strong as the policy wants."""
     policy, asked = session.policy, settings.differential
+    if policy.dataset_epsilon and (asked is None or asked.epsilon > policy.dataset_epsilon):
+        spent = "no differential privacy" if asked is None else f"an epsilon of {asked.epsilon:g}"
+        raise Refused(
+            f"the settings ask for {spent}, the policy allows an epsilon of {policy.dataset_epsilon:g} for all "
+            "federations on one dataset together"
+        )
     if not policy.epsilon:
         return
     wanted = f"the policy wants differential privacy with an epsilon of {policy.epsilon:g} at most"

@@ -16,6 +16,7 @@ from facility.exchange.files.durable import new_directory
 from facility.exchange.messages import report
 from facility.exchange.messages.job_template import Environment, fill_template
 from facility.exchange.messages.order import SIGNERS
+from facility.exchange.messages.privacy import DATASET_LIMIT
 from facility.exchange.messages.template_inheritance import find_template, read_template
 from facility.gating import queue
 from facility.gating.approval import Approved, approve
@@ -138,7 +139,9 @@ def template(session: Session, *, login: bool = False) -> str:
 
 def command(session: Session, approved: Approved, directory: Path, temporary: Path) -> str:
     """One line of shell: every value in it is one quoted word, and none came from the request unchecked."""
-    exports = {SIGNERS: session.policy.coordinators, AUDIT: session.log} | masking_exports(session)
+    exports: dict[str, object] = {SIGNERS: session.policy.coordinators, AUDIT: session.log} | masking_exports(session)
+    if session.policy.dataset_epsilon:
+        exports |= {DATASET_LIMIT: session.policy.dataset_epsilon}
     words = ["python3", "-m", "facility.round", "--out", "update"]
     words += ["--model", str(approved.model), "--settings", str(approved.settings), "--dataset", str(approved.dataset)]
     words += ["--round", str(approved.round), "--module", approved.module]

@@ -80,6 +80,8 @@ class Policy:
     """Largest delta beside it; 0: any."""
     unit: str = ""
     """`document`: whole documents must be protected; empty: blocks are enough."""
+    dataset_epsilon: float = 0.0
+    """Largest sum of the epsilons that all federations on one dataset may spend; 0: no limit."""
     trackers: tuple[str, ...] = ()
     """Experiment trackers (`training.tracker`) that may be used; none: no tracker."""
     job_output: bool = True
@@ -254,6 +256,7 @@ READ: dict[str, Callable[[_Reader, str, yaml.Node], Any]] = {
     "epsilon": _above_zero,
     "delta": _exponent,
     "unit": lambda reader, name, node: reader.one_of(name, node, ("document", "block")),
+    "dataset_epsilon": _above_zero,
     "trackers": _texts(NAME, "trackers' names"),
     "job_output": _flag,
 }

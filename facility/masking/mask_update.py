@@ -21,17 +21,18 @@ from facility.exchange.checkpoints.adapters import is_adapter
 from facility.exchange.checkpoints.checkpoint import FLOATS, Checkpoint, TensorEntry, open_checkpoint
 from facility.exchange.checkpoints.codecs import PART
 from facility.exchange.checkpoints.companions import copy_companions
-from facility.exchange.checkpoints.delta_parts import READ, as_bytes, difference, parts
-from facility.exchange.checkpoints.floats import Array, widen
+from facility.exchange.checkpoints.delta_parts import as_bytes, difference, parts
+from facility.exchange.checkpoints.floats import widen
 from facility.exchange.checkpoints.writer import TensorWriter, layout_like
 from facility.exchange.errors import CheckpointError, InputError
 from facility.exchange.files.durable import new_directory
 from facility.exchange.masking.fixed_point import FixedPoint, clip_of, fixed_point
 from facility.exchange.masking.roster import Roster
 from facility.exchange.masking.shares import write_shares
-from facility.exchange.masking.streams import DTYPES, SEED_BYTES, UNSIGNED, MaskBuffer, places_of
+from facility.exchange.masking.streams import DTYPES, SEED_BYTES, places_of
 from facility.exchange.messages.manifest import Manifest, read_manifest, run_of, write_manifest
 from facility.exchange.messages.masking import DETAILS, ENCODING, MaskingSettings
+from facility.masking.masked_piece import Masker, Stored
 from facility.masking.private_keys import Member
 from facility.masking.sharing import share_seeds
 
@@ -72,21 +73,19 @@ def mask_update(
         rest_directory = stack.enter_context(new_directory(residual_out))
         with ExitStack() as open_files:
             writer = open_files.enter_context(
-                TensorWriter(directory, layout_like(checkpoint, dict.fromkeys(sources, DTYPES[bits])))
+                TensorWriter(directory, layout_like(checkpoint, dict.fromkeys(sources, DTYPES[bits])), hashed=True)
             )
             rests = open_files.enter_context(
                 TensorWriter(rest_directory, layout_like(checkpoint, dict.fromkeys(sources, "F32")))
             )
-            buffer, rest, sent = MaskBuffer(READ, bits), np.empty(READ, np.float32), np.empty(READ, UNSIGNED[bits])
+            masker = Masker(masks, piece=PART, bits=bits, weight=weights[member.facility], factor=factor)
             for name, source in sources.items():
-                for start, step in steps_of(source, READ):
-                    if factor != 1:
-                        step *= np.float32(factor)
-                    count = len(step)
-                    total = source.point.encode(step, weights[member.facility], rest[:count], sent[:count])
-                    add_masks(total, masks, buffer, source.place + start)
-                    writer.write(name, start * total.itemsize, as_bytes(total))
-                    rests.write(name, start * 4, as_bytes(rest[:count]))
+                for start, update_part, base_part in pieces_of(source):
+                    sent, rest, squared = masker.mask(update_part, base_part, source.point, source.place + start)
+                    check_finite(source, squared)
+                    writer.write(name, start * sent.itemsize, as_bytes(sent))
+                    rests.write(name, start * 4, as_bytes(rest))
+            digests = writer.digests()
         copy_companions(update, directory, leave=())
         write_shares(directory, share_seeds(member, own))
         details = {
@@ -105,6 +104,7 @@ def mask_update(
                 parameters=sum(source.update.elements for source in sources.values()),
                 extra=manifest.extra | {DETAILS: details},
             ),
+            digests,
         )
     return made
 
@@ -136,34 +136,37 @@ def sources_of(update: Checkpoint, base: Checkpoint, roster: Roster, weights: di
     return found
 
 
-def steps_of(source: Source, piece: int = PART) -> Iterator[tuple[int, Array]]:
-    """(first element, update - model) of each piece, in float32. Raises `CheckpointError` for NaN and infinity."""
-    block, scratch = np.empty(piece, np.float32), np.empty(piece, np.float32)
+def pieces_of(source: Source) -> Iterator[tuple[int, Stored, Stored | None]]:
+    """(first element, update, received model) of each piece, as stored, in buffers that are used again."""
     entries = [source.update] if source.base is None else [source.update, source.base]
-    for start, arrays in parts(entries, piece=piece):
-        step = block[: len(arrays[0])]
-        if source.base is None:
-            widen(arrays[0], source.update.dtype, step)
+    for start, arrays in parts(entries, piece=PART):
+        update, *base = (Stored(values=array, dtype=entry.dtype) for array, entry in zip(arrays, entries, strict=True))
+        yield start, update, base[0] if base else None
+
+
+def squares_of(source: Source) -> Iterator[float]:
+    """The sum of squares of each piece of update - model, in float32."""
+    block, scratch = np.empty(PART, np.float32), np.empty(PART, np.float32)
+    for _, update, base in pieces_of(source):
+        step = block[: len(update.values)]
+        if base is None:
+            widen(update.values, update.dtype, step)
             squared = float(np.vdot(step, step))
         else:
-            squared = difference(
-                arrays[1], source.base.dtype, arrays[0], source.update.dtype, step, scratch[: len(step)]
-            )
-        if not math.isfinite(squared):
-            raise CheckpointError(f"tensor {source.update.name!r} holds NaN, infinity or absurdly large values")
-        yield start, step
+            squared = difference(base.values, base.dtype, update.values, update.dtype, step, scratch[: len(step)])
+        check_finite(source, squared)
+        yield float(np.vdot(step, step))
+
+
+def check_finite(source: Source, squared: float) -> None:
+    """Raise `CheckpointError` for NaN and infinity."""
+    if not math.isfinite(squared):
+        raise CheckpointError(f"tensor {source.update.name!r} holds NaN, infinity or absurdly large values")
 
 
 def clip_factor(sources: Iterable[Source], clip_norm: float) -> float:
     """What the whole step is multiplied by, so that its L2 norm is at most `clip_norm`; 0: no limit."""
     if not clip_norm:
         return 1.0
-    squared = math.fsum(float(np.vdot(step, step)) for source in sources for _, step in steps_of(source))
+    squared = math.fsum(one for source in sources for one in squares_of(source))
     return min(1.0, clip_norm / math.sqrt(squared)) if squared else 1.0
-
-
-def add_masks(total: Array, masks: list[tuple[int, bytes]], buffer: MaskBuffer, start: int) -> None:
-    """Add or subtract a piece of each stream, in place, modulo 2^bits."""
-    for sign, seed in masks:
-        stream = buffer.read(seed, start, len(total))
-        (np.add if sign > 0 else np.subtract)(total, stream, out=total)

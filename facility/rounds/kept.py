@@ -10,9 +10,13 @@ from facility.exchange.messages.settings import FacilitySettings
 
 def default_directory(settings: FacilitySettings, dataset: Path) -> Path:
     """$CROSSFED_STATE/<federation>/<facility>, or `.crossfed/<federation>/<facility>` beside the dataset."""
+    return shared_directory(dataset) / settings.federation / settings.facility
+
+
+def shared_directory(dataset: Path) -> Path:
+    """Where the state directories of all federations on a dataset lie."""
     root = os.environ.get("CROSSFED_STATE")
-    base = Path(root) if root else Path(dataset).absolute().parent / ".crossfed"
-    return base / settings.federation / settings.facility
+    return Path(root) if root else Path(dataset).absolute().parent / ".crossfed"
 
 
 def by_round(directory: Path, prefix: str = "round-") -> dict[int, Path]:

@@ -17,7 +17,11 @@ from coordinator.archive.rounds import Archive
 from coordinator.archive.summary import summary
 from coordinator.config.federation import read_federation
 from coordinator.engine.render import write
+from coordinator.preflight.privacy import check_secure_aggregation
+from coordinator.publishing.card import privacy as card_privacy
+from coordinator.report.make import data_of
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
+from facility.training.privacy.ledger import Ledger
 from tests.engine.engines import crossfed, killed_at, streamflow, weights
 from tests.federations import write_federation
 from tests.masking.federation import ssh_keys
@@ -30,7 +34,7 @@ def make(root: Path, *, masked: bool = True, **changes: object) -> Path:
     signers = ssh_keys(root / "keys", NAMES)
     aggregation = {"rule": changes.pop("rule", "mean"), "clip_ratio": 0}
     privacy = {"secure_aggregation": True, "peer_signers": str(signers), "minimum_sum": 2}
-    more = {"privacy": privacy} if masked else {}
+    more = {"privacy": privacy | changes.pop("privacy", {})} if masked else {}  # type: ignore[operator]
     if masked:
         aggregation["allowed_signers"] = str(signers)
     training = {"export_dtype": "float32"} | changes.pop("training", {})  # type: ignore[call-overload, operator]
@@ -85,6 +89,31 @@ def test_killed_at_each_step_the_same_command_completes_the_same_rounds(tmp_path
     assert len(weights(path)) == 1 and not (archive_of(path).path / "unmasking").exists()
     rows = summary(archive_of(path))["rounds"][0]["facilities"]
     assert [row["status"] for row in rows] == ["ok"] * 3
+
+
+def test_noised_at_the_facility_and_masked_on_the_way(tmp_path: Path):
+    """Killed once while updates come in: gamma's noised update is masked anew, and nothing is spent for that."""
+    budget = {"epsilon": 8.0, "delta": 1e-3, "unit": "block"}
+    path = make(tmp_path, rounds=1, training={"lora": {"rank": 2}}, privacy={"differential": budget, "minimum_sum": 3})
+    (told,) = check_secure_aggregation(read_federation(path))
+    assert told.verdict == "ok" and "noised at their facility before they are masked" in told.found
+    killed_at("gamma receiving", path, tmp_path / "engine")
+    result = streamflow(path, tmp_path / "engine", timeout=SECONDS)
+    assert result.returncode == 0, result.stdout[-6000:]
+    (entry,) = summary(archive_of(path))["rounds"]
+    assert [row["status"] for row in entry["facilities"]] == ["ok"] * 3
+    for row in entry["facilities"]:
+        ledger = Ledger(state=tmp_path / "sites" / row["facility"] / ".crossfed" / "pico" / row["facility"])
+        assert ledger.count("training") == row["privacy"]["steps"] >= 4
+        assert row["facility"] != "gamma" or row["privacy"]["steps"] == 4, "one line a step, not one a mask"
+        assert 0.9 * 8 < row["privacy"]["spent"] <= 8 and row["tokens"] == 4 * 4 * 16
+    for update in (tmp_path / "work").rglob("update/*.safetensors"):
+        assert {one.dtype for one in open_checkpoint(update.parent).tensors.values()} == {"U16"}
+    report = data_of(read_federation(path))
+    assert report["masking"]["smallest_sum"] == 3 and set(report["privacy"]["facilities"]) == set(NAMES)
+    card = card_privacy(report)
+    assert "sums of 3 updates or more and no single one" in card and "differentially private" in card
+    assert "secure aggregation in 1 of 1 rounds" in result.stdout and "privacy of alpha: epsilon" in result.stdout
 
 
 @pytest.mark.parametrize("module", ["facility.keys", "facility.train", "facility.unmask"])

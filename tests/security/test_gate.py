@@ -317,6 +317,12 @@ REFUSALS = {
     "another base": (lambda s: s.round(), {"models": ["0" * 64]}, "not among the policy's models"),
     "unmasked": (lambda s: s.round(), {"secure_aggregation": True}, "wants secure aggregation"),
     "no privacy": (lambda s: s.round(), {"epsilon": 3.0}, "wants differential privacy"),
+    "a dataset's budget without privacy": (lambda s: s.round(), {"dataset_epsilon": 8.0}, "for all federations on one"),
+    "a dataset's budget": (
+        lambda s: s.round(privacy={"epsilon": 9.0}),
+        {"dataset_epsilon": 8.0},
+        "an epsilon of 9, the",
+    ),
     "too little privacy": (lambda s: s.round(privacy={"epsilon": 4.0}), {"epsilon": 3.0}, "an epsilon of 4, the"),
     "too large a delta": (
         lambda s: s.round(privacy={"delta": 1e-3}),

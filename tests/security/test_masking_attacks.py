@@ -19,7 +19,7 @@ from facility.exchange.masking.unmasking import read_answer, read_request, write
 from facility.exchange.messages.manifest import read_manifest
 from facility.masking import answering
 from facility.masking.ledger import Entry, Ledger
-from facility.masking.mask_update import add_masks
+from facility.masking.masked_piece import Masker, Stored
 from facility.masking.site_rules import SiteRules, site_rules
 from tests.aggregation import make
 from tests.masking.conftest import signers  # noqa: F401 (a fixture)
@@ -361,12 +361,21 @@ def test_the_masking_of_the_product_maps_seeds_of_one_set_to_seeds_of_the_other(
     assert np.array_equal(units[0]["beta"] - units[1]["beta"], moved_by)  # so the sums are equal
     buffer = MaskBuffer(64, 16)
     seeds = {pair: bytes([number] * 32) for number, pair in enumerate(["alpha", "beta", "ab", "ag", "bg"])}
-    first, second = units[0], units[1]
-    add_masks(first["alpha"], [(1, seeds["alpha"]), (1, seeds["ab"]), (1, seeds["ag"])], buffer, 0)
-    add_masks(first["beta"], [(1, seeds["beta"]), (-1, seeds["ab"]), (1, seeds["bg"])], buffer, 0)
+
+    def sent(step: np.ndarray, *masks: tuple[int, str]) -> np.ndarray:
+        named = [(sign, seeds[name]) for sign, name in masks]
+        masker = Masker(named, piece=64, bits=16, weight=1.0, factor=1.0)
+        return masker.mask(Stored(values=step, dtype="F32"), None, point, 0)[0]
+
+    first = {
+        "alpha": sent(one["alpha"], (1, "alpha"), (1, "ab"), (1, "ag")),
+        "beta": sent(one["beta"], (1, "beta"), (-1, "ab"), (1, "bg")),
+    }
     swapped = buffer.read(seeds["ab"], 0, 64) - moved_by  # uniform if the stream is
-    add_masks(second["alpha"], [(1, seeds["alpha"]), (1, seeds["ag"])], buffer, 0)
-    add_masks(second["beta"], [(1, seeds["beta"]), (1, seeds["bg"])], buffer, 0)
+    second = {
+        "alpha": sent(two["alpha"], (1, "alpha"), (1, "ag")),
+        "beta": sent(two["beta"], (1, "beta"), (1, "bg")),
+    }
     assert np.array_equal(first["alpha"], second["alpha"] + swapped)
     assert np.array_equal(first["beta"], second["beta"] - swapped)
 

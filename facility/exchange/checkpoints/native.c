@@ -229,6 +229,50 @@ void crossfed_fixed32(int64_t n, double clip, double per_unit, double unit, cons
     }
 }
 
+/* (update - base) times factor, as whole numbers within `clip`, plus or minus k streams: what is sent, and what the whole
+ * numbers leave of the step. base NULL: the step is the update. Returns the sum of squares of update - base. */
+#define MASKED(NAME, WORD, SIGNED)                                                                                      \
+    double NAME(int64_t n, const void *update, int update_kind, const void *base, int base_kind, float factor,          \
+                double clip, double per_unit, double unit, int64_t k, const WORD *streams, int64_t stride,              \
+                const int8_t *signs, WORD *restrict out, float *restrict rest)                                          \
+    {                                                                                                                   \
+        float widened[RUN], steps[RUN];                                                                                 \
+        double squared = 0, found;                                                                                      \
+        for (int64_t start = 0; start < n; start += RUN) {                                                              \
+            int64_t count = n - start < RUN ? n - start : RUN;                                                          \
+            WORD *restrict sent = out + start;                                                                          \
+            widen(update, update_kind, start, count, steps);                                                            \
+            if (base) {                                                                                                 \
+                widen(base, base_kind, start, count, widened);                                                          \
+                for (int64_t i = 0; i < count; i++)                                                                     \
+                    steps[i] -= widened[i];                                                                             \
+            }                                                                                                           \
+            dots(steps, steps, 0, 1, count, &found);                                                                    \
+            squared += found;                                                                                           \
+            if (factor != 1)                                                                                            \
+                for (int64_t i = 0; i < count; i++)                                                                     \
+                    steps[i] *= factor;                                                                                 \
+            for (int64_t i = 0; i < count; i++) {                                                                       \
+                double units = fixed(steps[i], clip, per_unit);                                                         \
+                rest[start + i] = (float)((double)steps[i] - units * unit);                                             \
+                sent[i] = (WORD)(SIGNED)(int32_t)units;                                                                 \
+            }                                                                                                           \
+            for (int64_t row = 0; row < k; row++) {                                                                     \
+                const WORD *restrict stream = streams + row * stride + start;                                           \
+                if (signs[row] > 0)                                                                                     \
+                    for (int64_t i = 0; i < count; i++)                                                                 \
+                        sent[i] = (WORD)(sent[i] + stream[i]);                                                          \
+                else                                                                                                    \
+                    for (int64_t i = 0; i < count; i++)                                                                 \
+                        sent[i] = (WORD)(sent[i] - stream[i]);                                                          \
+            }                                                                                                           \
+        }                                                                                                               \
+        return squared;                                                                                                 \
+    }
+
+MASKED(crossfed_masked16, uint16_t, int16_t)
+MASKED(crossfed_masked32, uint32_t, int32_t)
+
 /* Blocks of `block` values: the largest and the smallest of each, and of zero. */
 static inline void ends(const float *restrict values, int64_t n, float *high, float *low)
 {

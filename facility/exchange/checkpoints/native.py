@@ -91,6 +91,8 @@ def _load(path: Path) -> ctypes.CDLL:
     found = ctypes.CDLL(str(path))
     number, size, real, pointer = ctypes.c_int, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
     double = ctypes.c_double
+    masked = (size, pointer, number, pointer, number, real, double, double, double, size, pointer, size)
+    masked += (pointer, pointer, pointer)
     for name, result, arguments in (
         ("widen", None, (size, pointer, number, pointer)),
         ("narrow", number, (size, pointer, pointer)),
@@ -118,6 +120,8 @@ def _load(path: Path) -> ctypes.CDLL:
         ("nesterov", None, (size, real, real, pointer, pointer, pointer, pointer, pointer)),
         ("fixed16", None, (size, double, double, double, pointer, pointer, pointer)),
         ("fixed32", None, (size, double, double, double, pointer, pointer, pointer)),
+        ("masked16", double, masked),
+        ("masked32", double, masked),
         ("difference", double, (size, pointer, number, pointer, number, pointer)),
         ("int8_encode", None, (size, size, real, real, pointer, pointer, pointer)),
         ("int8_decode", None, (size, size, pointer, pointer, pointer)),

@@ -6,7 +6,7 @@ multiple of 16 elements. NIST SP 800-38A, section 6.5.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,23 +35,31 @@ def places_of(elements: Mapping[str, int]) -> dict[str, int]:
 
 
 class MaskBuffer:
-    """One thread's memory for streams of at most `elements` values of `bits` bits."""
+    """One thread's memory for `rows` streams of at most `elements` values of `bits` bits."""
 
-    def __init__(self, elements: int, bits: int) -> None:
-        size = elements * bits // 8
-        self.bits, self._zeros = bits, memoryview(bytes(size))
-        self._space = bytearray(size + BLOCK)
+    def __init__(self, elements: int, bits: int, rows: int = 1) -> None:
+        self.bits, self._zeros = bits, memoryview(bytes(elements * bits // 8))
+        self._space = np.empty((rows, elements + BLOCK), UNSIGNED[bits])
+        self._rows = [row.data.cast("B") for row in self._space]
         self._streams: dict[bytes, tuple[Any, int]] = {}
         """By seed: the cipher, and the byte that it is at."""
 
     def read(self, seed: bytes, start: int, count: int) -> Array:
         """Elements `start` to `start + count` of the stream; the array is overwritten by the next call."""
+        return self.read_all([seed], start, count)[0]
+
+    def read_all(self, seeds: Sequence[bytes], start: int, count: int) -> Array:
+        """The same of several streams, a row each; at most `rows` of them."""
+        for row, seed in zip(self._rows, seeds, strict=False):
+            self._fill(row, seed, start, count)
+        return self._space[: len(seeds), :count]
+
+    def _fill(self, space: memoryview, seed: bytes, start: int, count: int) -> None:
         item = self.bits // 8
         encryptor, at = self._streams.get(seed, (None, -1))
         if at != start * item:  # pieces mostly follow one another, and a cipher is costly to set up
             first, skip = divmod(start * item, BLOCK)
             encryptor = Cipher(AES(seed), CTR(first.to_bytes(BLOCK, "big"))).encryptor()
             encryptor.update(bytes(skip))
-        encryptor.update_into(self._zeros[: count * item], self._space)
+        encryptor.update_into(self._zeros[: count * item], space)
         self._streams[seed] = encryptor, (start + count) * item
-        return np.frombuffer(self._space, UNSIGNED[self.bits], count)

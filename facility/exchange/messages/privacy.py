@@ -14,6 +14,8 @@ from facility.exchange.validation import AtLeastOne, Positive, validated
 Unit = Literal["document", "block"]
 DETAILS = "privacy"
 """In a report's details: `PrivacyReport`."""
+DATASET_LIMIT = "CROSSFED_DATASET_EPSILON"
+"""Environment variable of a site: the most epsilon that all federations on one dataset may spend together."""
 WITHHELD = -1.0
 """In place of a training loss, which is not noised."""
 

@@ -42,7 +42,7 @@ class Bigrams(nn.Module):
 
 
 def score(noise: float, *, canary: bool, key: int) -> float:
-    """How well a model trained in few noised steps knows the canary."""
+    """How far a model trained in few noised steps has moved along the canary's gradient, and nothing else's."""
     model, random = Bigrams(), SecretRandom(key.to_bytes(32, "little"))
     precision = Precision(torch.device("cpu"), torch.float32, casts_itself=False)
     gradients = RecordGradients(model, [model.table], CausalLM(), precision, vectorise=True)
@@ -55,7 +55,8 @@ def score(noise: float, *, canary: bool, key: int) -> float:
         add_noise(sums, random, noise * CLIP)
         with torch.no_grad():
             model.table -= 0.5 * sums[0]
-    return float(model.table[CANARY].log_softmax(0)[CANARY])
+    row = model.table.detach()[CANARY]
+    return float(row[CANARY] - row.mean())
 
 
 def scores(noise: float, runs: int) -> tuple[np.ndarray, np.ndarray]:
@@ -64,15 +65,19 @@ def scores(noise: float, runs: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def epsilon_at_least(with_it: np.ndarray, without: np.ndarray) -> float:
-    """Lower bound of epsilon: the threshold is chosen on one half of the runs, and its errors counted on the other."""
-    half = len(with_it) // 2
-    best, bound = -math.inf, 0.0
-    for threshold in np.unique(np.concatenate([with_it[:half], without[:half]])):
-        caught, wrong = (with_it[:half] >= threshold).mean(), (without[:half] >= threshold).mean()
-        if (gain := math.log((caught + 1e-9) / (wrong + 2 / half))) > best:
+    """Lower bound of epsilon: the threshold is chosen on a quarter of the runs, and its errors counted on the rest.
+
+    Chosen is the one whose bound would be best, were the rates of the quarter those of the rest.
+    """
+    some, best, bound = len(with_it) // 4, -math.inf, 0.0
+    rest = len(with_it) - some
+    for threshold in np.unique(np.concatenate([with_it[:some], without[:some]])):
+        caught, wrong = (with_it[:some] >= threshold).mean(), (without[:some] >= threshold).mean()
+        surely = caught - 2 * math.sqrt(caught * (1 - caught) / rest)
+        at_most = wrong + 2 * math.sqrt(wrong * (1 - wrong) / rest) + 2 / rest
+        if (gain := math.log(max(surely, 1e-9) / at_most)) > best:
             best, chosen = gain, threshold
-    caught, wrong = int((with_it[half:] >= chosen).sum()), int((without[half:] >= chosen).sum())
-    rest = len(with_it) - half
+    caught, wrong = int((with_it[some:] >= chosen).sum()), int((without[some:] >= chosen).sum())
     least = beta.ppf(0.025, caught, rest - caught + 1) if caught else 0.0
     most = beta.ppf(0.975, wrong + 1, rest - wrong) if wrong < rest else 1.0
     if least > DELTA:

@@ -1,0 +1,124 @@
+"""What all federations together may learn of one dataset: their stated epsilons, added up at the facility.
+
+    export CROSSFED_DATASET_EPSILON=16    # the most that all federations on one dataset may spend together
+
+Set in the site's `site.sh`, or by its gate from `policy.yml` (`dataset_epsilon`). A federation reserves its whole
+stated budget in the dataset's account before its first job trains; its own ledger keeps it to that. Budgets of
+federations on the same data compose at worst as the sums of their epsilons and deltas (C. Dwork, A. Roth, "The
+algorithmic foundations of differential privacy", 2014, theorem 3.16), so the sum is a bound whichever of them run
+side by side. The account is kept whether or not there is a limit.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+from facility.dataset import NAME, open_dataset
+from facility.exchange.errors import ConfigurationError, InputError
+from facility.exchange.files.durable import write_json
+from facility.exchange.messages.privacy import DATASET_LIMIT, Unit
+from facility.exchange.messages.settings import FacilitySettings
+from facility.exchange.validation import parse, validated
+from facility.rounds.kept import shared_directory
+
+log = logging.getLogger(__name__)
+
+FOLDER = ".privacy"
+"""Beside the states of federations, whose names begin with a letter or digit."""
+
+
+@validated(frozen=True, kw_only=True)
+class Reserved:
+    """What one federation may spend on the dataset."""
+
+    epsilon: float
+    delta: float
+    unit: Unit
+
+
+def reserve_budget(settings: FacilitySettings, dataset: Path, environment: Mapping[str, str] = os.environ) -> None:
+    """Enter this federation's stated budget in the dataset's account. Raises `InputError` where it does not fit."""
+    limit, asked = limit_of(environment), settings.differential
+    if asked is None:
+        if limit:
+            raise InputError(
+                f"this site allows epsilon {limit:g} for all federations on one dataset ({DATASET_LIMIT}), and the "
+                "settings ask for no differential privacy: nothing would bound what they spend"
+            )
+        return
+    path = account_path(dataset)
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with open(path.with_suffix(".lock"), "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        account = read_account(path)
+        name = f"{settings.federation}/{settings.facility}"
+        before = account.pop(name, None)
+        mine = Reserved(
+            epsilon=max(asked.epsilon, before.epsilon if before else 0.0),
+            delta=max(asked.delta, before.delta if before else 0.0),
+            unit=asked.unit,
+        )
+        if limit:
+            check_fits(mine, account, limit)
+        if mine != before:
+            write_json(path, {other: asdict(one) for other, one in sorted((account | {name: mine}).items())})
+            total = math.fsum(one.epsilon for one in account.values()) + mine.epsilon
+            log.info("federations on this dataset have reserved epsilon %g in all (%s)", total, path)
+
+
+def check_fits(mine: Reserved, others: Mapping[str, Reserved], limit: float) -> None:
+    """Raise `InputError` unless all budgets together are within the limit."""
+    if odd := sorted(name for name, one in others.items() if one.unit != mine.unit):
+        raise InputError(
+            f"the settings protect a {mine.unit}, and {', '.join(odd)} protected another unit of the same dataset: "
+            "they add up to no bound, which this site asks for"
+        )
+    total = math.fsum([mine.epsilon, *(one.epsilon for one in others.values())])
+    if total > limit * (1 + 1e-9):
+        listed = ", ".join(f"{name} {one.epsilon:g}" for name, one in sorted(others.items()))
+        raise InputError(
+            f"out of the dataset's privacy budget: this site allows epsilon {limit:g} for all federations together, "
+            f"others have reserved {total - mine.epsilon:g} ({listed}), and the settings ask for {mine.epsilon:g}"
+        )
+
+
+def account_path(dataset: Path) -> Path:
+    """The account of a dataset: named by its content, wherever it lies below the same directory of states."""
+    told = str(Path(dataset).resolve())
+    if (Path(dataset) / NAME).is_file():
+        splits = open_dataset(dataset).manifest.splits
+        told = " ".join(f"{name} {entry.sha256}" for name, entry in sorted(splits.items()))
+    return shared_directory(dataset) / FOLDER / f"{hashlib.sha256(told.encode()).hexdigest()[:32]}.json"
+
+
+def read_account(path: Path) -> dict[str, Reserved]:
+    """What was reserved, by federation and facility. Raises `InputError` where the file is damaged."""
+    try:
+        return {name: parse(Reserved, one) for name, one in json.loads(path.read_text()).items()}
+    except FileNotFoundError:
+        return {}
+    except (ValueError, AttributeError, ConfigurationError) as error:
+        raise InputError(
+            f"{path} is damaged ({error}): how much federations have reserved of this dataset's privacy budget is not "
+            "known, so nothing more is released; restore the file from a backup"
+        ) from None
+
+
+def limit_of(environment: Mapping[str, str]) -> float:
+    """The site's limit; 0: none. Raises `ConfigurationError`."""
+    text = environment.get(DATASET_LIMIT, "") or "0"
+    try:
+        limit = float(text)
+    except ValueError:
+        limit = -1.0
+    if not 0 <= limit < math.inf:
+        raise ConfigurationError(f"{DATASET_LIMIT} is {text!r}, expected an epsilon such as 16, or 0 for no limit")
+    return limit

@@ -1,0 +1,83 @@
+"""One pass over a piece gives the bits of the passes that it stands for, with a compiler and without."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from facility.exchange.checkpoints import native
+from facility.exchange.masking.fixed_point import fixed_point
+from facility.exchange.masking.streams import UNSIGNED, MaskBuffer
+from facility.masking.masked_piece import Masker, Stored
+
+COUNT, PLACE = 1337, 32
+"""Elements: more than two runs of the C code, and no multiple of its lanes."""
+MASKS = [(1, b"o" * 32), (-1, b"a" * 32), (1, b"b" * 32), (-1, b"c" * 32)]
+STORED = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
+
+
+def stored(dtype: str, values: np.ndarray) -> Stored:
+    """BF16 is kept as the upper halves of float32."""
+    if dtype == "BF16":
+        return Stored(values=(values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16), dtype=dtype)
+    return Stored(values=values.astype(STORED[dtype]), dtype=dtype)
+
+
+def widened(one: Stored) -> np.ndarray:
+    if one.dtype == "BF16":
+        return (one.values.astype(np.uint32) << 16).view(np.float32)
+    return one.values.astype(np.float32)
+
+
+@pytest.mark.parametrize("bits", [16, 32])
+@pytest.mark.parametrize("factor", [1.0, 0.37])
+@pytest.mark.parametrize(
+    ("update", "base"), [("F32", "BF16"), ("F32", "F32"), ("F32", None), ("BF16", "BF16"), ("F16", "F16")]
+)
+def test_one_pass_is_the_passes_one_by_one(
+    monkeypatch: pytest.MonkeyPatch, update: str, base: str | None, factor: float, bits: int
+):
+    random = np.random.default_rng(7)
+    point = fixed_point(bits, 2e-3, {"a": 1.0, "b": 0.25, "c": 1.0})
+    before = stored(base, random.normal(0, 0.02, COUNT)) if base else None
+    step = random.normal(0, 1e-3, COUNT)  # some are beyond the clip
+    after = stored(update, (widened(before) if before else 0) + step)
+    found = {}
+    for way in ("compiled", "passes"):
+        if way == "passes":
+            monkeypatch.setattr(native, "library", lambda: None)
+        masker = Masker(MASKS, piece=COUNT, bits=bits, weight=0.25, factor=factor)
+        sent, rest, squared = masker.mask(after, before, point, PLACE)
+        found[way] = sent.copy(), rest.copy(), squared
+    assert np.array_equal(found["compiled"][0], found["passes"][0])
+    assert np.array_equal(found["compiled"][1].view(np.uint32), found["passes"][1].view(np.uint32))
+    assert found["compiled"][2] == pytest.approx(found["passes"][2], rel=1e-5)
+
+    whole = (widened(after) - widened(before) if before else widened(after)) * np.float32(factor)
+    units = np.rint(np.clip(whole.astype(np.float64), -point.clip, point.clip) * (0.25 / point.scale))
+    total = units.astype(np.int64)
+    for sign, seed in MASKS:
+        total = total + sign * MaskBuffer(COUNT, bits).read(seed, PLACE, COUNT).astype(np.int64)
+    assert np.array_equal(found["compiled"][0], (total % 2**bits).astype(UNSIGNED[bits]))
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_shows_in_the_sum_of_squares(odd: float):
+    values = np.zeros(COUNT)
+    values[700] = odd
+    masker = Masker(MASKS, piece=COUNT, bits=16, weight=1.0, factor=1.0)
+    point = fixed_point(16, 1e-3, dict.fromkeys("abc", 1.0))
+    assert not math.isfinite(masker.mask(stored("F32", values), None, point, 0)[2])
+
+
+def test_streams_read_together_are_those_read_alone():
+    """In any order of places, a row each."""
+    seeds = [seed for _, seed in MASKS]
+    together = MaskBuffer(64, 16, rows=4)
+    for place in (0, 64, 128, 32, 1600):
+        rows = together.read_all(seeds, place, 50).copy()
+        assert all(
+            np.array_equal(row, MaskBuffer(64, 16).read(seed, place, 50)) for row, seed in zip(rows, seeds, strict=True)
+        )

@@ -1,0 +1,94 @@
+"""Laws of a dataset's account: all federations on it together stay within what the site allows."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from facility.exchange.errors import ConfigurationError, InputError
+from facility.exchange.messages.privacy import DATASET_LIMIT, DifferentialSettings
+from facility.rounds.dataset_budget import account_path, read_account, reserve_budget
+from tests.training.federation import write_dataset
+
+
+@pytest.fixture
+def dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delenv("CROSSFED_STATE", raising=False)
+    return write_dataset(tmp_path / "site" / "data")
+
+
+def reserve(dataset: Path, federation: str, epsilon: float, limit: str = "", **changes: object) -> None:
+    """`epsilon` 0: a federation without differential privacy."""
+    asked = DifferentialSettings(**({"epsilon": epsilon, "delta": 1e-6} | changes)) if epsilon else None  # type: ignore[arg-type]
+    settings = SimpleNamespace(federation=federation, facility="north", differential=asked)
+    reserve_budget(settings, dataset, {DATASET_LIMIT: limit} if limit else {})  # type: ignore[arg-type]
+
+
+def reserved(dataset: Path) -> dict[str, float]:
+    return {name: one.epsilon for name, one in read_account(account_path(dataset)).items()}
+
+
+def test_budgets_of_all_federations_add_up_and_the_one_too_many_is_refused(dataset: Path):
+    reserve(dataset, "heron", 6.0)  # before the site had a limit
+    reserve(dataset, "crane", 4.0, limit="10")
+    with pytest.raises(InputError, match=r"others have reserved 10 \(crane/north 4, heron/north 6\).* ask for 0.1"):
+        reserve(dataset, "stork", 0.1, limit="10")
+    assert reserved(dataset) == {"heron/north": 6.0, "crane/north": 4.0}, "what is refused reserves nothing"
+    assert account_path(dataset).stat().st_mode & 0o077 == 0 or account_path(dataset).parent.stat().st_mode & 0o077 == 0
+
+
+def test_every_round_of_a_federation_reserves_the_same_once_and_a_larger_budget_its_difference(dataset: Path):
+    for epsilon in (2.0, 2.0, 5.0, 3.0):
+        reserve(dataset, "heron", epsilon, limit="5")
+    assert reserved(dataset) == {"heron/north": 5.0}, "what may have been spent is never given back"
+    with pytest.raises(InputError, match="out of the dataset's privacy budget"):
+        reserve(dataset, "heron", 5.5, limit="5")
+
+
+def test_the_account_follows_the_data_not_its_place(dataset: Path):
+    reserve(dataset, "heron", 6.0)
+    copy = dataset.with_name("copy")
+    shutil.copytree(dataset, copy)
+    other = write_dataset(dataset.with_name("other"), train=41)
+    assert account_path(copy) == account_path(dataset) != account_path(other)
+    with pytest.raises(InputError, match="heron/north 6"):
+        reserve(copy, "crane", 6.0, limit="10")
+    reserve(other, "crane", 6.0, limit="10")
+
+
+def test_without_differential_privacy_nothing_is_trained_where_there_is_a_limit(dataset: Path):
+    reserve(dataset, "heron", 0.0)
+    assert not account_path(dataset).exists()
+    with pytest.raises(InputError, match="nothing would bound"):
+        reserve(dataset, "heron", 0.0, limit="10")
+
+
+def test_units_that_differ_add_up_to_no_bound(dataset: Path):
+    reserve(dataset, "heron", 1.0, unit="block")
+    reserve(dataset, "crane", 1.0)
+    with pytest.raises(InputError, match="protected another unit"):
+        reserve(dataset, "stork", 1.0, limit="10")
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '{"a": 1}', '{"a": {"epsilon": "x"}}'])
+def test_a_damaged_account_stops_every_further_release(dataset: Path, text: str):
+    reserve(dataset, "heron", 1.0)
+    account_path(dataset).write_text(text)
+    with pytest.raises(InputError, match="restore the file from a backup"):
+        reserve(dataset, "crane", 1.0)
+
+
+@pytest.mark.parametrize("text", ["many", "-1", "inf", "nan"])
+def test_a_limit_that_is_none_is_refused(dataset: Path, text: str):
+    with pytest.raises(ConfigurationError, match=f"{DATASET_LIMIT} is '{text}'"):
+        reserve(dataset, "heron", 1.0, limit=text)
+
+
+def test_the_account_is_json_that_an_owner_can_read(dataset: Path):
+    reserve(dataset, "heron", 2.0)
+    told = json.loads(account_path(dataset).read_text())
+    assert told == {"heron/north": {"epsilon": 2.0, "delta": 1e-6, "unit": "document"}}
