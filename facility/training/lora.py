@@ -31,6 +31,10 @@ from facility.training.blocks import find_blocks
 STATE_SPACE = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
 """Families whose kernels use the weight of `out_proj` directly, so that peft refuses an adapter on it."""
 
+RENAMED = {"laguna": ("shared_experts",)}
+"""Modules of families whose own names transformers' table of published names changes too, so that adapters of theirs
+are looked for where none is: its pattern `mlp.shared_expert.` fits Laguna's `mlp.shared_experts`."""
+
 
 def is_linear(module: nn.Module) -> bool:
     """Whether peft's adapter can stand beside this layer.
@@ -80,7 +84,13 @@ def targets_of(model: nn.Module, settings: LoraSettings) -> list[str]:
             f"training.lora.targets name {named}: peft takes {', '.join(sorted(taken))} of a {family} model for its "
             "fused experts; name other layers"
         )
-    linear = [name for name in linear if name.rpartition(".")[2] not in taken]
+    lost = [name for name in linear if targeted(name.rpartition(".")[0], RENAMED.get(family, ()))]
+    if named := [name for name in lost if settings.targets and targeted(name, settings.targets)]:
+        raise ConfigurationError(
+            f"training.lora.targets fit {named[0]!r} ({len(named)} in all), whose adapters peft could not load: "
+            f"transformers changes such names of a {family} model when it loads; name other layers"
+        )
+    linear = [name for name in linear if name.rpartition(".")[2] not in taken and name not in lost]
     if not settings.targets and family in STATE_SPACE:
         linear = [name for name in linear if name.rpartition(".")[2] != "out_proj"]
     chosen = [name for name in linear if not settings.targets or targeted(name, settings.targets)]

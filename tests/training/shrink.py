@@ -95,7 +95,7 @@ def tiny(family: str, **changes: Any) -> Any:
     base = shrunk(kind)
     for name, value in special.items():
         special[name] = base[name] | value if isinstance(base.get(name), dict) and isinstance(value, dict) else value
-    return kind(**(base | special | {k: v for k, v in changes.items() if k in known} | always))
+    return kind(**(base | special | {k: v for k, v in changes.items() if k in known and k not in special} | always))
 
 
 SPECIAL: dict[str, dict[str, Any]] = {
@@ -105,7 +105,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8},
     "ministral": {"head_dim": 8},
-    "youtu": {"initializer_range": 0.02, "embedding_initializer_range": 0.02},
+    "youtu": {"pad_token_id": None},  # else `from_pretrained` empties the row of that token, in a tied head too
     "zaya": {"num_experts_per_tok": 1},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "lfm2_moe": {"num_dense_layers": 1, "layer_types": ["conv", "full_attention"]},
