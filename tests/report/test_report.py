@@ -12,8 +12,9 @@ import pytest
 
 from coordinator.archive.journal import Journal
 from coordinator.archive.rounds import Archive
-from coordinator.report.charts import log_ticks, ticks
+from coordinator.report.charts import MOST_TITLES, Bar, log_ticks, shortened, ticks, timeline
 from coordinator.report.data import gather, redacted
+from coordinator.report.page import MOST_ROWS, last_artefacts, last_rounds
 from coordinator.report.timeline import KINDS, segments, totals
 from coordinator.report.write import FORMATS, write_report
 from tests.comparison.made import add_comparison
@@ -126,6 +127,31 @@ def test_a_matrix_under_secure_aggregation_says_whose_models_are_missing_and_why
         for kind in ("html", "md"):
             text = write_report(data, tmp_path / f"report.{kind}", kind).read_text()
             assert ("Models of single facilities are not in it" in text) == masked, kind
+
+
+def test_long_tables_keep_what_is_latest_and_every_model():
+    updates = [{"name": f"update of a, round {number}"} for number in range(MOST_ROWS + 7)]
+    models = [{"name": f"global model after round {number}"} for number in range(MOST_ROWS + 7)]
+    data = {"facilities": ["a", "b"], "rounds": list(range(MOST_ROWS)), "artefacts": [*models, *updates]}
+    assert last_rounds(data) == list(range(MOST_ROWS // 2, MOST_ROWS))
+    assert last_artefacts(data) == [*models, *updates[7:]]
+    few = {"facilities": ["a"], "rounds": [0, 1], "artefacts": updates[:2]}
+    assert last_rounds(few) == few["rounds"] and last_artefacts(few) == few["artefacts"]
+
+
+@pytest.mark.parametrize("count", [MOST_TITLES, MOST_TITLES + 1])
+def test_bars_of_a_crowded_timeline_are_one_path_a_kind(count: int):
+    bars = [Bar(lane="a", kind=f"kind{n % 3}", begin=n, end=n + 1, title="t") for n in range(count)]
+    drawn = timeline(bars, ["a"], clock=str)
+    crowded = count > MOST_TITLES
+    assert drawn.count("<rect") == (0 if crowded else count) and drawn.count("<path") == (3 if crowded else 0)
+    assert drawn.count("M") == (count if crowded else 0)
+
+
+def test_a_label_keeps_the_end_that_tells_models_apart():
+    names = [f"a-site-with-a-long-name{end}" for end in ("'s update", " alone")]
+    assert len({shortened(name) for name in names}) == 2 and all(len(shortened(name)) <= 24 for name in names)
+    assert shortened("site-a alone") == "site-a alone"
 
 
 def test_figures_are_sums_of_what_was_reported(tmp_path: Path):
