@@ -15,9 +15,12 @@ from hypothesis import strategies as st
 
 from coordinator.aggregation.settings import AggregationSettings, ScreenSettings
 from coordinator.archive.rounds import Archive
-from coordinator.archive.summary import summary
+from coordinator.archive.summary import summary, table
 from coordinator.config.closing import ClosingSettings
 from coordinator.config.settings import CoordinatorSettings, StopSettings
+from coordinator.report.data import gather
+from coordinator.report.markdown import markdown
+from coordinator.report.page import page
 from coordinator.rounds.late import discounted
 from coordinator.steps import commit
 from facility.exchange.checkpoints.adapters import A, B, is_factor
@@ -237,6 +240,18 @@ def test_a_target_is_reached_by_figures_that_come_late_and_one_facility_alone_do
     federation.close("b", {"b": {"loss": 1.0}})  # of round 2
     entry = federation.archive.read_round(3)
     assert entry.ended and "reached the target" in entry.decision and not entry.broken
+
+
+def test_status_and_report_have_a_column_of_staleness_where_an_update_came_late(tmp_path: Path):
+    federation = begun(tmp_path, names="ab")
+    federation.close("a")
+    assert "staleness" not in {column.header for column in table(summary(federation.archive)).columns}
+    federation.close("b")
+    shown = table(summary(federation.archive))
+    (column,) = [one for one in shown.columns if one.header == "staleness"]
+    assert [cell for cell in column.cells if cell] == ["0", "0", "0", "1"], "a and b of two rounds"
+    data = gather(federation.archive, federation="f", settings={"rounds": 9})
+    assert "| staleness |" in markdown(data) and "<th>staleness</th>" in page(data)
 
 
 def test_a_quorum_of_refused_updates_waits_for_another_and_does_not_end_the_run(
