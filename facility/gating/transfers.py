@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+from facility.exchange.messages.progress import FILE as PROGRESS
 from facility.gating.confine import below, confined, plain
 from facility.gating.grammar import Request
 from facility.gating.ledger import read_ledger
@@ -28,6 +29,8 @@ MOST_FILES = 20_000
 MOST_NAMES = 16 << 20
 ARRIVED = "crossfed-arrived"
 """Printed after a piece, so that a connection that broke is told from one that delivered."""
+NOT_YET = 1
+"""Exit code of a question for the progress of a job that has told none so far: nothing failed."""
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -207,7 +210,7 @@ def readable(path: str, session: Session) -> Path:
     found = confined(path, session.workdir, follow=True)
     for job in read_ledger(session.ledger).jobs:
         directory = Path(job.directory)
-        if found.is_relative_to(directory / "update") or found == directory / "progress.json":
+        if found.is_relative_to(directory / "update") or found == directory / PROGRESS:
             return found
     raise Refused(f"{path} is neither a job's update nor its progress.json: nothing else leaves through this gate")
 
@@ -239,6 +242,8 @@ def _walk(place: Path, session: Session) -> Iterator[Path]:
 
 def get_file(session: Session, request: Request) -> int:
     path = readable(request["path"], session)
+    if path.name == PROGRESS and not path.exists():
+        return NOT_YET
     _give(session, path, 0, path.stat().st_size)
     return 0
 
