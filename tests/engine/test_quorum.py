@@ -17,9 +17,10 @@ from coordinator.archive.rounds import Archive, FacilityRow
 from coordinator.config.federation import read_federation
 from coordinator.engine.render import write
 from coordinator.rounds.late import LateJob, remembered_job
-from tests.engine.engines import crossfed, streamflow
+from tests.engine.engines import crossfed, killed_at, streamflow
 from tests.federations import write_federation
 
+OUTER = {"rule": "heloco+nesterov"}
 SLOW = 25.0
 """Seconds of the slow facility; the others take a few, the engine included."""
 
@@ -29,10 +30,15 @@ def federate(root: Path, names: list[str], *, seconds: float = 0.0, count: int =
     rounds = {"count": count, "quorum": 2, "grace": 0, "late": "carry"} | rounds
     path = write_federation(root, names, rounds=rounds, keep_rounds=4)
     (root / "sites" / names[-1] / "dataset" / "seconds").write_text(str(seconds))
-    write(read_federation(path))
-    tool = root / "cwl" / "tools" / "train.cwl"
-    tool.write_text(tool.read_text().replace("update]", "update, --module, tests.stand_in_trainer]", 1))
+    stand_in(path)
     return path
+
+
+def stand_in(path: Path) -> None:
+    """Render the federation, with a stand-in for the trainer in its workflow."""
+    write(read_federation(path))
+    tool = path.parent.parent / "cwl" / "tools" / "train.cwl"
+    tool.write_text(tool.read_text().replace("update]", "update, --module, tests.stand_in_trainer]", 1))
 
 
 def rows_of(path: Path) -> list[FacilityRow]:
@@ -114,6 +120,28 @@ def test_killed_the_engine_finds_a_late_update_again_and_uses_it_once(tmp_path: 
         assert used(rows, name) == sorted(set(used(rows, name))), "no update twice, none after a later one"
     assert left.round in used(rows, "slow"), f"the update of round {left.round} was used:\n{text}"
     assert {row.status for row in rows} == {"ok", "late"}, "nothing was refused"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_federation_by_groups_runs_as_rounds_of_one_update_and_goes_on_after_a_kill(tmp_path: Path):
+    """Fully asynchronous: every update a round. `groups:` of version 0.1 means that, and the run says so."""
+    path = write_federation(
+        tmp_path, ["a", "b", "slow"], rounds=6, groups={"minimum": 1, "window_seconds": 0}, aggregation=OUTER
+    )
+    (tmp_path / "sites" / "slow" / "dataset" / "seconds").write_text("8")
+    stand_in(path)
+    killed_at("round 1: complete", path, tmp_path / "engine")
+    process = crossfed("run", "--quiet", "-f", path, folder=tmp_path / "engine")
+    text, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, text
+    assert "deprecated: groups is deprecated and read as `rounds: {count: 6, quorum: 1" in text and "staleness" in text
+    history = Archive(read_federation(path).archive_path).history()
+    assert len(history) == 6 and any(row.staleness for entry in history for row in entry.facilities)
+    for name in ("a", "b", "slow"):
+        assert used(rows_of(path), name) == sorted(set(used(rows_of(path), name))), "no update twice"
+    assert {row.status for row in rows_of(path)} <= {"ok", "late"}, "nobody failed"
+    assert Archive(read_federation(path).archive_path).read_note("evaluation")["after_round"] == 5
 
 
 def _wait_for_late(workdir: Path, process: subprocess.Popen[str], *, handed: bool) -> LateJob:
