@@ -3,7 +3,10 @@
     DIR/train.npy, DIR/validation.npy   int32, one row of `block_tokens` token ids per block (NumPy, memory-mapped)
     DIR/train.rows.npy, ...             classification only: int32, one row (label, length, second_start) per block
     DIR/train.marks.npy, ...            chat, preference, documents kept apart: uint8, for each id LOSS + START
+    DIR/train.npy, ...                  images: uint8, one row of channels x height x width values per image, and
+    DIR/train.rows.npy, ...             int32, its class
     DIR/tokenizer/                      a copy of the tokenizer that made the ids
+    DIR/image_processor/                images: a copy of the model's preprocessor_config.json
     DIR/dataset.json                    `DatasetManifest`, written last: a directory without it is not a dataset
 
 `facility.prepare` writes it. It never leaves its facility. This module imports neither torch nor transformers.
@@ -26,8 +29,10 @@ from facility.exchange.validation import parse, validated
 FORMAT = 1
 NAME = "dataset.json"
 TOKENIZER = "tokenizer"
+IMAGE_PROCESSOR = "image_processor"
+IMAGES: Literal["image-classification"] = "image-classification"
 SPLITS = ("train", "validation")
-Task = Literal["causal-lm", "chat", "preference", "masked-lm", "classification"]
+Task = Literal["causal-lm", "chat", "preference", "masked-lm", "classification", "image-classification"]
 Documents = Literal["joined", "separate", "padded"]
 LOSS, START = 1, 2
 """Marks of a token: it is to be predicted; a document (or the filling of a block) begins here."""
@@ -68,7 +73,8 @@ class SplitEntry:
     truncated_documents: int = 0
     """Documents longer than a block, cut to it (classification; chat unless its documents are joined)."""
     dropped_documents: int = 0
-    """Chat only: conversations in which no token bears loss: without an answer, or cut before it."""
+    """Chat: conversations in which no token bears loss: without an answer, or cut before it. Images: files that could
+    not be decoded (`--skip-unreadable`), not counted in `documents`."""
     loss_tokens: int = 0
     """With marks: tokens that bear loss."""
     padding_tokens: int = 0
@@ -85,9 +91,36 @@ class SplitEntry:
     sha256: str
     """Hex digest of the `.npy` file."""
     rows_sha256: str | None = None
-    """Classification only: hex digest of the `.rows.npy` file."""
+    """Classification of texts or images: hex digest of the `.rows.npy` file."""
     marks_sha256: str | None = None
     """With marks: hex digest of the `.marks.npy` file."""
+
+
+@validated(frozen=True, kw_only=True)
+class Pixels:
+    """What an image is once the model's image processor has resized it."""
+
+    channels: int
+    height: int
+    width: int
+    rescale: float
+    """Values from 0 to 255 are multiplied by this, then normalised: (value - mean) / std."""
+    mean: list[float]
+    """By channel."""
+    std: list[float]
+    """By channel."""
+    processor_sha256: str
+    """Which image processor: `facility.exchange.checkpoints.image_processor.image_processor_digest`."""
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Channels, height, width."""
+        return self.channels, self.height, self.width
+
+    @property
+    def values(self) -> int:
+        """Of one image."""
+        return self.channels * self.height * self.width
 
 
 @validated(frozen=True, kw_only=True)
@@ -96,11 +129,12 @@ class DatasetManifest:
 
     task: Task
     block_tokens: int
-    """Tokens per block."""
+    """Tokens per block; 1 for images, each of which counts as one."""
     vocabulary_size: int
-    """Ids lie in [0, vocabulary_size)."""
+    """Ids lie in [0, vocabulary_size); for images the number of classes."""
     tokenizer_sha256: str
-    """Which tokenizer: `facility.exchange.checkpoints.tokenizer.tokenizer_digest`; of any other form: unknown."""
+    """Which tokenizer: `facility.exchange.checkpoints.tokenizer.tokenizer_digest`; of any other form: unknown; empty
+    for images."""
     template: str
     """What surrounds each text, for instance "Scrivi un documento: {text}{eos}"; empty for chat."""
     chat_template_sha256: str = ""
@@ -110,9 +144,11 @@ class DatasetManifest:
     settings: dict[str, Any] = field(default_factory=dict)
     """The rest of what decides the result: fields, caps, shares. The number of processes is not among them."""
     classes: list[str] = field(default_factory=list)
-    """Classification only: the label of class 0, 1, ..."""
+    """Classification of texts or images: the label of class 0, 1, ..."""
     pad_token_id: int | None = None
     """Classification only: what fills a row after its length."""
+    pixels: Pixels | None = None
+    """Images only."""
     splits: dict[str, SplitEntry]
     sources: list[SourceEntry]
     language: str = ""
@@ -134,13 +170,23 @@ class PreparedDataset:
         return self.directory / TOKENIZER
 
     def split(self, name: str) -> numpy.memmap:
-        """Token ids of split `train` or `validation`: int32 of shape (blocks, block_tokens), mapped, read-only.
+        """Token ids of split `train` or `validation`: int32 of shape (blocks, block_tokens), mapped, read-only; of
+        images uint8 of shape (images, channels x height x width).
 
         Raises `DatasetError` for an unknown split, or a file that is missing or of another shape than the manifest
         says.
         """
         entry = self._entry(name)
+        if self.manifest.pixels is not None:
+            return _mapped(self.directory / f"{name}.npy", (entry.blocks, self.manifest.pixels.values), "uint8")
         return _mapped(self.directory / f"{name}.npy", (entry.blocks, self.manifest.block_tokens))
+
+    def labels(self, name: str) -> numpy.ndarray:
+        """Images only: int32, the class of each. Raises `DatasetError` for another task."""
+        entry = self._entry(name)
+        if self.manifest.task != IMAGES:
+            raise DatasetError(f"{self.directory} was prepared for {self.manifest.task}: it holds no images")
+        return _mapped(self.directory / f"{name}.rows.npy", (entry.blocks, 1))[:, 0]
 
     def rows(self, name: str) -> numpy.memmap:
         """Classification only: int32 of shape (blocks, 3) with label, length in tokens, and where the second text
@@ -169,7 +215,7 @@ class PreparedDataset:
             blocks = self.split(name)
             files = [(f"{name}.npy", entry.sha256)]
             if entry.rows_sha256 is not None:
-                self.rows(name)
+                self._labels(name)
                 files.append((f"{name}.rows.npy", entry.rows_sha256))
             if entry.marks_sha256 is not None:
                 self.marks(name)
@@ -180,10 +226,15 @@ class PreparedDataset:
                         f"{self.directory / file} has sha256 {found[:12]}..., {NAME} says {expected[:12]}...: altered; "
                         "prepare the dataset again"
                     )
-            if len(blocks) and (blocks.min() < 0 or blocks.max() >= self.manifest.vocabulary_size):
+            ids = self.labels(name) if self.manifest.task == IMAGES else blocks
+            if len(ids) and (ids.min() < 0 or ids.max() >= self.manifest.vocabulary_size):
                 raise DatasetError(
                     f"{self.directory / name}.npy holds ids outside [0, {self.manifest.vocabulary_size}): altered"
                 )
+
+    def _labels(self, name: str) -> numpy.ndarray:
+        """What `.rows.npy` holds, whatever is classified."""
+        return self.labels(name) if self.manifest.task == IMAGES else self.rows(name)
 
     def _entry(self, name: str) -> SplitEntry:
         if name not in self.manifest.splits:
@@ -245,10 +296,14 @@ def open_dataset(path: Path | str) -> PreparedDataset:
             f"{file} has splits {sorted(entries)}, blocks of {manifest.block_tokens} and a vocabulary of "
             f"{manifest.vocabulary_size}; expected splits {list(SPLITS)} and positive numbers"
         )
+    if (manifest.pixels is not None) != (manifest.task == IMAGES) or (
+        manifest.pixels and min(manifest.pixels.shape) < 1
+    ):
+        raise DatasetError(f"{file} is of the task {manifest.task} with pixels {manifest.pixels}: prepare it again")
     for name in entries:
         dataset.split(name)
-        if manifest.task == "classification":
-            dataset.rows(name)
+        if manifest.task in ("classification", IMAGES):
+            dataset._labels(name)
         if dataset.marked:
             dataset.marks(name)
     return dataset

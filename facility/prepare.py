@@ -1,7 +1,10 @@
-"""`python -m facility.prepare`: text to a prepared dataset, once per facility and corpus.
+"""`python -m facility.prepare`: text or images to a prepared dataset, once per facility and corpus.
 
     python -m facility.prepare --input train.jsonl --validation validation.jsonl --tokenizer tokenizer/ \\
         --out prepared/it --block-tokens 512 --template "Scrivi un documento: {text}{eos}"
+
+    python -m facility.prepare --task image-classification --input images/train --validation images/validation \\
+        --model models/vit --out prepared/images
 
 The same command again recognises its own result and does nothing. The output depends on the inputs and the settings,
 not on the number of processes.
@@ -17,20 +20,25 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from facility.dataset import PreparedDataset
+from facility.dataset import IMAGES, PreparedDataset
 from facility.exchange.errors import exit_on_error
 from facility.exchange.logs import add_log_options
+
+if TYPE_CHECKING:
+    from facility.preparing.build import Prepared
 
 
 def parser() -> argparse.ArgumentParser:
     arguments = argparse.ArgumentParser(
         prog="python -m facility.prepare",
-        description="Tokenise text and pack it into blocks of equal length: DIR/train.npy, DIR/validation.npy, "
-        "DIR/tokenizer/ and DIR/dataset.json.",
+        description="Tokenise text and pack it into blocks of equal length, or decode images and bring them to one "
+        "size: DIR/train.npy, DIR/validation.npy, DIR/tokenizer/ (or DIR/image_processor/) and DIR/dataset.json.",
     )
     add_paths(arguments)
     add_documents(arguments)
+    add_images(arguments)
     add_reading(arguments)
     add_choice(arguments)
     add_running(arguments)
@@ -47,7 +55,8 @@ def add_paths(arguments: argparse.ArgumentParser) -> None:
         metavar="PATH",
         dest="inputs",
         help="training text: JSONL, text or Parquet files (also .gz of the first two), folders of them, a save_to_disk "
-        "dataset, or a dataset of the hub (hub:NAME, hub:NAME:CONFIGURATION or ORG/NAME)",
+        "dataset, or a dataset of the hub (hub:NAME, hub:NAME:CONFIGURATION or ORG/NAME); training images: folders "
+        "whose folders are the classes, folders with metadata.csv or metadata.jsonl, or Parquet files of images",
     )
     held_out = arguments.add_mutually_exclusive_group()
     held_out.add_argument("--validation", nargs="+", default=[], metavar="PATH", help="validation text, as --input")
@@ -58,20 +67,20 @@ def add_paths(arguments: argparse.ArgumentParser) -> None:
         metavar="X",
         help="without --validation: hold out this share of the documents, evenly spread (default 0.05)",
     )
-    add("--tokenizer", type=Path, required=True, metavar="DIR", help="directory of the tokenizer")
+    add("--tokenizer", type=Path, metavar="DIR", help="directory of the tokenizer (text)")
     add(
         "--model",
         type=Path,
         metavar="DIR",
-        help="a model's directory: check blocks and tokenizer against its config.json",
+        help="a model's directory: check blocks and tokenizer against its config.json; images: whose image processor "
+        "is used",
     )
     add("--out", type=Path, required=True, metavar="DIR", help="directory to make; it appears when it is complete")
     add(
         "--block-tokens",
         type=int,
-        required=True,
         metavar="N",
-        help="tokens per block (classification: longest document)",
+        help="tokens per block (text; classification: longest document)",
     )
 
 
@@ -80,7 +89,7 @@ def add_documents(arguments: argparse.ArgumentParser) -> None:
     add = arguments.add_argument
     add(
         "--task",
-        choices=("causal-lm", "chat", "preference", "masked-lm", "classification"),
+        choices=("causal-lm", "chat", "preference", "masked-lm", "classification", IMAGES),
         default="causal-lm",
         help="default causal-lm",
     )
@@ -108,13 +117,40 @@ def add_documents(arguments: argparse.ArgumentParser) -> None:
     )
     add("--text-field", default="text", metavar="NAME", help="field that holds the text (default text)")
     add("--pair-field", metavar="NAME", help="classification: field of the second text")
-    add("--label-field", metavar="NAME", help="classification: field of the label (default label)")
+    add("--label-field", metavar="NAME", help="classification, images: field of the label (default label)")
     add(
         "--text-unit",
         choices=("line", "paragraph", "file"),
         default="line",
         help="what a document is in a plain-text file (default line; paragraphs are parted by empty lines)",
     )
+
+
+def add_images(arguments: argparse.ArgumentParser) -> None:
+    """What an image is, and which are accepted."""
+    add = arguments.add_argument
+    add(
+        "--image-processor",
+        type=Path,
+        metavar="DIR",
+        help="images: directory with preprocessor_config.json (default: that of --model)",
+    )
+    add("--image-field", default="image", metavar="NAME", help="images: column of the image in Parquet (default image)")
+    add(
+        "--classes",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="images: the classes in the order of the model's outputs, the same at every facility; a facility may lack "
+        "images of some (default: those of the training images, in order)",
+    )
+    add(
+        "--skip-unreadable",
+        action="store_true",
+        help="images: leave out those that cannot be decoded, name and count them (default: the first is an error)",
+    )
+    add("--most-bytes", type=int, default=64 << 20, metavar="N", help="images: largest file read (default 67108864)")
+    add("--most-pixels", type=int, default=50_000_000, metavar="N", help="images: most pixels decoded (default 5e7)")
 
 
 def add_reading(arguments: argparse.ArgumentParser) -> None:
@@ -234,9 +270,23 @@ def progress_bar() -> Iterator[Callable[[str, float, int], None]]:
             bar.close()
 
 
+def summary_of_images(dataset: PreparedDataset) -> list[str]:
+    """A line for each split, and one for the classes."""
+    manifest, lines = dataset.manifest, []
+    assert manifest.pixels is not None
+    size = f"{manifest.pixels.channels} x {manifest.pixels.height} x {manifest.pixels.width}"
+    for name, split in manifest.splits.items():
+        more = f", {split.dropped_documents:,} unreadable left out" if split.dropped_documents else ""
+        more += f", {split.overlapping_documents:,} also in training" if split.overlapping_documents else ""
+        lines.append(f"  {name}: {split.documents:,} images of {size}{more}")
+    return [*lines, f"  {len(manifest.classes)} classes: {', '.join(manifest.classes[:20])}"]
+
+
 def summary(dataset: PreparedDataset, reused: bool) -> str:
     manifest = dataset.manifest
     lines = [f"{dataset.directory}: {'prepared before by the same command' if reused else 'prepared'}"]
+    if manifest.task == IMAGES:
+        return "\n".join([*lines, *summary_of_images(dataset)])
     for name, split in manifest.splits.items():
         more = f", {split.truncated_documents:,} documents cut" if split.truncated_documents else ""
         more += f", {split.dropped_documents:,} without loss left out" if split.dropped_documents else ""
@@ -259,11 +309,8 @@ def summary(dataset: PreparedDataset, reused: bool) -> str:
     return "\n".join(lines)
 
 
-def main(argv: list[str] | None = None) -> int:
-    options = parser().parse_args(argv)
-    if options.offline:  # read when the libraries are imported, below
-        os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
-    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+def prepare_text(options: argparse.Namespace, progress: Callable[[str, float, int], None]) -> Prepared:
+    """Text to blocks of tokens, as the command line says."""
     from facility.preparing.build import Request, prepare
     from facility.preparing.sources import Fields
 
@@ -305,8 +352,58 @@ def main(argv: list[str] | None = None) -> int:
         weights=options.weights,
         temperature=options.temperature,
     )
+    return prepare(request, progress=progress)
+
+
+def prepare_images_of(options: argparse.Namespace, progress: Callable[[str, float, int], None]) -> Prepared:
+    """Images to one size, as the command line says."""
+    from facility.preparing.images.build import ImageRequest, prepare_images
+    from facility.preparing.images.decode import ImageLimits
+
+    request = ImageRequest(
+        inputs=options.inputs,
+        processor=options.image_processor or options.model,
+        out=options.out,
+        image_field=options.image_field,
+        label_field=options.label_field or "label",
+        classes=options.classes,
+        validation=options.validation,
+        validation_share=options.validation_share,
+        train_samples=options.train_samples,
+        validation_samples=options.validation_samples,
+        limits=ImageLimits(bytes=options.most_bytes, pixels=options.most_pixels),
+        skip_unreadable=options.skip_unreadable,
+        processes=options.processes,
+        replace=options.replace,
+        allow_overlap=options.allow_overlap,
+    )
+    return prepare_images(request, progress=progress)
+
+
+def check_options(arguments: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """End with a message where an option is missing, or belongs to another kind of data."""
+    if options.task == IMAGES:
+        if not (options.image_processor or options.model):
+            arguments.error("images need --image-processor, or --model with a model that carries one")
+        texts = ("tokenizer", "block_tokens", "template", "chat_template", "documents", "pair_field", "show", "weights")
+        if given := [name for name in texts if getattr(options, name)]:
+            arguments.error(f"--{given[0].replace('_', '-')} is for text; the task is {options.task}")
+        return
+    if missing := [name for name in ("tokenizer", "block_tokens") if getattr(options, name) is None]:
+        arguments.error(f"text needs --{missing[0].replace('_', '-')}")
+    if given := [name for name in ("image_processor", "classes", "skip_unreadable") if getattr(options, name)]:
+        arguments.error(f"--{given[0].replace('_', '-')} is for images; the task is {options.task}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parser()
+    options = arguments.parse_args(argv)
+    check_options(arguments, options)
+    if options.offline:  # read when the libraries are imported, below
+        os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     with progress_bar() as progress:
-        prepared = prepare(request, progress=progress)
+        prepared = prepare_images_of(options, progress) if options.task == IMAGES else prepare_text(options, progress)
     if options.json:
         report = {"path": str(options.out), "reused": prepared.reused, **dataclasses.asdict(prepared.dataset.manifest)}
         print(json.dumps(report, indent=2, ensure_ascii=False))

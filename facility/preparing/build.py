@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from facility.dataset import (
     NAME,
@@ -172,6 +172,17 @@ class Request:
         return self.documents or ("separate" if self.task in ("chat", "preference") else "joined")
 
 
+class Asked(Protocol):
+    """What of a request decides whether a dataset that is there is taken."""
+
+    @property
+    def out(self) -> Path: ...
+    @property
+    def replace(self) -> bool: ...
+    @property
+    def streaming(self) -> bool: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
     """A dataset and whether it was there already."""
@@ -205,7 +216,7 @@ def prepare(request: Request, *, progress: Progress | None = None) -> Prepared:
         chat = chat_encoding(tokenizer, request.tokenizer, request.chat_template, request.loss)
         wanted |= {"template": "", "chat_template_sha256": chat.template.sha256}
     if request.out.exists() and any(request.out.iterdir() if request.out.is_dir() else [request.out]):
-        found = _recognised(request, wanted)
+        found = recognised(request, wanted)
         if found is not None:
             if not request.allow_overlap:
                 check_overlap(found.manifest.splits["validation"])
@@ -218,7 +229,7 @@ def prepare(request: Request, *, progress: Progress | None = None) -> Prepared:
     tokenizer = tokenizer or load_tokenizer(request.tokenizer)
     encoding = _checked_encoding(request, template, tokenizer, chat)
     known = all(entry.sha256 for entry in entries)
-    with _published(request.out) as directory, part_of(request.out, wanted, known=known) as part:
+    with published(request.out) as directory, part_of(request.out, wanted, known=known) as part:
         reading = Reading(request, sources, progress or (lambda *_: None), part.directory)
         parts = write_splits(request, reading, tokenizer, encoding, part)
         part.deliver(directory)
@@ -257,7 +268,7 @@ def _share(request: Request, reading: Reading) -> None:
 
 
 @contextmanager
-def _published(out: Path) -> Iterator[Path]:
+def published(out: Path) -> Iterator[Path]:
     """A temporary directory that becomes `out` at the end; an `out` that exists is there, whole, until that moment."""
     if out.is_dir() and not any(out.iterdir()):
         out.rmdir()
@@ -310,7 +321,7 @@ def _care(request: Request) -> dict[str, Any]:
     return {name: value for name, value in used.items() if value}
 
 
-def _recognised(request: Request, wanted: dict[str, Any]) -> PreparedDataset | None:
+def recognised(request: Asked, wanted: dict[str, Any]) -> PreparedDataset | None:
     """The dataset at `out` if the same request made it; None if replaceable; else an error naming the differences."""
     if not (request.out / NAME).is_file():
         raise DatasetError(f"{request.out} exists and is not a prepared dataset: choose another --out")

@@ -84,7 +84,7 @@ def with_figures(directory: Path, figures: Sequence[Figure]) -> None:
 def with_tasks(directory: Path, scores: Sequence[Mapping[str, Any]]) -> None:
     """Add scores on tasks (model, task, metric, value, stderr) to the figures in the manifest of `directory`."""
     found = read_manifest(directory).extra.get(KEY) or {}
-    with_extra(directory, KEY, found | {"tasks": [dict(one) for one in scores]})
+    with_extra(directory, KEY, found | {"tasks": [*found.get("tasks", []), *map(dict, scores)]})
 
 
 def with_alone(directory: Path, alone: Alone) -> None:

@@ -24,6 +24,8 @@ MOST_LOSS = 1e4
 MOST_NUMBER = 1.8e308
 PREDICTED_MEMORY = "predicted_memory_bytes"
 """In `details`: what the largest rank was expected to need before anything was loaded, as `peak_memory_bytes`."""
+ACCURACIES = ("accuracy_received", "accuracy_returned")
+"""In `details`: share of right answers on the validation data, of the model as received and as returned."""
 MOST_REASON = 1000
 """Characters."""
 MOST_LOG = 20_000
@@ -131,6 +133,19 @@ def predicted_memory_of(report: Report) -> int:
     """The memory that the facility's largest rank was expected to need; 0: it says nothing that can be used."""
     told = report.details.get(PREDICTED_MEMORY)
     return told if type(told) is int and 0 < told <= MOST_COUNT else 0
+
+
+def accuracies(*, received: float | None, returned: float | None = None) -> dict[str, float]:
+    """Entries of `details`, of the figures that there are."""
+    pairs = zip(ACCURACIES, (received, returned), strict=True)
+    return {name: value for name, value in pairs if value is not None}
+
+
+def accuracies_of(report: Report) -> tuple[float | None, float | None]:
+    """The accuracy of the received and the returned model; None: not told, or no share."""
+    told = [report.details.get(name) for name in ACCURACIES]
+    received, returned = (float(x) if type(x) in (int, float) and 0 <= x <= 1 else None for x in told)
+    return received, returned
 
 
 def read_failure(directory: Path) -> Failure | None:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from facility.exchange.delta_codecs import CODECS, Encoding
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.evaluation import FacilityEvaluation
+from facility.exchange.messages.images import ImageSettings
 from facility.exchange.messages.layout import LayoutSettings, LimitSettings, LoraSettings
 from facility.exchange.messages.masking import MaskingSettings
 from facility.exchange.messages.optimizers import OPTIMIZERS
@@ -104,6 +105,8 @@ class TrainingSettings:
     """Low-rank adapters instead of the whole model."""
     preference: PreferenceSettings = field(default_factory=PreferenceSettings)
     """How preferences are learned; without effect for other tasks."""
+    images: ImageSettings = field(default_factory=ImageSettings)
+    """How images are augmented; without effect for other tasks."""
     freeze: list[Pattern] = field(default_factory=list)
     """Parameters that stay as received: shell patterns over their names, for instance `*.layers.[0-3].*`."""
     limits: LimitSettings = field(default_factory=LimitSettings)

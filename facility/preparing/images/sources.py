@@ -1,0 +1,232 @@
+"""Where images come from: a folder of classes, a folder with metadata, or Parquet files. One image at a time.
+
+A folder's images are read in the order of a digest of their names, so that a share or a first part of them holds every
+class as often as the whole. Nothing outside the folder is opened: no link that leaves it, no path that does.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from facility.dataset import DatasetError, SourceEntry
+from facility.exchange.messages.manifest import sha256_of
+
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+METADATA = ("metadata.csv", "metadata.jsonl")
+PARQUET = ".parquet"
+SPLIT_NAMES = ("train", "training", "validation", "valid", "val", "test")
+MOST_METADATA_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Picture:
+    """One image as it lies in its source, not decoded."""
+
+    name: str
+    """Where it is, for messages."""
+    label: str
+    path: Path | None = None
+    """The file; None: the bytes are here."""
+    data: bytes = b""
+
+    def read(self, most_bytes: int) -> bytes:
+        """The encoded image. Raises `DatasetError` for one of more than `most_bytes`."""
+        try:
+            size = self.path.stat().st_size if self.path is not None else len(self.data)
+            if size > most_bytes:
+                raise DatasetError(f"{self.name} has {size:,} bytes, at most {most_bytes:,} are read (--most-bytes)")
+            if self.path is None:
+                return self.data
+            with open(self.path, "rb") as file:
+                return file.read(most_bytes)
+        except OSError as error:
+            raise DatasetError(f"{self.name} cannot be read: {error}") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageSource:
+    """The images of one input."""
+
+    name: str
+    """What the manifest calls it."""
+    files: list[Picture] = field(default_factory=list)
+    """Of a folder: its images, in order."""
+    table: Path | None = None
+    """A Parquet file."""
+
+    def entry(self, split: str) -> SourceEntry:
+        """Name, size and digest: of a folder over the digest, path and class of each image."""
+        if self.table is not None:
+            size = self.table.stat().st_size
+            return SourceEntry(name=self.name, split=split, sha256=sha256_of(self.table), size=size)
+        digest, size = hashlib.sha256(), 0
+        for one in self.files:
+            assert one.path is not None
+            digest.update(f"{sha256_of(one.path)} {one.name} {one.label}\n".encode())
+            size += one.path.stat().st_size
+        return SourceEntry(name=self.name, split=split, sha256=digest.hexdigest(), size=size)
+
+    def pictures(self, image_field: str, label_field: str) -> Iterator[Picture]:
+        """The images in order. Raises `DatasetError` for a table that holds none."""
+        if self.table is None:
+            yield from self.files
+        else:
+            yield from rows_of(self.table, image_field, label_field)
+
+
+def find_images(arguments: list[str], label_field: str) -> list[ImageSource]:
+    """Turn command-line inputs into sources. Raises `DatasetError` for what holds no images."""
+    found = []
+    for argument in arguments:
+        path = Path(argument).expanduser()
+        if path.is_file() and path.name.lower().endswith(PARQUET):
+            found.append(ImageSource(name=path.name, table=path))
+        elif not path.is_dir():
+            raise DatasetError(f"{path}: expected a folder of images or a Parquet file")
+        elif tables := sorted(p for p in path.glob(f"*{PARQUET}") if p.is_file()):
+            found += [ImageSource(name=f"{path.name}/{table.name}", table=table) for table in tables]
+        else:
+            files = described(path, label_field) or by_folder(path)
+            found.append(ImageSource(name=path.name, files=sorted(files, key=mixed)))
+    return found
+
+
+def mixed(picture: Picture) -> bytes:
+    """What a folder's images are ordered by."""
+    return hashlib.blake2b(picture.name.encode(errors="surrogateescape"), digest_size=16).digest()
+
+
+def by_folder(root: Path) -> list[Picture]:
+    """Images whose class is the name of the folder they are in. Raises `DatasetError`."""
+    found, strays = [], []
+    for folder, folders, names in os.walk(root):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in folders:
+            if (Path(folder) / name).is_symlink():
+                raise DatasetError(f"{Path(folder) / name} is a link to a folder, which is not followed: remove it")
+        for name in sorted(names):
+            path = Path(folder) / name
+            if name.startswith(".") or not name.lower().endswith(SUFFIXES):
+                continue
+            inside(root, path)
+            if not path.is_file():
+                raise DatasetError(f"{path} is not a regular file: remove it")
+            relative = path.relative_to(root)
+            if len(relative.parts) < 2:
+                strays.append(relative.as_posix())
+            else:
+                found.append(Picture(name=relative.as_posix(), label=relative.parts[0], path=path))
+    if strays:
+        raise DatasetError(
+            f"{root} holds {strays[0]!r} beside its folders ({len(strays)} such image(s)): an image's class is the "
+            f"name of its folder, or stands in {' or '.join(METADATA)}"
+        )
+    if not found:
+        raise DatasetError(f"{root} holds no image; expected CLASS/NAME with {', '.join(SUFFIXES)}, or Parquet files")
+    labels = {one.label for one in found}
+    if labels <= set(SPLIT_NAMES):
+        one = sorted(labels)[0]
+        raise DatasetError(
+            f"the folders of {root} are {', '.join(sorted(labels))}, which are splits and no classes: give "
+            f"--input {root / one}, and --validation with the folder of the validation images"
+        )
+    return found
+
+
+def described(root: Path, label_field: str) -> list[Picture]:
+    """Images named in `metadata.csv` or `metadata.jsonl`; none where there is no such file. Raises `DatasetError`."""
+    present = [root / name for name in METADATA if (root / name).is_file()]
+    if not present:
+        return []
+    if len(present) > 1:
+        raise DatasetError(f"{root} holds {' and '.join(METADATA)}: keep one of them")
+    (file,) = present
+    inside(root, file)
+    if file.stat().st_size > MOST_METADATA_BYTES:
+        raise DatasetError(f"{file} has {file.stat().st_size:,} bytes, expected at most {MOST_METADATA_BYTES:,}")
+    found = []
+    for place, record in records(file):
+        name = record.get("file_name")
+        if not isinstance(name, str) or not name:
+            raise DatasetError(f"{place}: file_name is {name!r:.60}, expected the path of an image in {root}")
+        path = root / name
+        inside(root, path)
+        if not path.is_file():
+            raise DatasetError(f"{place}: {name!r:.200} is not a file in {root}")
+        found.append(Picture(name=name, label=label_of(record.get(label_field), place, label_field), path=path))
+    if not found:
+        raise DatasetError(f"{file} names no image")
+    return found
+
+
+def records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The place and content of each record of a metadata file."""
+    try:
+        with open(file, encoding="utf-8-sig", newline="" if file.suffix == ".csv" else None) as lines:
+            if file.suffix == ".csv":
+                for number, row in enumerate(csv.DictReader(lines), start=2):
+                    yield f"{file}:{number}", row
+                return
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    raw = json.loads(line)
+                    yield f"{file}:{number}", raw if isinstance(raw, dict) else {}
+    except (OSError, ValueError, csv.Error, RecursionError) as error:
+        raise DatasetError(f"{file} cannot be read: {error}") from None
+
+
+def inside(root: Path, path: Path) -> None:
+    """Raise `DatasetError` unless the file, links followed, lies in the folder."""
+    if not path.resolve().is_relative_to(root.resolve()):
+        raise DatasetError(f"{path} leads out of {root}, to {path.resolve()}: only files in the folder are read")
+
+
+def label_of(value: Any, place: str, label_field: str) -> str:
+    """A label as text. Raises `DatasetError`."""
+    if isinstance(value, bool) or not isinstance(value, int | str) or value == "":
+        raise DatasetError(f"{place}: label {label_field!r} is {value!r:.60}, expected text or a whole number")
+    return str(value)
+
+
+def rows_of(table: Path, image_field: str, label_field: str) -> Iterator[Picture]:
+    """Images in a Parquet file as `datasets` writes it: a column of {bytes, path}, or of bytes; no path is opened."""
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(table) as file:
+            columns = file.schema_arrow.names
+            if missing := [name for name in (image_field, label_field) if name not in columns]:
+                raise DatasetError(f"{table}: no column {missing[0]!r}; it has {', '.join(columns)}")
+            names = label_names(file.schema_arrow.metadata or {}, label_field)
+            number = 0
+            for batch in file.iter_batches(batch_size=64, columns=[image_field, label_field]):
+                for record in batch.to_pylist():
+                    number += 1
+                    place = f"{table.name}: row {number}"
+                    image, value = record[image_field], record[label_field]
+                    data = image.get("bytes") if isinstance(image, dict) else image
+                    if not isinstance(data, bytes):
+                        raise DatasetError(f"{place}: {image_field!r} holds no bytes; embed the images in the file")
+                    if names and isinstance(value, int) and 0 <= value < len(names):
+                        value = names[value]
+                    yield Picture(name=place, label=label_of(value, place, label_field), data=data)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DatasetError(f"{table} is not a readable Parquet file: {error}") from None
+
+
+def label_names(metadata: dict[bytes, bytes], label_field: str) -> list[str]:
+    """Names of the classes, where `datasets` wrote them into the file; none: labels are taken as they are."""
+    try:
+        features = json.loads(metadata.get(b"huggingface", b"{}"))["info"]["features"]
+        names = features[label_field]["names"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return []
+    return [str(name) for name in names] if isinstance(names, list) and all(isinstance(n, str) for n in names) else []
