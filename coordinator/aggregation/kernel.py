@@ -30,6 +30,7 @@ from coordinator.aggregation.streams import PIECE, Files, Span, pieces, spans_of
 from coordinator.aggregation.unmasking import Unmasking
 from facility.exchange.checkpoints.checkpoint import ITEM_BYTES, TensorEntry
 from facility.exchange.checkpoints.floats import STORAGE, Array, narrow, widen
+from facility.exchange.checkpoints.running_statistics import is_running_statistic
 from facility.exchange.checkpoints.writer import TensorWriter
 from facility.exchange.errors import InputError
 from facility.exchange.files.streamed_digest import StreamedDigest
@@ -303,7 +304,7 @@ def _move(
         slot = buffers.block(f"slot{number}", part.dtype)[:n]
         slot[:] = start if stored is None else stored[piece]
         slots.append(slot)
-    if work.step is not None:
+    if work.step is not None and not is_running_statistic(part.name):
         before = master
         master, slots = work.step(before, combined, slots)
         if counted:

@@ -12,6 +12,7 @@ from coordinator.aggregation.rule_parameters import declared, unset, with_rule_p
 from coordinator.aggregation.rules.contract import MOMENTUM
 from coordinator.aggregation.rules.registry import RULES, fewest_updates
 from coordinator.aggregation.server_optimizers.registry import SERVER_OPTIMIZERS
+from facility.exchange.checkpoints.running_statistics import PATTERNS
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.registry import Declaration, Value
 from facility.exchange.text import Line, Pattern
@@ -118,6 +119,9 @@ class AggregationSettings:
     """Glob patterns of the tensors that are federated; none: all."""
     exclude: list[Pattern] = field(default_factory=list)
     """Glob patterns of the tensors that are not: they stay as in the base model, and personal at each facility."""
+    batch_norm: Literal["averaged", "personal"] = "averaged"
+    """Running statistics of batch normalisation: their mean whatever the server optimizer, or each facility's own,
+    which never leave it (Andreux et al. 2020, arXiv 2008.07424)."""
     lora: Literal["factors", "product"] = "factors"
     """LoRA updates: mean of the factors, or the exact mean of the products factorised again at the same rank."""
     statistics: Literal["exact", "sample", "off"] = "exact"
@@ -191,6 +195,11 @@ class AggregationSettings:
             "parameters": {name: value for name, value in self.parameters.items() if name in names},
         }
         return dataclasses.replace(self, **changes)
+
+    @property
+    def personal(self) -> list[str]:
+        """Patterns of all tensors that are not federated: `exclude`, and the statistics that are personal."""
+        return [*self.exclude, *(PATTERNS if self.batch_norm == "personal" else ())]
 
     @property
     def aggregation_rule(self) -> str:

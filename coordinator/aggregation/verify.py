@@ -35,7 +35,7 @@ from facility.exchange.messages.manifest import (
 )
 from facility.exchange.messages.report import read_failure, read_report
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "preprocessor_config.json")
 CHUNK = 4 << 20
 
 
@@ -171,7 +171,7 @@ def check_tokenizer(base: Path, update: Path, facility: str) -> None:
     for name in TOKENIZER_FILES:
         one, two = Path(base) / name, Path(update) / name
         if one.is_file() and two.is_file() and sha256_of(one) != sha256_of(two):
-            raise UpdateRefused(facility, f"its {name} is not the base model's: the tokenizers differ")
+            raise UpdateRefused(facility, f"its {name} is not the base model's: it differs")
 
 
 def check_finite(

@@ -112,11 +112,11 @@ def check_comparison(evaluation: EvaluationPlan, settings: RoundSettings, *, oth
             "remove one of them",
         )
     aggregation = settings.aggregation
-    if aggregation.include or aggregation.exclude:
+    if aggregation.include or aggregation.personal:
         raise _error(
             "evaluation.matrix",
             "evaluation.matrix evaluates whole models at facilities other than their own, and aggregation.include or "
-            "aggregation.exclude keeps tensors at each: remove one of them",
+            "aggregation.exclude (or batch_norm: personal) keeps tensors at each: remove one of them",
         )
     if evaluation.alone and even:
         raise _error(

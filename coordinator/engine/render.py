@@ -192,7 +192,7 @@ def _facility_settings(federation: Federation, facility: Facility) -> str:
         training=_training(federation, facility),
         trainer=federation.trainer_of(facility),
         include=federation.aggregation.include,
-        exclude=federation.aggregation.exclude,
+        exclude=federation.aggregation.personal,
         evaluation=_evaluation(federation, facility),
         dataset_card=facility.public.dataset_card,
         model_encoding=federation.sending.encoding,

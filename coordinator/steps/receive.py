@@ -181,7 +181,7 @@ def check_training(
         raise UpdateRefused(
             facility, f"its encoding is {manifest.encoding!r}, expected {'masked' if masks else 'an update'} as agreed"
         )
-    patterns = Patterns(tuple(settings.include), tuple(settings.exclude))
+    patterns = Patterns(tuple(settings.include), tuple(settings.personal))
     if masks is not None:
         check_masked(update, manifest, sent, facility, round, masks.bits, adapters, patterns)
         return

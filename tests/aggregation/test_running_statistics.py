@@ -1,0 +1,64 @@
+"""Running statistics of batch normalisation take the plain mean, whatever moves the weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from coordinator.aggregate import aggregate
+from coordinator.aggregation.server_optimizers.registry import SERVER_OPTIMIZERS
+from coordinator.aggregation.settings import AggregationSettings
+from facility.exchange.errors import UpdateRefused
+from tests.aggregation import make
+
+COUNTER = torch.tensor(7)
+
+
+def tensors_of(seed: int) -> make.Tensors:
+    drawn = make.random_tensors(seed, {"conv.weight": (4, 3, 2, 2), "norm.running_mean": (4,)}, torch.float32)
+    return drawn | {"norm.running_var": torch.rand(4) + 0.01, "norm.num_batches_tracked": COUNTER}
+
+
+@pytest.mark.parametrize("optimizer", SERVER_OPTIMIZERS.names())
+def test_statistics_are_averaged_and_weights_are_moved_by_the_server_optimizer(tmp_path: Path, optimizer: str):
+    """Variances fall from round to round, so that momentum would carry them below zero."""
+    settings = AggregationSettings(rule=optimizer, server_learning_rate=1.5, weights="equal", **make.UNBOUNDED)
+    sent = tensors_of(0)
+    base, state = make.model(tmp_path / "m0", sent), None
+    for number in range(4):
+        scale = 0.1 ** (number + 1)
+        updates = {
+            who: make.moved(sent, 10 * number + i)
+            | {"norm.running_var": torch.full((4,), scale * (i + 1)), "norm.num_batches_tracked": COUNTER}
+            for i, who in enumerate(("a", "b"))
+        }
+        paths = [make.update(tmp_path / f"{w}{number}", u, base=base, facility=w) for w, u in updates.items()]
+        out, after = tmp_path / f"m{number + 1}", tmp_path / f"s{number + 1}"
+        aggregate(base=base, updates=paths, out=out, settings=settings, state_in=state, state_out=after)
+        found = make.read_all(out)
+        for name in ("norm.running_mean", "norm.running_var"):
+            mean = (updates["a"][name].double() + updates["b"][name].double()) / 2
+            torch.testing.assert_close(found[name].double(), mean, rtol=0, atol=1e-6)
+        assert found["norm.num_batches_tracked"].equal(COUNTER)
+        if optimizer != "plain":
+            mean = (updates["a"]["conv.weight"] + updates["b"]["conv.weight"]) / 2
+            assert not torch.allclose(found["conv.weight"], mean, rtol=0, atol=1e-7)
+        sent, base, state = found, out, after
+
+
+def test_a_counter_that_moved_is_refused_unless_it_is_personal(tmp_path: Path):
+    sent = tensors_of(0)
+    base = make.model(tmp_path / "m0", sent)
+    moved = make.moved(sent, 1) | {"norm.num_batches_tracked": COUNTER + 1}
+    path = make.update(tmp_path / "a", moved, base=base, facility="a")
+    with pytest.raises(UpdateRefused, match="only floating-point tensors can be averaged"):
+        aggregate(base=base, updates=[path], out=tmp_path / "m1", settings=AggregationSettings(rule="mean"))
+    bare = {"conv.weight": moved["conv.weight"]}
+    path = make.update(tmp_path / "b", bare, base=base, facility="b")
+    settings = AggregationSettings(rule="mean", batch_norm="personal", exclude=["nothing.*"])
+    aggregate(base=base, updates=[path], out=tmp_path / "m2", settings=settings)
+    found = make.read_all(tmp_path / "m2")
+    assert all(found[name].equal(sent[name]) == name.startswith("norm.") for name in sent)
+    assert settings.personal[0] == "nothing.*" and len(settings.personal) == 4
