@@ -6,7 +6,8 @@
 
     python -m coordinator.model --export-adapter ROUND_MODEL --base BASE --out DIR [--merged]
 
-The source is a model of the Hugging Face hub or a Hugging Face checkpoint on disk, as safetensors. The second form
+The source is a model of the Hugging Face hub or a Hugging Face checkpoint on disk, as safetensors: a causal language
+model, or an image classifier with its image processor. The second form
 makes an initial model that begins with a published adapter (peft's format); the third exports the final adapter of a
 federation in that format.
 """
@@ -17,11 +18,13 @@ import argparse
 import json
 import logging
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from coordinator.adapter_export import export_adapter
 from coordinator.adapter_import import import_adapter
+from coordinator.image_model import convert_images, is_image_classifier
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.conversion import check_names
 from facility.exchange.checkpoints.families import refusal
@@ -35,12 +38,13 @@ STAMP = "source.json"
 DTYPES = ("bfloat16", "float16", "float32")
 
 
-def convert(source: str, out: Path, *, dtype: str, revision: str) -> str:
+def convert(source: str, out: Path, *, dtype: str, revision: str, classes: Sequence[str] = ()) -> str:
     """Write the model to `out`; returns what was done. `out` appears atomically; an equal one is recognised.
 
     Raises `InputError` for a source that is none, `TryAgain` when the hub cannot be reached.
     """
-    made_from = {"source": source, "revision": revision, "dtype": dtype}
+    made_from: dict[str, Any] = {"source": source, "revision": revision, "dtype": dtype}
+    made_from |= {"classes": list(classes)} if classes else {}
     if out.exists():
         try:
             same = json.loads((out / STAMP).read_text()) == made_from
@@ -61,10 +65,13 @@ def convert(source: str, out: Path, *, dtype: str, revision: str) -> str:
         raise InputError(f"{source} does not exist; expected a checkpoint's folder or a hub name like org/name")
     else:
         source_name = source
+    if classes or is_image_classifier(source_name, revision):
+        stamp = json.dumps(made_from)
+        return convert_images(source_name, out, stamp, dtype=dtype, revision=revision, classes=classes)
     return load_and_save(source_name, out, dtype=dtype, revision=revision, made_from=made_from)
 
 
-def load_and_save(source: str, out: Path, *, dtype: str, revision: str, made_from: dict[str, str]) -> str:
+def load_and_save(source: str, out: Path, *, dtype: str, revision: str, made_from: dict[str, Any]) -> str:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -134,6 +141,13 @@ def main() -> int:
         help="dtype that travels (default bfloat16)",
     )
     parser.add_argument("--revision", default="main", metavar="NAME", help="revision of a hub model (default main)")
+    parser.add_argument(
+        "--classes",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="an image classifier for these classes, in this order; its head is new where the source has others",
+    )
     add_log_options(parser)
     arguments = parser.parse_args()
     adapter = arguments.export_adapter or arguments.import_adapter
@@ -146,7 +160,10 @@ def main() -> int:
         base, out = arguments.base.resolve(), arguments.out.resolve()
         print(export_adapter(arguments.export_adapter, base=base, out=out, merged=arguments.merged))
         return 0
-    print(convert(arguments.source, arguments.out.resolve(), dtype=arguments.dtype, revision=arguments.revision))
+    out, classes = arguments.out.resolve(), arguments.classes
+    if classes and len(set(classes)) < max(2, len(classes)):
+        parser.error("--classes: expected two names or more, each once")
+    print(convert(arguments.source, out, dtype=arguments.dtype, revision=arguments.revision, classes=classes))
     return 0
 
 

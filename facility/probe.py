@@ -6,6 +6,7 @@ Does not import torch, so that it answers at once on a login node.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib.metadata
 import importlib.util
 import json
@@ -66,12 +67,26 @@ def dataset(path: Path) -> dict[str, Any]:
         "blocks": {name: split.blocks for name, split in told.splits.items()},
         "documents": documents(told),
         "classes": len(told.classes),
+    } | images(told)
+
+
+def images(told: DatasetManifest) -> dict[str, Any]:
+    """What facilities with images must have alike; nothing for text. Classes are told as a digest."""
+    if told.pixels is None:
+        return {}
+    names = json.dumps(told.classes, ensure_ascii=True).encode()
+    return {
+        "classes_sha256": hashlib.sha256(names).hexdigest(),
+        "image_size": " x ".join(map(str, told.pixels.shape)),
+        "image_processor_sha256": told.pixels.processor_sha256,
     }
 
 
 def documents(told: DatasetManifest) -> dict[str, int]:
-    """Documents that are trained on, by split; none where blocks hold parts of several."""
-    if told.documents == "joined" and told.task != "classification":
+    """Documents or images that are trained on, by split; none where blocks hold parts of several."""
+    from facility.dataset import IMAGES
+
+    if told.documents == "joined" and told.task not in ("classification", IMAGES):
         return {}
     return {name: split.documents - split.dropped_documents for name, split in told.splits.items()}
 

@@ -79,6 +79,9 @@ class FacilityRow:
     """Of a late update: the same of the model that it was made from, which an earlier round received."""
     perplexity_received: float | None = None
     perplexity_returned: float | None = None
+    accuracy_received: float | None = None
+    """Share of right answers on its validation data; None for a task that has none."""
+    accuracy_returned: float | None = None
     sent: str = "full"
     """How the model travelled to it, and why it was whole where messages are asked for."""
     sent_bytes: int = 0

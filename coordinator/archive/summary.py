@@ -91,15 +91,18 @@ def table(data: dict[str, Any]) -> Table:
     """A rich table of `summary`'s data; with a column for staleness where an update came late."""
     late = any_late(data)
     result = Table(title="rounds and facilities", title_justify="left")
+    answers = has_accuracy(data)
     left = ("facility", "status")
     names = ("round", *left, "tokens", "seconds", "weight", *(["staleness"] if late else []))
-    for name in (*names, "perplexity received", "perplexity returned", "global model"):
+    more = ("accuracy received", "accuracy returned") if answers else ()
+    for name in (*names, "perplexity received", "perplexity returned", "global model", *more):
         result.add_column(name, justify="left" if name in left else "right")
     for entry in data["rounds"]:
         alone, together = to_show(entry["facilities"])
         if together:
             end = "" if alone else number(entry["global_perplexity"])
-            result.add_row(str(entry["round"]), *_cells_of_many(together, late), end, end_section=not alone)
+            told = _middle_accuracies(together) if answers else []
+            result.add_row(str(entry["round"]), *_cells_of_many(together, late), end, *told, end_section=not alone)
         for place, row in enumerate(alone):
             last = place == len(alone) - 1
             result.add_row(
@@ -113,12 +116,14 @@ def table(data: dict[str, Any]) -> Table:
                 number(row["perplexity_received"]),
                 number(row["perplexity_returned"]),
                 number(entry["global_perplexity"]) if last else "",
+                *(accuracies(row) if answers else []),
                 end_section=last,
             )
     alone, together = to_show(data["final_evaluation"])
     if together:
         name, status, _, seconds, _, received, _ = _cells_of_many(together)
-        result.add_row("final", name, status, "", seconds, *_blank(late), received, "", "")
+        told = _middle_accuracies(together) if answers else []
+        result.add_row("final", name, status, "", seconds, *_blank(late), received, "", "", *told)
     for row in alone:
         status = _status(row)
         result.add_row(
@@ -131,6 +136,7 @@ def table(data: dict[str, Any]) -> Table:
             number(row["perplexity_received"]),
             "",
             "",
+            *(accuracies(row) if answers else []),
         )
     return result
 
@@ -143,6 +149,26 @@ def any_late(data: Mapping[str, Any]) -> bool:
 def _blank(late: bool) -> list[str]:
     """Cells of weight and staleness that say nothing."""
     return ["", ""] if late else [""]
+
+
+def has_accuracy(data: Mapping[str, Any]) -> bool:
+    """Does any facility tell how many of its predictions are right?"""
+    rows = [row for entry in data["rounds"] for row in entry["facilities"]] + data["final_evaluation"]
+    return any(row.get("accuracy_received") is not None for row in rows)
+
+
+def accuracies(row: Mapping[str, Any]) -> list[str]:
+    """Of the received and the returned model, as shares."""
+    return [number(row.get("accuracy_received")), number(row.get("accuracy_returned"))]
+
+
+def _middle_accuracies(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """The medians of many facilities."""
+    found = []
+    for key in ("accuracy_received", "accuracy_returned"):
+        known = [row[key] for row in rows if row.get(key) is not None]
+        found.append(number(statistics.median(known) if known else None))
+    return found
 
 
 def to_show(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

@@ -61,13 +61,24 @@ def check(file: Path, *, link: bool = True, submit: bool = False) -> list[Row]:
     return [*rows, *here, *(row for rows_of_site, _ in found for row in rows_of_site), *check_alike(datasets)]
 
 
+ALIKE = (
+    ("task", "task"),
+    ("chat_template_sha256", "chat template"),
+    ("image_size", "image size"),
+    ("image_processor_sha256", "image processor"),
+    ("classes_sha256", "classes"),
+)
+"""What a probe says of a dataset that all facilities must have alike, and what to call it."""
+
+
 def check_alike(datasets: dict[str, dict[str, Any]]) -> list[Row]:
-    """Facilities whose conversations were put into words otherwise than most others' train another model than theirs.
+    """Facilities whose conversations were put into words otherwise than most others' train another model than theirs,
+    and so do those whose images have another size or whose classes another order.
 
     `datasets`: what each facility's probe said of its dataset.
     """
     rows = []
-    for key, subject in (("task", "task"), ("chat_template_sha256", "chat template")):
+    for key, subject in ALIKE:
         told = {name: clean(str(answer[key]), 80) for name, answer in datasets.items() if key in answer}
         usual = max(told.values(), key=list(told.values()).count, default="")
         for name, value in told.items():
@@ -77,7 +88,8 @@ def check_alike(datasets: dict[str, dict[str, Any]]) -> list[Row]:
                         name,
                         "dataset",
                         f"its dataset has the {subject} {value or 'none'}, most have {usual or 'none'}",
-                        f"prepare the datasets of all facilities with the same {subject}",
+                        f"prepare the datasets of all facilities with the same {subject}"
+                        + (" (--classes)" if subject == "classes" else ""),
                     )
                 )
     return rows

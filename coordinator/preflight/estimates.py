@@ -12,6 +12,7 @@ from typing import Any
 
 from facility.exchange.checkpoints.adapters import HEADS, is_adapter, saves, targeted
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
+from facility.exchange.checkpoints.image_processor import image_processor_digest
 from facility.exchange.checkpoints.tokenizer import tokenizer_digest
 from facility.exchange.delta_codecs import FULL, declared_codec
 from facility.exchange.messages.optimizers import OPTIMIZERS
@@ -37,6 +38,8 @@ class ModelFigures:
     heads: int
     tokenizer: str | None = None
     """Which tokenizer the model carries (`tokenizer_digest`), if any."""
+    image_processor: str | None = None
+    """Which image processor it carries (`image_processor_digest`), if any."""
     shapes: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Of its tensors; empty: not known, and adapters count as the whole model."""
 
@@ -96,6 +99,7 @@ def model_figures(directory: Path) -> ModelFigures:
         layers=first("num_hidden_layers", "n_layer"),
         heads=first("num_attention_heads", "n_head"),
         tokenizer=tokenizer_digest(directory),
+        image_processor=image_processor_digest(directory),
         shapes={name: entry.shape for name, entry in checkpoint.tensors.items()},
     )
 

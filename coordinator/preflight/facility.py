@@ -205,19 +205,32 @@ def _dataset(facility: Facility, answer: dict[str, Any], path: str, model: Model
         ok(
             name,
             "dataset",
-            f"{blocks['train']:,} training and {blocks['validation']:,} validation blocks of "
-            f"{answer['block_tokens']} tokens",
+            f"{blocks['train']:,} training and {blocks['validation']:,} validation {_what(answer)}",
         )
     ]
 
 
+def _what(answer: dict[str, Any]) -> str:
+    """What the dataset counts, with its size."""
+    if "image_size" in answer:
+        return f"images of {clean(str(answer['image_size']), 40)}"
+    return f"blocks of {answer['block_tokens']} tokens"
+
+
 def _tokenizer(name: str, answer: dict[str, Any], model: ModelFigures | None) -> list[Row]:
-    """Was the dataset tokenised as the model expects? A row where it was not."""
+    """Was the dataset tokenised, or were its images sized and scaled, as the model expects? A row where not."""
     if model and model.vocabulary and answer["vocabulary_size"] > model.vocabulary:
         found = (
             f"the dataset was tokenised with {answer['vocabulary_size']} tokens, the model has {model.vocabulary}: "
             "another tokenizer"
         )
+    elif model and differ(answer.get("image_processor_sha256"), model.image_processor):
+        found = (
+            f"the images were made by {clean(str(answer['image_processor_sha256']), 100)}, the model carries "
+            f"{model.image_processor}: another image processor"
+        )
+        fix = "prepare the dataset with the model's own preprocessor_config.json"
+        return [fail(name, "image processor", found, fix)]
     elif model and differ(answer.get("tokenizer_sha256"), model.tokenizer):
         found = (
             f"the dataset was tokenised with {answer['tokenizer_sha256']}, the model carries {model.tokenizer}: "

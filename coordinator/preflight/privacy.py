@@ -38,6 +38,9 @@ def check_differential_privacy(federation: Federation, facility: Facility, answe
     settings = federation.privacy.differential if federation.privacy is not None else None
     if settings is None or "error" in answer:
         return []
+    if "image_size" in answer:
+        found = "images are not trained with differential privacy"
+        return [fail(facility.name, CHECK, found, "remove privacy.differential")]
     counts = answer.get("documents" if settings.unit == "document" else "blocks")
     if not counts:
         return [

@@ -117,8 +117,14 @@ def _tasks(rows: Sequence[Row]) -> list[Row]:
     return [
         {"round": row["round"], "facility": row["facility"], **one}
         for row in rows
-        for one in row.get("scores", {}).get("results", [])
+        for one in [*row.get("scores", {}).get("results", []), *_accuracy(row)]
     ]
+
+
+def _accuracy(row: Row) -> list[Row]:
+    """The accuracy on a facility's validation data of the model that it received, as a score."""
+    value = row.get("accuracy_received")
+    return [] if value is None else [{"task": "validation", "metric": "accuracy", "value": value, "stderr": None}]
 
 
 def comparison(rounds: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:

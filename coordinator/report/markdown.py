@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from coordinator.archive.masked_rounds import masked_sentence
-from coordinator.archive.summary import any_late, shown
+from coordinator.archive.summary import accuracies, any_late, has_accuracy, shown
 from coordinator.report.page import cell, figures, normal_interval, number, outliers, size, span, used_kinds
 
 
@@ -42,7 +42,7 @@ def markdown(data: Mapping[str, Any]) -> str:
 
 def rounds(data: Mapping[str, Any]) -> list[str]:
     """The section with a line for each facility and round."""
-    late = any_late(data)
+    late, answers = any_late(data), has_accuracy(data)
     rows = [
         [
             entry["round"],
@@ -55,12 +55,14 @@ def rounds(data: Mapping[str, Any]) -> list[str]:
             number(row["perplexity_received"]),
             number(row["perplexity_returned"]),
             number(entry["global_perplexity"]),
+            *(accuracies(row) if answers else []),
         ]
         for entry in data["rounds"]
         for row in entry["facilities"]
     ]
     head = ["round", "facility", "status", "tokens", "seconds", "weight", *(["staleness"] if late else [])]
     head += ["received", "returned", "global"]
+    head += ["accuracy received", "accuracy returned"] if answers else []
     return ["## Rounds", "", *table(head, rows)]
 
 

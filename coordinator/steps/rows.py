@@ -13,7 +13,7 @@ from facility.exchange.messages.dataset_card import dataset_of
 from facility.exchange.messages.evaluation import scores_of
 from facility.exchange.messages.lost_replicas import note_on
 from facility.exchange.messages.manifest import KEEPS, read_manifest
-from facility.exchange.messages.report import Failure, predicted_memory_of
+from facility.exchange.messages.report import Failure, accuracies_of, predicted_memory_of
 from facility.exchange.messages.usage import usage_of
 
 MOST_DEVICES = 16
@@ -62,6 +62,7 @@ def _row(
         return dataclasses.replace(row, status=failure.kind, reason=failure.reason)
     report = arrived.reports[name]
     late = number - report.round
+    received, returned = accuracies_of(report)
     return dataclasses.replace(
         row,
         note=note_on(report),
@@ -85,4 +86,6 @@ def _row(
         loss_returned=report.loss_returned,
         perplexity_received=None if late else report.perplexity_received,
         perplexity_returned=report.perplexity_returned,
+        accuracy_received=None if late else received,
+        accuracy_returned=returned,
     )

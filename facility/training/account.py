@@ -111,14 +111,15 @@ def details(
         getattr(config, "hidden_size", 0),
         layout.block_tokens,
     )
-    rate = operations * tokens / seconds
+    known = bool(getattr(config, "hidden_size", 0))  # operations of a convolution are not its parameters'
+    rate = operations * tokens / seconds if known else math.nan
     whole_peak = sum(peak or peak_flops(r["device"]) or math.nan for r in per_rank)
     result: dict[str, Any] = {
         "layout": layout.to_json(),
         "parameters": held.parameters,
         "trained_parameters": held.trained,
-        "flops_per_second": rate,
-        "mfu": None if math.isnan(whole_peak) else rate / whole_peak,
+        "flops_per_second": rate if known else None,
+        "mfu": None if math.isnan(whole_peak) or not known else rate / whole_peak,
         "per_rank": per_rank,
     }
     if layout.units:

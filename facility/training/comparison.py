@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +22,7 @@ from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.files.durable import write_json
 from facility.exchange.files.paths import resolve
-from facility.exchange.messages.comparison import GLOBAL, INITIAL, Figure, folders_of, with_figures
+from facility.exchange.messages.comparison import GLOBAL, INITIAL, Figure, folders_of, with_figures, with_tasks
 from facility.exchange.messages.manifest import read_manifest, sha256_of
 from facility.exchange.perplexity import perplexity
 from facility.training.bootstrap import BlockLosses, difference, interval
@@ -43,13 +45,13 @@ class Data:
     """Of the dataset's manifest, and of how many blocks of it are read."""
 
 
-def compare(round: Round) -> list[Figure]:
-    """Evaluate every model of the received directory; figures on the first rank."""
+def compare(round: Round) -> tuple[list[Figure], list[dict[str, Any]]]:
+    """Evaluate every model of the received directory; figures, and accuracies if any, on the first rank."""
     request = round.request
     assert request.bundle is not None
     told, sets = read_manifest(request.bundle), data_sets(round)
     kept = KeptLosses(request.state / "comparison", read_manifest(request.bundle / GLOBAL).content_sha256)
-    figures = []
+    figures, scores = [], []
     for folder in folders_of(told):
         checkpoint = open_checkpoint(request.bundle / folder)
         with together(round.ranks):
@@ -62,9 +64,18 @@ def compare(round: Round) -> list[Figure]:
             if folder in (GLOBAL, INITIAL):
                 kept.keep(data.digest, folder, one)
             figures.append(figure(folder, data, one, kept.others(data.digest, folder)))
+            if round.engine.accuracy is not None:
+                scores.append(accuracy_score(folder, data, round.engine.accuracy, int(one.predictions.sum())))
             where = " on held-out data" if data.held_out else ""
             log.info("%s%s: loss %.4f, perplexity %.2f", folder, where, one.mean, perplexity(one.mean))
-    return figures
+    return figures, scores
+
+
+def accuracy_score(folder: str, data: Data, accuracy: float, predictions: int) -> dict[str, Any]:
+    """The accuracy of one model on one data set, with the standard error of a share of so many predictions."""
+    task = "held-out data" if data.held_out else "validation"
+    stderr = math.sqrt(accuracy * (1 - accuracy) / predictions)
+    return {"model": folder, "task": task, "metric": "accuracy", "value": accuracy, "stderr": stderr}
 
 
 def figure(folder: str, data: Data, one: BlockLosses, others: dict[str, BlockLosses]) -> Figure:
@@ -91,7 +102,7 @@ def data_sets(round: Round) -> list[Data]:
     with together(round.ranks):
         dataset = open_dataset(directory)
         mine, theirs = round.inputs.dataset.manifest, dataset.manifest
-        for key in ("task", "block_tokens", "documents", "tokenizer_sha256"):
+        for key in ("task", "block_tokens", "documents", "tokenizer_sha256", "pixels", "classes"):
             if getattr(mine, key) != getattr(theirs, key):
                 raise ConfigurationError(
                     f"the held-out dataset {directory} has {key} {getattr(theirs, key)!r}, that of the facility has "
@@ -136,8 +147,14 @@ class KeptLosses:
         return found
 
 
-def finish_comparison(round: Round, figures: list[Figure]) -> None:
+def finish_comparison(round: Round, figures: list[Figure], scores: list[dict[str, Any]]) -> None:
     """Write the figures as an update without weights."""
+
+    def add(directory: Path) -> None:
+        with_figures(directory, figures)
+        if scores:
+            with_tasks(directory, scores)
+
     request, times = round.request, round.times
     assert request.bundle is not None
     write_evaluation(
@@ -148,5 +165,5 @@ def finish_comparison(round: Round, figures: list[Figure]) -> None:
         round.progress.loss_received,
         times.loaded - request.began,
         time.perf_counter() - times.loaded,
-        add=lambda directory: with_figures(directory, figures),
+        add=add,
     )

@@ -61,6 +61,8 @@ class Engine:
         """True if replicas step in lockstep on a shared batch, False if a policy of `facility.sync` joins them."""
         self.scale = 2.0**15 if settings.compute_dtype == "float16" else 1.0
         self.skipped = self.bad_in_a_row = self._good = 0
+        self.accuracy: float | None = None
+        """Share of right answers in the latest evaluation; None for a task that has none."""
 
     def _sum(self, *values: float | torch.Tensor, everywhere: bool = False) -> list[float]:
         """Sums in float64 over the ranks that make a step together, or over all.
@@ -198,7 +200,7 @@ class Engine:
         for module in self.compute.modules:
             module.eval()
         with self.clock.stopped():
-            loss = self.compute.loss(batch).double()
+            loss = self.compute.evaluate(batch)[0].double()
         drop_gathered(self.compute.modules)
         told = self.compute.tells_loss
         total, count = self._sum(loss if told else torch.zeros_like(loss), float(told), everywhere=True)
@@ -206,36 +208,42 @@ class Engine:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> float:
-        """Mean loss over the batches of all data-parallel ranks, nats per prediction; NaN without any."""
+        """Mean loss over the batches of all data-parallel ranks, nats per prediction; NaN without any.
+
+        `accuracy` is that of the same batches.
+        """
         for module in self.compute.modules:
             module.eval()
-        loss_sum, predictions = torch.zeros((), dtype=torch.float64, device=self.ranks.device), 0
+        found, predictions = torch.zeros(2, dtype=torch.float64, device=self.ranks.device), 0
         with self.clock.stopped():
             for batch in batches:
-                loss_sum += self.compute.loss(batch).double()
+                found += torch.stack(self.compute.evaluate(batch)).double()
                 predictions += batch.predictions
         drop_gathered(self.compute.modules)
-        total, count = self._sum(
-            loss_sum if self.compute.tells_loss else torch.zeros_like(loss_sum),
-            predictions if self.counts else 0,
-            everywhere=True,
-        )
+        loss_sum, right = found if self.compute.tells_loss else torch.zeros_like(found)
+        total, correct, count = self._sum(loss_sum, right, predictions if self.counts else 0, everywhere=True)
+        self.accuracy = correct / count if count and self.compute.task.answers else None
         return total / count if count else math.nan
 
     @torch.no_grad()
     def evaluate_blocks(self, batches: Iterable[tuple[int, Batch]], blocks: int) -> tuple[np.ndarray, np.ndarray]:
-        """Summed loss and predictions of each of so many blocks, from batches of one block each; alike on each rank."""
+        """Summed loss and predictions of each of so many blocks, from batches of one block each; alike on each rank.
+
+        `accuracy` is that of all blocks.
+        """
         for module in self.compute.modules:
             module.eval()
-        found = torch.zeros(2, blocks, dtype=torch.float64, device=self.ranks.device)
+        found = torch.zeros(3, blocks, dtype=torch.float64, device=self.ranks.device)
         with self.clock.stopped():
             for number, batch in batches:
-                loss = self.compute.loss(batch).double()
+                loss, right = self.compute.evaluate(batch)
                 if number < blocks:
-                    found[0, number] += loss if self.compute.tells_loss else 0.0
+                    found[0, number] += loss.double() if self.compute.tells_loss else 0.0
                     found[1, number] += batch.predictions if self.counts else 0
+                    found[2, number] += right.double() if self.compute.tells_loss else 0.0
         drop_gathered(self.compute.modules)
         if self.ranks.world > 1:
             dist.all_reduce(found, group=self.ranks.group)
-        losses, predictions = found.cpu().numpy()
+        losses, predictions, right_ones = found.cpu().numpy()
+        self.accuracy = float(right_ones.sum() / predictions.sum()) if self.compute.task.answers else None
         return losses, predictions.astype(np.int64)

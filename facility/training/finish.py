@@ -31,6 +31,7 @@ def finish_evaluation(round: Round) -> None:
         round.progress.loss_received,
         times.loaded - request.began,
         times.evaluated - times.loaded,
+        accuracy=round.progress.accuracy_received,
     )
 
 
@@ -49,7 +50,7 @@ def finish_round(round: Round) -> None:
         outgoing_tensors(inputs.checkpoint, adapters, request.training.export_dtype),
         held.names,
         inputs.base,
-        outgoing_parts(held.parts, held.names.repeats),
+        outgoing_parts([*held.parts, *held.statistics], held.names.repeats),
         round.ranks,
         round.writes,
         request.settings,
@@ -116,8 +117,15 @@ def measure(round: Round) -> dict[str, Any]:
     per_rank = gather(ranks, here)
     tokens = sequences * inputs.block_tokens
     details = account.details(
-        engine.assembly, setup.layout, inputs.config, seconds, tokens, per_rank, training.peak_flops
+        engine.assembly,
+        setup.layout,
+        inputs.config,
+        seconds,
+        sequences * inputs.positions,
+        per_rank,
+        training.peak_flops,
     )
+    details |= reports.accuracies(received=round.progress.accuracy_received, returned=round.accuracy_returned)
     details |= {
         "tokens_per_second_steady": account.steady(round.step_ends, shape.batch_sequences * inputs.block_tokens),
         reports.PREDICTED_MEMORY: max(one["predicted_memory_bytes"] for one in per_rank),

@@ -13,7 +13,9 @@ from facility.exchange.checkpoints.checkpoint import Checkpoint
 from facility.exchange.messages.manifest import check_digest
 from facility.exchange.seeds import derive
 from facility.training import account, memory
+from facility.training.batch_norm import check_variances
 from facility.training.begin_adapters import load_adapters
+from facility.training.data.images import ImageClassification
 from facility.training.data.inputs import RoundInputs
 from facility.training.data.loader import DataLoader
 from facility.training.data.preference import Preference
@@ -64,15 +66,15 @@ def prepare_ranks(request: RoundRequest) -> Ranks | None:
 
 def choose_setup(request: RoundRequest, inputs: RoundInputs, ranks: Ranks) -> Setup:
     """Lay the model and the batch over the ranks. Raises `ConfigurationError` where they do not fit."""
-    training, task, tokens = request.training, inputs.task, inputs.block_tokens
+    training, task, tokens = request.training, inputs.task, inputs.positions
     if request.plan is not None:
         layout = arrange.layout_of_plan(request.plan, ranks, training, blocks=inputs.blocks, block_tokens=tokens)
     else:
         layout = arrange.layout_of_settings(ranks, training, blocks=inputs.blocks, block_tokens=tokens)
     check_router_loss(inputs.config, pipeline=bool(layout.units))
     attention = inputs.attention.name
-    # A pair's loss is not a sum over positions; a record's own gradient needs its logits.
-    whole = isinstance(task, Preference) or request.settings.differential is not None
+    # A pair's loss is not a sum over positions; a record's own gradient needs its logits; classes are few.
+    whole = isinstance(task, Preference | ImageClassification) or request.settings.differential is not None
     head = choose_head(
         dataclasses.replace(training, chunked_loss="never") if whole else training,
         inputs.config,
@@ -82,7 +84,9 @@ def choose_setup(request: RoundRequest, inputs: RoundInputs, ranks: Ranks) -> Se
         tokens=tokens,
         device=ranks.device.type,
     )
-    structure = inspect_model(inputs.config, task.factory, attention, tokens) if layout.units else None
+    pixels = inputs.dataset.manifest.pixels
+    image = pixels.shape if pixels is not None else None
+    structure = inspect_model(inputs.config, task.factory, attention, tokens, image=image) if layout.units else None
     seed, sequences = request.settings.seed, len(inputs.dataset.split("train"))
     loader = DataLoader(
         inputs.dataset,
@@ -115,6 +119,7 @@ def build_engine(request: RoundRequest, inputs: RoundInputs, setup: Setup, ranks
     with together(ranks):
         load_weights(held, inputs, inputs.received, request.settings.seed)
         verify_loaded(inputs)
+        check_variances(held.statistics)
     engine = Engine(held, layout, ranks, training, clock)
     engine.predicted_memory_bytes = expected
     return engine

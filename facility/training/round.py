@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.messages.privacy import WITHHELD
@@ -18,6 +19,7 @@ from facility.exchange.perplexity import perplexity
 from facility.exchange.seeds import derive
 from facility.launching.replica_notes import ReplicaNote, note_replica
 from facility.sync.protocol import Synchroniser
+from facility.training.batch_norm import average_statistics
 from facility.training.data.documents import check_separation
 from facility.training.data.inputs import RoundInputs
 from facility.training.data.preference import Preference
@@ -105,6 +107,7 @@ class Round:
             prepare_reference(self.request, self.inputs, self.engine, self.ranks)
         if self.saved.checkpoint is None:
             self.progress.loss_received = self.evaluate()
+            self.progress.accuracy_received = self.engine.accuracy
             if self.request.unsent is not None:
                 with together(self.ranks):
                     unsent = open_checkpoint(self.request.unsent)
@@ -112,7 +115,7 @@ class Round:
         else:
             log.info("resuming after step %d of %d", self.progress.done, self.request.training.steps)
         loss = self.progress.loss_received
-        log.info("received: loss %.4f, perplexity %.2f", loss, perplexity(loss))
+        log.info("received: %s", figures_of(loss, self.progress.accuracy_received))
         self.times.evaluated = time.perf_counter()
 
     def evaluate(self) -> float:
@@ -175,6 +178,7 @@ class Round:
                 self._checkpoint()
         finished = sync.finish()
         self._go_on_with(sync.members)
+        average_statistics(engine.assembly.statistics, self.ranks, self._averaging(finished))
         if not finished:
             self._checkpoint()
             reason = stop.reason or "requested by another rank"
@@ -251,6 +255,12 @@ class Round:
         self.sync.after_step(result.predictions)
         return result
 
+    def _averaging(self, finished: bool) -> dist.ProcessGroup | None:
+        """The ranks whose running statistics are averaged: all, or before the end those with the same weights."""
+        if finished or self.engine.together:
+            return self.ranks.group
+        return self.engine.assembly.model_group
+
     def _checkpoint(self) -> None:
         """Write a mid-round checkpoint of every replica."""
         request, progress, settings = self.request, self.progress, self.request.settings
@@ -263,6 +273,7 @@ class Round:
             skipped=self.engine.skipped,
             samples=self.sync.samples,
         )
+        average_statistics(self.engine.assembly.statistics, self.ranks, self._averaging(False))
         gathered = gather(self.ranks, [self.replica, dataclasses.asdict(mine)])
         first_of = {replica: state.ReplicaProgress(**found) for replica, found in gathered[::-1]}
         vectors = self.sync.state_dict()
@@ -273,6 +284,7 @@ class Round:
             round=request.round,
             base_sha256=self.inputs.base_sha256,
             loss_received=progress.loss_received,
+            accuracy_received=progress.accuracy_received,
             seconds=progress.seconds_before + time.perf_counter() - self.times.evaluated,
             interruptions=progress.interruptions,
             replicas=[first_of[replica] for replica in range(self.replicas)],
@@ -287,6 +299,7 @@ class Round:
             self.engine.optimizer,
             self.engine.parts,
             vectors=vectors,
+            statistics=self.engine.assembly.statistics,
             replica=self.replica,
             writes=self.writes or not self.engine.together,
         )
@@ -295,8 +308,15 @@ class Round:
         """Round the weights to the dtype they are sent in, then evaluate them."""
         self.show("evaluating")
         with together(self.ranks):
-            round_in_place(self.engine.parts, self.request.training.export_dtype)
-        self.loss_returned = self.evaluate()
-        log.info("returned: loss %.4f, perplexity %.2f", self.loss_returned, perplexity(self.loss_returned))
+            sent = [*self.engine.parts, *self.engine.assembly.statistics]
+            round_in_place(sent, self.request.training.export_dtype)
+        self.loss_returned, self.accuracy_returned = self.evaluate(), self.engine.accuracy
+        log.info("returned: %s", figures_of(self.loss_returned, self.accuracy_returned))
         self.times.evaluated_again = time.perf_counter()
         self.show("saving")
+
+
+def figures_of(loss: float, accuracy: float | None) -> str:
+    """What an evaluation found, for the log."""
+    told = f"loss {loss:.4f}, perplexity {perplexity(loss):.2f}"
+    return told if accuracy is None else f"{told}, accuracy {accuracy:.4f}"

@@ -18,6 +18,7 @@ from coordinator.model import convert
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.errors import CheckpointError, ConfigurationError, InputError
 from tests.pico import save_pico
+from tests.training.images import save_image_model
 
 ROOT = Path(__file__).resolve().parents[2]
 HOME = "it's a home"
@@ -304,6 +305,28 @@ def test_models_are_converted_checked_and_recognised(tmp_path: Path, family: str
     assert state(tmp_path / "out") == before
     with pytest.raises(InputError, match="was not made from"):
         convert(str(source), tmp_path / "out", dtype="float16", revision="main")
+
+
+def test_image_classifiers_are_converted_with_their_processor_and_can_get_a_new_head(tmp_path: Path):
+    from transformers import AutoConfig
+
+    source = save_image_model(tmp_path / "source", "vit")
+    told = convert(str(source), tmp_path / "same", dtype="float32", revision="main")
+    assert "loaded and evaluated" in told and "new head" not in told
+    processor = "preprocessor_config.json"
+    assert (tmp_path / "same" / processor).read_bytes() == (source / processor).read_bytes()
+    given, made = open_checkpoint(source), open_checkpoint(tmp_path / "same")
+    assert given.tensors.keys() == made.tensors.keys()
+    assert all(given.read(name).equal(made.read(name)) for name in given.tensors)
+    told = convert(str(source), tmp_path / "other", dtype="float32", revision="main", classes=["a", "b"])
+    assert "a new head of 2 classes" in told
+    assert AutoConfig.from_pretrained(tmp_path / "other").id2label == {0: "a", 1: "b"}
+    assert open_checkpoint(tmp_path / "other").tensors["classifier.weight"].shape[0] == 2
+    with pytest.raises(InputError, match="was not made from"):
+        convert(str(source), tmp_path / "other", dtype="float32", revision="main")
+    (source / processor).unlink()
+    with pytest.raises(InputError, match="holds no preprocessor_config.json"):
+        convert(str(source), tmp_path / "third", dtype="float32", revision="main")
 
 
 def test_models_that_cannot_be_used(tmp_path: Path):

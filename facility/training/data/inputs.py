@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from facility.dataset import PreparedDataset, open_dataset
+from facility.dataset import IMAGES, PreparedDataset, open_dataset
 from facility.exchange.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from facility.exchange.checkpoints.image_processor import image_processor_digest
 from facility.exchange.checkpoints.tokenizer import differ, tokenizer_digest
 from facility.exchange.errors import ConfigurationError, InputError, ManifestError
 from facility.exchange.files.streamed_digest import StreamedDigest
@@ -17,6 +18,7 @@ from facility.exchange.messages import manifest as manifests
 from facility.exchange.messages.settings import FacilitySettings
 from facility.preparing.tokenizer import load_tokenizer
 from facility.training.data.documents import check_positions
+from facility.training.data.images import check_processor, image_task, positions_of
 from facility.training.data.preference import Preference
 from facility.training.data.tasks import Task, task_for
 from facility.training.model import Attention, choose_attention, count_blocks, read_config
@@ -51,7 +53,14 @@ class RoundInputs:
 
     @property
     def block_tokens(self) -> int:
+        """What a sequence counts in reports: its tokens; 1 for an image."""
         return self.dataset.manifest.block_tokens
+
+    @property
+    def positions(self) -> int:
+        """Positions that the model computes of one sequence: its tokens, or the patches of an image."""
+        images = self.dataset.manifest.task == IMAGES
+        return positions_of(self.config) if images else self.block_tokens
 
 
 def read_inputs(request: RoundRequest, ranks: Ranks) -> RoundInputs:
@@ -64,9 +73,8 @@ def read_inputs(request: RoundRequest, ranks: Ranks) -> RoundInputs:
     config = read_config(base_model)
     check_inputs(request.round, request.out, request.settings, dataset, config)
     if ranks.first:
-        check_vocabulary(base_model, dataset)
-    preferring = dataset.manifest.task == "preference"
-    task: Task = Preference(request.training.preference) if preferring else task_for(dataset, config)
+        check_origin(base_model, dataset)
+    task = task_of(dataset, config, request)
     dtype = getattr(torch, request.training.compute_dtype)
     attention = choose_attention(config, task.factory, ranks.device, dtype, separate=task.separate)
     if task.separate:
@@ -82,6 +90,23 @@ def read_inputs(request: RoundRequest, ranks: Ranks) -> RoundInputs:
         attention=attention,
         blocks=count_blocks(config, task.factory, attention),
     )
+
+
+def task_of(dataset: PreparedDataset, config: Any, request: RoundRequest) -> Task:
+    """The task that the dataset was prepared for. Raises `InputError` where the model does not fit it."""
+    if dataset.manifest.task == "preference":
+        return Preference(request.training.preference)
+    if dataset.manifest.task == IMAGES:
+        return image_task(dataset, config, request.training.images)
+    return task_for(dataset, config)
+
+
+def check_origin(model: Path, dataset: PreparedDataset) -> None:
+    """Refuse a dataset that another tokenizer or image processor made than the model's. Raises `InputError`."""
+    if dataset.manifest.task == IMAGES:
+        check_processor(dataset, image_processor_digest(model))
+    else:
+        check_vocabulary(model, dataset)
 
 
 def read_model(

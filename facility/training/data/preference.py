@@ -17,16 +17,16 @@ from torch.nn import functional as F
 
 from facility.dataset import LOSS, START, PreparedDataset
 from facility.exchange.messages.preference import PreferenceSettings
-from facility.training.data.tasks import IGNORED, Batch, cross_entropy_sum, positions_within, token_ids
+from facility.training.data.tasks import IGNORED, Batch, TextTask, cross_entropy_sum, positions_within, token_ids
 
 EXTRA = 2
 """What targets hold after their ids: where the rejected answer begins, and the reference's difference (its bits)."""
 
 
-class Preference:
+class Preference(TextTask):
     """Tell a chosen answer from a rejected one."""
 
-    pools, separate = False, True
+    separate = True
 
     def __init__(self, settings: PreferenceSettings) -> None:
         self.settings = settings

@@ -47,6 +47,10 @@ class Task(Protocol):
     """Does the head choose a position by the token ids (the last that is not padding)?"""
     separate: bool
     """Do documents share a block without seeing each other?"""
+    main_input: str
+    """The input that a pipeline's first stage takes."""
+    answers: bool
+    """Is a prediction right or wrong, so that accuracy is reported?"""
 
     @property
     def factory(self) -> Any:
@@ -57,6 +61,26 @@ class Task(Protocol):
 
     def loss_sum(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Sum over predictions of the cross entropy in float32."""
+
+    def on_device(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What the model is called with, of inputs that are on its device."""
+
+    def correct(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Number of right answers, where `answers`."""
+
+
+class TextTask:
+    """What is alike in tasks on token ids."""
+
+    pools = separate = False
+    main_input = "input_ids"
+    answers = False
+
+    def on_device(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return inputs
+
+    def correct(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return (logits.argmax(-1) == targets).sum()
 
 
 def cross_entropy_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -69,10 +93,8 @@ def token_ids(dataset: PreparedDataset, split: str, indices: np.ndarray) -> torc
     return torch.from_numpy(np.asarray(dataset.split(split)[indices], dtype=np.int64))
 
 
-class CausalLM:
+class CausalLM(TextTask):
     """Predict the next token of every token of a block, or of those that the dataset marks."""
-
-    pools = False
 
     def __init__(self, *, marked: bool = False, separate: bool = False) -> None:
         """`marked`: the dataset says which tokens bear loss; `separate`: documents of a block attend to themselves
@@ -111,11 +133,9 @@ def positions_within(starts: torch.Tensor) -> torch.Tensor:
     return place - torch.where(starts, place, 0).cummax(dim=1).values
 
 
-class MaskedLM:
+class MaskedLM(TextTask):
     """Predict hidden tokens (Devlin et al. 2018, arXiv 1810.04805, section 3.1): 15 % of the tokens are asked for, of
     which 80 % are replaced by [MASK], 10 % by a random token, 10 % stay."""
-
-    pools = separate = False
 
     def __init__(self, mask_token: int, vocabulary: int, special: tuple[int, ...]) -> None:
         self.mask_token, self.vocabulary, self.special = mask_token, vocabulary, special
@@ -144,10 +164,10 @@ class MaskedLM:
         return cross_entropy_sum(logits, targets)
 
 
-class Classification:
+class Classification(TextTask):
     """Name the class of a text or of a pair of texts (MNLI's premise and hypothesis)."""
 
-    pools, separate = True, False
+    pools = answers = True
 
     def __init__(self, *, token_types: bool) -> None:
         self.token_types = token_types

@@ -18,6 +18,7 @@ from facility.exchange.checkpoints.checkpoint import Checkpoint
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.settings import TrainingSettings
 from facility.training import lora
+from facility.training.batch_norm import check_batch_norms, statistics_names
 from facility.training.blocks import find_blocks
 from facility.training.data.tasks import Task
 from facility.training.head import ChunkedHead
@@ -46,6 +47,8 @@ class Assembly:
     """Of every parameter of the whole model."""
     buffers: list[LocalShard]
     """Persistent buffers that the checkpoint holds (a router's correction bias): loaded, never trained."""
+    statistics: list[LocalShard]
+    """Those of them that training changes: running statistics of batch normalisation."""
     tied: list[LocalShard]
     """Parts whose gradient another rank holds too (a tied head away from its embedding)."""
     tied_group: dist.ProcessGroup | None
@@ -65,7 +68,9 @@ def build_meta_model(config: Any, task: Task, attention: Attention, settings: Tr
     """The whole model without memory: adapters in, what is frozen marked."""
     skeleton = build(config, task.factory, attention)
     if settings.lora.rank:
-        lora.inject(skeleton, settings.lora, classifies=task.pools)
+        lora.inject(skeleton, settings.lora, classifies=task.answers)
+    recomputes = settings.layout.activation_checkpointing != "none"
+    check_batch_norms(skeleton, adapters=bool(settings.lora.rank), recomputes=recomputes)
     for name, parameter in skeleton.named_parameters():
         if frozen(name, settings.freeze):
             parameter.requires_grad_(False)
@@ -90,6 +95,7 @@ def assemble(
     names = found.disk
     trained = {names[n]: tuple(p.shape) for n, p in skeleton.named_parameters() if p.requires_grad}
     parameters = sum(p.numel() for p in skeleton.parameters())
+    running = {found.conversion.same.get(lora.name_on_disk(name)) for name in statistics_names(skeleton)}
     sharder = Sharder(layout, ranks, settings, clock)
     tied: list[LocalShard] = []
     group: dist.ProcessGroup | None = None
@@ -113,6 +119,7 @@ def assemble(
         shapes=trained,
         names=found,
         buffers=buffers,
+        statistics=[part for part in buffers if part.name in running],
         tied=tied,
         tied_group=group,
         model_group=model_group(layout.grid, ranks),
@@ -220,7 +227,6 @@ def assemble_pipeline(stages: dict[int, Stage], structure: ModelStructure, task:
         schedule=layout.schedule,
         micro_batches=layout.shape.micro_batches[layout.grid.data_rank(sharder.ranks.rank)],
         micro_batch_sequences=layout.shape.micro_batch_sequences,
-        block_tokens=layout.block_tokens,
     )
 
 

@@ -23,12 +23,14 @@ class Compute(Protocol):
     """What this rank holds."""
     tells_loss: bool
     """Does this rank know the loss (is the head here)?"""
+    task: Task
 
     def train(self, batches: Sequence[Batch], weight: float) -> torch.Tensor:
         """Gradients of `weight` times the summed loss of all batches; returns the summed loss where it is known."""
 
-    def loss(self, batch: Batch) -> torch.Tensor:
-        """Summed loss of one batch without gradients, where it is known, else 0."""
+    def evaluate(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Summed loss of one batch and its number of right answers, without gradients; 0 where they are not known, and
+        no answers of a task that has none."""
 
 
 class Precision:
@@ -64,9 +66,10 @@ class Whole:
         self.modules: list[nn.Module] = [model]
         self.device = precision.device
 
-    def _forward(self, batch: Batch, model: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The summed loss, and the router's auxiliary loss where the model asks for one."""
+    def _forward(self, batch: Batch, model: nn.Module) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        """The summed loss; what the model returned, and the targets, on the device."""
         inputs = {name: value.to(self.device, non_blocking=True) for name, value in batch.inputs.items()}
+        inputs = self.task.on_device(inputs)
         targets = batch.targets.to(self.device, non_blocking=True)
         if self.chunked is not None:
             self.chunked.targets = targets
@@ -74,7 +77,7 @@ class Whole:
             output = model(**inputs)
         logits = output.logits
         loss = logits.float().sum() if self.chunked is not None else self.task.loss_sum(logits, targets)
-        return loss, router_loss(self.modules[0], output)
+        return loss, targets, output
 
     def train(self, batches: Sequence[Batch], weight: float) -> torch.Tensor:
         total = torch.zeros((), device=self.device)
@@ -82,12 +85,15 @@ class Whole:
             waits = self.replicated is not None and number < len(batches) - 1
             with self.replicated.no_sync() if self.replicated is not None and waits else nullcontext():
                 with self.clock("forward"):
-                    loss, balance = self._forward(batch, self.replicated or self.modules[0])
+                    loss, _, output = self._forward(batch, self.replicated or self.modules[0])
+                    balance = router_loss(self.modules[0], output)
                 with self.clock("backward"):
                     whole = loss if balance is None else loss + balance * batch.predictions
                     (whole * weight).backward()
             total += loss.detach()
         return total
 
-    def loss(self, batch: Batch) -> torch.Tensor:
-        return self._forward(batch, self.modules[0])[0]
+    def evaluate(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        loss, targets, output = self._forward(batch, self.modules[0])
+        none = torch.zeros((), device=self.device)
+        return loss, self.task.correct(output.logits, targets) if self.task.answers else none

@@ -37,16 +37,16 @@ class Pipeline:
         schedule: str,
         micro_batches: int,
         micro_batch_sequences: int,
-        block_tokens: int,
     ) -> None:
         self.stages, self.chunks, self.task, self.precision, self.clock = stages, chunks, task, precision, clock
         self.modules: list[nn.Module] = list(stages.values())
         self.tells_loss, self.takes_tokens = chunks - 1 in stages, 0 in stages
         self.group, self.device, self.structure = group, precision.device, structure
         self._weight = 1.0
-        shape = (micro_batch_sequences, block_tokens, structure.hidden)
+        shape = (micro_batch_sequences, structure.tokens, structure.hidden)
         activation = torch.empty(shape, dtype=precision.dtype, device="meta", requires_grad=True)
-        tokens = torch.empty(micro_batch_sequences, block_tokens, dtype=torch.int64, device="meta")
+        entering = (micro_batch_sequences, *structure.input_shape)
+        values = torch.empty(entering, dtype=structure.input_dtype, device="meta")
         self.chunked = any(stage.chunked is not None for stage in stages.values())
         result = (1,) if self.chunked else (micro_batch_sequences, *structure.logits)
         logits = torch.empty(result, dtype=torch.float32, device="meta", requires_grad=True)
@@ -57,7 +57,7 @@ class Pipeline:
                 chunks,
                 self.device,
                 group=group,
-                input_args=(tokens if index == 0 else activation,),
+                input_args=(values if index == 0 else activation,),
                 output_args=(logits if index == chunks - 1 else activation,),
             )
             for index, stage in stages.items()
@@ -86,11 +86,11 @@ class Pipeline:
         extra = {
             name: torch.cat([b.inputs[name] for b in batches]).to(self.device)
             for name in batches[0].inputs
-            if name != "input_ids"
+            if name != self.task.main_input
         }
         if self.task.pools and self.tells_loss:
             extra["token_ids"] = torch.cat([b.inputs["input_ids"] for b in batches]).to(self.device)
-        arguments = (torch.cat([b.inputs["input_ids"] for b in batches]).to(self.device),) if self.takes_tokens else ()
+        arguments = (self._entering(batches),) if self.takes_tokens else ()
         target = torch.cat([b.targets for b in batches]).to(self.device) if self.tells_loss else None
         if self.chunked:
             assert target is not None
@@ -101,22 +101,31 @@ class Pipeline:
             return torch.zeros((), device=self.device)
         return torch.stack([loss.detach() for loss in losses]).sum() / weight
 
-    def loss(self, batch: Batch) -> torch.Tensor:
+    def _entering(self, batches: Sequence[Batch]) -> torch.Tensor:
+        """What the first stage is called with."""
+        name = self.task.main_input
+        values = torch.cat([batch.inputs[name] for batch in batches]).to(self.device)
+        return self.task.on_device({name: values})[name]
+
+    def evaluate(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """One forward pass from chunk to chunk; each rank waits for its turn."""
-        extra = {n: v.to(self.device) for n, v in batch.inputs.items() if n != "input_ids"}
-        sequences, tokens = batch.inputs["input_ids"].shape
+        name = self.task.main_input
+        extra = {n: v.to(self.device) for n, v in batch.inputs.items() if n != name}
+        sequences, tokens = len(batch.inputs[name]), self.structure.tokens
+        if name == "input_ids":
+            tokens = batch.inputs[name].shape[1]
         targets = batch.targets.to(self.device)
         if self.chunked:
             extra["targets"] = targets
         if self.task.pools and self.tells_loss:
             extra["token_ids"] = batch.inputs["input_ids"].to(self.device)
         pending: list[dist.Work | None] = []
-        result = torch.zeros((), device=self.device)
+        result = right = torch.zeros((), device=self.device)
         output = result
         row, rows = dist.get_rank(self.group), dist.get_world_size(self.group)
         for index, stage in self.stages.items():
             if index == 0:
-                value = batch.inputs["input_ids"].to(self.device)
+                value = self._entering([batch])
             elif index - 1 in self.stages:
                 value = output
             else:
@@ -128,9 +137,10 @@ class Pipeline:
                 output = stage(value, **extra)
             if index == self.chunks - 1:
                 result = self._loss_sum(output, targets)
+                right = self.task.correct(output, targets) if self.task.answers else right
             elif index + 1 not in self.stages:
                 pending.append(dist.isend(output, group=self.group, group_dst=(row + 1) % rows))
         for work in pending:
             if work is not None:
                 work.wait()
-        return result
+        return result, right

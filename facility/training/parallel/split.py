@@ -40,6 +40,26 @@ class ModelStructure:
     """Width of the activation between blocks."""
     logits: tuple[int, ...]
     """Shape of the logits after the batch dimension, for one block of tokens."""
+    tokens: int
+    """Positions of the activation between blocks."""
+    image: tuple[int, int, int] | None = None
+    """Channels, height and width of what an image model takes; None: token ids."""
+    entry: str = ""
+    """Image models, which take no embeddings: the module whose output the first block is called with."""
+
+    @property
+    def main_input(self) -> str:
+        """What the first stage's input is called."""
+        return "pixel_values" if self.image else "input_ids"
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Of one sequence or image, as the first stage takes it."""
+        return self.image or (self.tokens,)
+
+    @property
+    def input_dtype(self) -> torch.dtype:
+        return torch.float32 if self.image else torch.int64
 
     @property
     def units(self) -> int:
@@ -58,6 +78,8 @@ class ForwardPass:
 
     own: list[str]
     """Modules outside the blocks that have parameters of their own."""
+    entry: str = ""
+    """The outermost module that returned what the first block was called with; empty: none did."""
     before: list[str] = field(default_factory=list)
     """Those of them that ran before the first block."""
     after: list[str] = field(default_factory=list)
@@ -67,10 +89,13 @@ class ForwardPass:
     """What the first block returned."""
 
 
-def inspect_model(config: Any, factory: Any, attention: str, tokens: int) -> ModelStructure:
+def inspect_model(
+    config: Any, factory: Any, attention: str, tokens: int, *, image: tuple[int, int, int] | None = None
+) -> ModelStructure:
     """Run one forward pass without memory or arithmetic (FakeTensor) and note what runs when.
 
-    Raises `InputError` for a model that cannot be split into stages.
+    `image`: channels, height and width of what an image model takes. Raises `InputError` for a model that cannot be
+    split into stages.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -78,10 +103,15 @@ def inspect_model(config: Any, factory: Any, attention: str, tokens: int) -> Mod
     config.use_cache = False
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         model = build_without_values(config, factory, attention)
+        check_batch_norm(model)
         name, blocks = find_blocks(model)
         ran = watch_forward(model, name, blocks[0])
-        logits = forward_without_values(model, tokens)
+        logits = forward_without_values(model, tokens, image)
     check_activation(ran, f"{type(model).__name__} cannot be split into stages: looked for {name}[0]")
+    if image and not ran.entry:
+        raise InputError(
+            f"{type(model).__name__} cannot be split into stages: {name}[0] is not called with what one module returns"
+        )
     output = ran.output
     early = tuple(n for n in ran.own if n in ran.before and n not in ran.after)
     structure = ModelStructure(
@@ -92,8 +122,11 @@ def inspect_model(config: Any, factory: Any, attention: str, tokens: int) -> Mod
         tuple_length=len(output) if isinstance(output, tuple) else 0,
         hidden=ran.hidden.shape[-1],
         logits=tuple(logits.shape[1:]),
+        tokens=ran.hidden.shape[1],
+        image=image,
+        entry=ran.entry if image else "",
     )
-    try_stages(config, factory, attention, structure, tokens)
+    try_stages(config, factory, attention, structure)
     return structure
 
 
@@ -115,20 +148,41 @@ def build_without_values(config: Any, factory: Any, attention: str) -> Any:
     return model
 
 
+def check_batch_norm(model: nn.Module) -> None:
+    """Refuse batch normalisation: a stage would take its statistics over one micro-batch after the other."""
+    if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
+        raise InputError(
+            f"{type(model).__name__} cannot be split into stages: it normalises over the batch, of which a stage sees "
+            "one micro-batch at a time; train it with layout.stages 1"
+        )
+
+
 def watch_forward(model: nn.Module, blocks: str, first: nn.Module) -> ForwardPass:
     """Hooks that note what runs when; `first`: the first of the modules named `blocks`."""
     own = [n for n, m in model.named_modules() if m._parameters and not n.startswith(blocks + ".")]
+    around = {blocks.rsplit(".", depth)[0] for depth in range(blocks.count(".") + 1)}
+    outside = [n for n, _ in model.named_modules() if n and n not in around and not n.startswith(blocks + ".")]
     ran, begun = ForwardPass(own=own), False
+    returned: list[tuple[str, Any]] = []
 
     def first_block(module: nn.Module, args: tuple, kwargs: dict) -> None:
         nonlocal begun
         ran.hidden, begun = args[0] if args else kwargs.get("hidden_states"), True
+        ran.entry = min((name for name, output in returned if output is ran.hidden), key=len, default="")
+        returned.clear()
 
     def block_output(module: nn.Module, args: tuple, output: Any) -> None:
         ran.output = output
 
     first.register_forward_pre_hook(first_block, with_kwargs=True)
     first.register_forward_hook(block_output)
+    for name in outside:
+
+        def keep(module: nn.Module, args: tuple, output: Any, name: str = name) -> None:
+            if not begun:
+                returned.append((name, output))
+
+        model.get_submodule(name).register_forward_hook(keep)
     for name in own:
 
         def note(module: nn.Module, args: tuple, output: Any, name: str = name) -> None:
@@ -138,9 +192,11 @@ def watch_forward(model: nn.Module, blocks: str, first: nn.Module) -> ForwardPas
     return ran
 
 
-def forward_without_values(model: Any, tokens: int) -> torch.Tensor:
-    """Logits of one block of tokens. Raises `InputError`."""
+def forward_without_values(model: Any, tokens: int, image: tuple[int, int, int] | None) -> torch.Tensor:
+    """Logits of one block of tokens, or of one image. Raises `InputError`."""
     try:
+        if image:
+            return model(pixel_values=torch.zeros(1, *image, dtype=torch.bfloat16)).logits
         return model(input_ids=torch.zeros(1, tokens, dtype=torch.int64)).logits
     except Exception as error:  # whatever a family's own code raises where values are asked of a tensor without any
         raise InputError(
@@ -154,13 +210,15 @@ def check_activation(ran: ForwardPass, looked: str) -> None:
     if not isinstance(ran.hidden, torch.Tensor):
         raise InputError(f"{looked} being called with the activation first, found {type(ran.hidden).__name__}")
     first = ran.output[0] if isinstance(ran.output, tuple) else ran.output
+    if ran.hidden.dim() != 3:
+        raise InputError(f"{looked} being called with an activation of three dimensions, found {ran.hidden.dim()}")
     if not isinstance(first, torch.Tensor) or first.shape != ran.hidden.shape:
         raise InputError(
             f"{looked} returning an activation of shape {tuple(ran.hidden.shape)}, found {type(ran.output).__name__}"
         )
 
 
-def try_stages(config: Any, factory: Any, attention: str, structure: ModelStructure, tokens: int) -> None:
+def try_stages(config: Any, factory: Any, attention: str, structure: ModelStructure) -> None:
     """Run two stages cut in the middle, on the meta device.
 
     Raises `InputError` where a stage needs a module that it does not hold. Whatever cannot be decided without
@@ -169,7 +227,7 @@ def try_stages(config: Any, factory: Any, attention: str, structure: ModelStruct
     from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
     middle = structure.units // 2
-    value = torch.zeros(1, tokens, dtype=torch.int64)
+    value = torch.zeros(1, *structure.input_shape, dtype=torch.bfloat16 if structure.image else torch.int64)
     for first, end in ((0, middle), (middle, structure.units)):
         with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
             model = factory.from_config(config, dtype=torch.bfloat16, attn_implementation=attention).eval()
@@ -199,6 +257,7 @@ class PassThrough(nn.Module):
     def __init__(self, *, embedding: bool = False, tuple_length: int = 0) -> None:
         super().__init__()
         self.embedding, self.tuple_length = embedding, tuple_length
+        self.weight = torch.zeros(0)  # no parameter; image models ask the first layer for the dtype of its weight
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.embedding:
@@ -249,6 +308,10 @@ class Stage(nn.Module):
         elif first == 1:
             self._received: torch.Tensor | None = None
             self._enter(blocks[0])
+        if structure.entry and first > 0:
+            entry = model.get_submodule(structure.entry)
+            entry.forward = lambda *args, **kwargs: self._entered  # type: ignore[method-assign]
+        self._entered: torch.Tensor | None = None
         self._embeds: torch.Tensor | None = None
         if self.is_last and not self.is_first:
             self._enter_base(model.get_submodule(str(model.base_model_prefix)))
@@ -299,7 +362,7 @@ class Stage(nn.Module):
         if self.chunked is not None:
             self.chunked.targets = targets
         if self.is_first:
-            inputs = {"input_ids": value, **kwargs}
+            inputs = {self.structure.main_input: value, **kwargs}
         else:
             if self._inject is not None:
                 self._inject.received = value
@@ -307,7 +370,9 @@ class Stage(nn.Module):
                 self._received = value
             kept: dict[str, Any] = {name: kwargs[name] for name in ("attention_mask", "position_ids") if name in kwargs}
             inputs = {"inputs_embeds": value, **kept}
-            if self.is_last:
+            if self.structure.entry:
+                self._entered, inputs = value, {self.structure.main_input: value}
+            elif self.is_last:
                 self._embeds = value if token_ids is not None else None
                 inputs |= {"input_ids": token_ids, "inputs_embeds": None} if token_ids is not None else {}
         if self.is_last:

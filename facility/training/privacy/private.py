@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from facility.dataset import IMAGES
 from facility.exchange.errors import InputError
 from facility.exchange.messages.privacy import DifferentialSettings, PrivacyReport, check_layout
 from facility.exchange.privacy.accounting import epsilon_of
@@ -47,6 +48,11 @@ class PrivateTraining:
         assert settings is not None
         self.request, self.settings, self.engine, self.ranks = request, settings, engine, ranks
         check_layout(request.training.layout, ranks=ranks.world)
+        if inputs.dataset.manifest.task == IMAGES:
+            raise InputError(
+                "images are not trained with differential privacy: batch normalisation lets the records of a batch see "
+                "each other, and image models without it are not told apart yet; remove privacy.differential"
+            )
         if request.bundle is not None:
             raise InputError("models are compared block by block, without the noise that the settings promise: refused")
         if asks_for_router_loss(inputs.config):

@@ -150,7 +150,7 @@ def measure(engine: Engine, inputs: RoundInputs, ranks: Ranks, split: str) -> np
     for begin in range(0, count, rows * readers):
         first = begin + mine * rows
         indices = np.arange(first, first + rows).clip(max=count - 1)  # every rank makes as many forward passes
-        values = engine.compute.loss(task.batch(inputs.dataset, split, indices, [0] * rows))
+        values = engine.compute.evaluate(task.batch(inputs.dataset, split, indices, [0] * rows))[0]
         if engine.compute.tells_loss and first < count:
             real = min(rows, count - first)
             found[first : first + real] = values[:real].double().cpu()

@@ -28,6 +28,8 @@ class RoundProgress:
     samples: float = 0.0
     """What the policy between replicas counted before an interruption."""
     loss_received: float = math.nan
+    accuracy_received: float | None = None
+    """Share of right answers; None for a task that has none."""
     interruptions: int = 0
     seconds_before: float = 0.0
     """Training time before interruptions."""
@@ -65,7 +67,13 @@ def restore(
     if found is not None:
         with together(ranks):
             state.load_checkpoint(
-                request.state, found, engine.optimizer, engine.parts, replica=replica, replicas=replicas
+                request.state,
+                found,
+                engine.optimizer,
+                engine.parts,
+                statistics=engine.assembly.statistics,
+                replica=replica,
+                replicas=replicas,
             )
         here = found.progress_of(replica, replicas)
         engine.scale, engine.skipped = here.scale, here.skipped
@@ -76,6 +84,7 @@ def restore(
             losses=here.losses,
             samples=here.samples,
             loss_received=found.loss_received,
+            accuracy_received=found.accuracy_received,
             interruptions=found.interruptions + 1,
             seconds_before=found.seconds,
         )

@@ -84,6 +84,7 @@ class MidRoundCheckpoint:
     base_sha256: str
     """Digest of the received model: a pause is of use for the same model only."""
     loss_received: float
+    accuracy_received: float | None = None
     seconds: float
     """Training time so far."""
     interruptions: int
@@ -238,6 +239,7 @@ def save_checkpoint(
     parts: Sequence[LocalShard],
     *,
     vectors: dict[str, torch.Tensor],
+    statistics: Sequence[LocalShard] = (),
     replica: int,
     writes: bool,
 ) -> None:
@@ -252,9 +254,11 @@ def save_checkpoint(
         for name, shape in shapes.items()
         for kind, whole in [*kept(name, shape), ("weight", shape)]
     ]
+    running = weights_of(statistics)
+    tensors += [(f"replica-{number}.{p.name}", p.shape) for number in range(len(pause.replicas)) for p in running]
     mine = []
     if writes:
-        mine = [*moments_of(optimizer, parts), *pieces_of(parts, vectors), *weights_of(parts)]
+        mine = [*moments_of(optimizer, parts), *pieces_of(parts, vectors), *weights_of(parts), *running]
     publish(directory / PAUSED, ranks, tensors, of_replica(replica, [p for p in mine if not p.copy]), pause)
 
 
@@ -291,6 +295,7 @@ def load_checkpoint(
     optimizer: Optimizer,
     parts: Sequence[LocalShard],
     *,
+    statistics: Sequence[LocalShard] = (),
     replica: int,
     replicas: int,
 ) -> None:
@@ -299,7 +304,7 @@ def load_checkpoint(
     sources = [replica] if written == replicas else list(range(written))
     steps = pause.progress_of(replica, replicas).optimizer_steps
     load_moments(directory / PAUSED, optimizer, parts, steps, replica=sources[0])
-    checkpoint, weights = open_checkpoint(directory / PAUSED), weights_of(parts)
+    checkpoint, weights = open_checkpoint(directory / PAUSED), weights_of([*parts, *statistics])
     load_shards(of_replica(sources[0], weights), checkpoint)
     for part in weights if len(sources) > 1 else ():
         total, other = part.tensor.double(), torch.empty_like(part.tensor)

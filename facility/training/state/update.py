@@ -72,7 +72,7 @@ def write_update(
             write_shards(temporary, slots, mine, conversion)
         barrier(ranks)
         return
-    for name in sorted(set(slots) - names.known):  # buffers and the like
+    for name in sorted(set(slots) - names.known - {part.name for part in mine}):  # buffers and the like
         mine.append(shard_of(name, torch.nn.Parameter(checkpoint.read(name), requires_grad=False)))
     with new_directory(out) as temporary:
         broadcast(ranks, str(temporary))
@@ -127,6 +127,7 @@ def write_evaluation(
     load: float,
     evaluate: float,
     add: Callable[[Path], None] = lambda directory: None,
+    accuracy: float | None = None,
 ) -> None:
     """Leave the final model's loss here as an update without weights. `add`: completes its manifest."""
     peak = max(gather(ranks, account.peak_memory_bytes(ranks)))
@@ -151,6 +152,7 @@ def write_evaluation(
                     seconds=reports.Seconds(load=load, evaluate=evaluate),
                     devices=[device_name(ranks.device)],
                     versions=account.versions(),
+                    details=reports.accuracies(received=accuracy),
                 ),
             )
             manifests.write_manifest(

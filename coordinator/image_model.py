@@ -1,0 +1,125 @@
+"""An initial image classifier in the form that a federation sends: with its image processor, and perhaps a new head."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from facility.exchange.checkpoints.checkpoint import open_checkpoint
+from facility.exchange.checkpoints.conversion import check_names
+from facility.exchange.checkpoints.image_processor import FILE, normalisation, read_processor
+from facility.exchange.errors import CheckpointError, InputError, TryAgain
+from facility.exchange.files.durable import new_directory
+
+SUFFIX = "ForImageClassification"
+HEAD = ("classifier", "head", "fc")
+"""How families call the layer that a new set of classes replaces."""
+SIDE = 224
+"""Of the image by which a model that takes any size is tried."""
+
+
+def is_image_classifier(source: str, revision: str) -> bool:
+    """Does config.json name an image classifier? False where it cannot be read: the caller's loading tells why."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
+    except (OSError, ValueError, KeyError):
+        return False
+    return any(str(name).endswith(SUFFIX) for name in config.architectures or ())
+
+
+def save_image_classifier(source: str, out: Path, *, dtype: str, revision: str, classes: Sequence[str]) -> str:
+    """Fill the directory `out` with the model and its image processor, and try both; returns what was done.
+
+    `classes`: give it a head for these, random where the source's has other classes; none: the source's own. Raises
+    `InputError` for a source that is none, `TryAgain` when the hub cannot be reached.
+    """
+    model, fresh = loaded(source, dtype=dtype, revision=revision, classes=classes)
+    model.save_pretrained(out)
+    copy_processor(source, out, revision=revision)
+    evaluate(out, source)
+    check_names(out)
+    checkpoint = open_checkpoint(out)
+    told = f"{checkpoint.parameters:,} parameters, {checkpoint.bytes / 1e9:.3g} GB in {dtype}"
+    head = f"; a new head of {len(classes)} classes" if fresh else ""
+    return f"{told}{head}; loaded and evaluated, every tensor has its place"
+
+
+def loaded(source: str, *, dtype: str, revision: str, classes: Sequence[str]) -> tuple[Any, bool]:
+    """The model, and whether its head is new. Raises `InputError`, `TryAgain`."""
+    import torch
+    from transformers import AutoModelForImageClassification
+
+    names: dict[str, Any] = {}
+    if classes:
+        names = {"num_labels": len(classes), "id2label": dict(enumerate(classes))}
+        names |= {"label2id": {name: number for number, name in enumerate(classes)}, "ignore_mismatched_sizes": True}
+    torch.manual_seed(0)
+    try:
+        model, found = AutoModelForImageClassification.from_pretrained(
+            source,
+            dtype=getattr(torch, dtype),
+            revision=revision,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+            **names,
+        )
+    except OSError as error:
+        kind = InputError if Path(source).exists() else TryAgain
+        raise kind(f"{source} could not be loaded: {str(error).splitlines()[0]}") from None
+    except ValueError as error:
+        raise InputError(
+            f"{source} is not an image classifier that transformers knows: {str(error).splitlines()[0]}"
+        ) from None
+    new = sorted({*found["missing_keys"], *(str(item[0]) for item in found.get("mismatched_keys", ()))})
+    if strange := [name for name in new if not (classes and any(part in HEAD for part in name.split(".")))]:
+        raise InputError(
+            f"{source} holds no weights for {strange[0]!r} ({len(strange)} in all), which its config.json asks for: "
+            "transformers would fill them at random; take a checkpoint of the whole classifier, or give --classes"
+        )
+    return model, bool(new)
+
+
+def copy_processor(source: str, out: Path, *, revision: str) -> None:
+    """Copy `preprocessor_config.json` as it is: facilities prepare their images by it. Raises `InputError`."""
+    from transformers.utils.hub import cached_file
+
+    try:
+        found = cached_file(source, FILE, revision=revision)
+    except OSError:
+        found = None
+    if found is None:
+        raise InputError(f"{source} holds no {FILE}: facilities need it to bring images to the model's size; add it")
+    shutil.copyfile(found, out / FILE)
+
+
+def evaluate(directory: Path, source: str) -> None:
+    """Evaluate the saved model on a grey image. Raises `CheckpointError` for values that are not finite."""
+    import torch
+    from transformers import AutoModelForImageClassification
+
+    model = AutoModelForImageClassification.from_pretrained(directory, dtype="auto")
+    channels = int(getattr(model.config, "num_channels", 3))
+    size = getattr(model.config, "image_size", SIDE)
+    height, width = (size, size) if isinstance(size, int) else size
+    raw = read_processor(directory)
+    assert raw is not None
+    normalisation(raw, channels=channels, where=str(directory / FILE))
+    with torch.no_grad():
+        logits = model.eval()(pixel_values=torch.zeros(1, channels, height, width, dtype=model.dtype)).logits
+    if not torch.isfinite(logits.float()).all():
+        raise CheckpointError(
+            f"{source} gives values that are not finite; use another --dtype (float16 overflows easily)"
+        )
+
+
+def convert_images(source: str, out: Path, stamp: str, *, dtype: str, revision: str, classes: Sequence[str]) -> str:
+    """Make the directory `out`, which appears whole, with the note `stamp` on what it was made from."""
+    with new_directory(out) as temporary:
+        told = save_image_classifier(source, temporary, dtype=dtype, revision=revision, classes=classes)
+        (temporary / "source.json").write_text(stamp)
+    return f"{out}: {told}"

@@ -1,0 +1,79 @@
+"""Running statistics of batch normalisation: each rank's own while it trains, averaged where they leave it.
+
+Every rank normalises by the images that it holds (no statistics are exchanged within a step), and its running mean and
+variance follow those. Before weights are evaluated, kept or sent, the ranks take the mean of them. Running statistics
+are exponential averages, linear in what they saw: averaging them earlier as well changes nothing at the end.
+
+The counter `num_batches_tracked` is only read by a batch norm without momentum. It is a whole number, which no rule
+averages: it stays as received.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from facility.exchange.checkpoints.running_statistics import AVERAGED
+from facility.exchange.errors import ConfigurationError, InputError
+from facility.training.processes.ranks import Ranks
+from facility.training.shards import LocalShard
+
+
+def batch_norms(model: nn.Module) -> dict[str, _BatchNorm]:
+    """The batch norms that keep running statistics, by name."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, _BatchNorm) and module.track_running_stats
+    }
+
+
+def statistics_names(model: nn.Module) -> set[str]:
+    """Names in the model of the buffers that are averaged."""
+    return {name + end for name in batch_norms(model) for end in AVERAGED}
+
+
+def check_batch_norms(model: nn.Module, *, adapters: bool, recomputes: bool) -> None:
+    """Refuse batch norms whose statistics would be lost or wrong. Raises `ConfigurationError` or `InputError`."""
+    found = batch_norms(model)
+    if found and adapters:
+        raise ConfigurationError(
+            f"training.lora sends adapters alone, and {type(model).__name__} has running statistics of batch "
+            "normalisation, which change in training: train the whole model"
+        )
+    if found and recomputes:
+        raise ConfigurationError(
+            f"layout.activation_checkpointing runs blocks twice, and the running statistics of {type(model).__name__} "
+            "would count every batch twice: set it to none"
+        )
+    if odd := next((name for name, module in found.items() if module.momentum is None), None):
+        raise InputError(
+            f"{odd} is a batch norm without momentum: its running statistics depend on a counter that is not "
+            "averaged; give it a momentum"
+        )
+
+
+def check_variances(statistics: Sequence[LocalShard]) -> None:
+    """Refuse variances below zero. Raises `InputError`."""
+    for part in statistics:
+        if part.name.endswith("running_var") and bool((part.tensor < 0).any()):
+            raise InputError(
+                f"the received {part.name} holds a variance below zero, which no batch norm has: take another model"
+            )
+
+
+@torch.no_grad()
+def average_statistics(statistics: Sequence[LocalShard], ranks: Ranks, group: dist.ProcessGroup | None) -> None:
+    """Replace the running statistics on every rank of the group by their mean; None: all ranks."""
+    if ranks.world == 1 or not statistics:
+        return
+    group = dist.group.WORLD if group is None else group
+    flat = torch.cat([part.tensor.reshape(-1) for part in statistics]).double()
+    dist.all_reduce(flat, group=group)
+    flat /= dist.get_world_size(group)
+    for part, piece in zip(statistics, flat.split([part.tensor.numel() for part in statistics]), strict=True):
+        part.tensor.copy_(piece.view_as(part.tensor))
