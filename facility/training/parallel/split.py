@@ -20,6 +20,7 @@ from torch import nn
 from facility.exchange.errors import InputError
 from facility.training.blocks import find_blocks
 from facility.training.head import ChunkedHead
+from facility.training.parallel.without_values import build_without_values, check_batch_norm, sentence
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +103,7 @@ def inspect_model(
     config = copy.deepcopy(config)
     config.use_cache = False
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        model = build_without_values(config, factory, attention)
+        model = build_without_values(config, factory, attention, initialised=image is None)
         check_batch_norm(model)
         name, blocks = find_blocks(model)
         ran = watch_forward(model, name, blocks[0])
@@ -128,33 +129,6 @@ def inspect_model(
     )
     try_stages(config, factory, attention, structure)
     return structure
-
-
-def build_without_values(config: Any, factory: Any, attention: str) -> Any:
-    """The model of FakeTensors. Raises `InputError` for one that needs values, or has no base model."""
-    from torch._subclasses.fake_tensor import DataDependentOutputException
-
-    try:
-        model = factory.from_config(config, dtype=torch.bfloat16, attn_implementation=attention).eval()
-    except DataDependentOutputException as error:
-        raise InputError(
-            f"a {config.model_type} cannot be split into stages: it cannot be built without values "
-            f"({_sentence(error)}); train it with layout.stages 1"
-        ) from None
-    if getattr(model, getattr(model, "base_model_prefix", "") or "-", None) is None:
-        raise InputError(
-            f"{type(model).__name__} cannot be split into stages: looked for its base model under `base_model_prefix`"
-        )
-    return model
-
-
-def check_batch_norm(model: nn.Module) -> None:
-    """Refuse batch normalisation: a stage would take its statistics over one micro-batch after the other."""
-    if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
-        raise InputError(
-            f"{type(model).__name__} cannot be split into stages: it normalises over the batch, of which a stage sees "
-            "one micro-batch at a time; train it with layout.stages 1"
-        )
 
 
 def watch_forward(model: nn.Module, blocks: str, first: nn.Module) -> ForwardPass:
@@ -201,7 +175,7 @@ def forward_without_values(model: Any, tokens: int, image: tuple[int, int, int] 
     except Exception as error:  # whatever a family's own code raises where values are asked of a tensor without any
         raise InputError(
             f"{type(model).__name__} cannot be split into stages: its forward pass cannot be followed without values "
-            f"({_sentence(error)}); train it with layout.stages 1"
+            f"({sentence(error)}); train it with layout.stages 1"
         ) from None
 
 
@@ -230,7 +204,7 @@ def try_stages(config: Any, factory: Any, attention: str, structure: ModelStruct
     value = torch.zeros(1, *structure.input_shape, dtype=torch.bfloat16 if structure.image else torch.int64)
     for first, end in ((0, middle), (middle, structure.units)):
         with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-            model = factory.from_config(config, dtype=torch.bfloat16, attn_implementation=attention).eval()
+            model = build_without_values(config, factory, attention, initialised=structure.image is None)
             try:
                 value = Stage(model, structure, first, end, torch.bfloat16)(value)
             except DataDependentOutputException:
@@ -238,12 +212,8 @@ def try_stages(config: Any, factory: Any, attention: str, structure: ModelStruct
             except Exception as error:  # whatever a family's own code raises without the modules that it looks for
                 raise InputError(
                     f"{type(model).__name__} cannot be split into stages: one that holds units {first} to {end - 1} "
-                    f"alone cannot run ({_sentence(error)}); train it with layout.stages 1"
+                    f"alone cannot run ({sentence(error)}); train it with layout.stages 1"
                 ) from None
-
-
-def _sentence(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]:.160}"
 
 
 def as_block_returns(value: Any, tuple_length: int) -> Any:

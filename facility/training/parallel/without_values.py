@@ -1,0 +1,48 @@
+"""A model without memory or arithmetic (FakeTensor), by which it is found out how it can be cut."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from facility.exchange.errors import InputError
+
+
+def build_without_values(config: Any, factory: Any, attention: str, *, initialised: bool) -> Any:
+    """The model of FakeTensors; not `initialised`: without drawing its weights, which looks at values in image models.
+
+    Raises `InputError` for one that needs values, or has no base model.
+    """
+    from torch._subclasses.fake_tensor import DataDependentOutputException
+    from transformers.initialization import no_init_weights
+
+    try:
+        with nullcontext() if initialised else no_init_weights():
+            model = factory.from_config(config, dtype=torch.bfloat16, attn_implementation=attention).eval()
+    except DataDependentOutputException as error:
+        raise InputError(
+            f"a {config.model_type} cannot be split into stages: it cannot be built without values "
+            f"({sentence(error)}); train it with layout.stages 1"
+        ) from None
+    if getattr(model, getattr(model, "base_model_prefix", "") or "-", None) is None:
+        raise InputError(
+            f"{type(model).__name__} cannot be split into stages: looked for its base model under `base_model_prefix`"
+        )
+    return model
+
+
+def check_batch_norm(model: nn.Module) -> None:
+    """Refuse batch normalisation: a stage would take its statistics over one micro-batch after the other."""
+    if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
+        raise InputError(
+            f"{type(model).__name__} cannot be split into stages: it normalises over the batch, of which a stage sees "
+            "one micro-batch at a time; train it with layout.stages 1"
+        )
+
+
+def sentence(error: Exception) -> str:
+    """An exception's class and first line, for a message."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]:.160}"
