@@ -67,10 +67,10 @@ def frozen(name: str, patterns: list[str]) -> bool:
 def build_meta_model(config: Any, task: Task, attention: Attention, settings: TrainingSettings) -> nn.Module:
     """The whole model without memory: adapters in, what is frozen marked."""
     skeleton = build(config, task.factory, attention)
-    if settings.lora.rank:
-        lora.inject(skeleton, settings.lora, classifies=task.answers)
     recomputes = settings.layout.activation_checkpointing != "none"
     check_batch_norms(skeleton, adapters=bool(settings.lora.rank), recomputes=recomputes)
+    if settings.lora.rank:
+        lora.inject(skeleton, settings.lora, classifies=task.answers)
     for name, parameter in skeleton.named_parameters():
         if frozen(name, settings.freeze):
             parameter.requires_grad_(False)
