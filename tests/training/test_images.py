@@ -18,10 +18,10 @@ from torch.nn import functional as F
 from facility.exchange.messages.images import ImageSettings
 from facility.exchange.messages.report import read_report
 from facility.exchange.messages.settings import TrainingSettings
+from facility.exchange.seeds import derive
 from facility.training.data.images import augmented
 from facility.training.data.order import SampleOrder
 from facility.training.schedule import learning_rate
-from facility.training.seeds import derive
 from tests.training.federation import largest_difference, weights
 from tests.training.images import CLASSES, PROCESSOR, SIDE, save_image_model, write_images
 from tests.training.layouts import FOUR, TWO, arguments, rounds_in
