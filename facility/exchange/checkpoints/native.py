@@ -91,8 +91,8 @@ def _load(path: Path) -> ctypes.CDLL:
     found = ctypes.CDLL(str(path))
     number, size, real, pointer = ctypes.c_int, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
     double = ctypes.c_double
-    masked = (size, pointer, number, pointer, number, real, double, double, double, size, pointer, size)
-    masked += (pointer, pointer, pointer)
+    quantised = (size, pointer, number, pointer, number, real, double, double, double, size, pointer, size)
+    masked = (*quantised, pointer, pointer, pointer)
     for name, result, arguments in (
         ("widen", None, (size, pointer, number, pointer)),
         ("narrow", number, (size, pointer, pointer)),

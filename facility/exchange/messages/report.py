@@ -143,9 +143,15 @@ def accuracies(*, received: float | None, returned: float | None = None) -> dict
 
 def accuracies_of(report: Report) -> tuple[float | None, float | None]:
     """The accuracy of the received and the returned model; None: not told, or no share."""
-    told = [report.details.get(name) for name in ACCURACIES]
-    received, returned = (float(x) if type(x) in (int, float) and 0 <= x <= 1 else None for x in told)
+    received, returned = (_share(report.details.get(name)) for name in ACCURACIES)
     return received, returned
+
+
+def _share(told: object) -> float | None:
+    """A number between 0 and 1; None: it is none."""
+    if isinstance(told, bool) or not isinstance(told, int | float):
+        return None
+    return float(told) if 0 <= told <= 1 else None
 
 
 def read_failure(directory: Path) -> Failure | None:

@@ -94,11 +94,10 @@ class Decoder:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of Pillow's, on what is refused below or harmless
-                image = Image.open(io.BytesIO(data), formats=FORMATS)
-                self._check(image, name)
-                image.load()
-                image = ImageOps.exif_transpose(image)
-                return image.convert("RGB" if self.channels == 3 else "L")
+                stored = Image.open(io.BytesIO(data), formats=FORMATS)
+                self._check(stored, name)
+                stored.load()
+                return ImageOps.exif_transpose(stored).convert("RGB" if self.channels == 3 else "L")
         except DatasetError:
             raise
         except Image.DecompressionBombError:
