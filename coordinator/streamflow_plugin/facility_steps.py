@@ -16,6 +16,7 @@ from typing import Any
 from streamflow.core.utils import get_entity_ids, get_tag
 from streamflow.core.workflow import CommandOutput, Job, Port, Status, Token
 from streamflow.cwl import command as cwl_command
+from streamflow.cwl import utils as cwl_utils
 from streamflow.cwl.command import CWLCommand
 from streamflow.cwl.processor import CWLCommandOutput
 from streamflow.cwl.step import CWLExecuteStep, CWLTransferStep
@@ -34,6 +35,7 @@ from coordinator.streamflow_plugin.checksums import KnownChecksums
 from coordinator.streamflow_plugin.closing import Closing, closing_of_run
 from coordinator.streamflow_plugin.errand import Errand
 from coordinator.streamflow_plugin.lanes import TransferFailed
+from coordinator.streamflow_plugin.listings import PARAMETERS, unlisted
 from coordinator.streamflow_plugin.patient import step_of
 from coordinator.streamflow_plugin.staging import Staged, scheduling, storage_usages, unmoved
 from coordinator.streamflow_plugin.targets import check_target
@@ -221,6 +223,7 @@ def install() -> None:
         == ["self", "job", "output_name", "output_port", "command_output", "connector"]
         and list(inspect.signature(CWLTransferStep.transfer).parameters) == ["self", "job", "token"]
         and list(inspect.signature(remotepath._file_checksum_local).parameters) == ["path"]
+        and list(inspect.signature(cwl_utils.update_file_token).parameters) == PARAMETERS
     )
     if not known:
         raise RuntimeError(
@@ -228,6 +231,7 @@ def install() -> None:
             "install streamflow==0.2.0rc3"
         )
     cwl_command.StreamFlowPath = output_path
+    cwl_utils.update_file_token = unlisted(cwl_utils.update_file_token)
     remotepath._file_checksum_local = KnownChecksums(remotepath._file_checksum_local)
     closing = closing_of_run()
     remotepath.get_storage_usages = storage_usages(remotepath.get_storage_usages)
