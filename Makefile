@@ -5,8 +5,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(abspath $(VENV))/bin
 DEMO := .crossfed/demo
-# Processes that run tests side by side: one more than the cores, for half of the suite's time is waiting.
-WORKERS ?= $(shell echo $$(( $$(nproc 2>/dev/null || echo 2) + 1 )))
+# Processes that run tests side by side: two more than the cores, for much of the suite's time is waiting.
+WORKERS ?= $(shell echo $$(( $$(nproc 2>/dev/null || echo 2) + 2 )))
 export PATH := $(BIN):$(PATH)
 # Byte code and the compiled kernel are kept, whatever the shell says: a start of Python costs a second less.
 unexport PYTHONDONTWRITEBYTECODE

@@ -102,11 +102,12 @@ def test_no_dataset_file_leaves_its_facility(undisturbed: Path):
 
 
 @shared
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "moments",
     [
         pytest.param(("receiving",), id="once"),
-        pytest.param(("round 0: b_2 training", "receiving", "averaging"), id="thrice", marks=pytest.mark.slow),
+        pytest.param(("round 0: b_2 training", "receiving", "averaging"), id="thrice"),
     ],
 )
 def test_killed_anywhere_the_same_command_ends_with_the_same_weights(

@@ -11,6 +11,7 @@ from tests.bench.large_models import SHAPES, write_adapters, write_model, write_
 from tests.bench.rehearsal import LORA, rehearse
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["perturb", "adapters"])
 def test_a_rehearsal_runs_to_its_end_within_the_stated_disks(kind: str, tmp_path: Path):
     found = rehearse(tmp_path, kind, "tiny", facilities=2, rounds=2)

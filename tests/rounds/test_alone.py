@@ -38,6 +38,7 @@ def job(place: Path, sent: Path, dataset: Path, settings: Path) -> Path:
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [{}, {"lora": {"rank": 2}}], ids=["whole", "adapters"])
 def test_rounds_alone_are_one_long_round(lora: dict[str, object], tmp_path: Path, pico_llama: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -153,11 +153,12 @@ def test_a_late_update_is_its_own_step_added_to_the_present_model(tmp_path: Path
     """The same federation with the late update made in time from the present model gives the same model."""
     made = []
     for when in ("late", "in time"):
-        federation = begun(tmp_path / when, aggregation={"rule": rule, "staleness_exponent": 0.0})
-        federation.close("ab", {"a": {"move": 0.25}, "b": {"move": 0.5}})
+        federation = begun(tmp_path / when, names="abcd", aggregation={"rule": rule, "staleness_exponent": 0.0})
+        moves = {"a": {"move": 0.25}, "b": {"move": 0.5}, "d": {"move": 0.375}}  # three, for the rules that need them
+        federation.close("abd", moves)
         if when == "in time":
             del federation.at_work["c"]
-        federation.close("abc", {"a": {"move": 0.25}, "b": {"move": 0.5}, "c": {"move": 0.25}})
+        federation.close("abcd", moves | {"c": {"move": 0.25}})
         made.append(values(federation.model))
         assert federation.used("c") == [0 if when == "late" else 1]
     late, present = made

@@ -59,6 +59,7 @@ def queue(tmp_path: Path) -> str:
     return f"{programs}:{os.environ['PATH']}"
 
 
+@pytest.mark.slow
 def test_a_facility_is_set_up_once_and_checked_through_its_queue(tmp_path: Path, queue: str):
     home = tmp_path / HOME
     text = tmp_path / "text.txt"

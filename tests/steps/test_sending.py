@@ -155,7 +155,7 @@ def test_signed_rounds_encoded_both_ways_and_a_facility_that_lost_its_models(tmp
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / name)], check=True)
         signers.append(f"{name} {(tmp_path / f'{name}.pub').read_text()}")
     (tmp_path / "allowed").write_text("".join(signers))
-    training = {"encoding": encoding, "export_dtype": "float32"}
+    training = {"encoding": encoding, "export_dtype": "float32", "optimizer_state": "personal"}
     path = write_federation(
         tmp_path,
         ["a", "b"],

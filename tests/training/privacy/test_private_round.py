@@ -90,6 +90,7 @@ def told(directory: Path) -> tuple[Report, Any]:
     return report, found
 
 
+@pytest.mark.slow
 def test_what_leaves_a_round_is_noised_or_withheld_and_counted(tmp_path: Path, pico_llama: Path, dataset: Path):
     """Noise is added once, whatever the ranks: its norm is known, for it is far larger than the clipped sum."""
     settings = settings_of(tmp_path / "settings.json", **TOGETHER)
@@ -128,6 +129,7 @@ def test_the_last_step_of_all_rounds_ends_at_the_stated_epsilon_and_no_further_o
     assert not (tmp_path / "again").exists() and Ledger(state=tmp_path / "state").count("training") == 9
 
 
+@pytest.mark.slow
 def test_a_killed_round_has_paid_for_every_step_and_goes_on_with_more_noise(
     tmp_path: Path, pico_llama: Path, dataset: Path
 ):
