@@ -11,7 +11,7 @@ export PATH := $(BIN):$(PATH)
 # Byte code and the compiled kernel are kept, whatever the shell says: a start of Python costs a second less.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help env demo test readme wheel test-all testbed docs slow coverage lint format render clean
+.PHONY: help env demo test readme wheel test-all testbed docs slow nightly coverage lint format render clean
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
 
@@ -27,17 +27,20 @@ demo: env ## Two facilities on this machine fine-tune one small model for five r
 	python -m coordinator.demo --out $(DEMO)
 	crossfed run --federation workflow/federation.yml
 
-test: env ## The test suite (about 8 minutes on 2 cores).
+test: env ## The test suite (about 7 minutes on 2 cores).
 	python -m pytest -n $(WORKERS) --dist loadgroup -m 'not testbed and not slow and not readme'
 
 readme: env ## Runs the commands of README and documentation in clean clones, the demo with them.
 	python -m pytest -m readme
 
-test-all: env ## Everything: default suite, slow laws, README and documentation, testbed.
-	$(MAKE) test slow readme docs testbed
+test-all: env ## Everything: default suite, slow and longest laws, README and documentation, testbed.
+	$(MAKE) test slow nightly readme docs testbed
 
 slow: env ## The long laws: layouts, policies, faults, simulator beside reality.
-	python -m pytest -n $(WORKERS) --dist loadgroup --timeout 900 -m 'slow and not testbed and not readme'
+	python -m pytest -n $(WORKERS) --dist loadgroup --timeout 900 -m 'slow and not nightly and not testbed and not readme'
+
+nightly: env ## The longest: every family, every cause of a fault, further federations.
+	python -m pytest -n $(WORKERS) --dist loadgroup --timeout 3600 -m 'nightly and not testbed and not readme'
 
 testbed: env ## Two rounds over real sshd and real Slurm on this machine (root, Debian packages).
 	python -m pytest -m 'testbed and not slow'

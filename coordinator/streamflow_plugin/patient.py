@@ -12,6 +12,7 @@ import importlib
 import logging
 import shlex
 from collections.abc import Callable, Collection, MutableSequence
+from contextvars import ContextVar
 from typing import Any, ClassVar, TypeVar, cast
 
 from streamflow.core.deployment import ExecutionLocation
@@ -32,10 +33,18 @@ PATIENCE_SECONDS = 3600.0
 """How long a scheduler may be silent."""
 HELD_UP_SECONDS = 60.0
 """A question that took longer waited for the connection or the login."""
+BROKE = 255
+"""Exit code of a line whose answer was lost, as ssh gives it; no scheduler answers so."""
 REFUSED = "refused-"
 """Begins the id of a job that the facility's gate did not take."""
 
 T = TypeVar("T")
+may_be_repeated: ContextVar[bool] = ContextVar("may_be_repeated", default=True)
+"""May a command whose answer was lost be given again? Not a submission: the job may be in the queue."""
+
+
+class ConnectionBroke(WorkflowExecutionException):
+    """The connection to a login node ended before a command's answer came: whether it ran is not known."""
 
 
 class PatientQueue(QueueManagerConnector):
@@ -72,9 +81,12 @@ class PatientQueue(QueueManagerConnector):
         return self.behind if self._gate is None else cast(BatchScheduler, Gated(self.behind))
 
     async def _shell(self, location: ExecutionLocation, line: str) -> tuple[str, int]:
-        """Run a shell line at the login node; returns all that it printed, and its code."""
+        """Run a shell line at the login node; returns all that it printed, and its code: `BROKE` for a lost answer."""
         start = asyncio.get_running_loop().time()
-        answer = await self.run(location=location, command=[self.scheduler.line(line)], capture_output=True)
+        try:
+            answer = await self.run(location=location, command=[self.scheduler.line(line)], capture_output=True)
+        except ConnectionBroke as error:
+            answer = str(error), BROKE
         if (took := asyncio.get_running_loop().time() - start) > HELD_UP_SECONDS:
             self._held_up += took
         return answer if answer is not None else ("", 1)
@@ -216,7 +228,8 @@ class PatientQueue(QueueManagerConnector):
             try:
                 text = await self._submit(command, environment, job_name, location, workdir, **rest)
             except WorkflowExecutionException as error:
-                if not self.scheduler.is_silence(str(error)) or self._now() > deadline:
+                silence = isinstance(error, ConnectionBroke) or self.scheduler.is_silence(str(error))
+                if not silence or self._now() > deadline:
                     raise
                 tell(
                     f"{self.scheduler.title} of {self.deployment_name} takes no job now ({str(error)[-200:]}); "
@@ -243,9 +256,18 @@ class PatientQueue(QueueManagerConnector):
         if self._gate is None:
             # A queue on this machine would hand the coordinator's own environment to the job.
             environment = (environment or {}) | dict.fromkeys((VARIABLE, LOG, DATABASE), "''")
-            return await super()._run_batch_command(
-                command=command, environment=environment, job_name=job_name, location=location, workdir=workdir, **rest
-            )
+            once = may_be_repeated.set(False)
+            try:
+                return await super()._run_batch_command(
+                    command=command,
+                    environment=environment,
+                    job_name=job_name,
+                    location=location,
+                    workdir=workdir,
+                    **rest,
+                )
+            finally:
+                may_be_repeated.reset(once)
         try:
             stdout = rest.get("stdout")
             return await self._gate.submit_job(

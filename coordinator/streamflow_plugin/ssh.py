@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import shlex
 import time
@@ -28,7 +27,7 @@ from coordinator.streamflow_plugin.dialect import SHELL, ShellDialect
 from coordinator.streamflow_plugin.job_progress import JobWatch, asking, watched
 from coordinator.streamflow_plugin.lanes import BLOCK_BYTES, CHANNELS, MOST_OUTPUT, TransferFailed, worth
 from coordinator.streamflow_plugin.last_words import error_in
-from coordinator.streamflow_plugin.patient import step_of, tell
+from coordinator.streamflow_plugin.patient import ConnectionBroke, may_be_repeated, step_of, tell
 from coordinator.streamflow_plugin.patient_login import REFUSED, PatientLogin
 from coordinator.streamflow_plugin.swift import SwiftLane, swift_lanes
 from coordinator.streamflow_plugin.tree import pull, push
@@ -39,6 +38,8 @@ COMMAND_BYTES = 1 << 20
 """What is kept of a command's answer: its end."""
 COMMAND_SECONDS = 3600
 STREAMS = 8
+ATTEMPTS = 3
+"""Of a command whose connection breaks before it has answered."""
 """Connections of one transfer unless `maxConnections` asks for more."""
 JOBS = 1 << 16
 """More than ever run at once: the login node's own cores say nothing about a facility's jobs."""
@@ -92,6 +93,10 @@ class CarefulContext(SSHContext):
             raise
 
 
+class AnswerLost(ConnectionResetError):
+    """The connection ended while a command's answer was awaited."""
+
+
 class BoundedReader:
     """A shell's output; more than `MOST_OUTPUT` bytes in answer to one command are an error, not kept."""
 
@@ -99,7 +104,10 @@ class BoundedReader:
         self._reader, self._count = reader, 0
 
     async def read(self, size: int) -> bytes:
-        block = await self._reader.read(size)
+        try:
+            block = await self._reader.read(size)
+        except asyncssh.Error as error:
+            raise AnswerLost(str(error)) from error
         self._count += len(block)
         if self._count > MOST_OUTPUT:
             raise WorkflowExecutionException(f"a command answered more than {MOST_OUTPUT} bytes")
@@ -218,9 +226,12 @@ class ParallelSSHConnector(SSHConnector):
         capture_output: bool,
         timeout: int | None,
     ) -> tuple[str, int] | None:
-        """A command in the open shell; with `stdin`, or where the shell cannot be had, in a session of its own."""
+        """A command in the open shell; with `stdin`, or where the shell cannot be had, in a session of its own.
+
+        Raises `ConnectionBroke` where its answer was lost, and it may not be given again or that was of no help.
+        """
         if stdin is None:
-            with contextlib.suppress(WorkflowExecutionException):
+            try:
                 return await run_in_shell(
                     shell=await self.get_shell(command=["sh"], location=location),
                     location=location,
@@ -230,11 +241,15 @@ class ParallelSSHConnector(SSHConnector):
                     capture_output=capture_output,
                     timeout=timeout or COMMAND_SECONDS,
                 )
+            except WorkflowExecutionException as error:
+                if isinstance(error.__cause__, AnswerLost) and not may_be_repeated.get():
+                    raise ConnectionBroke(f"the connection to {self.deployment_name} broke during a command") from error
         text = self._get_command(location, command, environment, workdir, stdin)
-        said, code = await self.end_of(location, text, COMMAND_BYTES, timeout or COMMAND_SECONDS)
-        if code is None:
-            raise WorkflowExecutionException(f"the connection to {self.deployment_name} broke during `{text:.100}`")
-        return (said, code) if capture_output else None
+        for _ in range(ATTEMPTS if stdin is None and may_be_repeated.get() else 1):
+            said, code = await self.end_of(location, text, COMMAND_BYTES, timeout or COMMAND_SECONDS)
+            if code is not None:
+                return (said, code) if capture_output else None
+        raise ConnectionBroke(f"the connection to {self.deployment_name} broke during `{text:.100}`")
 
     async def end_of(
         self, location: ExecutionLocation, text: str, most: int, timeout: int | None
@@ -253,6 +268,8 @@ class ParallelSSHConnector(SSHConnector):
                 raise WorkflowExecutionException(
                     f"{self.deployment_name} did not answer `{text:.100}` within {timeout} s"
                 ) from None
+            except asyncssh.Error:
+                return said.decode(errors="replace").strip(), None
         return said.decode(errors="replace").strip(), result.returncode
 
     def job_line(self, command: str) -> str:

@@ -16,6 +16,7 @@ from tests.engine.causes import KILLED, REPORTING, STEPS, measure_all
 TABLE = Path(__file__).parents[2] / "docs" / "reference" / "faults.json"
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_each_cause_is_told_and_the_same_command_recovers(tmp_path: Path):

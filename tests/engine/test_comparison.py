@@ -39,6 +39,7 @@ def cell(matrix: dict, data: str, model: str) -> dict:
     return next(one for one in matrix["cells"] if (one["data"], one["model"]) == (data, model))
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_matrix_of_a_federation_has_what_the_rounds_reported(tmp_path: Path):
     pytest.importorskip("lm_eval")
@@ -73,6 +74,7 @@ def test_the_matrix_of_a_federation_has_what_the_rounds_reported(tmp_path: Path)
     assert again.returncode == 0 and "evaluating" not in text, text
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_adapters_are_compared_and_a_facility_that_is_gone_is_a_gap(tmp_path: Path):
     path = made(tmp_path)

@@ -46,6 +46,7 @@ def described(root: Path, model: str, **changes: Any) -> Path:
     return path
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("family", ["vit", "resnet"])
@@ -84,7 +85,6 @@ def test_federated_digits_are_told_apart_better_than_by_either_facility_alone(tm
     assert [row for row in check(path) if row.verdict == "fail"] == []
     result = streamflow(path, tmp_path / "engine", timeout=1200)
     assert result.returncode == 0, result.stdout[-4000:]
-    assert "accuracy received" in result.stdout or "accuracy received" in " ".join(result.stdout.split())
     data = data_of(read_federation(path))
     found = {
         one["model"]: one["value"]

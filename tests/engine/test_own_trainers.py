@@ -21,6 +21,7 @@ from tests.federations import write_federation
 TRAINERS = {"plain": "plain_torch_trainer", "hugging": "hugging_face_trainer", "ours": None}
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_one_facility_on_each_trainer_makes_one_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = write_federation(tmp_path, list(TRAINERS))

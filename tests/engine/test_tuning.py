@@ -97,8 +97,15 @@ LORA = {"lora": {"rank": 4}, "learning_rate": 2e-2}
 
 
 @pytest.mark.slow  # a federation each; the trainer's laws on conversations and preferences are in tests/training
-@pytest.mark.parametrize("training", [{}, LORA], ids=["whole", "lora"])
-@pytest.mark.parametrize("task", ["chat", "preference"])
+@pytest.mark.parametrize(
+    ("task", "training"),
+    [
+        pytest.param("chat", {}, id="chat-whole"),
+        pytest.param("chat", LORA, id="chat-lora", marks=pytest.mark.nightly),
+        pytest.param("preference", {}, id="preference-whole", marks=pytest.mark.nightly),
+        pytest.param("preference", LORA, id="preference-lora", marks=pytest.mark.nightly),
+    ],
+)
 def test_facilities_tune_one_model_and_publish_it(tmp_path: Path, task: str, training: dict[str, Any]):
     path = federation(tmp_path, task, **training)
     assert not [row for row in check(path, link=False) if row.verdict == "fail"]

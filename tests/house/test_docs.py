@@ -75,6 +75,7 @@ def test_every_page_is_in_the_table_of_contents():
 
 
 @pytest.mark.readme
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("page", [page for page in PAGES if EXECUTED.search(page.read_text())], ids=lambda p: p.stem)
 def test_the_commands_of_a_page_run_as_written(page: Path, tmp_path: Path):
     """All blocks of a page, one after the other: the demo's in a clean clone, others in an empty folder."""

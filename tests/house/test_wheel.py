@@ -94,6 +94,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installe
     return Installed(wheel, tmp_path_factory.mktemp("installed"))
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.timeout(1800 if INSTALL else 600)
 def test_a_federation_of_two_facilities_runs_from_the_wheel(installed: Installed, tmp_path: Path):
@@ -109,6 +110,7 @@ def test_a_federation_of_two_facilities_runs_from_the_wheel(installed: Installed
     assert "<html" in (tmp_path / "report.html").read_text()
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_commands_of_a_new_user_work_in_any_folder(installed: Installed, tmp_path: Path):
     refused = installed.run("crossfed", "run", cwd=tmp_path, code=2)

@@ -55,6 +55,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]  # three facilities, 
 SECONDS = 600.0
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("training", "rule"), [({}, "mean"), ({"lora": {"rank": 2}}, "nesterov")], ids=["full-mean", "lora-nesterov"]
 )
@@ -91,6 +92,7 @@ def test_killed_at_each_step_the_same_command_completes_the_same_rounds(tmp_path
     assert [row["status"] for row in rows] == ["ok"] * 3
 
 
+@pytest.mark.nightly
 def test_noised_at_the_facility_and_masked_on_the_way(tmp_path: Path):
     """Killed once while updates come in: gamma's noised update is masked anew, and nothing is spent for that."""
     budget = {"epsilon": 8.0, "delta": 1e-3, "unit": "block"}
@@ -116,7 +118,10 @@ def test_noised_at_the_facility_and_masked_on_the_way(tmp_path: Path):
     assert "secure aggregation in 1 of 1 rounds" in result.stdout and "privacy of alpha: epsilon" in result.stdout
 
 
-@pytest.mark.parametrize("module", ["facility.keys", "facility.train", "facility.unmask"])
+@pytest.mark.parametrize(
+    "module",
+    ["facility.train", *(pytest.param(f"facility.{name}", marks=pytest.mark.nightly) for name in ("keys", "unmask"))],
+)
 def test_whichever_process_of_a_facility_is_killed_the_round_is_of_the_others(tmp_path: Path, module: str):
     """SIGKILL, at once and each time: before it has keys, while it trains, and before it answers."""
     path = make(tmp_path, rounds=1)

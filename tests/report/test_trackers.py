@@ -54,6 +54,7 @@ def with_packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return python
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("tracker", ["mlflow", "wandb"])

@@ -34,6 +34,7 @@ def laws_kept(module: str, place: Path, capsys: pytest.CaptureFixture[str]) -> d
     return laws
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("module", ["plain_torch_trainer", "hugging_face_trainer", "facility.train"])
 def test_the_examples_and_our_own_trainer_keep_the_contract(module: str, tmp_path: Path, capsys, monkeypatch):

@@ -148,7 +148,7 @@ def test_a_model_with_other_tensors_is_sent_whole_and_says_so(archive: Archive, 
 
 @pytest.mark.skipif(not shutil.which("ssh-keygen"), reason="ssh-keygen is absent")
 @pytest.mark.slow
-@pytest.mark.parametrize("encoding", ["delta-int8", "sparse"])
+@pytest.mark.parametrize("encoding", ["delta-int8", pytest.param("sparse", marks=pytest.mark.nightly)])
 def test_signed_rounds_encoded_both_ways_and_a_facility_that_lost_its_models(tmp_path: Path, encoding: str):
     signers = []
     for name in "ab":

@@ -205,6 +205,7 @@ def test_bert_in_stages_under_partial_reduce(tmp_path: Path):
     bert_under(tmp_path, ["partial_reduce", "adpsgd"], world=4, layout=LAYOUTS["pipelined"])
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_bert_in_four_stages_under_every_policy(tmp_path: Path):
     """SD-PIPE's experiment in small; longer than a minute: eight processes, nine policies."""

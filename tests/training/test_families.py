@@ -49,6 +49,7 @@ def test_rows_without_an_end_of_text_are_refused_before_an_encoder_decoder_class
     assert found.word == "refused" and "needs as many of them" in found.reason
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("task", list(TITLES))
 def test_every_family_is_as_the_documentation_says(tmp_path: Path, task: str):

@@ -97,6 +97,7 @@ def test_the_canary_tells_no_more_than_is_stated_and_far_more_without_noise():
     assert planned <= EPSILON and none > 2 * EPSILON, (planned, none)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_an_audit_of_many_runs_finds_out_noise_that_is_too_small():
     planned, too_little, none = audited(2000, 1.0, 0.2, 0.0)

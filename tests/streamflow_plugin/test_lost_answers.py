@@ -1,0 +1,141 @@
+"""A connection that ends while an answer is awaited: questions are asked again, a submission is never given twice."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import asyncssh
+import pytest
+from streamflow.core.exception import WorkflowExecutionException
+from streamflow.deployment.shell import BaseShell
+
+from coordinator.schedulers.slurm import Slurm
+from coordinator.streamflow_plugin.patient import BROKE, ConnectionBroke, connector_for, may_be_repeated
+from coordinator.streamflow_plugin.ssh import BoundedReader, ParallelSSHConnector
+
+HERE = SimpleNamespace(name="login", deployment="facility_a", service=None)
+
+
+class Lost:
+    """A stream of a connection that is lost while it is read."""
+
+    async def read(self, size: int) -> bytes:
+        raise asyncssh.ConnectionLost("Connection lost")
+
+    async def write(self, data: bytes) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+
+class LosingShell(BaseShell):
+    """An open shell at a login node whose connection is lost after the command was sent."""
+
+    def __init__(self) -> None:
+        super().__init__(command=["sh"], buffer_size=64)
+        self._reader, self._writer = BoundedReader(Lost()), Lost()
+
+    async def _close(self) -> None:
+        pass
+
+
+def connector(answers: list[int | None]) -> Any:
+    """A login node whose shell is lost; sessions of their own end with these codes, None: lost as well."""
+    shell = LosingShell()
+
+    async def get_shell(**_: Any) -> LosingShell:
+        return shell
+
+    async def end_of(*_: Any) -> tuple[str, int | None]:
+        return "said", answers.pop(0)
+
+    return SimpleNamespace(
+        deployment_name="facility_a", get_shell=get_shell, end_of=end_of, _get_command=lambda *_: "squeue", shell=shell
+    )
+
+
+def given(login: Any, stdin: Any = None) -> Any:
+    return asyncio.run(ParallelSSHConnector._command(login, HERE, ["squeue"], None, None, stdin, True, 5))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_a_question_is_asked_again_and_the_lost_shell_is_closed(lost: int):
+    login = connector([None] * lost + [0])
+    assert given(login) == ("said", 0) and login.shell._closed
+
+
+def test_a_login_that_loses_every_answer_is_told_as_such():
+    with pytest.raises(ConnectionBroke, match="facility_a broke"):
+        given(connector([None] * 3))
+
+
+def test_what_may_not_be_repeated_is_given_once():
+    login = connector([0])
+    token = may_be_repeated.set(False)
+    try:
+        with pytest.raises(ConnectionBroke):
+            given(login)
+    finally:
+        may_be_repeated.reset(token)
+
+
+def test_a_session_that_is_lost_has_no_code():
+    class Process:
+        stdout = Lost()
+
+    @asynccontextmanager
+    async def session(**_: Any):
+        yield Process()
+
+    login = SimpleNamespace(_get_ssh_client_process=session, deployment_name="facility_a")
+    assert asyncio.run(ParallelSSHConnector.end_of(login, HERE, "date", 9, 5)) == ("", None)  # type: ignore[arg-type]
+
+
+def queue(run: Any, **more: Any) -> Any:
+    """A connector of Slurm with this way to the login node, never deployed."""
+    made = object.__new__(connector_for(Slurm()))
+    made.__dict__ |= {"_held_up": 0.0, "run": run, "deployment_name": "facility_a"} | more
+    return made
+
+
+def test_a_lost_answer_about_jobs_is_silence_and_no_end():
+    async def run(**_: Any) -> Any:
+        raise ConnectionBroke("the connection to facility_a broke during `squeue`")
+
+    made = queue(run, connector=SimpleNamespace())
+    assert asyncio.run(made._shell(HERE, "squeue"))[1] == BROKE
+    states = asyncio.run(made._states(["7"], HERE))
+    assert states == {} and Slurm().ended(states, ["7"]) == []
+
+
+def test_a_submission_whose_answer_was_lost_is_looked_for_and_not_given_twice(monkeypatch):
+    from coordinator.streamflow_plugin import patient
+
+    listed, submitted = [[], [SimpleNamespace(id="41")]], []
+
+    async def submit(*_: Any, **__: Any) -> str:
+        submitted.append(1)
+        raise ConnectionBroke("the connection to facility_a broke during a command")
+
+    async def jobs_named(*_: Any) -> Any:
+        return listed.pop(0)
+
+    more = {"_submit": submit, "_jobs_named": jobs_named, "_name": lambda _: "cf-a", "pollingInterval": 0}
+    more |= {"_outputs": {}, "_steps": {}, "_watch": lambda *_: None, "connector": SimpleNamespace()}
+    monkeypatch.setattr(patient, "tell", lambda *_: None)
+    made = queue(None, **more)
+    assert asyncio.run(made._run_batch_command("job", None, "/rounds/train_a/0", HERE)) == "41"
+    assert submitted == [1]
+
+
+def test_an_error_of_the_submission_itself_is_no_silence():
+    async def submit(*_: Any, **__: Any) -> str:
+        raise WorkflowExecutionException("sbatch: error: invalid account")
+
+    made = queue(None, _submit=submit, _name=lambda _: "", connector=SimpleNamespace())
+    with pytest.raises(WorkflowExecutionException, match="invalid account"):
+        asyncio.run(made._run_batch_command("job", None, "/rounds/train_a/0", HERE))
