@@ -36,8 +36,8 @@ readme: env ## Runs the commands of README and documentation in clean clones, th
 test-all: env ## Everything: default suite, slow and longest laws, README and documentation, testbed.
 	$(MAKE) test slow nightly readme docs testbed
 
-slow: env ## The long laws: layouts, policies, faults, simulator beside reality.
-	python -m pytest -n $(WORKERS) --dist loadgroup --timeout 900 -m 'slow and not nightly and not testbed and not readme'
+slow: env ## The long laws: layouts, policies, faults, simulator beside reality. SLOW="FILE ...": these alone.
+	python -m pytest -n $(WORKERS) --dist loadgroup --timeout 900 $(SLOW) -m 'slow and not nightly and not testbed and not readme'
 
 nightly: env ## The longest: every family, every cause of a fault, further federations.
 	python -m pytest -n $(WORKERS) --dist loadgroup --timeout 3600 -m 'nightly and not testbed and not readme'
