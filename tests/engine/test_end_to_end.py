@@ -95,7 +95,7 @@ def test_no_dataset_file_leaves_its_facility(undisturbed: Path):
     for database in databases:
         with sqlite3.connect(database) as connection:
             dump = "\n".join(connection.iterdump())
-        assert "manifest.json" in dump  # the database does name files of directories that are staged
+        assert '"Directory"' in dump  # the database does hold what is staged, by directory
         for path, content in contents.items():
             assert path.name not in dump
             assert hashlib.sha1(content).hexdigest() not in dump and hashlib.sha256(content).hexdigest() not in dump
