@@ -10,7 +10,6 @@ from collections.abc import Callable, MutableMapping, MutableSequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import asyncssh
 from streamflow.core.deployment import ExecutionLocation, Shell
@@ -23,9 +22,10 @@ from streamflow.log_handler import logger
 from coordinator.config.deployments import FACILITY
 from coordinator.events.event import emit
 from coordinator.schedulers.scheduler import OUTPUT_BYTES, step_code
+from coordinator.streamflow_plugin.bounded_reader import AnswerLost, BoundedReader
 from coordinator.streamflow_plugin.dialect import SHELL, ShellDialect
 from coordinator.streamflow_plugin.job_progress import JobWatch, asking, watched
-from coordinator.streamflow_plugin.lanes import BLOCK_BYTES, CHANNELS, MOST_OUTPUT, TransferFailed, worth
+from coordinator.streamflow_plugin.lanes import BLOCK_BYTES, CHANNELS, TransferFailed, worth
 from coordinator.streamflow_plugin.last_words import error_in
 from coordinator.streamflow_plugin.patient import ConnectionBroke, may_be_repeated, step_of, tell
 from coordinator.streamflow_plugin.patient_login import REFUSED, PatientLogin
@@ -91,42 +91,6 @@ class CarefulContext(SSHContext):
             if self._login is not None:
                 self._login.tell_unreachable(self.get_hostname(), error)
             raise
-
-
-class AnswerLost(ConnectionResetError):
-    """The connection ended while a command's answer was awaited."""
-
-
-class BoundedReader:
-    """A shell's output; more than `MOST_OUTPUT` bytes in answer to one command are an error, not kept."""
-
-    def __init__(self, reader: Any) -> None:
-        self._reader, self._count = reader, 0
-
-    async def read(self, size: int) -> bytes:
-        try:
-            block = await self._reader.read(size)
-        except asyncssh.Error as error:
-            raise AnswerLost(str(error)) from error
-        self._count += len(block)
-        if self._count > MOST_OUTPUT:
-            raise WorkflowExecutionException(f"a command answered more than {MOST_OUTPUT} bytes")
-        return bytes(block)
-
-    async def close(self) -> None:
-        await self._reader.close()
-
-    @staticmethod
-    def reset_by(writer: Any, reader: BoundedReader) -> Any:
-        """The writer, each of whose writes begins a command."""
-        write = writer.write
-
-        async def begin(data: Any) -> None:
-            reader._count = 0
-            await write(data)
-
-        writer.write = begin
-        return writer
 
 
 class ParallelSSHConnector(SSHConnector):

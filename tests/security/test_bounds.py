@@ -14,7 +14,7 @@ from streamflow.deployment.connector.queue_manager import SlurmConnector
 
 from coordinator.archive.rounds import Archive
 from coordinator.schedulers.registry import schedulers
-from coordinator.streamflow_plugin import lanes, ssh
+from coordinator.streamflow_plugin import bounded_reader, lanes, ssh
 from coordinator.streamflow_plugin.lanes import TransferFailed, check_pace
 from coordinator.streamflow_plugin.patient import connector_for
 from coordinator.streamflow_plugin.tree import read_listing
@@ -84,14 +84,14 @@ class Endless:
 
 
 def test_what_a_command_answers_is_bounded_anew_for_each(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(ssh, "MOST_OUTPUT", 1000)
-    reader = ssh.BoundedReader(Endless())
+    monkeypatch.setattr(bounded_reader, "MOST_OUTPUT", 1000)
+    reader = bounded_reader.BoundedReader(Endless())
 
     class Writer:
         async def write(self, data: bytes) -> None:
             pass
 
-    writer = ssh.BoundedReader.reset_by(Writer(), reader)
+    writer = bounded_reader.BoundedReader.reset_by(Writer(), reader)
 
     async def two_commands() -> None:
         for _ in range(2):

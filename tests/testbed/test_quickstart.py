@@ -34,12 +34,12 @@ def test_from_nothing_to_a_finished_round_without_a_question(testbed: Testbed, t
     words += ["--rounds", "1", "--steps", "3", "--batch-sequences", "512", "--block-tokens", "64"]
     first = crossfed("quickstart", "fed", "--yes", *words, cwd=tmp_path)
     assert first.returncode == 0 and "all checks passed" in first.stdout, first.stdout + first.stderr
-    assert "batch_sequences: 256, since" in first.stdout or "batch_sequences: 128, since" in first.stdout
-    digests = {line.split("digest ")[1] for line in first.stdout.splitlines() if "digest " in line}
+    assert "batch_sequences: 256, since" in first.stderr or "batch_sequences: 128, since" in first.stderr
+    digests = {line.split("digest ")[1] for line in first.stderr.splitlines() if "digest " in line}
     assert len(digests) == 1, "both facilities hold the same tokenizer"
 
     again = crossfed("quickstart", "fed", "--yes", *words, cwd=tmp_path)
-    assert again.returncode == 0 and "going on with it" in again.stdout and "tokenizer sent" not in again.stdout
+    assert again.returncode == 0 and "going on with it" in again.stderr and "tokenizer sent" not in again.stderr
 
     done = crossfed("run", "--quiet", cwd=tmp_path / "fed")
     assert done.returncode == 0, done.stdout + done.stderr
