@@ -1,7 +1,8 @@
 """Host lists and counts as schedulers abbreviate them, expanded without asking the scheduler.
 
 `node[01-03,7],gpu1` (Slurm and Flux: https://slurm.schedmd.com/scontrol.html, `show hostnames`; Flux RFC 29) and
-`4(x2),2` (SLURM_TASKS_PER_NODE: https://slurm.schedmd.com/sbatch.html).
+`4(x2),2` (SLURM_TASKS_PER_NODE: https://slurm.schedmd.com/sbatch.html). The package python-hostlist does the first
+under the GPL, on which what a facility installs does not depend.
 """
 
 from __future__ import annotations
