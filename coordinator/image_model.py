@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from coordinator.published_model import check_finite, check_weights, load_published
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.conversion import check_names
 from facility.exchange.checkpoints.image_processor import FILE, normalisation, read_processor
-from facility.exchange.errors import CheckpointError, InputError, TryAgain
-from facility.exchange.files.durable import new_directory
+from facility.exchange.errors import InputError
 
 SUFFIX = "ForImageClassification"
 HEAD = ("classifier", "head", "fc")
@@ -58,29 +58,12 @@ def loaded(source: str, *, dtype: str, revision: str, classes: Sequence[str]) ->
         names = {"num_labels": len(classes), "id2label": dict(enumerate(classes))}
         names |= {"label2id": {name: number for number, name in enumerate(classes)}, "ignore_mismatched_sizes": True}
     torch.manual_seed(0)
-    try:
-        model, found = AutoModelForImageClassification.from_pretrained(
-            source,
-            dtype=getattr(torch, dtype),
-            revision=revision,
-            trust_remote_code=False,
-            use_safetensors=True,
-            output_loading_info=True,
-            **names,
-        )
-    except OSError as error:
-        kind = InputError if Path(source).exists() else TryAgain
-        raise kind(f"{source} could not be loaded: {str(error).splitlines()[0]}") from None
-    except ValueError as error:
-        raise InputError(
-            f"{source} is not an image classifier that transformers knows: {str(error).splitlines()[0]}"
-        ) from None
+    model, found = load_published(
+        AutoModelForImageClassification, source, kind="an image classifier", dtype=dtype, revision=revision, **names
+    )
     new = sorted({*found["missing_keys"], *(str(item[0]) for item in found.get("mismatched_keys", ()))})
-    if strange := [name for name in new if not (classes and any(part in HEAD for part in name.split(".")))]:
-        raise InputError(
-            f"{source} holds no weights for {strange[0]!r} ({len(strange)} in all), which its config.json asks for: "
-            "transformers would fill them at random; take a checkpoint of the whole classifier, or give --classes"
-        )
+    strange = [name for name in new if not (classes and any(part in HEAD for part in name.split(".")))]
+    check_weights(source, strange, "take a checkpoint of the whole classifier, or give --classes")
     return model, bool(new)
 
 
@@ -111,15 +94,4 @@ def evaluate(directory: Path, source: str) -> None:
     normalisation(raw, channels=channels, where=str(directory / FILE))
     with torch.no_grad():
         logits = model.eval()(pixel_values=torch.zeros(1, channels, height, width, dtype=model.dtype)).logits
-    if not torch.isfinite(logits.float()).all():
-        raise CheckpointError(
-            f"{source} gives values that are not finite; use another --dtype (float16 overflows easily)"
-        )
-
-
-def convert_images(source: str, out: Path, stamp: str, *, dtype: str, revision: str, classes: Sequence[str]) -> str:
-    """Make the directory `out`, which appears whole, with the note `stamp` on what it was made from."""
-    with new_directory(out) as temporary:
-        told = save_image_classifier(source, temporary, dtype=dtype, revision=revision, classes=classes)
-        (temporary / "source.json").write_text(stamp)
-    return f"{out}: {told}"
+    check_finite(source, logits)

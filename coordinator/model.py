@@ -24,11 +24,12 @@ from typing import Any
 
 from coordinator.adapter_export import export_adapter
 from coordinator.adapter_import import import_adapter
-from coordinator.image_model import convert_images, is_image_classifier
+from coordinator.image_model import is_image_classifier, save_image_classifier
+from coordinator.published_model import check_finite, check_weights, load_published
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.conversion import check_names
 from facility.exchange.checkpoints.families import refusal
-from facility.exchange.errors import CheckpointError, InputError, TryAgain, exit_on_error
+from facility.exchange.errors import InputError, exit_on_error
 from facility.exchange.files.durable import new_directory
 from facility.exchange.logs import add_log_options
 
@@ -66,8 +67,10 @@ def convert(source: str, out: Path, *, dtype: str, revision: str, classes: Seque
     else:
         source_name = source
     if classes or is_image_classifier(source_name, revision):
-        stamp = json.dumps(made_from)
-        return convert_images(source_name, out, stamp, dtype=dtype, revision=revision, classes=classes)
+        with new_directory(out) as temporary:
+            told = save_image_classifier(source_name, temporary, dtype=dtype, revision=revision, classes=classes)
+            (temporary / STAMP).write_text(json.dumps(made_from))
+        return f"{out}: {told}"
     return load_and_save(source_name, out, dtype=dtype, revision=revision, made_from=made_from)
 
 
@@ -75,28 +78,10 @@ def load_and_save(source: str, out: Path, *, dtype: str, revision: str, made_fro
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    try:
-        loaded_with: Any = AutoModelForCausalLM.from_pretrained(
-            source,
-            dtype=getattr(torch, dtype),
-            revision=revision,
-            trust_remote_code=False,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
-    except OSError as error:
-        kind = InputError if Path(source).exists() else TryAgain
-        raise kind(f"{source} could not be loaded: {str(error).splitlines()[0]}") from None
-    except ValueError as error:
-        raise InputError(
-            f"{source} is not a causal language model that transformers knows: {str(error).splitlines()[0]}"
-        ) from None
-    model, found = loaded_with  # a pair, as output_loading_info asks
-    if missing := sorted(found["missing_keys"]):
-        raise InputError(
-            f"{source} holds no weights for {missing[0]!r} ({len(missing)} in all), which its config.json asks for: "
-            "transformers would fill them at random; take a checkpoint of the whole causal language model"
-        )
+    model, found = load_published(
+        AutoModelForCausalLM, source, kind="a causal language model", dtype=dtype, revision=revision
+    )
+    check_weights(source, sorted(found["missing_keys"]), "take a checkpoint of the whole causal language model")
     if reason := refusal(model.config, causal=True):
         raise InputError(f"{source} cannot be trained: {reason}")
     with new_directory(out) as temporary:
@@ -109,10 +94,7 @@ def load_and_save(source: str, out: Path, *, dtype: str, revision: str, made_fro
         loaded = AutoModelForCausalLM.from_pretrained(temporary, dtype="auto")
         ids = torch.arange(8).reshape(1, 8) % loaded.config.get_text_config().vocab_size
         with torch.no_grad():
-            if not torch.isfinite(loaded(ids).logits.float()).all():
-                raise CheckpointError(
-                    f"{source} gives values that are not finite; use another --dtype (float16 overflows easily)"
-                )
+            check_finite(source, loaded(ids).logits)
         check_names(temporary)
         checkpoint = open_checkpoint(temporary)
         told = f"{checkpoint.parameters:,} parameters, {checkpoint.bytes / 1e9:.3g} GB in {dtype}"

@@ -1,0 +1,55 @@
+"""Load a published model with nothing executed and no weight made up; try that what it computes is finite."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from facility.exchange.errors import CheckpointError, InputError, TryAgain
+
+
+def load_published(
+    factory: Any, source: str, *, kind: str, dtype: str, revision: str, **options: Any
+) -> tuple[Any, dict[str, Any]]:
+    """The model of one of transformers' automatic classes, and what its loading reports.
+
+    `kind`: what it is expected to be, with its article, for the error. Raises `InputError` for a source that is none,
+    `TryAgain` when the hub cannot be reached.
+    """
+    import torch
+
+    try:
+        model, found = factory.from_pretrained(
+            source,
+            dtype=getattr(torch, dtype),
+            revision=revision,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+            **options,
+        )
+    except OSError as error:
+        known = InputError if Path(source).exists() else TryAgain
+        raise known(f"{source} could not be loaded: {str(error).splitlines()[0]}") from None
+    except ValueError as error:
+        raise InputError(f"{source} is not {kind} that transformers knows: {str(error).splitlines()[0]}") from None
+    return model, found
+
+
+def check_weights(source: str, lacking: list[str], advice: str) -> None:
+    """Raise `InputError` for tensors that config.json asks for and the checkpoint does not hold."""
+    if lacking:
+        raise InputError(
+            f"{source} holds no weights for {lacking[0]!r} ({len(lacking)} in all), which its config.json asks for: "
+            f"transformers would fill them at random; {advice}"
+        )
+
+
+def check_finite(source: str, logits: Any) -> None:
+    """Raise `CheckpointError` for values that are not finite."""
+    import torch
+
+    if not torch.isfinite(logits.float()).all():
+        raise CheckpointError(
+            f"{source} gives values that are not finite; use another --dtype (float16 overflows easily)"
+        )
