@@ -31,7 +31,6 @@ from streamflow.workflow.utils import get_job_token
 
 from coordinator.config.deployments import FACILITY
 from coordinator.rounds.late import LateJob
-from coordinator.streamflow_plugin.checksums import KnownChecksums
 from coordinator.streamflow_plugin.closing import Closing, closing_of_run
 from coordinator.streamflow_plugin.errand import Errand
 from coordinator.streamflow_plugin.lanes import TransferFailed
@@ -222,7 +221,6 @@ def install() -> None:
         and list(inspect.signature(CWLExecuteStep._retrieve_output).parameters)
         == ["self", "job", "output_name", "output_port", "command_output", "connector"]
         and list(inspect.signature(CWLTransferStep.transfer).parameters) == ["self", "job", "token"]
-        and list(inspect.signature(remotepath._file_checksum_local).parameters) == ["path"]
         and list(inspect.signature(cwl_utils.update_file_token).parameters) == PARAMETERS
     )
     if not known:
@@ -232,7 +230,6 @@ def install() -> None:
         )
     cwl_command.StreamFlowPath = output_path
     cwl_utils.update_file_token = unlisted(cwl_utils.update_file_token)
-    remotepath._file_checksum_local = KnownChecksums(remotepath._file_checksum_local)
     closing = closing_of_run()
     remotepath.get_storage_usages = storage_usages(remotepath.get_storage_usages)
     if closing is not None:
