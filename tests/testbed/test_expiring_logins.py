@@ -27,7 +27,8 @@ LIFE_SECONDS = 50
 """Of a certificate of site-a. That of site-b is good for the whole run."""
 AWAY_SECONDS = 12
 """How long the person takes until the command is given."""
-ROUNDS = 4
+ROUNDS = 5
+"""Each of 40 s and more, for jobs wait 35 s: four certificates end in a run at least, whatever the machine."""
 
 
 @dataclass
@@ -56,11 +57,18 @@ class Renewals:
         found = [json.loads(line) for line in lines]
         return [one for one in found if one["event"] == "login" and "refuses the login" in one["text"]]
 
+    def others(self) -> list[dict]:
+        """The journal's lines about the other facility."""
+        found = [json.loads(line) for line in self.journal.read_text().splitlines()]
+        return [one for one in found if one.get("facility") == self.other]
+
     def elsewhere(self, since: float) -> bool:
         """True once the other facility's part of the round has moved on after a moment in seconds since 1970."""
-        found = [json.loads(line) for line in self.journal.read_text().splitlines()]
-        times = [one["unix"] for one in found if one.get("facility") == self.other]
-        return max(times, default=0.0) > since + 1
+        return max((one["unix"] for one in self.others()), default=0.0) > since + 1
+
+    def waits(self) -> bool:
+        """True while the other facility has a part of its round before it: it must get on without the first."""
+        return bool(found := self.others()) and found[-1]["kind"] != "verified"
 
     def work(self, over: threading.Event) -> None:
         """Cut the sessions whenever a certificate has ended; renew once each time that the run says it waits."""
@@ -71,8 +79,9 @@ class Renewals:
                 ends = float("inf")
             if len(self.refusals()) > self.commands:
                 asked = time.time()
+                busy = self.waits()
                 over.wait(AWAY_SECONDS)
-                while not (self.went_on or over.wait(0.5) or time.time() > asked + 120):
+                while busy and not (self.went_on or over.wait(0.5) or time.time() > asked + 120):
                     self.went_on = self.elsewhere(asked)
                 result = subprocess.run(self.login, env=self.environment, capture_output=True, text=True)
                 self.commands += 1
