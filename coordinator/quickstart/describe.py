@@ -12,7 +12,7 @@ from facility.exchange.messages.strict_json import clean
 
 PLAIN = re.compile(r"[/~A-Za-z][A-Za-z0-9_./@-]*(:[A-Za-z0-9_./@-]+)*")
 """Text that YAML reads as itself without quotes, the words for true, false and null left aside."""
-WORDS = frozenset("y n yes no on off true false null".split())
+WORDS = frozenset("y n yes no on off true false null ~".split())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -158,6 +158,12 @@ def test_every_text_is_read_back_from_the_file_as_it_was(text: str):
     assert yaml.safe_load(f"key: {scalar(text)}") == {"key": text}
 
 
+def test_every_short_text_of_signs_that_yaml_knows_is_read_back():
+    signs = [*"~/-?:,[]{}#&*!|>'\"%@` .=<aN0yE_", "null", "yes", "1e5"]
+    texts = [one + other for one in signs for other in ["", *signs]]
+    assert [yaml.safe_load(f"key: {scalar(text)}")["key"] for text in texts] == texts
+
+
 def test_the_file_holds_what_was_chosen_and_says_why(tmp_path: Path):
     dialog = Dialog(given={"a.gpus": "0"}, yes=True, say=lambda line: None)
     login = Deployment(type="ssh", host="login.example.org", user="alice", workdir="/tmp")
