@@ -28,6 +28,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--round", type=int, required=True, metavar="N", help="number of the round, from 0")
     p.add_argument("--out", type=Path, required=True, metavar="DIR", help="the update; must not exist, appears whole")
     p.add_argument(
+        "--own-models", type=Path, metavar="DIR", help="models of this facility's own to evaluate beside those received"
+    )
+    p.add_argument(
         "--job-directory", type=Path, metavar="DIR", help="where progress.json goes; default: the directory of --out"
     )
     p.add_argument(

@@ -8,12 +8,20 @@ from typing import Any
 from coordinator.archive.rounds import Archive
 from coordinator.archive.summary import shown
 from coordinator.comparison.account import Account, read_account
-from coordinator.comparison.models import ALONE_OF, UPDATE_OF
-from facility.exchange.messages.comparison import GLOBAL, INITIAL, METHOD, Interval, perplexities
+from facility.exchange.messages.comparison import (
+    ALONE_OF,
+    GLOBAL,
+    INITIAL,
+    METHOD,
+    UPDATE_OF,
+    Interval,
+    perplexities,
+)
 
 TITLES = {INITIAL: "initial", GLOBAL: "global"}
 MASKED = (
-    "Models of single facilities are not in it: with privacy.secure_aggregation nobody but the facility has seen them."
+    "Models of single facilities are there in the rows of their own data alone: with privacy.secure_aggregation nobody "
+    "but the facility has seen them, and it evaluated them itself."
 )
 Row = dict[str, Any]
 
@@ -61,12 +69,10 @@ def matrix(archive: Archive, settings: Mapping[str, Any], names: Sequence[str]) 
 
 
 def _caption(*, masked: bool) -> str:
-    """`masked`: no model of a single facility is in it."""
+    """`masked`: models of single facilities were evaluated by themselves alone."""
     models = (
         "the initial model, every facility's own last update, models trained alone for as many tokens, and the global"
     )
-    if masked:
-        models = "the initial and the global"
     text = (
         f"Perplexity on each facility's validation data (rows) of {models} model; the stronger the colour, the better "
         f"within its row. Intervals: {METHOD}."

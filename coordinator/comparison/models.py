@@ -16,7 +16,18 @@ from coordinator.archive.rounds import Archive
 from coordinator.config.settings import CoordinatorSettings
 from facility.exchange.files.durable import new_directory
 from facility.exchange.files.links import link_tree
-from facility.exchange.messages.comparison import ALONE, FOLDERS, GLOBAL, INITIAL, MODELS, ROUNDS
+from facility.exchange.messages.comparison import (
+    ALONE,
+    ALONE_OF,
+    FOLDERS,
+    GLOBAL,
+    INITIAL,
+    MODELS,
+    OWN,
+    ROUNDS,
+    UPDATE_OF,
+    OwnModels,
+)
 from facility.exchange.messages.manifest import (
     NAME,
     RUN,
@@ -27,8 +38,7 @@ from facility.exchange.messages.manifest import (
     write_manifest,
 )
 
-PLACE, UPDATE_OF, ALONE_OF = "comparison", "update.", "alone."
-SENT = "sent"
+PLACE, SENT = "comparison", "sent"
 
 
 def place(archive: Archive) -> Path:
@@ -74,8 +84,13 @@ def batches(folders: Sequence[str], most: int) -> list[list[str]]:
     return [[GLOBAL, *rest[at : at + step]] for at in range(0, len(rest), step)]
 
 
-def make_batch(archive: Archive, settings: CoordinatorSettings, folders: Sequence[str]) -> Path:
-    """A directory of models, ready to be sent."""
+def make_batch(
+    archive: Archive,
+    settings: CoordinatorSettings,
+    folders: Sequence[str],
+    own: Mapping[str, OwnModels] | None = None,
+) -> Path:
+    """A directory of models, ready to be sent. `own`: what each facility evaluates of its own, where it stays there."""
     final = archive.model_for(len(archive.rounds()))
     sources = {GLOBAL: final, INITIAL: archive.model_for(0)}
     target = place(archive) / SENT
@@ -84,7 +99,10 @@ def make_batch(archive: Archive, settings: CoordinatorSettings, folders: Sequenc
         for name in folders:
             link_tree(sources.get(name, place(archive) / name), temporary / name)
             (temporary / name / SIGNATURE).unlink(missing_ok=True)
-        write_manifest(temporary, _manifest(archive, settings, MODELS, {FOLDERS: list(folders)}))
+        extra: dict[str, object] = {FOLDERS: list(folders)}
+        if own is not None:
+            extra[OWN] = {name: dataclasses.asdict(one) for name, one in own.items()}
+        write_manifest(temporary, _manifest(archive, settings, MODELS, extra))
     return target
 
 

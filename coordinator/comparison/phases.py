@@ -8,23 +8,27 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from coordinator.archive.rounds import Archive
 from coordinator.comparison.account import Account, OwnTraining, read_account, write_account
-from coordinator.comparison.models import ALONE_OF, batches, compared, drop, keep, make_batch, make_order
+from coordinator.comparison.models import batches, compared, drop, keep, make_batch, make_order
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.events.event import emit
 from facility.exchange.errors import ManifestError
 from facility.exchange.messages.comparison import (
     ALONE,
+    ALONE_OF,
     MODELS,
+    OwnModels,
     alone_of,
+    expected_of,
     figures_of,
     folders_of,
+    missing_of,
     rounds_alone,
     tasks_of,
 )
@@ -67,7 +71,8 @@ def following(archive: Archive, settings: CoordinatorSettings) -> Path | None:
             return make_order(archive, settings, {name: one.of for name, one in account.alone.items()}, whole=whole)
     planned = batches(compared(archive, settings), wanted.models_per_job)
     emit("comparing", round=settings.rounds, what=MODELS)
-    return make_batch(archive, settings, planned[account.batch])
+    own = None if wanted.updates else _own_models(archive, settings, account)
+    return make_batch(archive, settings, planned[account.batch], own)
 
 
 def take(archive: Archive, settings: CoordinatorSettings, sent: Path, answers: Answers) -> None:
@@ -79,7 +84,7 @@ def take(archive: Archive, settings: CoordinatorSettings, sent: Path, answers: A
     if read_manifest(sent).kind == ALONE:
         account, text = _take_alone(archive, settings, account, answers)
     else:
-        account, text = _take_figures(archive, settings, account, folders_of(read_manifest(sent)), answers)
+        account, text = _take_figures(archive, settings, account, read_manifest(sent), answers)
     write_account(archive, account)
     log.info(text)
     emit("compared", round=settings.rounds, text=text)
@@ -92,6 +97,17 @@ def _rounds_that_counted(archive: Archive, settings: CoordinatorSettings) -> dic
         for name in settings.facilities
     }
     return {name: OwnTraining(of=count) for name, count in counts.items()}
+
+
+def _own_models(archive: Archive, settings: CoordinatorSettings, account: Account) -> dict[str, OwnModels]:
+    """What each facility evaluates of its own, at its own place: its last update that counted, and training alone."""
+    found = {}
+    for name in settings.facilities:
+        rows = [row for entry in archive.history() for row in entry.facilities]
+        rounds = [row.round - row.staleness for row in rows if row.facility == name and row.status == "ok"]
+        alone = account.alone.get(name, OwnTraining())
+        found[name] = OwnModels(update=max(rounds, default=None), alone=alone.rounds if alone.done else 0)
+    return found
 
 
 def _under_way(account: Account, settings: CoordinatorSettings) -> dict[str, OwnTraining]:
@@ -110,7 +126,7 @@ def _take_alone(
     for name, update in answers.updates.items():
         told = alone_of(read_manifest(update))
         alone[name] = dataclasses.replace(alone[name], rounds=told.rounds, tokens=told.tokens, failed=0, reason="")
-        if told.rounds == alone[name].of:
+        if told.rounds == alone[name].of and settings.comparison is not None and settings.comparison.updates:
             keep(archive, ALONE_OF, {name: update})
     for name, failure in answers.failures.items():
         before = alone.get(name)
@@ -132,14 +148,18 @@ def _take_alone(
 
 
 def _take_figures(
-    archive: Archive, settings: CoordinatorSettings, account: Account, folders: Sequence[str], answers: Answers
+    archive: Archive, settings: CoordinatorSettings, account: Account, sent: Manifest, answers: Answers
 ) -> tuple[Account, str]:
     figures, tasks, gaps = dict(account.figures), dict(account.tasks), dict(account.gaps)
+    folders = folders_of(sent)
     for name, update in answers.updates.items():
         manifest = read_manifest(update)
-        found = [dataclasses.asdict(one) for one in figures_of(manifest, folders)]
+        expected = expected_of(sent, name)
+        found = [dataclasses.asdict(one) for one in figures_of(manifest, expected)]
         figures[name] = _renewed(figures.get(name, []), found)
-        tasks[name] = _renewed(tasks.get(name, []), tasks_of(manifest, folders))
+        tasks[name] = _renewed(tasks.get(name, []), tasks_of(manifest, expected))
+        if lacking := _lacking(manifest, expected, {one["model"] for one in found}):
+            gaps[name] = lacking
     for name, failure in answers.failures.items():
         gaps[name] = f"not evaluated there: {', '.join(folders)}: {failure.reason}"
     tries = account.tries + 1
@@ -163,6 +183,13 @@ def _take_figures(
     return account, f"{len(folders)} models evaluated at {places} (part {account.batch} of {count})"
 
 
+def _lacking(told: Manifest, expected: Sequence[str], found: Collection[str]) -> str:
+    """Which models a facility has no figures of, and why; '' for none."""
+    reasons = missing_of(told, expected)
+    lines = [f"{name}: {reasons.get(name) or 'no figures came of it'}" for name in expected if name not in found]
+    return f"not evaluated there: {'; '.join(lines)}" if lines else ""
+
+
 def _renewed(before: Sequence[dict[str, Any]], found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Figures of earlier batches and of this one; what was evaluated twice counts as found last."""
     new = {one["model"] for one in found}
@@ -170,10 +197,13 @@ def _renewed(before: Sequence[dict[str, Any]], found: Sequence[dict[str, Any]]) 
 
 
 def checked(told: Manifest, sent: Manifest, facility: str) -> bool:
-    """Whether the answer `told` to what was `sent` brings weights. Raises `ManifestError` where it cannot be one."""
+    """Whether the answer `told` to what was `sent` is a model whose training is over. Raises `ManifestError` where it
+    cannot be an answer."""
     if sent.kind != ALONE:
-        figures_of(told, folders_of(sent))
-        tasks_of(told, folders_of(sent))
+        expected = expected_of(sent, facility)
+        figures_of(told, expected)
+        tasks_of(told, expected)
+        missing_of(told, expected)
         return False
     alone, wanted = alone_of(told), rounds_alone(sent, facility)
     if alone.of != wanted:

@@ -124,12 +124,6 @@ def check_comparison(evaluation: EvaluationPlan, settings: RoundSettings, *, oth
             "evaluation.alone trains as many tokens alone as in the rounds, and rounds.steps: auto changes their steps "
             "from round to round: remove one of them",
         )
-    if evaluation.alone and settings.masks:
-        raise _error(
-            "evaluation.alone",
-            "evaluation.alone sends each facility's own model to the others, and privacy.secure_aggregation shows none "
-            "of them: remove one of them (the matrix then has the initial and the global model)",
-        )
 
 
 def _error(key: str, message: str) -> ConfigurationError:

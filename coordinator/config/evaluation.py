@@ -37,7 +37,7 @@ class ComparisonSettings:
     """Facility that has data which nobody trains on; empty: none."""
     held_out_name: str = ""
     updates: bool = True
-    """False where the coordinator cannot see single updates."""
+    """False where the coordinator cannot see single updates: each facility then evaluates its own itself."""
     models_per_job: AtLeastOne[int] = 8
 
 
@@ -51,7 +51,8 @@ class EvaluationPlan(EvaluationSettings):
     matrix: bool = False
     """After the last round, evaluate the initial model, every facility's own last update and the global model on every
     facility's validation data, with bootstrap intervals: one job more at each facility, which receives the updates of
-    the others. Only figures leave a facility."""
+    the others. Only figures leave a facility. With `privacy.secure_aggregation` each facility evaluates its own update
+    itself, and nobody receives it."""
     alone: bool = False
     """Add to the matrix each facility's model trained alone, for as many tokens as it trained on in the federation:
     as many jobs, and node-hours, as its rounds took. Needs `matrix`."""
@@ -77,13 +78,13 @@ class EvaluationPlan(EvaluationSettings):
             **{key.name: getattr(self, key.name) for key in dataclasses.fields(EvaluationSettings)}
         )
 
-    def for_facility(self, name: str) -> FacilityEvaluation:
-        """What one facility is asked to do: no tasks where another one evaluates."""
+    def for_facility(self, name: str, *, masked: bool) -> FacilityEvaluation:
+        """What one facility is asked to do: no tasks where another one evaluates. `masked`: updates are."""
         held_out = self.held_out.dataset if self.held_out is not None and self.held_out.facility == name else ""
         values: dict[str, Any] = {}
         if self.facility in ("all", name):
             values = {key.name: getattr(self, key.name) for key in dataclasses.fields(EvaluationSettings)}
-        return FacilityEvaluation(held_out=held_out, **values)
+        return FacilityEvaluation(held_out=held_out, own_models=masked and self.matrix, **values)
 
     def comparison(self, *, masked: bool) -> ComparisonSettings | None:
         """What follows the last round; None where no models are compared. `masked`: updates are."""

@@ -202,8 +202,9 @@ def _facility_settings(federation: Federation, facility: Facility) -> str:
         differential=federation.privacy.differential if federation.privacy is not None else None,
     )
     values = dataclasses.asdict(settings)
-    if not settings.evaluation.held_out:
-        del values["evaluation"]["held_out"]
+    for key in ("held_out", "own_models"):
+        if not values["evaluation"][key]:
+            del values["evaluation"][key]
     absent = {"masking"} if settings.masking is None else set()
     absent |= set() if settings.differential else {"differential"}
     absent |= set() if settings.most_steps else {"most_steps"}
@@ -213,7 +214,7 @@ def _facility_settings(federation: Federation, facility: Facility) -> str:
 
 def _evaluation(federation: Federation, facility: Facility) -> FacilityEvaluation:
     """What a facility evaluates; a local one's held-out data is relative to federation.yml's folder."""
-    found = federation.evaluation.for_facility(facility.name)
+    found = federation.evaluation.for_facility(facility.name, masked=bool(federation.masks))
     if facility.deployment.type != "local" or not found.held_out:
         return found
     return dataclasses.replace(found, held_out=_for_a_step(federation.path(found.held_out)))

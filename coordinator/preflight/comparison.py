@@ -18,15 +18,18 @@ def check_comparison(
     wanted = federation.evaluation.comparison(masked=bool(federation.masks))
     if wanted is None:
         return None
-    each = (1 + wanted.alone) * len(federation.facilities) if wanted.updates else 0
-    sent = batches([GLOBAL, INITIAL, *map(str, range(each))], wanted.models_per_job)
+    each = 1 + wanted.alone
+    others = each * len(federation.facilities) if wanted.updates else 0
+    sent = batches([GLOBAL, INITIAL, *map(str, range(others))], wanted.models_per_job)
     alone = federation.rounds if wanted.alone else 0
     jobs = alone + len(sent)
-    parts = [f"{len(sent)} of {each + 2} models"] + ([f"{alone} of training alone"] if alone else [])
+    parts = [f"{len(sent)} of {others + 2} models"] + ([f"{alone} of training alone"] if alone else [])
     found = f"{jobs} more jobs after the last round ({' and '.join(parts)})"
     nodes, _ = wanted_nodes(deployment, template)
     if hours := wanted_hours(deployment, template):
         found += f", at most {jobs * nodes * hours:g} node-hours if each runs to its limit of {hours:g} h"
+    if not wanted.updates:
+        found += f"; it evaluates {each} of its own as well, which nobody else receives"
     if alone:
         found += "; a job alone takes as long as a round's"
     if model is not None:

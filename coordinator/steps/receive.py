@@ -95,8 +95,10 @@ def receive(
             return _failure(update, failure, facility, round, signed=signed, late=settings.maximum_staleness)
         if evaluation:
             check_evaluation(update, sent, facility, round)
+            if masks is not None:
+                check_no_weights(update, facility)
             if sent.manifest.kind != "model":
-                check_answer(update, sent, facility, round, adapters)
+                check_answer(update, sent, facility, round, adapters, masked=masks is not None)
         else:
             check_training(update, sent, facility, round, settings, decoded, weight_limit, masks, adapters, earlier)
     except (UpdateRefused, InputError) as error:
@@ -250,9 +252,20 @@ def check_evaluation(update: Path, sent: Sent, facility: str, round: int) -> Non
         raise UpdateRefused(facility, f"its report.json is of round {claimed.round}, expected {round}")
 
 
-def check_answer(update: Path, sent: Sent, facility: str, round: int, adapters: LoraSettings | None) -> None:
-    """The same for what a comparison asked for: figures, or a model that was trained alone."""
-    if checked(read_manifest(update), sent.manifest, facility):
+def check_no_weights(update: Path, facility: str) -> None:
+    """Refuse a single facility's weights where nobody else may see them."""
+    told = read_manifest(update)
+    if told.parameters or any(name.endswith(".safetensors") for name in told.files):
+        raise UpdateRefused(
+            facility, "it holds weights: with privacy.secure_aggregation only figures of a facility's own models leave"
+        )
+
+
+def check_answer(
+    update: Path, sent: Sent, facility: str, round: int, adapters: LoraSettings | None, *, masked: bool
+) -> None:
+    """The same for what a comparison asked for: figures, or, unless `masked`, a model that was trained alone."""
+    if checked(read_manifest(update), sent.manifest, facility) and not masked:
         check_update(
             update,
             base=sent.checkpoint,

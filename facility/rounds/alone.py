@@ -102,10 +102,11 @@ class OwnModel:
 
 
 def train_alone(job: Job, received: Manifest) -> Ending:
-    """The first task's part: one more round, unless all are done; then what is to be told of it."""
+    """The first task's part: one more round, unless all are done; then what is to be told of it.
+
+    Where updates are masked the model stays here, to be evaluated here, and what is told holds no weights.
+    """
     own = OwnModel(job.state)
-    if job.settings.masking is not None:
-        raise InputError("a model trained alone would leave unmasked, and this facility masks its updates")
     wanted = rounds_alone(received, job.settings.facility)
     if not wanted:
         raise InputError("it took part in no round of the federation, so there is nothing to train alone")
@@ -142,7 +143,10 @@ def work_alone(job: Job) -> Work:
 
 
 def trained_at(job: Job) -> Path:
-    """Where the trainer leaves the round's update: beside the job's own, so that its progress is seen there."""
+    """Where the trainer leaves the round's update: beside the job's own, so that its progress is seen there; where
+    updates are masked in the state, which the coordinator does not read."""
+    if job.hides:
+        return OwnModel(job.state).place / "trained"
     return job.out.with_name(f".{job.out.name}.alone")
 
 
@@ -155,13 +159,15 @@ def settings_alone(job: Job, *, last: bool) -> dict[str, Any]:
 
 
 def hand_out(job: Job, received: Manifest, model: Path, alone: Alone) -> None:
-    """Leave a report, with the weights after the last round, where the job's update is expected."""
-    told, finished = read_manifest(model), alone.rounds == alone.of
+    """Leave a report where the job's update is expected, with the weights after the last round unless masks keep them
+    here."""
+    told = read_manifest(model)
+    leaves = alone.rounds == alone.of and job.settings.masking is None
     alone = dataclasses.replace(alone, tokens=int(told.extra.get(TOKENS, 0)))
     number = job.settings.rounds
     shutil.rmtree(job.out, ignore_errors=True)
     with new_directory(job.out) as temporary:
-        if finished:
+        if leaves:
             for path in sorted(model.iterdir()):
                 if path.is_file() and path.name not in (NAME, reports.REPORT):
                     (temporary / path.name).hardlink_to(path)
@@ -174,9 +180,9 @@ def hand_out(job: Job, received: Manifest, model: Path, alone: Alone) -> None:
                 facility=job.settings.facility,
                 round=number,
                 base_sha256=received.content_sha256,
-                encoding="lora" if finished and is_adapter(model) else "full",
-                dtypes=told.dtypes if finished else {},
-                parameters=told.parameters if finished else 0,
+                encoding="lora" if leaves and is_adapter(model) else "full",
+                dtypes=told.dtypes if leaves else {},
+                parameters=told.parameters if leaves else 0,
             ),
         )
         with_alone(temporary, alone)

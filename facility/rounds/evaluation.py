@@ -17,9 +17,8 @@ from typing import Any
 
 from facility.exchange.errors import CrossFedError, TryAgain
 from facility.exchange.files.paths import resolve
-from facility.exchange.messages.comparison import folders_of, with_tasks
+from facility.exchange.messages.comparison import with_tasks
 from facility.exchange.messages.evaluation import EvaluationSettings, Score, with_scores
-from facility.exchange.messages.manifest import read_manifest
 from facility.exchange.messages.settings import FacilitySettings
 from facility.rounds.alone import is_adapter
 
@@ -94,16 +93,16 @@ def tell_scores(model: Path, out: Path, settings: FacilitySettings, *, dataset: 
         with_scores(out, [], problem=str(error))
 
 
-def tell_scores_of_models(models: Path, out: Path, settings: FacilitySettings, *, dataset: Path) -> None:
-    """The same of every model in a directory of models; one that fails has no scores."""
+def tell_scores_of_models(models: Mapping[str, Path], out: Path, settings: FacilitySettings, *, dataset: Path) -> None:
+    """The same of several models by name; one that fails has no scores."""
     found: list[dict[str, Any]] = []
-    for folder in folders_of(read_manifest(models)) if settings.evaluation.tasks else []:
-        if is_adapter(models / folder) and not settings.training.lora.base:
+    for folder, model in models.items() if settings.evaluation.tasks else ():
+        if is_adapter(model) and not settings.training.lora.base:
             log.warning("%s holds adapters alone, and lora.base names no model for lm-eval", folder)
             continue
         try:
             scores = evaluate(
-                models / folder,
+                model,
                 settings.evaluation,
                 dataset=dataset,
                 base=base_below(settings),

@@ -17,6 +17,7 @@ from facility.launching.notes import Notes
 from facility.launching.place import Tasks
 from facility.launching.supervise import Ending
 from facility.rounds.energy import Meter
+from facility.rounds.kept import compared_place
 from facility.rounds.masked import unmasked_path
 from facility.rounds.models import Models, digest_of
 from facility.rounds.personal import Personal
@@ -51,6 +52,11 @@ class Job:
     def masks(self) -> bool:
         """Does the update leave masked?"""
         return self.settings.masking is not None and self.round < self.settings.rounds
+
+    @property
+    def hides(self) -> bool:
+        """Do the weights that this job trains stay out of its directory, which the coordinator reads?"""
+        return self.masks or self.settings.masking is not None and self.kind == ALONE
 
     @property
     def trained(self) -> Path:
@@ -96,6 +102,8 @@ class Work:
     """What earlier updates left out."""
     steps: int | None = None
     """Steps that the coordinator asks for; None: those of the settings."""
+    own_models: Path | None = None
+    """Models of this facility's own that are compared beside those received; None: none."""
 
 
 def work_of_round(job: Job) -> Work:
@@ -113,6 +121,7 @@ def work_of_round(job: Job) -> Work:
         steps=steps_asked(read_manifest(a.model), job.settings.facility, most=job.settings.most_steps)
         if trains
         else None,
+        own_models=found if job.kind == MODELS and (found := compared_place(job.state)).is_dir() else None,
     )
 
 
@@ -131,8 +140,10 @@ def start_ranks(job: Job, work: Work) -> Ending:
     for name, value in options.items():
         command += [f"--{name}", str(value)]
     command.append("--progress")
-    if job.masks:
+    if job.hides:
         command += ["--job-directory", str(Path.cwd())]
+    if work.own_models is not None:
+        command += ["--own-models", str(work.own_models)]
     if work.unsent is not None:
         command += ["--unsent", str(work.unsent)]
     if work.steps is not None:

@@ -7,6 +7,9 @@ from pathlib import Path
 
 from facility.exchange.messages.settings import FacilitySettings
 
+OWN_MODELS = "own_models"
+"""In the state: models of this facility that nobody else may see (`facility.rounds.own_models`)."""
+
 
 def default_directory(settings: FacilitySettings, dataset: Path) -> Path:
     """$CROSSFED_STATE/<federation>/<facility>, or `.crossfed/<federation>/<facility>` beside the dataset."""
@@ -23,6 +26,11 @@ def by_round(directory: Path, prefix: str = "round-") -> dict[int, Path]:
     """Entries of `directory` under the prefix and a round's number."""
     found = {path.name.removeprefix(prefix): path for path in directory.glob(f"{prefix}*")}
     return {int(number): path for number, path in found.items() if number.isdigit()}
+
+
+def compared_place(state: Path) -> Path:
+    """Where the facility's own models lie that are evaluated beside those that it was sent, a folder each."""
+    return state / OWN_MODELS / "compared"
 
 
 def latest_before(directory: Path, round: int) -> Path | None:

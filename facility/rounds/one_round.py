@@ -10,7 +10,7 @@ from facility.dataset import NAME as DATASET
 from facility.exchange.errors import InputError, ManifestError
 from facility.exchange.files.links import link_tree
 from facility.exchange.files.paths import resolve
-from facility.exchange.messages.comparison import ALONE, MODELS
+from facility.exchange.messages.comparison import ALONE, MODELS, folders_of, with_missing
 from facility.exchange.messages.dataset_card import with_dataset
 from facility.exchange.messages.manifest import NAME, read_manifest, run_of, verify_manifest, with_head, with_run
 from facility.exchange.messages.outcome import Outcome
@@ -24,8 +24,10 @@ from facility.rounds.dataset_counts import counts_of
 from facility.rounds.evaluation import tell_scores, tell_scores_of_models
 from facility.rounds.finished import Finished, key_of
 from facility.rounds.job import Job, clear, start_ranks, work_of_round
+from facility.rounds.kept import compared_place
 from facility.rounds.masked import Masked, masked
 from facility.rounds.models import Models, digest_of, tell
+from facility.rounds.own_models import gather_own_models, keep_own_update
 from facility.rounds.sealed import check_kept
 from facility.rounds.smaller import make_smaller
 from facility.rounds.sweep import forget_earlier, sweep
@@ -57,6 +59,8 @@ class OneRound:
         """What the update depends on."""
         self.masks: Masked | None = None
         """How the update is masked; None: it is sent as it is."""
+        self.missing: dict[str, str] = {}
+        """Models of this facility's own that cannot be evaluated, and why."""
 
     def sweep(self) -> None:
         """Remove jobs of earlier rounds."""
@@ -91,7 +95,7 @@ class OneRound:
         if self.masks is None:
             link_tree(found, job.out)
         else:
-            self.masks.make(found, received=job.received, key=self.key, out=job.out)
+            self.mask(found)
         return True
 
     def prepare(self) -> None:
@@ -106,6 +110,8 @@ class OneRound:
         if job.keeps_models:
             Models(job.state).whole(job.arguments.model)
         job.personal.put_in(job.received, job.round)
+        if self.received.kind == MODELS:
+            self.missing = gather_own_models(job.state, self.received, job.settings.facility)
         clear(job.trained)
         job.trained.parent.mkdir(parents=True, exist_ok=True)
 
@@ -144,7 +150,9 @@ class OneRound:
         with_run(job.trained, self.run)
         with_usage(job.trained, job.meter.usage(job.notes))
         if self.received.kind == MODELS:
-            tell_scores_of_models(job.arguments.model, job.trained, job.settings, dataset=job.dataset)
+            tell_scores_of_models(self.compared(), job.trained, job.settings, dataset=job.dataset)
+            if self.missing:
+                with_missing(job.trained, self.missing)
         elif job.settings.evaluation.due(job.round, job.settings.rounds):
             tell_scores(job.received, job.trained, job.settings, dataset=job.dataset)
         if job.settings.dataset_card:
@@ -157,12 +165,27 @@ class OneRound:
         if self.masks is not None:
             self.finished.keep(self.key, job.round, job.trained)
             clear(job.trained)
-            self.masks.make(self.finished.place(job.round), received=job.received, key=self.key, out=job.out)
+            self.mask(self.finished.place(job.round))
             return
         if job.settings.training.signing_key:
             sign(job.out, resolve(job.settings.training.signing_key))
         self.finished.keep(self.key, job.round, job.out)
         forget_earlier(job.state, job.round)
+        clear(compared_place(job.state))
+
+    def mask(self, update: Path) -> None:
+        """Leave the masked form of a finished update; the update itself stays here, where it will be evaluated."""
+        job = self.job
+        assert self.masks is not None
+        if job.settings.evaluation.own_models:
+            keep_own_update(job.state, update, job.round)
+        self.masks.make(update, received=job.received, key=self.key, out=job.out)
+
+    def compared(self) -> dict[str, Path]:
+        """Every model that is evaluated, by name: those received, and this facility's own."""
+        own = compared_place(self.job.state)
+        received = {name: self.job.arguments.model / name for name in folders_of(self.received)}
+        return received | {path.name: path for path in (sorted(own.iterdir()) if own.is_dir() else [])}
 
 
 def check_update(job: Job) -> None:

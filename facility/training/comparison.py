@@ -23,12 +23,13 @@ from facility.exchange.errors import ConfigurationError
 from facility.exchange.files.durable import write_json
 from facility.exchange.files.paths import resolve
 from facility.exchange.messages.comparison import GLOBAL, INITIAL, Figure, folders_of, with_figures, with_tasks
-from facility.exchange.messages.manifest import read_manifest, sha256_of
+from facility.exchange.messages.manifest import Manifest, read_manifest, sha256_of
 from facility.exchange.perplexity import perplexity
 from facility.training.bootstrap import BlockLosses, difference, interval
 from facility.training.data.loader import DataLoader
 from facility.training.prepare import load_weights
 from facility.training.processes.ranks import together
+from facility.training.request import RoundRequest
 from facility.training.round import Round
 from facility.training.state.update import write_evaluation
 
@@ -52,8 +53,8 @@ def compare(round: Round) -> tuple[list[Figure], list[dict[str, Any]]]:
     told, sets = read_manifest(request.bundle), data_sets(round)
     kept = KeptLosses(request.state / "comparison", read_manifest(request.bundle / GLOBAL).content_sha256)
     figures, scores = [], []
-    for folder in folders_of(told):
-        checkpoint = open_checkpoint(request.bundle / folder)
+    for folder, model in models_of(request, told).items():
+        checkpoint = open_checkpoint(model)
         with together(round.ranks):
             load_weights(round.engine.assembly, round.inputs, checkpoint, request.settings.seed)
         for data in sets:
@@ -69,6 +70,13 @@ def compare(round: Round) -> tuple[list[Figure], list[dict[str, Any]]]:
             where = " on held-out data" if data.held_out else ""
             log.info("%s%s: loss %.4f, perplexity %.2f", folder, where, one.mean, perplexity(one.mean))
     return figures, scores
+
+
+def models_of(request: RoundRequest, told: Manifest) -> dict[str, Path]:
+    """Every model to evaluate, by name: those received, then the facility's own, which nobody else may see."""
+    assert request.bundle is not None
+    own = sorted(request.own_models.iterdir()) if request.own_models is not None else []
+    return {name: request.bundle / name for name in folders_of(told)} | {path.name: path for path in own}
 
 
 def accuracy_score(folder: str, data: Data, accuracy: float, predictions: int) -> dict[str, Any]:

@@ -43,6 +43,8 @@ class RoundRequest:
     """Start of the process (time.perf_counter), seconds."""
     bundle: Path | None = None
     """A directory of several models to compare, of which `model` is the global one."""
+    own_models: Path | None = None
+    """A directory of further ones, a folder each, which are this facility's alone; None: none."""
 
     @property
     def name(self) -> str:
@@ -92,4 +94,5 @@ def read_request(arguments: argparse.Namespace, began: float) -> RoundRequest:
         every_step=arguments.progress,
         began=began,
         bundle=bundle,
+        own_models=arguments.own_models if bundle else None,
     )

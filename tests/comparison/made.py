@@ -7,18 +7,16 @@ from typing import Any
 
 from coordinator.archive.rounds import Archive
 from coordinator.comparison.account import Account, OwnTraining, write_account
-from coordinator.comparison.models import ALONE_OF, UPDATE_OF
-from facility.exchange.messages.comparison import GLOBAL, INITIAL
+from facility.exchange.messages.comparison import ALONE_OF, GLOBAL, INITIAL, UPDATE_OF
 
 
 def add_comparison(archive: Archive, names: list[str], *, absent: str = "", masked: bool = False) -> Archive:
     """Models trained alone are good at home and bad elsewhere; the first facility has held-out data and tasks.
 
-    `masked`: the coordinator has no model of a single facility.
+    `masked`: each facility evaluated its own models itself.
     """
     draw = random.Random(7)
     folders = [GLOBAL, INITIAL, *(f"{prefix}{name}" for prefix in (UPDATE_OF, ALONE_OF) for name in names)]
-    folders = folders[:2] if masked else folders
     here = [name for name in names if name != absent]
 
     def interval(value: float, width: float) -> dict[str, float]:
@@ -37,19 +35,26 @@ def add_comparison(archive: Archive, names: list[str], *, absent: str = "", mask
             "against": {name: interval(value - losses[name], 0.01) for name in others},
         }
 
+    def seen(home: str) -> list[str]:
+        return [
+            folder for folder in folders if not masked or folder in (*folders[:2], UPDATE_OF + home, ALONE_OF + home)
+        ]
+
     figures = {
         name: [
-            figure(name, folder, held) for held in ([False, True] if name == here[0] else [False]) for folder in folders
+            figure(name, folder, held)
+            for held in ([False, True] if name == here[0] else [False])
+            for folder in seen(name)
         ]
         for name in here
     }
     scores = [
         {"model": folder, "task": "arc_italian", "metric": "acc", "value": 0.3 + draw.random() / 10, "stderr": 0.012}
-        for folder in folders
+        for folder in seen(here[0])
     ]
     account = Account(
         after_round=len(archive.rounds()) - 1,
-        alone={} if masked else {name: OwnTraining(rounds=3, of=3, tokens=3_000_000) for name in here},
+        alone={name: OwnTraining(rounds=3, of=3, tokens=3_000_000) for name in here},
         alone_over=True,
         over=True,
         figures=figures,

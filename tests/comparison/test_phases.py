@@ -13,6 +13,7 @@ from coordinator.comparison.account import read_account
 from coordinator.comparison.matrix import matrix
 from coordinator.comparison.models import batches
 from coordinator.config.evaluation import ComparisonSettings
+from coordinator.config.privacy import PrivacySettings
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.steps.aggregate import close_round, sort_out
 from coordinator.steps.receive import Earlier, receive
@@ -24,10 +25,12 @@ from facility.exchange.messages.comparison import (
     Alone,
     Figure,
     Interval,
+    expected_of,
     folders_of,
     rounds_alone,
     with_alone,
     with_figures,
+    with_missing,
 )
 from facility.exchange.messages.manifest import Manifest, read_manifest, run_of, with_run, write_manifest
 from facility.exchange.messages.report import Failure
@@ -55,6 +58,8 @@ class World:
         )
         self.done: dict[str, int] = {}
         self.seen: list[tuple[str, list[str]]] = []
+        self.lost: dict[str, str] = {}
+        """Models of facilities' own that are not there any more, and why."""
 
     def go_on(self, absent: tuple[str, ...] = ()) -> None:
         """One pass of the loop."""
@@ -76,6 +81,7 @@ class World:
             round=self.number,
             model=self.model,
             evaluation=self.number >= self.settings.rounds,
+            masks=self.settings.masks if self.number >= self.settings.rounds else None,
             settings=self.settings.aggregation,
             decoded=out.with_name("decoded"),
             earlier=Earlier(archive=self.archive, facility=name),
@@ -93,11 +99,14 @@ class World:
             return write_update(out, self.model, name, round=self.number, move=0.02 if name == "a" else 0.01)
         if sent.kind == ALONE:
             return self.train_alone(out, name, sent)
-        folders = folders_of(sent)
+        folders = expected_of(sent, name)
         self.seen.append((name, folders))
+        assert sorted(path.name for path in self.model.iterdir() if path.is_dir()) == sorted(folders_of(sent))
         empty(out, sent, name)
         loss = Interval(value=2.0, low=1.9, high=2.1)
-        with_figures(out, [Figure(model=folder, loss=loss, blocks=4, predictions=60) for folder in folders])
+        found = [folder for folder in folders if folder not in self.lost]
+        with_figures(out, [Figure(model=folder, loss=loss, blocks=4, predictions=60) for folder in found])
+        with_missing(out, {folder: reason for folder, reason in self.lost.items() if folder in folders})
         return out
 
     def train_alone(self, out: Path, name: str, sent: Manifest) -> Path:
@@ -105,7 +114,7 @@ class World:
         if name not in self.done:
             assert (self.model / "model.safetensors").is_file(), "the initial model is sent to who needs it"
         self.done[name] = min(wanted, self.done.get(name, 0) + 1)
-        if self.done[name] < wanted:
+        if self.done[name] < wanted or self.settings.masks is not None:
             empty(out, sent, name)
         else:
             write_update(out, self.archive.model_for(0), name, round=sent.round, move=0.5)
@@ -168,6 +177,56 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path: Path):
         world.go_on()
     assert len(matrix(world.archive, {}, NAMES)["cells"]) == 12
     assert start(world.archive, tmp_path / "model", SETTINGS)[2] is False
+
+
+MASKED = dataclasses.replace(
+    SETTINGS,
+    privacy=PrivacySettings(secure_aggregation=True, peer_signers="/keys"),
+    comparison=ComparisonSettings(alone=True, updates=False, models_per_job=4),
+)
+"""The rounds themselves are plain here: what is looked at is the comparison."""
+
+
+def test_under_masks_each_facility_evaluates_its_own_models_and_the_coordinator_gets_none(tmp_path: Path):
+    world = World(tmp_path, MASKED)
+    world.lost = {"update.b": "the update of round 1, the last that counted, is not kept here; none is"}
+    while world.proceed:
+        world.go_on()
+        assert world.passes < 9
+        weights = [path.parent.name for path in (world.archive.path / "comparison").rglob("*.safetensors")]
+        assert set(weights) <= {"sent", "global", "initial"}, weights  # `sent`: the initial model, to train alone from
+    assert world.done == {"a": 2, "b": 2}
+    assert world.seen == [(name, ["global", "initial", f"update.{name}", f"alone.{name}"]) for name in NAMES]
+    told = matrix(world.archive, {"privacy": {"secure_aggregation": True}}, NAMES)
+    assert {(one["facility"], one["model"]) for one in told["cells"]} == {
+        *((name, model) for name in NAMES for model in ("initial", "global", f"{name} alone")),
+        ("a", "a's update"),
+    }
+    assert "update.b: the update of round 1" in told["gaps"]["b"] and "a" not in told["gaps"]
+    assert "evaluated them itself" in told["caption"] and told["complete"]
+
+
+@pytest.mark.parametrize("kind", ["alone", "figures", "another's figures"])
+def test_an_answer_that_holds_weights_or_anothers_model_is_refused_under_masks(tmp_path: Path, kind: str):
+    world = World(tmp_path, MASKED)
+    while world.proceed and read_manifest(world.model).kind != (ALONE if kind == "alone" else MODELS):
+        world.go_on()
+    sent, out = read_manifest(world.model), tmp_path / "odd" / "update"
+    if kind == "another's figures":
+        world.answer(out, "a")
+        loss = Interval(value=2.0, low=1.9, high=2.1)
+        with_figures(out, [Figure(model="update.b", loss=loss, blocks=4, predictions=60)])
+    else:
+        write_update(out, world.archive.model_for(0), "a", round=sent.round, move=0.5)
+        write_manifest(out, dataclasses.replace(read_manifest(out), base_sha256=sent.content_sha256))
+        with_run(out, run_of(sent))
+        if kind == "alone":
+            with_alone(out, Alone(rounds=2, of=2, tokens=1))
+        else:
+            with_figures(out, [])
+    failure = report.read_failure(world.received(out, "a", tmp_path / "odd" / "received"))
+    assert isinstance(failure, Failure) and failure.kind == "refused", failure
+    assert ("expected one of" if kind == "another's figures" else "holds weights") in failure.reason
 
 
 @pytest.mark.parametrize("retries", [0, 2])

@@ -18,6 +18,11 @@ from facility.exchange.errors import ConfigurationError
 from tests.federations import write_federation
 
 MATRIX = {"matrix": True, "alone": True}
+MASKS: dict[str, Any] = {
+    "privacy": {"secure_aggregation": True, "peer_signers": "/k"},
+    "aggregation": {"rule": "mean", "allowed_signers": "/k"},
+    "training": {"export_dtype": "float32", "signing_key": "/k"},
+}
 
 
 @pytest.mark.parametrize(
@@ -27,14 +32,6 @@ MATRIX = {"matrix": True, "alone": True}
         ({"evaluation": {"held_out": {"facility": "a", "dataset": "d"}}}, "matrix"),
         ({"evaluation": {"matrix": True, "held_out": {"facility": "c", "dataset": "d"}}}, "expected one of a, b"),
         ({"evaluation": MATRIX, "aggregation": {"exclude": ["lm_head*"]}}, "aggregation.exclude"),
-        (
-            {
-                "evaluation": MATRIX,
-                "privacy": {"secure_aggregation": True, "peer_signers": "/k"},
-                "aggregation": {"rule": "mean", "allowed_signers": "/k"},
-            },
-            "secure_aggregation",
-        ),
         ({"evaluation": {"matrix": True, "models_per_job": 0}}, "models_per_job"),
     ],
 )
@@ -59,6 +56,16 @@ def test_the_steps_and_the_one_facility_are_told(tmp_path: Path):
     assert steps["receive_a"]["in"]["archive"] == "archive"
 
 
+def test_with_masks_each_facility_is_told_to_keep_its_own_update(tmp_path: Path):
+    federation = read_federation(write_federation(tmp_path, ["a", "b", "c"], evaluation=MATRIX, **MASKS))
+    files = render(federation)
+    assert json.loads(files["workflow/coordinator.json"])["comparison"]["updates"] is False
+    told = [json.loads(files[f"workflow/facilities/{name}.json"])["evaluation"]["own_models"] for name in "abc"]
+    assert told == [True] * 3
+    plain = render(read_federation(write_federation(tmp_path / "plain", ["a", "b"], evaluation=MATRIX)))
+    assert "own_models" not in json.loads(plain["workflow/facilities/a.json"])["evaluation"]
+
+
 def test_without_a_matrix_nothing_is_rendered_of_it(tmp_path: Path):
     files = render(read_federation(write_federation(tmp_path, ["a"])))
     assert "comparison" not in json.loads(files["workflow/coordinator.json"])
@@ -73,6 +80,10 @@ def test_its_price_is_told_before_anything_runs(tmp_path: Path):
     row = check_comparison(federation, facility, facility.deployment, model, template)
     # 6 models: the global one with 3 others, then with 2; 2 rounds alone. 4 jobs of 2 nodes and 3 hours.
     assert row is not None and "4 more jobs" in row.found and "at most 24 node-hours" in row.found, row
+    masked = read_federation(write_federation(tmp_path / "masked", ["a", "b", "c"], evaluation=MATRIX, **MASKS))
+    row = check_comparison(masked, masked.facilities[0], facility.deployment, model, template)
+    # The initial and the global model in one job, two rounds alone.
+    assert row is not None and "3 more jobs" in row.found and "2 of its own as well" in row.found, row
     assert (
         check_comparison(
             read_federation(write_federation(tmp_path / "plain", ["a"])), facility, facility.deployment, model, template

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from coordinator.archive.rounds import Archive
 from coordinator.archive.summary import summary
@@ -19,7 +22,7 @@ from coordinator.config.federation import read_federation
 from coordinator.engine.render import write
 from coordinator.preflight.privacy import check_secure_aggregation
 from coordinator.publishing.card import privacy as card_privacy
-from coordinator.report.make import data_of
+from coordinator.report.make import data_of, make_report
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.training.privacy.ledger import Ledger
 from tests.engine.engines import crossfed, killed_at, streamflow, weights
@@ -165,3 +168,42 @@ def test_a_facility_that_fails_is_left_out_of_the_sum(tmp_path: Path):
     assert result.returncode == 0, result.stdout[-4000:]
     rows = {row["facility"]: row for row in summary(archive_of(path))["rounds"][0]["facilities"]}
     assert {name: row["status"] for name, row in rows.items()} == {"alpha": "ok", "b_2": "failed", "gamma": "ok"}
+
+
+def test_the_matrix_has_every_facilitys_own_models_and_nobody_else_gets_them(tmp_path: Path):
+    """Base and global on everybody's data; a facility's own last update, and what it trained alone, on its own."""
+    path = make(tmp_path, rounds=1, evaluation={"matrix": True, "alone": True})
+    result = streamflow(path, tmp_path / "engine", timeout=SECONDS)
+    assert result.returncode == 0, result.stdout[-6000:]
+    data = data_of(read_federation(path))
+    matrix, rows = data["matrix"], {one["facility"]: one for one in data["rounds"][0]["facilities"]}
+    assert matrix["complete"] and not matrix["gaps"], matrix["gaps"]
+    found = {(one["facility"], one["model"]): one["perplexity"] for one in matrix["cells"]}
+    both = {(name, model) for name in NAMES for model in ("initial", "global")}
+    assert set(found) == both | {(name, f"{name}{end}") for name in NAMES for end in ("'s update", " alone")}
+    for name in NAMES:
+        assert found[name, f"{name}'s update"] == pytest.approx(rows[name]["perplexity_returned"], rel=1e-5)
+        assert matrix["alone"][name]["tokens"] == rows[name]["tokens"]
+    assert len([line for line in matrix["verdicts"] if "its own last update" in line]) == len(NAMES)
+    assert "in the rows of their own data alone" in make_report(path).read_text()
+    own = {digest for name in NAMES for digest in weights_below(kept_by(tmp_path, name))}
+    initial = set(weights_below(tmp_path / "model"))
+    assert len(own - initial) >= 2 * len(NAMES), "every update, and every model trained alone, is another"
+    elsewhere = weights_below(tmp_path, but=[kept_by(tmp_path, name) for name in NAMES])
+    assert elsewhere and not set(elsewhere) & (own - initial), "no update's tensor left its facility"
+
+
+def kept_by(root: Path, name: str) -> Path:
+    """What a facility keeps to itself."""
+    return root / "sites" / name / ".crossfed"
+
+
+def weights_below(root: Path, but: Sequence[Path] = ()) -> dict[str, Path]:
+    """Files of weights by the digest of what their tensors hold, whatever else is in the file."""
+    found = {}
+    for path in root.rglob("*.safetensors"):
+        if not any(path.is_relative_to(one) for one in but):
+            tensors = load_file(path)
+            whole = b"".join(tensors[name].view(torch.uint8).numpy().tobytes() for name in sorted(tensors))
+            found[hashlib.sha256(whole).hexdigest()] = path
+    return found

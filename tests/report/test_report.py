@@ -117,16 +117,19 @@ def test_every_kind_of_federation_has_a_page_of_its_own(
         assert "CONSOLE" not in result.stderr
 
 
-def test_a_matrix_under_secure_aggregation_says_whose_models_are_missing_and_why(tmp_path: Path):
+def test_a_matrix_under_secure_aggregation_has_own_models_in_their_own_rows_and_says_why(tmp_path: Path):
     names = [f"facility-{number:02d}" for number in range(3)]
     archive = add_comparison(made_archive(tmp_path / "a", facilities=3, rounds=2), names, masked=True)
     for masked in (True, False):
         settings = {"rounds": 2, "privacy": {"secure_aggregation": masked}}
         data = gather(archive, federation="made", settings=settings, carbon=0.0)
-        assert data["matrix"]["models"] == ["initial", "global"] and len(data["matrix"]["cells"]) == 4 + 2 * 2
+        cells = {(one["facility"], one["model"]) for one in data["matrix"]["cells"]}
+        both = {(name, model) for name in names for model in ("initial", "global")}
+        assert cells == both | {(name, f"{name}{end}") for name in names for end in ("'s update", " alone")}
+        assert len([line for line in data["matrix"]["verdicts"] if "its own last update" in line]) == len(names)
         for kind in ("html", "md"):
             text = write_report(data, tmp_path / f"report.{kind}", kind).read_text()
-            assert ("Models of single facilities are not in it" in text) == masked, kind
+            assert ("in the rows of their own data alone" in text) == masked, kind
 
 
 def test_long_tables_keep_what_is_latest_and_every_model():

@@ -13,6 +13,7 @@ from facility.exchange.messages.comparison import ALONE, ROUNDS, Alone, alone_of
 from facility.exchange.messages.manifest import Manifest, read_manifest, verify_manifest, with_run, write_manifest
 from facility.exchange.messages.report import read_failure, read_report
 from facility.round import main
+from facility.rounds import job as jobs
 from facility.rounds.alone import OwnModel
 from tests.training.federation import largest_difference, write_dataset, write_settings
 from tests.training.layouts import arguments, rounds_in
@@ -80,13 +81,24 @@ def test_a_facility_that_took_part_in_no_round_trains_nothing(tmp_path: Path, pi
     assert failure is not None and "no round" in failure.reason and not failure.again
 
 
-def test_a_facility_that_masks_hands_out_no_model_of_its_own(tmp_path: Path, pico_llama: Path, monkeypatch):
+@pytest.mark.slow
+def test_a_facility_that_masks_trains_alone_and_hands_out_no_model(tmp_path: Path, pico_llama: Path, monkeypatch):
+    """The job's own directory, which the coordinator reads, has no weights while it trains or after."""
     monkeypatch.chdir(tmp_path)
     settings = write_settings(tmp_path / "settings.json", rounds=2)
     masking = {"bits": 32, "threshold": 2, "facilities": ["north", "south", "west"], "peer_signers": "/signers"}
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"masking": masking}))
+    started: list[list[str]] = []
+    launch = jobs.launch
+    monkeypatch.setattr(jobs, "launch", lambda words, **more: (started.append(words), launch(words, **more))[1])
     out = job(
-        tmp_path / "one", order(tmp_path / "sent", 2, model=pico_llama), write_dataset(tmp_path / "data"), settings
+        tmp_path / "one", order(tmp_path / "sent", 1, model=pico_llama), write_dataset(tmp_path / "data"), settings
     )
-    failure = read_failure(out)
-    assert failure is not None and "unmasked" in failure.reason and not list(out.glob("*.safetensors"))
+    assert read_failure(out) is None, read_failure(out)
+    told = verify_manifest(out)
+    assert alone_of(told) == Alone(rounds=1, of=1, tokens=12 * 16)
+    assert told.parameters == 0 and set(told.files) == {"report.json"}
+    assert not list((tmp_path / "one").rglob("*.safetensors"))
+    (words,) = started
+    assert Path(words[words.index("--out") + 1]).is_relative_to(tmp_path / "kept")
+    assert verify_manifest(OwnModel(tmp_path / "kept").model(1)).parameters > 0, "it stays here"

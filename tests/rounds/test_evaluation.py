@@ -93,7 +93,7 @@ def test_scores_in_the_matrix_equal_those_of_the_command_model_by_model(tmp_path
     settings = FacilitySettings(
         federation="f", facility="a", rounds=2, seed=0, training=TrainingSettings(device="cpu"), evaluation=evaluation
     )
-    tell_scores_of_models(sent, out, settings, dataset=tmp_path)
+    tell_scores_of_models({name: sent / name for name in folders}, out, settings, dataset=tmp_path)
     told = tasks_of(read_manifest(out), folders)
     expected = {folder: by_command(sent / folder, tasks, tmp_path / f"by-{folder}") for folder in folders[:2]}
     assert expected[GLOBAL] != expected[INITIAL]  # else one could stand for the other

@@ -2,7 +2,8 @@
 
 `models`: a directory of several models, one folder each, for a facility to evaluate on its own validation data.
 `alone`: the order to train alone for one more round, from the initial model, which lies in it where somebody needs it.
-Both are named by the manifest's `kind`, so that they are signed, verified and staged as any model is.
+Both are named by the manifest's `kind`, so that they are signed, verified and staged as any model is. With secure
+aggregation nobody may see a facility's own models: it evaluates them where they lie, and only figures leave.
 """
 
 from __future__ import annotations
@@ -26,10 +27,14 @@ SENT = ("model", MODELS, ALONE)
 """Kinds that a coordinator sends."""
 GLOBAL, INITIAL = "global", "initial"
 """Folders of the final global model, in every directory of models, and of the initial one."""
+UPDATE_OF, ALONE_OF = "update.", "alone."
+"""A facility's own last update that counted, and the model that it trained alone: with its name behind."""
 FOLDERS = "models"
 """In the `extra` of a directory of models: its folders, in the order in which they are evaluated."""
 ROUNDS = "alone_rounds"
 """In the `extra` of an order to train alone: rounds to train in all, by facility."""
+OWN = "own_models"
+"""In the `extra` of a directory of models: by facility, which models of its own it is to evaluate at its own place."""
 KEY = "comparison"
 """In the `extra` of what comes back."""
 RESAMPLES, LEVEL = 1000, 0.95
@@ -76,6 +81,21 @@ class Alone:
     """Trained on in all these rounds."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class OwnModels:
+    """Models that a facility has and nobody else may see; it evaluates them beside those that it is sent."""
+
+    update: int | None = None
+    """Round of its last update that counted; None: none did."""
+    alone: int = 0
+    """Rounds that it trained alone; 0: no such model is compared."""
+
+    def folders(self, facility: str) -> list[str]:
+        """What they are called among the models."""
+        names = {f"{UPDATE_OF}{facility}": self.update is not None, f"{ALONE_OF}{facility}": self.alone > 0}
+        return [name for name, wanted in names.items() if wanted]
+
+
 def with_figures(directory: Path, figures: Sequence[Figure]) -> None:
     """Write the figures into the manifest of `directory`."""
     with_extra(directory, KEY, {"figures": [dataclasses.asdict(one) for one in figures]})
@@ -85,6 +105,12 @@ def with_tasks(directory: Path, scores: Sequence[Mapping[str, Any]]) -> None:
     """Add scores on tasks (model, task, metric, value, stderr) to the figures in the manifest of `directory`."""
     found = read_manifest(directory).extra.get(KEY) or {}
     with_extra(directory, KEY, found | {"tasks": [*found.get("tasks", []), *map(dict, scores)]})
+
+
+def with_missing(directory: Path, missing: Mapping[str, str]) -> None:
+    """Add to the figures in the manifest of `directory` why models of this facility's own have none."""
+    found = read_manifest(directory).extra.get(KEY) or {}
+    with_extra(directory, KEY, found | {"missing": dict(missing)})
 
 
 def with_alone(directory: Path, alone: Alone) -> None:
@@ -104,6 +130,32 @@ def _plain(name: Any) -> bool:
     return isinstance(name, str) and 0 < len(name) < 100 and "/" not in name and not name.startswith(".")
 
 
+def own_models_of(manifest: Manifest, facility: str) -> OwnModels | None:
+    """What `facility` is to evaluate at its own place; None where models travel. Raises `ManifestError`."""
+    if OWN not in manifest.extra:
+        return None
+    listed = Fields(raw=manifest.extra, where="extra").inside(OWN)
+    if facility not in listed.raw:
+        return OwnModels()
+    found = listed.inside(facility).only(["update", "alone"])
+    update = None if found.raw.get("update") is None else found.whole("update", most=10**9)
+    return OwnModels(update=update, alone=found.whole("alone", 0, most=10**9))
+
+
+def expected_of(manifest: Manifest, facility: str) -> list[str]:
+    """Every model that `facility` gives figures of: those sent, and its own. Raises `ManifestError`."""
+    own = own_models_of(manifest, facility)
+    return [*folders_of(manifest), *(own.folders(facility) if own is not None else [])]
+
+
+def missing_of(manifest: Manifest, expected: Collection[str]) -> dict[str, str]:
+    """Why a facility has no figures of models of its own. Raises `ManifestError`."""
+    found = Fields(raw=_told(manifest), where=KEY)
+    told = Fields(raw=found.mapping("missing", 2), where=f"{KEY}: missing")
+    told.only(list(expected))
+    return {name: told.words(name, "", longest=500) for name in told.raw}
+
+
 def rounds_alone(manifest: Manifest, facility: str) -> int:
     """Rounds that `facility` is to train alone in all. Raises `ManifestError`."""
     return Fields(raw=manifest.extra.get(ROUNDS) or {}, where=ROUNDS).whole(facility, 0, most=10**9)
@@ -111,7 +163,7 @@ def rounds_alone(manifest: Manifest, facility: str) -> int:
 
 def figures_of(manifest: Manifest, expected: Collection[str]) -> list[Figure]:
     """What a facility found of the models in the folders `expected`. Raises `ManifestError` for anything else."""
-    found = Fields(raw=_told(manifest), where=KEY).only(["figures", "tasks"])
+    found = Fields(raw=_told(manifest), where=KEY).only(["figures", "tasks", "missing"])
     return found.items("figures", MOST_FIGURES, lambda fields, key: _figure(fields.inside(key), expected))
 
 

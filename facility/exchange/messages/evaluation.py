@@ -56,6 +56,8 @@ class FacilityEvaluation(EvaluationSettings):
 
     held_out: Line = ""
     """Prepared dataset at the facility that no facility trains on; empty: none."""
+    own_models: bool = False
+    """Keep the last update here, unmasked, to evaluate it here after the last round: masks hide it from all others."""
 
 
 @dataclass(frozen=True, kw_only=True)
