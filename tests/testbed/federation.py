@@ -20,6 +20,7 @@ from coordinator.events.follow import EventFile
 from coordinator.testbed.layout import Site, Testbed, load
 from coordinator.testbed.rehearsal import records, write_federation
 from tests.engine.messages import engine_messages
+from tests.testbed.gates import behind_gates, gated_sites
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -119,8 +120,12 @@ def federate(
     polling: int = 1,
     prelude: str = "",
     training: dict[str, object] | None = None,
+    gated: list[str] | None = None,
 ) -> Run:
-    """Write and render a federation over the testbed. Jobs wait `delay` seconds, or five minutes if `~/slow` exists."""
+    """Write and render a federation over the testbed. Jobs wait `delay` seconds, or five minutes if `~/slow` exists.
+
+    `gated`: facilities behind gates; None: as `gates.gated_sites` says.
+    """
     prelude = prelude or f"if [ -e ~/slow ]; then sleep 300; fi; sleep {delay}"
     file = write_federation(
         testbed,
@@ -138,6 +143,7 @@ def federate(
         **({"training": training} if training else {}),
     )
     write(read_federation(file))
+    behind_gates(testbed, file, gated_sites() if gated is None else gated)
     return Run(testbed=testbed, file=file)
 
 

@@ -14,11 +14,13 @@ import yaml
 from coordinator.archive.audit import VARIABLE, heads_of
 from coordinator.config.federation import read_federation
 from coordinator.engine.render import write
+from coordinator.events.follow import read_event
 from coordinator.preflight.check import check
+from coordinator.streamflow_plugin.names import PROGRESS_SECONDS
 from coordinator.testbed.layout import Site, Testbed
-from coordinator.testbed.rehearsal import ssh
 from facility.exchange.files.audit_log import verify
 from tests.testbed.federation import Run, federate, jobs
+from tests.testbed.gates import open_gate, policy, put
 
 pytestmark = [pytest.mark.testbed, pytest.mark.timeout(900)]
 
@@ -43,25 +45,6 @@ class Gates:
         return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def policy(site: Site, fingerprint: str, **changes) -> str:
-    values = {
-        "facility": site.name,
-        "federations": ["gated", "tight"],
-        "keys": [fingerprint],
-        "coordinators": f"{site.home}/gated/coordinators",
-        "workdir": f"{site.home}/gated-work",
-        "datasets": [f"{site.home}/dataset"],
-        "scheduler": "slurm",
-        "template": "testbed",
-        "hours": 0.5,
-    }
-    return json.dumps(values | changes)
-
-
-def put(testbed: Testbed, site: Site, name: str, text: str) -> None:
-    ssh(testbed, site, f"umask 077; mkdir -p gated && cat > gated/{name}", stdin=text.encode())
-
-
 @pytest.fixture(scope="module")
 def gates(testbed: Testbed, material, tmp_path_factory) -> Gates:
     folder = tmp_path_factory.mktemp("keys")
@@ -74,20 +57,13 @@ def gates(testbed: Testbed, material, tmp_path_factory) -> Gates:
         put(testbed, site, "policy.yml", policy(site, told.stdout.split()[1]))
         put(testbed, site, "coordinators", f'gated,tight namespaces="crossfed" {public}\n')
         for name in ("gate", "thief"):
-            put(testbed, site, f"{name}.pub", (folder / f"{name}.pub").read_text())
-            setup = (
-                "bash crossfed/facility/setup.sh --home ~/gated --as-is --no-self-check --authorized-keys ~/gated/keys"
-            )
-            said = ssh(testbed, site, f"{setup} --gate ~/gated/{name}.pub").stdout.decode()
-            assert "and nothing else" in said, said
-        with open(site.etc / "authorized_keys", "a") as file:  # sshd reads this one in the testbed
-            file.write((site.home / "gated" / "keys").read_text())
+            open_gate(testbed, site, folder / f"{name}.pub")
     return made
 
 
 def gated(gates: Gates, folder: Path, model: Path, datasets: dict[str, str], name: str, rounds: int) -> Run:
     """The same federation as elsewhere, but through the gates."""
-    run = federate(gates.testbed, folder, model, datasets, name=name, rounds=rounds, minimum=1)
+    run = federate(gates.testbed, folder, model, datasets, name=name, rounds=rounds, minimum=1, gated=[])
     raw = yaml.safe_load(run.file.read_text())
     raw["sending"] = {"signing_key": str(gates.signer)}
     for facility in raw["facilities"]:
@@ -110,6 +86,7 @@ def finished(gates: Gates, material, tmp_path_factory) -> Run:
         rows = check(run.file)
         assert not [row for row in rows if row.verdict == "fail"], rows
         patch.setenv(VARIABLE, str(run.archive.path / "audit.jsonl"))
+        patch.setenv(PROGRESS_SECONDS, "2")
         code = run.run()
     assert code == 0, run.text()
     return run
@@ -133,6 +110,15 @@ def test_the_facilities_know_what_was_asked_and_the_coordinator_what_they_logged
         assert len(set(heads)) == 2 and verify(path, heads).broken == 0
         theirs = [entry["coordinators_head"] for entry in entries if entry["what"] == "approved"]
         assert verify(finished.archive.path / "audit.jsonl", [head for head in theirs if head]).broken == 0
+
+
+def test_progress_is_seen_through_the_gate(finished: Run, gates: Gates):
+    """Within the rights of the key: the test above finds no request that was refused or failed, these with them."""
+    lines = (finished.file.parent.parent / "events.jsonl").read_bytes().splitlines()
+    told = [event for line in lines if (event := read_event(line)) is not None and event.kind == "progress"]
+    for site in gates.testbed.sites:
+        stages = [event["stage"] for event in told if str(event["step"]).endswith(f"train_{site.name}")]
+        assert stages and set(stages) <= {"loading", "evaluating", "training", "saving"}, told
 
 
 ATTACKS = [

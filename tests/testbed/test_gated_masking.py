@@ -19,12 +19,12 @@ from coordinator.config.federation import read_federation
 from coordinator.engine.render import write
 from coordinator.preflight.check import check
 from coordinator.testbed.layout import Testbed
-from coordinator.testbed.rehearsal import copy_to, prepare_sites, ssh, write_federation
+from coordinator.testbed.rehearsal import copy_to, prepare_sites, write_federation
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.files.audit_log import verify
 from tests.masking.federation import ssh_keys
 from tests.testbed.federation import Run, jobs
-from tests.testbed.test_gate import policy, put
+from tests.testbed.gates import open_gate, policy, put
 
 pytestmark = [pytest.mark.testbed, pytest.mark.timeout(1500)]
 NAMES = ["site-a", "site-b", "site-c"]
@@ -53,11 +53,7 @@ def open_gates(three: Testbed, folder: Path, federation: str) -> tuple[Path, Pat
         }
         put(three, site, "policy.yml", policy(site, told.stdout.split()[1], **changes))
         put(three, site, "coordinators", f'{federation} namespaces="crossfed" {public}\n')
-        put(three, site, "gate.pub", (folder / "gate.pub").read_text())
-        setup = "bash crossfed/facility/setup.sh --home ~/gated --as-is --no-self-check --authorized-keys ~/gated/keys"
-        ssh(three, site, f"{setup} --gate ~/gated/gate.pub")
-        with open(site.etc / "authorized_keys", "a") as file:
-            file.write((site.home / "gated" / "keys").read_text())
+        open_gate(three, site, folder / "gate.pub")
     return folder / "gate", folder / "signer"
 
 
