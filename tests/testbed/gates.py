@@ -1,7 +1,7 @@
 """Facilities of the testbed behind gates: any federation of the suite runs through them as it does through a shell.
 
-    make testbed                                         # site-b is gated, site-a is not
-    CROSSFED_TESTBED_GATED=site-a,site-b make testbed    # both; empty: none
+    CROSSFED_TESTBED_GATED=site-b make testbed           # site-b is gated, site-a is not
+    CROSSFED_TESTBED_GATED=site-a,site-b make testbed    # both; by default none
 
 Each federation has a gate of its own: its key opens that and nothing else, and the policy holds its name, its workdir
 and its job template. Tests that look at facilities with a shell have a key of their own, as a person there would.
@@ -23,7 +23,7 @@ from coordinator.testbed.layout import Site, Testbed
 from coordinator.testbed.rehearsal import ssh
 
 VARIABLE = "CROSSFED_TESTBED_GATED"
-DEFAULT = "site-b"
+DEFAULT = ""
 """Names of the facilities that are gated where the variable is not set."""
 
 
