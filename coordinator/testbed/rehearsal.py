@@ -98,7 +98,7 @@ def write_federation(
     datasets: dict[str, str],
     *,
     name: str,
-    rounds: int,
+    rounds: int | dict[str, object],
     tasks: dict[str, int],
     prelude: str = "",
     workdir: str = "work",

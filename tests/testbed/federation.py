@@ -112,7 +112,7 @@ def federate(
     datasets: dict[str, str],
     *,
     name: str,
-    rounds: int = 2,
+    rounds: int | dict[str, object] = 2,
     tasks: dict[str, int] | None = None,
     delay: int = 0,
     minimum: int = 1,

@@ -17,10 +17,10 @@ from streamflow.core.deployment import ExecutionLocation
 
 from coordinator.streamflow_plugin.ssh import ParallelSSHConnector
 from coordinator.testbed import daemons, link, namespaces
-from coordinator.testbed.command import started_at
 from facility.exchange.messages.manifest import read_manifest
 from tests.testbed.conftest import ssh
 from tests.testbed.federation import ROOT, federate, jobs
+from tests.testbed.kill import kill_coordinator
 from tests.testbed.quiet import wait_for_quiet
 
 pytestmark = [pytest.mark.testbed, pytest.mark.timeout(600)]
@@ -142,17 +142,7 @@ def test_a_killed_coordinator_finds_its_running_job_again_and_trains_nothing_twi
     )
     wait_for_job(testbed, a)
     wait_for_job(testbed, b)
-    engines = [
-        int(pid)
-        for pid in subprocess.run(["pgrep", "-P", str(first.pid)], capture_output=True, text=True).stdout.split()
-    ]
-    assert engines
-    first.send_signal(signal.SIGKILL)
-    first.wait()
-    deadline = time.monotonic() + 30
-    while [pid for pid in engines if started_at(pid) is not None]:
-        assert time.monotonic() < deadline, "StreamFlow outlives its supervisor"
-        time.sleep(0.2)
+    kill_coordinator(first)
     assert run.run() == 0, run.text()
     assert any("of an earlier run is running: waiting for its end" in line for line in run.log), run.text()
     for site in testbed.sites:

@@ -16,6 +16,7 @@ from coordinator.testbed.layout import Site
 from facility.exchange.messages.manifest import read_manifest, verify_manifest
 from tests.testbed.federation import Run, federate, jobs
 from tests.testbed.life import Life
+from tests.testbed.pace import Pace
 from tests.testbed.quiet import wait_for_quiet
 
 pytestmark = pytest.mark.testbed
@@ -23,7 +24,9 @@ DAEMONS = {"22", "6817", "6818", "6819"}
 LOGINS = 2
 """At most, of a facility in two rounds of small models (docs/how-to/watch.md)."""
 STEPS = 150
-"""Enough for a job to be at work longer than the coordinator may take to notice."""
+"""Enough for a job that is slowed to be at work as long as it is."""
+SLOW_SECONDS = 16.0
+"""How long the first job of each facility is slowed: longer than the coordinator may take to notice."""
 
 
 def at_rest(site: Site) -> tuple[list[str], set[str]]:
@@ -67,15 +70,20 @@ def finished(testbed, material, tmp_path_factory) -> tuple[Run, list, Life, dict
 
     run.log = Watching()
     life, stop = Life(testbed), threading.Event()
-    thread = threading.Thread(target=life.watch, args=(stop,), daemon=True)
-    thread.start()
+    work = (life.watch, Pace(testbed, SLOW_SECONDS).hold)
+    threads = [threading.Thread(target=one, args=(stop,), daemon=True) for one in work]
+    for thread in threads:
+        thread.start()
     before = {site.name: logins(site) for site in testbed.sites}
     supervisor = run.supervisor()
     supervisor.on_event = life.on_event
     supervisor.environment[PROGRESS_SECONDS] = "5"
-    code = supervisor.run()[0]
-    stop.set()
-    thread.join()
+    try:
+        code = supervisor.run()[0]
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
     assert code == 0, run.text()
     return run, seen, life, {site.name: logins(site) - before[site.name] for site in testbed.sites}
 
@@ -115,9 +123,7 @@ def test_progress_is_known_within_ten_seconds_of_the_truth(finished):
     *_, life, _ = finished
     lags = life.lags(10.0)
     print("lags", sorted(lags))
-    if not lags:
-        pytest.skip("on this machine every job ended within ten seconds of each of its states")
-    assert max(lags) <= 10.0, (sorted(lags), life.truth, life.heard)
+    assert lags and max(lags) <= 10.0, (sorted(lags), life.truth, life.heard)
 
 
 def test_a_run_logs_in_once_for_commands_and_once_for_jobs_whatever_it_looks_at(finished):
