@@ -95,6 +95,26 @@ def test_a_certificate_lets_in_and_the_bare_key_does_not(second):
         connected(second, "id -un", nodes=[second.address], sshKey=str(bare), waits_for_login=False)
 
 
+def test_check_asks_in_the_environment_in_which_the_run_s_commands_are(second, testbed):
+    """Sites set PATH and directories in profiles, which only login shells read."""
+    profile = second.site.home / ".profile"
+    before, script = profile.read_text(), 'id -un; pwd; umask; echo "$PATH" "$TMPDIR" "$SLURM_CONF"; command -v sbatch'
+    profile.write_text(before + "export TMPDIR=~/scratch PATH=$PATH:/site/programs\n")
+    described = {
+        "type": "ssh",
+        "host": second.address,
+        "user": second.site.user,
+        "key": str(second.key),
+        "workdir": "/w",
+    }
+    try:
+        asked = run_there(read_deployment(described, "d"), script + "\n").out.strip()
+        assert connected(second, script, nodes=[second.address], sshKey=str(second.key)) == asked
+    finally:
+        profile.write_text(before)
+    assert "/site/programs" in asked and f"{second.site.home}/scratch" in asked and asked.endswith("/sbatch"), asked
+
+
 def test_a_jump_host_is_gone_through(second, testbed):
     """The facility then sees the jump host's address, not the coordinator's."""
     jump = {"hostname": second.site.address, "username": second.site.user, "sshKey": str(testbed.key)}
