@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from facility.dataset import DatasetManifest
 
 PACKAGES = ("torch", "transformers", "safetensors", "tokenizers", "datasets", "numpy")
+OPTIONAL = ("bitsandbytes",)
+"""Packages that only some settings need."""
 
 
 def formats() -> dict[str, int]:
@@ -37,9 +39,10 @@ def formats() -> dict[str, int]:
     return {"manifest": manifest.FORMAT, "report": report.FORMAT, "settings": settings.FORMAT}
 
 
-def packages() -> dict[str, str | None]:
+def packages(names: tuple[str, ...] = PACKAGES) -> dict[str, str | None]:
+    """Versions of installed packages; None for one that is not."""
     found: dict[str, str | None] = {}
-    for name in PACKAGES:
+    for name in names:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -138,6 +141,7 @@ def main() -> int:
         "crossfed": facility.__version__,
         "python": platform.python_version(),
         "packages": packages(),
+        "optional": packages(OPTIONAL),
         "formats": formats(),
         "dataset": dataset(resolve(arguments.dataset)),
         "disk": disk(arguments.workdir, arguments.reserve),

@@ -56,15 +56,28 @@ class ModelFigures:
             return sum(map(math.prod, own))
         saved, total = lora.modules_to_save or HEADS, 0
         for name, shape in self.shapes.items():
-            module, _, kind = name.rpartition(".")
+            module = name.rpartition(".")[0]
             if saves(module, saved):
                 total += math.prod(shape)
-            elif kind == "weight" and len(shape) == 2 and IN_A_BLOCK.search(module):
+            elif is_matrix_of_a_block(name, shape):
                 factors = lora.rank * sum(shape) + (shape[0] if lora.dora else 0)
                 total += factors if not lora.targets or targeted(module, lora.targets) else 0
             elif targeted(name, lora.parameters) and len(shape) == 3:
                 total += lora.rank * shape[0] * sum(shape[1:])
         return total
+
+    def quantized(self, training: TrainingSettings) -> int:
+        """Parameters that `lora.quantize_base` holds in 4 bits: the matrices of the blocks; 0 without it.
+
+        Inputs of layers that are no multiple of 64 are refused by the trainer.
+        """
+        if training.lora.quantize_base == "none":
+            return 0
+        return sum(
+            math.prod(shape)
+            for name, shape in self.shapes.items()
+            if is_matrix_of_a_block(name, shape) and not saves(name.rpartition(".")[0], training.lora.modules_to_save)
+        )
 
     def written(self, training: TrainingSettings) -> int:
         """Bytes of an update as the trainer writes it."""
@@ -79,6 +92,12 @@ class ModelFigures:
     def travelling(self, full: int, encoding: str, density: float) -> int:
         """Bytes on the link of a checkpoint that takes `full` bytes whole."""
         return full if encoding == FULL else round(declared_codec(encoding).message_bytes(self.parameters, density))
+
+
+def is_matrix_of_a_block(name: str, shape: Sequence[int]) -> bool:
+    """Whether the tensor of that name counts as the weight of a linear layer of a block."""
+    module, _, kind = name.rpartition(".")
+    return kind == "weight" and len(shape) == 2 and IN_A_BLOCK.search(module) is not None and not is_adapter(name)
 
 
 def model_figures(directory: Path) -> ModelFigures:
@@ -110,11 +129,15 @@ def moments_bytes(training: TrainingSettings) -> float:
 
 
 def state_bytes(model: ModelFigures, training: TrainingSettings) -> int:
-    """Float32 weights, their copy in the compute dtype where it is another; gradient and optimizer state of what is
-    trained."""
+    """Float32 weights (4 bits of a quantised base), their copy in the compute dtype where it is another; gradient and
+    optimizer state of what is trained."""
     copy = 0 if training.compute_dtype == "float32" else BYTES[training.compute_dtype]
     adapters = model.trained(training) if training.lora.rank else 0
-    return round((model.parameters + adapters) * (4 + copy) + model.trained(training) * (4 + moments_bytes(training)))
+    quantized = model.quantized(training)
+    floats = (model.parameters - quantized + adapters) * (4 + copy)
+    return round(
+        floats + quantized * training.lora.base_bytes + model.trained(training) * (4 + moments_bytes(training))
+    )
 
 
 def activation_bytes(model: ModelFigures, training: TrainingSettings, block_tokens: int, ranks: int) -> int:

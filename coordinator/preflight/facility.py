@@ -109,6 +109,7 @@ def check_site(
         return [Row(subject=name, check=wrong.check, verdict=wrong.verdict, found=wrong.found, fix=wrong.fix)], None
     rows = [
         *_versions(name, answer),
+        *_quantized(facility, answer),
         *_trainer(name, answer, trainer),
         *_dataset(facility, answer["dataset"], dataset, model),
         _room(name, answer["disk"], workdir, reserve),
@@ -168,6 +169,24 @@ def _versions(name: str, answer: dict[str, Any]) -> list[Row]:
         else:
             rows.append(ok(name, "packages", f"Python {answer['python']}, {versions}"))
     return rows
+
+
+def _quantized(facility: Facility, answer: dict[str, Any]) -> list[Row]:
+    """Whether the package that holds a base in 4 bits is installed; no row where none is asked for."""
+    asked = facility.training.lora.quantize_base
+    version = answer.get("optional", {}).get("bitsandbytes")
+    if asked == "none" or "optional" not in answer:
+        return []
+    if version is None:
+        return [
+            fail(
+                facility.name,
+                "bitsandbytes",
+                f"training.lora.quantize_base is {asked}, and the facility has no bitsandbytes",
+                "pip install bitsandbytes in the facility's environment, or set quantize_base to none for it",
+            )
+        ]
+    return [ok(facility.name, "bitsandbytes", f"bitsandbytes {clean(str(version), 40)} is installed there")]
 
 
 def _trainer(name: str, answer: dict[str, Any], trainer: TrainerSettings | None) -> list[Row]:

@@ -16,6 +16,7 @@ from facility.training.devices import free_bytes
 from facility.training.parallel.arrange import Layout
 from facility.training.parallel.split import ModelStructure
 from facility.training.processes.ranks import Ranks
+from facility.training.quantized_base import quantized_layers
 
 
 def available_bytes(ranks: Ranks, settings: TrainingSettings) -> int:
@@ -34,18 +35,21 @@ def predicted_bytes(
     config: Any,
     chunk_rows: int = 0,
 ) -> dict[str, int]:
-    """By part: weights (4 bytes), gradients (4) and optimizer state (AdamW: 8) of the rows held; activations of the
-    micro-batches in flight (`kept_values`); logits and their gradient in float32, of `chunk_rows` positions where they
-    are computed in chunks (then the weight's gradient exists a second time)."""
+    """By part: weights (4 bytes; of a quantised base `base_bytes`), gradients (4) and optimizer state (AdamW: 8) of the
+    rows held; activations of the micro-batches in flight (`kept_values`); logits and their gradient in float32, of
+    `chunk_rows` positions where they are computed in chunks (then the weight's gradient exists a second time); one
+    quantised layer in float32, as it is loaded and as it is multiplied."""
     grid = layout.grid
     _, row, _ = grid.place(ranks.rank)
     mine = [pair for index, pair in enumerate(layout.units) if index % grid.stages == row]
-    held = trained = 0
-    adapted = 0.0
+    in_bits = {f"{name}.weight" for name in quantized_layers(model, settings)}
+    trained = largest = 0
+    held = adapted = 0.0
     for name, parameter in model.named_parameters():
         unit = structure.unit_of(name) if structure is not None else None
         if unit is None or any(first <= unit < end for first, end in mine):
-            held += parameter.numel()
+            held += parameter.numel() * (settings.lora.base_bytes if name in in_bits else 4)
+            largest = max(largest, parameter.numel()) if name in in_bits else largest
             trained += parameter.numel() if parameter.requires_grad else 0
             adapted += kept_beside(name, parameter.shape)
     width = 4 if settings.compute_dtype == "float32" else 2
@@ -66,12 +70,12 @@ def predicted_bytes(
     vocabulary, once_more = getattr(config, "vocab_size", 0), 4 * hidden if chunk_rows else 0
     has_head = not mine or mine[-1][1] == count + 2
     return {
-        "weights": 4 * held // grid.shards,
+        "weights": int(held) // grid.shards,
         "gradients": 4 * trained // grid.shards,
         "optimizer": int(OPTIMIZERS.get(settings.optimizer).state_bytes * trained) // grid.shards,
         "activations": round(tokens * per_token * in_flight),
         "logits": vocabulary * ((chunk_rows or tokens) * (8 + width) + once_more) if has_head else 0,
-    }
+    } | ({"one layer dequantised": 4 * largest} if largest else {})
 
 
 def kept_values(model: nn.Module, config: Any, *, adapters: bool) -> float:

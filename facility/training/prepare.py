@@ -134,7 +134,7 @@ def load_weights(held: Assembly, inputs: RoundInputs, received: Checkpoint, seed
     weights = [part for part in held.parts if not part.name.startswith(PREFIX)]
     base = received if not adapters and inputs.checkpoint is inputs.received else inputs.checkpoint
     hashed = {digest.path: digest for digest in inputs.unverified.values()} if base is inputs.received else None
-    load_shards([*weights, *held.buffers], base, names.conversion, hashed=hashed)
+    load_shards([*weights, *held.buffers, *held.quantized], base, names.conversion, hashed=hashed)
     if adapters:
         log.info("%s", load_adapters(held.parts, received, base, names, seed))
 

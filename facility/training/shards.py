@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -45,6 +47,22 @@ class LocalShard:
         """The rows of the gradient, sharing memory with it; None before backward."""
         gradient = self.parameter.grad
         return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+    @contextmanager
+    def filling(self) -> Iterator[LocalShard]:
+        """Where its values are loaded to: here."""
+        yield self
+
+
+class Loadable(Protocol):
+    """What is loaded from a tensor of the checkpoint."""
+
+    @property
+    def name(self) -> str:
+        """In the checkpoint."""
+
+    def filling(self) -> AbstractContextManager[LocalShard]:
+        """Memory to fill; the values are taken over at the end of the block."""
 
 
 def shard_of(name: str, parameter: nn.Parameter) -> LocalShard:
@@ -123,7 +141,7 @@ def read_pieces(
 
 
 def load_shards(
-    parts: Iterable[LocalShard],
+    parts: Iterable[Loadable],
     checkpoint: Checkpoint,
     conversion: Conversion | None = None,
     *,
@@ -138,22 +156,27 @@ def load_shards(
     if hashed:
         expect(hashed, checkpoint.tensors.values())
         parts = sorted(parts, key=lambda part: _place(part, checkpoint, pieces))
-    for part in parts:
-        if part.name in pieces:
-            read_pieces(pieces[part.name], checkpoint, part, part.tensor, hashed)
-            continue
-        entry = checkpoint.tensors.get(part.name)
-        if entry is None:
-            raise CheckpointError(describe_missing(checkpoint, [part.name]))
-        if entry.shape != part.shape:
-            raise CheckpointError(
-                f"{checkpoint.directory}: tensor {part.name!r} has shape {list(entry.shape)}, "
-                f"its config.json asks for {list(part.shape)}"
-            )
-        read_rows(entry, part.first, part.tensor, hashed)
+    for one in parts:
+        with one.filling() as part:
+            _load_shard(part, checkpoint, pieces, hashed)
 
 
-def _place(part: LocalShard, checkpoint: Checkpoint, pieces: Mapping[str, Pieces]) -> tuple[str, int]:
+def _load_shard(part: LocalShard, checkpoint: Checkpoint, pieces: Mapping[str, Pieces], hashed: Hashed | None) -> None:
+    if part.name in pieces:
+        read_pieces(pieces[part.name], checkpoint, part, part.tensor, hashed)
+        return
+    entry = checkpoint.tensors.get(part.name)
+    if entry is None:
+        raise CheckpointError(describe_missing(checkpoint, [part.name]))
+    if entry.shape != part.shape:
+        raise CheckpointError(
+            f"{checkpoint.directory}: tensor {part.name!r} has shape {list(entry.shape)}, "
+            f"its config.json asks for {list(part.shape)}"
+        )
+    read_rows(entry, part.first, part.tensor, hashed)
+
+
+def _place(part: Loadable, checkpoint: Checkpoint, pieces: Mapping[str, Pieces]) -> tuple[str, int]:
     """Where the first bytes of a part lie; one that the checkpoint lacks comes first, and is refused."""
     names = pieces[part.name].tensors if part.name in pieces else [part.name]
     found = [checkpoint.tensors[name] for name in names if name in checkpoint.tensors]

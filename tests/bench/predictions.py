@@ -60,6 +60,8 @@ CASES = {
     "lora-many-tokens": Case(hidden=512, layers=6, batch=16, training={"lora": {"rank": 8}}),
     "lora-large": Case(hidden=1024, layers=8, training={"lora": {"rank": 8}}),
     "lora-two-layers": Case(hidden=512, layers=6, training={"lora": {"rank": 8, "targets": ["q_proj", "v_proj"]}}),
+    "qlora": Case(hidden=512, layers=6, training={"lora": {"rank": 8, "quantize_base": "nf4"}}),
+    "qlora-large": Case(hidden=1024, layers=8, training={"lora": {"rank": 8, "quantize_base": "nf4"}}),
     "many-tokens": Case(hidden=512, layers=6, batch=16),
     "wide": Case(hidden=1024, layers=8),
     "adafactor": Case(hidden=512, layers=6, training={"optimizer": "adafactor"}),

@@ -13,6 +13,11 @@ from facility.exchange.schedules.registry import SCHEDULES
 from facility.exchange.text import Line
 from facility.exchange.validation import AtLeastOne, NonNegative, validated
 
+QUANTIZED_BLOCK = 64
+"""Weights of a quantised base that share a scale; QLoRA's and bitsandbytes' own number."""
+SCALES_BLOCK = 256
+"""Scales that share one of their own in double quantization."""
+
 Sharding = Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", "NO_SHARD"]
 
 
@@ -81,12 +86,26 @@ class LoraSettings:
     modules_to_save: list[str] = field(default_factory=list)
     """Ends of the names of modules that are trained whole and travel with the adapters, such as `lm_head`; empty: the
     head of a classifier (`score`, `classifier`), as peft does, and nothing else."""
+    quantize_base: Literal["none", "nf4", "fp4"] = "none"
+    """QLoRA: hold the frozen linear layers of the blocks in 4 bits on every rank, as normal floats (nf4) or floats
+    (fp4) of bitsandbytes, which the facility needs for it. Facilities may differ in it."""
+    double_quantization: bool = True
+    """With `quantize_base`: hold the scales of a quantised base in 8 bits, not in 32."""
+
+    @property
+    def base_bytes(self) -> float:
+        """Bytes that a weight of a frozen linear layer of the blocks takes, with its share of the scales."""
+        if self.quantize_base == "none":
+            return 4.0
+        scale = 1 + 4 / SCALES_BLOCK if self.double_quantization else 4
+        return 0.5 + scale / QUANTIZED_BLOCK
 
     def __post_init__(self) -> None:
         if self.trained_rank > self.rank:
             raise ConfigurationError(
                 f"lora.trained_rank is {self.trained_rank}, expected at most lora.rank, which is {self.rank}"
             )
+        self._check_quantized()
         for key, value in (("dora", self.dora), ("dropout", self.dropout), ("trained_rank", self.trained_rank)):
             if value and self.parameters:
                 raise ConfigurationError(
@@ -97,6 +116,20 @@ class LoraSettings:
             raise ConfigurationError(
                 f"lora.parameters names {odd[0]!r}; expected the module and the parameter, such as 'experts.down_proj'"
             )
+
+    def _check_quantized(self) -> None:
+        """Raise `ConfigurationError` for keys beside `quantize_base` that it excludes."""
+        if self.quantize_base == "none":
+            return
+        for key, wrong, why in (
+            ("rank", not self.rank, "weights in 4 bits cannot be trained, only adapters beside them; set lora.rank"),
+            ("dora", self.dora, "DoRA's magnitudes begin as the norms of unquantised rows; leave one of both out"),
+            ("parameters", bool(self.parameters), "fused experts stay in float32; leave one of both out"),
+        ):
+            if wrong:
+                raise ConfigurationError(
+                    f"lora.{key} is {getattr(self, key)!r} beside lora.quantize_base {self.quantize_base!r}: {why}"
+                )
 
 
 @validated(frozen=True, kw_only=True)

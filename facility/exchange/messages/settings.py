@@ -117,6 +117,11 @@ class TrainingSettings:
     """Write a Chrome trace of the first steps beside the state."""
 
     def __post_init__(self) -> None:
+        if self.lora.quantize_base != "none" and self.layout.compile:
+            raise ConfigurationError(
+                f"layout.compile is true beside lora.quantize_base {self.lora.quantize_base!r}: compiled steps of "
+                "layers in 4 bits were never compared with plain ones; leave one of both out"
+            )
         if self.encoding != "full" and self.export_dtype != "float32":
             raise ConfigurationError(
                 f"encoding is {self.encoding!r} with export_dtype {self.export_dtype!r}: a difference needs "
@@ -158,6 +163,12 @@ def check_differential(training: TrainingSettings, *, dataset_card: bool = False
             f"lora.parameters is {training.lora.parameters}, expected none {private}: peft changes the weights of "
             "experts in every forward pass, and gradients of single records were never verified through that",
             key="lora.parameters",
+        )
+    if training.lora.quantize_base != "none":
+        raise ConfigurationError(
+            f"lora.quantize_base is {training.lora.quantize_base!r}, expected none {private}: gradients of single "
+            "records were never verified through layers in 4 bits",
+            key="lora.quantize_base",
         )
     if training.micro_batch_sequences > training.batch_sequences:
         raise ConfigurationError(

@@ -31,6 +31,13 @@ from facility.training.parallel.grid import Grid
 from facility.training.parallel.shard import shard
 from facility.training.parallel.split import ModelStructure, Stage
 from facility.training.processes.ranks import Ranks
+from facility.training.quantized_base import (
+    QuantizedShard,
+    check_quantized,
+    is_quantized,
+    quantize_layers,
+    quantized_shards,
+)
 from facility.training.shards import LocalShard, initialise_parameters, shard_of
 
 
@@ -47,6 +54,8 @@ class Assembly:
     """Of every parameter of the whole model."""
     buffers: list[LocalShard]
     """Persistent buffers that the checkpoint holds (a router's correction bias): loaded, never trained."""
+    quantized: list[QuantizedShard]
+    """Frozen weights held in 4 bits: loaded beside `parts`, never trained or sent."""
     statistics: list[LocalShard]
     """Those of them that training changes: running statistics of batch normalisation."""
     tied: list[LocalShard]
@@ -76,6 +85,7 @@ def build_meta_model(config: Any, task: Task, attention: Attention, settings: Tr
             parameter.requires_grad_(False)
     if not any(parameter.requires_grad for parameter in skeleton.parameters()):
         raise ConfigurationError(f"training.freeze {settings.freeze} leaves no parameter to train")
+    check_quantized(skeleton, settings)
     return skeleton
 
 
@@ -96,18 +106,21 @@ def assemble(
     trained = {names[n]: tuple(p.shape) for n, p in skeleton.named_parameters() if p.requires_grad}
     parameters = sum(p.numel() for p in skeleton.parameters())
     running = {found.conversion.same.get(lora.name_on_disk(name)) for name in statistics_names(skeleton)}
+    quantize_layers(skeleton, settings)
     sharder = Sharder(layout, ranks, settings, clock)
     tied: list[LocalShard] = []
     group: dist.ProcessGroup | None = None
     if not layout.units:
         compute: Compute = assemble_whole(skeleton, task, sharder, chunk_rows)
         held, buffers = shards_of(skeleton, names), buffers_of(skeleton, found)
+        quantized = quantized_shards(skeleton, names)
     else:
         assert structure is not None
         tied_names = tied_to_embedding(skeleton, structure)
         stages = cut_stages(skeleton, structure, sharder, chunk_rows)
         held = shards_of_stages(stages, names, tied_names)
         buffers = [part for stage in stages.values() for part in buffers_of(stage.model, found)]
+        quantized = [part for stage in stages.values() for part in quantized_shards(stage.model, names)]
         group, first_rank_only = tied_group(layout.grid, ranks, bool(tied_names))
         originals = {names[alias] for alias in tied_names.values()} if first_rank_only else set()
         if group is not None:
@@ -119,6 +132,7 @@ def assemble(
         shapes=trained,
         names=found,
         buffers=buffers,
+        quantized=quantized,
         statistics=[part for part in buffers if part.name in running],
         tied=tied,
         tied_group=group,
@@ -232,7 +246,11 @@ def assemble_pipeline(stages: dict[int, Stage], structure: ModelStructure, task:
 
 def shards_of(model: nn.Module, names: dict[str, str]) -> list[LocalShard]:
     """What this rank holds of every parameter of the model, by name on disk."""
-    return [shard_of(names.get(name, name), parameter) for name, parameter in model.named_parameters()]
+    return [
+        shard_of(names.get(name, name), parameter)
+        for name, parameter in model.named_parameters()
+        if not is_quantized(parameter)
+    ]
 
 
 def shards_of_stages(stages: dict[int, Stage], names: dict[str, str], tied_names: dict[str, str]) -> list[LocalShard]:

@@ -66,6 +66,8 @@ def prepare_reference(request: RoundRequest, inputs: RoundInputs, engine: Engine
         with together(ranks):
             load_reference(engine, inputs, source)
         found = {split: measure(engine, inputs, ranks, split) for split in SPLITS}
+        with together(ranks):
+            load_shards(engine.assembly.quantized, inputs.checkpoint, engine.assembly.names.conversion)
         with torch.no_grad():
             for part, values in zip(engine.assembly.parts, own, strict=True):
                 part.tensor.copy_(values)
@@ -125,7 +127,7 @@ def load_reference(engine: Engine, inputs: RoundInputs, source: Checkpoint) -> N
     adapters = [part for part in engine.assembly.parts if part.name.startswith(PREFIX)]
     alone = bool(source.tensors) and all(name.startswith(PREFIX) for name in source.tensors)
     if not alone:
-        load_shards(plain, source, names.conversion)
+        load_shards([*plain, *engine.assembly.quantized], source, names.conversion)
     for part in adapters:
         if part.name in source.tensors:
             load_shards([part], source)
