@@ -6,6 +6,7 @@ the real ones do. What they run is real: the probe, the dataset, the file system
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -28,6 +29,7 @@ from coordinator.preflight.remote import ssh_command
 from coordinator.preflight.row import Row
 from coordinator.preflight.scheduler import flux_refusal, wanted_hours, wanted_nodes
 from facility.exchange.checkpoints.tokenizer import tokenizer_digest
+from facility.exchange.messages.layout import LoraSettings
 from facility.exchange.messages.settings import TrainingSettings
 from facility.exchange.validation import parse
 from tests.pico import save_pico
@@ -249,16 +251,21 @@ def no_crossfed(site: Site) -> None:
     site.env(f"export PYTHONPATH={nothing}; cd /")
 
 
-def missing_package(site: Site) -> None:
-    """`transformers` without its metadata is not installed."""
+def missing_package(site: Site, package: str = "transformers") -> None:
+    """A package without its metadata is not installed."""
     trick = site.root / "site" / "trick"
     trick.mkdir()
     (trick / "sitecustomize.py").write_text(
         "import importlib.metadata as m\nold = m.version\n"
-        "def version(name):\n    if name == 'transformers':\n        raise m.PackageNotFoundError(name)\n"
+        f"def version(name):\n    if name == '{package}':\n        raise m.PackageNotFoundError(name)\n"
         "    return old(name)\nm.version = version\n"
     )
     site.env(f"export PYTHONPATH=$PYTHONPATH:{trick}")
+
+
+def quantised_without_the_package(site: Site) -> None:
+    missing_package(site, "bitsandbytes")
+    site.edit("batch_sequences: 4", "batch_sequences: 4, lora: {rank: 2, quantize_base: nf4}")
 
 
 def small_model(site: Site) -> None:
@@ -340,6 +347,7 @@ MISTAKES: list[Mistake] = [
     ("no crossfed", no_crossfed, "environment", "CrossFed cannot be imported"),
     ("formats", other_formats, "message format", "speaks another message format: report 99 there, 1 here"),
     ("package", missing_package, "packages", "lacks transformers"),
+    ("4 bits", quantised_without_the_package, "bitsandbytes", "quantize_base is nf4, and the facility has no bits"),
     ("no dataset", edit("site/data", "site/dta"), "dataset", "does not exist at the facility"),
     ("unprepared dataset", damage("site/data/dataset.json"), "dataset", "the dataset is not usable"),
     ("other tokenizer", dataset(vocabulary_size=5000), "tokenizer", "tokenised with 5000 tokens, the model has 128"),
@@ -522,6 +530,19 @@ def test_memory_by_hand():
     assert gpu_bytes(model, training, 10, 1) == 18_000 + 2 * 10 * (34 * 8 * 2 + 2 * 4 * 50)
     assert gpu_bytes(model, training, 10, 2) == 9_000 + 500 * 2 + 10 * (34 * 8 * 2 + 2 * 4 * 50)
     assert smallest_ranks(model, training, 10, 30_000) == 2 and smallest_ranks(model, training, 10, 100) is None
+
+
+def test_memory_of_a_quantised_base_by_hand():
+    """A matrix of 64 x 128 in a block takes half a byte a weight, and a scale of 32 bits for 64; the rest 4 bytes."""
+    shapes = {"model.layers.0.mlp.up_proj.weight": (64, 128), "model.embed_tokens.weight": (10, 128)}
+    model = ModelFigures(
+        parameters=9472, bytes=0, vocabulary=10, positions=0, hidden=128, layers=1, heads=1, shapes=shapes
+    )
+    lora = LoraSettings(rank=2, quantize_base="nf4", double_quantization=False)
+    adapters = 2 * (64 + 128)
+    assert state_bytes(model, TrainingSettings(lora=lora)) == 4096 + 512 + 1280 * 4 + adapters * 16
+    double = dataclasses.replace(lora, double_quantization=True)
+    assert state_bytes(model, TrainingSettings(lora=double)) == 4096 + 130 + 1280 * 4 + adapters * 16
 
 
 @pytest.mark.parametrize(
