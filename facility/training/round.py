@@ -187,7 +187,8 @@ class Round:
             )
         elif not engine.together:  # replicas went at speeds of their own: the next round begins where all are past
             progress.position += (training.steps - progress.done) * batch
-        self.sync_report, self.sync_vectors = (sync.report(), sync.state_dict()) if finished else ({}, {})
+        figures = sync.report()  # asked for after a pause too: it is what writes the policy's own log
+        self.sync_report, self.sync_vectors = (figures, sync.state_dict()) if finished else ({}, {})
         self.lost = lost_replicas(self.sync_report, self.setup.layout, steps=training.steps, finished=sync.members)
         for resource in (sync, tracker, trace):
             resource.close()
