@@ -56,7 +56,7 @@ def start(archive: Archive, model: Path, settings: CoordinatorSettings) -> tuple
     kept = best_round([entry.global_loss for entry in history]) if settings.limits else None
     archive.prune(settings.keep_rounds, also=kept)
     following = len(done)
-    if not done:
+    if not done and not archive.read_note(UNDER_WAY):  # an interrupted first round keeps its late jobs
         forget_all(Path.cwd().parent)
     sweep_round(Path.cwd(), settings.federation, following)  # no engine runs yet: a killed one left what is there
     current = archive.model_for(following)

@@ -9,6 +9,7 @@ import pytest
 from coordinator.archive.rewind import rewind
 from coordinator.archive.rounds import Archive
 from coordinator.config.settings import CoordinatorSettings
+from coordinator.rounds.late import LateJob, remember_job, remembered_job
 from coordinator.steps.start import start
 from facility.exchange.errors import CheckpointError, CrossFedError
 from tests.aggregation.updates import write_update
@@ -82,3 +83,19 @@ def test_damage_at_any_file_of_the_archive_is_named_or_makes_no_difference(
             assert found == expected and harm == "one bit" and file.suffix == ".json", file
         file.write_bytes(original)
         assert start(two_rounds, tmp_path / "model", SETTINGS) == expected, file
+
+
+def test_a_first_round_that_was_interrupted_keeps_its_late_jobs_and_another_archive_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    place = tmp_path / "work" / "step"
+    place.mkdir(parents=True)
+    monkeypatch.chdir(place)
+    model = save_pico(tmp_path / "model", dtype="bfloat16")
+    start(Archive(tmp_path / "archive"), model, SETTINGS)
+    late = LateJob(facility="a", round=0, directory="/there/job")
+    remember_job(place.parent, late)
+    start(Archive(tmp_path / "archive"), model, SETTINGS)
+    assert remembered_job(place.parent, "a") == late, "killed before the first round was complete"
+    start(Archive(tmp_path / "other"), model, SETTINGS)
+    assert remembered_job(place.parent, "a") is None
