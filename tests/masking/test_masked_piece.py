@@ -8,8 +8,11 @@ import numpy as np
 import pytest
 
 from facility.exchange.checkpoints import native
+from facility.exchange.checkpoints.codecs import PART
+from facility.exchange.checkpoints.delta_parts import READ
 from facility.exchange.masking.fixed_point import fixed_point
 from facility.exchange.masking.streams import UNSIGNED, MaskBuffer
+from facility.masking.mask_update import CACHE_BYTES, piece_of
 from facility.masking.masked_piece import Masker, Stored
 
 COUNT, PLACE = 1337, 32
@@ -81,3 +84,28 @@ def test_streams_read_together_are_those_read_alone():
         assert all(
             np.array_equal(row, MaskBuffer(64, 16).read(seed, place, 50)) for row, seed in zip(rows, seeds, strict=True)
         )
+
+
+@pytest.mark.parametrize("bits", [16, 32])
+def test_however_many_values_are_masked_at_a_time_the_bits_are_the_same(bits: int):
+    random = np.random.default_rng(11)
+    point = fixed_point(bits, 2e-3, {"a": 1.0, "b": 0.25, "c": 1.0})
+    values = random.normal(0, 1e-3, 4096).astype(np.float32)
+    found = []
+    for piece in (256, 1024, 4096):
+        masker = Masker(MASKS, piece=piece, bits=bits, weight=0.25, factor=0.5)
+        pieces = []
+        for start in range(0, len(values), piece):
+            part = Stored(values=values[start : start + piece], dtype="F32")
+            sent, rest, _ = masker.mask(part, None, point, PLACE + start)
+            pieces.append((sent.copy(), rest.copy()))
+        found.append([b"".join(one.tobytes() for one in side) for side in zip(*pieces, strict=True)])
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("bits", [16, 32])
+def test_a_piece_of_many_streams_is_smaller_and_never_less_than_the_files_are_cut_into(bits: int):
+    sizes = [piece_of(streams, bits) for streams in range(1, 300)]
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] == READ and sizes[-1] == PART
+    assert all(READ % size == 0 and size % PART == 0 for size in sizes), "no piece crosses a part's end"
+    assert all(size == PART or streams * size * bits // 8 <= CACHE_BYTES for streams, size in enumerate(sizes, start=1))
