@@ -93,6 +93,12 @@ class Keys:
         return told.split()[1]
 
 
+def forced_command(testbed: Testbed, site: Site, federation: str) -> str:
+    """What sshd runs whatever is asked for: for logins by certificate, which read no authorized_keys."""
+    keys = Keys(folder=testbed.root / "coordinator" / "gates" / federation)
+    return f"{site.home}/gate-{federation}/crossfed-gate {keys.fingerprint}"
+
+
 def behind_gates(testbed: Testbed, file: Path, names: list[str]) -> None:
     """Change a rendered federation: these facilities are reached through gates, with the same template and workdir."""
     if not names:

@@ -20,6 +20,7 @@ from coordinator.archive.rounds import Archive
 from coordinator.config.federation import read_federation
 from coordinator.testbed.authority import Authority, CertificateDaemon
 from tests.testbed.federation import Run, federate, jobs
+from tests.testbed.gates import forced_command
 
 pytestmark = [pytest.mark.testbed, pytest.mark.timeout(900)]
 PORT = 2223
@@ -107,10 +108,12 @@ def federation(testbed, material, tmp_path) -> Iterator[tuple[Run, Renewals]]:
     try:
         for daemon, one, life in zip(daemons, described["facilities"], (LIFE_SECONDS, 3600), strict=True):
             key = authority.key(one["name"])
-            authority.sign(key, daemon.site.user, f"-1m:+{life}s")
+            gated = one["deployment"].get("gate")
+            forced = forced_command(testbed, daemon.site, "expiring") if gated else ""
+            authority.sign(key, daemon.site.user, f"-1m:+{life}s", forced=forced)
             daemon.start(authority)
             one["deployment"] |= {"host": daemon.address, "key": str(key)}
-            command = authority.command(key, daemon.site.user, f"-1m:+{life}s")
+            command = authority.command(key, daemon.site.user, f"-1m:+{life}s", forced=forced)
             one["deployment"]["renew"] = shlex.join(command)
         testbed.known_hosts.write_text(known + "".join(daemon.known_host(testbed) for daemon in daemons))
         run.file.write_text(yaml.safe_dump(described, sort_keys=False))

@@ -29,6 +29,7 @@ from coordinator.testbed.layout import Site
 from tests.deployments import read_deployment
 from tests.testbed.conftest import ssh
 from tests.testbed.federation import federate
+from tests.testbed.gates import behind_gates, gated_sites
 
 pytestmark = [pytest.mark.testbed, pytest.mark.timeout(300)]
 PORT = 2222
@@ -209,7 +210,7 @@ bash -c "$command"
 
 def test_stopping_ends_a_job_without_queue_and_the_next_run_trains_once(testbed, material, tmp_path):
     a, b = testbed.sites
-    run = federate(testbed, tmp_path, *material, name="plain", rounds=1, minimum=2)
+    run = federate(testbed, tmp_path, *material, name="plain", rounds=1, minimum=2, gated=[])
     described = yaml.safe_load(run.file.read_text())
     (run.file.parent / "plain.sh").write_text(TEMPLATE)
     for one in described["facilities"]:
@@ -217,6 +218,7 @@ def test_stopping_ends_a_job_without_queue_and_the_next_run_trains_once(testbed,
         del one["deployment"]["fill"]
     run.file.write_text(yaml.safe_dump(described))
     write(read_federation(run.file))
+    behind_gates(testbed, run.file, gated_sites())
     queues = read_queues(run.file.parent / "streamflow.yml")
     assert [queue.kind for queue in queues] == ["ssh", "ssh"]
     for site in (a, b):
