@@ -30,7 +30,7 @@ def bare_environment(folder: Path) -> dict[str, str]:
     return os.environ | {"PATH": f"{BIN}{os.pathsep}{system}", "HOME": str(home), "CUDA_VISIBLE_DEVICES": ""}
 
 
-def streamflow(federation: Path, folder: Path, *, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+def streamflow(federation: Path, folder: Path, *, timeout: float = 600) -> subprocess.CompletedProcess[str]:
     """`cd workflow && streamflow run streamflow.yml`."""
     return subprocess.run(
         ["streamflow", "run", "--outdir", str(folder / "out"), "streamflow.yml"],
@@ -44,7 +44,7 @@ def streamflow(federation: Path, folder: Path, *, timeout: float = 240) -> subpr
 
 
 def cwltool(
-    federation: Path, folder: Path, *options: str | Path, timeout: float = 240
+    federation: Path, folder: Path, *options: str | Path, timeout: float = 600
 ) -> subprocess.CompletedProcess[str]:
     """The same CWL and settings under the reference runner, which keeps only PATH of the environment unless told.
 
