@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +21,9 @@ KINDS: Mapping[str, str] = {
     "round_started": "the steps of a round begin",
     "queued": "a facility's job is in its queue; `job`",
     "started": "the job has left the queue (with neither queue nor scheduler: the step has begun)",
+    "ahead": "a job is in the queue ahead of its model; `job`",
+    "waited": "a job that began ahead of its model has waited for it until then; `job`, `seconds`, `nodes`, `handed` "
+    "(false: it ended without a round)",
     "stage": "the job says that it is `loading`, `evaluating`, `training` or `saving`; `stage`",
     "trained": "the job has ended; `code`, and `problem` where the scheduler has one to report",
     "sent": "a directory has been copied to a facility; `what`, `bytes`, `seconds`",
@@ -89,6 +92,17 @@ class Journal:
             return []
         found = [entry for line in lines if (entry := _entry(line)) is not None]
         return sorted(found, key=lambda entry: entry.time)
+
+
+def waited_node_seconds(entries: Iterable[Entry], *, without_round: bool = False) -> float:
+    """Node-seconds that jobs waited for their models. `without_round`: of those alone that ended without one, and so
+    are in no update's report."""
+    waits = [one.detail for one in entries if one.kind == "waited"]
+    return sum(
+        float(one.get("seconds", 0.0)) * max(1, int(one.get("nodes", 1)))
+        for one in waits
+        if not (without_round and one.get("handed"))
+    )
 
 
 def _entry(line: str) -> Entry | None:

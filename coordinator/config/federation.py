@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Mapping
 from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,6 +12,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator
 
 from coordinator.aggregation.settings import AUTO
+from coordinator.config.ahead import AheadSettings, OfFacility, OfFederation, ahead_of
 from coordinator.config.closing import ClosingSettings, EvenSettings, LimitSettings, Rounds
 from coordinator.config.compatibility import (
     check_adapters,
@@ -59,6 +61,8 @@ class Facility:
     """Changes of this facility to the federation's `training:`."""
     trainer: TrainerSettings | None = None
     """Which program trains here; absent: the federation's `trainer`."""
+    submit_ahead: OfFacility = None
+    """This facility's own `submit_ahead`; absent: that of the federation."""
     public: PublicSettings = field(default_factory=PublicSettings)
     """What may be published about this facility."""
     peer_signers: Line = ""
@@ -98,6 +102,9 @@ class FederationFile(RoundSettings):
     progress_seconds: NonNegative[int] = 5
     """Seconds between two looks at a running job's progress file, one small command each over the open connection; 0:
     never."""
+    submit_ahead: OfFederation = None
+    """Hide queues: submit a facility's next job while its present one trains, and give it its round once its model has
+    come. `true`, or a mapping: see `submit_ahead.wait`."""
     notify: NotifySettings = field(default_factory=NotifySettings)
     """Whom to notify when the federation is done, stopped or stuck, a login expires or a facility is lost."""
     pretrained: bool | None = None
@@ -139,6 +146,11 @@ class Federation(FederationFile):
     """Its deadline and node-hours; None: neither."""
     even: EvenSettings | None = None
     """How steps are evened out; None: they are fixed."""
+
+    @property
+    def ahead(self) -> Mapping[str, AheadSettings]:
+        """By facility, how its jobs are submitted ahead; facilities that do not are absent."""
+        return ahead_of(self.submit_ahead, [(one.name, one.deployment, one.submit_ahead) for one in self.facilities])
 
     @property
     def archive_path(self) -> Path:
@@ -216,6 +228,7 @@ def _build(lined: Lined) -> Federation:
         if federation.masks and facility.deployment.firecrest.url:
             key = f"facilities[{number}].deployment.type"
             raise lined.error(f"{key}: secure aggregation runs commands at a login node; FirecREST gives none", key)
+    _ = federation.ahead  # raises where it cannot work
     return federation
 
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator
 
 from coordinator.aggregation.settings import AggregationSettings
+from coordinator.config.ahead import AheadSettings
 from coordinator.config.closing import ClosingSettings, EvenSettings, LimitSettings, Rounds, count_of
 from coordinator.config.evaluation import ComparisonSettings
 from coordinator.config.privacy import PrivacySettings
@@ -114,6 +115,8 @@ class CoordinatorSettings(RoundSettings):
     """How a round closes, where it does not wait for all."""
     limits: LimitSettings | None = None
     """When no further round is begun, where `rounds` says so."""
+    ahead: dict[str, AheadSettings] = field(default_factory=dict)
+    """By facility, how its jobs are submitted ahead of their models; facilities whose jobs are not are absent."""
     even: EvenSettings | None = None
     """How steps are evened out between facilities, where `rounds` says so."""
     steps: dict[str, int] = field(default_factory=dict)

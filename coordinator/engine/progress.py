@@ -93,6 +93,15 @@ class Progress:
         self._set(name, f"queued as job {event['job']}")
         return f"{self.title}: {name} queued as job {event['job']}"
 
+    def _on_ahead(self, event: Event) -> str | None:
+        name = facility_of(str(event["step"]))
+        return f"{self.title}: {name}: job {event['job']} is in the queue for what follows" if name else None
+
+    def _on_waited(self, event: Event) -> str:
+        end = "got its round" if event["handed"] else "ended without one"
+        lost = f"{float(event['seconds']):.0f} s on {event['nodes']} node(s)"
+        return f"{event['facility']}: job {event['job']}, submitted ahead, waited {lost} and {end}"
+
     def _on_estimated(self, event: Event) -> None:
         if (one := self.live.get(facility_of(str(event["step"])))) is not None:
             one.begins = str(event["begins"])

@@ -21,9 +21,11 @@ import yaml
 
 from coordinator.config.deployments import GATE, SYSTEM, federation_of, job_name
 from coordinator.config.firecrest import API
+from coordinator.rounds.ahead import SUFFIX, facilities_ahead
 from coordinator.schedulers.gated import Gated
 from coordinator.schedulers.registry import scheduler, schedulers
 from coordinator.schedulers.scheduler import Job, Scheduler
+from coordinator.streamflow_plugin.this_run import settings_of_run
 from facility.exchange.errors import TryAgain
 
 log = logging.getLogger("coordinator.engine")
@@ -53,6 +55,8 @@ class Queue:
     """The facility has a gate, which is asked by requests."""
     patience_seconds: float = 0.0
     """How long a job may wait for a reason that no time clears before its round is given up; 0: for ever."""
+    ahead: bool = False
+    """Jobs may be there ahead of their models, under a name of their own."""
 
     @property
     def scheduler(self) -> Scheduler:
@@ -61,18 +65,28 @@ class Queue:
 
     def jobs(self) -> list[Job]:
         """Our jobs that have not ended. Raises `TryAgain` when the facility does not answer."""
-        return self.scheduler.read_listing(self._ask(self.scheduler.listing(self._name)))
+        return [job for name in self._names() for job in self._named(name)]
 
-    def cancel(self, *, waiting_only: bool = False) -> list[Job]:
-        """Cancel our jobs; returns those that were there. Raises `TryAgain`."""
-        there = [job for job in self.jobs() if not (waiting_only and job.began)]
-        if there:
-            self._ask((self.scheduler.cancel_waiting if waiting_only else self.scheduler.cancel)(self._name))
-        return there
+    def cancel(self, *, waiting_only: bool = False, ahead: bool = True) -> list[Job]:
+        """Cancel our jobs, those ahead of their models too unless `ahead` is false; returns those that were there.
 
-    @property
-    def _name(self) -> str:
-        return shlex.quote(self.job_name)
+        Raises `TryAgain`.
+        """
+        gone = []
+        for name in self._names(ahead=ahead):
+            there = [job for job in self._named(name) if not (waiting_only and job.began)]
+            if there:
+                self._ask((self.scheduler.cancel_waiting if waiting_only else self.scheduler.cancel)(name))
+            gone += there
+        return gone
+
+    def _named(self, name: str) -> list[Job]:
+        return self.scheduler.read_listing(self._ask(self.scheduler.listing(name)))
+
+    def _names(self, *, ahead: bool = True) -> list[str]:
+        """Names of our jobs, quoted."""
+        names = [self.job_name, f"{self.job_name}{SUFFIX}"] if ahead and self.ahead else [self.job_name]
+        return [shlex.quote(name) for name in names]
 
     def _ask(self, command: str) -> str:
         """What a shell line prints at the facility. Raises `TryAgain` when that is not an answer."""
@@ -141,6 +155,7 @@ def read_queues(streamflow: Path, patience: dict[str, float] | None = None) -> l
     data = yaml.safe_load(streamflow.read_text())
     deployments = data.get("deployments", {})
     federation = federation_of(next(iter(data.get("workflows", {})), ""))
+    ahead = _ahead(streamflow, data)
     found = []
     for binding in _bindings(data):
         target = deployments.get(binding["deployment"], {})
@@ -167,9 +182,18 @@ def read_queues(streamflow: Path, patience: dict[str, float] | None = None) -> l
                     ssh=inner.get("config") or {},
                     directory=streamflow.parent.resolve(),
                     patience_seconds=(patience or {}).get(facility, 0.0),
+                    ahead=facility in ahead,
                 )
             )
     return found
+
+
+def _ahead(streamflow: Path, data: dict[str, Any]) -> set[str]:
+    """Facilities whose jobs are submitted ahead of their models, or were in an earlier run."""
+    settings = settings_of_run([str(streamflow)])
+    workdir = data.get("deployments", {}).get("coordinator", {}).get("workdir", "")
+    left = facilities_ahead(streamflow.parent / workdir) if workdir else set()
+    return {*(settings.ahead if settings is not None else ()), *left}
 
 
 def facility_of(step: str) -> str:

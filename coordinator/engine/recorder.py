@@ -113,6 +113,15 @@ class Recorder:
         if name := self._whose(event):
             self._append("queued", event, name, job=event["job"])
 
+    def _on_ahead(self, event: Event) -> None:
+        if name := self._whose(event):
+            self._append("ahead", event, name, job=event["job"])
+
+    def _on_waited(self, event: Event) -> None:
+        told = {key: event[key] for key in ("job", "seconds", "nodes", "handed")}
+        until, name = float(event["until"]), self.progress.facility(str(event["facility"]))
+        self.journal.append("waited", time=until, facility=name, round=self.progress.round, **told)
+
     def _on_began(self, event: Event) -> None:
         if name := self._whose(event):
             self._append("started", event, name, **({"job": event["job"]} if event["job"] else {}))

@@ -183,7 +183,7 @@ class Supervisor:
                 return self._end(128 + self._stopped, "stopped")
             decision = decide(self.attempts, self.limits)
             if decision.next == "done":
-                return 0, decision.reason
+                return self._end(0, decision.reason, [one for one in self.queues if one.ahead])
             if decision.next == "give up":
                 return self._end(max(1, self.attempts[-1].code), decision.reason)  # below 0: ended by us
             log.warning("%s; starting again in %g s", decision.reason, decision.pause_seconds)
@@ -308,11 +308,14 @@ class Supervisor:
         return bool(found.silent) or any(found.jobs.values())
 
     def _clear_waiting(self) -> None:
-        """Before a start: cancel jobs of an earlier run that still wait; report those that run."""
-        at_all(self.queues, lambda one: one.cancel(waiting_only=True)).log_silent()
+        """Before a start: cancel jobs of an earlier run that still wait; report those that run.
 
-    def _end(self, code: int, reason: str) -> tuple[int, str]:
-        """Cancel and report this federation's jobs in the queues."""
+        One that is ahead of its model keeps its place: the connector gives it its round.
+        """
+        at_all(self.queues, lambda one: one.cancel(waiting_only=True, ahead=False)).log_silent()
+
+    def _end(self, code: int, reason: str, queues: list[Queue] | None = None) -> tuple[int, str]:
+        """Cancel and report this federation's jobs in the queues; in all of them unless some are named."""
 
         def cancel(one: Queue) -> list:
             gone = one.cancel()
@@ -320,7 +323,7 @@ class Supervisor:
                 log.info("cancelled job %s (%s) at %s", job.id, job.state, one.facility)
             return gone
 
-        at_all(self.queues, cancel).log_silent()
+        at_all(self.queues if queues is None else queues, cancel).log_silent()
         return code, reason
 
     def _signal(self, number: int) -> None:

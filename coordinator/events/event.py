@@ -24,6 +24,8 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "starting": ("round", "model"),
     "executing": ("step",),
     "submitted": ("step", "job"),
+    "ahead": ("step", "job"),
+    "waited": ("facility", "job", "seconds", "nodes", "handed", "until"),
     "estimated": ("step", "job", "begins"),
     "began": ("step", "job"),
     "progress": ("step", "stage", "done", "steps", "loss", "tokens_per_second", "seconds_left"),

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from coordinator.archive.journal import Entry, waited_node_seconds
+
 JOULES_PER_KWH = 3.6e6
 
 
@@ -16,6 +18,20 @@ def costs(rows: Sequence[dict[str, Any]], names: Sequence[str], carbon: float) -
     total["co2e_kg"] = _added([one["co2e_kg"] for one in told])
     total["energy_over"] = [name for name, one in by_name.items() if one["kwh"] is not None]
     return {"facilities": by_name, "total": total, "carbon_g_per_kwh": carbon}
+
+
+def with_waiting(cost: dict[str, Any], entries: Sequence[Entry]) -> dict[str, Any]:
+    """The same with `waited_node_hours`, part of `node_hours`: of jobs that waited for their model; None: none did."""
+    told = {name: dict(one) for name, one in cost["facilities"].items()}
+    for name, one in told.items():
+        own = [entry for entry in entries if entry.kind == "waited" and entry.facility == name]
+        one["waited_node_hours"] = waited_node_seconds(own) / 3600 if own else None
+        if unseen := waited_node_seconds(own, without_round=True) / 3600:
+            one["node_hours"] = (one["node_hours"] or 0.0) + unseen
+    total = dict(cost["total"])
+    for key in ("node_hours", "waited_node_hours"):
+        total[key] = _added([one[key] for one in told.values()])
+    return cost | {"facilities": told, "total": total}
 
 
 def _sum(rows: Sequence[dict[str, Any]], carbon: float) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from coordinator.archive.masked_rounds import masked_sentence
 from coordinator.archive.summary import accuracies, any_late, has_accuracy, shown
-from coordinator.report.page import cell, figures, normal_interval, number, outliers, size, span, used_kinds
+from coordinator.report.page import any_waited, cell, figures, normal_interval, number, outliers, size, span, used_kinds
 
 
 def markdown(data: Mapping[str, Any]) -> str:
@@ -25,11 +25,20 @@ def markdown(data: Mapping[str, Any]) -> str:
     ]
     lines += ["## Time", "", *table(["facility", *kinds, "idle"], times)]
     lines += traffic(data)
+    waiting = any_waited(data)
     used = [
-        [name, number(one["node_hours"]), number(one["gpu_hours"]), number(one["kwh"]), one["energy_source"]]
+        [
+            name,
+            number(one["node_hours"]),
+            *([number(one["waited_node_hours"])] if waiting else []),
+            number(one["gpu_hours"]),
+            number(one["kwh"]),
+            one["energy_source"],
+        ]
         for name, one in data["cost"]["facilities"].items()
     ]
-    lines += ["## Cost", "", *table(["facility", "node-hours", "GPU-hours", "kWh", "measured by"], used)]
+    lost = ["of these waiting for a model"] if waiting else []
+    lines += ["## Cost", "", *table(["facility", "node-hours", *lost, "GPU-hours", "kWh", "measured by"], used)]
     lines += [*memory(data), *privacy(data)]
     odd = [[one["round"], one["facility"], one["done"], one["reason"]] for one in outliers(data)]
     lines += ["## Outliers", "", *table(["round", "facility", "what aggregation did", "why"], odd)]

@@ -48,6 +48,7 @@ def page(data: Mapping[str, Any]) -> str:
         outliers=outliers(data),
         settings=json.dumps(data["settings"], indent=2, ensure_ascii=False),
         late=any_late(data),
+        waiting=any_waited(data),
         span=span,
         size=size,
         number=number,
@@ -62,8 +63,13 @@ def figures(data: Mapping[str, Any]) -> list[tuple[str, str]]:
         change = f"{head['perplexity_first']:.4g} → {head['perplexity_last']:.4g}"
         found.insert(0, (change, "perplexity of the global model"))
     found.append((span(head["wall_seconds"]), "from the first event to the last"))
-    for key, label in (("node_hours", "node-hours"), ("gpu_hours", "GPU-hours"), ("kwh", "kWh")):
-        if head[key] is not None:
+    for key, label in (
+        ("node_hours", "node-hours"),
+        ("waited_node_hours", "node-hours of these in jobs that waited for a model"),
+        ("gpu_hours", "GPU-hours"),
+        ("kwh", "kWh"),
+    ):
+        if head.get(key) is not None:
             over = len(head["energy_over"])
             part = f" ({over} of {head['facilities']} facilities)" if key == "kwh" and over < head["facilities"] else ""
             found.append((number(head[key]), label + part))
@@ -74,6 +80,11 @@ def figures(data: Mapping[str, Any]) -> list[tuple[str, str]]:
     if head["lost_seconds"]:
         found.append((span(head["lost_seconds"]), "of job time lost"))
     return found
+
+
+def any_waited(data: Mapping[str, Any]) -> bool:
+    """Whether some job waited for its model."""
+    return any(one.get("waited_node_hours") is not None for one in data["cost"]["facilities"].values())
 
 
 def _style(place: int, count: int) -> str:

@@ -10,6 +10,7 @@ from coordinator.archive.journal import Entry
 
 KINDS: Mapping[str, str] = {
     "queue": "the job waits in its queue",
+    "ahead": "a job that began ahead of its model waits for it",
     "load": "the job starts and loads model and data",
     "train": "optimizer steps",
     "evaluate": "evaluation of the received and the returned model",
@@ -80,6 +81,8 @@ class _Lane:
         match entry.kind:
             case "queued":
                 self.queued, self.waits = now, None
+            case "waited":
+                self._add("ahead", now - seconds, now)
             case "started":
                 self._leave_queue(now)
                 self.started, self.marks, self.waits = now, [], None

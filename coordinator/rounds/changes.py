@@ -84,7 +84,7 @@ RULES = (
     Rule(pattern=r"stop\..*|limits\..*|final_evaluation", affects=False, follows="decides when the federation ends"),
     Rule(
         pattern=r"minimum_facilities|retries|come_backs|keep_rounds|carbon_g_per_kwh|trackers|progress_seconds|license"
-        r"|creators|funding|base_model|pretrained|evaluation\..*|sending\.(signing_key|valid_hours)",
+        r"|creators|funding|base_model|pretrained|submit_ahead.*|evaluation\..*|sending\.(signing_key|valid_hours)",
         affects=False,
         follows=SAME_RESULTS,
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from coordinator.archive.journal import Journal
+from coordinator.archive.journal import Journal, waited_node_seconds
 from coordinator.archive.rounds import Archive, RoundFile
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.steps.decide import Decision
@@ -34,8 +34,15 @@ def within(
     if settings.limits is None or not decision.proceed:
         return round_file, decision, None
     history = [*archive.history(), round_file]
-    jobs = job_seconds(Journal(archive.path).read())
-    found = exceeded(settings.limits, history, now, evaluates=settings.final_evaluation, jobs=jobs)
+    entries = Journal(archive.path).read()
+    found = exceeded(
+        settings.limits,
+        history,
+        now,
+        evaluates=settings.final_evaluation,
+        jobs=job_seconds(entries),
+        waited=waited_node_seconds(entries, without_round=True),
+    )
     if found is None:
         return round_file, decision, None
     ended = dataclasses.replace(round_file, decision=found.reason, ended=True)

@@ -35,10 +35,17 @@ class Exceeded:
 
 
 def exceeded(
-    limits: LimitSettings, history: Sequence[RoundFile], now: float, *, evaluates: bool, jobs: Jobs | None = None
+    limits: LimitSettings,
+    history: Sequence[RoundFile],
+    now: float,
+    *,
+    evaluates: bool,
+    jobs: Jobs | None = None,
+    waited: float = 0.0,
 ) -> Exceeded | None:
     """Which limit forbids another round after `history`, if any. `now`: seconds since 1970; `evaluates`: a final
-    evaluation follows the last round; `jobs`: `job_seconds` of the journal."""
+    evaluation follows the last round; `jobs`: `job_seconds` of the journal; `waited`: node-seconds of jobs that waited
+    for a model and ended without a round."""
     if limits.deadline:
         left = limits.seconds_until(now)
         expected = round_seconds(history) + (evaluation_seconds(history) if evaluates else 0.0)
@@ -52,7 +59,7 @@ def exceeded(
             )
     if limits.node_hours:
         used = [node_seconds(entry, jobs) for entry in history]
-        spent, expected = sum(used) / 3600, _median(used) / 3600
+        spent, expected = (sum(used) + waited) / 3600, _median(used) / 3600
         if spent + expected > limits.node_hours or spent >= limits.node_hours:
             return Exceeded(
                 limit="node_hours",

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from coordinator.archive.audit import log_entry
 from coordinator.archive.best import best_round
-from coordinator.archive.journal import Journal
+from coordinator.archive.journal import Journal, waited_node_seconds
 from coordinator.archive.rounds import Archive, RoundFile
 from coordinator.archive.sweep import sweep_round
 from coordinator.comparison.phases import following as to_compare
@@ -84,9 +84,15 @@ def goes_on(archive: Archive, settings: CoordinatorSettings, history: Sequence[R
         return False
     found = None
     if settings.limits is not None:
-        jobs = job_seconds(Journal(archive.path).read())
-        evaluates = settings.final_evaluation
-        found = exceeded(settings.limits, history, time.time(), evaluates=evaluates, jobs=jobs)
+        entries = Journal(archive.path).read()
+        found = exceeded(
+            settings.limits,
+            history,
+            time.time(),
+            evaluates=settings.final_evaluation,
+            jobs=job_seconds(entries),
+            waited=waited_node_seconds(entries, without_round=True),
+        )
     if found is None:
         archive.drop_note(LIMITED)
         return True

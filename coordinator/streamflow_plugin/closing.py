@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +25,6 @@ from typing import Any
 from streamflow.core.workflow import Status
 
 from coordinator.config.closing import ClosingSettings
-from coordinator.config.settings import read_coordinator_settings
 from coordinator.rounds.late import (
     LateJob,
     discounted,
@@ -42,7 +40,7 @@ from coordinator.rounds.late import (
 from coordinator.streamflow_plugin.errand import Errand, Work
 from coordinator.streamflow_plugin.grace import best_grace, usual_quorum
 from coordinator.streamflow_plugin.patient import tell
-from facility.exchange.errors import CrossFedError
+from coordinator.streamflow_plugin.this_run import settings_of_run
 
 INPUT = "round"
 """Port of cwl/tools/train.cwl that holds the round's number."""
@@ -294,16 +292,8 @@ class Closing:
 
 def closing_of_run(arguments: list[str] | None = None) -> Closing | None:
     """What the federation whose streamflow.yml this process runs says; None where rounds wait for all."""
-    words = sys.argv if arguments is None else arguments
-    files = [Path(word) for word in words if word.endswith("streamflow.yml")]
-    described = files[0].resolve().parent / "coordinator.json" if files else None
-    if described is None or not described.is_file():
-        return None
-    try:
-        settings = read_coordinator_settings(described)
-    except CrossFedError:
-        return None  # the start step tells it
-    if settings.closing is None:
+    settings = settings_of_run(arguments)
+    if settings is None or settings.closing is None:
         return None
     return Closing(
         settings.closing,

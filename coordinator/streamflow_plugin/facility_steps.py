@@ -31,13 +31,14 @@ from streamflow.workflow.utils import get_job_token
 
 from coordinator.config.deployments import FACILITY
 from coordinator.rounds.late import LateJob
-from coordinator.streamflow_plugin.closing import Closing, closing_of_run
+from coordinator.streamflow_plugin.closing import INPUT, Closing, closing_of_run
 from coordinator.streamflow_plugin.errand import Errand
 from coordinator.streamflow_plugin.lanes import TransferFailed
 from coordinator.streamflow_plugin.listings import PARAMETERS, unlisted
 from coordinator.streamflow_plugin.patient import step_of
 from coordinator.streamflow_plugin.staging import Staged, scheduling, storage_usages, unmoved
 from coordinator.streamflow_plugin.targets import check_target
+from coordinator.streamflow_plugin.this_run import RoundAtFacility, this_round
 from facility.exchange.messages.outcome import Outcome
 
 COORDINATOR = "coordinator"
@@ -81,10 +82,12 @@ def executing(original: Any, closing: Closing | None, copying: Any = None) -> An
         context = self.step.workflow.context
         if not is_facility(context.scheduler.get_connector(job.name).deployment_name):
             return await original(self, job)
+        workdir = Path(context.deployment_manager.config_map[COORDINATOR].workdir)
+        this_round.set(round_of(job, workdir))
         if closing is None:
             result = await original(self, job)
         else:
-            closing.workdir = Path(context.deployment_manager.config_map[COORDINATOR].workdir)
+            closing.workdir = workdir
             staged = Staged(self.step, job, copying)
             result = await closing.run(job, errand_of(staged, lambda: original(self, staged.job)))
             if result is None:
@@ -96,6 +99,14 @@ def executing(original: Any, closing: Closing | None, copying: Any = None) -> An
         return CWLCommandOutput(value=None, status=Status.COMPLETED, exit_code=code)
 
     return execute
+
+
+def round_of(job: Job, workdir: Path) -> RoundAtFacility | None:
+    """Which round of which facility a job is for; None for other steps than training."""
+    kind, _, facility = step_of(job.name).rpartition("/")[2].partition("_")
+    if f"{kind}_" != TRAIN or INPUT not in job.inputs:
+        return None
+    return RoundAtFacility(facility=facility, number=int(job.inputs[INPUT].value), workdir=workdir)
 
 
 def errand_of(staged: Staged, execute: Any) -> Errand:

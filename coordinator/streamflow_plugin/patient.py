@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import logging
 import shlex
 from collections.abc import Callable, Collection, MutableSequence
@@ -219,7 +218,18 @@ class PatientQueue(QueueManagerConnector):
         emit("executing", step=step)
         if name:
             await self._make_way(name, location)
-        output = ""
+        job_id = await self._put(command, environment, job_name, location, workdir, **rest)
+        if not job_id.startswith(REFUSED):
+            self._steps[job_id] = step
+            emit("submitted", step=step, job=job_id)
+            self._watch(job_id, workdir, location)
+        return job_id
+
+    async def _put(
+        self, command: str, environment, job_name: str, location: ExecutionLocation, workdir=None, **rest
+    ) -> str:
+        """Submit once, however often it takes to be heard; returns the job's id."""
+        name, output = self._name(location), ""
         if self.scheduler.output_file and workdir and rest.get("stdout") == asyncio.subprocess.STDOUT:
             output = f"{workdir}/{self.scheduler.output_file}"
             rest |= {"stdout": output, "stderr": output}
@@ -236,7 +246,8 @@ class PatientQueue(QueueManagerConnector):
                     "trying again"
                 )
                 await asyncio.sleep(self.pollingInterval)
-                if not (name and (jobs := await self._jobs_named(name, location))):
+                there = await self._jobs_named(name, location) if name else []
+                if not (jobs := [one for one in there if one.id not in self._steps]):
                     continue
                 logger.info(f"the job was taken all the same: {jobs[0].id}")
                 text = jobs[0].id
@@ -246,9 +257,7 @@ class PatientQueue(QueueManagerConnector):
                 raise WorkflowExecutionException(
                     f"{self.scheduler.program} at {self.deployment_name} named no job: {text.strip()[-300:]!r}"
                 )
-            self._outputs[job_id], self._steps[job_id] = output, step
-            emit("submitted", step=step, job=job_id)
-            self._watch(job_id, workdir, location)
+            self._outputs[job_id] = output
             return job_id
 
     async def _submit(self, command: str, environment, job_name: str, location, workdir, **rest) -> str:
@@ -296,13 +305,14 @@ class PatientQueue(QueueManagerConnector):
             lambda text, code: scheduler.read_listing(text) if scheduler.is_answer(text, code) else None,
         )
 
-    async def _make_way(self, name: str, location: ExecutionLocation) -> None:
+    async def _make_way(self, name: str, location: ExecutionLocation, spare: str = "") -> None:
         """Deal with jobs that an earlier run left: cancel those that wait, wait for those that run.
 
         A job that runs to its end leaves a finished update at the facility, which the next job then returns at once.
+        `spare`: a job that is left alone.
         """
         told: set[str] = set()
-        while jobs := await self._jobs_named(name, location):
+        while jobs := [one for one in await self._jobs_named(name, location) if one.id != spare]:
             for job in jobs:
                 if not job.began:
                     logger.info(f"cancelling job {job.id} ({name}), which an earlier run left waiting")
@@ -332,10 +342,3 @@ def tell(sentence: str, level: int = logging.WARNING) -> None:
     """Something a person should know, in the log and as an event."""
     logger.log(level, sentence)
     emit("problem", text=sentence)
-
-
-def connector_for(scheduler: BatchScheduler) -> type[QueueManagerConnector]:
-    """StreamFlow's connector of this scheduler with `PatientQueue`'s manners."""
-    module, _, name = scheduler.connector.partition(":")
-    original = getattr(importlib.import_module(module), name)
-    return type(f"Patient{name}", (PatientQueue, original), {"behind": scheduler})

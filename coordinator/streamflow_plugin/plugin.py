@@ -15,10 +15,10 @@ from coordinator.config.firecrest import API
 from coordinator.schedulers.registry import schedulers
 from coordinator.schedulers.scheduler import BatchScheduler
 from coordinator.streamflow_plugin import facility_steps
+from coordinator.streamflow_plugin.ahead_queue import connector_for
 from coordinator.streamflow_plugin.database import PrivateDatabase
 from coordinator.streamflow_plugin.gate import GatedSSHConnector
 from coordinator.streamflow_plugin.local import TellingLocalConnector
-from coordinator.streamflow_plugin.patient import connector_for
 from coordinator.streamflow_plugin.ssh import ParallelSSHConnector
 from coordinator.streamflow_plugin.system_ssh import SystemSSHConnector
 

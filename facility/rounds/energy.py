@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from facility.exchange.messages.ahead import BEGAN
 from facility.exchange.messages.usage import SOURCES, Usage
 from facility.launching.notes import Notes
 from facility.launching.place import Tasks
@@ -84,7 +85,8 @@ class Meter:
     def __init__(self, tasks: Tasks, environ: Mapping[str, str] = os.environ) -> None:
         self.tasks, self.job = tasks, environ.get("SLURM_JOB_ID", "")
         self.speaks = tasks.local_task == 0
-        self.began = _number(environ.get("SLURM_JOB_START_TIME", "")) or time.time()
+        began = environ.get("SLURM_JOB_START_TIME") or environ.get(BEGAN, "")
+        self.began = _number(began) or time.time()
         self.first = self._read()
 
     def tell(self, notes: Notes) -> None:

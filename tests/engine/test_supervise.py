@@ -134,7 +134,7 @@ def test_a_step_that_fails_twice_for_one_reason_is_not_tried_a_third_time(tmp_pa
 class FakeQueue(Queue):
     """A queue that remembers what it was asked."""
 
-    def jobs(self) -> list[Job]:
+    def _named(self, name: str) -> list[Job]:
         if self.ssh.get("down"):
             raise TryAgain("site does not answer")
         return list(self.ssh["jobs"])

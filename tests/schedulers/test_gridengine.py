@@ -17,7 +17,7 @@ from coordinator.config.deployments import Deployment
 from coordinator.schedulers.gridengine import SCHEDULER
 from coordinator.schedulers.registry import scheduler
 from coordinator.schedulers.scheduler import FORGOTTEN
-from coordinator.streamflow_plugin.patient import connector_for
+from coordinator.streamflow_plugin.ahead_queue import connector_for
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.validation import parse
 from facility.launching.place import read_tasks
@@ -43,7 +43,7 @@ def test_it_is_found_by_its_file_alone():
     assert parse(Deployment, {"type": "gridengine", "template": "gridengine"}, where="d").type == "gridengine"
     with pytest.raises(ConfigurationError, match="gridengine"):
         parse(Deployment, {"type": "gridengines", "template": "gridengine"}, where="d")
-    assert connector_for(SCHEDULER).__mro__[1].__name__ == "PatientQueue"
+    assert connector_for(SCHEDULER).__mro__[1].__name__ == "AheadQueue"
 
 
 def test_streamflow_accepts_it_once_the_plug_in_is_there(monkeypatch: pytest.MonkeyPatch):

@@ -56,8 +56,8 @@ def test_the_shipped_template_asks_for_the_signal_before_the_limit(name: str):
 
 def test_streamflows_connectors_exist():
     pytest.importorskip("streamflow")
-    from coordinator.streamflow_plugin.patient import PatientQueue, connector_for
+    from coordinator.streamflow_plugin.ahead_queue import AheadQueue, connector_for
 
     for one in registry.schedulers().values():
         if isinstance(one, BatchScheduler):
-            assert issubclass(connector_for(one), PatientQueue) and not connector_for(one).__abstractmethods__
+            assert issubclass(connector_for(one), AheadQueue) and not connector_for(one).__abstractmethods__

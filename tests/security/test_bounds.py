@@ -15,8 +15,8 @@ from streamflow.deployment.connector.queue_manager import SlurmConnector
 from coordinator.archive.rounds import Archive
 from coordinator.schedulers.registry import schedulers
 from coordinator.streamflow_plugin import bounded_reader, lanes, ssh
+from coordinator.streamflow_plugin.ahead_queue import connector_for
 from coordinator.streamflow_plugin.lanes import TransferFailed, check_pace
-from coordinator.streamflow_plugin.patient import connector_for
 from coordinator.streamflow_plugin.tree import read_listing
 from facility.exchange.files.durable import new_directory, write_json
 from facility.exchange.files.storage import unwritable

@@ -18,8 +18,8 @@ from coordinator.config.deployments import job_template, streamflow_deployments
 from coordinator.events.event import VARIABLE
 from coordinator.events.follow import EventFile
 from coordinator.schedulers.firecrest import SCHEDULER
+from coordinator.streamflow_plugin.ahead_queue import connector_for
 from coordinator.streamflow_plugin.firecrest import FirecrestConnector
-from coordinator.streamflow_plugin.patient import connector_for
 from coordinator.streamflow_plugin.plugin import CrossFedPlugin
 from facility.exchange.messages.outcome import Outcome
 from tests.deployments import read_deployment

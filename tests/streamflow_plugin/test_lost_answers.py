@@ -13,8 +13,9 @@ from streamflow.core.exception import WorkflowExecutionException
 from streamflow.deployment.shell import BaseShell
 
 from coordinator.schedulers.slurm import Slurm
+from coordinator.streamflow_plugin.ahead_queue import connector_for
 from coordinator.streamflow_plugin.bounded_reader import BoundedReader
-from coordinator.streamflow_plugin.patient import BROKE, ConnectionBroke, connector_for, may_be_repeated
+from coordinator.streamflow_plugin.patient import BROKE, ConnectionBroke, may_be_repeated
 from coordinator.streamflow_plugin.ssh import ParallelSSHConnector
 
 HERE = SimpleNamespace(name="login", deployment="facility_a", service=None)

@@ -1,0 +1,108 @@
+"""Wait in a job for the command of its round; what a job that is submitted ahead of its model runs first.
+
+    python -m facility.ahead --directory DIR --wait SECONDS && . DIR/command
+
+Ends with 0 once `DIR/command` exists (`facility.exchange.messages.ahead`): the round's command, written by the
+coordinator, or `exit 0`, written here after `--wait` seconds or at a signal that the job is about to end. Every task of
+a job runs this. `DIR` belongs to this account alone, and so does what it holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import stat
+import sys
+import threading
+import time
+from dataclasses import asdict
+from pathlib import Path
+from types import FrameType
+
+from facility.exchange.errors import ConfigurationError, CrossFedError, exit_on_error
+from facility.exchange.files.durable import write_json
+from facility.exchange.messages.ahead import COMMAND, GIVEN_UP, WAITED, Waited
+from facility.launch import tasks_here
+
+SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
+"""The scheduler's warning before the job's time limit, and its cancellation."""
+OTHERS = stat.S_IWGRP | stat.S_IWOTH
+
+
+def wait_for_command(directory: Path, seconds: float, ended: threading.Event, look: float) -> float:
+    """Seconds until `directory` holds `command`; made here where they are over, or where `ended` is set."""
+    began = time.monotonic()
+    while COMMAND not in os.listdir(directory):  # listing the directory asks a network file system anew
+        left = seconds - (time.monotonic() - began)
+        if left <= 0 or ended.is_set():
+            give_up(directory)
+            break
+        ended.wait(min(look, left))
+    return time.monotonic() - began
+
+
+def give_up(directory: Path) -> None:
+    """Decide that this job gets no round, unless that is decided already.
+
+    Raises `ConfigurationError` where the file system has no hard links: then no round can be handed over either.
+    """
+    own = directory / f"end.{os.uname().nodename}.{os.getpid()}"
+    own.write_text(GIVEN_UP)
+    try:
+        os.link(own, directory / COMMAND)
+    except FileExistsError:
+        pass
+    except OSError as error:
+        raise ConfigurationError(f"{directory} takes no hard link ({error}): remove submit_ahead") from None
+    finally:
+        own.unlink(missing_ok=True)
+
+
+def check_private(path: Path) -> None:
+    """Raise `ConfigurationError` unless the directory or file is this account's, and nobody else may write it."""
+    found = path.lstat()
+    plain = stat.S_ISDIR(found.st_mode) or stat.S_ISREG(found.st_mode)
+    if not plain or found.st_uid != os.getuid() or found.st_mode & OTHERS:
+        raise ConfigurationError(
+            f"{path} is of user {found.st_uid} with mode {stat.filemode(found.st_mode)}, expected a file or directory "
+            "that only this account writes"
+        )
+
+
+def _here() -> tuple[bool, int]:
+    """Whether this task speaks for the job, and how many nodes that has."""
+    try:
+        tasks = tasks_here()
+    except CrossFedError:
+        return True, 1
+    return tasks.first, max(1, tasks.nodes)
+
+
+def main(argv: list[str] | None = None) -> int:
+    assert __doc__
+    p = argparse.ArgumentParser(prog="python -m facility.ahead", description=__doc__.splitlines()[0])
+    p.add_argument("--directory", type=Path, required=True, metavar="DIR", help="made for this job alone")
+    p.add_argument("--wait", type=float, required=True, metavar="SECONDS", help="at most; 0: not at all")
+    p.add_argument("--look", type=float, default=1.0, metavar="SECONDS", help="between two looks (default 1)")
+    a = p.parse_args(argv)
+    ended = threading.Event()
+
+    def end(number: int, frame: FrameType | None) -> None:
+        ended.set()
+
+    for number in SIGNALS:
+        signal.signal(number, end)
+    os.umask(0o077)
+    check_private(a.directory)
+    seconds = wait_for_command(a.directory, a.wait, ended, a.look)
+    check_private(a.directory / COMMAND)
+    first, nodes = _here()
+    if first:
+        handed = (a.directory / COMMAND).read_text() != GIVEN_UP
+        write_json(a.directory / WAITED, asdict(Waited(seconds=round(seconds, 3), nodes=nodes, handed=handed)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(exit_on_error(main))
