@@ -16,11 +16,35 @@ from facility.dataset import open_dataset
 from facility.exchange.errors import InputError
 from facility.exchange.messages.report import read_report
 from tests.pico import save_pico
+from tests.training.families import save_tiny
 from tests.training.federation import write_dataset
 from tests.training.layouts import arguments, rounds_in
 
 TARGETS = ["q_proj", "down_proj"]
 LORA = {"rank": 2, "alpha": 8.0, "targets": TARGETS}
+
+
+BOTH = ["experts.gate_up_proj", "experts.down_proj"]
+KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "dora": ("llama", {"use_dora": True}, LORA | {"dora": True}),
+    "dora of columns": (
+        "gpt2",
+        {"use_dora": True, "use_rslora": True, "target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True},
+        LORA | {"dora": True, "rslora": True, "targets": ["c_attn", "c_fc"]},
+    ),
+    "fused experts": (
+        "qwen3_moe",
+        {"target_modules": ["q_proj"], "target_parameters": BOTH},
+        LORA | {"targets": ["q_proj"], "parameters": BOTH},
+    ),
+    "fused experts alone": (
+        "mixtral",
+        {"target_modules": ["q_proj"], "target_parameters": BOTH[1:]},
+        LORA | {"targets": ["q_proj"], "parameters": BOTH[1:]},
+    ),
+    "a head trained whole": ("llama", {"modules_to_save": ["lm_head"]}, LORA | {"modules_to_save": ["lm_head"]}),
+}
+"""Family, what its publisher asked peft for, and the settings that go on from it."""
 
 
 def published(directory: Path, base: Path, **changes: Any) -> Path:
@@ -29,7 +53,7 @@ def published(directory: Path, base: Path, **changes: Any) -> Path:
     settings = LoraConfig(**({"r": 2, "lora_alpha": 8, "target_modules": TARGETS} | changes))
     adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(base), settings)
     for name, parameter in adapted.named_parameters():
-        if ".lora_" in name:
+        if ".lora_A" in name or ".lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.2)
     adapted.save_pretrained(directory)
     return directory
@@ -50,6 +74,27 @@ def test_the_first_round_goes_on_from_a_published_adapter(tmp_path: Path):
     more = arguments(tmp_path / "more", tmp_path / "model", dataset, lora=LORA | {"targets": [*TARGETS, "v_proj"]})
     (said,) = rounds_in([("more", more)], expect=2)["more"]
     assert "holds adapters, but none for" in said and "v_proj" in said
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_every_kind_that_peft_saves_goes_on(tmp_path: Path, kind: str):
+    family, changes, lora = KINDS[kind]
+    base = save_pico(tmp_path / "base", family) if family in ("llama", "gpt2") else save_tiny(tmp_path / "base", family)
+    adapter = published(tmp_path / "adapter", base, **changes)
+    told = json.loads(import_adapter(adapter, base=base, out=tmp_path / "model").partition("lora: ")[2])
+    listed = {name: sorted(one) if isinstance(one, list) else one for name, one in lora.items()}
+    assert {name: sorted(one) if isinstance(one, list) else one for name, one in told.items()} == listed
+    dataset = write_dataset(tmp_path / "data")
+    more = {"lora": told, "learning_rate": 1e-2}
+    rounds_in([("one", arguments(tmp_path / "one", tmp_path / "model", dataset, **more))])
+    report = read_report(tmp_path / "one" / "out")
+    loaded = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    expected = PeftModel.from_pretrained(loaded, adapter).eval()
+    ids = torch.from_numpy(open_dataset(dataset).split("validation")[:].astype("int64"))
+    with torch.no_grad():
+        assert report.loss_received == pytest.approx(expected(input_ids=ids, labels=ids).loss.item(), abs=1e-5)
+    assert report.loss_returned < report.loss_received
+    PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "one/out")
 
 
 @pytest.mark.parametrize(
