@@ -57,12 +57,12 @@ class NearDuplicates:
 
     def earlier(self, text: str) -> Literal["here", "elsewhere"] | None:
         """Where the text is already; None where it was new, and is remembered now."""
-        exact = hashlib.blake2b(" ".join(text.split()).encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        exact = exact_digest(text)
         if exact in self._exact:
             return "here"
         if self.similarity < 1:
             own = signature(text, self.key)
-            for one in self._near(own):
+            for one in sorted(self._near(own)):
                 if float((self._signatures[one] == own).mean()) >= self.similarity:
                     return "elsewhere" if one < self.elsewhere else "here"
             self._remember(own)
@@ -87,6 +87,11 @@ class NearDuplicates:
             held = bucket.get(key)
             bucket[key] = number if held is None else ((held,) if isinstance(held, int) else held) + (number,)
         self._signatures.append(own)
+
+
+def exact_digest(text: str) -> bytes:
+    """16 bytes that stand for a text, white space apart."""
+    return hashlib.blake2b(" ".join(text.split()).encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 def shingles(text: str) -> set[bytes]:

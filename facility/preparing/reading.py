@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from facility.dataset import SPLITS
+from facility.preparing.duplicates_on_disk import NearDuplicatesOnDisk
 from facility.preparing.encoding import Batch
 from facility.preparing.mixing import chosen, shares
 from facility.preparing.near_duplicates import NearDuplicates
@@ -17,6 +18,8 @@ from facility.preparing.shared_signatures import read_salt, read_signatures
 from facility.preparing.sources import Document, Fields, Source, read
 
 BATCH_DOCUMENTS, BATCH_CHARACTERS = 512, 2_000_000
+LARGE_BYTES = 100_000_000
+"""Of files, from which on near duplicates are found on disk: in memory a document takes 2.5 kB."""
 Progress = Callable[[str, float, int], None]
 
 
@@ -38,6 +41,8 @@ class Caps(Protocol):
     @property
     def salt(self) -> Path | None: ...
     @property
+    def share_signatures(self) -> Path | None: ...
+    @property
     def drop_signatures(self) -> list[Path]: ...
     @property
     def weights(self) -> list[float]: ...
@@ -51,7 +56,7 @@ class Reading:
     def __init__(
         self, request: Caps, sources: dict[str, list[Source]], progress: Progress, scratch: Path | None = None
     ) -> None:
-        """`scratch`: a directory for a temporary file of 8 bytes a document."""
+        """`scratch`: a directory for temporary files: 8 bytes a document, and signatures of large corpora."""
         self.request, self.sources, self.progress = request, sources, progress
         self.documents = dict.fromkeys(SPLITS, 0)
         self.empty = dict.fromkeys(SPLITS, 0)
@@ -60,18 +65,29 @@ class Reading:
         self.elsewhere = dict.fromkeys(SPLITS, 0)
         """Documents left out since another facility has them, by its signatures."""
         self.digests = ContentDigests(scratch)
+        self._scratch = scratch
         self.earlier = self._earlier()
         self.shares = self._shares()
         """Of each input for training, the share of its documents that is read."""
 
-    def _earlier(self) -> NearDuplicates | None:
-        if not self.request.near_duplicates:
+    def _earlier(self) -> NearDuplicates | NearDuplicatesOnDisk | None:
+        similarity, key = self.request.near_duplicates, b""
+        if not similarity:
             return None
-        if self.request.salt is None:
-            return NearDuplicates(self.request.near_duplicates)
-        key = read_salt(self.request.salt)
+        if self.request.salt is not None:
+            key = read_salt(self.request.salt)
         others = (one for path in self.request.drop_signatures for one in read_signatures(path, key))
-        return NearDuplicates(self.request.near_duplicates, key=key, elsewhere=others)
+        if self._is_large():
+            return NearDuplicatesOnDisk(similarity, self._scratch, key=key, elsewhere=others)
+        return NearDuplicates(similarity, key=key, elsewhere=others)
+
+    def _is_large(self) -> bool:
+        """Whether all is read that there is of large files, so that it can be read a first time for signatures."""
+        request, sources = self.request, [one for split in SPLITS for one in self.sources[split]]
+        if request.train_samples or request.validation_samples or request.share_signatures is not None:
+            return False
+        files = all(one.path is not None for one in sources)
+        return files and sum(one.size for one in sources) >= LARGE_BYTES
 
     def _shares(self) -> list[Fraction]:
         sources = self.sources["train"]
@@ -99,24 +115,24 @@ class Reading:
 
     def _assigned(self) -> Iterator[tuple[str, Document]]:
         caps = {"train": self.request.train_samples, "validation": self.request.validation_samples}
-        pending = [(split, source) for split in SPLITS for source in self.sources[split]]
         shared = not self.request.validation
         seen = 0
         read_of = dict.fromkeys(range(len(self.shares)), 0)
+        begun = self._look_ahead()
+        pending = self._pending()
         for number, (origin, source) in enumerate(pending):
             for document in read(source, self.request.fields):
-                self.progress(source.name, (number + document.done) / len(pending), seen)
-                if origin == "train":
-                    read_of[source.argument] += 1
-                    if not chosen(read_of[source.argument] - 1, self.shares[source.argument]):
-                        continue
+                share = (number + document.done) / len(pending)
+                self.progress(source.name, begun + (1 - begun) * share, seen)
+                if not self._is_chosen(origin, source, read_of):
+                    continue
                 split = origin
                 if shared and self._held_out(seen):
                     split = "validation"
                 if not document.text.strip():
                     self.empty[split] += 1
                     continue
-                if self.earlier is not None and (place := self.earlier.earlier(f"{document.text}\n{document.pair}")):
+                if place := self._place_of(document):
                     (self.duplicates if place == "here" else self.elsewhere)[split] += 1
                     continue
                 seen += 1
@@ -128,6 +144,35 @@ class Reading:
                     yield split, document
         self.progress("", 1.0, seen)
 
+    def _pending(self) -> list[tuple[str, Source]]:
+        return [(split, source) for split in SPLITS for source in self.sources[split]]
+
+    def _is_chosen(self, origin: str, source: Source, read_of: dict[int, int]) -> bool:
+        """Whether the next document of the source is in the share that is read; `read_of`: documents of each input."""
+        if origin != "train":
+            return True
+        read_of[source.argument] += 1
+        return chosen(read_of[source.argument] - 1, self.shares[source.argument])
+
+    def _look_ahead(self) -> float:
+        """Read all text once for its signatures where these lie on disk; the share of the work that this is."""
+        if not isinstance(self.earlier, NearDuplicatesOnDisk):
+            return 0.0
+        pending, read_of = self._pending(), dict.fromkeys(range(len(self.shares)), 0)
+        for number, (origin, source) in enumerate(pending):
+            for document in read(source, self.request.fields):
+                self.progress(source.name, (number + document.done) / len(pending) / 2, 0)
+                if self._is_chosen(origin, source, read_of) and document.text.strip():
+                    self.earlier.add(_content(document))
+        self.earlier.decide()
+        return 0.5
+
+    def _place_of(self, document: Document) -> str | None:
+        """Where the document's text is already; None where it is new, or where that is not asked."""
+        if isinstance(self.earlier, NearDuplicatesOnDisk):
+            return self.earlier.earlier()
+        return self.earlier.earlier(_content(document)) if self.earlier is not None else None
+
     def _enough(self, origin: str, full: list[str], shared: bool) -> bool:
         """Whether reading on would add nothing that was asked for."""
         if not shared:
@@ -138,3 +183,8 @@ class Reading:
         """Whether document `index` is among the evenly spread share for validation."""
         share = self.request.validation_share
         return math.floor((index + 1) * share) > math.floor(index * share)
+
+
+def _content(document: Document) -> str:
+    """What of a document decides whether it repeats another."""
+    return f"{document.text}\n{document.pair}"

@@ -1,6 +1,7 @@
 """Peak memory of `facility.prepare` on corpora of several sizes, and what is left after SIGKILL in the middle.
 
     python tests/bench/prepare_memory.py [--megabytes 250 1000] [--document 1000] [--processes 1]
+                                         [--near-duplicates 0.8] [--no-kill]
 
 Draws JSON lines of random words, prepares each size in a process of its own with a tokenizer of words, and reads that
 process's largest resident memory. Then the largest is prepared once more, killed by SIGKILL after a third of the time
@@ -52,7 +53,17 @@ def write_tokenizer(directory: Path) -> None:
 
 def command(place: Path, corpus: Path, out: Path, a: argparse.Namespace) -> list[str]:
     words = [sys.executable, "-m", "facility.prepare", "--input", str(corpus), "--tokenizer", str(place / "tokenizer")]
-    return [*words, "--out", str(out), "--block-tokens", "512", "--processes", str(a.processes), "--allow-overlap"]
+    return [
+        *words,
+        "--out",
+        str(out),
+        "--block-tokens",
+        "512",
+        "--processes",
+        str(a.processes),
+        "--allow-overlap",
+        *(["--near-duplicates", str(a.near_duplicates)] if a.near_duplicates else []),
+    ]
 
 
 def started(words: list[str]) -> subprocess.Popen[bytes]:
@@ -93,6 +104,8 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, nargs="+", default=[250, 1000], help="sizes of the corpora")
     parser.add_argument("--document", type=int, default=1000, help="bytes of a document, about")
     parser.add_argument("--processes", type=int, default=1, help="tokenising processes")
+    parser.add_argument("--near-duplicates", type=float, default=0.0, help="similarity from which on; 0: off")
+    parser.add_argument("--no-kill", action="store_true", help="leave the killed run out")
     a = parser.parse_args()
     place = Path(tempfile.mkdtemp(prefix="prepare-memory-"))
     try:
@@ -102,9 +115,11 @@ def main() -> None:
             corpus, out = place / f"{size}.jsonl", place / f"out-{size}"
             documents = write_corpus(corpus, size * 1_000_000, a.document)
             runs.append({"megabytes": size, "documents": documents} | measured(command(place, corpus, out, a)))
-        again = place / "again"
-        resumed = killed(command(place, corpus, again, a), runs[-1]["seconds"] / 3, again)
-        resumed["same_files"] = digests(again) == digests(out)
+        resumed: dict[str, Any] | None = None
+        if not a.no_kill:
+            again = place / "again"
+            resumed = killed(command(place, corpus, again, a), runs[-1]["seconds"] / 3, again)
+            resumed["same_files"] = digests(again) == digests(out)
         print(json.dumps({"settings": vars(a), "runs": runs, "killed": resumed}, indent=2))
     finally:
         shutil.rmtree(place, ignore_errors=True)
