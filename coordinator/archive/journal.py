@@ -105,6 +105,13 @@ def waited_node_seconds(entries: Iterable[Entry], *, without_round: bool = False
     )
 
 
+def waited_by_facility(entries: Iterable[Entry]) -> dict[str, float]:
+    """Those node-seconds of each facility whose jobs were submitted ahead and have begun."""
+    told = [one for one in entries if one.kind == "waited"]
+    names = sorted({one.facility for one in told})
+    return {name: waited_node_seconds(one for one in told if one.facility == name) for name in names}
+
+
 def _entry(line: str) -> Entry | None:
     try:
         raw = json.loads(line)

@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from coordinator.archive.best import best_round
+from coordinator.archive.journal import Journal, waited_by_facility
 from coordinator.archive.masked_rounds import masked_rounds, masked_sentence
 from coordinator.archive.privacy import latest_privacy, sentence
 from coordinator.archive.rounds import Archive, RoundFile
@@ -71,6 +72,7 @@ def summary(archive: Archive) -> dict[str, Any]:
         "limited": limited.get("reason", "") if best is not None else "",
         "stopped": archive.read_note("stopped").get("reason") or _broken(history),
         "masking": masked_rounds(history),
+        "waited_node_seconds": waited_by_facility(Journal(archive.path).read()),
     }
 
 
@@ -212,6 +214,8 @@ def remarks(data: dict[str, Any]) -> list[str]:
         if row.get("next_steps_reason", "").startswith("moved"):
             steps = ", ".join(f"{name} {count}" for name, count in row["next_steps"].items())
             told.append(f"steps from round {row['round'] + 1} on: {steps} ({shown(row['next_steps_reason'])})")
+    for name, seconds in data.get("waited_node_seconds", {}).items():
+        told.append(f"{shown(name)}: {seconds / 3600:.3g} node-hours in jobs that waited for their model")
     if data.get("limited"):
         best = data["best_round"]
         which = "the initial one" if best < 0 else f"that of round {best}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from coordinator.archive.journal import Entry
 
@@ -82,7 +82,7 @@ class _Lane:
             case "queued":
                 self.queued, self.waits = now, None
             case "waited":
-                self._add("ahead", now - seconds, now)
+                self._wait_in_job(now - seconds, now)
             case "started":
                 self._leave_queue(now)
                 self.started, self.marks, self.waits = now, [], None
@@ -121,6 +121,16 @@ class _Lane:
         if self.waits is not None:
             self._add("wait", self.waits, now)
         self.waits = None
+
+    def _wait_in_job(self, begin: float, end: float) -> None:
+        """The wait of a job for its model takes the place of the facility's wait, and of nothing else."""
+        if self.waits is not None:
+            self._add("wait", self.waits, end)
+            self.waits = end
+        begin = max([begin, *(one.end for one in self.found if one.kind != "wait")])
+        ends = [(one, min(one.end, begin) if one.kind == "wait" else one.end) for one in self.found]
+        self.found = [replace(one, end=at) for one, at in ends if at > one.begin]
+        self._add("ahead", begin, end if self.started is None else min(end, self.started))
 
     def _leave_queue(self, now: float) -> None:
         if self.queued is not None:

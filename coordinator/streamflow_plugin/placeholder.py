@@ -188,8 +188,7 @@ class Ahead:
             self._learn(self.seen.with_run(now - job.worked))
         job.ended.set()
         if job.placeholder is not None:
-            until = max(job.submitted, min(job.worked or now, now))
-            await self._count(job.placeholder, location, until=until)
+            await self._count(job.placeholder, location, until=job.worked or now, handed=job.submitted)
 
     async def drop(self, location: ExecutionLocation) -> None:
         """The run ends: no job is to stay in the queue without a round."""
@@ -287,8 +286,13 @@ class Ahead:
         if found is not None and found.job:
             await self._count(found, location, until=self.clock())
 
-    async def _count(self, found: Placeholder, location: ExecutionLocation, *, until: float) -> Waited | None:
-        """Report how long a job waited for its model, as it wrote; None where it wrote nothing."""
+    async def _count(
+        self, found: Placeholder, location: ExecutionLocation, *, until: float, handed: float = 0.0
+    ) -> Waited | None:
+        """Report how long a job waited for its model, as it wrote; None where it wrote nothing.
+
+        `until`: when it was first seen at work, or had ended; `handed`: when it was given its round.
+        """
         path = shlex.quote(f"{found.directory}/{WAITED}")
         text, code = await self.queue.shell_line(location, f"head -c {MOST_BYTES} {path}")
         try:
@@ -298,6 +302,8 @@ class Ahead:
             return None
         if waited is None:
             return None
+        if until - waited.seconds < handed:
+            until = handed  # it was at work before it had its round
         self._learn(self.seen.with_wait(until - waited.seconds - found.placed))
         emit(
             "waited",

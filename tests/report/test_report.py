@@ -14,7 +14,8 @@ from coordinator.archive.journal import Journal
 from coordinator.archive.rounds import Archive
 from coordinator.report.charts import MOST_TITLES, Bar, log_ticks, shortened, ticks, timeline
 from coordinator.report.data import gather, redacted
-from coordinator.report.page import MOST_ROWS, last_artefacts, last_rounds
+from coordinator.report.markdown import markdown
+from coordinator.report.page import MOST_ROWS, last_artefacts, last_rounds, page
 from coordinator.report.timeline import KINDS, segments, totals
 from coordinator.report.write import FORMATS, write_report
 from tests.comparison.made import add_comparison
@@ -64,6 +65,43 @@ def test_a_run_that_was_killed_loses_the_job_under_way_and_a_login_that_was_refu
     journal.append("run_started", time=60.0)
     told = [(one.facility, one.kind, one.begin, one.end) for one in segments(journal.read(), {})]
     assert told == [("b", "login", 5.0, 25.0), ("a", "lost", 10.0, 60.0)]
+
+
+def test_the_wait_of_a_job_for_its_model_is_told_and_counted(tmp_path: Path):
+    """Of two jobs, one got its round 30 s after it had begun, the other ended without one."""
+    archive = made_archive(tmp_path / "a", facilities=2, rounds=2)
+    before, journal = data_of(archive, 2), Journal(archive.path)
+    names, last = before["facilities"], max(one.time for one in journal.read())
+    for name, seconds, handed in ((names[0], 30.0, True), (names[1], 1800.0, False)):
+        told = {"job": "7", "seconds": seconds, "nodes": 4, "handed": handed}
+        journal.append("waited", time=last + 100, facility=name, round=1, **told)
+    data = data_of(archive, 2)
+    old, new = before["cost"]["facilities"], data["cost"]["facilities"]
+    assert [new[name]["waited_node_hours"] for name in names] == [pytest.approx(4 * 30 / 3600), 2.0]
+    assert new[names[0]]["node_hours"] == old[names[0]]["node_hours"], "its own report has the wait"
+    assert new[names[1]]["node_hours"] == pytest.approx((old[names[1]]["node_hours"] or 0.0) + 2.0)
+    assert "waiting for a model" in markdown(data) and "waiting for a model" in page(data)
+    assert "waiting for a model" not in markdown(before) and "waiting for a model" not in page(before)
+    assert any(f"{names[1]}: 2 node-hours in jobs that waited" in line for line in data["remarks"])
+
+
+def test_a_job_that_waits_for_its_model_takes_the_place_of_its_facilitys_wait_alone(tmp_path: Path):
+    journal = Journal(tmp_path)
+    for kind, time, more in (
+        ("started", 0.0, {}),
+        ("trained", 100.0, {"code": 0}),
+        ("transferred", 110.0, {"seconds": 10.0, "what": "update", "bytes": 1}),
+        ("averaged", 150.0, {"decision": ""}),
+        ("waited", 170.0, {"job": "2", "seconds": 90.0, "nodes": 1, "handed": True}),
+        ("queued", 170.5, {"job": "2"}),
+        ("started", 171.0, {"job": "2"}),
+        ("trained", 200.0, {"code": 0}),
+    ):
+        who = {} if kind == "averaged" else {"facility": "a"}
+        journal.append(kind, time=time, round=0, **who, **more)  # type: ignore[arg-type]
+    told = [(one.kind, one.begin, one.end) for one in segments(journal.read(), {})]
+    assert told[:3] == [("train", 0.0, 100.0), ("transfer", 100.0, 110.0), ("ahead", 110.0, 170.0)]
+    assert all(one[2] <= other[1] for one, other in zip(told, told[1:], strict=False))
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,7 @@ def test_the_rule_by_hand():
     assert exceeded(limits, many, NOON - 9999, evaluates=False) is None, "9 of 10 node-hours, the next needs 1"
     found = exceeded(limits, [*many, entry(9)], NOON - 9999, evaluates=False)
     assert found is not None and found.limit == "node_hours" and "10 of 10 node-hours" in found.reason
+    assert exceeded(limits, many, NOON - 9999, evaluates=False, waited=1.0) is not None, "a job waited for its model"
     assert exceeded(limits, [], NOON + 1, evaluates=False) is not None, "a deadline that has passed"
     assert exceeded(limits, [], NOON - 1, evaluates=False) is None, "of the first round nothing is known"
 
