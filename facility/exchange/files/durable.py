@@ -13,6 +13,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from facility.exchange.files.storage import naming
+
 
 def fsync_directory(path: Path) -> None:
     """Make renames inside `path` survive a power cut."""
@@ -36,7 +38,7 @@ def write_bytes(path: Path, content: bytes, *, mode: int = 0o644) -> None:
     path = Path(path)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
-        with os.fdopen(descriptor, "wb") as file:
+        with naming(path), os.fdopen(descriptor, "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -72,15 +74,9 @@ def new_directory(path: Path) -> Iterator[Path]:
     temporary, lock = _locked_sibling(path)
     os.chmod(temporary, as_umask_allows(0o755))
     try:
-        yield temporary
-        for folder, _, names in os.walk(temporary):
-            for name in names:
-                descriptor = os.open(os.path.join(folder, name), os.O_RDONLY)
-                try:
-                    os.fsync(descriptor)
-                finally:
-                    os.close(descriptor)
-            fsync_directory(Path(folder))
+        with naming(path):
+            yield temporary
+            _fsync_files(temporary)
         os.rename(temporary, path)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -88,6 +84,18 @@ def new_directory(path: Path) -> Iterator[Path]:
     finally:
         os.close(lock)
     fsync_directory(path.parent)
+
+
+def _fsync_files(directory: Path) -> None:
+    """Sync everything below."""
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            descriptor = os.open(os.path.join(folder, name), os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        fsync_directory(Path(folder))
 
 
 def _locked_sibling(path: Path) -> tuple[Path, int]:

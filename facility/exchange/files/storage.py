@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeGuard
 
 PROBE_BYTES = 1 << 16
+TEMPORARY = re.compile(r"\.(.+)\.[^.]+\.tmp")
+"""Name under which a file or directory is written before it appears (`facility.exchange.files.durable`)."""
 SAME_COMMAND = ", then give the same command again"
 
 WORDS = {
@@ -30,8 +34,24 @@ def is_storage(error: BaseException) -> TypeGuard[OSError]:
 def sentence(error: OSError, place: str | Path = "") -> str:
     """`PATH is full: free some room, then give the same command again`. `place`: where the error names no file."""
     named = error.filename2 or error.filename or place
-    where = os.path.abspath(os.fsdecode(named)) if named and not isinstance(named, int) else "a file system"
+    where = lasting(os.path.abspath(os.fsdecode(named))) if named and not isinstance(named, int) else "a file system"
     return f"{where} {WORDS.get(error.errno or 0, f'cannot be used: {error}')}{SAME_COMMAND}"
+
+
+def lasting(path: str) -> str:
+    """The path with names of temporary files replaced by those under which they were to appear."""
+    return "/".join(TEMPORARY.sub(r"\1", part) if TEMPORARY.fullmatch(part) else part for part in path.split("/"))
+
+
+@contextmanager
+def naming(place: Path) -> Iterator[None]:
+    """What a file system refuses within names `place`, where the error names no file, as those of open files do."""
+    try:
+        yield
+    except OSError as error:
+        if is_storage(error) and not (error.filename or error.filename2):
+            error.filename = str(place)
+        raise
 
 
 def unwritable(folders: Sequence[Path]) -> str:
