@@ -98,24 +98,19 @@ def registries() -> str:
 def faults() -> str:
     """What `tests/bench/faults.py` measured: each cause, the seconds until the console's sentence, the sentence."""
     told = json.loads((Path(__file__).parent / "reference" / "faults.json").read_text())
-    words = [
-        f"Measured on {told['cores']} cores with {told['tasks_per_core']:g} runnable tasks each on average: the "
-        "machine was shared.",
-    ]
-    if told["start_seconds"] is not None:
-        words.append(f"An undisturbed run came to its first step after {told['start_seconds']:g} s.")
-    if told["same_weights"] is not None:
-        same = "the same as" if told["same_weights"] else "not the same as"
-        words.append(f"The weights in the end were {same} those of the undisturbed federation.")
+    rows = told["rows"]
+    loads = sorted(row["load"] for row in rows)
     lines = [
-        " ".join(words),
+        f"Measured on {told['cores']} cores, which other work shared: {loads[0]:g} to {loads[-1]:g} runnable tasks a "
+        f"core. An undisturbed run came to its first step after {told['start_seconds']:g} s at most.",
         "",
-        "| step | cause | seconds | the console's sentence |",
-        "|---|---|---|---|",
+        "| step | cause | seconds | recovered | the console's sentence |",
+        "|---|---|---|---|---|",
     ]
     lines += [
-        f"| {row['step']} | {_cell(row['cause'])} | {row['seconds']:.1f} | {_cell(row['sentence'])} |"
-        for row in told["rows"]
+        f"| {row['step']} | {_cell(row['cause'])} | {row['seconds']:.1f} | {'yes' if row['recovered'] else 'no'} "
+        f"| {_cell(row['sentence'])} |"
+        for row in rows
     ]
     return "\n".join(lines) + "\n"
 

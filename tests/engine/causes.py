@@ -1,9 +1,8 @@
-"""Causes of failure, one after the other on one federation of one facility, and what the console says of each.
+"""Causes of failure on a real federation of one facility: what the console says of each, and what follows its end.
 
-Every cause is undone before the next, so that each start also shows that the cause before it has left nothing behind.
-Where the second and last round was completed all the same, the weights are compared with those of an undisturbed
-federation, and the next cause begins again after the first round. The last start, whose engine is killed, goes to the
-end by itself.
+Every cause has a copy of one federation to itself, in which the first of two rounds is done. It is made, the run is
+watched to its end, the cause is undone, and the same command is given again: it must then end well, with the weights of
+a federation that nothing disturbed and with its report.
 """
 
 from __future__ import annotations
@@ -28,6 +27,8 @@ from tests.federations import write_federation
 LIMIT_SECONDS = 30.0
 STUCK_SECONDS = 150.0
 """After the cause, when nothing is said or the run does not end."""
+WRAPPED = 60
+"""Characters that a line has at least which the console has broken off."""
 WHOLE_SECONDS = 900.0
 """Of a run that goes to its end."""
 
@@ -122,8 +123,16 @@ REPORTING = Cause(
     moment=REPORT,
     stops=False,
 )
-STEPS = {"start": BEFORE, "send": SENDING, "train": TRAINING, "receive": RECEIVING, "aggregate": AVERAGING}
+STEPS = {
+    "start": BEFORE,
+    "send": SENDING,
+    "train": [*TRAINING, KILLED],
+    "receive": RECEIVING,
+    "aggregate": AVERAGING,
+    "report": [REPORTING],
+}
 """Causes by the step as which they appear."""
+ALL = [(step, cause) for step, causes in STEPS.items() for cause in causes]
 
 
 def begun(folder: Path) -> Path:
@@ -203,7 +212,7 @@ class Watched:
         self.ended = time.monotonic() - (self.appeared or began)
         reader.join(10)
         self._look()
-        self.code = process.returncode
+        self.code, self.sentence = process.returncode, _sentence(self.lines, self.says) if self.said >= 0 else ""
         return self
 
     def _read(self, process: subprocess.Popen[str]) -> None:
@@ -215,15 +224,24 @@ class Watched:
             return
         flat = " ".join("".join(self.lines).split())  # the console wraps long sentences
         if re.search(self.says, flat):
-            self.said, self.sentence = time.monotonic() - self.appeared, _sentence(self.lines, self.says)
+            self.said = time.monotonic() - self.appeared
+
+
+ANEW = re.compile(r"\d\d:\d\d:\d\d |error: |the run ended|The archive holds|rounds and facilities|[^\x00-\u24ff]|\s|$")
+"""How a line of the console begins that does not go on with a long sentence."""
 
 
 def _sentence(lines: Sequence[str], says: str) -> str:
-    """The lines of the console, one or several wrapped, that match."""
+    """The lines of the console, one or several wrapped, that match, with the whole sentence."""
     for count in (1, 2, 3, 4):
         for first in range(len(lines)):
-            told = " ".join("".join(lines[first : first + count]).split())
-            if re.search(says, told):
+            end = first + count
+            if re.search(says, " ".join("".join(lines[first:end]).split())):
+                while first and not ANEW.match(lines[first]):
+                    first -= 1
+                while end < len(lines) and len(lines[end - 1]) > WRAPPED and not ANEW.match(lines[end]):
+                    end += 1
+                told = " ".join("".join(lines[first:end]).split())
                 return re.sub(r"^(\d\d:\d\d:\d\d|error:) ", "", told)
     return ""
 
@@ -248,76 +266,80 @@ class Row:
     ended: float
     """From the cause to the end of the command."""
     sentence: str
-    text: str
-    """The console's end."""
     right_code: bool
+    recovered: bool
+    """Once the cause was gone, the same command ended well, with the right weights and a report."""
+    load: float
+    """Runnable tasks per core around the measurement, at least 1."""
+    text: str
+    """The console's end, of both commands."""
 
-    def wrong(self, allowance: float) -> str:
-        """What does not hold, or ''. `allowance`: what is added to `LIMIT_SECONDS`."""
-        if 0 <= self.seconds <= LIMIT_SECONDS + allowance and self.right_code:
-            return ""
-        return f"{self.cause}: said after {self.seconds:.0f} s, ended after {self.ended:.0f} s:\n{self.text}"
+    def wrong(self, start_seconds: float) -> str:
+        """What does not hold, or ''. A cause that is there before the command may take the engine's start longer to be
+        reported; on a busy machine, as many times longer as it has more to do than cores."""
+        limit = LIMIT_SECONDS * self.load + (start_seconds if self.step == "start" else 0.0)
+        told = f"{self.cause}: said after {self.seconds:.0f} s, ended after {self.ended:.0f} s:\n{self.text}"
+        if not (0 <= self.seconds <= limit and self.right_code):
+            return told
+        return "" if self.recovered else f"does not recover: {told}"
 
 
-def measure(path: Path, cause: Cause, step: str = "") -> Row:
-    """Make one cause, run, and undo it."""
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """What every cause begins with."""
+
+    folder: Path
+    begun: Path
+    """federation.yml of the federation with one of two rounds done."""
+    right: list[str]
+    """Digests of the models of both rounds, undisturbed."""
+    start_seconds: float
+    """From the command to the first step of an undisturbed run."""
+
+
+def prepare(folder: Path) -> Prepared:
+    """Begin a federation, and complete a copy of it undisturbed."""
+    path = begun(folder / "begun")
+    undisturbed = copied(path, folder / "undisturbed")
+    healthy = Watched(path=undisturbed, moment="EXECUTING step /start ", act=lambda: None, says="")
+    healthy.patience = WHOLE_SECONDS
+    healthy.run()
+    assert healthy.code == 0, "".join(healthy.lines)
+    right, start = weights(undisturbed), round(healthy.appeared_after, 1)
+    return Prepared(folder=folder, begun=path, right=right, start_seconds=start)
+
+
+def measure(prepared: Prepared, cause: Cause, step: str) -> Row:
+    """Make one cause on a copy of the federation, run, undo it, and give the same command again."""
+    place, loads = prepared.folder / "disturbed", [os.getloadavg()[0]]
+    path = copied(prepared.begun, place)
     root = path.parent.parent
     with cause.harm(root) as act:
         patience = STUCK_SECONDS if cause.stops else WHOLE_SECONDS
         found = Watched(path=path, moment=cause.moment, act=act, says=cause.says, patience=patience).run()
+    said, recovered = recovery(path, prepared.right)
+    loads.append(os.getloadavg()[0])
+    shutil.rmtree(place)
     return Row(
         cause=cause.name,
         step=step,
         seconds=round(found.said, 1),
         ended=round(found.ended, 1),
         sentence=found.sentence.replace(f"{root}/", ""),
-        text="".join(found.lines)[-3000:],
         right_code=found.code > 0 if cause.stops else found.code == 0,
+        recovered=recovered,
+        load=round(max(1.0, sum(loads) / len(loads) / (os.cpu_count() or 1)), 1),
+        text="".join(found.lines)[-3000:] + "--- again:\n" + said[-3000:],
     )
 
 
-@dataclass(kw_only=True)
-class Measured:
-    """All causes of one machine."""
-
-    rows: list[Row] = field(default_factory=list)
-    start_seconds: float = 0.0
-    """From the command to the first step of an undisturbed run."""
-    load: float = 0.0
-    """Mean of the machine's load beside its cores, at least 1."""
-    same: bool = True
-    """Whether the disturbed federation ended with the weights of the undisturbed one, each time that it ended."""
-
-    def wrong(self) -> list[str]:
-        """What does not hold. What is there before the command may take the engine's start longer to be told; a busy
-        machine, as many times longer as it has more to do than cores."""
-        found = []
-        for row in self.rows:
-            allowance = LIMIT_SECONDS * (self.load - 1) + (self.start_seconds if row.step == "start" else 0.0)
-            found += [text] if (text := row.wrong(allowance)) else []
-        return found + ([] if self.same else ["the weights are not those of the undisturbed run"])
-
-
-def measure_all(folder: Path, only: str = "") -> Measured:
-    """Every cause whose name matches `only`, then the last start, whose engine is killed too, and its weights."""
-    path = begun(folder / "begun")
-    undisturbed = copied(path, folder / "undisturbed")
-    healthy = Watched(path=undisturbed, moment="EXECUTING step /start ", act=lambda: None, says="")
-    healthy.patience = WHOLE_SECONDS
-    healthy.run()
-    disturbed, measured = copied(path, folder / "disturbed"), Measured(start_seconds=round(healthy.appeared_after, 1))
-    loads = [os.getloadavg()[0]]
-    chosen = [(step, cause) for step, causes in STEPS.items() for cause in causes if re.search(only, cause.name)]
-    right = weights(undisturbed)
-    for step, cause in [*chosen, ("train", KILLED), ("report", REPORTING)]:
-        if os.geteuid() == 0 or not cause.mounts:
-            measured.rows.append(measure(disturbed, cause, step))
-            loads.append(os.getloadavg()[0])
-        found = weights(disturbed)
-        if cause in (KILLED, REPORTING) or len(found) == len(right):
-            measured.same &= found == right
-        if cause.stops and len(found) == len(right):  # it was told after the round was complete
-            shutil.rmtree(disturbed.parent.parent)
-            disturbed = copied(path, folder / "disturbed")
-    measured.load = max(1.0, sum(loads) / len(loads) / (os.cpu_count() or 1))
-    return measured
+def recovery(path: Path, right: list[str]) -> tuple[str, bool]:
+    """What the same command says, and whether it leaves the right weights and the report."""
+    process = command(path)
+    try:
+        said, _ = process.communicate(timeout=WHOLE_SECONDS)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        return process.communicate()[0], False
+    whole = process.returncode == 0 and (path.parent.parent / "archive" / "report.html").is_file()
+    return said, whole and weights(path) == right
