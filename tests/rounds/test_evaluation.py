@@ -75,6 +75,7 @@ def test_scores_equal_those_of_the_command(tmp_path: Path):
     assert {one.metric: (one.value, one.stderr) for one in ours} == by_command(model, tasks, tmp_path / "out")
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_scores_in_the_matrix_equal_those_of_the_command_model_by_model(tmp_path: Path):
     """A directory of models as a facility gets it after the last round; a model that lm-eval refuses has no scores."""
@@ -104,6 +105,7 @@ def test_scores_in_the_matrix_equal_those_of_the_command_model_by_model(tmp_path
     assert {one["model"] for one in told} == set(folders[:2])
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_an_evaluation_that_fails_says_why(tmp_path: Path):
     pytest.importorskip("lm_eval")
