@@ -136,6 +136,10 @@ def serve(session: Session, command: str | None) -> int:
         session.write("refused", request=told, reason=str(error)[:1000])
         print(f"refused by the gate: {error}", file=sys.stderr)
         return CODE
+    except BrokenPipeError:  # who asked is gone: a look at a job's progress ends with the job
+        session.write("broken off", request=told)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains at its own end
+        return 2
     except (CrossFedError, OSError, ValueError) as error:
         session.write("failed", request=told, reason=str(error)[:1000])
         print(f"error: {error}", file=sys.stderr)

@@ -30,15 +30,13 @@ class Authority:
         call("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", path)
         return path
 
-    def command(self, key: Path, user: str, validity: str, *, forced: str = "") -> list[str]:
-        """The command that signs a key for a login name. `validity`: as `ssh-keygen -V` takes it, such as `+5m`.
-        `forced`: the only command that the certificate lets in, whatever is asked for; empty: any."""
+    def command(self, key: Path, user: str, validity: str) -> list[str]:
+        """The command that signs a key for a login name. `validity`: as `ssh-keygen -V` takes it, such as `+5m`."""
         words = ["-q", "-s", self.private, "-I", f"{user}-of-the-testbed", "-n", user, "-V", validity]
-        words += ["-O", f"force-command={forced}"] if forced else []
         return ["ssh-keygen", *map(str, words), f"{key}.pub"]
 
-    def sign(self, key: Path, user: str, validity: str, *, forced: str = "") -> None:
-        call(*self.command(key, user, validity, forced=forced))
+    def sign(self, key: Path, user: str, validity: str) -> None:
+        call(*self.command(key, user, validity))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -464,3 +464,16 @@ def test_the_gate_starts_without_what_takes_time_to_import():
         "import facility.gate, sys; sys.exit(bool({'torch', 'numpy', 'pydantic', 'transformers'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_an_answer_that_nobody_waits_for_any_more_is_no_failure(tmp_path: Path, monkeypatch, capfdbinary):
+    """A look at a job's progress ends with the job, and its connection with it."""
+    made = Gate(tmp_path, monkeypatch, capfdbinary)
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "facility.gate", "--policy", str(made.home / "policy.yml"), "--key", KEY]
+    environment = os.environ | {"SSH_ORIGINAL_COMMAND": "crossfed-gate hold"}
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=write, stderr=subprocess.PIPE, env=environment)
+    os.close(write)
+    entries = [json.loads(line) for line in (made.home / "gate" / "audit.jsonl").read_text().splitlines()]
+    assert (done.returncode, done.stderr) == (2, b"") and [one["what"] for one in entries] == ["request", "broken off"]

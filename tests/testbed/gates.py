@@ -1,7 +1,7 @@
 """Facilities of the testbed behind gates: any federation of the suite runs through them as it does through a shell.
 
-    CROSSFED_TESTBED_GATED=site-b make testbed           # site-b is gated, site-a is not
-    CROSSFED_TESTBED_GATED=site-a,site-b make testbed    # both; by default none
+    make testbed                                     # site-b is gated, site-a is not
+    CROSSFED_TESTBED_GATED=site-a make testbed       # the other way round; empty: none
 
 Each federation has a gate of its own: its key opens that and nothing else, and the policy holds its name, its workdir
 and its job template. Tests that look at facilities with a shell have a key of their own, as a person there would.
@@ -23,7 +23,7 @@ from coordinator.testbed.layout import Site, Testbed
 from coordinator.testbed.rehearsal import ssh
 
 VARIABLE = "CROSSFED_TESTBED_GATED"
-DEFAULT = ""
+DEFAULT = "site-b"
 """Names of the facilities that are gated where the variable is not set."""
 
 
@@ -91,12 +91,6 @@ class Keys:
             ["ssh-keygen", "-lf", f"{self.gate}.pub"], capture_output=True, text=True, check=True
         ).stdout
         return told.split()[1]
-
-
-def forced_command(testbed: Testbed, site: Site, federation: str) -> str:
-    """What sshd runs whatever is asked for: for logins by certificate, which read no authorized_keys."""
-    keys = Keys(folder=testbed.root / "coordinator" / "gates" / federation)
-    return f"{site.home}/gate-{federation}/crossfed-gate {keys.fingerprint}"
 
 
 def behind_gates(testbed: Testbed, file: Path, names: list[str]) -> None:

@@ -20,7 +20,6 @@ from coordinator.archive.rounds import Archive
 from coordinator.config.federation import read_federation
 from coordinator.testbed.authority import Authority, CertificateDaemon
 from tests.testbed.federation import Run, federate, jobs
-from tests.testbed.gates import forced_command
 
 pytestmark = [pytest.mark.testbed, pytest.mark.timeout(900)]
 PORT = 2223
@@ -98,7 +97,7 @@ def federation(testbed, material, tmp_path) -> Iterator[tuple[Run, Renewals]]:
     authority = Authority(folder=tmp_path / "authority")
     authority.folder.mkdir()
     authority.make()
-    run = federate(testbed, tmp_path / "run", *material, name="expiring", rounds=ROUNDS, delay=35, minimum=2)
+    run = federate(testbed, tmp_path / "run", *material, name="expiring", rounds=ROUNDS, delay=35, minimum=2, gated=[])
     described = yaml.safe_load(run.file.read_text())
     notes, take = tmp_path / "notes.jsonl", tmp_path / "take.py"
     take.write_text(f"import sys\nopen({str(notes)!r}, 'a').write(sys.stdin.read() + '\\n')\n")
@@ -108,12 +107,10 @@ def federation(testbed, material, tmp_path) -> Iterator[tuple[Run, Renewals]]:
     try:
         for daemon, one, life in zip(daemons, described["facilities"], (LIFE_SECONDS, 3600), strict=True):
             key = authority.key(one["name"])
-            gated = one["deployment"].get("gate")
-            forced = forced_command(testbed, daemon.site, "expiring") if gated else ""
-            authority.sign(key, daemon.site.user, f"-1m:+{life}s", forced=forced)
+            authority.sign(key, daemon.site.user, f"-1m:+{life}s")
             daemon.start(authority)
             one["deployment"] |= {"host": daemon.address, "key": str(key)}
-            command = authority.command(key, daemon.site.user, f"-1m:+{life}s", forced=forced)
+            command = authority.command(key, daemon.site.user, f"-1m:+{life}s")
             one["deployment"]["renew"] = shlex.join(command)
         testbed.known_hosts.write_text(known + "".join(daemon.known_host(testbed) for daemon in daemons))
         run.file.write_text(yaml.safe_dump(described, sort_keys=False))

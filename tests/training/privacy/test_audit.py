@@ -101,5 +101,5 @@ def test_the_canary_tells_no_more_than_is_stated_and_far_more_without_noise():
 @pytest.mark.slow
 def test_an_audit_of_many_runs_finds_out_noise_that_is_too_small():
     planned, too_little, none = audited(2000, 1.0, 0.2, 0.0)
-    assert 0.05 < planned <= EPSILON < too_little < none, "an audit that finds nothing says nothing"
+    assert planned <= EPSILON < too_little < none, "a fifth of the noise is found out"
     assert none > 4 * EPSILON, (planned, too_little, none)
