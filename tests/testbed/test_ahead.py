@@ -73,7 +73,7 @@ def test_a_hidden_queue_makes_rounds_shorter_and_costs_few_node_hours(testbed, m
     for name, ahead in (("waits", False), ("hides", True)):
         folder = tmp_path / name
         folder.mkdir()
-        run = federate(testbed, folder, *material, name=name, rounds=ROUNDS, minimum=2, training=training)
+        run = federate(testbed, folder, *material, name=name, rounds=ROUNDS, minimum=2, training=training, gated=[])
         queued(run, wait=WAIT_SECONDS, ahead=ahead)
         began = time.monotonic()
         assert run.run() == 0, run.text()
@@ -98,7 +98,7 @@ def test_a_killed_coordinator_finds_the_job_that_is_ahead_and_trains_no_round_tw
     testbed, material, tmp_path, state: str
 ):
     name = f"ahead-{state.split()[0]}"
-    run = federate(testbed, tmp_path, *material, name=name, rounds=3, minimum=2)
+    run = federate(testbed, tmp_path, *material, name=name, rounds=3, minimum=2, gated=[])
     wait = {"queued": 60, "waiting": 1, "handed over": 12}[state]
     queued(run, wait=wait, ahead={"wait": 120, "idle": 1.0})
     site = testbed.sites[0]
