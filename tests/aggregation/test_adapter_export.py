@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -69,6 +70,27 @@ def test_peft_and_transformers_load_what_was_exported(tmp_path: Path, family: st
     assert logits(exported).equal(expected)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "merged")
     torch.testing.assert_close(logits(merged), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_names_are_those_that_vllm_reads(tmp_path: Path, family: str):
+    """The rules of vLLM's `parse_fine_tuned_lora_name` and `PEFTHelper`: a factor's layer lies between the prefix and
+    `.lora_A.weight` or `.lora_B.weight`, other tensors are errors, and so are DoRA and modules saved whole."""
+    base = save_pico(tmp_path / "base", family)
+    round_model(tmp_path / "round", base, family, whole=True)
+    export_adapter(tmp_path / "round", base=base, out=tmp_path / "out")
+    linear = {
+        name for name, one in AutoModelForCausalLM.from_pretrained(base).named_modules() if hasattr(one, "weight")
+    }
+    factors: dict[str, set[str]] = {}
+    for name in load_file(tmp_path / "out/adapter_model.safetensors"):
+        found = re.fullmatch(r"base_model\.model\.(.+)\.lora_([AB])\.weight", name)
+        assert found is not None, name
+        factors.setdefault(found[1], set()).add(found[2])
+    assert factors and set(factors) <= linear and all(both == {"A", "B"} for both in factors.values())
+    told = json.loads((tmp_path / "out/adapter_config.json").read_text())
+    assert told["r"] == 2 and told["lora_alpha"] == 8.0 and isinstance(told["target_modules"], list)
+    assert told["bias"] == "none" and not told["modules_to_save"] and not told["use_dora"]
 
 
 def test_what_does_not_belong_together_is_refused(tmp_path: Path):

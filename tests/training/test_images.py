@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from facility.exchange.messages.images import ImageSettings
 from facility.exchange.messages.report import read_report
 from facility.exchange.messages.settings import TrainingSettings
+from facility.exchange.scheduling.policies import POLICIES
 from facility.exchange.seeds import derive
 from facility.training.data.images import augmented
 from facility.training.data.order import SampleOrder
@@ -181,6 +182,20 @@ def test_a_vision_transformer_trains_alike_in_every_layout_of_two_ranks(tmp_path
 @pytest.mark.slow
 def test_a_vision_transformer_trains_alike_in_every_layout_of_four_ranks(tmp_path: Path, data, models):
     vit_alike(tmp_path, data, models["vit"], FOUR, 4)
+
+
+@pytest.mark.slow
+def test_a_vision_transformer_trains_under_every_synchronisation_policy(tmp_path: Path, data, models):
+    """What the replicas agree on is one model, whose figures are those that transformers finds of it."""
+    policies = sorted(POLICIES.built_in)
+    more = {"layout": {"replicas": 2}, "batch_sequences": 8, "steps": 6}
+    cases = [(p, asked(tmp_path / p, models["vit"], data, **more, sync={"policy": p})) for p in policies]
+    rounds_in(cases, ranks=2)
+    for policy in policies:
+        report = read_report(tmp_path / policy / "out")
+        found = (report.loss_returned, report.details["accuracy_returned"])
+        assert found == pytest.approx(plain_figures(tmp_path / policy / "out", data), abs=1e-5), policy
+        assert report.loss_returned < report.loss_received, policy
 
 
 @pytest.mark.parametrize("sharding", ["FULL_SHARD", "NO_SHARD"])
