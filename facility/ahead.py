@@ -14,7 +14,6 @@ import os
 import signal
 import stat
 import sys
-import threading
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -22,23 +21,33 @@ from types import FrameType
 
 from facility.exchange.errors import ConfigurationError, CrossFedError, exit_on_error
 from facility.exchange.files.durable import write_json
+from facility.exchange.logs import add_log_options
 from facility.exchange.messages.ahead import COMMAND, GIVEN_UP, WAITED, Waited
 from facility.launch import tasks_here
 
-SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
-"""The scheduler's warning before the job's time limit, and its cancellation."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+"""The job's cancellation, and the scheduler's warning before its time limit."""
 OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
-def wait_for_command(directory: Path, seconds: float, ended: threading.Event, look: float) -> float:
-    """Seconds until `directory` holds `command`; made here where they are over, or where `ended` is set."""
+class Ended:
+    """Whether a signal has told the job to end. Its handler takes no lock: the loop it interrupts may hold it."""
+
+    told = False
+
+    def heed(self, number: int, frame: FrameType | None) -> None:
+        self.told = True
+
+
+def wait_for_command(directory: Path, seconds: float, ended: Ended, look: float) -> float:
+    """Seconds until `directory` holds `command`; made here where they are over, or where the job is told to end."""
     began = time.monotonic()
     while COMMAND not in os.listdir(directory):  # listing the directory asks a network file system anew
         left = seconds - (time.monotonic() - began)
-        if left <= 0 or ended.is_set():
+        if left <= 0 or ended.told:
             give_up(directory)
             break
-        ended.wait(min(look, left))
+        time.sleep(min(look, left))  # taken up again after a signal: that is heeded at the next look
     return time.monotonic() - began
 
 
@@ -85,14 +94,11 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--directory", type=Path, required=True, metavar="DIR", help="made for this job alone")
     p.add_argument("--wait", type=float, required=True, metavar="SECONDS", help="at most; 0: not at all")
     p.add_argument("--look", type=float, default=1.0, metavar="SECONDS", help="between two looks (default 1)")
+    add_log_options(p)
     a = p.parse_args(argv)
-    ended = threading.Event()
-
-    def end(number: int, frame: FrameType | None) -> None:
-        ended.set()
-
+    ended = Ended()
     for number in SIGNALS:
-        signal.signal(number, end)
+        signal.signal(number, ended.heed)
     os.umask(0o077)
     check_private(a.directory)
     seconds = wait_for_command(a.directory, a.wait, ended, a.look)
