@@ -165,6 +165,7 @@ def test_a_tree_that_one_coordinator_is_all_of_is_no_other_federation():
     assert simulate_federation(tree).rounds_seconds == pytest.approx(simulate_federation(alone).rounds_seconds)
 
 
+@pytest.mark.slow
 def test_ten_thousand_facilities_in_a_tree_take_less_than_over_one_link():
     sites = [Site(name="a", count=10_000, train_seconds=600, train_spread=0.2, failure_probability=0.01)]
     shared = {"facilities": sites, "coordinator_megabytes_per_second": 1000, "rounds": 2, "model_megabytes": 1000}

@@ -23,7 +23,13 @@ def signal_self(rank: int, *, victim: int, kind: int, once: Path | None = None) 
         os.kill(os.getpid(), kind)
 
 
-@pytest.mark.parametrize("policy", ["allreduce", "sharded_ps", "partial_reduce", "adpsgd", "wave", "local"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "partial_reduce",
+        *(pytest.param(p, marks=pytest.mark.slow) for p in ("allreduce", "sharded_ps", "adpsgd", "wave", "local")),
+    ],
+)
 def test_a_killed_replica_leaves_and_the_others_go_on(policy: str, tmp_path):
     settings = settings_of(policy=policy, every=2)
     work = partial(solve, pause=0.01, log=tmp_path, started=partial(signal_self, victim=2, kind=signal.SIGKILL))

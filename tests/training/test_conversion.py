@@ -103,6 +103,7 @@ def trained_in_every_layout(tmp_path: Path, families: list[str]) -> None:
         assert report.loss_returned < report.loss_received, f
 
 
+@pytest.mark.slow
 def test_experts_and_pythia_train_alike_in_every_layout_and_load_with_from_pretrained(tmp_path: Path):
     trained_in_every_layout(tmp_path, ["gpt_neox", "mixtral", "deepseek_v3"])
 

@@ -80,6 +80,7 @@ def test_documents_in_one_block_train_as_alone(tmp_path: Path):
     apart_as_alone(tmp_path, {"one": {}, "chunked": {"chunked_loss": "auto"}}, 1, models)
 
 
+@pytest.mark.slow
 def test_documents_in_one_block_train_as_alone_on_two_ranks(tmp_path: Path):
     models = {"llama": save_pico(tmp_path / "llama-model", "llama", **SIZE)}
     apart_as_alone(tmp_path, {name: TWO[name] for name in ("fsdp", "replicas", "1f1b")}, 2, models)

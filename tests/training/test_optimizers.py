@@ -124,6 +124,7 @@ def test_settings_that_mean_nothing_are_refused(settings: dict[str, Any], told: 
         TrainingSettings(**settings)
 
 
+@pytest.mark.slow
 def test_every_layout_ends_as_one_process_does(tmp_path: Path):
     """Two rounds under FSDP2 and a pipeline, state resharded in between."""
     dataset, model = write_dataset(tmp_path / "data"), save_pico(tmp_path / "model")

@@ -75,6 +75,7 @@ def test_a_step_is_pefts_qlora(tmp_path: Path, kind: str):
         assert not after[name].equal(before[name]), name
 
 
+@pytest.mark.slow
 def test_every_layout_trains_it_alike(tmp_path: Path):
     dataset, model = write_dataset(tmp_path / "data"), save_pico(tmp_path / "model", **WIDE)
     training = {"lora": LORA, "learning_rate": 1e-2, "epsilon": 1e-2}
@@ -111,6 +112,7 @@ def _validation(dataset: Path) -> Any:
     return np.load(dataset / "validation.npy").astype(np.int64)
 
 
+@pytest.mark.slow
 def test_replicas_under_every_policy_train_it(tmp_path: Path):
     dataset, model = write_dataset(tmp_path / "data"), save_pico(tmp_path / "model", **WIDE)
     training = {"lora": LORA, "learning_rate": 1e-2, "layout": {"replicas": 2}}

@@ -92,6 +92,7 @@ def audited(runs: int, *factors: float) -> list[float]:
     return [epsilon_at_least(*scores(noise * factor, runs)) for factor in factors]
 
 
+@pytest.mark.slow
 def test_the_canary_tells_no_more_than_is_stated_and_far_more_without_noise():
     planned, none = audited(120, 1.0, 0.0)
     assert planned <= EPSILON and none > 2 * EPSILON, (planned, none)

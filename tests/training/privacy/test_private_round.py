@@ -56,6 +56,7 @@ def quiet_rounds(rank: int, world: int, cases: list[tuple[str, list[str]]]) -> l
     return run_rounds(rank, world, cases)
 
 
+@pytest.mark.slow
 def test_without_noise_and_clipping_it_is_plain_training_on_any_number_of_ranks(
     tmp_path: Path, pico_llama: Path, dataset: Path
 ):
