@@ -67,6 +67,7 @@ def trained(testbed, site: Site, federation: str) -> list[int]:
     return sorted(found)
 
 
+@pytest.mark.slow
 def test_a_hidden_queue_makes_rounds_shorter_and_costs_few_node_hours(testbed, material, tmp_path):
     training = {"steps": STEPS, "batch_sequences": 4, "learning_rate": 1e-3, "device": "cpu"}
     seconds, told = {}, {}
