@@ -100,7 +100,7 @@ def test_a_killed_coordinator_finds_the_job_that_is_ahead_and_trains_no_round_tw
 ):
     name = f"ahead-{state.split()[0]}"
     run = federate(testbed, tmp_path, *material, name=name, rounds=3, minimum=2, gated=[])
-    wait = {"queued": 60, "waiting": 1, "handed over": 12}[state]
+    wait = {"queued": 20, "waiting": 1, "handed over": 12}[state]
     queued(run, wait=wait, ahead={"wait": 120, "idle": 1.0})
     site = testbed.sites[0]
     command = [sys.executable, "-m", "tests.testbed.federation", str(testbed.root), str(run.file)]
