@@ -14,6 +14,7 @@ to be evaluated, block by block.
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 from facility.exchange.logs import add_log_options
@@ -67,6 +68,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Run one round on this rank; returns its exit code."""
     arguments = parser().parse_args(argv)
+    os.environ["HF_HUB_OFFLINE"] = "1"  # a round needs nothing of the hub; bitsandbytes would fetch code from there
     from facility.training.train_round import train_round  # imports torch and transformers, which takes seconds
 
     return train_round(arguments)
