@@ -94,7 +94,7 @@ def test_a_hidden_queue_makes_rounds_shorter_and_costs_few_node_hours(testbed, m
     assert seconds["hides"] <= (1 - SHORTER) * seconds["waits"], seconds
 
 
-@pytest.mark.parametrize("state", ["queued", "waiting", "handed over"])
+@pytest.mark.parametrize("state", ["queued", pytest.param("waiting", marks=pytest.mark.slow), "handed over"])
 def test_a_killed_coordinator_finds_the_job_that_is_ahead_and_trains_no_round_twice(
     testbed, material, tmp_path, state: str
 ):

@@ -23,12 +23,12 @@ from tests.testbed.federation import Run, federate, jobs
 
 pytestmark = [pytest.mark.testbed, pytest.mark.timeout(900)]
 PORT = 2223
-LIFE_SECONDS = 50
+LIFE_SECONDS = 40
 """Of a certificate of site-a. That of site-b is good for the whole run."""
 AWAY_SECONDS = 12
 """How long the person takes until the command is given."""
-ROUNDS = 5
-"""Each of 40 s and more, for jobs wait 35 s: four certificates end in a run at least, whatever the machine."""
+ROUNDS = 4
+"""Each of 38 s and more, for jobs wait 35 s: three certificates end in a run at least, whatever the machine."""
 
 
 @dataclass
