@@ -30,13 +30,21 @@ SLOW_SECONDS = 16.0
 
 
 def at_rest(site: Site) -> tuple[list[str], set[str]]:
-    """Command lines of the user's processes that are no ssh session, and listening ports, as ps and ss tell.
+    """Command lines of the user's processes that are no part of an ssh session, and listening ports, as ps and ss tell.
 
-    A process that has ended and that Slurm has yet to reap (state Z) is at rest.
+    A session's processes are sshd's and what descends from it: a gate, and what that runs for one request. A process
+    that has ended and that Slurm has yet to reap (state Z) is at rest.
     """
-    ps = subprocess.run(["ps", "-u", site.user, "-o", "stat=,args="], capture_output=True, text=True).stdout
-    living = [line.split(maxsplit=1)[1] for line in ps.splitlines() if not line.startswith("Z")]
-    busy = [line for line in living if not line.startswith(("sshd:", "sh", "bash -c", "-bash"))]
+    ps = subprocess.run(["ps", "-u", site.user, "-o", "pid=,ppid=,stat=,args="], capture_output=True, text=True).stdout
+    lines = [line.split(maxsplit=3) for line in ps.splitlines()]
+    parents = {pid: parent for pid, parent, *_ in lines}
+    sessions = {pid for pid, _, _, command in lines if command.startswith("sshd:")}
+
+    def in_session(pid: str) -> bool:
+        return pid in sessions or pid in parents and in_session(parents[pid])
+
+    living = [command for pid, _, state, command in lines if not state.startswith("Z") and not in_session(pid)]
+    busy = [command for command in living if not command.startswith(("sh", "bash -c", "-bash"))]
     ss = subprocess.run(namespaces.enter(site, "ss", "-Hltn"), capture_output=True, text=True, check=True).stdout
     return busy, {line.split()[3].rpartition(":")[2] for line in ss.splitlines()}
 
