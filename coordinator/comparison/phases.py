@@ -101,9 +101,8 @@ def _rounds_that_counted(archive: Archive, settings: CoordinatorSettings) -> dic
 
 def _own_models(archive: Archive, settings: CoordinatorSettings, account: Account) -> dict[str, OwnModels]:
     """What each facility evaluates of its own, at its own place: its last update that counted, and training alone."""
-    found = {}
+    rows, found = [row for entry in archive.history() for row in entry.facilities], {}
     for name in settings.facilities:
-        rows = [row for entry in archive.history() for row in entry.facilities]
         rounds = [row.round - row.staleness for row in rows if row.facility == name and row.status == "ok"]
         alone = account.alone.get(name, OwnTraining())
         found[name] = OwnModels(update=max(rounds, default=None), alone=alone.rounds if alone.done else 0)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from coordinator.archive.journal import Journal, waited_node_seconds
+from coordinator.archive.journal import Journal
 from coordinator.archive.rounds import Archive, RoundFile
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.steps.decide import Decision
 from coordinator.steps.even import steps_ahead
-from coordinator.steps.limits import Exceeded, exceeded, job_seconds
+from coordinator.steps.limits import Exceeded, exceeded_in
 from facility.exchange.messages.manifest import with_extra
 from facility.exchange.messages.steps import KEY as STEPS
 
@@ -33,16 +33,7 @@ def within(
     """The same, or the end where another round is expected to exceed the deadline or the node-hours."""
     if settings.limits is None or not decision.proceed:
         return round_file, decision, None
-    history = [*archive.history(), round_file]
-    entries = Journal(archive.path).read()
-    found = exceeded(
-        settings.limits,
-        history,
-        now,
-        evaluates=settings.final_evaluation,
-        jobs=job_seconds(entries),
-        waited=waited_node_seconds(entries, without_round=True),
-    )
+    found = exceeded_in(archive, settings, [*archive.history(), round_file], now)
     if found is None:
         return round_file, decision, None
     ended = dataclasses.replace(round_file, decision=found.reason, ended=True)

@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from coordinator.archive.journal import Entry
-from coordinator.archive.rounds import FacilityRow, RoundFile
+from coordinator.archive.journal import Entry, Journal, waited_node_seconds
+from coordinator.archive.rounds import Archive, FacilityRow, RoundFile
 from coordinator.config.closing import LimitSettings
+from coordinator.config.settings import CoordinatorSettings
 
 Jobs = Mapping[tuple[int, str], float]
 """Seconds that jobs ran, by round and facility."""
@@ -32,6 +33,23 @@ class Exceeded:
     limit: str
     """`deadline` or `node_hours`."""
     reason: str
+
+
+def exceeded_in(
+    archive: Archive, settings: CoordinatorSettings, history: Sequence[RoundFile], now: float
+) -> Exceeded | None:
+    """`exceeded` by this federation's limits, if it has any, and the archive's journal."""
+    if settings.limits is None:
+        return None
+    entries = Journal(archive.path).read()
+    return exceeded(
+        settings.limits,
+        history,
+        now,
+        evaluates=settings.final_evaluation,
+        jobs=job_seconds(entries),
+        waited=waited_node_seconds(entries, without_round=True),
+    )
 
 
 def exceeded(

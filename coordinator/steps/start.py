@@ -11,7 +11,6 @@ from pathlib import Path
 
 from coordinator.archive.audit import log_entry
 from coordinator.archive.best import best_round
-from coordinator.archive.journal import Journal, waited_node_seconds
 from coordinator.archive.rounds import Archive, RoundFile
 from coordinator.archive.sweep import sweep_round
 from coordinator.comparison.phases import following as to_compare
@@ -22,7 +21,7 @@ from coordinator.rounds.acceptance import take_over
 from coordinator.rounds.late import forget_all
 from coordinator.rounds.order import OUTPUT, order
 from coordinator.steps.limits import NOTE as LIMITED
-from coordinator.steps.limits import UNDER_WAY, exceeded, job_seconds
+from coordinator.steps.limits import UNDER_WAY, exceeded_in
 from facility.exchange.errors import InputError, ManifestError, exit_on_error
 from facility.exchange.files.paths import resolve
 from facility.exchange.logs import add_log_options
@@ -82,17 +81,7 @@ def goes_on(archive: Archive, settings: CoordinatorSettings, history: Sequence[R
     limited = archive.read_note(LIMITED).get("after_round") == following - 1
     if following >= settings.rounds or (history and history[-1].ended and not limited):
         return False
-    found = None
-    if settings.limits is not None:
-        entries = Journal(archive.path).read()
-        found = exceeded(
-            settings.limits,
-            history,
-            time.time(),
-            evaluates=settings.final_evaluation,
-            jobs=job_seconds(entries),
-            waited=waited_node_seconds(entries, without_round=True),
-        )
+    found = exceeded_in(archive, settings, history, time.time())
     if found is None:
         archive.drop_note(LIMITED)
         return True

@@ -39,12 +39,11 @@ from coordinator.rounds.ahead import (
 )
 from coordinator.rounds.ahead_time import when_to_submit
 from coordinator.schedulers.scheduler import BatchScheduler, Job
+from coordinator.streamflow_plugin.patient import BROKE
 from coordinator.streamflow_plugin.this_run import RoundAtFacility
 from facility.exchange.errors import ManifestError
 from facility.exchange.messages.ahead import BEGAN, COMMAND, MOST_BYTES, WAITED, Waited, read_waited
 
-BROKE = 255
-"""Exit code of a line whose answer was lost."""
 MOST_PLACEHOLDERS = 20
 """For one round: jobs that each end without it."""
 
