@@ -63,7 +63,12 @@ def until_it_waits(process: subprocess.Popen[str]) -> None:
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         for child in subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split():
-            status = Path(f"/proc/{child}/status").read_text()
+            try:
+                program, status = os.readlink(f"/proc/{child}/exe"), Path(f"/proc/{child}/status").read_text()
+            except OSError:  # it has ended since
+                continue
+            if "python" not in Path(program).name:  # the shell's own child, which catches signals until it becomes Python
+                continue
             caught = int(next(line for line in status.splitlines() if line.startswith("SigCgt")).split()[1], 16)
             if caught & (1 << (signal.SIGUSR1 - 1)):
                 return
