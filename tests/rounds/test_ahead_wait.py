@@ -67,7 +67,7 @@ def until_it_waits(process: subprocess.Popen[str]) -> None:
                 program, status = os.readlink(f"/proc/{child}/exe"), Path(f"/proc/{child}/status").read_text()
             except OSError:  # it has ended since
                 continue
-            if "python" not in Path(program).name:  # the shell's own child, which catches signals until it becomes Python
+            if "python" not in Path(program).name:  # a child of bash that is about to become Python
                 continue
             caught = int(next(line for line in status.splitlines() if line.startswith("SigCgt")).split()[1], 16)
             if caught & (1 << (signal.SIGUSR1 - 1)):

@@ -35,7 +35,7 @@ ATTACKS = {
 
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[Path]:
-    """The engine's and the hostile facility's directory; pytest cannot remove what is deeper than Python's recursion."""
+    """The engine's and the hostile facility's directory, removed by rm: it may be deeper than Python's recursion."""
     place = tmp_path / "engine"
     yield place
     subprocess.run(["rm", "-rf", "--", str(place / "site")], check=True)
