@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,7 +55,7 @@ class Shape:
     def tensors(self) -> list[Planned]:
         """Every tensor in bfloat16, by its Hugging Face name."""
         h, kv = self.hidden, self.hidden // self.heads * self.key_heads
-        found = [("model.embed_tokens.weight", (self.vocabulary, h))]
+        found: list[tuple[str, tuple[int, ...]]] = [("model.embed_tokens.weight", (self.vocabulary, h))]
         for layer in range(self.layers):
             at = f"model.layers.{layer}"
             found += [(f"{at}.self_attn.{name}_proj.weight", (n, h)) for name, n in (("q", h), ("k", kv), ("v", kv))]
@@ -80,18 +81,35 @@ SHAPES = {
 }
 
 
-def write_model(directory: Path, shape: Shape, *, seed: int = 0) -> Path:
-    """Random weights of a plausible magnitude (0.008 to 0.03), in shards."""
+def write_model(directory: Path, shape: Shape, *, seed: int = 0, device: str = "cpu") -> Path:
+    """Random weights of a plausible magnitude (0.008 to 0.03), in shards; drawn on `device`."""
     directory.mkdir(parents=True)
-    draw = np.random.default_rng(seed)
+    draw = drawn_on_gpu(seed) if device == "cuda" else drawn(seed)
     with TensorWriter(directory, layout_of_shards(shape.tensors(), SHARD_BYTES)) as writer:
         for name, (_, _, planned) in writer.places.items():
             for offset in range(0, planned.size, PIECE):
-                count = min(PIECE, planned.size - offset) // 2
-                bits = draw.integers(0, 1 << 16, count, dtype=np.uint16)
-                writer.write(name, offset, ((bits & 0x80FF) | 0x3C00).data.cast("B"))
+                writer.write(name, offset, draw(min(PIECE, planned.size - offset) // 2).data.cast("B"))
     (directory / "config.json").write_text(json.dumps(shape.config))
     return directory
+
+
+def drawn(seed: int) -> Callable[[int], np.ndarray]:
+    """Draws so many values, as the bits of bfloat16."""
+    random = np.random.default_rng(seed)
+    return lambda count: (random.integers(0, 1 << 16, count, dtype=np.uint16) & 0x80FF) | 0x3C00
+
+
+def drawn_on_gpu(seed: int) -> Callable[[int], np.ndarray]:
+    """The same by a GPU, other values."""
+    import torch
+
+    random = torch.Generator(device="cuda").manual_seed(seed)
+
+    def draw(count: int) -> np.ndarray:
+        bits = torch.randint(-(1 << 15), 1 << 15, (count,), dtype=torch.int16, device="cuda", generator=random)
+        return ((bits & -0x7F01) | 0x3C00).cpu().numpy()
+
+    return draw
 
 
 def write_sparse_base(directory: Path, shape: Shape) -> Path:

@@ -2,18 +2,23 @@
 
     python tests/bench/rehearsal.py perturb --size 1.1b [--facilities 3] [--rounds 3] [--work DIR] [--out FILE]
     python tests/bench/rehearsal.py adapters --size 8b
-    python tests/bench/rehearsal.py lora --size 1.1b --facilities 2 --rounds 2
+    python tests/bench/rehearsal.py lora --size 1.1b --facilities 2 --rounds 2 [--device cuda] [--minutes 5]
+    python tests/bench/rehearsal.py full --size 1.1b --facilities 2 --rounds 2 --device cuda
 
 perturb   whole models; the trainer is a stand-in that changes the lowest bits (`perturbing_trainer.py`), everything
           else is what a user runs
 adapters  LoRA whose base stays at the facilities, a sparse file of the size's real shape; adapters alone travel; the
           trainer is the same stand-in
-lora      `facility.train` itself, one step of one short sequence a round, LoRA of rank 8 on q_proj and v_proj
+lora      `facility.train` itself: LoRA of rank 8 on q_proj and v_proj of a base that stays at the facilities
+full      `facility.train` of the whole model, by Adafactor
 
-Reported: seconds and CPU seconds; the largest resident set of each of the coordinator's processes and of the
-facilities', the engine's among the first; the largest use of disk, and what lies there at the end, beside the bound
-that `crossfed check` states; whether the archive holds every round and every facility's update. The folder is removed
-at the end.
+On a CPU `facility.train` makes one step of one short sequence a round, on a GPU eight steps of four sequences of 1,024
+tokens. Random weights are drawn on the device. All facilities are on this machine and train side by side.
+
+Reported: seconds by phase, of every round at the coordinator (the record's own) and at the facilities; the largest
+resident set, seconds and bytes by kind of process; memory of the trainer beside its prediction; the largest use of disk
+beside the bound that `crossfed check` states; bytes that travelled. With --minutes the run is stopped when they are
+over, and `ended` says so; what rounds are complete is reported. The folder is removed at the end.
 """
 
 from __future__ import annotations
@@ -23,12 +28,13 @@ import json
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from dataclasses import dataclass, field
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,123 +42,60 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import yaml
 
-from coordinator.archive.rounds import Archive
+from coordinator.archive.rounds import Archive, RoundFile
 from coordinator.config.federation import read_federation
 from coordinator.engine.render import write
 from coordinator.preflight.disk import coordinator_disk, facility_disk
 from coordinator.preflight.estimates import model_figures
 from facility.exchange.messages.layout import LoraSettings
 from tests.bench.large_models import SHAPES, Shape, write_adapters, write_model, write_sparse_base
+from tests.bench.watch import Watch, descendants, used
 from tests.engine.engines import bare_environment
 from tests.federations import write_dataset
 
+ROOT = Path(__file__).resolve().parents[2]
+KINDS = ("perturb", "adapters", "lora", "full")
+STAND_IN = ("perturb", "adapters")
 LORA = LoraSettings(rank=8, targets=["q_proj", "v_proj"])
-BLOCK_TOKENS = 32
+GRACE_SECONDS = 15.0
+AT_FACILITIES = ("trainer", "round", "launch", "train")
 
 
-@dataclass
-class Watch:
-    """Looks at the engine's processes and at the folder until the engine ends."""
-
-    pid: int
-    root: Path
-    memory: dict[str, int] = field(default_factory=dict)
-    """Largest resident set by kind of process."""
-    disk: int = 0
-
-    def run(self, over: threading.Event) -> None:
-        looked = 0.0
-        while not over.wait(0.1):
-            for pid, parent in descendants(self.pid):
-                kind, size = kind_of(pid, parent, self.pid), highest(pid)
-                if size:
-                    self.memory[kind] = max(self.memory.get(kind, 0), size)
-            if time.monotonic() - looked > 2:
-                self.disk, looked = max(self.disk, used(self.root)), time.monotonic()
-
-
-def descendants(pid: int) -> list[tuple[int, int]]:
-    """(process, parent) of a process and all below it."""
-    parents: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            rest = stat.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        parents.setdefault(int(rest[1]), []).append(int(stat.parent.name))
-    found, reached = [(pid, 0)], [pid]
-    while reached:
-        parent = reached.pop()
-        for child in parents.get(parent, []):
-            found.append((child, parent))
-            reached.append(child)
-    return found
-
-
-def kind_of(pid: int, parent: int, engine: int) -> str:
-    """`engine`, a step's name, `steps` (the process they are forked from), or `trainer`."""
-    if pid == engine:
-        return "engine"
-    try:
-        name = Path(f"/proc/{pid}/comm").read_text().strip()
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-    except OSError:
-        return "others"
-    module = words[words.index("-m") + 1] if "-m" in words[:-1] else ""
-    if module.endswith("step_server"):
-        return "steps" if name == "crossfed-steps" else name
-    if module in ("facility.train", "tests.bench.perturbing_trainer"):
-        return "trainer"
-    return module.rpartition(".")[2] or "others"
-
-
-def highest(pid: int) -> int:
-    """The largest resident set of a process so far, in bytes."""
-    try:
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith("VmHWM"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return 0
-
-
-def used(root: Path) -> int:
-    """Bytes of disk below a folder, each file once however many names it has."""
-    seen: dict[tuple[int, int], int] = {}
-    for folder, _, files in os.walk(root):
-        for name in files:
-            try:
-                found = os.lstat(f"{folder}/{name}")
-            except OSError:
-                continue
-            seen[(found.st_dev, found.st_ino)] = found.st_blocks * 512
-    return sum(seen.values())
-
-
-def federation(root: Path, kind: str, shape: Shape, facilities: int, rounds: int) -> Path:
-    """The model, the datasets and federation.yml of a rehearsal."""
+def training_of(kind: str, device: str) -> dict[str, Any]:
+    """The training section: little on a CPU, a real batch on a GPU."""
+    on_gpu = device == "cuda" and kind not in STAND_IN
     training: dict[str, Any] = {
-        "steps": 1,
-        "batch_sequences": 1,
-        "learning_rate": 1e-3,
+        "steps": 8 if on_gpu else 1,
+        "batch_sequences": 4 if on_gpu else 1,
+        "learning_rate": 1e-4,
         "threads": 1,
         "evaluation_sequences": 1,
     }
-    if kind == "perturb":
-        write_model(root / "model", shape)
+    if on_gpu:
+        training |= {"micro_batch_sequences": 1, "device": "cuda"}
+    if kind not in STAND_IN:
+        training["compute_dtype"] = "bfloat16"
+    if kind == "full":
+        training["optimizer"] = "adafactor"
+    return training
+
+
+def federation(root: Path, kind: str, shape: Shape, facilities: int, rounds: int, device: str = "cpu") -> Path:
+    """The model, the datasets and federation.yml of a rehearsal."""
+    training = training_of(kind, device)
+    if kind in ("perturb", "full"):
+        write_model(root / "model", shape, device=device)
     else:
         training["lora"] = {"rank": LORA.rank, "targets": list(LORA.targets), "base": str(root / "base")}
         write_adapters(root / "model", shape, LORA)
         if kind == "lora":
-            write_model(root / "base", shape)
-            training["compute_dtype"] = "bfloat16"
+            write_model(root / "base", shape, device=device)
         else:
             write_sparse_base(root / "base", shape)
-    names = [f"site{number}" for number in range(facilities)]
+    names, block_tokens = [f"site{number}" for number in range(facilities)], 1024 if device == "cuda" else 32
     for number, name in enumerate(names):
         folder = root / "sites" / name / "dataset"
-        write_dataset(folder, seed=number, blocks=8, block_tokens=BLOCK_TOKENS, vocabulary_size=shape.vocabulary)
+        write_dataset(folder, seed=number, blocks=40, block_tokens=block_tokens, vocabulary_size=shape.vocabulary)
     described: dict[str, Any] = {
         "name": "rehearsal",
         "model": "../model",
@@ -166,7 +109,7 @@ def federation(root: Path, kind: str, shape: Shape, facilities: int, rounds: int
         "aggregation": {"rule": "mean"},
         "facilities": [{"name": name, "dataset": f"../sites/{name}/dataset"} for name in names],
     }
-    if kind != "lora":
+    if kind in STAND_IN:
         described["trainer"] = {"module": "tests.bench.perturbing_trainer"}
     path = root / "workflow" / "federation.yml"
     path.parent.mkdir()
@@ -190,79 +133,160 @@ def stated_bound(path: Path) -> dict[str, int]:
     return {"coordinator": whole.bytes, "a_facility": max(each)}
 
 
-def rehearse(root: Path, kind: str, size: str, facilities: int, rounds: int) -> dict[str, Any]:
-    """One federation to its end, watched."""
-    shape = SHAPES[size]
-    began = time.perf_counter()
-    path = federation(root, kind, shape, facilities, rounds)
-    write(read_federation(path))
-    made, before = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
-    (root / "engine").mkdir()
-    begun, over = used(root), threading.Event()
-    began = time.perf_counter()
+def needed(kind: str, size: str, facilities: int) -> int:
+    """Bytes of disk that a rehearsal may take, models and bounds together, before anything is written."""
+    weights = 2 * SHAPES[size].parameters
+    if kind in STAND_IN[1:]:
+        return 1 << 30
+    if kind == "lora":
+        return weights + (2 << 30)
+    return (3 + 4 + facilities + (facilities if kind == "full" else 0)) * weights
+
+
+def engine(root: Path, path: Path, device: str, minutes: float) -> tuple[Watch, int | None]:
+    """Run the federation under StreamFlow, watched; its exit code, None where it was stopped in `minutes`."""
+    environment = bare_environment(root / "engine") | {"OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    if device == "cuda":
+        environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+    over = threading.Event()
     with open(root / "log", "w") as log:
         process = subprocess.Popen(
-            ["streamflow", "run", "--outdir", str(root / "engine" / "out"), "streamflow.yml"],
+            [sys.executable, "-m", "streamflow", "run", "--outdir", str(root / "engine" / "out"), "streamflow.yml"],
             cwd=path.parent,
-            env=bare_environment(root / "engine") | {"OMP_NUM_THREADS": "1"},
+            env=environment,
             stdout=log,
             stderr=subprocess.STDOUT,
         )
-        watch = Watch(pid=process.pid, root=root, disk=begun)
+        watch = Watch(pid=process.pid, root=root, disk=used(root))
         thread = threading.Thread(target=watch.run, args=(over,))
         thread.start()
         try:
-            code = process.wait()
+            return watch, process.wait(60 * minutes if minutes else None)
+        except subprocess.TimeoutExpired:
+            return watch, None
         finally:
-            process.kill()
             over.set()
             thread.join()
+            stop(process)
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """End the engine and everything below it."""
+    below = [pid for pid, _ in descendants(process.pid)] if process.poll() is None else []
+    for sign in (signal.SIGTERM, signal.SIGKILL):
+        for pid in below:
+            with suppress(ProcessLookupError):
+                os.kill(pid, sign)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_SECONDS)
+
+
+def rehearse(
+    root: Path, kind: str, size: str, facilities: int, rounds: int, *, device: str = "cpu", minutes: float = 0
+) -> dict[str, Any]:
+    """One federation to its end, or to the end of `minutes` (0: no limit), watched."""
+    shape, began = SHAPES[size], time.perf_counter()
+    path = federation(root, kind, shape, facilities, rounds, device)
+    write(read_federation(path))
+    made, before = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
+    (root / "engine").mkdir()
+    begun, bounds, began = used(root), stated_bound(path), time.perf_counter()
+    watch, code = engine(root, path, device, max(0.2, minutes - made / 60) if minutes else 0)
     seconds, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
     done = Archive(read_federation(path).archive_path).history()
-    sound = [row.status == "ok" for entry in done for row in entry.facilities]
-    if code or len(done) != rounds or not all(sound):
-        raise SystemExit(f"the rehearsal did not end well ({code}): {(root / 'log').read_text()[-3000:]}")
-    coordinators = {name: value for name, value in watch.memory.items() if name not in ("trainer", "round")}
+    sound = [row for entry in done for row in entry.facilities if row.status == "ok"]
+    well = code == 0 and len(sound) == rounds * facilities
+    memory = watch.memory()
     return {
         "kind": kind,
         "parameters": shape.parameters,
         "facilities": facilities,
         "rounds": rounds,
+        "device": device_name(device),
+        "ended": "well" if well else f"stopped after {minutes:g} minutes" if code is None else f"with code {code}",
+        "rounds_complete": len(done),
         "updates_averaged": len(sound),
         "seconds": round(seconds, 1),
         "seconds_to_make_the_model": round(made, 1),
         "cpu_seconds": round(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, 1),
-        "megabytes_of_memory": {name: round(value / 1e6) for name, value in sorted(watch.memory.items())},
-        "coordinator_largest_megabytes": round(max(coordinators.values()) / 1e6),
+        "by_round": [of_round(entry) for entry in done],
+        "processes": watch.by_kind(),
+        "megabytes_of_memory": {name: round(value / 1e6) for name, value in sorted(memory.items())},
+        "coordinator_largest_megabytes": round(
+            max(value for name, value in memory.items() if name not in AT_FACILITIES) / 1e6
+        ),
         "gigabytes_of_disk": {
             "before": round(begun / 1e9, 3),
             "at_most": round(watch.disk / 1e9, 3),
             "after": round(used(root) / 1e9, 3),
-            "stated_bounds": {name: round(value / 1e9, 3) for name, value in stated_bound(path).items()},
+            "stated_bounds": {name: round(value / 1e9, 3) for name, value in bounds.items()},
+            "over_stated": round((watch.disk - begun) / (bounds["coordinator"] + facilities * bounds["a_facility"]), 3),
         },
+        **({} if well else {"log": (root / "log").read_text(errors="replace")[-3000:]}),
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
 
 
+def of_round(entry: RoundFile) -> dict[str, Any]:
+    """Seconds by phase at the coordinator and at each facility, memory beside its prediction, bytes that travelled."""
+    record = entry.aggregation
+    return {
+        "round": entry.round,
+        "seconds": round(entry.seconds, 1),
+        "averaging_seconds": {name: round(value, 2) for name, value in record.get("seconds", {}).items()},
+        "averaging_bytes": {name: record.get(f"bytes_{name}") for name in ("read", "written")},
+        "facilities": [
+            {
+                "status": row.status,
+                **({"reason": row.reason} if row.reason else {}),
+                "seconds": {name: round(value, 2) for name, value in row.phases.items()},
+                "tokens_per_second": round(row.tokens_per_second, 1),
+                "memory_measured": row.peak_memory_bytes,
+                "memory_predicted": row.predicted_memory_bytes,
+                "sent_bytes": row.sent_bytes,
+                "received_bytes": row.received_bytes,
+                "loss": [row.loss_received, row.loss_returned],
+            }
+            for row in entry.facilities
+        ],
+    }
+
+
+def device_name(device: str) -> str:
+    if device != "cuda":
+        return device
+    import torch
+
+    return torch.cuda.get_device_name(0)
+
+
+def in_a_folder(work: Path | None, *arguments: Any, **options: Any) -> dict[str, Any]:
+    """`rehearse` in a folder of its own below `work`, which is removed."""
+    root = Path(tempfile.mkdtemp(prefix="crossfed-rehearsal-", dir=work))
+    try:
+        return rehearse(root, *arguments, **options)
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kind", choices=("perturb", "adapters", "lora"))
+    parser.add_argument("kind", choices=KINDS)
     parser.add_argument("--size", choices=SHAPES, default="tiny")
     parser.add_argument("--facilities", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--minutes", type=float, default=0, help="stop then and report what there is (default: 0, no)")
     parser.add_argument("--work", type=Path, help="where the folder is made (default: the system's temporary one)")
     parser.add_argument("--out", type=Path, help="also write the JSON here")
-    arguments = parser.parse_args()
-    root = Path(tempfile.mkdtemp(prefix="crossfed-rehearsal-", dir=arguments.work))
-    try:
-        found = rehearse(root, arguments.kind, arguments.size, arguments.facilities, arguments.rounds)
-    finally:
-        shutil.rmtree(root, ignore_errors=True)
+    a = parser.parse_args()
+    found = in_a_folder(a.work, a.kind, a.size, a.facilities, a.rounds, device=a.device, minutes=a.minutes)
     text = json.dumps(found, indent=2)
     print(text)
-    if arguments.out:
-        arguments.out.write_text(text + "\n")
-    return os.EX_OK
+    if a.out:
+        a.out.write_text(text + "\n")
+    return os.EX_OK if found["ended"] == "well" else 1
 
 
 if __name__ == "__main__":

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 
 import pytest
 
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
+from tests.bench import rehearsals
 from tests.bench.large_models import SHAPES, write_adapters, write_model, write_sparse_base
 from tests.bench.rehearsal import LORA, rehearse
 
@@ -33,3 +36,13 @@ def test_models_are_as_large_as_they_say(tmp_path: Path):
     }
     assert len(layers) == 2 * shape.layers
     assert [round(SHAPES[name].parameters / 1e9, 1) for name in ("1.1b", "3b", "8b")] == [1.1, 3.4, 8.0]
+
+
+def test_what_there_is_no_time_for_is_left_out_and_said(tmp_path: Path, monkeypatch, capsys):
+    out = tmp_path / "out.json"
+    monkeypatch.setattr(sys, "argv", ["rehearsals.py", "--minutes", "0", "--work", str(tmp_path), "--out", str(out)])
+    assert rehearsals.main() == 0
+    found = json.loads(out.read_text())["rehearsals"]
+    assert set(found) == {"full-1.1b", "lora-1.1b", "lora-8b", "perturb-3b"}
+    assert all("left" in one["left_out"] for one in found.values())
+    assert json.loads(capsys.readouterr().out)["rehearsals"] == found
