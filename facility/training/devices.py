@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import platform
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+
+from facility.exchange.errors import ConfigurationError
 
 
 def device_id(device: torch.device, local_rank: int) -> str:
@@ -25,6 +28,28 @@ def device_name(device: torch.device) -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
+
+
+def gpu_of(device: torch.device) -> tuple[str, str, str]:
+    """A GPU's host, UUID and name."""
+    properties = torch.cuda.get_device_properties(device)
+    return socket.gethostname(), str(properties.uuid), properties.name
+
+
+def check_own_gpus(gpus: Sequence[Sequence[str]]) -> None:
+    """Raise `ConfigurationError` unless every rank has a GPU of its own, which NCCL needs.
+
+    `gpus`: host, UUID and name of each rank's GPU, in the order of the ranks.
+    """
+    first: dict[tuple[str, str], int] = {}
+    for rank, (host, uuid, name) in enumerate(gpus):
+        other = first.setdefault((host, uuid), rank)
+        if other != rank:
+            raise ConfigurationError(
+                f"ranks {other} and {rank} found one GPU between them ({name} of {host}), expected a GPU for each: ask "
+                "the scheduler for as many GPUs as ranks on every node, or start fewer ranks (training.ranks), or set "
+                "training.device to 'cpu'"
+            )
 
 
 def free_bytes(device: torch.device, local_world: int) -> float:

@@ -4,7 +4,8 @@
     python tests/bench/gpu.py --tiny                         the same steps on a CPU, with sizes of a rehearsal
 
 1. Laws: a pico model after four steps, by every setting that a GPU adds (bf16, compile, recomputation, offload, the
-   chunked loss, sharding), beside one plain float32 process on the CPU: largest difference of a weight.
+   chunked loss, adapters, a base in 4 bits, Muon), beside one plain float32 process on the CPU: largest difference of a
+   weight.
 2. Speed: a 1 B Llama at sequence 2,048 in bf16 with the best settings found, beside Hugging Face's Trainer and a plain
    FSDP2 loop (`gpu_plain.py`) on the same model and data, turn about: tokens a second, MFU, peak memory beside what
    `crossfed check` predicts. A ratio is printed only where the turns' spread allows one.
@@ -19,6 +20,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -26,6 +28,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,19 +44,51 @@ from facility.exchange.messages.settings import TrainingSettings
 from tests.bench.train_speed import spawn
 from tests.training.federation import write_dataset
 
-LAWS: dict[str, tuple[dict[str, Any], float]] = {
-    "float32": ({}, 2e-5),
-    "float32, compiled": ({"layout": {"compile": True}}, 2e-5),
-    "float32, recomputation": ({"layout": {"activation_checkpointing": "full"}}, 2e-5),
-    "float32, selective recomputation": ({"layout": {"activation_checkpointing": "selective"}}, 2e-5),
-    "float32, chunked loss": ({"chunked_loss": "always"}, 2e-5),
-    "float32, two micro-batches": ({"micro_batch_sequences": 2}, 2e-5),
-    "bfloat16": ({"compute_dtype": "bfloat16"}, 4e-3),
-    "bfloat16, compiled": ({"compute_dtype": "bfloat16", "layout": {"compile": True}}, 4e-3),
-    "bfloat16, offload": ({"compute_dtype": "bfloat16", "layout": {"offload": True}}, 4e-3),
+
+@dataclass(frozen=True, kw_only=True)
+class Law:
+    """One way to train on a GPU, and how far it may end from the plain way on the CPU."""
+
+    name: str
+    changes: dict[str, Any]
+    """Settings beside those of `reference`."""
+    bound: float
+    """Of every weight after four steps at 1e-3. AdamW moves a weight by the learning rate a step, whichever the size of
+    its gradient: bf16 may change a step's sign where that is noise."""
+    reference: str = "plain"
+    """In `REFERENCES`."""
+
+
+BF16, COMPILED = {"compute_dtype": "bfloat16"}, {"layout": {"compile": True}}
+REFERENCES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "adapters": {"lora": {"rank": 4}},
+    "adapters on 4 bits": {"lora": {"rank": 4, "quantize_base": "nf4"}},
+    "muon": {"optimizer": "muon"},
 }
-"""Settings, and how far a weight may be from one plain float32 process after four steps at 1e-3. AdamW moves a weight
-by the learning rate a step, whichever the size of its gradient: bf16 may change a step's sign where that is noise."""
+"""What is trained: each in float32 by one process on the CPU."""
+LAWS = (
+    Law(name="float32", changes={}, bound=2e-5),
+    Law(name="float32, compiled", changes=COMPILED, bound=2e-5),
+    Law(name="float32, recomputation", changes={"layout": {"activation_checkpointing": "full"}}, bound=2e-5),
+    Law(
+        name="float32, selective recomputation",
+        changes={"layout": {"activation_checkpointing": "selective"}},
+        bound=2e-5,
+    ),
+    Law(name="float32, chunked loss", changes={"chunked_loss": "always"}, bound=2e-5),
+    Law(name="float32, two micro-batches", changes={"micro_batch_sequences": 2}, bound=2e-5),
+    Law(name="float32, adapters", changes={}, bound=2e-5, reference="adapters"),
+    Law(name="float32, adapters on 4 bits", changes={}, bound=2e-5, reference="adapters on 4 bits"),
+    Law(name="float32, Muon", changes={}, bound=2e-5, reference="muon"),
+    Law(name="bfloat16", changes=BF16, bound=4e-3),
+    Law(name="bfloat16, compiled", changes=BF16 | COMPILED, bound=4e-3),
+    Law(name="bfloat16, offload", changes=BF16 | {"layout": {"offload": True}}, bound=4e-3),
+    Law(name="bfloat16, adapters", changes=BF16, bound=4e-3, reference="adapters"),
+    Law(name="bfloat16, adapters, compiled", changes=BF16 | COMPILED, bound=4e-3, reference="adapters"),
+    Law(name="bfloat16, adapters on 4 bits", changes=BF16, bound=4e-3, reference="adapters on 4 bits"),
+    Law(name="bfloat16, Muon", changes=BF16, bound=4e-3, reference="muon"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +118,10 @@ LARGE = Sizes(
     steps=6,
     turns=2,
 )
+PICO = Sizes(
+    hidden=64, layers=2, heads=4, intermediate=128, vocabulary=128, tokens=16, micro=(2,), batch=4, steps=4, turns=1
+)
+"""Of the laws; layers wide enough for blocks of 4 bits."""
 TINY = Sizes(
     hidden=32, layers=2, heads=4, intermediate=64, vocabulary=128, tokens=16, micro=(2,), batch=4, steps=4, turns=1
 )
@@ -154,18 +193,35 @@ def llama(folder: Path, sizes: Sizes, device: str) -> int:
 
 
 def laws(folder: Path, device: str, entry: dict[str, Any]) -> None:
-    llama(folder, TINY, "cpu")
+    """Every law, several side by side where there are cores."""
+    llama(folder, PICO, "cpu")
     common = {"steps": 4, "batch_sequences": 4, "learning_rate": 1e-3, "export_dtype": "float32", "threads": 1}
-    plain = open_checkpoint(shutil.copytree(train(folder, common | {"device": "cpu"}), folder / "plain"))
-    wanted = {name: plain.read(name) for name in plain.tensors}
-    for name, (changes, bound) in LAWS.items():
+
+    def trained(name: str, training: dict[str, Any]) -> dict[str, torch.Tensor]:
+        place = folder / re.sub("[^a-z0-9]+", "-", name.lower())
+        place.mkdir()
+        for shared in ("model", "data"):
+            (place / shared).symlink_to(folder / shared)
+        update = open_checkpoint(train(place, common | training))
+        return {tensor: update.read(tensor) for tensor in update.tensors}
+
+    def judged(law: Law) -> dict[str, Any]:
         try:
-            found = open_checkpoint(train(folder, common | {"device": device} | changes))
+            found = trained(law.name, REFERENCES[law.reference] | law.changes | {"device": device})
+            wanted = references[law.reference].result()
         except RuntimeError as error:
-            entry[name] = {"failed": str(error)[-400:]}
-            continue
-        off = max(float((found.read(one) - tensor).abs().max()) for one, tensor in wanted.items())
-        entry[name] = {"largest_difference": off, "bound": bound, "holds": off <= bound}
+            return {"failed": str(error)[-400:]}
+        assert found.keys() == wanted.keys()
+        off = max(float((found[one] - tensor).abs().max()) for one, tensor in wanted.items())
+        return {"largest_difference": off, "bound": law.bound, "holds": off <= law.bound}
+
+    with ThreadPoolExecutor(max(1, min(6, (os.cpu_count() or 1) // 2))) as pool:
+        references = {
+            name: pool.submit(trained, f"cpu {name}", training | {"device": "cpu"})
+            for name, training in REFERENCES.items()
+        }
+        for law, verdict in zip(LAWS, pool.map(judged, LAWS), strict=True):
+            entry[law.name] = verdict
 
 
 def candidates(sizes: Sizes) -> Iterator[dict[str, Any]]:
@@ -247,9 +303,7 @@ def speed(folder: Path, sizes: Sizes, device: str, deadline: Deadline, entry: di
             except RuntimeError as error:
                 failures[name] = str(error).strip().splitlines()[-1][-300:]
     model, operations = model_figures(folder / "model"), best["figures"]["operations_per_token"]
-    settings = TrainingSettings(
-        batch_sequences=sizes.batch, micro_batch_sequences=int(micro), compute_dtype="bfloat16", device=device
-    )
+    settings = TrainingSettings(batch_sequences=sizes.batch, micro_batch_sequences=int(micro), compute_dtype="bfloat16")
     peak = peak_of(device)
     entry |= {
         "settings": best["settings"],

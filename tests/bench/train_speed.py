@@ -74,7 +74,8 @@ def spawn(command: list[str], ranks: int) -> list[str]:
 
     port, processes = free_port(), []
     for rank in range(ranks):
-        variables = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        variables = os.environ | {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         if ranks > 1:
             variables |= {
                 "RANK": str(rank),

@@ -32,7 +32,8 @@ import torch.distributed as dist
 
 from facility.exchange.errors import ConfigurationError, TryAgain
 from facility.launching.rendezvous import DIRECTORY, SECRET
-from facility.training.processes.exchange import broadcast_json
+from facility.training.devices import check_own_gpus, gpu_of
+from facility.training.processes.exchange import all_gather_json, broadcast_json
 from facility.training.processes.ranks import Ranks
 from facility.training.processes.torchrun import (
     agents_directory,
@@ -62,6 +63,8 @@ def start(ranks: Ranks, *, threads: int, timeout_seconds: float) -> None:
         dist.init_process_group(backend, store=store, timeout=limit, rank=ranks.rank, world_size=ranks.world)
     except dist.DistError as error:
         raise TryAgain(f"rank {ranks.rank} of {ranks.world} could not join the others: {error}") from None
+    if ranks.device.type == "cuda":
+        check_own_gpus(all_gather_json(gpu_of(ranks.device)))
 
 
 def first_store(ranks: Ranks, limit: timedelta) -> dist.Store:
