@@ -15,10 +15,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from coordinator.aggregation.settings import AggregationSettings
 from facility.exchange.checkpoints.second_moments import Factors, mean_of
-from tests.bench.federated_codecs import DeltaCodec
-from tests.reproductions.server_in_memory import Server
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +46,12 @@ class Local:
     keep_optimizer: bool = True
     optimizer_state: str = "personal"
     """`shared`: second moments are averaged between rounds, as row and column means; first moments stay personal."""
+    first_moments: str = "off"
+    """`mean`: first moments are averaged between rounds, in full."""
+    along: float = 0.0
+    """Momentum of the global model that is walked within the round instead of after it (`federated_drift.py`)."""
+    control: float = 0.0
+    """Share of the drift that is corrected within the round (`federated_drift.py`); 0 is off."""
 
 
 def batches(blocks: numpy.ndarray, size: int, seed: int) -> Iterator[Tensor]:
@@ -62,15 +65,25 @@ def batches(blocks: numpy.ndarray, size: int, seed: int) -> Iterator[Tensor]:
         held = held[size:]
 
 
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that are trained and travel: all, or those of adapters."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
 class Learner:
     """One model with its AdamW, its data and its place in the schedule."""
 
     def __init__(self, model: nn.Module, loader: Iterator[Tensor], local: Local, total_steps: int) -> None:
         self.model, self.loader, self.local, self.total = copy.deepcopy(model), loader, local, total_steps
+        self.shift: list[Tensor] = []
+        """What every step adds to the parameters, times the learning rate; empty: nothing."""
+        self.rates = 0.0
+        """Sum of the learning rates of the last `train`."""
         self.step_number = 0
         self.adam_steps = 0
         """Steps that AdamW's moments have seen."""
-        self.parameters = list(self.model.parameters())
+        self.parameters = trained(self.model)
+        self.device = self.parameters[0].device
         self._fresh()
 
     def _fresh(self) -> None:
@@ -83,7 +96,7 @@ class Learner:
         self.adam_steps = steps
         for parameter in self.parameters:
             state = self.optimizer.state[parameter]
-            state["step"] = torch.tensor(float(steps))
+            state["step"] = torch.tensor(float(steps), device=parameter.device)
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
 
     def learning_rate(self) -> float:
@@ -101,9 +114,10 @@ class Learner:
             self._fresh()
             self.adam_steps = 0
         anchor = [p.detach().clone() for p in self.parameters] if self.local.proximal else []
-        total = 0.0
+        losses: list[Tensor] = []
+        self.rates = 0.0
         for _ in range(steps):
-            ids = next(self.loader)
+            ids = next(self.loader).to(self.device)
             loss = self.model(input_ids=ids, labels=ids, use_cache=False).loss
             loss.backward()
             if anchor:
@@ -112,14 +126,23 @@ class Learner:
                     parameter.grad.add_(parameter.detach() - origin, alpha=self.local.proximal)
             if self.local.clip_norm:
                 nn.utils.clip_grad_norm_(self.parameters, self.local.clip_norm)
+            rate = self.learning_rate()
             for group in self.optimizer.param_groups:
-                group["lr"] = self.learning_rate()
+                group["lr"] = rate
             self.optimizer.step()
             self.optimizer.zero_grad()
+            self._move(rate)
             self.step_number += 1
             self.adam_steps += 1
-            total += float(loss.detach())
-        return total / steps
+            losses.append(loss.detach())
+        return math.fsum(map(float, losses)) / steps
+
+    @torch.no_grad()
+    def _move(self, rate: float) -> None:
+        """Add the shift of this step."""
+        self.rates += rate
+        for parameter, value in zip(self.parameters, self.shift, strict=bool(self.shift)):
+            parameter.add_(value, alpha=rate)
 
     def load(self, values: list[Tensor]) -> None:
         with torch.no_grad():
@@ -134,7 +157,7 @@ def share_second_moments(learners: list[Learner], weights: list[float], takers: 
     for learner, weight in zip(learners, weights, strict=True):
         factors, scale = {}, 1 / (1 - learner.local.betas[1] ** learner.adam_steps)
         for number, parameter in enumerate(learner.parameters):
-            value = learner.optimizer.state[parameter]["exp_avg_sq"] * scale
+            value = learner.optimizer.state[parameter]["exp_avg_sq"].cpu() * scale
             if parameter.ndim > 1:
                 factors[str(number)] = Factors(value.flatten(1).mean(1).numpy(), value.flatten(1).mean(0).numpy())
             else:
@@ -152,43 +175,34 @@ def share_second_moments(learners: list[Learner], weights: list[float], takers: 
 
 
 @torch.no_grad()
+def share_first_moments(learners: list[Learner], weights: list[float], takers: list[Learner]) -> None:
+    """Give `takers` the weighted mean of the learners' first moments, in full, corrected for AdamW's bias."""
+    total = sum(weights)
+    for number, _ in enumerate(learners[0].parameters):
+        mean = torch.zeros_like(learners[0].parameters[number])
+        for learner, weight in zip(learners, weights, strict=True):
+            value = learner.optimizer.state[learner.parameters[number]]["exp_avg"]
+            mean.add_(value, alpha=weight / total / (1 - learner.local.betas[0] ** learner.adam_steps))
+        for learner in takers:
+            if learner.adam_steps:
+                state = learner.optimizer.state[learner.parameters[number]]
+                state["exp_avg"].copy_(mean * (1 - learner.local.betas[0] ** learner.adam_steps))
+
+
+@torch.no_grad()
 def perplexity(model: nn.Module, blocks: numpy.ndarray, limit: int = 0) -> float:
     """exp of the mean loss per token over the blocks (the first `limit`, 0: all)."""
     chosen = blocks[:limit] if limit else blocks
-    total = 0.0
+    total, device = 0.0, next(model.parameters()).device
     for start in range(0, len(chosen), 64):
-        ids = torch.from_numpy(numpy.asarray(chosen[start : start + 64], dtype=numpy.int64))
+        ids = torch.from_numpy(numpy.asarray(chosen[start : start + 64], dtype=numpy.int64)).to(device)
         total += float(model(input_ids=ids, labels=ids, use_cache=False).loss) * len(ids)
     return math.exp(total / len(chosen))
 
 
 def rounded(values: list[Tensor]) -> list[Tensor]:
-    """As they travel."""
-    return [value.detach().to(torch.bfloat16).float() for value in values]
-
-
-UNLIKE = ("", "steps", "sizes", "absent", "noise")
-"""How the first facility (for `absent`: each in turn) differs from the others; empty: it does not."""
-
-
-def steps_of(unlike: str, facility: int, round: int, steps: int) -> int:
-    """Local steps of a facility in a round: with `steps` the first makes a third, with `absent` each misses a third."""
-    if unlike == "absent" and round % 3 == facility % 3:
-        return 0
-    return max(1, steps // 3) if unlike == "steps" and facility == 0 else steps
-
-
-def text_of(unlike: str, facility: int, text: Text, seed: int) -> Text:
-    """A facility's text: with `sizes` the first has a tenth, with `noise` a fifth of its tokens are random."""
-    if facility or unlike not in ("sizes", "noise"):
-        return text
-    if unlike == "sizes":
-        return Text(train=text.train[: len(text.train) // 10], validation=text.validation)
-    rng = numpy.random.default_rng(seed)
-    train = numpy.array(text.train)
-    wrong = rng.random(train.shape) < 0.2
-    train[wrong] = rng.integers(0, train.max() + 1, size=int(wrong.sum()))
-    return Text(train=train, validation=text.validation)
+    """As they travel, at the server."""
+    return [value.detach().cpu().to(torch.bfloat16).float() for value in values]
 
 
 @dataclass(kw_only=True)
@@ -197,69 +211,8 @@ class Curve:
 
     rounds: list[int] = field(default_factory=list)
     perplexities: list[dict[str, float]] = field(default_factory=list)
-
-
-def federate(
-    model: nn.Module,
-    texts: dict[str, Text],
-    *,
-    rounds: int,
-    steps: int,
-    local: Local,
-    aggregation: AggregationSettings,
-    seed: int,
-    evaluate_rounds: set[int],
-    codec: DeltaCodec | None = None,
-    downlink: DeltaCodec | None = None,
-    evaluation_blocks: int = 0,
-    unlike: str = "",
-) -> Curve:
-    """Rounds of local training and outer steps, weighted by tokens (without `unlike` all take the same number)."""
-    learners = {}
-    for number, (name, text) in enumerate(texts.items()):
-        own = text_of(unlike, number, text, seed)
-        total = rounds * steps_of(unlike.replace("absent", ""), number, 0, steps)
-        learners[name] = Learner(model, batches(own.train, local.batch, seed * 1000 + number), local, total)
-    server = Server(aggregation)
-    names = [str(position) for position, _ in enumerate(model.parameters())]
-    sent = rounded([p.detach() for p in model.parameters()])
-    scratch = copy.deepcopy(model)
-    curve = Curve()
-    for number in range(1, rounds + 1):
-        updates, weights = {}, {}
-        for index, (who, learner) in enumerate(learners.items()):
-            count = steps_of(unlike, index, number - 1, steps)
-            if unlike == "absent":  # the schedule spans the federation, as in the trainer
-                learner.step_number = (number - 1) * steps
-            if count == 0:
-                continue
-            learner.load(sent if codec is None else codec.start(index, sent))
-            learner.train(count)
-            weights[who] = float(count)
-            update = [p.detach().clone() for p in learner.parameters]
-            update = codec(index, sent, update) if codec is not None else rounded(update)
-            updates[who] = dict(zip(names, update, strict=True))
-        if local.optimizer_state == "shared":
-            there = [learners[who] for who in updates]
-            share_second_moments(there, list(weights.values()), list(learners.values()))
-        # What was sent is exact in bfloat16, and the base's dtype is the dtype of the next model.
-        base = {name: value.to(torch.bfloat16) for name, value in zip(names, sent, strict=True)}
-        following = server.step(base, updates, weights)
-        if downlink is None:
-            sent = [following[name].float() for name in names]
-        else:
-            master = [torch.from_numpy(server.master[n]).reshape(v.shape) for n, v in zip(names, sent, strict=True)]
-            sent = downlink(-1, sent, master)
-            for name, before, after in zip(names, master, sent, strict=True):
-                server.master[name] = downlink.master(before, after).reshape(-1).numpy()
-        if number in evaluate_rounds or number == rounds:
-            with torch.no_grad():
-                for parameter, value in zip(scratch.parameters(), sent, strict=True):
-                    parameter.copy_(value)
-            curve.rounds.append(number)
-            limit = 0 if number == rounds else evaluation_blocks
-            curve.perplexities.append({n: perplexity(scratch, t.validation, limit) for n, t in texts.items()})
-    return curve
+    last: dict[str, dict[str, float]] = field(default_factory=dict)
+    """The same of the mean of so many models of the last rounds."""
 
 
 def pool(model: nn.Module, texts: dict[str, Text], *, steps: int, local: Local, seed: int) -> Curve:

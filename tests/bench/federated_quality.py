@@ -2,23 +2,31 @@
 
     python tests/bench/federated_quality.py
     python tests/bench/federated_quality.py --experiment it-cs --schedule 30x10 --arms pooled mean --seeds 1
+    python tests/bench/federated_quality.py --width 384 --device cuda --seeds 1 --jobs 4
 
-The first runs the whole table (`quality_arms.py`), the most telling rows first; the second some arms of one experiment.
+The first runs the whole table (`quality_arms.py`), the most telling rows first; the second some arms of one experiment;
+the third the table of a model of 11 M parameters (`quality_sizes.py`), four trainings at a time on one GPU.
+`--table further` has the arms of open questions (`quality_further.py`).
 A Llama of 2 layers with tied embeddings (0.16 M parameters at width 64, 0.53 M at 128) and a BPE of 1,024 tokens.
 Experiment `it-cs`: pretrained on German and French (500 steps), then federated over Italian and Czech; `all-four`: the
 same, federated over all four; `random-it-cs`: Italian and Czech from random weights. Every run is kept in
 OUT/results.jsonl and not repeated, so the script can be stopped and started again. Table and plot:
-`federated_quality_report.py`; the table of `rule: auto`: `federated_quality_choose.py`.
+`federated_quality_report.py`; the table of `rule: auto`: `federated_quality_choose.py`. A model is
+trained on `--device`; the server computes on the CPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import fcntl
+import functools
 import json
 import math
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,20 +36,44 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from coordinator.aggregation.settings import AggregationSettings
 from facility.dataset import open_dataset
-from facility.preparing.build import Request, prepare
 from tests.bench.federated_codecs import DeltaCodec
-from tests.bench.federated_learner import Curve, Learner, Local, Text, alone, batches, federate, pool, untrained
+from tests.bench.federated_learner import Curve, Learner, Local, Text, alone, batches, pool, untrained
+from tests.bench.federated_rounds import federate
 from tests.bench.quality_arms import ARMS, Arm, Cell, table
+from tests.bench.quality_further import further
+from tests.bench.quality_sizes import size_of
+from tests.bench.quality_workers import spread
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 LANGUAGES = ("it", "cs", "de", "fr")
 EXPERIMENTS = {"it-cs": ("it", "cs"), "all-four": ("it", "cs", "de", "fr"), "random-it-cs": ("it", "cs")}
 OUT = Path(__file__).resolve().parents[3] / "quality"
-BLOCK, VOCABULARY, PRETRAINING_STEPS = 64, 1024, 500
+BLOCK, VOCABULARY = 64, 1024
 
 
-def texts_of(out: Path) -> dict[str, Text]:
-    """The four languages, prepared with one tokenizer trained on all of them."""
+@contextmanager
+def alone_at(file: Path) -> Iterator[None]:
+    """Nobody else does this at the same time."""
+    with open(file, "a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+
+
+def texts_of(out: Path, data: Path = DATA) -> dict[str, Text]:
+    """The four languages, prepared with one tokenizer trained on all of them; what was prepared before is opened."""
+    with alone_at(out / "prepare.lock"):
+        if not all((out / "datasets" / language).is_dir() for language in LANGUAGES):
+            prepare_texts(out, data)
+    texts = {}
+    for language in LANGUAGES:
+        dataset = open_dataset(out / "datasets" / language)
+        texts[language] = Text(train=dataset.split("train"), validation=dataset.split("validation"))
+    return texts
+
+
+def prepare_texts(out: Path, data: Path) -> None:
+    from facility.preparing.build import Request, prepare
+
     tokenizer = out / "tokenizer"
     if not tokenizer.is_dir():
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -56,55 +88,54 @@ def texts_of(out: Path) -> dict[str, Text]:
             show_progress=False,
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         )
-        files = [DATA / language / "train.jsonl" for language in LANGUAGES]
+        files = [data / language / "train.jsonl" for language in LANGUAGES]
         trained.train_from_iterator((json.loads(line)["text"] for f in files for line in open(f)), trainer)
         fast = PreTrainedTokenizerFast(tokenizer_object=trained, eos_token="<|end|>", pad_token="<|end|>")
         fast.save_pretrained(tokenizer)
-    texts = {}
     for language in LANGUAGES:
         request = Request(
-            inputs=[str(DATA / language / "train.jsonl")],
-            validation=[str(DATA / language / "validation.jsonl")],
+            inputs=[str(data / language / "train.jsonl")],
+            validation=[str(data / language / "validation.jsonl")],
             tokenizer=tokenizer,
             out=out / "datasets" / language,
             block_tokens=BLOCK,
         )
         prepare(request)
-        dataset = open_dataset(request.out)
-        texts[language] = Text(train=dataset.split("train"), validation=dataset.split("validation"))
-    return texts
 
 
 def new_model(seed: int, width: int) -> torch.nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    size = size_of(width)
     torch.manual_seed(seed)
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=VOCABULARY,
             hidden_size=width,
             intermediate_size=round(width * 8 / 3 / 8) * 8,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=4,
+            num_hidden_layers=size.layers,
+            num_attention_heads=size.heads,
+            num_key_value_heads=size.heads,
             max_position_embeddings=256,
             tie_word_embeddings=True,
         )
     )
 
 
-def base_model(out: Path, texts: dict[str, Text], seed: int, width: int) -> torch.nn.Module:
+def base_model(out: Path, texts: dict[str, Text], seed: int, width: int, device: str = "cpu") -> torch.nn.Module:
     """The model pretrained on German and French, made once per seed."""
     from safetensors.torch import load_file, save_file
 
-    model = new_model(seed, width)
+    model, size = new_model(seed, width), size_of(width)
     file = out / f"base-{width}-{seed}.safetensors"
-    if not file.exists():
-        local = Local(learning_rate=2e-3, batch=8)
-        feeds = [batches(texts[name].train, local.batch, seed + 77) for name in ("de", "fr")]
-        learner = Learner(model, (torch.cat(pair) for pair in zip(*feeds, strict=True)), local, PRETRAINING_STEPS)
-        learner.train(PRETRAINING_STEPS)
-        save_file({name: p.detach() for name, p in learner.model.named_parameters()}, file)
+    with alone_at(file.with_suffix(".lock")):
+        if not file.exists():
+            local = Local(learning_rate=size.pretraining_rate, batch=8)
+            feeds = [batches(texts[name].train, local.batch, seed + 77) for name in ("de", "fr")]
+            joined = (torch.cat(pair) for pair in zip(*feeds, strict=True))
+            learner = Learner(model.to(device), joined, local, size.pretraining_steps)
+            learner.train(size.pretraining_steps)
+            save_file({name: p.detach().cpu() for name, p in learner.model.named_parameters()}, file)
     model.load_state_dict(load_file(file), strict=False)
     return model
 
@@ -119,6 +150,7 @@ def key_of(cell: Cell) -> dict[str, Any]:
         "schedule": {"federated": cell.schedule, "base": "0 steps"}.get(arm.kind, f"{rounds * steps} steps"),
         "seed": cell.seed,
         "width": cell.width,
+        **({"layers": layers} if (layers := size_of(cell.width).layers) != 2 else {}),
         "arm": {n: v for n, v in dataclasses.asdict(arm).items() if n in names}
         | ({} if arm.kind in ("federated", "pooled") else {"kind": arm.kind}),
     }
@@ -131,17 +163,20 @@ def kept(out: Path, key: dict[str, Any]) -> dict[str, Any] | None:
     return next((row for row in rows if row["key"] == key), None)
 
 
-def run(out: Path, cell: Cell) -> dict[str, Any]:
+def run(cell: Cell, *, out: Path, data: Path = DATA, device: str = "cpu") -> dict[str, Any]:
     """One training, or its kept result."""
     key = key_of(cell)
     if (row := kept(out, key)) is not None:
         return row
-    texts = texts_of(out)
+    texts = texts_of(out, data)
     chosen = {language: texts[language] for language in EXPERIMENTS[cell.experiment]}
     random = cell.experiment.startswith("random")
-    model = new_model(cell.seed, cell.width) if random else base_model(out, texts, cell.seed, cell.width)
+    if random:
+        model = new_model(cell.seed, cell.width)
+    else:
+        model = base_model(out, texts, cell.seed, cell.width, device)
     started = time.perf_counter()
-    curve = train(model, chosen, cell)
+    curve = train(model.to(device), chosen, cell)
     final = curve.perplexities[-1]
     row = {
         "key": key,
@@ -150,8 +185,9 @@ def run(out: Path, cell: Cell) -> dict[str, Any]:
         "perplexity": final,
         "geometric_mean": geometric(list(final.values())),
         "curve": dataclasses.asdict(curve),
+        **({"device": device} if device != "cpu" else {}),
     }
-    with open(out / "results.jsonl", "a") as file:
+    with alone_at(out / "results.lock"), open(out / "results.jsonl", "a") as file:
         file.write(json.dumps(row) + "\n")
     return row
 
@@ -194,6 +230,8 @@ def geometric(values: list[float]) -> float:
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--out", type=Path, default=OUT, help=f"directory for what is made (default {OUT})")
+    p.add_argument("--data", type=Path, default=DATA, help=f"directory of LANGUAGE/train.jsonl (default {DATA})")
+    p.add_argument("--table", choices=["whole", "further"], default="whole", help="without --experiment")
     p.add_argument("--experiment", choices=EXPERIMENTS, help="default: the whole table, both")
     p.add_argument("--schedule", default="30x10", help="rounds x local steps (default 30x10; whole table: both)")
     p.add_argument(
@@ -204,15 +242,18 @@ def parser() -> argparse.ArgumentParser:
         help=f"of {', '.join(ARMS)}, or NAME={{JSON of an arm}}; with --experiment",
     )
     p.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
-    p.add_argument("--width", type=int, default=64, help="of the Llama (default 64; 128 has 0.53 M parameters)")
-    p.add_argument("--threads", type=int, default=1)
+    p.add_argument("--width", type=int, default=64, help="of the Llama (default 64; 128: 0.53 M; 384: 11 M)")
+    p.add_argument("--threads", type=int, default=1, help="of one training (with --jobs above 1: one)")
+    p.add_argument("--jobs", type=int, default=1, help="trainings at a time, each a process (default 1)")
+    p.add_argument("--minutes", type=float, default=0.0, help="begin none that would likely end later; 0: no limit")
+    p.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of training (default cpu)")
     return p
 
 
 def cells_of(options: argparse.Namespace) -> list[Cell]:
     """The trainings asked for: the whole table in the order of importance, or the arms of one experiment."""
     if options.experiment is None:
-        return table(options.seeds, options.width)
+        return (further if options.table == "further" else table)(options.seeds, options.width)
     arms = []
     for given in options.arms:
         name, _, text = given.partition("=")
@@ -231,22 +272,34 @@ def cells_of(options: argparse.Namespace) -> list[Cell]:
     ]
 
 
+def work_of(cell: Cell) -> float:
+    """Steps of all facilities."""
+    rounds, steps = map(int, cell.schedule.split("x"))
+    return float(rounds * steps * len(EXPERIMENTS[cell.experiment]) * (cell.arm.kind != "base"))
+
+
 def main() -> int:
     options = parser().parse_args()
     torch.set_num_threads(options.threads)
     options.out.mkdir(parents=True, exist_ok=True)
-    for cell in cells_of(options):
-        row = run(options.out, cell)
-        told = {
-            "arm": cell.name,
-            "experiment": cell.experiment,
-            "schedule": cell.schedule,
-            "seed": cell.seed,
-            "seconds": row["seconds"],
-            "perplexity": {language: round(value, 2) for language, value in row["perplexity"].items()},
-            "geometric_mean": round(row["geometric_mean"], 3),
-        }
-        print(json.dumps(told), flush=True)
+    made = functools.partial(run, out=options.out, data=options.data, device=options.device)
+    done = spread(
+        cells_of(options),
+        made,
+        jobs=options.jobs,
+        minutes=options.minutes,
+        kind=lambda cell: f"{cell.arm.kind} {cell.width}",
+        work=work_of,
+    )
+    for cell, row in done:
+        told = {"arm": cell.name, "experiment": cell.experiment, "schedule": cell.schedule, "seed": cell.seed}
+        if row is not None:
+            told |= {
+                "seconds": row["seconds"],
+                "perplexity": {language: round(value, 2) for language, value in row["perplexity"].items()},
+                "geometric_mean": round(row["geometric_mean"], 3),
+            }
+        print(json.dumps(told | ({} if row is not None else {"skipped": "no time"})), flush=True)
     return 0
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from facility.exchange.messages.settings import SPARSE_DENSITY
-from tests.bench.federated_learner import UNLIKE
+from tests.bench.federated_unlike import UNLIKE
+from tests.bench.quality_sizes import Size, size_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,11 +20,11 @@ class Arm:
     local: dict[str, Any] = field(default_factory=dict)
     """Fields of Local that differ."""
     codec: str | None = None
-    """What travels both ways instead of bfloat16: delta-int8, delta-int4 or sparse."""
+    """What travels both ways instead of bfloat16: delta-int8, delta-int4 or sparse; to the server: sparseloco."""
     density: float = SPARSE_DENSITY
     """Of `sparse`."""
     unlike: str = ""
-    """How facilities differ beside their text (`federated_learner.UNLIKE`)."""
+    """How facilities differ beside their text (`federated_unlike.UNLIKE`)."""
     without: Literal["pooled", "alone", "base"] = "pooled"
     """How to train where nothing is aggregated."""
 
@@ -46,6 +47,8 @@ class Cell:
     width: int = 64
 
 
+Group = tuple[list[tuple[str, str]], list[tuple[str, Arm]]]
+"""Federations (experiment and schedule) and the arms that are measured there."""
 RATE = {"learning_rate": 2e-3}
 SHARED = {"optimizer_state": "shared"}
 NESTEROV = {"rule": "nesterov", "server_learning_rate": 1.0, "momentum": 0.8}
@@ -116,7 +119,7 @@ def short(pair: tuple[str, Arm]) -> tuple[str, Arm]:
     return pair[0], replace(pair[1], local=pair[1].local | SHORT)
 
 
-def groups() -> list[tuple[list[tuple[str, str]], list[tuple[str, Arm]]]]:
+def groups() -> list[Group]:
     """Federations (experiment and schedule) and the arms that are measured there, the most telling first."""
     named = [(name, ARMS[name]) for name in ("pooled", DEFAULT)]
     outer = [shared_with(momentum=momentum) for momentum in (0.5, 0.9)]
@@ -130,7 +133,7 @@ def groups() -> list[tuple[list[tuple[str, str]], list[tuple[str, Arm]]]]:
         ([two[0]], [at(RATES[0], name) for name in ("pooled", DEFAULT)]),
         ([four[1]], [with_beta2(0.99), outer[1], with_beta2(0.99, momentum=0.9)]),
         ([four[0]], [shared_at(8e-3, momentum=0.5)]),
-        ([two[0]], [unlike(name, how) for how in UNLIKE[1:] for name in (DEFAULT, "mean")]),
+        ([two[0]], [unlike(name, how) for how in UNLIKE[1:5] for name in (DEFAULT, "mean")]),
         ([two[0]], [at(RATES[1], name) for name in ("pooled", DEFAULT)]),
         ([four[1], two[1]], [at(rate, DEFAULT) for rate in RATES]),
         ([four[0]], [with_beta2(0.99, 8e-3)]),
@@ -141,15 +144,38 @@ def groups() -> list[tuple[list[tuple[str, str]], list[tuple[str, Arm]]]]:
     ]
 
 
+def large_groups(size: Size) -> list[Group]:
+    """The same for a larger model, whose arms have its own learning rate: the main rows, and each at further rates."""
+
+    def named(*names: str) -> list[tuple[str, Arm]]:
+        return [(name, at(size.rate, name)[1] if name != "base" else ARMS[name]) for name in names]
+
+    four, two = [("all-four", one) for one in SCHEDULES], [("it-cs", one) for one in SCHEDULES]
+    rates = [at(rate, name) for rate in size.rates for name in ("pooled", DEFAULT)]
+    return [
+        ([*two, *four], named("pooled", DEFAULT)),
+        ([*two, *four], named("base", "mean")),
+        ([two[0], four[0]], rates),
+        ([*two, *four], named("nesterov")),
+        ([two[1], four[1]], rates),
+        ([two[0], four[0]], named("alone")),
+    ]
+
+
 FIRST = 2
 """Groups that are measured with every seed before the others begin."""
 
 
 def table(seeds: Sequence[int], width: int = 64) -> list[Cell]:
     """Every cell in the order of importance, none twice."""
+    every = groups() if size_of(width).rate == RATE["learning_rate"] else large_groups(size_of(width))
+    return ordered((every[:FIRST], every[FIRST:]), seeds, width)
+
+
+def ordered(parts: Sequence[list[Group]], seeds: Sequence[int], width: int) -> list[Cell]:
+    """Cells of each part with every seed before those of the next, none twice, a training of one schedule once."""
     cells: dict[tuple[str, str, str, int], Cell] = {}
-    every = groups()
-    for part in (every[:FIRST], every[FIRST:]):
+    for part in parts:
         for seed in seeds:
             for federations, arms in part:
                 for experiment, schedule in federations:
@@ -157,5 +183,7 @@ def table(seeds: Sequence[int], width: int = 64) -> list[Cell]:
                         cell = Cell(
                             name=name, arm=arm, experiment=experiment, schedule=schedule, seed=seed, width=width
                         )
-                        cells.setdefault((name, experiment, schedule, seed), cell)
+                        rounds, steps = map(int, schedule.split("x"))
+                        same = schedule if arm.kind == "federated" else str(rounds * steps)
+                        cells.setdefault((name, experiment, same, seed), cell)
     return list(cells.values())

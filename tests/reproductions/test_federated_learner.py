@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy
 import pytest
 import torch
 
 from coordinator.aggregation.settings import AggregationSettings
-from tests.bench.federated_learner import Learner, Local, Text, batches, federate, perplexity, pool, rounded
+from tests.bench.federated_drift import Drift
+from tests.bench.federated_learner import Learner, Local, Text, batches, perplexity, pool, rounded
+from tests.bench.federated_rounds import Federation, federate
 from tests.pico import pico_config
+from tests.reproductions.server_in_memory import Server
 
 pytestmark = pytest.mark.slow  # no part of the product
 
@@ -56,9 +61,9 @@ def test_one_facility_and_the_plain_mean_are_training_that_is_rounded_every_roun
 
 
 def test_twice_the_same_facility_is_one(model, text: Text, monkeypatch: pytest.MonkeyPatch):
-    from tests.bench import federated_learner
+    from tests.bench import federated_rounds
 
-    monkeypatch.setattr(federated_learner, "batches", lambda blocks, size, seed: batches(blocks, size, 7))
+    monkeypatch.setattr(federated_rounds, "batches", lambda blocks, size, seed: batches(blocks, size, 7))
     settings = {
         "rounds": 2,
         "steps": 2,
@@ -86,3 +91,70 @@ def test_the_proximal_term_keeps_the_model_near(model, text: Text):
         return sum(float((p.detach() - q.detach()).square().sum()) for p, q in pairs)
 
     assert moved(10.0) < 0.8 * moved(0.0)
+
+
+@pytest.mark.parametrize("local", [{"control": 1.0}, {"first_moments": "mean"}])
+def test_what_brings_facilities_together_changes_nothing_where_all_are_the_same(model, text, monkeypatch, local):
+    from tests.bench import federated_rounds
+
+    monkeypatch.setattr(federated_rounds, "batches", lambda blocks, size, seed: batches(blocks, size, 7))
+    ends = [
+        federate(
+            model,
+            {"a": text, "b": text},
+            rounds=3,
+            steps=2,
+            local=dataclasses.replace(LOCAL, optimizer_state="shared", **(local if on else {})),
+            seed=1,
+            evaluate_rounds=set(),
+            aggregation=AggregationSettings(rule="nesterov"),
+        ).perplexities[-1]["a"]
+        for on in (False, True)
+    ]
+    assert ends[0] == pytest.approx(ends[1], rel=1e-4)
+
+
+def test_momentum_within_rounds_walks_on_in_the_direction_of_the_last_round(model, text: Text):
+    local = dataclasses.replace(LOCAL, along=0.5)
+    drift, learner = Drift(local), Learner(model, batches(text.train, 4, 1), local, 12)
+    start = rounded(learner.parameters)
+    drift.moved(start, [value + 0.25 for value in start], rates=2.0)
+    drift.begin("a", learner, round=3)  # momentum 3 / 6
+    assert all(torch.allclose(value, torch.full_like(value, 0.5 * 0.25 / 2)) for value in learner.shift)
+
+
+def test_corrections_of_drift_sum_to_zero_over_the_facilities(model, text: Text):
+    local = dataclasses.replace(LOCAL, control=1.0)
+    drift = Drift(local)
+    learners = {who: Learner(model, batches(text.train, 4, n), local, 12) for n, who in enumerate("abc")}
+    start = rounded(next(iter(learners.values())).parameters)
+    weights = {"a": 3.0, "b": 3.0, "c": 6.0}
+    for round in range(2):
+        for who, learner in learners.items():
+            learner.load(start)
+            drift.begin(who, learner, round)
+            learner.train(3)
+        drift.end(start, learners, weights)
+    for who, learner in learners.items():
+        drift.begin(who, learner, 2)
+    for number, _ in enumerate(start):
+        total = sum(weights[who] * learner.shift[number] for who, learner in learners.items())
+        largest = max(float(learner.shift[number].abs().max()) for learner in learners.values())
+        assert float(total.abs().max()) <= 1e-4 * max(largest, 1e-6) * 12
+
+
+def test_a_late_facility_delivers_every_other_round_what_it_began_in_the_one_before(model, text: Text):
+    federation = Federation(
+        model,
+        {"a": text, "b": text},
+        rounds=4,
+        steps=2,
+        local=LOCAL,
+        server=Server(AggregationSettings(rule="mean")),
+        seed=1,
+        unlike="late",
+    )
+    seen = []
+    for number in range(1, 5):
+        seen.append(sorted(federation.train(number)))
+    assert seen == [["b"], ["a", "b"], ["b"], ["a", "b"]]
