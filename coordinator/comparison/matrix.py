@@ -23,6 +23,10 @@ MASKED = (
     "Models of single facilities are there in the rows of their own data alone: with privacy.secure_aggregation nobody "
     "but the facility has seen them, and it evaluated them itself."
 )
+OWN_UPDATE, TRAINED_ALONE = "its own last update", "training alone"
+"""What a facility has of its own to compare the global model with."""
+SHADES = "; the stronger the colour, the better within its row"
+"""Of the caption: for a matrix that is drawn."""
 Row = dict[str, Any]
 
 
@@ -59,7 +63,9 @@ def matrix(archive: Archive, settings: Mapping[str, Any], names: Sequence[str]) 
             for name in names
             for one in account.tasks.get(name, [])
         ],
-        "verdicts": [line for name in names for line in _verdicts(name, account.figures.get(name, []), held_out)],
+        "summary": _summary(account.figures),
+        "verdicts": [line for name in names for line in _verdicts(name, account.figures.get(name, []))]
+        + [line for name in names for line in forgotten(account.figures.get(name, []), held_out)],
         "gaps": {name: shown(reason) for name, reason in account.gaps.items()},
         "alone": _alone(account),
         "complete": account.over,
@@ -73,10 +79,7 @@ def _caption(*, masked: bool) -> str:
     models = (
         "the initial model, every facility's own last update, models trained alone for as many tokens, and the global"
     )
-    text = (
-        f"Perplexity on each facility's validation data (rows) of {models} model; the stronger the colour, the better "
-        f"within its row. Intervals: {METHOD}."
-    )
+    text = f"Perplexity on each facility's validation data (rows) of {models} model{SHADES}. Intervals: {METHOD}."
     return f"{text} {MASKED}" if masked else text
 
 
@@ -112,19 +115,50 @@ def _cell(name: str, figure: Row, held_out: str) -> Row | None:
     }
 
 
-def _verdicts(name: str, figures: Sequence[Row], held_out: str) -> list[str]:
-    """In sentences: the global model against this facility's own ones, and what was forgotten."""
+def _against_own(name: str, figures: Sequence[Row]) -> dict[str, Mapping[str, float]]:
+    """By what a facility has of its own: how the global model's loss on its data differs from that one's."""
     own = {one["model"]: one for one in figures if not one["held_out"]}
-    lines = []
-    for folder, what in ((f"{UPDATE_OF}{name}", "its own last update"), (f"{ALONE_OF}{name}", "training alone")):
+    found: dict[str, Mapping[str, float]] = {}
+    for folder, what in ((f"{UPDATE_OF}{name}", OWN_UPDATE), (f"{ALONE_OF}{name}", TRAINED_ALONE)):
         if (one := own.get(folder)) is not None and (less := one["against"].get(GLOBAL)) is not None:
-            lines.append(f"{name}: on its data the global model is {_compared(_negated(less), what)}.")
-    for one in figures:
-        if one["held_out"] and one["model"] == GLOBAL and (less := one["against"].get(INITIAL)) is not None:
-            lines.append(
-                f"{held_out}, which nobody trained on: the global model is {_compared(less, 'the initial one')}."
-            )
+            found[what] = _negated(less)
+    return found
+
+
+def _verdicts(name: str, figures: Sequence[Row]) -> list[str]:
+    """In sentences: the global model against this facility's own ones."""
+    differences = _against_own(name, figures).items()
+    return [f"{name}: on its data the global model is {_compared(less, what)}." for what, less in differences]
+
+
+def forgotten(figures: Sequence[Row], held_out: str) -> list[str]:
+    """In sentences: the global model against the initial one on data that nobody trained on."""
+    found = {one["model"]: one["against"] for one in figures if one["held_out"]}
+    less = found.get(GLOBAL, {}).get(INITIAL)
+    if less is None and (more := found.get(INITIAL, {}).get(GLOBAL)) is not None:
+        less = _negated(more)
+    if less is None:
+        return []
+    return [f"{held_out}, which nobody trained on: the global model is {_compared(less, 'the initial one')}."]
+
+
+def _summary(figures: Mapping[str, Sequence[Row]]) -> list[str]:
+    """On the data of how many facilities the global model is better or worse than their own ones."""
+    differences = [_against_own(name, own) for name, own in figures.items()]
+    lines = []
+    for what in (TRAINED_ALONE, OWN_UPDATE):
+        found = [_direction(one[what]) for one in differences if what in one]
+        if found:
+            told = ", ".join(f"{words} at {found.count(words)}" for words in ("better", "worse", "not told apart"))
+            noun = "facility" if len(found) == 1 else "facilities"
+            lines.append(f"The global model against {what}, on the data of {len(found)} {noun}: {told}.")
     return lines
+
+
+def _direction(less: Mapping[str, float]) -> str:
+    if less["low"] <= 0 <= less["high"]:
+        return "not told apart"
+    return "worse" if less["low"] > 0 else "better"
 
 
 def _negated(less: Mapping[str, float]) -> dict[str, float]:
@@ -134,10 +168,9 @@ def _negated(less: Mapping[str, float]) -> dict[str, float]:
 def _compared(less: Mapping[str, float], what: str) -> str:
     """A difference of losses to the model `what`, in words and in nats per token."""
     ends = f"[{less['low']:+.4f}, {less['high']:+.4f}]"
-    if less["low"] <= 0 <= less["high"]:
-        return f"not told apart from {what}: {less['value']:+.4f} nats per token {ends}"
-    words = "worse" if less["low"] > 0 else "better"
-    return f"{words} than {what}: {less['value']:+.4f} nats per token {ends}"
+    words = _direction(less)
+    joined = f"{words} from {what}" if words == "not told apart" else f"{words} than {what}"
+    return f"{joined}: {less['value']:+.4f} nats per token {ends}"
 
 
 def _alone(account: Account) -> dict[str, Row]:

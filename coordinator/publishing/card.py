@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from coordinator.archive.summary import has_accuracy
 from coordinator.config.federation import Federation
 from coordinator.publishing.names import public_names
 from coordinator.report.markdown import table
@@ -16,8 +17,8 @@ SEEN = "Updates were sent as model weights to the coordinator, which can see eac
 NO_GUARANTEE = "no differential privacy was applied, so that a published model may reproduce what it was trained on."
 
 
-def model_card(federation: Federation, data: Mapping[str, Any]) -> ModelCard:
-    """Of the final model; `data` is the report's."""
+def model_card(federation: Federation, data: Mapping[str, Any], files: Mapping[str, str]) -> ModelCard:
+    """Of the published model; `data` is the report's, `files` has the SHA-256 of the files with its weights."""
     names = public_names(federation)
     title = federation.title or federation.name
     languages = sorted({language for one in federation.facilities for language in one.public.languages})
@@ -27,44 +28,63 @@ def model_card(federation: Federation, data: Mapping[str, Any]) -> ModelCard:
         language=languages or None,
         license=federation.license or None,
         library_name="peft" if federation.training.lora.rank else "transformers",
-        pipeline_tag="text-generation",
+        pipeline_tag=_task_type(data),
         tags=["federated-learning", "crossfed"],
         eval_results=evaluations(data, names) or None,
     )
-    return ModelCard(f"---\n{card.to_yaml()}\n---\n\n{_text(federation, data, names, title)}")
+    return ModelCard(f"---\n{card.to_yaml()}\n---\n\n{_text(federation, data, names, title, files)}")
 
 
 def evaluations(data: Mapping[str, Any], names: Mapping[str, str]) -> list[EvalResult]:
-    """Perplexity of the final model on each facility's validation data, and the scores of tasks."""
+    """Perplexity of the published model on each facility's validation data, and its scores on tasks.
+
+    `dataset_config` is who evaluated: results that differ in nothing else would be taken for figures of one data set.
+    """
     found = [
         EvalResult(
-            task_type="text-generation",
+            task_type=_task_type(data),
             dataset_type="private",
-            dataset_name=f"validation data of {names.get(row['facility'], 'a facility')}",
+            dataset_config=(where := names.get(row["facility"], "a facility")),
+            dataset_name=f"validation data of {where}",
             metric_type="perplexity",
             metric_value=round(row["perplexity_received"], 4),
         )
-        for row in data["final_evaluation"]
+        for row in _received(data)
         if row["status"] == "ok" and row["perplexity_received"] is not None
     ]
-    last = max((one["round"] for one in data["tasks"]), default=None)
+    after = data["model_round"] + 1
     return found + [
         EvalResult(
-            task_type="text-generation",
-            dataset_type=one["task"],
-            dataset_name=one["task"],
+            task_type=_task_type(data),
+            dataset_type="private" if one["task"] == "validation" else one["task"],
+            dataset_config=(where := names.get(one["facility"], one["facility"])),
+            dataset_name=f"validation data of {where}" if one["task"] == "validation" else one["task"],
             metric_type=one["metric"],
             metric_value=one["value"],
         )
         for one in data["tasks"]
-        if one["round"] == last
+        if one["round"] == after
     ]
 
 
-def _text(federation: Federation, data: Mapping[str, Any], names: Mapping[str, str], title: str) -> str:
-    head, records = data["headline"], data["similarity"]
-    rule = f"{records[-1]['rule']} with server optimizer {records[-1]['server_optimizer']}" if records else "mean"
+def _received(data: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """What the facilities found of the published model as they received it."""
+    after = data["model_round"] + 1
+    later = [entry["facilities"] for entry in data["rounds"] if entry["round"] == after]
+    return later[0] if later else data["final_evaluation"]
+
+
+def _task_type(data: Mapping[str, Any]) -> str:
+    """Classifiers alone tell a share of right answers."""
+    return "image-classification" if has_accuracy(data) else "text-generation"
+
+
+def _text(
+    federation: Federation, data: Mapping[str, Any], names: Mapping[str, str], title: str, files: Mapping[str, str]
+) -> str:
+    head = data["headline"]
     base = federation.base_model or "a model of the federation's own"
+    results = evaluations(data, names)
     lines = [
         f"# {title}",
         "",
@@ -72,12 +92,17 @@ def _text(federation: Federation, data: Mapping[str, Any], names: Mapping[str, s
         f"facility trained on data that it did not give away, and a coordinator aggregated the updates.",
         "",
         f"- facilities: {', '.join(names.values())}",
-        f"- rounds: {head['rounds']}; tokens: {head['tokens']:,}; aggregation: {rule}",
-        f"- SHA-256 of the weights: `{_final(data)}`",
+        f"- rounds: {head['rounds']}; tokens: {head['tokens']:,}; aggregation: {rule_of(data['similarity'])}",
+        *_of_which_round(data),
+        *(f"- SHA-256 of `{name}`: `{digest}`" for name, digest in files.items()),
+        f"- in the federation's records, the crate and `reproduce.md` this model is `{model_digest(data)}`",
         "",
         "## Evaluation",
         "",
-        *table(["data", "perplexity"], [[one.dataset_name, one.metric_value] for one in evaluations(data, names)]),
+        *table(
+            ["data", "evaluated at", "metric", "value"],
+            [[one.dataset_name, one.dataset_config, one.metric_type, number(one.metric_value)] for one in results],
+        ),
         *_matrix(data, names),
         "## Privacy",
         "",
@@ -193,6 +218,30 @@ def _people(federation: Federation) -> list[str]:
     return [*(people or ["- not stated"]), *(f"- Funding: {one}" for one in federation.funding), ""]
 
 
-def _final(data: Mapping[str, Any]) -> str:
-    models = [one for one in data["artefacts"] if "model" in one["name"]]
-    return str(models[-1]["sha256"]) if models else "unknown"
+def _of_which_round(data: Mapping[str, Any]) -> list[str]:
+    """A line where this is not the model of the last round."""
+    number, last = data["model_round"], len(data["rounds"]) - 1
+    which = f"after round {number}" if number >= 0 else "that the federation began with"
+    return [f"- this is the model {which}, the best of the {last + 1} rounds"] if number < last else []
+
+
+def rule_of(records: Sequence[Mapping[str, Any]]) -> str:
+    """How updates were aggregated in the last round."""
+    if not records:
+        return "mean"
+    rule, optimizer = records[-1]["rule"], records[-1]["server_optimizer"]
+    return rule if optimizer in ("", "plain") else f"{rule} with server optimizer {optimizer}"
+
+
+def model_digest(data: Mapping[str, Any]) -> str:
+    """Of the published model, as the archive's manifest has it."""
+    return named_digests(data)[model_name(data["model_round"])]
+
+
+def model_name(number: int) -> str:
+    """What the report's artefacts call the model that a round made; -1: the initial one."""
+    return f"global model after round {number}" if number >= 0 else "initial model"
+
+
+def named_digests(data: Mapping[str, Any]) -> dict[str, str]:
+    return {one["name"]: one["sha256"] for one in data["artefacts"]}

@@ -145,7 +145,7 @@ def _actions(
                 "instrument": {"@id": workflow.id},
                 "object": [{"@id": initial.id}, *({"@id": one.id} for one in files.values() if "federation" in one.id)],
                 "result": [
-                    {"@id": models[max(models)].id},
+                    {"@id": models[data["model_round"]].id},
                     *({"@id": f.id} for p, f in files.items() if "report" in p),
                 ],
                 "actionStatus": {"@id": _status(data["stopped"] is None)},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from coordinator.config.federation import Federation
@@ -15,8 +16,18 @@ def public_names(federation: Federation) -> dict[str, str]:
     }
 
 
+SHORT = 4
+"""Characters of a name that many words contain: it is replaced where it stands alone, longer ones everywhere."""
+
+
 def renamed(text: str, names: Mapping[str, str]) -> str:
     """Text in which every facility has its published name: long names first, so that none is a part of another."""
-    for name in sorted(names, key=len, reverse=True):
-        text = text.replace(name, names[name])
-    return text
+    if not names:
+        return text
+    parts = [_pattern(name) for name in sorted(names, key=len, reverse=True)]
+    return re.sub("|".join(parts), lambda found: names[found[0]], text)
+
+
+def _pattern(name: str) -> str:
+    literal = re.escape(name)
+    return rf"(?<![A-Za-z0-9]){literal}(?![A-Za-z0-9])" if len(name) <= SHORT else literal

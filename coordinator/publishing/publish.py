@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,9 +18,11 @@ from coordinator.publishing.reproduce import write_reproduction
 from coordinator.publishing.sbom import bill_of_materials
 from coordinator.report.make import data_of
 from coordinator.report.page import page
+from coordinator.report.redaction import published
+from facility.exchange.checkpoints.companions import FOLDERS
 from facility.exchange.errors import InputError
 from facility.exchange.files.durable import new_directory, write_json, write_text
-from facility.exchange.messages.manifest import verify_manifest
+from facility.exchange.messages.manifest import read_manifest, verify_manifest
 
 PRIVATE = ("versions", "devices", "reason")
 """Keys of a facility's row that an unnamed facility keeps to itself."""
@@ -38,8 +41,8 @@ def publish(file: Path, out: Path) -> Path:
     names = public_names(federation)
     shown = anonymous(data, names)
     with new_directory(out) as folder:
-        shutil.copytree(model, folder / "model", ignore=shutil.ignore_patterns("manifest.json"))
-        model_card(federation, data).save(folder / "model" / "README.md")
+        shutil.copytree(model, folder / "model", ignore=shutil.ignore_patterns("manifest.json", *FOLDERS))
+        model_card(federation, data, digests(model)).save(folder / "model" / "README.md")
         crate = folder / "crate"
         write_reproduction(crate, federation, names, shown | {"rounds": data["rounds"], "artefacts": data["artefacts"]})
         write_text(crate / "report.html", page(shown))
@@ -51,6 +54,16 @@ def publish(file: Path, out: Path) -> Path:
     return out
 
 
+def digests(model: Path) -> dict[str, str]:
+    """SHA-256 of the files with weights, as `sha256sum` prints it, by their names in the published folder."""
+    files = read_manifest(model).files
+    return {
+        name: one.sha256
+        for name, one in sorted(files.items())
+        if name.endswith(".safetensors") and name.partition("/")[0] not in FOLDERS
+    }
+
+
 def anonymous(data: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     """The report's data with published names, and without the reasons, devices and versions of unnamed facilities."""
     unnamed = {name for name, shown in names.items() if name != shown}
@@ -60,11 +73,20 @@ def anonymous(data: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, An
         for row in entry["facilities"]:
             if row["facility"] in unnamed:
                 row.update({key: type(row[key])() for key in PRIVATE if key in row})
+    for entry in copied["rounds"]:
+        entry["changes"] = [_without_paths(line) for line in entry.get("changes", [])]
+    copied["remarks"] = [_without_paths(line) for line in copied["remarks"]]
     for one in copied["failures"]:
         one["reason"] = "" if one["facility"] in unnamed or not one["facility"] else one["reason"]
     copied["versions"] = {who: told for who, told in copied["versions"].items() if who not in unnamed}
-    result = _renamed(copied, names)
+    named = {name: name == shown for name, shown in names.items()}
+    result = _renamed(copied | {"settings": published(copied["settings"], named)}, names)
     return result | {"model": None, "stopped": data["stopped"] and "see the federation"}
+
+
+def _without_paths(line: str) -> str:
+    """A sentence with the last part only of each path in it."""
+    return re.sub(r"(?<![\w.])[~.]{0,2}(/[^\s/,;:'\")]+)+", lambda path: f"…/{path[0].rsplit('/', 1)[1]}", line)
 
 
 def _renamed(value: Any, names: Mapping[str, str]) -> Any:

@@ -2,23 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from coordinator.config.federation import Federation
+from coordinator.publishing.card import model_digest, named_digests
 from facility import __version__
 
-DROPPED = ("archive", "workdir", "notify", "facilities", "model", "creators", "funding", "training")
-"""Keys of federation.yml that a reproduction sets itself or does not need."""
+KEPT = {
+    "title": (),
+    "license": (),
+    "base_model": (),
+    "pretrained": (),
+    "rounds": ("deadline", "node_hours"),
+    "groups": (),
+    "seed": (),
+    "minimum_facilities": (),
+    "come_backs": (),
+    "final_evaluation": (),
+    "aggregation": ("allowed_signers",),
+    "sending": ("signing_key", "valid_hours"),
+    "claims": (),
+    "stop": (),
+    "privacy": ("peer_signers",),
+    "trainer": (),
+}
+"""Keys of federation.yml that decide what the weights are, each without those that name keys of the people who ran it.
+Datasets, deployments, evaluations, trackers and messages are not among them."""
 
 
 def local_federation(federation: Federation, names: Mapping[str, str], data: Mapping[str, Any]) -> str:
     """The federation with every facility on one machine: model in `model/`, datasets in `datasets/NAME/`."""
     raw = yaml.safe_load(federation.file.read_text())
-    kept = {key: value for key, value in raw.items() if key not in DROPPED}
+    kept = {key: _without(raw[key], left_out) for key, left_out in KEPT.items() if key in raw}
     ranks = {
         row["facility"]: row["ranks"]
         for entry in data["rounds"]
@@ -27,44 +47,62 @@ def local_federation(federation: Federation, names: Mapping[str, str], data: Map
     }
     facilities = []
     for one in raw["facilities"]:
-        training = dict(one.get("training") or {})
+        training = _portable(one.get("training") or {})
         if one["name"] in ranks:
             training["ranks"] = ranks[one["name"]]
         name = names[one["name"]].replace(" ", "-")
         facilities.append(
-            {"name": name, "dataset": f"../datasets/{name}"} | ({"training": training} if training else {})
+            {"name": name, "dataset": f"../datasets/{name}"}
+            | ({"training": training} if training else {})
+            | ({"trainer": one["trainer"]} if one.get("trainer") else {})
         )
-    described = {"name": raw["name"], "model": "../model"} | {key: kept[key] for key in kept if key != "name"}
+    described = {"name": raw["name"], "model": "../model"} | kept
     described |= {"archive": "../archive", "workdir": "../work"}
-    described |= {"training": raw["training"]} if raw.get("training") else {}
+    described |= {"training": _portable(raw["training"])} if raw.get("training") else {}
     return yaml.safe_dump(described | {"facilities": facilities}, sort_keys=False, allow_unicode=True)
+
+
+def _portable(training: Mapping[str, Any]) -> dict[str, Any]:
+    """A facility's settings of training without paths of its machines: a base model by its name, no plan."""
+    told = dict(training)
+    if isinstance(lora := told.get("lora"), dict) and lora.get("base"):
+        told["lora"] = lora | {"base": os.path.basename(str(lora["base"]).rstrip("/"))}
+    if isinstance(layout := told.get("layout"), dict):
+        told["layout"] = {key: value for key, value in layout.items() if key != "plan"}
+    return told
+
+
+def _without(value: Any, left_out: Sequence[str]) -> Any:
+    """A section without some of its keys."""
+    return {key: one for key, one in value.items() if key not in left_out} if isinstance(value, dict) else value
 
 
 def instructions(federation: Federation, names: Mapping[str, str], data: Mapping[str, Any]) -> str:
     """Text of reproduce.md. Its commands run as written in the folder of the crate."""
-    artefacts = {one["name"]: one["sha256"] for one in data["artefacts"]}
+    artefacts = named_digests(data)
     initial = artefacts.get("initial model", "")
     done = len(data["rounds"])
-    final = artefacts.get(f"global model after round {done - 1}", "")
     versions = data["versions"]
+    differs = unrepeatable(federation, names, data)
     lines = [
         f"# Making {federation.title or federation.name} again",
         "",
-        f"The federation ran {done} rounds with seed {federation.seed}. With the same initial model, datasets, "
-        "versions and kind of processor, the commands below give the same weights, bit for bit.",
+        f"The federation ran {done} rounds with seed {federation.seed}.",
+        *_promise(differs),
         "",
         "## What is needed",
         "",
-        f"- in `model/`: the initial model, whose weights have SHA-256 `{initial}`"
+        "- in `model/`: the initial model with its `manifest.json` (`crossfed model` writes one); `python -m "
+        f"coordinator.publishing.digest model` prints `{initial}`"
         + (f" ({federation.base_model})" if federation.base_model else ""),
         *(
             f"- in `datasets/{names[one.name].replace(' ', '-')}/`: the prepared dataset of {names[one.name]}"
             + _digests(data, one.name)
             for one in federation.facilities
         ),
+        *_bases(federation),
         "",
-        "Datasets stay at their facilities: to reproduce this, have access to them, or asks the facilities to run "
-        "their part.",
+        "Datasets stay at their facilities: making the model again takes access to them, or the facilities' help.",
         "",
         *_about_names(names),
         "## Versions",
@@ -78,14 +116,62 @@ def instructions(federation: Federation, names: Mapping[str, str], data: Mapping
         "```bash",
         f"crossfed --version    # {__version__}",
         "crossfed run --quiet --federation workflow/federation.yml",
-        f"python -m coordinator.publishing.digest archive/round-{done - 1:04d}/model --expect {final}",
+        _last_command(data, compared=not differs),
         "```",
         "",
-        "The last command prints the digest of the weights and fails where it differs from the published one. On other "
-        "processors, or with another number of ranks, results agree up to rounding only.",
+        "The last command prints the digest of the weights"
+        + ("" if differs else " and fails where it differs from the published one")
+        + f"; that of the published model is `{model_digest(data)}`. On other processors, or with another number of "
+        "ranks, results agree up to rounding only.",
         "",
     ]
     return "\n".join(lines)
+
+
+def _last_command(data: Mapping[str, Any], *, compared: bool) -> str:
+    number = data["model_round"]
+    place = f"archive/round-{number:04d}/model" if number >= 0 else "archive/initial/model"
+    expected = f" --expect {model_digest(data)}" if compared else ""
+    return f"python -m coordinator.publishing.digest {place}{expected}"
+
+
+def _promise(differs: Sequence[str]) -> list[str]:
+    """What the commands give."""
+    same = "With the same initial model, datasets, versions and kind of processor, the commands below"
+    if not differs:
+        return [f"{same} give the same weights, bit for bit."]
+    return [
+        f"{same} run the same federation again, but not to the same bits, for they do not repeat this:",
+        "",
+        *(f"- {line}" for line in differs),
+    ]
+
+
+def unrepeatable(federation: Federation, names: Mapping[str, str], data: Mapping[str, Any]) -> list[str]:
+    """What happened in the run that its settings alone do not bring about again, in sentences."""
+    found = []
+    for entry in data["rounds"]:
+        out = [names.get(row["facility"], "a facility") for row in entry["facilities"] if row["status"] != "ok"]
+        if out:
+            found.append(f"round {entry['round']} was aggregated without {', '.join(out)}")
+        late = [names.get(row["facility"], "a facility") for row in entry["facilities"] if row.get("staleness")]
+        if late:
+            found.append(f"in round {entry['round']} updates for earlier rounds were used, of {', '.join(late)}")
+        lost = [names.get(row["facility"], "a facility") for row in entry["facilities"] if row.get("note")]
+        if lost:
+            found.append(f"in round {entry['round']} replicas were lost, at {', '.join(lost)}")
+        if entry.get("changes"):
+            found.append(f"federation.yml was changed before round {entry['round']} (`history.json` says how)")
+        if entry.get("next_steps_reason", "").startswith("moved"):
+            found.append(f"from round {entry['round'] + 1} on facilities took numbers of steps that follow their speed")
+    if data["model_round"] < len(data["rounds"]) - 1:
+        found.append("a deadline or a budget ended the run, and the best of its models was published")
+    planned = [names[one.name] for one in federation.facilities if one.training.layout.plan]
+    if planned:
+        found.append(f"the ranks of {', '.join(planned)} followed a plan for devices of its own")
+    if federation.privacy is not None and federation.privacy.differential is not None:
+        found.append("the noise of differential privacy comes from the operating system and is drawn anew")
+    return found
 
 
 def _digests(data: Mapping[str, Any], name: str) -> str:
@@ -95,6 +181,15 @@ def _digests(data: Mapping[str, Any], name: str) -> str:
                 told = (f"{split}.npy `{one['sha256']}`" for split, one in row["dataset"]["splits"].items())
                 return f" ({', '.join(told)})"
     return ""
+
+
+def _bases(federation: Federation) -> list[str]:
+    """Base models that do not travel: where the trainer looks for them."""
+    found = {os.path.basename(one.training.lora.base.rstrip("/")) for one in federation.facilities}
+    return [
+        f"- as `{name}` in the folder that `$CROSSFED_HOME` names: the base model of the adapters"
+        for name in sorted(filter(None, found))
+    ]
 
 
 def _about_names(names: Mapping[str, str]) -> list[str]:

@@ -8,7 +8,6 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 from coordinator.archive.journal import Entry, Journal
@@ -16,7 +15,7 @@ from coordinator.archive.privacy import latest_privacy, summary_of
 from coordinator.archive.rounds import Archive
 from coordinator.archive.summary import remarks, shown, summary
 from coordinator.comparison.account import read_account
-from coordinator.comparison.matrix import matrix
+from coordinator.comparison.matrix import SHADES, matrix
 from coordinator.report.cost import costs, with_waiting
 from coordinator.report.predictions import predictions
 from coordinator.report.timeline import Segment, segments, totals
@@ -50,6 +49,7 @@ def gather(archive: Archive, *, federation: str, settings: Mapping[str, Any], ca
         "rounds_wanted": settings.get("rounds", 0),
         "stopped": rounds["stopped"],
         "model": rounds["model"],
+        "model_round": len(rounds["rounds"]) - 1 if rounds["best_round"] is None else rounds["best_round"],
         "rounds": rounds["rounds"],
         "final_evaluation": rounds["final_evaluation"],
         "curves": _curves(rounds, names),
@@ -145,7 +145,7 @@ def comparison(rounds: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any
     data = [name for name in names if any(one["data"] == name for one in cells)]
     caption = (
         "Perplexity on each facility's validation data (rows) of the initial model, the facility's own last update "
-        "and the final global model; darker is better within a row."
+        f"and the final global model{SHADES}."
     )
     return {"data": data, "models": models, "cells": cells, "caption": caption} if len(models) > 1 else {}
 
@@ -202,7 +202,7 @@ def _similarity(archive: Archive) -> list[Row]:
         result.append(
             {
                 "round": entry.round,
-                "rule": record.get("rule", ""),
+                "rule": record.get("combiner") or record.get("rule", ""),
                 "server_optimizer": record.get("outer", ""),
                 "participants": [
                     {key: one.get(key) for key in ("facility", "weight", "norm", "cosine_to_mean", "cosines")}
@@ -297,15 +297,3 @@ def _headline(data: Mapping[str, Any], rows: Sequence[Row], found: Sequence[Segm
         "bytes": sum(one["to_bytes"] + one["from_bytes"] for one in data["traffic"].values()),
         "failures": len(data["failures"]),
     } | data["cost"]["total"]
-
-
-def redacted(value: Any) -> Any:
-    """Settings as they may be shown: no hosts, users, keys, addresses or paths of a person's machine."""
-    secret = ("notify", "host", "user", "key", "passphrase_file", "known_hosts", "renew", "tunnel", "transfer", "jump")
-    if isinstance(value, dict):
-        return {name: redacted(one) for name, one in value.items() if name not in secret and one not in (None, "")}
-    return [redacted(one) for one in value] if isinstance(value, list | tuple) else _plain(value)
-
-
-def _plain(value: Any) -> Any:
-    return str(value) if isinstance(value, Path) else value

@@ -8,7 +8,8 @@ from typing import Any
 
 from coordinator.archive.rounds import Archive
 from coordinator.config.federation import Federation, read_federation
-from coordinator.report.data import gather, redacted
+from coordinator.report.data import gather
+from coordinator.report.redaction import redacted
 from coordinator.report.write import FORMATS, write_report
 from facility.exchange.errors import InputError
 

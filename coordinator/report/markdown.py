@@ -7,6 +7,7 @@ from typing import Any
 
 from coordinator.archive.masked_rounds import masked_sentence
 from coordinator.archive.summary import accuracies, any_late, has_accuracy, shown
+from coordinator.comparison.matrix import SHADES
 from coordinator.report.page import any_waited, cell, figures, normal_interval, number, outliers, size, span, used_kinds
 
 
@@ -18,6 +19,7 @@ def markdown(data: Mapping[str, Any]) -> str:
     lines += [*(f"- {_cell(line)}" for line in data["remarks"]), ""] if data["remarks"] else []
     lines += rounds(data)
     lines += matrix(data) if data["matrix"].get("cells") else []
+    lines += tasks(data)
     kinds = used_kinds(data)
     times = [
         [name, *(span(sums[kind]) if kind in sums else "" for kind in kinds), span(sums["idle"])]
@@ -33,17 +35,22 @@ def markdown(data: Mapping[str, Any]) -> str:
             *([number(one["waited_node_hours"])] if waiting else []),
             number(one["gpu_hours"]),
             number(one["kwh"]),
-            one["energy_source"],
+            one["energy_source"] or ("no counter" if one["rounds"] else ""),
+            *([number(one["co2e_kg"])] if data["cost"]["carbon_g_per_kwh"] else []),
         ]
         for name, one in data["cost"]["facilities"].items()
     ]
     lost = ["of these waiting for a model"] if waiting else []
-    lines += ["## Cost", "", *table(["facility", "node-hours", *lost, "GPU-hours", "kWh", "measured by"], used)]
+    head = ["facility", "node-hours", *lost, "GPU-hours", "kWh", "measured by"]
+    head += ["kg CO₂e"] if data["cost"]["carbon_g_per_kwh"] else []
+    lines += ["## Cost", "", *table(head, used)]
     lines += [*memory(data), *privacy(data)]
     odd = [[one["round"], one["facility"], one["done"], one["reason"]] for one in outliers(data)]
     lines += ["## Outliers", "", *table(["round", "facility", "what aggregation did", "why"], odd)]
     failed = [[one["round"], one["facility"], one["status"], one["reason"], one["done"]] for one in data["failures"]]
     lines += ["## Failures", "", *table(["round", "facility", "what", "reason", "what was done"], failed)]
+    versions = [[name, ", ".join(f"{key} {one}" for key, one in of.items())] for name, of in data["versions"].items()]
+    lines += ["## Versions", "", *table(["where", "packages"], versions)]
     digests = [[one["name"], f"`{one['sha256']}`"] for one in data["artefacts"]]
     lines += ["## Artefacts", "", *table(["what", "SHA-256"], digests)]
     return "\n".join(lines).rstrip() + "\n"
@@ -119,13 +126,24 @@ def privacy(data: Mapping[str, Any]) -> list[str]:
     return ["## Privacy", "", *(table(titles, budgets) if budgets else []), *masks] if budgets or masks else []
 
 
+def tasks(data: Mapping[str, Any]) -> list[str]:
+    """The section with scores of the models that rounds received; nothing where no task was evaluated."""
+    rows = [
+        [one["round"], one["facility"], one["task"], one["metric"], number(one["value"]), number(one["stderr"])]
+        for one in data["tasks"]
+    ]
+    head = ["received in round", "where", "task", "metric", "value", "standard error"]
+    return ["## Tasks", "", *table(head, rows)] if rows else []
+
+
 def matrix(data: Mapping[str, Any]) -> list[str]:
     """The section that compares models on each facility's data."""
     models = data["matrix"]["models"]
     shown_rows = [[row, *(cell(data, row, model) for model in models)] for row in data["matrix"]["data"]]
     lines = ["## Data × model (perplexity)", "", *table(["data", *models], shown_rows)]
-    lines += [_cell(data["matrix"].get("caption", "")), ""]
-    lines += [f"- {_cell(line)}" for line in data["matrix"].get("verdicts", [])] + [""]
+    lines += [_cell(data["matrix"].get("caption", "").replace(SHADES, "")), ""]
+    told = [*data["matrix"].get("summary", []), *data["matrix"].get("verdicts", [])]
+    lines += [f"- {_cell(line)}" for line in told] + [""]
     gaps = data["matrix"].get("gaps", {})
     lines += [f"- **{_cell(name)}:** {_cell(reason)}" for name, reason in gaps.items()] + [""]
     scores = [

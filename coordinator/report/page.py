@@ -263,6 +263,8 @@ def number(value: float | None) -> str:
     """At most three decimals, one from 100 on; '' for what is not known."""
     if value is None:
         return ""
+    if value == 0:
+        return "0"
     if 0 < abs(value) < 0.1:
         return f"{value:.3g}"
     return plain_number(value) if value < 100 else f"{value:,.1f}" if value < 1e4 else f"{value:,.0f}"

@@ -14,7 +14,8 @@ from coordinator.archive.rounds import Archive
 from coordinator.archive.summary import remarks, shown, summary, table
 from coordinator.config.settings import read_coordinator_settings
 from coordinator.events.event import emit
-from coordinator.report.data import gather, redacted
+from coordinator.report.data import gather
+from coordinator.report.redaction import redacted
 from coordinator.report.write import write_report
 from facility.exchange.errors import exit_on_error
 from facility.exchange.files.durable import write_json

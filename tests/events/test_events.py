@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 from pathlib import Path
 
 import pytest
 
+from coordinator.archive.journal import KINDS as JOURNAL_KINDS
 from coordinator.events.event import VARIABLE, Event, emit, failures_of, quoted
 from coordinator.events.follow import EventFile, read_event
 from facility.exchange.errors import InputError
+from tests.conftest import ROOT
 
 
 @pytest.fixture
@@ -107,3 +110,9 @@ def test_a_steps_failure_is_told_and_goes_on(events: EventFile, error: Exception
 def test_an_earlier_runs_file_is_not_read(tmp_path: Path):
     (tmp_path / "events.jsonl").write_text('{"kind": "executing", "step": "/start"}\n')
     assert list(EventFile(tmp_path / "events.jsonl").new()) == [] and os.listdir(tmp_path) == ["events.jsonl"]
+
+
+def test_every_kind_of_entry_is_documented_with_the_same_words():
+    text = (ROOT / "docs" / "reference" / "files.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", text.split("The kinds:")[1], re.M))
+    assert rows == dict(JOURNAL_KINDS)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import json
 import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 from huggingface_hub import ModelCard
 
-from coordinator.archive.rounds import Archive
+from coordinator.archive.rounds import Archive, FacilityRow
 from coordinator.config.publishing import Creator
 from coordinator.publishing.names import renamed
 from coordinator.publishing.publish import publish
 from facility.exchange.errors import ConfigurationError, InputError
+from facility.exchange.messages.manifest import Manifest, write_manifest
 from tests.comparison.made import add_comparison
 from tests.publishing.made import MOST_BYTES, made_federation
 
@@ -76,3 +80,79 @@ def test_an_orcid_with_a_wrong_check_digit_is_refused(orcid: str):
 
 def test_no_name_survives_as_a_part_of_a_longer_one():
     assert renamed("ab a abc", {"a": "1", "abc": "3", "ab": "2"}) == "2 1 3"
+
+
+def test_results_of_facilities_and_metrics_are_kept_apart_on_the_card(federation: Path, tmp_path: Path):
+    """huggingface_hub joins results that differ in the name of the data set alone."""
+    archive = tmp_path / "archive"
+    rows = [
+        FacilityRow(round=3, facility=f"facility-{n:02d}", status="ok", perplexity_received=10.0 + n) for n in range(3)
+    ]
+    scores = {"results": [{"task": "made_here", "metric": "acc", "value": 0.25, "stderr": 0.1}]}
+    note = {"after_round": 2, "global_loss": 2.3, "global_loss_over": [], "scores": scores}
+    (archive / "evaluation.json").write_text(
+        json.dumps(note | {"facilities": [dataclasses.asdict(row) for row in rows]})
+    )
+    card = ModelCard.load(publish(federation, tmp_path / "out") / "model" / "README.md")
+    found = {(one.dataset_name, one.metric_type): one.metric_value for one in card.data.eval_results}
+    names = ("facility-00", "facility 2", "facility 3")
+    expected = {(f"validation data of {name}", "perplexity"): 10.0 + number for number, name in enumerate(names)}
+    assert found == expected | {("made_here", "acc"): 0.25}
+    assert "| made_here | coordinator | acc | 0.250 |" in card.text
+    assert "| validation data of facility 2 | facility 2 | perplexity | 11.000 |" in card.text
+
+
+def test_the_digests_on_the_card_are_those_of_the_files_beside_it(federation: Path, tmp_path: Path):
+    model = tmp_path / "archive" / "round-0002" / "model"
+    (model / "second_moments").mkdir()
+    shutil.copy(model / "model.safetensors", model / "second_moments")
+    write_manifest(model, Manifest(kind="model", federation="made", round=3))
+    out = publish(federation, tmp_path / "out") / "model"
+    weights = hashlib.sha256((out / "model.safetensors").read_bytes()).hexdigest()
+    assert f"SHA-256 of `model.safetensors`: `{weights}`" in (out / "README.md").read_text()
+    assert not (out / "second_moments").exists(), "what only the federation's optimizers need"
+
+
+def test_nothing_of_a_facilitys_machines_is_in_a_crate(federation: Path, tmp_path: Path):
+    text = federation.read_text().replace("dataset: /data", "dataset: /work/EUHPC_D01/corpus")
+    slurm = "deployment: {type: slurm, host: h, template: slurm, workdir: /w, options: {account: EUHPC_D01}}"
+    text = text.replace("name: facility-01,", f"name: facility-01, {slurm},")
+    text += (
+        "training: {lora: {rank: 4, base: /work/EUHPC_D01/bases/smollm}}\n"
+        "evaluation: {tasks: [t], facility: facility-02, directory: /work/EUHPC_D01/tasks}\n"
+        "sending: {signing_key: ~/.ssh/coordinator, encoding: full}\ntrackers: [tensorboard]\n"
+        "notify: {command: [mail]}\n"
+    )
+    federation.write_text(text)
+    crate = publish(federation, tmp_path / "out") / "crate"
+    told = "\n".join(path.read_text(errors="replace") for path in crate.rglob("*") if path.is_file())
+    for secret in ("EUHPC_D01", ".ssh/coordinator", "facility-02", "facility-01"):
+        assert secret not in told, secret
+    again = yaml.safe_load((crate / "workflow" / "federation.yml").read_text())
+    assert not {"evaluation", "trackers", "notify"} & set(again) and again["sending"] == {"encoding": "full"}
+    assert again["training"]["lora"] == {"rank": 4, "base": "smollm"}
+    assert "as `smollm` in the folder that `$CROSSFED_HOME` names" in (crate / "reproduce.md").read_text()
+
+
+def test_a_run_that_cannot_be_repeated_says_why_and_promises_no_digest(federation: Path, tmp_path: Path):
+    text = (publish(federation, tmp_path / "out") / "crate" / "reproduce.md").read_text()
+    assert "not to the same bits" in text and "--expect" not in text
+    archive = Archive(tmp_path / "archive")
+    for record in archive.history():
+        for row in record.facilities:
+            line = f"round {record.round} was aggregated without"
+            assert row.status == "ok" or line in text
+        path = archive.round_directory(record.round) / "round.json"
+        raw = json.loads(path.read_text())
+        for row in raw["facilities"]:
+            row.update(status="ok", reason="")
+        path.write_text(json.dumps(raw))
+    text = (publish(federation, tmp_path / "whole") / "crate" / "reproduce.md").read_text()
+    assert "bit for bit" in text and "--expect" in text
+
+
+def test_a_short_name_is_replaced_where_it_stands_alone():
+    assert (
+        renamed("model of de, de_2 and de's", {"de": "facility 1"})
+        == "model of facility 1, facility 1_2 and facility 1's"
+    )

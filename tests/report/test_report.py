@@ -12,10 +12,12 @@ import pytest
 
 from coordinator.archive.journal import Journal
 from coordinator.archive.rounds import Archive
+from coordinator.comparison.matrix import forgotten
 from coordinator.report.charts import MOST_TITLES, Bar, log_ticks, shortened, ticks, timeline
-from coordinator.report.data import gather, redacted
+from coordinator.report.data import gather
 from coordinator.report.markdown import markdown
 from coordinator.report.page import MOST_ROWS, last_artefacts, last_rounds, page
+from coordinator.report.redaction import published, redacted
 from coordinator.report.timeline import KINDS, segments, totals
 from coordinator.report.write import FORMATS, write_report
 from tests.comparison.made import add_comparison
@@ -195,6 +197,49 @@ def test_a_label_keeps_the_end_that_tells_models_apart():
     assert shortened("site-a alone") == "site-a alone"
 
 
+def test_the_matrix_says_first_for_how_many_facilities_the_global_model_is_better(tmp_path: Path):
+    names = [f"facility-{number:02d}" for number in range(8)]
+    data = data_of(add_comparison(made_archive(tmp_path / "a", facilities=8, rounds=2), names, absent="facility-01"))
+    alone, update = data["matrix"]["summary"]
+    verdicts = data["matrix"]["verdicts"]
+    for line, what in ((alone, "training alone"), (update, "its own last update")):
+        own = [one for one in verdicts if f" {what}:" in one]
+        counts = [sum(f" is {words} " in one for one in own) for words in ("better", "worse", "not told apart")]
+        assert sum(counts) == len(own) == 7
+        told = "better at {}, worse at {}, not told apart at {}.".format(*counts)
+        assert line == f"The global model against {what}, on the data of 7 facilities: {told}"
+    assert "nobody trained on" in verdicts[-1] and "nobody trained on" not in "".join(verdicts[:-1])
+    html, text = page(data), markdown(data)
+    assert html.index(alone) < html.index(verdicts[0]) and text.index(alone) < text.index(verdicts[0][:30])
+
+
+def test_what_was_forgotten_is_told_whichever_of_both_models_was_evaluated_first():
+    less = {"value": 0.9, "low": 0.8, "high": 1.0}
+    more = {"value": -0.9, "low": -1.0, "high": -0.8}
+    for models in (
+        [{"model": "global", "against": {}}, {"model": "initial", "against": {"global": less}}],
+        [{"model": "initial", "against": {}}, {"model": "global", "against": {"initial": more}}],
+    ):
+        (line,) = forgotten([one | {"held_out": True} for one in models], "wikitext")
+        assert line == (
+            "wikitext, which nobody trained on: the global model is better than the initial one: "
+            "-0.9000 nats per token [-1.0000, -0.8000]."
+        )
+
+
+def test_markdown_has_scores_on_tasks_carbon_and_versions_and_speaks_of_no_colour(tmp_path: Path):
+    archive = made_archive(tmp_path / "a", facilities=2, rounds=1)
+    path = archive.round_directory(0) / "round.json"
+    record = json.loads(path.read_text())
+    record["facilities"][0]["scores"] = {
+        "results": [{"task": "made_here", "metric": "acc", "value": 0.25, "stderr": 0.01}]
+    }
+    path.write_text(json.dumps(record))
+    text = markdown(data_of(add_comparison(archive, ["facility-00", "facility-01"])))
+    assert "| 0 | facility-00 | made_here | acc | 0.250 | 0.01 |" in text
+    assert "kg CO₂e" in text and "no counter" in text and "torch 2.13.0" in text and "colour" not in text
+
+
 def test_figures_are_sums_of_what_was_reported(tmp_path: Path):
     archive = made_archive(tmp_path / "a", facilities=4, rounds=2)
     data = data_of(archive)
@@ -218,6 +263,31 @@ def test_what_is_nobodys_business_is_not_in_the_settings():
         }
     )
     assert shown == {"facilities": [{"name": "a", "deployment": {"type": "slurm"}}]}
+    paths = redacted({"dataset": "/work/project/secret-user/data", "bind": ["~/models"], "model": "org/model", "k": 1})
+    assert paths == {"dataset": "…/data", "bind": ["…/models"], "model": "org/model", "k": 1}
+    signing = {"signing_key": "k", "encoding": "full"}
+    assert redacted({"sending": signing, "aggregation": {"allowed_signers": "x"}}) == {
+        "sending": {"encoding": "full"},
+        "aggregation": {},
+    }
+
+
+def test_a_publication_has_neither_accounts_nor_machines_and_of_the_unnamed_no_kind_of_queue():
+    deployment = {"type": "slurm", "options": {"account": "EUHPC_D01"}, "template": "leonardo.sh"}
+    facilities = [
+        {"name": name, "dataset": "x", "deployment": deployment, "training": {"steps": 1}} for name in ("a", "b")
+    ]
+    settings = {
+        "rounds": 1,
+        "facilities": facilities,
+        "evaluation": {"tasks": ["t"], "facility": "b", "held_out": {"facility": "b"}},
+    }
+    shown = published(settings, {"a": True, "b": False})
+    assert shown["facilities"] == [
+        {"name": "a", "training": {"steps": 1}, "deployment": {"type": "slurm"}},
+        {"name": "b", "training": {"steps": 1}},
+    ]
+    assert shown["evaluation"] == {"tasks": ["t"]} and shown["rounds"] == 1
 
 
 @pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (3.0, 3.0), (-2.0, 7.5), (1e-9, 2e-9), (900.0, 1100.0)])

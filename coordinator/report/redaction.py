@@ -1,0 +1,60 @@
+"""Settings as a report may show them, and as a publication may."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+SECRET = (
+    "notify",
+    "host",
+    "user",
+    "key",
+    "passphrase_file",
+    "known_hosts",
+    "renew",
+    "tunnel",
+    "transfer",
+    "jump",
+    "firecrest",
+    "signing_key",
+    "allowed_signers",
+    "peer_signers",
+    "workdir",
+)
+"""Keys that are left out wherever they are: how a person logs in and signs, and addresses."""
+DIRECTORIES = ("/", "~", "./", "../")
+"""How a path begins."""
+OF_A_FACILITY = ("name", "training", "trainer")
+"""Keys of a facility that are published; of one that is named, `deployment.type` too."""
+
+
+def redacted(value: Any) -> Any:
+    """No hosts, users, keys and addresses, and of paths the last part only."""
+    if isinstance(value, dict):
+        return {name: redacted(one) for name, one in value.items() if name not in SECRET and one not in (None, "")}
+    if isinstance(value, list | tuple):
+        return [redacted(one) for one in value]
+    if isinstance(value, Path) or (isinstance(value, str) and value.startswith(DIRECTORIES)):
+        return f"…/{os.path.basename(str(value).rstrip('/'))}"
+    return value
+
+
+def published(settings: Mapping[str, Any], named: Mapping[str, bool]) -> dict[str, Any]:
+    """Redacted settings without accounts, templates, datasets and machines. `named`: facilities that agree to be."""
+    told = {key: value for key, value in settings.items() if key not in ("facilities", "evaluation", "submit_ahead")}
+    evaluation = dict(settings.get("evaluation") or {})
+    for key in ("directory", "facility", "held_out"):
+        evaluation.pop(key, None)
+    return told | {
+        "evaluation": evaluation,
+        "facilities": [_facility(one, named.get(one["name"], False)) for one in settings.get("facilities", [])],
+    }
+
+
+def _facility(settings: Mapping[str, Any], named: bool) -> dict[str, Any]:
+    told = {key: settings[key] for key in OF_A_FACILITY if key in settings}
+    kind = (settings.get("deployment") or {}).get("type")
+    return told | ({"deployment": {"type": kind}} if named and kind else {})
