@@ -38,7 +38,9 @@ from coordinator.aggregation.settings import AggregationSettings
 from facility.dataset import open_dataset
 from tests.bench.federated_codecs import DeltaCodec
 from tests.bench.federated_learner import Curve, Learner, Local, Text, alone, batches, pool, untrained
+from tests.bench.federated_lora import ProductMean, adapt
 from tests.bench.federated_rounds import federate
+from tests.bench.federated_sparseloco import SparseLoCo
 from tests.bench.quality_arms import ARMS, Arm, Cell, table
 from tests.bench.quality_further import further
 from tests.bench.quality_sizes import size_of
@@ -144,7 +146,8 @@ def key_of(cell: Cell) -> dict[str, Any]:
     """What tells one training from another, and nothing that does not change its result."""
     arm = cell.arm
     rounds, steps = map(int, cell.schedule.split("x"))
-    names = ["aggregation", "local", *(["codec", "density"] if arm.codec else []), *(["unlike"] if arm.unlike else [])]
+    names = ["aggregation", "local", *(["codec", "density"] if arm.codec else [])]
+    names += [name for name in ("unlike", "lora") if getattr(arm, name)]
     return {
         "experiment": cell.experiment,
         "schedule": {"federated": cell.schedule, "base": "0 steps"}.get(arm.kind, f"{rounds * steps} steps"),
@@ -176,7 +179,7 @@ def run(cell: Cell, *, out: Path, data: Path = DATA, device: str = "cpu") -> dic
     else:
         model = base_model(out, texts, cell.seed, cell.width, device)
     started = time.perf_counter()
-    curve = train(model.to(device), chosen, cell)
+    curve = train(model, chosen, cell, device)
     final = curve.perplexities[-1]
     row = {
         "key": key,
@@ -192,11 +195,14 @@ def run(cell: Cell, *, out: Path, data: Path = DATA, device: str = "cpu") -> dic
     return row
 
 
-def train(model: torch.nn.Module, texts: dict[str, Text], cell: Cell) -> Curve:
+def train(model: torch.nn.Module, texts: dict[str, Text], cell: Cell, device: str = "cpu") -> Curve:
     """Train the way that the cell's arm says."""
     arm = cell.arm
     rounds, steps = map(int, cell.schedule.split("x"))
     local = dataclasses.replace(Local(), **arm.local)
+    if arm.lora:
+        model = adapt(model, arm.lora["rank"], cell.seed)
+    model = model.to(device)
     if arm.kind == "base":
         return untrained(model, texts)
     if arm.kind == "alone":
@@ -204,8 +210,11 @@ def train(model: torch.nn.Module, texts: dict[str, Text], cell: Cell) -> Curve:
     if arm.kind == "pooled":
         return pool(model, texts, steps=rounds * steps, local=local, seed=cell.seed)
     coders: list[Any] = [None, None]
-    if arm.codec:
+    if arm.codec == "sparseloco":
+        coders[0] = SparseLoCo()
+    elif arm.codec:
         coders = [DeltaCodec(arm.codec, density=arm.density, model=way) for way in (False, True)]
+    aggregation = AggregationSettings(**(arm.aggregation or {}))
     every = max(1, rounds // 5)
     return federate(
         model,
@@ -213,13 +222,15 @@ def train(model: torch.nn.Module, texts: dict[str, Text], cell: Cell) -> Curve:
         rounds=rounds,
         steps=steps,
         local=local,
-        aggregation=AggregationSettings(**(arm.aggregation or {})),
+        aggregation=aggregation,
         seed=cell.seed,
         codec=coders[0],
         downlink=coders[1],
         evaluate_rounds=set(range(every, rounds + 1, every)),
         evaluation_blocks=96,
         unlike=arm.unlike,
+        server=ProductMean(aggregation) if arm.lora.get("product") else None,
+        trained_ranks=arm.lora.get("trained", ()),
     )
 
 
@@ -299,7 +310,7 @@ def main() -> int:
                 "perplexity": {language: round(value, 2) for language, value in row["perplexity"].items()},
                 "geometric_mean": round(row["geometric_mean"], 3),
             }
-        print(json.dumps(told | ({} if row is not None else {"skipped": "no time"})), flush=True)
+        print(json.dumps(told | ({} if row is not None else {"skipped": True})), flush=True)
     return 0
 
 

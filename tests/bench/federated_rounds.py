@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import cycle
 from typing import Protocol
 
 import torch
@@ -26,11 +27,20 @@ from tests.bench.federated_learner import (
     share_second_moments,
     trained,
 )
+from tests.bench.federated_lora import train_components
 from tests.bench.federated_unlike import is_late, steps_of, text_of
 from tests.reproductions.server_in_memory import Server
 
 LAST = (2, 3, 5)
 """So many models of the last rounds are averaged beside the final one."""
+
+
+class Uplink(Protocol):
+    """What travels to the server instead of bfloat16."""
+
+    def __call__(self, sender: int, reference: list[Tensor], values: list[Tensor]) -> list[Tensor]: ...
+
+    def start(self, sender: int, received: list[Tensor]) -> list[Tensor]: ...
 
 
 class Aggregator(Protocol):
@@ -60,8 +70,9 @@ class Federation:
         local: Local,
         server: Aggregator,
         seed: int,
-        codec: DeltaCodec | None = None,
+        codec: Uplink | None = None,
         unlike: str = "",
+        trained_ranks: Sequence[int] = (),
     ) -> None:
         self.steps, self.local, self.server, self.codec, self.unlike = steps, local, server, codec, unlike
         self.learners = {}
@@ -69,6 +80,8 @@ class Federation:
             own = text_of(unlike, number, text, seed)
             total = rounds * steps_of("steps" if unlike == "steps" else "", number, 0, steps)
             self.learners[name] = Learner(model, batches(own.train, local.batch, seed * 1000 + number), local, total)
+        for learner, count in zip(self.learners.values(), cycle(trained_ranks), strict=False):
+            train_components(learner.model, count)
         self.names = [str(position) for position, _ in enumerate(trained(model))]
         self.sent = rounded([p.detach() for p in trained(model)])
         self.drift = Drift(local)
@@ -147,13 +160,17 @@ def federate(
     aggregation: AggregationSettings,
     seed: int,
     evaluate_rounds: set[int],
-    codec: DeltaCodec | None = None,
+    codec: Uplink | None = None,
     downlink: DeltaCodec | None = None,
     evaluation_blocks: int = 0,
     unlike: str = "",
     server: Aggregator | None = None,
+    trained_ranks: Sequence[int] = (),
 ) -> Curve:
-    """Rounds of local training and outer steps, weighted by tokens (without `unlike` all take the same number)."""
+    """Rounds of local training and outer steps, weighted by tokens (without `unlike` all take the same number).
+
+    `trained_ranks`: components of its adapters that each facility trains, in turn; none: all.
+    """
     server = server or Outer(aggregation, rounds)
     federation = Federation(
         model,
@@ -165,6 +182,7 @@ def federate(
         seed=seed,
         codec=codec,
         unlike=unlike,
+        trained_ranks=trained_ranks,
     )
     scratch, curve = copy.deepcopy(model), Curve()
     recent: deque[list[Tensor]] = deque(maxlen=max(LAST))

@@ -25,6 +25,9 @@ class Arm:
     """Of `sparse`."""
     unlike: str = ""
     """How facilities differ beside their text (`federated_unlike.UNLIKE`)."""
+    lora: dict[str, Any] = field(default_factory=dict)
+    """Adapters of `rank` alone are trained; `product`: the mean of their products, not of the factors; `trained`: the
+    components that each facility trains, in turn. Empty: the whole model."""
     without: Literal["pooled", "alone", "base"] = "pooled"
     """How to train where nothing is aggregated."""
 
@@ -168,8 +171,11 @@ FIRST = 2
 
 def table(seeds: Sequence[int], width: int = 64) -> list[Cell]:
     """Every cell in the order of importance, none twice."""
-    every = groups() if size_of(width).rate == RATE["learning_rate"] else large_groups(size_of(width))
-    return ordered((every[:FIRST], every[FIRST:]), seeds, width)
+    size = size_of(width)
+    if size.rate != RATE["learning_rate"]:
+        return ordered([large_groups(size)], seeds, width)
+    every = groups()
+    return ordered([every[:FIRST], every[FIRST:]], seeds, width)
 
 
 def ordered(parts: Sequence[list[Group]], seeds: Sequence[int], width: int) -> list[Cell]:

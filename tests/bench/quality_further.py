@@ -1,7 +1,7 @@
 """Arms for what the table of `quality_arms.py` leaves open, one change at a time, the most telling first.
 
 Federations of ten long rounds over unlike data; late facilities; the server learning rate over the rounds; first
-moments; the mean of the last models, which every federation measures beside its final one.
+moments; adapters; a hundred rounds that send little. Every federation measures the mean of its last models as well.
 """
 
 from __future__ import annotations
@@ -79,6 +79,52 @@ def long_rounds() -> list[tuple[str, Arm]]:
     ]
 
 
+LORA_RATE = {"learning_rate": 1e-2}
+"""Of adapters, at which they are compared."""
+RANK = {"rank": 8}
+DIFFERING = RANK | {"trained": [8, 2]}
+"""Every other facility trains two of the eight components."""
+
+
+def adapters() -> list[tuple[str, Arm]]:
+    """LoRA: pooled, the means of factors and of products, the server's momentum, ranks that differ."""
+
+    def one(name: str, aggregation: dict[str, Any] | None, lora: dict[str, Any], **local: Any) -> tuple[str, Arm]:
+        return f"lora, {name}", Arm(aggregation=aggregation, local=LORA_RATE | local, lora=lora)
+
+    mean, product = {"rule": "mean"}, RANK | {"product": True}
+    return [
+        one("pooled", None, RANK),
+        one("nesterov", NESTEROV, RANK),
+        one("mean", mean, RANK),
+        one("product", mean, product),
+        one("nesterov, shared second moments", NESTEROV, RANK, **SHARED),
+        one("nesterov, ranks 8 and 2", NESTEROV, DIFFERING),
+        one("product, ranks 8 and 2", mean, product | DIFFERING),
+        one("pooled, rank 2", None, {"rank": 2}),
+        one("nesterov, rank 2", NESTEROV, {"rank": 2}),
+        one("pooled at 0.02", None, RANK, learning_rate=2e-2),
+        one("nesterov at 0.02", NESTEROV, RANK, learning_rate=2e-2),
+    ]
+
+
+MANY = ("it-cs", "100x10")
+
+
+def many_rounds() -> list[tuple[str, Arm]]:
+    """A hundred rounds and what SparseLoCo sends of them."""
+    return [
+        ("pooled", ARMS["pooled"]),
+        ("mean", ARMS["mean"]),
+        ("sparseloco", Arm(aggregation={"rule": "mean"}, local=RATE, codec="sparseloco")),
+        (DEFAULT, ARMS[DEFAULT]),
+        (
+            "sparseloco, shared second moments",
+            Arm(aggregation={"rule": "mean"}, local=RATE | SHARED, codec="sparseloco"),
+        ),
+    ]
+
+
 def parts() -> list[list[Group]]:
     """Measured with every seed before the next part begins."""
     base = [(name, ARMS[name]) for name in ("pooled", DEFAULT)]
@@ -91,6 +137,8 @@ def parts() -> list[list[Group]]:
             ([FOUR_LONG], arms[6:]),
             ([TWO_SHORT, FOUR_SHORT], [(DEFAULT, ARMS[DEFAULT]), arms[0], arms[1], FIRST_MOMENTS, *DECAYS]),
             ([TWO_SHORT, FOUR_SHORT], list(LATE)),
+            ([TWO_SHORT], adapters()),
+            ([MANY], many_rounds()),
             ([TWO_LONG], arms[4:]),
             ([RANDOM], [short(pair) for pair in arms[4:10]]),
         ]

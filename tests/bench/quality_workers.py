@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -48,7 +49,7 @@ def spread(
     kind: Callable[[T], str],
     work: Callable[[T], float],
 ) -> Iterator[tuple[T, Row | None]]:
-    """Each cell with its row as it ends, or with None where time was too short for it.
+    """Each cell with its row as it ends, or with None where time was too short for it or a worker's training failed.
 
     A row's `seconds` are those of its training alone; a kept row took no time.
     """
@@ -71,6 +72,10 @@ def spread(
                     yield cell, None
             for future in wait(running, return_when=FIRST_COMPLETED).done if running else ():
                 cell, began = running.pop(future)
+                if (error := future.exception()) is not None:
+                    traceback.print_exception(error)  # the others go on
+                    yield cell, None
+                    continue
                 row = future.result()
                 clock.took(kind(cell), work(cell), min(time.monotonic() - began, row["seconds"]))
                 yield cell, row

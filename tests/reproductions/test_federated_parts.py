@@ -1,0 +1,49 @@
+"""Laws of what travels in the quality experiment: SparseLoCo's selection, adapters and the mean of their products."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from coordinator.aggregation.settings import AggregationSettings
+from tests.bench.federated_lora import Adapted, ProductMean, train_components
+from tests.bench.federated_sparseloco import FADING, SparseLoCo, selected
+
+
+def test_sparseloco_sends_the_largest_of_each_chunk_with_their_signs_in_two_magnitudes():
+    values = torch.tensor([4.0, -8.0, 1.0, 0.5, 0.1, -0.2, 0.3, 6.0])
+    assert selected(values, chunk=4, kept=2).tolist() == [4.0, -8.0, 0, 0, 0, 0, pytest.approx(0.3), 6.0]
+    assert selected(values, chunk=8, kept=4).tolist() == [2.5, -7.0, 2.5, 0, 0, 0, 0, 7.0]
+
+
+def test_what_sparseloco_did_not_send_fades_and_is_sent_later():
+    codec, start = SparseLoCo(), [torch.zeros(5000)]
+    torch.manual_seed(0)
+    first, second = torch.randn(5000), torch.randn(5000)
+    sent = codec(3, start, [first])[0]
+    assert int(sent.count_nonzero()) == 2 * 64
+    rest = first - sent
+    again = codec(3, start, [second])[0]
+    assert torch.allclose(again + codec.kept[3][0], second + FADING * rest, atol=1e-6)
+
+
+def test_an_adapter_changes_nothing_at_first_and_only_its_trained_components_later():
+    torch.manual_seed(0)
+    layer = nn.Linear(6, 5, bias=False).requires_grad_(False)
+    adapted, inputs = Adapted(layer, 4), torch.randn(3, 6)
+    assert torch.equal(adapted(inputs), layer(inputs))
+    nn.init.normal_(adapted.b)
+    train_components(adapted, 1)
+    adapted(inputs).square().sum().backward()
+    assert adapted.a.grad is not None and adapted.b.grad is not None
+    assert adapted.a.grad[0].any() and not adapted.a.grad[1:].any()
+    assert adapted.b.grad[:, 0].any() and not adapted.b.grad[:, 1:].any()
+
+
+def test_the_mean_of_products_of_one_facility_is_its_product():
+    torch.manual_seed(0)
+    update = {"0": torch.randn(3, 7), "1": torch.randn(5, 3)}
+    base = {name: torch.zeros_like(value) for name, value in update.items()}
+    after = ProductMean(AggregationSettings(rule="mean")).step(base, {"a": update, "b": update}, {"a": 1.0, "b": 2.0})
+    assert torch.allclose(after["1"] @ after["0"], update["1"] @ update["0"], atol=1e-5)
