@@ -25,8 +25,8 @@ from facility.exchange.logs import add_log_options
 from facility.exchange.messages.ahead import COMMAND, GIVEN_UP, WAITED, Waited
 from facility.launch import tasks_here
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""The job's cancellation, and the scheduler's warning before its time limit."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+"""The job's cancellation, and the scheduler's warning before its time limit: SIGUSR2 is grid engine's (`-notify`)."""
 OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 

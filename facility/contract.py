@@ -1,7 +1,7 @@
 """The contract of `facility.train` for a trainer of one's own: read a round, report its steps, deliver its update.
 
     call = read_call()                      # arguments, settings, the received model's manifest: read and verified
-    for step in range(call.steps): ...      # call.report_step(step, loss); call.interrupted after SIGTERM or SIGUSR1
+    for step in range(call.steps): ...      # call.report_step(step, loss); call.interrupted after such a signal
     call.deliver(model.save_pretrained, loss_received=..., loss_returned=..., training_loss=...)
 
 A trainer may as well read and write these files itself; `python -m facility.conformance` tries what is left.
@@ -115,7 +115,7 @@ class Call:
 
 
 def read_call(arguments: Sequence[str] | None = None) -> Call:
-    """Read the command line (default: this process's), and note SIGTERM and SIGUSR1 from here on.
+    """Read the command line (default: this process's), and note the scheduler's signals from here on.
 
     Raises `InputError` or `ManifestError` for a model that is not as it was sent.
     """
@@ -128,7 +128,7 @@ def read_call(arguments: Sequence[str] | None = None) -> Call:
     if given.out.exists():
         raise InputError(f"--out {given.out} exists already; remove it or choose another name")
     signals: list[int] = []
-    for number in (signal.SIGTERM, signal.SIGUSR1):
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, lambda number, frame: signals.append(number))
     return Call(
         model=given.model,

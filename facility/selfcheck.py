@@ -29,7 +29,7 @@ from facility.exchange.messages.template_inheritance import read_template
 SUBMIT = {
     "#SBATCH": ["sbatch", "--wait", "--time=00:10:00", "--job-name=crossfed-selfcheck"],
     "#PBS": ["qsub", "-W", "block=true", "-j", "oe"],
-    "#$ ": ["qsub", "-sync", "y", "-j", "y"],
+    "#$ ": ["qsub", "-sync", "y", "-j", "y", "-cwd"],
     "#flux:": ["flux", "batch", "--wait", "--time-limit=10m"],
 }
 """How a template with these directives is submitted and waited for."""

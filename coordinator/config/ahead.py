@@ -61,7 +61,7 @@ def ahead_of(
         if settings is None:
             continue
         key = f"facilities[{number}].submit_ahead" if own is not None else "submit_ahead"
-        if reason := _impossible(deployment):
+        if reason := why_not_ahead(deployment):
             remedy = "remove it" if own is not None else f"set `submit_ahead: false` at facility {name!r}"
             raise ConfigurationError(f"submit_ahead is set, but {reason}; {remedy}", key=key)
         if deployment.type in QUEUES:
@@ -79,7 +79,7 @@ def ahead_of(
     return found
 
 
-def _impossible(deployment: Deployment) -> str:
+def why_not_ahead(deployment: Deployment) -> str:
     """Why no job can be there ahead of its model, or ''."""
     if deployment.gate:
         return (

@@ -68,7 +68,7 @@ def run_federation(file: Path, *, live: bool, log: Path | None = None, accepted:
         done = len(archive.rounds())
         console.print(
             f"federation [bold]{federation.name}[/bold]: {len(federation.facilities)} facilities, "
-            f"{federation.rounds} rounds{_going_on(federation, done)}; StreamFlow's log is {log}"
+            f"{federation.rounds} rounds{going_on(federation.rounds, done)}; StreamFlow's log is {log}"
         )
         names = [facility.name for facility in federation.facilities]
         progress = Progress(names, federation.rounds)
@@ -116,11 +116,11 @@ def _show_changes(federation: Federation, archive: Archive, console: Console, *,
         raise refusal([change for change in changes if change.affects])
 
 
-def _going_on(federation: Federation, done: int) -> str:
-    """What the archive already holds, as the first line says it."""
+def going_on(rounds: int, done: int) -> str:
+    """What the archive already holds, as the first line says it; `done` may be more than `rounds`, lowered since."""
     if not done:
         return ""
-    return f", all {done} are done" if done >= federation.rounds else f", going on after round {done - 1}"
+    return f", all {done} are done" if done >= rounds else f", going on after round {done - 1}"
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from coordinator.config.deployments import QUEUES, job_template
 from coordinator.config.federation import Facility, Federation, read_federation
 from coordinator.config.firecrest import FIRECREST
 from coordinator.engine.render import render
+from coordinator.preflight.ahead import check_ahead
 from coordinator.preflight.comparison import check_comparison
 from coordinator.preflight.coordinator import check_here
 from coordinator.preflight.cost import check_hours, check_link, check_memory
@@ -100,9 +101,11 @@ def check_facility(
 ) -> tuple[list[Row], dict[str, Any] | None]:
     """Rows of one facility, and what its probe answered, if it did."""
     deployment = facility.deployment
-    if deployment.type == FIRECREST:
-        return check_firecrest(facility, job_template(deployment, federation.file.parent) or "", submit=submit), None
     template = job_template(deployment, federation.file.parent) or ""
+    ahead = check_ahead(federation, facility, deployment, template)
+    early = [ahead] if ahead is not None else []
+    if deployment.type == FIRECREST:
+        return [*check_firecrest(facility, template, submit=submit), *early], None
     one = lifetime(facility.name, deployment, wanted_hours(deployment, template))
     certificates = (
         [Row(subject=facility.name, check="certificate", verdict=one.verdict, found=one.found, fix=one.fix)]
@@ -115,7 +118,7 @@ def check_facility(
     if reached[0].verdict != "ok":
         unseen = skipped(facility.name, "everything else", "the facility cannot be reached")
         return [*reached, *certificates, unseen], None
-    rows = [*reached, *certificates]
+    rows = [*reached, *certificates, *early]
     local = deployment.type == "local"
     dataset = str(federation.path(facility.dataset)) if local else facility.dataset
     workdir = deployment.workdir or str(federation.workdir_path / facility.name)

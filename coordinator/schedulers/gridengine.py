@@ -44,7 +44,8 @@ class GridEngine(BatchScheduler):
     )
 
     def submission(self, name: str, output: str) -> str:
-        return f"qsub -terse -N {shlex.quote(name)} -j y -o {shlex.quote(output)}"
+        """`-cwd`: whatever else the job leaves (a relative output, `NAME.poID`) lies there and not in $HOME."""
+        return f"qsub -terse -cwd -N {shlex.quote(name)} -j y -o {shlex.quote(output)}"
 
     def listing(self, name: str) -> str:
         read = '/^ *[0-9]+ /{id=$1; state=$5} $1=="Full" && $3==name {print id, state}'
@@ -70,7 +71,11 @@ class GridEngine(BatchScheduler):
 
     def read_listing(self, text: str) -> list[Job]:
         rows = re.findall(r"^(\d+) ([A-Za-z]{1,6})$", text, re.MULTILINE)
-        return [Job(id=id, state=state, began="q" not in state, reason=_reason(state)) for id, state in rows]
+        return [Job(id=id, state=state, began=self.has_begun(state), reason=_reason(state)) for id, state in rows]
+
+    def has_begun(self, state: str) -> bool:
+        """Every state of a waiting job has a q: qw, hqw, Eqw, Rq (qstat(1), "state")."""
+        return "q" not in state
 
     def query(self, ids: Sequence[str]) -> str:
         each = f'for id in {" ".join(ids)}; do qstat -j "$id" 2>&1 | grep -A 1 "do not exist:"; done; true'

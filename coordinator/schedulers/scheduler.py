@@ -114,8 +114,12 @@ class Scheduler(ABC):
 
     def job(self, id: str, state: str, reason: str) -> Job:
         """A job in the queue; the reason counts only while it waits."""
-        began = state not in self.waiting
+        began = self.has_begun(state)
         return Job(id=id, state=state, began=began, reason="" if began else reason)
+
+    def has_begun(self, state: str) -> bool:
+        """True for the state of a job that has left the queue."""
+        return state not in self.waiting
 
     def what_to_do(self, job: Job) -> str:
         """A sentence for a job whose reason does not clear by itself, else ''."""

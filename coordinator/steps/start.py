@@ -127,7 +127,7 @@ def main() -> int:
         model, number, proceed = start(archive, arguments.model.resolve(), settings)
         log_entry("started", federation=settings.federation, round=number, proceed=proceed)
     if not proceed:
-        log.info("nothing left to do: %d rounds are complete", number)
+        log.info("nothing left to do: %d rounds are complete", len(archive.rounds()))
     else:
         log.info("round %d: starting from %s", number, model)
         emit("starting", round=number, model=str(model))

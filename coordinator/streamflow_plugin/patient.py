@@ -144,7 +144,7 @@ class PatientQueue(QueueManagerConnector):
     def _note_begins(self, states: dict[str, str]) -> None:
         """Tell once of each job that has left the queue."""
         for one, state in states.items():
-            if one not in self._begun and state not in self.scheduler.waiting and state != FORGOTTEN:
+            if one not in self._begun and self.scheduler.has_begun(state) and state != FORGOTTEN:
                 self._begun.add(one)
                 emit("began", step=self._steps.get(one, ""), job=one)
 

@@ -8,9 +8,12 @@ from types import FrameType
 
 from facility.exchange.messages.layout import LimitSettings
 
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+"""The job's end is near: Slurm's `--signal=USR1@300`, grid engine's `-notify` (USR2 before it kills)."""
+
 
 class Stop:
-    """Notes SIGTERM and SIGUSR1 (Slurm: `--signal=USR1@120`) and the deadline; never interrupts a step."""
+    """Notes the scheduler's signals and the deadline; never interrupts a step."""
 
     def __init__(self, limits: LimitSettings, began: float) -> None:
         """The budget of `limits.seconds` runs from `began` (time.perf_counter)."""
@@ -19,7 +22,7 @@ class Stop:
         self._deadline = began + seconds if seconds else None
         self._longest = 0.0
         self._last = time.perf_counter()
-        for number in (signal.SIGTERM, signal.SIGUSR1):
+        for number in SIGNALS:
             signal.signal(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +85,8 @@ def _alike(rounds: int) -> dict[str, float]:
     return {"time": round(found.closed[-1] / whole.closed[-1], 4), "late_updates": late, "updates": found.updates}
 
 
-def learn(model: torch.nn.Module, texts: dict[str, Any], course: Course, rule: str, seed: int) -> list[float]:
-    """Geometric mean of the languages' perplexities after each round of the course."""
+def learn(model: torch.nn.Module, texts: dict[str, Any], course: Course, rule: str, seed: int) -> dict[str, float]:
+    """Perplexity on each language's whole validation text after the course's last round."""
     rounds, names = len(course.closed), list(texts)
     aggregation = AggregationSettings(rule=rule, guard=False, maximum_staleness=MOST_LATE)
     server, keys = Server(aggregation), [str(place) for place, _ in enumerate(model.parameters())]
@@ -94,7 +95,6 @@ def learn(model: torch.nn.Module, texts: dict[str, Any], course: Course, rule: s
         for place, name in enumerate(names)
     }
     sent = [rounded([p.detach() for p in model.parameters()])]
-    curve = []
     for number, delivered in enumerate(course.delivered):
         updates, weights, staleness = {}, {}, {}
         for name, began in sorted(delivered.items()):
@@ -109,11 +109,9 @@ def learn(model: torch.nn.Module, texts: dict[str, Any], course: Course, rule: s
         base = {key: value.to(torch.bfloat16) for key, value in zip(keys, sent[number], strict=True)}
         following = server.step(base, updates, weights, staleness)
         sent.append([following[key].float() for key in keys])
-        learners[names[0]].load(sent[-1])
-        judge = learners[names[0]].model
-        logs = [math.log(perplexity(judge, text.validation, 64)) for text in texts.values()]
-        curve.append(round(math.exp(sum(logs) / len(logs)), 4))
-    return curve
+    learners[names[0]].load(sent[-1])
+    judge = learners[names[0]].model
+    return {name: round(perplexity(judge, text.validation), 4) for name, text in texts.items()}
 
 
 def quality(out: Path, seeds: list[int], rules: list[str]) -> dict[str, Any]:
@@ -129,8 +127,9 @@ def quality(out: Path, seeds: list[int], rules: list[str]) -> dict[str, Any]:
     settings = ClosingSettings(quorum=3, grace=0.0)
     by_rounds = {rounds: course_of(settings, names, seconds, rounds) for rounds in range(ROUNDS, 5 * ROUNDS)}
     same_time = max((one for one in by_rounds.values() if one.closed[-1] <= whole.closed[-1]), key=lambda c: c.updates)
-    same_updates = min(by_rounds.values(), key=lambda one: abs(one.updates - whole.updates))
-    courses = {"waiting for all": whole, "equal time": same_time, "equal updates": same_updates}
+    fewer = max((one for one in by_rounds.values() if one.updates <= whole.updates), key=lambda one: one.updates)
+    more = min((one for one in by_rounds.values() if one.updates >= whole.updates), key=lambda one: one.updates)
+    courses = {"waiting for all": whole, "equal time": same_time, "equal updates": fewer, "at least as many": more}
     found: dict[str, Any] = {
         label: {"units": one.closed[-1], "rounds": len(one.closed), "updates": one.updates}
         for label, one in courses.items()
@@ -138,9 +137,31 @@ def quality(out: Path, seeds: list[int], rules: list[str]) -> dict[str, Any]:
     for rule in rules:
         for seed in seeds:
             model = base_model(out, texts, seed, 64)
-            last = {label: learn(model, texts, one, rule, seed)[-1] for label, one in courses.items()}
+            last = {label: _kept(out, model, texts, one, (label, rule, seed)) for label, one in courses.items()}
             over = {label: round(value / last["waiting for all"], 4) for label, value in last.items()}
             found.setdefault("perplexity", []).append({"rule": rule, "seed": seed, "last": last, "over_waiting": over})
+    return found
+
+
+def _kept(
+    out: Path, model: torch.nn.Module, texts: dict[str, Any], course: Course, what: tuple[str, str, int]
+) -> float:
+    """Geometric mean of the languages' perplexities after one training, or after that of an earlier start.
+
+    OUT/lateness.jsonl holds every one.
+    """
+    file, key = out / "lateness.jsonl", list(what)
+    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    if (row := next((row for row in rows if row["key"] == key), None)) is not None:
+        return float(row["perplexity"])
+    _, rule, seed = what
+    began = time.perf_counter()
+    languages = learn(model, texts, course, rule, seed)
+    found = round(math.exp(sum(map(math.log, languages.values())) / len(languages)), 4)
+    seconds = round(time.perf_counter() - began, 1)
+    row = {"key": key, "perplexity": found, "languages": languages, "seconds": seconds}
+    with open(file, "a") as kept:
+        kept.write(json.dumps(row) + "\n")
     return found
 
 

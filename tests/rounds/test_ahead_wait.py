@@ -33,7 +33,7 @@ def job(place: Path, wait: float, environment: dict[str, str] | None = None) -> 
     (bin / "python3").symlink_to(sys.executable)
     path = f"{bin}:{os.environ['PATH']}"
     return subprocess.Popen(
-        ["bash", "-c", f"trap : USR1 TERM\n{waiting(str(place), wait)}\n"],
+        ["bash", "-c", f"trap : USR1 USR2 TERM\n{waiting(str(place), wait)}\n"],
         env=os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)} | (environment or {}),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -100,7 +100,7 @@ def test_a_job_that_gets_no_round_ends_well_and_can_get_none_any_more(place: Pat
     assert not hand_over(place, "echo trained\n") and (place / COMMAND).read_text() == GIVEN_UP
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM])
 def test_the_schedulers_warning_ends_the_wait(place: Path, number: signal.Signals):
     started = job(place, 600)
     until_it_waits(started)

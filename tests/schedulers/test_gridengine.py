@@ -109,7 +109,7 @@ def test_how_a_job_ended_comes_from_accounting():
 
 def test_the_id_is_read_from_what_qsub_prints():
     assert SCHEDULER.read_id(recorded("gridengine-qsub").out) == "1"
-    assert SCHEDULER.submission("a b", "/o") == "qsub -terse -N 'a b' -j y -o /o"
+    assert SCHEDULER.submission("a b", "/o") == "qsub -terse -cwd -N 'a b' -j y -o /o"
 
 
 def test_queues_are_read_with_a_parallel_environment_of_one_host():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from coordinator.archive.rewind import rewind
 from coordinator.archive.rounds import Archive
 from coordinator.config.settings import CoordinatorSettings
+from coordinator.engine.run import going_on
 from coordinator.rounds.late import LateJob, remember_job, remembered_job
 from coordinator.steps.start import start
 from facility.exchange.errors import CheckpointError, CrossFedError
@@ -49,6 +51,31 @@ def test_one_damaged_bit_is_named_with_the_way_back(part: str, two_rounds: Archi
     flip(files[0])
     rewind(two_rounds, 1)
     assert start(two_rounds, tmp_path / "model", SETTINGS) == (two_rounds.model_for(1), 1, True)
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_fewer_rounds_than_are_done_train_none_and_keep_what_is_there(rounds: int, two_rounds: Archive, tmp_path: Path):
+    """The newest model is evaluated where it was not; then nothing is left to do, and no round is repeated."""
+    lowered = dataclasses.replace(SETTINGS, rounds=rounds, final_evaluation=True)
+    newest = two_rounds.model_for(2)
+    assert start(two_rounds, tmp_path / "model", lowered) == (newest, rounds, True)
+    two_rounds.write_note("evaluation", {"after_round": 1})
+    assert start(two_rounds, tmp_path / "model", lowered) == (newest, rounds, False)
+    assert two_rounds.rounds() == [0, 1] and newest.is_dir()
+
+
+@pytest.mark.parametrize(
+    ("rounds", "done", "said"),
+    [
+        (2, 0, ""),
+        (2, 1, ", going on after round 0"),
+        (5, 4, ", going on after round 3"),
+        (4, 4, ", all 4 are done"),
+        (2, 4, ", all 4 are done"),
+    ],
+)
+def test_the_first_line_of_a_run_says_what_is_done(rounds: int, done: int, said: str):
+    assert going_on(rounds, done) == said
 
 
 HARMS = {

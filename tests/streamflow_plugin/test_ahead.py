@@ -1,7 +1,7 @@
 """A job ahead of its model, in every state in which something can happen to it: no round is lost, none runs twice.
 
-The site is a folder and a table of jobs; its answers are worded as Slurm's. What a job does in it is
-`facility.ahead`'s own code, and what the coordinator writes there goes through a real shell.
+The site is a folder and a table of jobs; its answers are in the words of a scheduler, Slurm unless said otherwise.
+What a job does in it is `facility.ahead`'s own code, and what the coordinator writes there goes through a real shell.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from coordinator.config.ahead import AheadSettings
 from coordinator.events.event import VARIABLE
 from coordinator.rounds.ahead import remembered_placeholder
 from coordinator.schedulers.scheduler import Job
-from coordinator.schedulers.slurm import Slurm
 from coordinator.streamflow_plugin.placeholder import BROKE, Ahead, Submission
 from coordinator.streamflow_plugin.this_run import RoundAtFacility
 from facility.ahead import give_up
 from facility.exchange.messages.ahead import COMMAND, GIVEN_UP, WAITED, Waited
+from tests.schedulers.wording import ENDED as OVER
+from tests.schedulers.wording import WORDINGS, Wording
 from tests.streamflow_plugin.course import JumpingLoop
 
 HERE: Any = object()
 WAIT, ROUNDS = 300.0, 10
-UNKNOWN = "slurm_load_jobs error: Invalid job id specified"
 ENDED = ("COMPLETED", "CANCELLED", "FAILED")
 
 
@@ -50,12 +50,19 @@ class Site:
     refuses: bool = False
     deployment_name: str = "facility-a"
     pollingInterval: int = 1
-    scheduler: Any = field(default_factory=Slurm)
+    wording: Wording = field(default_factory=lambda: WORDINGS["slurm"])
+
+    @property
+    def scheduler(self) -> Any:
+        return self.wording.scheduler
+
+    @property
+    def ids(self) -> list[str]:
+        return list(self.jobs)
 
     async def shell_line(self, location: Any, line: str) -> tuple[str, int]:
-        if line.startswith("scancel "):
-            for id in line.split()[1:]:
-                self.cancel(id)
+        if line in (cancelled := {self.scheduler.cancel_ids([id]): id for id in self.jobs}):
+            self.cancel(cancelled[line])
             return "", 0
         how = self.lost.pop(0) if self.lost else ""
         if how == "before":
@@ -69,13 +76,15 @@ class Site:
         return found
 
     async def states_of(self, ids: list[str], location: Any) -> dict[str, str]:
-        if ids[0] not in self.jobs:
-            return self.scheduler.read_states(UNKNOWN, 1, ids)
-        return self.scheduler.read_states(f"{ids[0]} {self.jobs[ids[0]]['state']}\n", 0, ids)
+        return self.scheduler.read_states(*self.wording.asked(ids[0], self._state(ids[0])), ids)
 
     async def placeholders(self, location: Any) -> list[Job]:
-        rows = [f"{id} {one['state']} Priority" for id, one in self.jobs.items() if one["state"] not in ENDED]
-        return self.scheduler.read_listing("\n".join(rows))
+        there = {id: self._state(id) for id, one in self.jobs.items() if one["state"] not in ENDED}
+        return self.scheduler.read_listing(self.wording.listed(there))
+
+    def _state(self, id: str) -> str:
+        found = self.jobs[id]["state"] if id in self.jobs else ""
+        return OVER if found in ENDED else found
 
     async def make_way_ahead(self, location: Any, spare: str = "") -> None:
         for job in await self.placeholders(location):
@@ -94,7 +103,7 @@ class Site:
         return self.template
 
     def submit(self, directory: str) -> str:
-        id = str(100 + len(self.jobs))
+        id = self.wording.id(100 + len(self.jobs))
         self.jobs[id] = {"state": "PENDING", "directory": directory}
         return id
 
@@ -140,10 +149,11 @@ class World:
     ahead: Ahead = field(init=False)
     own: int = 0
     """Jobs that were submitted as always."""
+    wording: Wording = field(default_factory=lambda: WORDINGS["slurm"])
 
     def __post_init__(self) -> None:
         (self.folder / "site").mkdir(parents=True)
-        self.site = Site(self.folder / "site")
+        self.site = Site(self.folder / "site", wording=self.wording)
         self.start()
 
     def start(self) -> None:

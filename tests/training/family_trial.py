@@ -120,7 +120,7 @@ def recorded() -> Iterator[list[Batch]]:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """No log lines and warnings; signals and torch's settings are put back."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)}
     output = io.StringIO()
     try:
         with warnings.catch_warnings(), contextlib.redirect_stderr(output), contextlib.redirect_stdout(output):

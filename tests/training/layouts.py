@@ -54,7 +54,7 @@ def run_rounds(rank: int, world: int, cases: list[tuple[str, list[str]]]) -> lis
 
     os.environ["LOCAL_WORLD_SIZE"] = str(world)
     results = []
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)}
     for name, arguments in cases:
         with contextlib.redirect_stderr(io.StringIO()) as said:
             code = exit_on_error(lambda arguments=arguments: main(arguments))  # type: ignore[misc]

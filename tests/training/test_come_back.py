@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from facility.exchange.messages.layout import LimitSettings
 from facility.exchange.messages.manifest import sha256_of
 from facility.exchange.messages.outcome import Outcome
 from facility.exchange.messages.report import read_report
+from facility.training.stop import SIGNALS, Stop
 from tests.training.federation import largest_difference, started, write_dataset
 from tests.training.layouts import arguments, rounds_in
 
@@ -40,6 +42,20 @@ def test_an_interrupted_round_ends_bit_for_bit_like_an_undisturbed_one(tmp_path:
     assert read_report(tmp_path / "stopped/out").training_loss == read_report(tmp_path / "quiet/out").training_loss
     assert read_report(tmp_path / "stopped/out").details["interruptions"] == len(codes) - 1
     assert not (tmp_path / "stopped/state/paused").exists()
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_each_schedulers_warning_stops_before_the_next_step(number: signal.Signals):
+    """SIGUSR2 is grid engine's before it kills; a process without a handler dies of it, and its round is lost."""
+    before = {one: signal.getsignal(one) for one in SIGNALS}
+    try:
+        stop = Stop(LimitSettings(), began=time.perf_counter())
+        assert not stop.wanted(1)
+        signal.raise_signal(number)
+        assert stop.wanted(2) and number.name in stop.reason
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
 
 
 def test_a_round_goes_on_in_another_layout(tmp_path: Path, pico_llama: Path, dataset: Path):

@@ -1,0 +1,119 @@
+"""Jobs ahead of their model at each scheduler, by the words of its recorded answers: the same story everywhere."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from coordinator.config.ahead import AheadSettings
+from coordinator.events.event import VARIABLE
+from coordinator.streamflow_plugin.ahead_queue import connector_for
+from tests.schedulers.recordings import recorded
+from tests.schedulers.wording import ENDED, PENDING, RUNNING, WORDINGS
+from tests.streamflow_plugin.test_ahead import WAIT, World, one_ahead, told
+
+SCHEDULERS = sorted(WORDINGS)
+QUEUED = 200.0
+"""Seconds in the queue."""
+
+
+@pytest.fixture
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], World]:
+    """A world whose site answers as this scheduler does."""
+    (tmp_path / "events").touch()
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "events"))
+
+    def make(name: str) -> World:
+        return World(tmp_path, AheadSettings(wait=WAIT), wording=WORDINGS[name])
+
+    return make
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_job_gets_one_round_through_a_kill_and_one_that_ends_in_vain_is_replaced(
+    made: Callable[[str], World], name: str
+):
+    world = made(name)
+    try:
+        world.round(0)
+        world.let(QUEUED)
+        world.work_through("own-1")
+        first = world.waiting()
+        assert world.round(1) == first and not world.site.ran, "it waits in the queue, with its round"
+        world.let(QUEUED)
+        world.work_through(first)
+        second = world.waiting()
+        world.site.begin(second)
+        world.kill()
+        assert world.round(2) == second, "it waits in its job, and is found by an engine that was started anew"
+        assert [id for id, _ in world.site.ran] == [first, second]
+        world.work_through(second)
+        vain = world.waiting()
+        world.site.begin(vain)
+        world.site.finish(vain)
+        world.let(5)
+        assert [one["job"] for one in told(world, "waited") if not one["handed"]] == [vain]
+        assert world.round(3) == world.site.ids[-1] != vain, "another is in the queue"
+    finally:
+        world.close()
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_job_that_the_scheduler_does_not_know_takes_no_round(made: Callable[[str], World], name: str):
+    world = made(name)
+    try:
+        del world.site.jobs[one_ahead(world)]
+        assert world.round(1) == "own-2"
+    finally:
+        world.close()
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_queued_job_has_not_begun_and_a_running_one_has(name: str):
+    """What `submit_ahead` learns of the queue is the time between both."""
+    wording = WORDINGS[name]
+    states: dict[str, str] = {}
+    for number, state in ((1, PENDING), (2, RUNNING), (3, ENDED)):
+        id = wording.id(100 + number)
+        text, code = wording.asked(id, state)
+        states |= {state: wording.scheduler.read_states(text, code, [id])[id]}
+        assert (wording.scheduler.ended({id: states[state]}, [id]) == [id]) == (state == ENDED)
+    assert not wording.scheduler.has_begun(states[PENDING]) and wording.scheduler.has_begun(states[RUNNING])
+    queue = object.__new__(connector_for(wording.scheduler))
+    queue.__dict__ |= {"_begun": set(), "_steps": {}, "_ahead": None, "connector": SimpleNamespace()}
+    queue._note_begins({"1": states[PENDING], "2": states[RUNNING]})
+    assert queue._begun == {"2"}
+
+
+SUBMITTED = {"pbs": "pbs-qsub-stdin", "gridengine": "gridengine-qsub-stdin"}
+
+
+@pytest.mark.parametrize("name", sorted(SUBMITTED))
+@pytest.mark.parametrize("ahead", [False, True], ids=["round", "ahead"])
+def test_what_a_job_prints_lies_in_its_own_directory_and_not_in_home(tmp_path: Path, name: str, ahead: bool):
+    """As it was recorded, PBS writes `NAME.oID` into $HOME where nothing else is said, and so does grid engine."""
+    lines: list[str] = []
+
+    async def run(location: Any, command: list[str], **_: Any) -> tuple[str, int]:
+        lines.append(" ".join(command))
+        return recorded(SUBMITTED[name]).out, 0
+
+    (tmp_path / "job.sh").write_text("#!/bin/bash\n{{ streamflow_command }}\n")
+    login: Any = SimpleNamespace(run=run, deployment_name="facility-a-login")
+    services = {"train": {"file": "job.sh", "jobName": "crossfed-f-a" + "-ahead" * ahead}}
+    queue: Any = connector_for(WORDINGS[name].scheduler)("facility-a", str(tmp_path), login, None, services=services)
+    place: Any = SimpleNamespace(service="train", name="login", deployment="facility-a", wraps="login", local=False)
+    workdir = "/scratch/work/" + ("ahead-1" if ahead else "job-1")
+    streams = dict.fromkeys(("stdout", "stderr"), asyncio.subprocess.STDOUT)
+    job = asyncio.run(queue._put("date", None, "/rounds/train_a/0.0", place, workdir, **streams))
+    assert job == recorded(SUBMITTED[name]).out.strip() and len(lines) == 1
+    outputs = re.findall(r"-o[ =]?[\"']?([^\s;\"']+)", lines[0].partition("qsub")[2])
+    assert outputs == [f"{workdir}/crossfed-job.log"], lines
+    assert re.search(r"-j[ =]?[\"']?(oe|y)", lines[0]), "both streams"
+    assert name == "pbs" or " -cwd " in lines[0] and f"cd {workdir} &&" in lines[0]
