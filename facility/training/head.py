@@ -11,6 +11,7 @@ are computed again in backward instead of keeping a gradient of the weight for e
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,12 +25,16 @@ from facility.training.data.tasks import IGNORED
 LARGE_BYTES = {"cpu": 8 * 2**20, "cuda": 256 * 2**20}
 """Logits of one forward pass in float32 from which on they are computed in chunks: what caches hold; what memory does
 not notice."""
-CHUNK_BYTES = {"cpu": 8 * 2**20, "cuda": 128 * 2**20}
-"""Logits of one chunk in float32."""
+CHUNK_BYTES = {"cpu": 8 * 2**20, "cuda": 512 * 2**20}
+"""Logits of one chunk in float32. On a GPU every chunk also reads and writes the gradient of the weight in float32."""
 CHUNK_ROWS = {"cpu": 128, "cuda": 1024}
 """Least positions of a chunk, whatever the vocabulary: each chunk reads the weight and its gradient once."""
 CHUNKS = 4
 """Least chunks of a forward pass."""
+
+
+Softmax = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], tuple[torch.Tensor, torch.Tensor]]
+"""Of a chunk's logits, the targets' columns, which of them count, and whether a gradient is wanted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,11 +106,14 @@ def refuses(config: Any, factory: Any, attention: str) -> str:
 class ChunkedHead:
     """Makes a model's output layer return the summed loss over `targets` as a tensor of one element."""
 
-    def __init__(self, model: nn.Module, rows: int, *, later: bool = False) -> None:
-        """`later`: gradients are computed in backward, for a pipeline that has several losses waiting for theirs."""
+    def __init__(self, model: nn.Module, rows: int, *, later: bool = False, compiled: bool = False) -> None:
+        """`later`: gradients are computed in backward, for a pipeline that has several losses waiting for theirs.
+
+        `compiled`: softmax and its gradient in one kernel on a GPU, in place of eight passes over a chunk's logits."""
         head = model.get_output_embeddings()  # type: ignore[operator]
         assert isinstance(head, nn.Linear)
         self.head, self.rows, self.later = head, rows, later
+        self.softmax: Softmax = torch.compile(fused_softmax, dynamic=False) if compiled else softmax
         self.targets: torch.Tensor | None = None
         """Of the forward pass that comes next."""
         head.forward = self._loss  # type: ignore[method-assign, assignment]
@@ -124,8 +132,38 @@ class ChunkedHead:
             flat, wanted = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
             if not torch.is_grad_enabled():
                 return walk(flat, weight, bias, wanted, self.rows, (False, False, False))[0].reshape(1)
-            loss = ChunkedCrossEntropy.apply(flat, weight, bias, wanted, self.rows, self.later)
+            fused = self.softmax if kind == "cuda" else softmax
+            loss = ChunkedCrossEntropy.apply(flat, weight, bias, wanted, self.rows, self.later, fused)
         return loss.reshape(1)
+
+
+def softmax(
+    logits: torch.Tensor, place: torch.Tensor, counted: torch.Tensor, gradient: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A chunk's summed loss and its gradient by the logits in float32, where `gradient`; overwrites float32 logits."""
+    logits = logits.float()
+    normaliser = torch.logsumexp(logits, dim=1, keepdim=True)
+    loss = ((normaliser - logits.gather(1, place)) * counted).sum()
+    if not gradient:
+        return loss, logits
+    by_logits = logits.sub_(normaliser).exp_()
+    by_logits.scatter_(1, place, by_logits.gather(1, place) - 1.0)
+    by_logits *= counted
+    return loss, by_logits
+
+
+def fused_softmax(
+    logits: torch.Tensor, place: torch.Tensor, counted: torch.Tensor, gradient: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`softmax`, written for a compiler: nothing in place, the gradient in the dtype of the logits."""
+    whole = logits.float()
+    normaliser = torch.logsumexp(whole, dim=1, keepdim=True)
+    loss = ((normaliser - whole.gather(1, place)) * counted).sum()
+    if not gradient:
+        return loss, logits
+    here = torch.arange(logits.shape[1], device=logits.device)[None] == place
+    by_logits = ((whole - normaliser).exp() - here.to(torch.float32)) * counted
+    return loss, by_logits.to(logits.dtype)
 
 
 @torch.no_grad()
@@ -136,6 +174,7 @@ def walk(
     targets: torch.Tensor,
     rows: int,
     wanted: tuple[bool, bool, bool],
+    fused: Softmax = softmax,
 ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
     """The summed loss, and its gradients by hidden, weight and bias where `wanted`; one chunk's logits at a time.
 
@@ -147,31 +186,28 @@ def walk(
     by_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if wanted[1] else None
     by_bias = torch.zeros(len(weight), dtype=torch.float32, device=weight.device) if wanted[2] else None
     total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-    whole = hidden.dtype == torch.float32
+    whole, on_gpu = hidden.dtype == torch.float32, hidden.device.type == "cuda"
     buffer = torch.empty((rows, len(weight)), dtype=hidden.dtype, device=hidden.device)  # one for all: no page faults
     for first in range(0, len(hidden), rows):
         piece = hidden[first : first + rows]
         target = targets[first : first + rows, None]
         counted = target != IGNORED
-        place = target.where(counted, 0)
         logits = torch.mm(piece, weight.T, out=buffer[: len(piece)])
         if bias is not None:
             logits += bias
-        logits = logits.float()
-        normaliser = torch.logsumexp(logits, dim=1, keepdim=True)
-        total += ((normaliser - logits.gather(1, place)) * counted).sum()
+        loss, by_logits = fused(logits, target.where(counted, 0), counted, any(wanted))
+        total += loss
         if not any(wanted):
             continue
-        by_logits = logits.sub_(normaliser).exp_()
-        by_logits.scatter_(1, place, by_logits.gather(1, place) - 1.0)
-        by_logits *= counted
         if by_bias is not None:
-            by_bias += by_logits.sum(0)
+            by_bias += by_logits.sum(0, dtype=torch.float32)
         by_logits = by_logits.to(hidden.dtype)
         if by_hidden is not None:
             torch.mm(by_logits, weight, out=by_hidden[first : first + rows])
         if by_weight is not None and whole:
             by_weight.addmm_(by_logits.T, piece)
+        elif by_weight is not None and on_gpu:  # added in the product itself
+            torch.addmm(by_weight, by_logits.T, piece, out_dtype=torch.float32, out=by_weight)
         elif by_weight is not None:
             by_weight += by_logits.T @ piece
     return total, [by_hidden, by_weight, by_bias]
@@ -189,9 +225,11 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         targets: torch.Tensor,
         rows: int,
         later: bool,
+        fused: Softmax,
     ) -> torch.Tensor:
-        ctx.rows, ctx.later = rows, later
-        loss, gradients = walk(hidden, weight, bias, targets, rows, (False,) * 3 if later else ctx.needs_input_grad[:3])
+        ctx.rows, ctx.later, ctx.fused = rows, later, fused
+        wanted = (False,) * 3 if later else ctx.needs_input_grad[:3]
+        loss, gradients = walk(hidden, weight, bias, targets, rows, wanted, fused)
         ctx.save_for_backward(*((hidden, weight, bias, targets) if later else gradients))
         return loss
 
@@ -200,5 +238,5 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         found = list(ctx.saved_tensors)
         if ctx.later:
             hidden, weight, bias, targets = found
-            _, found = walk(hidden, weight, bias, targets, ctx.rows, ctx.needs_input_grad[:3])
-        return *(None if g is None else g.mul_(gradient) for g in found), None, None, None
+            _, found = walk(hidden, weight, bias, targets, ctx.rows, ctx.needs_input_grad[:3], ctx.fused)
+        return *(None if g is None else g.mul_(gradient) for g in found), None, None, None, None

@@ -10,7 +10,7 @@ from torch import nn
 
 from facility.exchange.messages.report import read_report
 from facility.training.data.tasks import IGNORED, cross_entropy_sum
-from facility.training.head import CHUNK_BYTES, CHUNK_ROWS, ChunkedHead, rows_of
+from facility.training.head import CHUNK_BYTES, CHUNK_ROWS, ChunkedHead, fused_softmax, rows_of, softmax, walk
 from tests.pico import save_pico
 from tests.training.federation import largest_difference, write_dataset, write_masked_words
 from tests.training.layouts import arguments, rounds_in
@@ -48,6 +48,28 @@ def test_a_chunked_loss_has_the_value_and_the_gradients_of_the_plain_one(rows: i
         torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-6)
 
 
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+def test_the_softmax_for_a_compiler_is_the_other_one(device: str, dtype: torch.dtype, bound: float):
+    """Beside the gradients in float64; on a GPU compiled, and added up by the product itself."""
+    draw = torch.Generator().manual_seed(1)
+    hidden, weight = (torch.randn(rows, 64, generator=draw).to(device, dtype) for rows in (70, 256))
+    targets = torch.randint(0, 256, (70,), generator=draw).to(device)
+    targets[::7] = IGNORED
+    exact = [one.double().requires_grad_() for one in (hidden, weight)]
+    loss = nn.functional.cross_entropy(exact[0] @ exact[1].T, targets, ignore_index=IGNORED, reduction="sum")
+    expected = torch.autograd.grad(loss, exact)
+    fused = torch.compile(fused_softmax, dynamic=False) if device == "cuda" else fused_softmax
+    for kind in (softmax, fused):
+        found, gradients = walk(hidden, weight, None, targets, 32, (True, True, False), kind)
+        assert abs(found - loss) < bound * loss
+        for one, other in zip(gradients, expected, strict=False):
+            assert one is not None and (one.double() - other).norm() < bound * other.norm()
+
+
 def test_half_precision_errs_like_the_plain_loss():
     """Chunks under autocast: the gradient is as near to float32's as that of the plain loss."""
     hidden = torch.randn(64, 8, generator=torch.Generator().manual_seed(1))
@@ -82,7 +104,7 @@ def test_chunks_are_bounded_by_size_and_by_number():
     for device, limit in CHUNK_BYTES.items():
         rows = rows_of(8192, 4000, device)
         assert rows == 2048 or rows * 4000 * 4 <= limit < (rows + 1) * 4000 * 4
-        assert rows_of(8192, 128_256, device) == CHUNK_ROWS[device]
+        assert rows_of(8192, 4_000_000, device) == CHUNK_ROWS[device]
     assert rows_of(80, 128) == 20 and rows_of(1, 1000) == 1
 
 

@@ -185,7 +185,8 @@ class Sharder:
 def assemble_whole(model: nn.Module, task: Task, sharder: Sharder, chunk_rows: int) -> Whole:
     """The whole model on this rank: sharded, among copies of itself, or alone."""
     prepare_blocks(model, sharder.settings)
-    chunked = ChunkedHead(model, chunk_rows) if chunk_rows else None
+    compiled = sharder.settings.layout.compile
+    chunked = ChunkedHead(model, chunk_rows, compiled=compiled) if chunk_rows else None
     sharder.allocate(model, list(find_blocks(model)[1]), torch.float32)
     replicated = None
     if sharder.copies:
@@ -215,7 +216,9 @@ def cut_stages(skeleton: nn.Module, structure: ModelStructure, sharder: Sharder,
             model, sharder.settings
         )  # after the copy: a wrapped forward would call the original's parameters
         output = torch.float32 if index == len(layout.units) - 1 else sharder.dtype
-        stage = Stage(model, structure, first, end, output, chunk_rows=chunk_rows)
+        stage = Stage(
+            model, structure, first, end, output, chunk_rows=chunk_rows, compiled=sharder.settings.layout.compile
+        )
         blocks = model.get_submodule(structure.blocks)
         assert isinstance(blocks, nn.ModuleList)
         own = list(blocks)[max(0, first - 1) : max(0, min(end, structure.count + 1) - 1)]

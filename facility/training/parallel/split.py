@@ -260,8 +260,10 @@ class Stage(nn.Module):
         dtype: torch.dtype,
         *,
         chunk_rows: int = 0,
+        compiled: bool = False,
     ) -> None:
-        """`chunk_rows`: the last stage returns the summed loss, over this many positions at once, instead of logits."""
+        """`chunk_rows`: the last stage returns the summed loss, over this many positions at once, instead of logits;
+        `compiled`: by a compiled softmax."""
         super().__init__()
         self.model, self.structure, self.first, self.end, self.dtype = model, structure, first, end, dtype
         self.is_first, self.is_last = first == 0, end == structure.units
@@ -285,7 +287,9 @@ class Stage(nn.Module):
         self._embeds: torch.Tensor | None = None
         if self.is_last and not self.is_first:
             self._enter_base(model.get_submodule(str(model.base_model_prefix)))
-        self.chunked = ChunkedHead(model, chunk_rows, later=True) if self.is_last and chunk_rows else None
+        self.chunked: ChunkedHead | None = None
+        if self.is_last and chunk_rows:
+            self.chunked = ChunkedHead(model, chunk_rows, later=True, compiled=compiled)
         outside = ((0, structure.before), (structure.count + 1, structure.after))
         for unit, names in outside:
             if not first <= unit < end:
