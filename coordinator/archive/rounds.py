@@ -87,6 +87,8 @@ class FacilityRow:
     sent_bytes: int = 0
     received_bytes: int = 0
     """Of its update as it travelled."""
+    training_losses: list[tuple[int, float]] = field(default_factory=list)
+    """Step, counted from 1, and mean training loss of the steps since the pair before; empty: not told."""
     phases: dict[str, float] = field(default_factory=dict)
     """Seconds at the facility by phase: load, train, evaluate, save."""
     loss_returned: float | None = None

@@ -58,6 +58,8 @@ class Snapshot:
     coordinator: str
     """What the coordinator does."""
     time: float
+    expected_end: float = 0.0
+    """When all rounds are expected to be complete; 0: not known."""
     ended: str = ""
     """Why the run ended; empty: it goes on."""
     facilities: dict[str, FacilityState] = field(default_factory=dict)
@@ -100,7 +102,8 @@ def to_show(snapshot: Snapshot) -> tuple[list[str], dict[str, list[str]]]:
 def live_table(snapshot: Snapshot, now: float | None = None) -> Table:
     """One line a facility; of many, one line for those in the same state."""
     now = time.time() if now is None else now
-    result = Table(title=escape(f"{snapshot.heading}: {shown(snapshot.coordinator)}"), title_justify="left")
+    title = ", ".join(filter(None, (f"{snapshot.heading}: {shown(snapshot.coordinator)}", _end(snapshot, now))))
+    result = Table(title=escape(title), title_justify="left")
     for name in ("facility", "state", "for", "step", "loss", "tokens/s", "time left", "last sign of life"):
         result.add_column(name, justify="left" if name in ("facility", "state") else "right")
     alone, together = to_show(snapshot)
@@ -118,7 +121,16 @@ def live_lines(snapshot: Snapshot, now: float | None = None) -> list[str]:
     alone, together = to_show(snapshot)
     lines = [f"{name}: {sentence(snapshot.facilities[name], now)}" for name in alone]
     lines += [f"{len(names)} facilities: {state}" for state, names in together.items()]
-    return [f"{snapshot.heading}: {line}" for line in lines]
+    return [f"{snapshot.heading}: {line}" for line in [*lines, *filter(None, [_end(snapshot, now)])]]
+
+
+def _end(snapshot: Snapshot, now: float) -> str:
+    """When all rounds are expected to be complete, with the day unless it is today; '' where that is not known."""
+    if not snapshot.expected_end or snapshot.ended:
+        return ""
+    moment, today = time.localtime(snapshot.expected_end), time.localtime(now)
+    day = "" if moment[:3] == today[:3] else time.strftime("%Y-%m-%d ", moment)
+    return f"all rounds are expected to be complete about {day}{time.strftime('%H:%M', moment)}"
 
 
 def sentence(one: FacilityState, now: float) -> str:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from coordinator.archive.journal import Journal
+from coordinator.archive.rounds import Archive, RoundFile
+from coordinator.engine.expected_end import LATEST, expected_end
 from coordinator.engine.live import FacilityState, Snapshot, span, write_snapshot
 from coordinator.engine.notify import Notifier
 from coordinator.engine.progress import Progress
 from coordinator.engine.queues import facility_of
 from coordinator.events.event import Event
+from facility.exchange.errors import CrossFedError
 
 SILENT_SECONDS = 1800.0
 """A training job without a sign of life for so long is reported."""
@@ -38,6 +42,9 @@ class Recorder:
         self.workdir, self.clock = workdir, clock
         self._stages: dict[str, str] = {}
         self._written = 0.0
+        self._last: list[RoundFile] = []
+        self._complete = 0
+        self._round_begun = clock()
 
     def hear(self, event: Event) -> None:
         """Record one event."""
@@ -90,6 +97,7 @@ class Recorder:
                     heading=progress.heading,
                     coordinator=progress.step,
                     time=self._written,
+                    expected_end=self._expected_end(),
                     ended=ended,
                     facilities=facilities,
                 ),
@@ -97,12 +105,25 @@ class Recorder:
         except OSError:
             return  # a disk that is full stops no federation
 
+    def _expected_end(self) -> float:
+        left = self.progress.rounds - self._complete
+        return expected_end(self._last, left=left, begun=self._round_begun, now=self.clock())
+
     def _append(self, kind: str, event: Event, facility: str = "", **detail) -> None:
         number = event.fields.get("round")
         number = self.progress.round if number is None else int(number)
         self.journal.append(kind, time=event.time or self.clock(), facility=facility, round=number, **detail)
 
+    def _next_round(self, event: Event) -> None:
+        """The rounds that are complete say how long the next one will take."""
+        self._round_begun = event.time or self.clock()
+        with suppress(CrossFedError, OSError):
+            archive = Archive(self.journal.path.parent)
+            numbers = archive.rounds()
+            self._complete, self._last = len(numbers), [archive.read_round(one) for one in numbers[-LATEST:]]
+
     def _on_starting(self, event: Event) -> None:
+        self._next_round(event)
         self._append("round_started", event)
 
     def _on_executing(self, event: Event) -> None:
@@ -158,6 +179,7 @@ class Recorder:
 
     def _on_complete(self, event: Event) -> None:
         self._append("averaged", event, decision=event["decision"])
+        self._next_round(event)
 
     def _on_compared(self, event: Event) -> None:
         self._append("compared", event, text=event["text"])

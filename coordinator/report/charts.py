@@ -39,6 +39,8 @@ class Series:
     """CSS classes."""
     line: bool = True
     """False: marks only."""
+    marks: bool = True
+    """False: the line only."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +80,7 @@ def line_chart(series: Sequence[Series], *, x_label: str, y_label: str, height: 
             path = " ".join(f"{px:.1f},{py:.1f}" for px, py, _, _ in placed)
             parts.append(f'<polyline class="{one.style}" points="{path}"><title>{escape(one.name)}</title></polyline>')
         size = 3 if one.line else 3.5
-        for px, py, x, y in placed if len(points) <= MOST_TITLES else []:
+        for px, py, x, y in placed if one.marks and len(points) <= MOST_TITLES else []:
             said = escape(f"{one.name}: {_short(y)} at {x:g}")
             style = f"{one.style} mark"
             parts.append(

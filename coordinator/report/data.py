@@ -35,7 +35,8 @@ def gather(archive: Archive, *, federation: str, settings: Mapping[str, Any], ca
     entries = Journal(archive.path).read()
     names = _names(rounds, entries, settings)
     rows = [row for entry in rounds["rounds"] for row in entry["facilities"]]
-    found = segments(entries, {(row["round"], row["facility"]): row.get("phases", {}) for row in rows})
+    jobs = [*rows, *rounds["final_evaluation"]]
+    found = segments(entries, {(row["round"], row["facility"]): row.get("phases", {}) for row in jobs})
     if not found:
         found = _estimated(rounds)
     account = read_account(archive) if archive.path.is_dir() else None
@@ -55,6 +56,7 @@ def gather(archive: Archive, *, federation: str, settings: Mapping[str, Any], ca
         "curves": _curves(rounds, names),
         "matrix": matrix(archive, settings, names) or comparison(rounds, names),
         "tasks": _tasks([*rows, *rounds["final_evaluation"], *_own_scores(rounds)]),
+        "training_losses": _training_losses(rounds, names),
         "timeline": {
             "observed": bool(entries),
             "segments": [_segment(one) for one in found],
@@ -103,6 +105,20 @@ def _curves(rounds: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
             "returned": [pair for pair in returned if pair[1] is not None],
         }
     return curves
+
+
+def _training_losses(rounds: Mapping[str, Any], names: Sequence[str]) -> dict[str, list[list[float]]]:
+    """By facility: optimizer step, counted over all its rounds, and mean training loss up to it."""
+    found: dict[str, list[list[float]]] = {}
+    for name in names:
+        before = 0
+        for entry in rounds["rounds"]:
+            for row in entry["facilities"]:
+                if row["facility"] == name:
+                    points = [[before + step, loss] for step, loss in row.get("training_losses", [])]
+                    found.setdefault(name, []).extend(points)
+                    before += row["steps"]
+    return {name: points for name, points in found.items() if points}
 
 
 def _own_scores(rounds: Mapping[str, Any]) -> list[Row]:

@@ -20,6 +20,8 @@ FEW = 8
 """Facilities that get a colour of their own in the legend."""
 MOST_ROWS = 1000
 """Rows of the table of rounds, and updates in that of artefacts; with more, the last ones are listed."""
+MOST_POINTS = 8000
+"""Of the chart of training losses."""
 MOST_BARS = 6000
 """Spans drawn in the timeline; with more, those shorter than a pixel are left out."""
 
@@ -34,6 +36,7 @@ def page(data: Mapping[str, Any]) -> str:
         data=data,
         figures=figures(data),
         curves=_curves(data),
+        training=_training(data),
         legend=_legend(data),
         matrix=_matrix(data),
         cells=lambda row: cells(data, row),
@@ -114,6 +117,23 @@ def _curves(data: Mapping[str, Any]) -> Markup:
     return line_chart([one for one in series if one.points], x_label=unit, y_label="perplexity")
 
 
+def _training(data: Mapping[str, Any]) -> Markup:
+    """Training loss by step, thinned out to `MOST_POINTS` points of all facilities together."""
+    told, names = data["training_losses"], data["facilities"]
+    every = -(-sum(map(len, told.values())) // MOST_POINTS)
+    series = [
+        Series(
+            name=f"{name}: training loss",
+            points=[tuple(pair) for pair in told[name][:: max(1, every)]],
+            style=_style(place, len(names)),
+            marks=False,
+        )
+        for place, name in enumerate(names)
+        if name in told
+    ]
+    return line_chart(series, x_label="optimizer steps of the facility", y_label="nats per prediction", height=260)
+
+
 def _matrix(data: Mapping[str, Any]) -> Markup:
     """Shaded within each row: the best model darkest."""
     matrix = data["matrix"]
@@ -129,7 +149,11 @@ def _matrix(data: Mapping[str, Any]) -> Markup:
                 shades[values[row, model], row] = 0.12 + 0.78 * (high - values[row, model]) / ((high - low) or 1.0)
     by_value = {value: shade for (value, _), shade in shades.items()}
     return heat(
-        values, matrix["data"], matrix["models"], shade=lambda value: by_value[value], told=lambda value: f"{value:.3g}"
+        values,
+        matrix["data"],
+        matrix["models"],
+        shade=lambda value: by_value[value],
+        told=lambda value: f"{value:.0f}" if 1000 <= value < 10_000 else f"{value:.3g}",
     )
 
 

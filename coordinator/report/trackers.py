@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from coordinator.archive.rounds import FacilityRow, RoundFile
@@ -45,6 +46,7 @@ def _of_facility(row: FacilityRow) -> dict[str, float | None]:
     return {
         "loss_received": row.loss_received,
         "loss_returned": row.loss_returned,
+        "loss_training": fmean(loss for _, loss in row.training_losses) if row.training_losses else None,
         "weight": row.weight,
         "tokens": float(row.tokens),
         "tokens_per_second": row.tokens_per_second,

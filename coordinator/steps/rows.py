@@ -11,6 +11,7 @@ from coordinator.steps.arrived import Arrived
 from coordinator.steps.send import Outgoing, bytes_of, outgoing
 from facility.exchange.messages.dataset_card import dataset_of
 from facility.exchange.messages.evaluation import scores_of
+from facility.exchange.messages.loss_curve import loss_curve_of
 from facility.exchange.messages.lost_replicas import note_on
 from facility.exchange.messages.manifest import KEEPS, read_manifest
 from facility.exchange.messages.report import Failure, accuracies_of, predicted_memory_of
@@ -74,6 +75,7 @@ def _row(
         steps=report.steps,
         seconds=report.seconds.load + report.seconds.train + report.seconds.evaluate + report.seconds.save,
         tokens_per_second=report.tokens_per_second,
+        training_losses=loss_curve_of(report),
         phases=dataclasses.asdict(report.seconds),
         ranks=report.ranks,
         devices=report.devices[:MOST_DEVICES],

@@ -8,7 +8,7 @@ from typing import Any
 
 from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.errors import ConfigurationError
-from facility.exchange.messages import lost_replicas
+from facility.exchange.messages import loss_curve, lost_replicas
 from facility.exchange.messages import report as reports
 from facility.exchange.messages.privacy import DETAILS, WITHHELD
 from facility.exchange.perplexity import perplexity
@@ -135,7 +135,9 @@ def measure(round: Round) -> dict[str, Any]:
         "attention": {"name": inputs.attention.name, "reason": inputs.attention.reason},
         "loss": setup.head.reason,
     }
-    if round.private is not None:
+    if round.private is None:
+        details[loss_curve.KEY] = loss_curve.loss_curve(round.progress.losses)
+    else:
         details[DETAILS] = round.private.details()
     if round.lost:
         details[lost_replicas.KEY] = [one.to_json() for one in round.lost]

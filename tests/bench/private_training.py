@@ -1,6 +1,6 @@
 """What differential privacy costs a step: seconds and memory beside plain training, of adapters and of a whole model.
 
-    python tests/bench/private_training.py --work DIR [--steps 12]
+    python tests/bench/private_training.py --work DIR [--steps 12] [--rows 1 8 16] [--kinds adapters whole]
 
 A llama of 6 million parameters on made-up blocks of 128 tokens, 16 a step, one process; prints a JSON object an arm.
 The first two steps are left out. Noise does not depend on how long a step takes, so the budget is any.
@@ -31,6 +31,7 @@ MODEL = {
     "max_position_embeddings": 256,
 }
 BATCH, TOKENS = 16, 128
+KINDS: dict[str, dict[str, Any]] = {"adapters": {"lora": {"rank": 8}}, "whole": {}}
 
 
 def run(work: Path, name: str, *, private: bool, steps: int, **training: Any) -> dict[str, Any]:
@@ -62,16 +63,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS))
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16], help="sequences of a micro-batch")
     arguments = parser.parse_args()
     work = arguments.work
     shutil.rmtree(work / "data", ignore_errors=True)
     save_pico(work / "model", **MODEL)
     write_dataset(work / "data", train=400, validation=8, block_tokens=TOKENS, vocabulary=4096)
-    for kind, training in (("adapters", {"lora": {"rank": 8}}), ("whole", {})):
-        for rows in (1, 8, 16):
+    for kind in arguments.kinds:
+        for rows in arguments.rows:
             for private in (False, True):
                 name = f"{kind}-{rows}-{'private' if private else 'plain'}"
-                found = run(work, name, private=private, steps=arguments.steps, micro_batch_sequences=rows, **training)
+                found = run(
+                    work, name, private=private, steps=arguments.steps, micro_batch_sequences=rows, **KINDS[kind]
+                )
                 print(json.dumps(found), flush=True)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import subprocess
 import sys
@@ -15,9 +16,11 @@ import pytest
 
 from coordinator.archive.journal import KINDS as LINES
 from coordinator.archive.journal import Journal
+from coordinator.archive.rounds import RoundFile
 from coordinator.config.federation import read_federation
 from coordinator.config.notifying import NotifySettings
-from coordinator.engine.live import live_lines, read_snapshot
+from coordinator.engine.expected_end import expected_end
+from coordinator.engine.live import live_lines, live_table, read_snapshot
 from coordinator.engine.notify import Notifier
 from coordinator.engine.progress import Progress
 from coordinator.engine.recorder import SILENT_SECONDS, Recorder
@@ -25,12 +28,14 @@ from coordinator.events.event import KINDS, VARIABLE, Event
 from coordinator.events.follow import EventFile
 from coordinator.streamflow_plugin.job_progress import JobWatch, command
 from facility.exchange.errors import ConfigurationError, ManifestError
+from facility.exchange.files.durable import write_json
 from facility.exchange.messages.progress import MOST_BYTES, JobProgress, read_progress
 from tests.engine.engines import crossfed
 from tests.engine.messages import engine_messages
 from tests.federations import write_federation
 
 STEP = "/rounds/train_a"
+SECONDS = (100.0, 300.0, 200.0)
 AT_WORK = {"stage": "training", "done": 3, "steps": 8, "loss": 2.5, "tokens_per_second": 120.0, "seconds_left": 50.0}
 
 
@@ -163,6 +168,33 @@ def test_a_job_from_the_queue_to_its_update(tmp_path: Path):
     ]
     assert {one.round for one in entries if one.kind not in ("run_started",)} == {0}
     assert all(one.kind in LINES for one in entries)
+
+
+def test_the_end_of_all_rounds_is_expected_by_the_time_of_the_last_ones(tmp_path: Path):
+    """Rounds of 100, 300 and 200 s; the one under way began at 1000 s, and three are left of six."""
+    rounds = [
+        RoundFile(round=n, facilities=[], global_loss=None, decision="", seconds=s) for n, s in enumerate(SECONDS)
+    ]
+    assert expected_end(rounds, left=3, begun=1000.0, now=1050.0) == 1600.0
+    assert expected_end(rounds, left=3, begun=1000.0, now=1350.0) == 1750.0, "the one under way takes longer already"
+    assert expected_end(rounds, left=0, begun=1000.0, now=1050.0) == expected_end([], left=3, begun=1.0, now=2.0) == 0.0
+    assert expected_end([dataclasses.replace(rounds[0], seconds=0.0)], left=3, begun=1.0, now=2.0) == 0.0
+    made, progress, now = recorder(tmp_path)
+    progress.rounds = 6
+    for entry in rounds:
+        made.journal.path.parent.joinpath(f"round-{entry.round:04d}").mkdir()
+        write_json(made.journal.path.parent / f"round-{entry.round:04d}" / "round.json", dataclasses.asdict(entry))
+    feed(made, event("starting", at=1000, round=3, model="m"))
+    now["now"] = 1050.0
+    made.write()
+    snapshot = read_snapshot(tmp_path)
+    assert snapshot is not None and snapshot.expected_end == 1600.0
+    clock = time.strftime("%H:%M", time.localtime(1600.0))
+    assert live_lines(snapshot, 1050.0)[-1].endswith(f"all rounds are expected to be complete about {clock}")
+    assert f"complete about {clock}" in str(live_table(snapshot, 1050.0).title)
+    later = dataclasses.replace(snapshot, expected_end=1600.0 + 3 * 86400)
+    assert f"about {time.strftime('%Y-%m-%d', time.localtime(later.expected_end))} " in live_lines(later, 1050.0)[-1]
+    assert "expected" not in live_lines(dataclasses.replace(snapshot, ended="done"), 1050.0)[-1]
 
 
 def test_a_line_that_a_crash_cut_is_passed_over(tmp_path: Path):

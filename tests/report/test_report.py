@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shutil
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.archive.journal import Journal
-from coordinator.archive.rounds import Archive
+from coordinator.archive.rounds import Archive, FacilityRow
 from coordinator.comparison.matrix import forgotten
 from coordinator.report.charts import MOST_TITLES, Bar, log_ticks, shortened, ticks, timeline
 from coordinator.report.data import gather
@@ -238,6 +239,39 @@ def test_markdown_has_scores_on_tasks_carbon_and_versions_and_speaks_of_no_colou
     text = markdown(data_of(add_comparison(archive, ["facility-00", "facility-01"])))
     assert "| 0 | facility-00 | made_here | acc | 0.250 | 0.01 |" in text
     assert "kg CO₂e" in text and "no counter" in text and "torch 2.13.0" in text and "colour" not in text
+
+
+def test_training_losses_go_on_over_the_rounds_that_a_facility_took_part_in(tmp_path: Path):
+    archive = made_archive(tmp_path / "a", facilities=3, rounds=4)
+    told = data_of(archive)["training_losses"]
+    for name, points in told.items():
+        own = [row for entry in archive.history() for row in entry.facilities if row.facility == name]
+        good = [row for row in own if row.status == "ok"]
+        assert [step for step, _ in points] == [
+            60 * number + step for number, row in enumerate(good) for step, _ in row.training_losses
+        ]
+        assert [loss for _, loss in points] == [loss for row in good for _, loss in row.training_losses]
+    html = page(data_of(archive))
+    assert all(f"{name}: training loss" in html for name in told)
+    none = data_of(archive) | {"training_losses": {}}
+    assert 'id="training"' in html and 'id="training"' not in page(none)
+
+
+def test_a_short_final_evaluation_is_drawn_as_what_it_reports(tmp_path: Path):
+    archive = made_archive(tmp_path / "a", facilities=1, rounds=1)
+    journal = Journal(archive.path)
+    last = max(one.time for one in journal.read())
+    journal.append("started", time=last + 10, facility="facility-00", round=1)
+    journal.append("trained", time=last + 30, facility="facility-00", round=1, code=0)
+    row = FacilityRow(round=1, facility="facility-00", status="ok", phases={"load": 5.0, "evaluate": 10.0})
+    note = {"after_round": 0, "global_loss": 2.0, "global_loss_over": [], "facilities": [dataclasses.asdict(row)]}
+    (archive.path / "evaluation.json").write_text(json.dumps(note))
+    own = [one for one in data_of(archive)["timeline"]["segments"] if one["round"] == 1]
+    assert [(one["kind"], round(one["end"] - one["begin"])) for one in own] == [
+        ("load", 5),
+        ("load", 5),
+        ("evaluate", 10),
+    ]
 
 
 def test_figures_are_sums_of_what_was_reported(tmp_path: Path):

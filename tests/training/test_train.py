@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from facility.exchange.messages.loss_curve import loss_curve_of
 from facility.exchange.messages.manifest import Manifest, sha256_of, verify_manifest, write_manifest
 from facility.exchange.messages.report import predicted_memory_of, read_report
 from tests.pico import save_pico
@@ -38,6 +39,9 @@ def test_the_command_learns_and_tells(tmp_path: Path, pico_llama: Path, dataset:
     assert (report.steps, report.samples, report.position, report.tokens) == (3, 12, 12, 12 * 16)
     assert weights(tmp_path / "out").keys() == weights(pico_llama).keys()
     assert 0.5 < report.peak_memory_bytes / predicted_memory_of(report) < 2, "libraries are most of it"
+    curve = loss_curve_of(report)
+    assert [step for step, _ in curve] == [1, 2, 3]
+    assert sum(loss for _, loss in curve) / 3 == pytest.approx(report.training_loss, abs=1e-5)
     split = report.details["per_rank"][0]["seconds"]
     assert {"data", "forward", "backward", "optimizer"} <= set(split) and "all_reduce" not in split
 

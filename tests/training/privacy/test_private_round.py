@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from facility.exchange.messages import loss_curve
 from facility.exchange.messages.privacy import WITHHELD, privacy_of
 from facility.exchange.messages.progress import FILE
 from facility.exchange.messages.report import Report, read_report
@@ -101,6 +102,7 @@ def test_what_leaves_a_round_is_noised_or_withheld_and_counted(tmp_path: Path, p
         assert code == 0, said
         report, privacy = told(place / "out0")
         assert (report.training_loss, report.steps, report.samples) == (WITHHELD, 3, 12)
+        assert loss_curve.KEY not in report.details
         assert 0 <= report.loss_received <= math.log(128) and 0 <= report.loss_returned <= math.log(128)
         assert 0 < privacy.spent < privacy.epsilon == 8 and 0 < privacy.spent_on_validation < 8
         assert (privacy.steps, privacy.sampling_rate, privacy.unit) == (3, 0.1, "block")

@@ -1,0 +1,23 @@
+"""When the rounds that are left are expected to be complete, by how long the last ones took."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from coordinator.archive.rounds import RoundFile
+
+LATEST = 5
+"""Rounds whose times count."""
+
+
+def expected_end(last: Sequence[RoundFile], *, left: int, begun: float, now: float) -> float:
+    """Seconds since 1970; 0 where none of the `last` rounds was timed, or none is left.
+
+    `left`: rounds that are not complete; `begun`: when the one under way began.
+    """
+    timed = [entry.seconds for entry in last if entry.seconds > 0]
+    each = statistics.median(timed) if timed else 0.0
+    if not each or left <= 0:
+        return 0.0
+    return max(now, begun + each) + (left - 1) * each

@@ -1,0 +1,41 @@
+"""The training loss over a round's steps, in a report's `details`: a few means, whatever the number of steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from facility.exchange.messages.report import MOST_COUNT, MOST_LOSS, Report
+
+KEY = "training_losses"
+"""In `details`: pairs of a step, counted from 1, and the mean loss of the steps since the pair before."""
+MOST_POINTS = 40
+"""Of a round."""
+
+Curve = list[tuple[int, float]]
+
+
+def loss_curve(losses: Sequence[float]) -> Curve:
+    """Means over spans of equal length, at most `MOST_POINTS`; skipped steps, whose loss is negative, do not count."""
+    count = min(MOST_POINTS, len(losses))
+    ends = [round(len(losses) * number / count) for number in range(1, count + 1)]
+    spans = [(end, losses[begin:end]) for begin, end in zip([0, *ends], ends, strict=False)]
+    good = [(end, [loss for loss in span if loss >= 0]) for end, span in spans]
+    return [(end, round(math.fsum(span) / len(span), 5)) for end, span in good if span]
+
+
+def loss_curve_of(report: Report) -> Curve:
+    """What a facility's report tells; [] where it tells nothing, or nothing possible."""
+    told = report.details.get(KEY)
+    if not isinstance(told, list) or len(told) > MOST_POINTS:
+        return []
+    if not all(isinstance(pair, list) and len(pair) == 2 and _possible(*pair) for pair in told):
+        return []
+    steps = [pair[0] for pair in told]
+    return [(step, float(loss)) for step, loss in told] if steps == sorted(set(steps)) else []
+
+
+def _possible(step: object, loss: object) -> bool:
+    if type(step) is not int or type(loss) not in (int, float):
+        return False
+    return 0 < step <= MOST_COUNT and 0 <= loss <= MOST_LOSS  # type: ignore[operator]
