@@ -74,7 +74,7 @@ class Work:
     observe: Callable[[Array], None] | None = None
     """Sees every (updates, n) block of steps, from any thread."""
     hashed: Mapping[Path, StreamedDigest] = field(default_factory=dict)
-    """Files of the base and the state that are hashed as they are read."""
+    """Files of the base, the state and the updates that are hashed as they are read."""
     model: TensorWriter | None = None
     new_master: TensorWriter | None = None
     new_slots: Sequence[TensorWriter] = ()
@@ -214,6 +214,7 @@ def _span(work: Work, span: Span, files: Files, buffers: _Buffers) -> Passed:
             if work.model is not None:
                 _move(part, piece, *step, outputs, result)
         result.bytes_written += outputs.flush()
+        files.settle()
     return result
 
 

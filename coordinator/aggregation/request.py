@@ -23,6 +23,9 @@ class Request:
     settings: AggregationSettings
     verify_base: bool = False
     """Compare the base with its manifest as it is read; otherwise it is taken as it is."""
+    verify_updates: bool = False
+    """The same for the updates, whose content nobody has looked at. What is then found, `DamagedUpdate`, is raised also
+    with `drop_refused`: the facility may send it again."""
     state_in: Path | None = None
     state_out: Path | None = None
     record: Path | None = None

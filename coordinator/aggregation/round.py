@@ -50,6 +50,8 @@ class Aggregation:
     """The share of each facility before it was capped."""
     measured: Passed | None = None
     """What a first pass found, where one was needed."""
+    verified: set[str] = field(default_factory=set)
+    """Facilities whose updates a pass has compared with their manifests."""
     histograms: list[Array] | None = None
     suspects: dict[str, str] = field(default_factory=dict)
     """Outliers, with the reason."""

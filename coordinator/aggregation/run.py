@@ -16,6 +16,7 @@ from coordinator.aggregation.record import RoundRecord
 from coordinator.aggregation.request import Request
 from coordinator.aggregation.round import Aggregation
 from coordinator.aggregation.screening import screen_round
+from coordinator.aggregation.sources import DamagedUpdate
 from coordinator.aggregation.state import make_way
 from coordinator.aggregation.writing import new_outputs, seal_outputs, write_tensors
 from facility.exchange.errors import TryAgain, UpdateRefused
@@ -35,6 +36,8 @@ def run(request: Request) -> RoundRecord:
                     write_tensors(aggregation, outputs)
                     record = describe(aggregation)
                     return seal_outputs(aggregation, outputs, record)
+            except DamagedUpdate:
+                raise
             except UpdateRefused as refusal:  # only a pass over its values could find this; nothing was left behind
                 aggregation.drop(refusal)
                 aggregation.check_enough(aggregation.opened)

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,14 +16,18 @@ from coordinator.aggregation.outliers import screened
 from coordinator.aggregation.plan import needs_histograms, needs_measuring, needs_momentum, needs_tensor_products
 from coordinator.aggregation.round import Aggregation
 from coordinator.aggregation.server_optimizers.registry import SERVER_OPTIMIZERS, build
-from coordinator.aggregation.sources import Sources, verify_sources
+from coordinator.aggregation.sources import DamagedUpdate, Sources, verify_sources
 from coordinator.aggregation.state import fitting, open_state
-from coordinator.aggregation.updates import weights_of
-from coordinator.aggregation.verify import check_finite
+from coordinator.aggregation.updates import Update, weights_of
+from coordinator.aggregation.verify import check_finite, check_unaltered
 from facility.exchange.checkpoints import magnitudes
 from facility.exchange.checkpoints.checkpoint import TensorEntry
 from facility.exchange.errors import UpdateRefused
 from facility.exchange.masking.weights import capped
+from facility.exchange.messages.manifest import NAME
+
+MOST_WAITING = 6
+"""Updates of which a second thread's pieces may wait in memory, at most 16 MB each."""
 
 
 def screen_round(aggregation: Aggregation) -> None:
@@ -67,8 +71,13 @@ def screen_afterwards(aggregation: Aggregation) -> None:
 
 
 def threads_of(aggregation: Aggregation) -> int:
-    """Worker threads: as many as pay."""
-    return aggregation.request.threads or min(2, os.cpu_count() or 1)
+    """Worker threads: as many as pay.
+
+    One where many updates are verified: a digest is made of bytes in their order, and what a second thread reads too
+    early waits in memory, of every update.
+    """
+    many = aggregation.request.verify_updates and len(aggregation.opened) > MOST_WAITING
+    return aggregation.request.threads or (1 if many else min(2, os.cpu_count() or 1))
 
 
 def run_pass(aggregation: Aggregation, work: kernel.Work) -> kernel.Passed:
@@ -78,6 +87,7 @@ def run_pass(aggregation: Aggregation, work: kernel.Work) -> kernel.Passed:
         passed = kernel.run(work, threads=threads_of(aggregation))
     except kernel.NotFinite as error:
         verify_sources(aggregation.request)
+        look_into(aggregation, opened)
         if error.update is None:
             raise
         raise UpdateRefused(
@@ -86,9 +96,24 @@ def run_pass(aggregation: Aggregation, work: kernel.Work) -> kernel.Passed:
     for update, squared in zip(opened, passed.gram.diagonal(), strict=True):
         if not math.isfinite(squared):
             verify_sources(aggregation.request)
+            look_into(aggregation, [update])
             check_finite(update.entries, update.facility)  # names the tensor
             raise UpdateRefused(update.facility, "it holds NaN, infinity or absurdly large values")
     return passed
+
+
+def look_into(aggregation: Aggregation, updates: Sequence[Update]) -> None:
+    """Raise `DamagedUpdate` for the first that is altered, or holds NaN or infinity, where nobody has looked before."""
+    if not aggregation.request.verify_updates:
+        return
+    try:
+        for update in updates:
+            if (update.directory / NAME).exists():
+                check_unaltered(update.directory, update.facility)
+        for update in updates:
+            check_finite(update.entries, update.facility)
+    except UpdateRefused as refusal:
+        raise DamagedUpdate(refusal.facility, refusal.reason) from None
 
 
 def _weigh(aggregation: Aggregation) -> None:
@@ -121,6 +146,9 @@ def _measure(aggregation: Aggregation) -> None:
 
     wanted, momentum = needs_histograms(aggregation.settings), needs_momentum(aggregation.settings)
     slots, starts = _momentum(aggregation) if momentum else ([], ())
+    sources = Sources()
+    if aggregation.request.verify_updates:
+        sources.promise_updates(aggregation.opened, aggregation.verified)
     work = kernel.Work(
         base=aggregation.floats,
         updates=[update.entries for update in aggregation.opened],
@@ -130,8 +158,11 @@ def _measure(aggregation: Aggregation) -> None:
         slots=slots,
         slot_starts=starts,
         momentum=momentum,
+        hashed=sources.hashed,
     )
     aggregation.measured = run_pass(aggregation, work)
+    sources.check()
+    aggregation.verified.update(sources.facilities.values())
     aggregation.histograms = histograms if wanted else None
 
 

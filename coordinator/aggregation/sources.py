@@ -1,4 +1,4 @@
-"""The model that was sent and the state of the round before, verified by the pass that reads them.
+"""The model that was sent, the state of the round before and the updates, verified by the pass that reads them.
 
 What was verified is what was used: a file's sha256 is made of the bytes that went into the mean, and compared before
 the next model takes its name. So neither is read twice, and a file that is altered while it is read is noticed.
@@ -6,13 +6,26 @@ the next model takes its name. So neither is read twice, and a file that is alte
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from coordinator.aggregation.request import Request
+from coordinator.aggregation.updates import Update
+from facility.exchange.errors import ManifestError, UpdateRefused
 from facility.exchange.files.streamed_digest import StreamedDigest
-from facility.exchange.messages.manifest import Manifest, check_digest, verify_manifest
+from facility.exchange.messages.manifest import (
+    NAME,
+    Manifest,
+    check_digest,
+    read_manifest,
+    tensor_files,
+    verify_manifest,
+)
+
+
+class DamagedUpdate(UpdateRefused):
+    """An update whose content is not what its manifest says, or not finite, as only reading all of it could find."""
 
 
 @dataclass(kw_only=True)
@@ -22,6 +35,8 @@ class Sources:
     manifests: dict[Path, Manifest] = field(default_factory=dict)
     """By directory; everything in it but the files of `hashed` is verified."""
     hashed: dict[Path, StreamedDigest] = field(default_factory=dict)
+    facilities: dict[Path, str] = field(default_factory=dict)
+    """Whose update a directory is."""
 
     def promise(self, directory: Path, manifest: Manifest, names: Iterable[str]) -> None:
         """Compare the files `names` of a directory later."""
@@ -29,12 +44,26 @@ class Sources:
         for name in names:
             self.hashed[directory / name] = StreamedDigest(directory / name, manifest.files[name].size)
 
+    def promise_updates(self, updates: Sequence[Update], verified: set[str]) -> None:
+        """Compare the updates but those of the facilities `verified` later."""
+        for update in updates:
+            if update.facility not in verified and (update.directory / NAME).exists():
+                manifest = read_manifest(update.directory)
+                self.facilities[update.directory] = update.facility
+                self.promise(update.directory, manifest, tensor_files(manifest))
+
     def check(self) -> None:
-        """Raise `ManifestError` for the first file that is not what its manifest says; reads what no pass has read."""
+        """Raise `ManifestError`, for an update `DamagedUpdate`, for the first file that is not what its manifest says;
+        reads what no pass has read."""
         for path, digest in self.hashed.items():
             directory = next(parent for parent in path.parents if parent in self.manifests)
             name = path.relative_to(directory).as_posix()
-            check_digest(directory, self.manifests[directory], name, digest.finish())
+            try:
+                check_digest(directory, self.manifests[directory], name, digest.finish())
+            except ManifestError as error:
+                if directory not in self.facilities:
+                    raise
+                raise DamagedUpdate(self.facilities[directory], str(error)) from None
 
 
 def verify_sources(request: Request) -> None:

@@ -6,7 +6,9 @@ Nothing is memory-mapped: mapped pages would count against the process and grow 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +24,8 @@ PIECE = 1 << 16
 SPAN = 64 * PIECE
 """Elements of one unit of work. Both are constants, so that results depend on neither threads nor read size."""
 
+HASHERS = 4
+"""Threads that make digests of what is read."""
 STORED = STORAGE | {DTYPES[bits]: kind for bits, kind in UNSIGNED.items()}
 """numpy dtype of what is read: floating point, or the whole numbers of masked updates."""
 
@@ -46,11 +50,17 @@ def spans_of(entries: dict[str, TensorEntry]) -> list[Span]:
 
 
 class Files:
-    """Open files by path, shared by threads: every read names its offset. `hashed`: files to hash as they are read."""
+    """Open files by path, shared by threads: every read names its offset.
+
+    `hashed`: files to hash as they are read, by threads of their own while the reader works on what it has read; it
+    calls `settle` before it reads into the same buffers again.
+    """
 
     def __init__(self, hashed: Mapping[Path, StreamedDigest] | None = None) -> None:
         self._descriptors: dict[Path, int] = {}
         self._hashed = hashed or {}
+        self._hashers = ThreadPoolExecutor(min(HASHERS, os.cpu_count() or 1)) if self._hashed else None
+        self._under_way = threading.local()
 
     def open(self, entries: Sequence[TensorEntry]) -> None:
         """The files of these tensors, which are all that is read of them."""
@@ -64,9 +74,16 @@ class Files:
         item = ITEM_BYTES[entry.dtype]
         view = buffer[: count * item]
         read_exactly(self._descriptors[entry.file], view, entry.start + start * item, entry.file)
-        if (digest := self._hashed.get(entry.file)) is not None:
-            digest.feed(entry.start + start * item, view)
+        if self._hashers is not None and (digest := self._hashed.get(entry.file)) is not None:
+            feeding = self._hashers.submit(digest.feed, entry.start + start * item, view)
+            self._under_way.__dict__.setdefault("futures", []).append(feeding)
         return np.frombuffer(view, STORED[entry.dtype])
+
+    def settle(self) -> None:
+        """Wait until what this thread has read is hashed."""
+        futures: list[Future[None]] = self._under_way.__dict__.pop("futures", [])
+        for future in futures:
+            future.result()
 
     def read_bytes(self, entry: TensorEntry, start: int, size: int, buffer: memoryview) -> memoryview:
         view = buffer[:size]
@@ -81,6 +98,8 @@ class Files:
         )
 
     def close(self) -> None:
+        if self._hashers is not None:
+            self._hashers.shutdown()
         for descriptor in self._descriptors.values():
             os.close(descriptor)
         self._descriptors = {}

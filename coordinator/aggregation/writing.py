@@ -70,6 +70,7 @@ def write_tensors(aggregation: Aggregation, outputs: Outputs) -> None:
             _copy_tensor(whole, name, model, aggregation.dtypes.get(name, whole.tensors[name].dtype))
         aggregation.clock("stream")
         aggregation.sources.check()
+        aggregation.verified.update(aggregation.sources.facilities.values())
         aggregation.written = _written(outputs, model, [work.new_master, *work.new_slots])
     aggregation.clock("hash")
     screen_afterwards(aggregation)
@@ -126,6 +127,8 @@ def _work(aggregation: Aggregation, outputs: Outputs, stack: ExitStack, model: T
     if aggregation.request.verify_base and aggregation.sent is not None:
         sources.promise(Path(aggregation.request.base), aggregation.sent, tensor_files(aggregation.sent))
     old = open_state(aggregation.request.state_in, aggregation.sent, [MASTER, *optimizer.slots], sources)
+    if aggregation.request.verify_updates:
+        sources.promise_updates(aggregation.opened, aggregation.verified)
     writers = _state_writers(aggregation, outputs.state, stack, [MASTER, *optimizer.slots])
     statistics = "off" if aggregation.measured and settings.statistics != "exact" else settings.statistics
     return kernel.Work(

@@ -15,9 +15,10 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+from coordinator.aggregation.sources import DamagedUpdate
 from coordinator.archive.rounds import Archive
 from coordinator.config.settings import CoordinatorSettings, read_coordinator_settings
-from coordinator.events.event import failures_of
+from coordinator.events.event import emit, failures_of
 from coordinator.events.outputs import write_outputs
 from coordinator.rounds.order import OUTPUT, order_or_tell
 from coordinator.steps.arrived import Arrived, drop, sort_out
@@ -61,6 +62,9 @@ def close_round(
             log.warning("round %d is averaged without %s: %s", number, ", ".join(sorted(blamed)), told)
             for name, reason in blamed.items():
                 arrived = drop(arrived, name, number, reason)
+                emit("refused", facility=name, round=number, reason=arrived.failures[name].reason)
+            if isinstance(error, DamagedUpdate) and ask_again(archive, settings, number, arrived):
+                return model, number, True
 
 
 def arguments_of(program: str, text: str) -> argparse.ArgumentParser:

@@ -28,6 +28,7 @@ from coordinator.report.trackers import track_round
 from coordinator.rounds.acceptance import drop_told
 from coordinator.rounds.acceptance import told as changes_told
 from coordinator.rounds.participation import delivered, participation
+from coordinator.rounds.verification import verified_as_averaged
 from coordinator.rounds.weight_limit import Capped, cap
 from coordinator.steps.arrived import Arrived
 from coordinator.steps.decide import Decision, decide
@@ -181,6 +182,7 @@ def write_model(round: Commit, directory: Path) -> None:
         minimum_updates=settings.minimum_facilities,
         unmasking=round.unmasking,
         verify_base=True,
+        verify_updates=verified_as_averaged(settings),
     )
     if round.unmasking is not None:
         write_json(directory / CLIPS, round.unmasking.next_clips())

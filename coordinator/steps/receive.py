@@ -23,6 +23,7 @@ from coordinator.config.privacy import PrivacySettings
 from coordinator.config.settings import read_coordinator_settings
 from coordinator.events.event import emit
 from coordinator.rounds.late import read_late
+from coordinator.rounds.verification import verified_as_averaged
 from coordinator.rounds.weight_limit import WeightLimit, weight_limit_of
 from facility.exchange.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from facility.exchange.checkpoints.delta import decode
@@ -71,14 +72,16 @@ def receive(
     adapters: LoraSettings | None = None,
     late: str = "",
     earlier: Earlier | None = None,
+    content: bool = True,
 ) -> report.Failure | None:
     """None when `update` may take part in the round, else why not. Raises only for our own model's faults.
 
     An update that travelled as a difference becomes a whole one at `decoded`. One whose report claims more than
     `weight_limit` is refused. With `masks` it must be masked, and hold the tensors of `adapters`, if any. A late one,
     of an earlier round, becomes at `decoded` what it would be had it started from `model`; `earlier`: what the archive
-    knows of rounds before. `late`: why nothing came of a facility that the round did not wait for. Whatever an update
-    holds, what comes back names `facility` and `round` as given here.
+    knows of rounds before. `late`: why nothing came of a facility that the round did not wait for. `content`: look at
+    its tensors, too, and do not leave that to the averaging. Whatever an update holds, what comes back names `facility`
+    and `round` as given here.
     """
     if update is None and late:
         return report.Failure(facility=facility, round=round, reason=late, kind="late")
@@ -100,7 +103,9 @@ def receive(
             if sent.manifest.kind != "model":
                 check_answer(update, sent, facility, round, adapters, masked=masks is not None)
         else:
-            check_training(update, sent, facility, round, settings, decoded, weight_limit, masks, adapters, earlier)
+            check_training(
+                update, sent, facility, round, settings, decoded, weight_limit, masks, adapters, earlier, content
+            )
     except (UpdateRefused, InputError) as error:
         return report.Failure(facility=facility, round=round, reason=clean(str(error)), kind="refused")
     except Exception as error:  # whatever an update does to our code makes its own facility absent, and no other
@@ -162,6 +167,7 @@ def check_training(
     masks: PrivacySettings | None = None,
     adapters: LoraSettings | None = None,
     earlier: Earlier | None = None,
+    content: bool = True,
 ) -> None:
     """Raise `UpdateRefused`, or another `InputError`, unless the update may be averaged."""
     manifest = read_manifest(update)
@@ -196,6 +202,7 @@ def check_training(
         maximum_staleness=settings.maximum_staleness,
         patterns=patterns,
         adapters=adapters,
+        content=content or started != sent.directory,
     )
     claimed = report.read_report(update)
     check_report(claimed, sent, facility)
@@ -375,6 +382,7 @@ def main() -> int:
         adapters=settings.lora,
         late=read_late(Path.cwd(), arguments.round, arguments.facility) if settings.closing else "",
         earlier=earlier,
+        content=not verified_as_averaged(settings),
     )
     log_received(arguments.update, arguments.facility, arguments.round, settings.aggregation, failure)
     if failure is None:

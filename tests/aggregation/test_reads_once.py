@@ -5,12 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from coordinator.aggregate import aggregate
 from coordinator.aggregation.settings import AggregationSettings
+from coordinator.aggregation.sources import DamagedUpdate
 from coordinator.aggregation.verify import check_update
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.errors import ManifestError, UpdateRefused
@@ -55,9 +57,9 @@ def second_round(tmp_path: Path) -> tuple[Path, Path, list[Path]]:
     return base, state, updates
 
 
-def again(tmp_path: Path, base: Path, state: Path, updates: list[Path], **more: int) -> None:
+def again(tmp_path: Path, base: Path, state: Path, updates: list[Path], **more: Any) -> None:
     out, state_out = tmp_path / "next", tmp_path / "next-state"
-    more = more | {"verify_base": True}
+    more = {"verify_base": True, "verify_updates": True} | more
     aggregate(base=base, updates=updates, out=out, settings=SETTINGS, state_in=state, state_out=state_out, **more)
 
 
@@ -102,6 +104,44 @@ def test_an_update_that_was_altered_on_its_way_is_refused_as_altered(second_roun
     told = read_manifest(base)
     with pytest.raises(UpdateRefused, match="another sha256"):
         check_update(update, open_checkpoint(base), told, "f3", told.round)
+
+
+@pytest.mark.parametrize("count", [2, 3, 8], ids=["one-pass", "two-passes", "one-thread"])
+@pytest.mark.parametrize("content", [b"\x01" * 64, b"\xff" * 64], ids=["finite", "nan"])
+def test_an_altered_update_is_found_by_the_pass_that_reads_it_first(
+    tmp_path: Path, second_round, count: int, content: bytes
+):
+    """Whatever the number of updates, nothing of it is in a model, and the caller learns whose it was."""
+    base, state, _ = second_round
+    updates = [make.update(tmp_path / f"u{i}", tensors(i), base=base, facility=f"f{i}") for i in range(count)]
+    damage(updates[1] / "model.safetensors", content)
+    with pytest.raises(DamagedUpdate, match="another sha256") as refusal:
+        again(tmp_path, base, state, updates, drop_refused=True)
+    assert refusal.value.facility == "f1"
+    assert not (tmp_path / "next").exists() and not (tmp_path / "next-state").exists()
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_values_that_are_not_finite_are_found_by_that_pass_too(tmp_path: Path, second_round, count: int):
+    base, state, _ = second_round
+    values = [tensors(i) for i in range(count)]
+    values[1]["w2"][5, 7] = float("nan")
+    updates = [make.update(tmp_path / f"u{i}", one, base=base, facility=f"f{i}") for i, one in enumerate(values)]
+    with pytest.raises(DamagedUpdate, match="'w2' holds NaN or infinity"):
+        again(tmp_path, base, state, updates, drop_refused=True)
+
+
+@pytest.mark.parametrize("count", [2, 8])
+def test_verifying_changes_no_bit(tmp_path: Path, second_round, count: int):
+    base, state, _ = second_round
+    updates = [make.update(tmp_path / f"u{i}", tensors(i), base=base, facility=f"f{i}") for i in range(count)]
+    digests = []
+    for verifies in (True, False):
+        folder = tmp_path / str(verifies)
+        folder.mkdir()
+        again(folder, base, state, updates, verify_updates=verifies)
+        digests.append(read_manifest(folder / "next").content_sha256)
+    assert digests[0] == digests[1]
 
 
 def damage(file: Path, content: bytes) -> None:

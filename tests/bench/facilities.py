@@ -31,7 +31,7 @@ from tests.engine.engines import bare_environment
 from tests.federations import write_federation
 
 
-def run(facilities: int, rounds: int) -> dict[str, Any]:
+def run(facilities: int, rounds: int, profile: Path | None = None) -> dict[str, Any]:
     """One federation to its end: seconds, CPU seconds and the engine's largest resident set."""
     with tempfile.TemporaryDirectory(prefix="crossfed-facilities-") as folder:
         root = Path(folder)
@@ -48,10 +48,12 @@ def run(facilities: int, rounds: int) -> dict[str, Any]:
         )
         tool.write_text(text)
         (root / "engine").mkdir()
+        profiler = [sys.executable, "-m", "cProfile", "-o", str(profile), "-m"] if profile else []
+        engine = [*profiler, "streamflow"]
         before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
         with open(root / "log", "w") as log:
             process = subprocess.Popen(
-                ["streamflow", "run", "--outdir", str(root / "engine" / "out"), "streamflow.yml"],
+                [*engine, "run", "--outdir", str(root / "engine" / "out"), "streamflow.yml"],
                 cwd=path.parent,
                 env=bare_environment(root / "engine"),
                 stdout=log,
@@ -93,12 +95,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--facilities", default="2,16,64", help="numbers of facilities, by commas")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--profile", type=Path, help="where to write cProfile's figures of the engine with the last")
     parser.add_argument("--out", type=Path, help="also write the JSON here")
     arguments = parser.parse_args()
     least = run(1, arguments.rounds)
     runs = {}
-    for number in map(int, arguments.facilities.split(",")):
-        figures = run(number, arguments.rounds)
+    numbers = [int(word) for word in arguments.facilities.split(",")]
+    for number in numbers:
+        figures = run(number, arguments.rounds, arguments.profile if number == numbers[-1] else None)
         more = (figures["cpu_seconds"] - least["cpu_seconds"]) / ((number - 1) * arguments.rounds)
         runs[number] = figures | {"cpu_seconds_a_further_facility_and_round": round(more, 3)}
         print(number, json.dumps(runs[number]), file=sys.stderr, flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -165,3 +166,40 @@ def test_receive_names_what_is_wrong(begun: tuple[Archive, Path], tmp_path: Path
     assert "truncated" in refused(tmp_path, model, good)
     (good / "manifest.json").unlink()
     assert "no manifest.json" in refused(tmp_path, model, good)
+
+
+@pytest.mark.parametrize("retries", [0, 1])
+def test_an_update_that_averaging_finds_damaged_is_asked_for_again_or_left_out(
+    begun: tuple[Archive, Path], tmp_path: Path, retries: int
+):
+    archive, model = begun
+    updates = [write_update(tmp_path / name, model, name, move=0.01) for name in ("a", "b")]
+    settings = dataclasses.replace(SETTINGS, retries=retries)
+    for update in updates:
+        assert receive_unread(update, model) is None
+    with open(updates[1] / "model.safetensors", "r+b") as file:
+        file.seek(-64, 2)
+        file.write(b"\x01" * 64)
+    assert receive_unread(updates[1], model) is None
+    following, number, proceed = close(archive, model, updates, settings)
+    if retries:
+        assert (following, number, proceed, archive.rounds()) == (model, 0, True, [])
+        assert "another sha256" in archive.read_note("attempts")["failures"]
+        following, number, proceed = close(archive, model, updates, settings)
+    assert (number, proceed, archive.rounds()) == (1, True, [0])
+    rows = {row.facility: row for row in archive.read_round(0).facilities}
+    assert (rows["a"].status, rows["a"].weight, rows["b"].status) == ("ok", 1.0, "refused")
+    assert "another sha256" in rows["b"].reason
+
+
+def receive_unread(update: Path, model: Path) -> Failure | None:
+    """What the receive step finds where averaging verifies the content."""
+    return receive(
+        update=update,
+        facility=update.name,
+        round=0,
+        model=model,
+        evaluation=False,
+        settings=AggregationSettings(),
+        content=False,
+    )
