@@ -220,6 +220,19 @@ class CarefulDataManager(DefaultDataManager):
             check_target(Path(dst_path), Path(workdir))
         await super().transfer_data(src_location, src_path, dst_locations, dst_path, writable)
 
+    def register_relation(self, src_location: Any, dst_location: Any) -> None:
+        """That both hold the same data, and whatever holds what the first does; but a facility's copy is never looked
+        for at another one, so that copies at all facilities are not entered beside each other."""
+        for known in self.path_mapper.get(path=src_location.path):
+            if known is src_location or not apart(known.deployment, dst_location.deployment):
+                self.path_mapper.put(known.path, dst_location)
+                self.path_mapper.put(dst_location.path, known)
+
+
+def apart(one: str, other: str) -> bool:
+    """Whether these deployments are of two facilities, between which nothing goes directly."""
+    return one != other and is_facility(one) and is_facility(other)
+
 
 def install() -> None:
     """Replace StreamFlow's own methods by these, once. Raises `RuntimeError` if StreamFlow's internals are unknown."""

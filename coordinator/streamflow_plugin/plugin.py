@@ -14,7 +14,7 @@ from streamflow.ext.plugin import StreamFlowPlugin
 from coordinator.config.firecrest import API
 from coordinator.schedulers.registry import schedulers
 from coordinator.schedulers.scheduler import BatchScheduler
-from coordinator.streamflow_plugin import facility_steps
+from coordinator.streamflow_plugin import facility_steps, many_steps
 from coordinator.streamflow_plugin.ahead_queue import connector_for
 from coordinator.streamflow_plugin.database import PrivateDatabase
 from coordinator.streamflow_plugin.gate import GatedSSHConnector
@@ -26,6 +26,7 @@ from coordinator.streamflow_plugin.system_ssh import SystemSSHConnector
 class CrossFedPlugin(StreamFlowPlugin):
     def register(self) -> None:
         facility_steps.install()
+        many_steps.install()
         self.register_data_manager("default", facility_steps.CarefulDataManager)
         self.register_connector("ssh", ParallelSSHConnector)
         self.register_connector("gate", GatedSSHConnector)
