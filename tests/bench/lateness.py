@@ -24,6 +24,7 @@ import torch
 
 from coordinator.aggregation.settings import AggregationSettings
 from coordinator.config.closing import ClosingSettings
+from coordinator.rounds.participation import participation
 from tests.bench.federated_learner import Learner, Local, batches, perplexity, rounded
 from tests.bench.federated_quality import base_model, texts_of
 from tests.reproductions.server_in_memory import Server
@@ -85,7 +86,9 @@ def _alike(rounds: int) -> dict[str, float]:
     return {"time": round(found.closed[-1] / whole.closed[-1], 4), "late_updates": late, "updates": found.updates}
 
 
-def learn(model: torch.nn.Module, texts: dict[str, Any], course: Course, rule: str, seed: int) -> dict[str, float]:
+def learn(
+    model: torch.nn.Module, texts: dict[str, Any], course: Course, rule: str, seed: int, late_weight: str
+) -> dict[str, float]:
     """Perplexity on each language's whole validation text after the course's last round."""
     rounds, names = len(course.closed), list(texts)
     aggregation = AggregationSettings(rule=rule, guard=False, maximum_staleness=MOST_LATE)
@@ -95,8 +98,11 @@ def learn(model: torch.nn.Module, texts: dict[str, Any], course: Course, rule: s
         for place, name in enumerate(names)
     }
     sent = [rounded([p.detach() for p in model.parameters()])]
+    counts: dict[str, int] = {}
     for number, delivered in enumerate(course.delivered):
         updates, weights, staleness = {}, {}, {}
+        counts |= {name: counts.get(name, 0) + 1 for name in delivered}
+        even = participation(counts, list(delivered))
         for name, began in sorted(delivered.items()):
             learner = learners[name]
             learner.load(sent[began])
@@ -105,7 +111,8 @@ def learn(model: torch.nn.Module, texts: dict[str, Any], course: Course, rule: s
             own = zip(rounded([p.detach().clone() for p in learner.parameters]), sent[began], sent[number], strict=True)
             updates[name] = dict(zip(keys, (one - then + now for one, then, now in own), strict=True))
             staleness[name] = number - began
-            weights[name] = (1 + number - began) ** -aggregation.staleness_exponent
+            stale = (1 + number - began) ** -aggregation.staleness_exponent
+            weights[name] = even[name] if late_weight == "participation" else stale
         base = {key: value.to(torch.bfloat16) for key, value in zip(keys, sent[number], strict=True)}
         following = server.step(base, updates, weights, staleness)
         sent.append([following[key].float() for key in keys])
@@ -114,7 +121,7 @@ def learn(model: torch.nn.Module, texts: dict[str, Any], course: Course, rule: s
     return {name: round(perplexity(judge, text.validation), 4) for name, text in texts.items()}
 
 
-def quality(out: Path, seeds: list[int], rules: list[str]) -> dict[str, Any]:
+def quality(out: Path, seeds: list[int], rules: list[str], late_weight: str) -> dict[str, Any]:
     """Perplexity with one of four facilities four times slower, over that of waiting for all."""
     torch.set_num_threads(1)
     texts = texts_of(out)
@@ -137,26 +144,36 @@ def quality(out: Path, seeds: list[int], rules: list[str]) -> dict[str, Any]:
     for rule in rules:
         for seed in seeds:
             model = base_model(out, texts, seed, 64)
-            last = {label: _kept(out, model, texts, one, (label, rule, seed)) for label, one in courses.items()}
+            last = {
+                label: _kept(out, model, texts, one, label, rule, seed, "staleness" if one is whole else late_weight)
+                for label, one in courses.items()
+            }
             over = {label: round(value / last["waiting for all"], 4) for label, value in last.items()}
-            found.setdefault("perplexity", []).append({"rule": rule, "seed": seed, "last": last, "over_waiting": over})
+            row = {"rule": rule, "seed": seed, "late_weight": late_weight, "last": last, "over_waiting": over}
+            found.setdefault("perplexity", []).append(row)
     return found
 
 
 def _kept(
-    out: Path, model: torch.nn.Module, texts: dict[str, Any], course: Course, what: tuple[str, str, int]
+    out: Path,
+    model: torch.nn.Module,
+    texts: dict[str, Any],
+    course: Course,
+    label: str,
+    rule: str,
+    seed: int,
+    late_weight: str,
 ) -> float:
     """Geometric mean of the languages' perplexities after one training, or after that of an earlier start.
 
     OUT/lateness.jsonl holds every one.
     """
-    file, key = out / "lateness.jsonl", list(what)
+    file, key = out / "lateness.jsonl", [label, rule, seed, *([late_weight] if late_weight != "staleness" else [])]
     rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     if (row := next((row for row in rows if row["key"] == key), None)) is not None:
         return float(row["perplexity"])
-    _, rule, seed = what
     began = time.perf_counter()
-    languages = learn(model, texts, course, rule, seed)
+    languages = learn(model, texts, course, rule, seed, late_weight)
     found = round(math.exp(sum(map(math.log, languages.values())) / len(languages)), 4)
     seconds = round(time.perf_counter() - began, 1)
     row = {"key": key, "perplexity": found, "languages": languages, "seconds": seconds}
@@ -171,8 +188,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("quality"), help="for datasets and base models")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
     parser.add_argument("--rules", nargs="+", default=["mean", "nesterov", "heloco+nesterov"])
-    arguments = parser.parse_args()
-    found = queues() if arguments.what == "queues" else quality(arguments.out, arguments.seeds, arguments.rules)
+    parser.add_argument("--late-weight", choices=["staleness", "participation"], default="staleness")
+    a = parser.parse_args()
+    found = queues() if a.what == "queues" else quality(a.out, a.seeds, a.rules, a.late_weight)
     print(json.dumps(found, indent=2))
 
 
