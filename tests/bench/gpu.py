@@ -375,6 +375,7 @@ def federation(folder: Path, tiny: bool, device: str, deadline: Deadline, entry:
         {"round": one["round"], **{row["facility"]: row["tokens_per_second"] for row in one["facilities"]}}
         for one in data["rounds"]
     ]
+    entry["usage"] = [row.get("usage") for one in data["rounds"] for row in one["facilities"]]
 
 
 def main() -> int:
