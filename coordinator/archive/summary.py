@@ -11,6 +11,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
+from coordinator.archive.averaged import averaged
 from coordinator.archive.best import best_round
 from coordinator.archive.journal import Journal, waited_by_facility
 from coordinator.archive.masked_rounds import masked_rounds, masked_sentence
@@ -51,6 +52,7 @@ def summary(archive: Archive) -> dict[str, Any]:
     overs = [entry.global_loss_over for entry in history] + [last]
     overs = [later[number].over if number in later else over for number, over in enumerate(overs)]
     limited = archive.read_note("limited")
+    mean = averaged(archive)
     best = _best(archive, losses) if limited.get("after_round") == len(history) - 1 else None
     rounds = []
     for entry, made, over in zip(history, losses[1:], overs[1:], strict=True):
@@ -67,13 +69,18 @@ def summary(archive: Archive) -> dict[str, Any]:
         "initial_perplexity": shown_perplexity(losses[0]) if history else None,
         "final_scores": evaluation.get("scores", {}) if after is not None else {},
         "final_evaluation": evaluation.get("facilities", []) if after is not None else [],
-        "model": str(archive.model_for(len(history) if best is None else best)) if archive.path.is_dir() else None,
+        "model": _final(archive, len(history) if best is None else best) if mean is None else str(mean.model),
+        "averaged": mean.rounds if mean is not None else [],
         "best_round": None if best is None else best - 1,
         "limited": limited.get("reason", "") if best is not None else "",
         "stopped": archive.read_note("stopped").get("reason") or _broken(history),
         "masking": masked_rounds(history),
         "waited_node_seconds": waited_by_facility(Journal(archive.path).read()),
     }
+
+
+def _final(archive: Archive, number: int) -> str | None:
+    return str(archive.model_for(number)) if archive.path.is_dir() else None
 
 
 def _best(archive: Archive, losses: list[float | None]) -> int:

@@ -46,6 +46,11 @@ class Account:
     tries: int = 0
     """Times that the batch under way was sent."""
     over: bool = False
+    chosen: str = ""
+    """The candidate that is the final model in place of the global one; empty: none is."""
+    gain: float | None = None
+    """Nats per token by which the candidate's loss is lower than the global model's, mean over facilities; None: no
+    facility evaluated both."""
     figures: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     """By facility, what it found (`facility.exchange.messages.comparison.Figure`)."""
     tasks: dict[str, list[dict[str, Any]]] = field(default_factory=dict)

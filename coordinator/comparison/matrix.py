@@ -8,10 +8,12 @@ from typing import Any
 from coordinator.archive.rounds import Archive
 from coordinator.archive.summary import shown
 from coordinator.comparison.account import Account, read_account
+from coordinator.comparison.candidates import sentence
 from facility.exchange.messages.comparison import (
     ALONE_OF,
     GLOBAL,
     INITIAL,
+    LAST_OF,
     METHOD,
     UPDATE_OF,
     Interval,
@@ -30,12 +32,19 @@ SHADES = "; the stronger the colour, the better within its row"
 Row = dict[str, Any]
 
 
+def title_of_mean(count: int) -> str:
+    """What a reader calls the mean of so many last models."""
+    return f"mean of the last {count}"
+
+
 def title(folder: str) -> str:
     """What a reader calls a model."""
     if folder in TITLES:
         return TITLES[folder]
-    prefix = next(prefix for prefix in (UPDATE_OF, ALONE_OF) if folder.startswith(prefix))
+    prefix = next(prefix for prefix in (UPDATE_OF, ALONE_OF, LAST_OF) if folder.startswith(prefix))
     name = folder.removeprefix(prefix)
+    if prefix == LAST_OF:
+        return title_of_mean(int(name))
     return f"{name}'s update" if prefix == UPDATE_OF else f"{name} alone"
 
 
@@ -51,7 +60,9 @@ def matrix(archive: Archive, settings: Mapping[str, Any], names: Sequence[str]) 
         for one in account.figures.get(name, [])
         if (cell := _cell(name, one, held_out)) is not None
     ]
-    order = [INITIAL, GLOBAL, *(f"{prefix}{name}" for prefix in (UPDATE_OF, ALONE_OF) for name in names)]
+    averaged = sorted({one["model"] for own in account.figures.values() for one in own if _is_mean(one["model"])})
+    singles = [f"{prefix}{name}" for prefix in (UPDATE_OF, ALONE_OF) for name in names]
+    order = [INITIAL, GLOBAL, *averaged, *singles]
     models = [title(folder) for folder in order if any(one["model"] == title(folder) for one in cells)]
     data = list(dict.fromkeys(one["data"] for one in sorted(cells, key=lambda one: one["held_out"])))
     return {
@@ -63,24 +74,40 @@ def matrix(archive: Archive, settings: Mapping[str, Any], names: Sequence[str]) 
             for name in names
             for one in account.tasks.get(name, [])
         ],
-        "summary": _summary(account.figures),
+        "summary": [*_summary(account.figures), *_chosen(account, averaged)],
         "verdicts": [line for name in names for line in _verdicts(name, account.figures.get(name, []))]
         + [line for name in names for line in forgotten(account.figures.get(name, []), held_out)],
         "gaps": {name: shown(reason) for name, reason in account.gaps.items()},
         "alone": _alone(account),
         "complete": account.over,
         "method": METHOD,
-        "caption": _caption(masked=bool((settings.get("privacy") or {}).get("secure_aggregation"))),
+        "caption": _caption(
+            masked=bool((settings.get("privacy") or {}).get("secure_aggregation")),
+            whole=any(one["model"] == title(INITIAL) for one in cells),
+            averaged=bool(averaged),
+        ),
     }
 
 
-def _caption(*, masked: bool) -> str:
-    """`masked`: models of single facilities were evaluated by themselves alone."""
-    models = (
-        "the initial model, every facility's own last update, models trained alone for as many tokens, and the global"
-    )
-    text = f"Perplexity on each facility's validation data (rows) of {models} model{SHADES}. Intervals: {METHOD}."
-    return f"{text} {MASKED}" if masked else text
+def _is_mean(folder: str) -> bool:
+    return folder.startswith(LAST_OF)
+
+
+def _chosen(account: Account, averaged: Sequence[str]) -> list[str]:
+    """What came of the mean of the last models."""
+    return [line for folder in averaged if (line := sentence(account, int(folder.removeprefix(LAST_OF))))]
+
+
+def _caption(*, masked: bool, whole: bool, averaged: bool) -> str:
+    """`masked`: models of single facilities were evaluated by themselves alone; `whole`: more than candidates for the
+    final model were compared; `averaged`: the mean of the last models was."""
+    models = ["the mean of the last models"] if averaged else []
+    if whole:
+        models = ["the initial model", *models, "every facility's own last update"]
+        models.append("models trained alone for as many tokens")
+    told = f"{', '.join(models)}, and the global model"
+    text = f"Perplexity on each facility's validation data (rows) of {told}{SHADES}. Intervals: {METHOD}."
+    return f"{text} {MASKED}" if masked and whole else text
 
 
 def _held_out_name(settings: Mapping[str, Any]) -> str:

@@ -13,6 +13,8 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from coordinator.archive.rounds import Archive
+from coordinator.comparison.candidates import candidate, candidates
+from coordinator.comparison.place import place
 from coordinator.config.settings import CoordinatorSettings
 from facility.exchange.files.durable import new_directory
 from facility.exchange.files.links import link_tree
@@ -38,11 +40,7 @@ from facility.exchange.messages.manifest import (
     write_manifest,
 )
 
-PLACE, SENT = "comparison", "sent"
-
-
-def place(archive: Archive) -> Path:
-    return archive.path / PLACE
+SENT = "sent"
 
 
 def keep(archive: Archive, prefix: str, updates: Mapping[str, Path]) -> None:
@@ -72,9 +70,15 @@ def drop(archive: Archive) -> None:
 
 def compared(archive: Archive, settings: CoordinatorSettings) -> list[str]:
     """Folders of all models that there are to compare, in order: global and initial first, then by facility."""
+    assert settings.comparison is not None
     kept = [f"{prefix}{name}" for prefix in (UPDATE_OF, ALONE_OF) for name in settings.facilities]
-    wanted = settings.comparison is not None and settings.comparison.updates
-    return [GLOBAL, INITIAL, *(name for name in kept if wanted and (place(archive) / name / NAME).is_file())]
+    wanted = settings.comparison.updates
+    return [
+        GLOBAL,
+        *([INITIAL] if settings.comparison.matrix else []),
+        *candidates(archive, settings.comparison),
+        *(name for name in kept if wanted and (place(archive) / name / NAME).is_file()),
+    ]
 
 
 def batches(folders: Sequence[str], most: int) -> list[list[str]]:
@@ -93,6 +97,9 @@ def make_batch(
     """A directory of models, ready to be sent. `own`: what each facility evaluates of its own, where it stays there."""
     final = archive.model_for(len(archive.rounds()))
     sources = {GLOBAL: final, INITIAL: archive.model_for(0)}
+    if settings.comparison is not None:
+        for name in candidates(archive, settings.comparison):
+            sources[name] = candidate(archive, name)
     target = place(archive) / SENT
     shutil.rmtree(target, ignore_errors=True)
     with new_directory(target) as temporary:

@@ -15,6 +15,7 @@ from typing import Any
 
 from coordinator.archive.rounds import Archive
 from coordinator.comparison.account import Account, OwnTraining, read_account, write_account
+from coordinator.comparison.candidates import candidates, choose
 from coordinator.comparison.models import batches, compared, drop, keep, make_batch, make_order
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.events.event import emit
@@ -57,7 +58,7 @@ def following(archive: Archive, settings: CoordinatorSettings) -> Path | None:
     if account is None:
         account = Account(after_round=rounds - 1)
         write_account(archive, account)
-    if account.over:
+    if account.over or (not wanted.matrix and not candidates(archive, wanted)):
         drop(archive)
         return None
     if wanted.alone and not account.alone_over:
@@ -71,7 +72,7 @@ def following(archive: Archive, settings: CoordinatorSettings) -> Path | None:
             return make_order(archive, settings, {name: one.of for name, one in account.alone.items()}, whole=whole)
     planned = batches(compared(archive, settings), wanted.models_per_job)
     emit("comparing", round=settings.rounds, what=MODELS)
-    own = None if wanted.updates else _own_models(archive, settings, account)
+    own = None if wanted.updates or not wanted.matrix else _own_models(archive, settings, account)
     return make_batch(archive, settings, planned[account.batch], own)
 
 
@@ -178,6 +179,8 @@ def _take_figures(
         tries=tries if again else 0,
         over=batch >= count,
     )
+    if account.over:
+        account = choose(archive, settings.comparison, account)
     places = f"{len(answers.updates)} of {len(settings.facilities)} facilities"
     return account, f"{len(folders)} models evaluated at {places} (part {account.batch} of {count})"
 

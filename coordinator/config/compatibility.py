@@ -98,24 +98,23 @@ def check_comparison(evaluation: EvaluationPlan, settings: RoundSettings, *, oth
 
     `other_trainers`: some facility has a trainer of its own; `even`: steps are evened out between facilities.
     """
-    if not evaluation.matrix:
+    if not evaluation.matrix and not evaluation.last_models:
         return
+    key = "evaluation.matrix" if evaluation.matrix else "evaluation.last_models"
     if other_trainers:
-        raise _error(
-            "evaluation.matrix",
-            "evaluation.matrix evaluates block by block, which a trainer of one's own does not: remove one of them",
-        )
+        raise _error(key, f"{key} evaluates block by block, which a trainer of one's own does not: remove one of them")
     if settings.privacy is not None and settings.privacy.differential is not None:
         raise _error(
-            "evaluation.matrix",
-            "evaluation.matrix gives away losses block by block, without the noise that privacy.differential promises: "
+            key,
+            f"{key} gives away losses block by block, without the noise that privacy.differential promises: "
             "remove one of them",
         )
+    _check_last_models(evaluation.last_models, settings)
     aggregation = settings.aggregation
     if aggregation.include or aggregation.personal:
         raise _error(
-            "evaluation.matrix",
-            "evaluation.matrix evaluates whole models at facilities other than their own, and aggregation.include or "
+            key,
+            f"{key} evaluates whole models at facilities other than their own, and aggregation.include or "
             "aggregation.exclude (or batch_norm: personal) keeps tensors at each: remove one of them",
         )
     if evaluation.alone and even:
@@ -123,6 +122,20 @@ def check_comparison(evaluation: EvaluationPlan, settings: RoundSettings, *, oth
             "evaluation.alone",
             "evaluation.alone trains as many tokens alone as in the rounds, and rounds.steps: auto changes their steps "
             "from round to round: remove one of them",
+        )
+
+
+def _check_last_models(count: int, settings: RoundSettings) -> None:
+    """The archive must hold that many models at the end."""
+    if count > settings.rounds:
+        raise _error(
+            "evaluation.last_models", f"evaluation.last_models is {count}, expected at most rounds, {settings.rounds}"
+        )
+    if settings.keep_rounds and count > settings.keep_rounds:
+        raise _error(
+            "evaluation.last_models",
+            f"evaluation.last_models is {count}, but the archive keeps the models of {settings.keep_rounds} rounds: "
+            f"set keep_rounds to {count} or more, or to 0 for all",
         )
 
 

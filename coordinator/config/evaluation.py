@@ -9,7 +9,7 @@ from typing import Any
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.evaluation import EvaluationSettings, FacilityEvaluation
 from facility.exchange.text import DatasetPath, Line, Name
-from facility.exchange.validation import AtLeastOne, validated
+from facility.exchange.validation import AtLeastOne, NonNegative, validated
 
 COORDINATOR = "coordinator"
 """In place of a facility's name."""
@@ -39,6 +39,10 @@ class ComparisonSettings:
     updates: bool = True
     """False where the coordinator cannot see single updates: each facility then evaluates its own itself."""
     models_per_job: AtLeastOne[int] = 8
+    matrix: bool = True
+    """False where nothing is compared but candidates for the final model."""
+    last_models: NonNegative[int] = 0
+    """Global models of the last rounds whose mean is such a candidate; 0: none."""
 
 
 @validated(frozen=True, kw_only=True)
@@ -60,6 +64,10 @@ class EvaluationPlan(EvaluationSettings):
     """Data that no facility trains on, as a further row of the matrix: what it forgets. Needs `matrix`."""
     models_per_job: AtLeastOne[int] = 8
     """Models of the matrix that a facility is sent at once: they lie on its disk together."""
+    last_models: NonNegative[int] = 0
+    """After the last round, evaluate the mean of the global models of so many last rounds beside the global model, on
+    every facility's validation data. Where its loss is lower (mean over facilities) it is the final model: what the
+    report names and `crossfed publish` takes. One job more at each facility, which `matrix` shares; 0: off."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -69,6 +77,12 @@ class EvaluationPlan(EvaluationSettings):
                     f"{key} adds to the matrix of data and models, which is off: set matrix to true, or remove it",
                     key=key,
                 )
+
+        if self.last_models == 1:
+            raise ConfigurationError(
+                "last_models is 1, which is the global model itself; expected 2 or more, or 0 for off",
+                key="last_models",
+            )
 
     def for_coordinator(self, names: Collection[str]) -> EvaluationSettings | None:
         """What the coordinator is asked to do itself; None: nothing. `names`: the facilities'."""
@@ -88,12 +102,14 @@ class EvaluationPlan(EvaluationSettings):
 
     def comparison(self, *, masked: bool) -> ComparisonSettings | None:
         """What follows the last round; None where no models are compared. `masked`: updates are."""
-        if not self.matrix:
+        if not self.matrix and not self.last_models:
             return None
         return ComparisonSettings(
             alone=self.alone,
             held_out=self.held_out.facility if self.held_out is not None else "",
             held_out_name=self.held_out.name if self.held_out is not None else "",
-            updates=not masked,
+            updates=self.matrix and not masked,
             models_per_job=self.models_per_job,
+            matrix=self.matrix,
+            last_models=self.last_models,
         )

@@ -8,7 +8,7 @@ from coordinator.config.federation import Facility, Federation
 from coordinator.preflight.estimates import ModelFigures
 from coordinator.preflight.row import Row, ok, size
 from coordinator.preflight.scheduler import wanted_hours, wanted_nodes
-from facility.exchange.messages.comparison import GLOBAL, INITIAL
+from facility.exchange.messages.comparison import GLOBAL, INITIAL, LAST_OF
 
 
 def check_comparison(
@@ -20,15 +20,16 @@ def check_comparison(
         return None
     each = 1 + wanted.alone
     others = each * len(federation.facilities) if wanted.updates else 0
-    sent = batches([GLOBAL, INITIAL, *map(str, range(others))], wanted.models_per_job)
+    always = [GLOBAL, *([INITIAL] if wanted.matrix else []), *([LAST_OF] if wanted.last_models else [])]
+    sent = batches([*always, *map(str, range(others))], wanted.models_per_job)
     alone = federation.rounds if wanted.alone else 0
     jobs = alone + len(sent)
-    parts = [f"{len(sent)} of {others + 2} models"] + ([f"{alone} of training alone"] if alone else [])
+    parts = [f"{len(sent)} of {others + len(always)} models"] + ([f"{alone} of training alone"] if alone else [])
     found = f"{jobs} more jobs after the last round ({' and '.join(parts)})"
     nodes, _ = wanted_nodes(deployment, template)
     if hours := wanted_hours(deployment, template):
         found += f", at most {jobs * nodes * hours:g} node-hours if each runs to its limit of {hours:g} h"
-    if not wanted.updates:
+    if wanted.matrix and not wanted.updates:
         found += f"; it evaluates {each} of its own as well, which nobody else receives"
     if alone:
         found += "; a job alone takes as long as a round's"

@@ -7,7 +7,9 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from coordinator.archive.averaged import MEAN
 from coordinator.archive.summary import has_accuracy
+from coordinator.comparison.matrix import title_of_mean
 from coordinator.config.federation import Federation
 from coordinator.publishing.names import public_names
 from coordinator.report.markdown import table
@@ -63,12 +65,18 @@ def evaluations(data: Mapping[str, Any], names: Mapping[str, str]) -> list[EvalR
             metric_value=one["value"],
         )
         for one in data["tasks"]
-        if one["round"] == after
+        if one["round"] == after and not data["averaged"]  # those are of the global model
     ]
 
 
 def _received(data: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     """What the facilities found of the published model as they received it."""
+    if data["averaged"]:
+        return [
+            {"facility": one["facility"], "status": "ok", "perplexity_received": one["perplexity"]}
+            for one in data["matrix"]["cells"]
+            if one["model"] == title_of_mean(len(data["averaged"])) and not one["held_out"]
+        ]
     after = data["model_round"] + 1
     later = [entry["facilities"] for entry in data["rounds"] if entry["round"] == after]
     return later[0] if later else data["final_evaluation"]
@@ -220,6 +228,11 @@ def _people(federation: Federation) -> list[str]:
 
 def _of_which_round(data: Mapping[str, Any]) -> list[str]:
     """A line where this is not the model of the last round."""
+    if mean := data["averaged"]:
+        return [
+            f"- this is the mean of the global models of rounds {mean[0]} to {mean[-1]}, whose loss on the facilities' "
+            "validation data is lower than that of the last of them"
+        ]
     number, last = data["model_round"], len(data["rounds"]) - 1
     which = f"after round {number}" if number >= 0 else "that the federation began with"
     return [f"- this is the model {which}, the best of the {last + 1} rounds"] if number < last else []
@@ -235,7 +248,12 @@ def rule_of(records: Sequence[Mapping[str, Any]]) -> str:
 
 def model_digest(data: Mapping[str, Any]) -> str:
     """Of the published model, as the archive's manifest has it."""
-    return named_digests(data)[model_name(data["model_round"])]
+    return named_digests(data)[published_name(data)]
+
+
+def published_name(data: Mapping[str, Any]) -> str:
+    """What the report's artefacts call the published model."""
+    return MEAN if data["averaged"] else model_name(data["model_round"])
 
 
 def model_name(number: int) -> str:

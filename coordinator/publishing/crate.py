@@ -17,6 +17,7 @@ from rocrate.model.person import Person
 from rocrate.rocrate import ROCrate
 
 from coordinator.config.federation import Federation
+from coordinator.publishing.card import published_name
 from facility import __version__
 from facility.exchange.files.durable import write_text
 from facility.exchange.files.paths import shipped
@@ -134,6 +135,9 @@ def _actions(
         for row in entry["facilities"]:
             trained.append(_training(crate, row, names, models.get(number - 1, initial), digests, number, times))
         models[number] = made
+    final = models[data["model_round"]]
+    if data["averaged"]:
+        final = _weights(crate, published_name(data), digests[published_name(data)])
     begin, end = times.get("", ("", ""))
     run = crate.add(
         ContextEntity(
@@ -145,7 +149,7 @@ def _actions(
                 "instrument": {"@id": workflow.id},
                 "object": [{"@id": initial.id}, *({"@id": one.id} for one in files.values() if "federation" in one.id)],
                 "result": [
-                    {"@id": models[data["model_round"]].id},
+                    {"@id": final.id},
                     *({"@id": f.id} for p, f in files.items() if "report" in p),
                 ],
                 "actionStatus": {"@id": _status(data["stopped"] is None)},

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from coordinator.archive.averaged import FOLDER
 from coordinator.config.federation import Federation
 from coordinator.publishing.card import model_digest, named_digests
 from facility import __version__
@@ -131,6 +132,8 @@ def instructions(federation: Federation, names: Mapping[str, str], data: Mapping
 def _last_command(data: Mapping[str, Any], *, compared: bool) -> str:
     number = data["model_round"]
     place = f"archive/round-{number:04d}/model" if number >= 0 else "archive/initial/model"
+    if data["averaged"]:
+        place = f"archive/{FOLDER}/model"
     expected = f" --expect {model_digest(data)}" if compared else ""
     return f"python -m coordinator.publishing.digest {place}{expected}"
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
+from coordinator.archive.averaged import MEAN, averaged
 from coordinator.archive.journal import Entry, Journal
 from coordinator.archive.privacy import latest_privacy, summary_of
 from coordinator.archive.rounds import Archive
@@ -51,6 +52,7 @@ def gather(archive: Archive, *, federation: str, settings: Mapping[str, Any], ca
         "stopped": rounds["stopped"],
         "model": rounds["model"],
         "model_round": len(rounds["rounds"]) - 1 if rounds["best_round"] is None else rounds["best_round"],
+        "averaged": rounds["averaged"],
         "rounds": rounds["rounds"],
         "final_evaluation": rounds["final_evaluation"],
         "curves": _curves(rounds, names),
@@ -293,6 +295,8 @@ def _artefacts(archive: Archive) -> list[Row]:
         for row in entry.facilities:
             if row.update_sha256:
                 found.append(_artefact(f"update of {row.facility}, round {entry.round}", "", row.update_sha256))
+    if (mean := averaged(archive)) is not None:
+        found.append(_artefact(MEAN, str(mean.model.relative_to(archive.path)), mean.sha256))
     return found
 
 

@@ -58,6 +58,8 @@ class World:
         )
         self.done: dict[str, int] = {}
         self.seen: list[tuple[str, list[str]]] = []
+        self.losses: dict[str, float] = {}
+        """Of models at every facility, where it is not 2."""
         self.lost: dict[str, str] = {}
         """Models of facilities' own that are not there any more, and why."""
 
@@ -103,9 +105,9 @@ class World:
         self.seen.append((name, folders))
         assert sorted(path.name for path in self.model.iterdir() if path.is_dir()) == sorted(folders_of(sent))
         empty(out, sent, name)
-        loss = Interval(value=2.0, low=1.9, high=2.1)
-        found = [folder for folder in folders if folder not in self.lost]
-        with_figures(out, [Figure(model=folder, loss=loss, blocks=4, predictions=60) for folder in found])
+        losses = {folder: self.losses.get(folder, 2.0) for folder in folders if folder not in self.lost}
+        ends = {folder: Interval(value=loss, low=loss - 0.1, high=loss + 0.1) for folder, loss in losses.items()}
+        with_figures(out, [Figure(model=one, loss=ends[one], blocks=4, predictions=60) for one in losses])
         with_missing(out, {folder: reason for folder, reason in self.lost.items() if folder in folders})
         return out
 

@@ -13,12 +13,14 @@ import yaml
 from huggingface_hub import ModelCard
 
 from coordinator.archive.rounds import Archive, FacilityRow
+from coordinator.comparison.account import Account, write_account
 from coordinator.config.publishing import Creator
 from coordinator.publishing.names import renamed
 from coordinator.publishing.publish import publish
 from facility.exchange.errors import ConfigurationError, InputError
-from facility.exchange.messages.manifest import Manifest, write_manifest
+from facility.exchange.messages.manifest import Manifest, read_manifest, write_manifest
 from tests.comparison.made import add_comparison
+from tests.pico import save_pico
 from tests.publishing.made import MOST_BYTES, made_federation
 
 
@@ -156,3 +158,30 @@ def test_a_short_name_is_replaced_where_it_stands_alone():
         renamed("model of de, de_2 and de's", {"de": "facility 1"})
         == "model of facility 1, facility 1_2 and facility 1's"
     )
+
+
+def test_the_mean_of_the_last_models_is_published_with_its_own_figures_where_it_was_chosen(
+    federation: Path, tmp_path: Path
+):
+    archive = Archive(tmp_path / "archive")
+    mean = save_pico(archive.path / "averaged" / "model", seed=5)
+    write_manifest(mean, Manifest(kind="model", federation="made", round=3, extra={"mean_of_rounds": [1, 2]}))
+    own = {"held_out": False, "blocks": 9, "predictions": 99, "against": {}}
+    figures = [
+        own | {"model": model, "loss": {"value": loss, "low": loss, "high": loss}}
+        for model, loss in (("global", 2.0), ("last.2", 1.0))
+    ]
+    write_account(
+        archive, Account(after_round=2, over=True, chosen="last.2", gain=1.0, figures={"facility-00": figures})
+    )
+    out = publish(federation, tmp_path / "out")
+    assert (out / "model" / "model.safetensors").read_bytes() == (mean / "model.safetensors").read_bytes()
+    card = ModelCard.load(out / "model" / "README.md")
+    assert "mean of the global models of rounds 1 to 2" in card.text
+    assert [one.metric_value for one in card.data.eval_results] == [pytest.approx(2.7183, abs=1e-4)]
+    told = (out / "crate" / "reproduce.md").read_text()
+    digest = read_manifest(mean).content_sha256
+    assert f"archive/averaged/model --expect {digest}" in told or "archive/averaged/model\n" in told and digest in told
+    graph = json.loads((out / "crate" / "ro-crate-metadata.json").read_text())["@graph"]
+    run = next(one for one in graph if one["@id"] == "#run")
+    assert any(digest in json.dumps(one) for one in graph if {"@id": one["@id"]} in run["result"])

@@ -1,0 +1,86 @@
+"""Candidates for the final model beside the newest global one, and which the facilities' validation data choose."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from coordinator.archive.averaged import FOLDER
+from coordinator.archive.rounds import Archive
+from coordinator.comparison.account import Account
+from coordinator.comparison.averaging import average
+from coordinator.comparison.place import place
+from coordinator.config.evaluation import ComparisonSettings
+from facility.exchange.messages.comparison import GLOBAL, LAST_OF
+
+log = logging.getLogger(__name__)
+
+
+def candidates(archive: Archive, wanted: ComparisonSettings) -> list[str]:
+    """Folders of the candidates: none where the archive no longer holds the models that they are the mean of."""
+    count, rounds = wanted.last_models, archive.rounds()
+    if not count or len(rounds) < count or not all(path.is_dir() for path in _last_models(archive, count).values()):
+        return []
+    return [f"{LAST_OF}{count}"]
+
+
+def candidate(archive: Archive, folder: str) -> Path:
+    """The directory of a candidate, which is made where it is not there yet."""
+    target = place(archive) / folder
+    if not target.is_dir():
+        models = _last_models(archive, int(folder.removeprefix(LAST_OF)))
+        target.parent.mkdir(exist_ok=True)
+        average(list(models.values()), target, list(models))
+    return target
+
+
+def choose(archive: Archive, wanted: ComparisonSettings, account: Account) -> Account:
+    """The account with what the facilities' figures choose; the chosen candidate outlives the comparison."""
+    for folder in candidates(archive, wanted):
+        gain = gain_of(folder, account.figures)
+        better = gain is not None and gain > 0
+        if better:
+            target = archive.path / FOLDER
+            made = candidate(archive, folder)  # made again where a stop came between this move and the account
+            shutil.rmtree(target, ignore_errors=True)
+            target.mkdir()
+            made.rename(target / "model")
+        account = dataclasses.replace(account, chosen=folder if better else "", gain=gain)
+        log.info(sentence(account, wanted.last_models))
+    return account
+
+
+def gain_of(folder: str, figures: Mapping[str, Sequence[Mapping[str, Any]]]) -> float | None:
+    """Loss of the global model less that of a candidate, mean over the facilities that evaluated both; None: none did.
+
+    Each facility counts the same, as in the guard: what it says of its number of predictions is its own word.
+    """
+    differences = []
+    for own in figures.values():
+        losses = {one["model"]: one["loss"]["value"] for one in own if not one["held_out"]}
+        if folder in losses and GLOBAL in losses:
+            differences.append(losses[GLOBAL] - losses[folder])
+    return fmean(differences) if differences else None
+
+
+def sentence(account: Account, count: int) -> str:
+    """What came of the mean of the last models; empty where it was not evaluated."""
+    if account.gain is None:
+        return ""
+    how = "lower" if account.gain > 0 else "not lower"
+    which = "it is the final model" if account.chosen else "the final model is the global one"
+    return (
+        f"The mean of the last {count} models: validation loss {how} than the global model's "
+        f"({0 - account.gain:+.4f} nats per token, mean over facilities): {which}."
+    )
+
+
+def _last_models(archive: Archive, count: int) -> dict[int, Path]:
+    """By round, the models that the last rounds made."""
+    rounds = archive.rounds()[-count:]
+    return {number: archive.model_for(number + 1) for number in rounds}
