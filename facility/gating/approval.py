@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from facility.exchange.errors import CrossFedError, InputError
 from facility.exchange.files.audit_log import HEAD
@@ -18,6 +21,9 @@ from facility.gating.ledger import changed
 from facility.gating.refusal import Refused
 from facility.gating.session import Session
 from facility.masking.site_rules import SiteRules
+
+BY_NAME = ("optimizer", "policy", "schedule", "encoding", "model_encoding")
+"""Keys of settings whose value may be the dotted path of code from outside the package."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +78,8 @@ def approve(session: Session, request: Request) -> Approved:
     dataset = check_dataset(session, request["dataset"])
     if held_out := settings.evaluation.held_out:
         check_dataset(session, held_out)
+    check_tasks(session, settings)
+    check_own_code(session, dataclasses.asdict(settings))
     if (sha256_of(settings_file), sha256_of(model / NAME)) != before:
         raise Refused("the order or the settings were exchanged while they were read")
     with changed(session.ledger) as (ledger, _):
@@ -182,6 +190,31 @@ def check_model(session: Session, order: Manifest, settings: FacilitySettings) -
                 "models"
             )
         ledger.runs.append(run)
+
+
+def check_tasks(session: Session, settings: FacilitySettings) -> None:
+    """A task's YAML may name functions that lm-eval calls: only the site's own folders hold tasks."""
+    directory = settings.evaluation.directory
+    if not directory or not settings.evaluation.tasks:
+        return
+    found = resolve(directory).resolve()
+    if found not in {resolve(one).resolve() for one in session.policy.task_directories} or found.is_relative_to(
+        session.workdir
+    ):
+        allowed = ", ".join(session.policy.task_directories) or "none"
+        raise Refused(f"tasks of {directory} would be evaluated, the policy's task_directories are: {allowed}")
+
+
+def check_own_code(session: Session, settings: Mapping[str, Any], above: str = "") -> None:
+    """Raise `Refused` where an optimizer, policy, schedule or codec is a dotted path of a module that is not listed."""
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            check_own_code(session, value, f"{above}{key}.")
+        elif key in BY_NAME and isinstance(value, str) and ("." in value or ":" in value):
+            module = value.partition(":")[0]
+            if not {module, module.rpartition(".")[0]} & set(session.policy.modules):
+                allowed = ", ".join(session.policy.modules)
+                raise Refused(f"{above}{key} is {value!r}, code of a module that the policy does not list: {allowed}")
 
 
 def check_dataset(session: Session, dataset: str) -> Path:

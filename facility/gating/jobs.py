@@ -6,9 +6,11 @@ A refusal leaves `failure.json` where the update would be, so that the coordinat
 from __future__ import annotations
 
 import re
+import secrets
 import shlex
 import shutil
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -28,6 +30,10 @@ from facility.gating.session import Session
 from facility.masking.site_rules import MINIMUM_SUM, PEER_SIGNERS
 
 COMMAND = "{{ streamflow_command }}"
+SCRATCH = "scratch"
+"""Below the gate's own directory: HOME and TMPDIR of its jobs."""
+SPARE_SECONDS = 86400.0
+"""How long a job's scratch stays beyond its time limit."""
 AUDIT = "CROSSFED_AUDIT"
 """`facility.round`'s: the gate's log, whose head goes into the update's manifest."""
 
@@ -35,7 +41,7 @@ AUDIT = "CROSSFED_AUDIT"
 def submit(session: Session, request: Request) -> int:
     """`submit` prints the job's id; `run` (no queue) runs the job on this host."""
     directory = below(request["directory"], session.workdir)
-    temporary = below(request["temporary"], session.workdir)
+    below(request["temporary"], session.workdir)  # the engine's; the job gets one of the gate's own
     if not directory.is_dir() or directory.is_symlink():
         raise Refused(f"the job's directory {directory} does not exist")
     if (session.policy.scheduler == "ssh") != (request.verb == "run"):
@@ -46,7 +52,7 @@ def submit(session: Session, request: Request) -> int:
     except Refused as error:
         leave_reason(session, directory, int(request["round"]), str(error))
         raise
-    text = script(session, approved, directory, temporary)
+    text = script(session, approved, directory)
     session.write(
         "approved",
         federation=approved.federation,
@@ -119,9 +125,9 @@ def leave_reason(session: Session, directory: Path, round: int, reason: str) -> 
         ledger.jobs.append(JobEntry(id="", name="refused", directory=str(directory), submitted=now))
 
 
-def script(session: Session, approved: Approved, directory: Path, temporary: Path) -> str:
+def script(session: Session, approved: Approved, directory: Path) -> str:
     """The site's template with the job's command in it."""
-    return template(session).replace(COMMAND, command(session, approved, directory, temporary))
+    return template(session).replace(COMMAND, command(session, approved, directory))
 
 
 def template(session: Session, *, login: bool = False) -> str:
@@ -137,7 +143,7 @@ def template(session: Session, *, login: bool = False) -> str:
     return re.sub(r"\{#.*?-#\}\s*|\{% (?:end)?raw %\}", "", filled, flags=re.DOTALL)
 
 
-def command(session: Session, approved: Approved, directory: Path, temporary: Path) -> str:
+def command(session: Session, approved: Approved, directory: Path) -> str:
     """One line of shell: every value in it is one quoted word, and none came from the request unchecked."""
     exports: dict[str, object] = {SIGNERS: session.policy.coordinators, AUDIT: session.log} | masking_exports(session)
     if session.policy.dataset_epsilon:
@@ -148,7 +154,7 @@ def command(session: Session, approved: Approved, directory: Path, temporary: Pa
     words += ["--approved", approved.model_sha256, approved.settings_sha256]
     if approved.roster is not None:
         words += ["--roster", str(approved.roster)]
-    return line(words, exports, directory, temporary)
+    return line(session, words, exports, directory)
 
 
 def masking_exports(session: Session) -> dict[str, object]:
@@ -158,11 +164,28 @@ def masking_exports(session: Session) -> dict[str, object]:
     return signers | ({MINIMUM_SUM: policy.minimum_sum} if policy.minimum_sum else {})
 
 
-def line(words: Sequence[str], exports: Mapping[str, object], directory: Path, temporary: Path) -> str:
-    """One line of shell that runs a command in a directory, with variables set."""
-    all_exports = {"HOME": directory, "TMPDIR": temporary} | dict(exports)
+def line(session: Session, words: Sequence[str], exports: Mapping[str, object], directory: Path) -> str:
+    """One line of shell that runs a command in a directory, with variables set.
+
+    The coordinator may write that directory. So no module is imported from it, and what libraries keep in HOME and
+    TMPDIR and load again (compiled kernels, say) is where no request leads.
+    """
+    own = scratch(session)
+    all_exports = {"HOME": own, "TMPDIR": own, "PYTHONSAFEPATH": 1, "PYTHONNOUSERSITE": 1} | dict(exports)
     set_up = " && ".join(f"export {name}={shlex.quote(str(value))}" for name, value in all_exports.items())
-    return f"cd {shlex.quote(str(directory))} && {set_up} && {shlex.join(words)} 2>&1"
+    place = shlex.quote(str(own))
+    return f"cd {shlex.quote(str(directory))} && mkdir -m 700 -p {place} && {set_up} && {shlex.join(words)} 2>&1"
+
+
+def scratch(session: Session) -> Path:
+    """A new directory of the gate's own for one job, which the job makes; removes those of jobs that are over."""
+    place = session.state / SCRATCH
+    place.mkdir(mode=0o700, exist_ok=True)
+    oldest = time.time() - session.policy.hours * 3600 - SPARE_SECONDS
+    for one in place.iterdir():
+        if one.lstat().st_mtime < oldest:
+            shutil.rmtree(one, ignore_errors=True)
+    return place / secrets.token_hex(8)
 
 
 def test_job(session: Session, request: Request) -> int:

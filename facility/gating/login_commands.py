@@ -41,7 +41,7 @@ def unmask(session: Session, request: Request) -> int:
 
 def _run(session: Session, request: Request, command: Sequence[str], *, ordered: bool) -> int:
     directory = below(request["directory"], session.workdir)
-    temporary = below(request["temporary"], session.workdir)
+    below(request["temporary"], session.workdir)
     update = directory / "update"
     if not directory.is_dir() or directory.is_symlink() or update.exists() or update.is_symlink():
         raise Refused(f"{directory} is no new directory for {request.verb}")
@@ -62,7 +62,7 @@ def _run(session: Session, request: Request, command: Sequence[str], *, ordered:
             ledger.jobs.append(JobEntry(id="", name=request.verb, directory=str(directory), submitted=now))
         session.write("login command", command=request.verb, round=int(request["round"]), settings=digest)
         words = ["python3", "-m", *command, "--out", "update", "--settings", copy.name, "--dataset", str(dataset)]
-        text = line([*words, "--round", request["round"]], masking_exports(session), directory, temporary)
+        text = line(session, [*words, "--round", request["round"]], masking_exports(session), directory)
         script = template(session, login=True).replace(COMMAND, text)
         return queue.on_this_host(session, script, name, directory, seconds=SECONDS)
 

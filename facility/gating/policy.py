@@ -60,7 +60,7 @@ class Policy:
     """Digests (`content_sha256` of their manifests) of the models that a run may begin with, and of LoRA's bases; none:
     any."""
     modules: tuple[str, ...] = ("facility.train",)
-    """Python modules that may train."""
+    """Python modules that may train, or be named by a dotted path as an optimizer, a policy, a schedule or a codec."""
     encodings: tuple[str, ...] = ()
     """How updates may travel: `full`, `masked` or codecs' names; none: in any way."""
     adapters_only: bool = False
@@ -82,6 +82,8 @@ class Policy:
     """`document`: whole documents must be protected; empty: blocks are enough."""
     dataset_epsilon: float = 0.0
     """Largest sum of the epsilons that all federations on one dataset may spend; 0: no limit."""
+    task_directories: tuple[str, ...] = ()
+    """Folders with tasks of lm-eval that settings may name; their YAML files name code. None: its own tasks alone."""
     trackers: tuple[str, ...] = ()
     """Experiment trackers (`training.tracker`) that may be used; none: no tracker."""
     job_output: bool = True
@@ -257,6 +259,7 @@ READ: dict[str, Callable[[_Reader, str, yaml.Node], Any]] = {
     "delta": _exponent,
     "unit": lambda reader, name, node: reader.one_of(name, node, ("document", "block")),
     "dataset_epsilon": _above_zero,
+    "task_directories": _texts(None, "paths"),
     "trackers": _texts(NAME, "trackers' names"),
     "job_output": _flag,
 }

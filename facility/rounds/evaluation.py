@@ -33,16 +33,23 @@ OFFLINE = {
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 
-def command(
-    model: Path, settings: EvaluationSettings, out: Path, *, tokenizer: Path | None, base: str, device: str
-) -> list[str]:
-    """The command line of lm-eval. `base`: the whole model below adapters, or ''."""
-    arguments = f"pretrained={base},peft={model}" if base else f"pretrained={model}"
-    arguments += f",tokenizer={tokenizer}" if tokenizer is not None else ""
+def named(folder: Path, links: Mapping[str, Path | str | None]) -> dict[str, Path]:
+    """Links in `folder` to what there is: a comma in a path would end a value of `--model_args` and begin a key."""
+    for name, target in links.items():
+        if target:
+            (folder / name).symlink_to(Path(target).absolute())
+    return {name: folder / name for name, target in links.items() if target}
+
+
+def command(settings: EvaluationSettings, out: Path, links: Mapping[str, Path], *, device: str) -> list[str]:
+    """The command line of lm-eval. `links`: `model`, perhaps its `tokenizer`, and the `base` below adapters."""
+    model = links["model"]
+    arguments = f"pretrained={links['base']},peft={model}" if "base" in links else f"pretrained={model}"
+    arguments += f",tokenizer={links['tokenizer']}" if "tokenizer" in links else ""
     words = [sys.executable, "-m", "lm_eval", "--model", "hf", "--model_args", arguments]
     words += ["--tasks", ",".join(settings.tasks), "--batch_size", str(settings.batch), "--output_path", str(out)]
     words += ["--device", "cpu"] if device == "cpu" else []
-    words += ["--include_path", settings.directory] if settings.directory else []
+    words += ["--include_path", str(resolve(settings.directory))] if settings.directory else []
     return words + (["--limit", str(settings.limit)] if settings.limit else [])
 
 
@@ -54,7 +61,8 @@ def evaluate(
     own = dataset / "tokenizer"
     tokenizer = own if not has_tokenizer and own.is_dir() else None
     with tempfile.TemporaryDirectory(prefix="lm-eval-") as folder:
-        words = command(model, settings, Path(folder), tokenizer=tokenizer, base=base, device=device)
+        links = {"model": model, "tokenizer": tokenizer, "base": base}
+        words = command(settings, Path(folder), named(Path(folder), links), device=device)
         environment = {
             name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")
         } | OFFLINE
@@ -64,6 +72,7 @@ def evaluate(
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
+                cwd=folder,  # lm-eval reads a file or folder here that is named like a task, and calls what it names
                 env=environment,
                 start_new_session=True,
             )

@@ -1,0 +1,136 @@
+"""A coordinator behind a gate may write files where a job runs; nothing of them is executed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from facility.exchange.errors import TryAgain
+from facility.exchange.messages.evaluation import EvaluationSettings
+from facility.gating.jobs import SCRATCH
+from facility.rounds import evaluation
+from tests.conftest import ROOT
+from tests.security import test_gate
+from tests.security.test_gate import Gate, packed
+
+site = test_gate.site
+MARK = "import pathlib; pathlib.Path({place!r}).touch()\n"
+PLANTS = (
+    "facility/__init__.py",
+    "json.py",
+    "sitecustomize.py",
+    "usercustomize.py",
+    "lib/python{}.{}/site-packages/evil.pth".format(*sys.version_info[:2]),
+    ".local/lib/python{}.{}/site-packages/evil.pth".format(*sys.version_info[:2]),
+)
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_a_job_imports_nothing_that_a_coordinator_put_beside_it(site: Gate, guarded: bool):
+    """Without the two variables the same files run: the attack is one."""
+    request, taken = site.round(), site.folder / "taken"
+    files = {name: MARK.format(place=str(taken)).encode() for name in PLANTS}
+    for place in ("job", "tmp"):
+        assert site.ask(f"crossfed-gate put-tree {site.workdir}/{place}", data=packed(**files))[0] == 0
+    assert site.ask(request)[0] == 0
+    script = site.calls[-1][1]
+    assert script is not None
+    if not guarded:
+        script = script.replace("PYTHONSAFEPATH=1", "NO=1").replace("PYTHONNOUSERSITE=1", "NO=1")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {"PATH": path, "PYTHONPATH": str(ROOT), "CROSSFED_HOME": str(site.home)}
+    done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, timeout=120)
+    assert taken.exists() != guarded, done.stdout
+    if guarded:
+        assert (site.workdir / "job" / "update" / "failure.json").is_file(), done.stdout
+
+
+def test_what_a_jobs_libraries_keep_is_where_no_request_leads(site: Gate):
+    assert site.ask(site.round())[0] == 0
+    script = site.calls[-1][1] or ""
+    places = {word.partition("=")[2] for word in script.split() if word.startswith(("HOME=", "TMPDIR="))}
+    (place,) = map(Path, places)
+    assert place.parent == site.home / "gate" / SCRATCH and not place.is_relative_to(site.workdir)
+    assert f"mkdir -m 700 -p {place} && " in script
+    old, new = place.parent / "old", place.parent / "new"
+    for one, age in ((old, 2 * 3600 + 86400 + 60), (new, 3600)):
+        one.mkdir()
+        os.utime(one, (time.time() - age,) * 2)
+    assert site.ask(site.round())[0] == 0
+    assert new.exists() and not old.exists(), "of a job whose time limit is long over"
+
+
+@pytest.mark.parametrize(
+    ("training", "key"),
+    [
+        ({"optimizer": "os:system"}, "training.optimizer"),
+        ({"optimizer": "os.system"}, "training.optimizer"),
+        ({"sync": {"policy": "subprocess:Popen"}}, "training.sync.policy"),
+        ({"layout": {"schedule": "os:system"}}, "training.layout.schedule"),
+    ],
+)
+def test_code_that_settings_name_is_that_of_listed_modules(site: Gate, training: dict, key: str):
+    code, _, error = site.ask(site.round(**training))
+    assert code == 77 and not site.calls, error
+    assert f"{key} is" in error and "does not list" in error
+
+
+def test_an_optimizer_of_the_sites_own_is_taken(site: Gate):
+    site.policy(modules=["facility.train", "os"])
+    code, _, error = site.ask(site.round(optimizer="os:system"))
+    assert code == 0, error
+
+
+def tasks(site: Gate, directory: Path) -> str:
+    """The request of a round whose settings name tasks in a folder."""
+    request = site.round()
+    path = site.workdir / "in" / "alpha.json"
+    path.write_text(path.read_text()[:-1] + f', "evaluation": {{"tasks": ["t"], "directory": "{directory}"}}}}')
+    site.sign()
+    return request
+
+
+def test_tasks_are_read_in_the_sites_own_folders_alone(site: Gate):
+    """A task's YAML may say `!function module.name`, which lm-eval imports from beside it and calls."""
+    own, planted = site.home / "tasks", site.workdir / "tasks"
+    for place in (own, planted):
+        place.mkdir()
+    for allowed, directory, taken in (
+        ([], planted, False),
+        ([], own, False),
+        ([str(own)], planted, False),
+        ([str(planted)], planted, False),
+        ([str(own)], site.workdir / "in" / ".." / ".." / "home" / "tasks", True),
+        ([str(own)], own, True),
+    ):
+        site.policy(task_directories=allowed, node_hours_per_day=100.0)
+        code, _, error = site.ask(tasks(site, directory))
+        assert (code == 0) == taken, (allowed, directory, error)
+        assert taken or "task_directories" in error
+
+
+def test_lm_eval_sees_no_path_of_the_coordinators_making(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """`pretrained=/w/m,trust_remote_code=True` would load code; a file `t` in its directory would be a task."""
+    model = tmp_path / "m,trust_remote_code=True"
+    model.mkdir()
+    (model / "tokenizer.json").touch()
+    calls = []
+
+    def start(words: list[str], **options: object) -> None:
+        calls.append((words, options))
+        link = Path(words[words.index("--model_args") + 1].removeprefix("pretrained="))
+        assert link.resolve() == model and link.parent == Path(str(options["cwd"])) and not (link.parent / "t").exists()
+        raise TryAgain("started")
+
+    monkeypatch.setattr(evaluation.subprocess, "Popen", start)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "t").write_text("task: t")
+    with pytest.raises(TryAgain, match="started"):
+        evaluation.evaluate(model, EvaluationSettings(tasks=["t"]), dataset=tmp_path)
+    ((words, _),) = calls
+    assert not any("," in word for word in words)
