@@ -16,6 +16,7 @@ from typing import Any
 from coordinator.adapter_export import CONFIGURATION, MOST_BYTES, WEIGHTS, load_adapter, load_base, read_configuration
 from facility.exchange.checkpoints.adapters import PREFIX, adapts_parameter, is_adapter, is_factor
 from facility.exchange.checkpoints.checkpoint import INDEX, Checkpoint, open_checkpoint
+from facility.exchange.checkpoints.companions import copy_companions
 from facility.exchange.errors import InputError
 from facility.exchange.files.durable import as_umask_allows, new_directory, write_json
 from facility.exchange.messages.strict_json import read_json
@@ -37,6 +38,8 @@ def import_adapter(adapter: Path, *, base: Path, out: Path) -> str:
     """
     if out.exists():
         raise InputError(f"{out} exists; choose another --out")
+    refuse_links_elsewhere(base)
+    refuse_links_elsewhere(adapter)
     refuse_other_kinds(adapter / CONFIGURATION)
     configuration = read_configuration(adapter / CONFIGURATION)
     found = open_checkpoint(adapter)
@@ -48,9 +51,9 @@ def import_adapter(adapter: Path, *, base: Path, out: Path) -> str:
     if any(map(is_adapter, held.tensors)):
         raise InputError(f"{base} holds adapters already; expected a plain base model")
     with new_directory(out) as temporary:
-        for path in base.iterdir():
-            if path.is_file() and path.name != "manifest.json":
-                shutil.copyfile(path, temporary / path.name)
+        copy_companions(base, temporary)
+        for file in {entry.file for entry in held.tensors.values()}:
+            shutil.copyfile(file, temporary / file.name)
         shutil.copyfile(found.tensors[names[0]].file, temporary / WEIGHTS)
         os.chmod(temporary / WEIGHTS, as_umask_allows(0o644))
         write_json(temporary / INDEX, index_of(held, names))
@@ -59,6 +62,18 @@ def import_adapter(adapter: Path, *, base: Path, out: Path) -> str:
     return (
         f"{out}: {base} with {len(names)} adapter tensors; federation.yml must say\n{settings_of(configuration, names)}"
     )
+
+
+def refuse_links_elsewhere(folder: Path) -> None:
+    """Raise `InputError` for a link to a file that is not of this download: what it leads to would be sent on.
+
+    In Hugging Face's cache a model's files are links into `blobs`, two folders above.
+    """
+    place = folder.resolve()
+    for path in folder.iterdir():
+        target = path.resolve()
+        if path.is_symlink() and not any(target.is_relative_to(one) for one in (place, place.parents[1] / "blobs")):
+            raise InputError(f"{path} is a link to {target}, outside of {folder}; expected the files themselves")
 
 
 def refuse_other_kinds(file: Path) -> None:

@@ -120,3 +120,25 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path):
     with pytest.raises(InputError, match="holds adapters already"):
         model = import_adapter(tmp_path / "adapter", base=base, out=tmp_path / "model") and tmp_path / "model"
         import_adapter(tmp_path / "adapter", base=model, out=tmp_path / "again")
+
+
+def test_an_import_takes_nothing_that_would_be_executed_and_follows_no_link_out_of_the_download(tmp_path: Path):
+    base = save_pico(tmp_path / "models--o--n" / "snapshots" / "revision")
+    adapter = published(tmp_path / "adapter", base)
+    for name in ("modeling.py", "pytorch_model.bin"):
+        (base / name).write_bytes(b"code")
+    blob = tmp_path / "models--o--n" / "blobs" / "0f"
+    blob.parent.mkdir()
+    (base / "config.json").rename(blob)
+    (base / "config.json").symlink_to("../../blobs/0f")
+    import_adapter(adapter, base=base, out=tmp_path / "model")
+    names = {path.name for path in (tmp_path / "model").iterdir()}
+    assert "config.json" in names and not {"modeling.py", "pytorch_model.bin"} & names
+    secret = tmp_path / "id_ed25519"
+    secret.write_text("private")
+    for place in (base, adapter):
+        (place / "notes.txt").symlink_to(secret)
+        with pytest.raises(InputError, match="is a link to"):
+            import_adapter(adapter, base=base, out=tmp_path / "other")
+        (place / "notes.txt").unlink()
+    assert not (tmp_path / "other").exists()
