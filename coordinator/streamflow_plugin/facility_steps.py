@@ -221,17 +221,10 @@ class CarefulDataManager(DefaultDataManager):
         await super().transfer_data(src_location, src_path, dst_locations, dst_path, writable)
 
     def register_relation(self, src_location: Any, dst_location: Any) -> None:
-        """That both hold the same data, and whatever holds what the first does; but a facility's copy is never looked
-        for at another one, so that copies at all facilities are not entered beside each other."""
-        for known in self.path_mapper.get(path=src_location.path):
-            if known is src_location or not apart(known.deployment, dst_location.deployment):
-                self.path_mapper.put(known.path, dst_location)
-                self.path_mapper.put(dst_location.path, known)
-
-
-def apart(one: str, other: str) -> bool:
-    """Whether these deployments are of two facilities, between which nothing goes directly."""
-    return one != other and is_facility(one) and is_facility(other)
+        """That both hold the same data. StreamFlow also enters every earlier copy of it beside the new one: of a model
+        that goes to hundreds of facilities and their steps, those are tens of thousands, which nothing looks for."""
+        self.path_mapper.put(src_location.path, dst_location)
+        self.path_mapper.put(dst_location.path, src_location)
 
 
 def install() -> None:
@@ -255,7 +248,7 @@ def install() -> None:
     cwl_command.StreamFlowPath = output_path
     cwl_utils.update_file_token = unlisted(cwl_utils.update_file_token)
     closing = closing_of_run()
-    remotepath.get_storage_usages = storage_usages(remotepath.get_storage_usages)
+    remotepath.get_storage_usages = storage_usages
     if closing is not None:
         ScheduleStep._schedule = scheduling(ScheduleStep._schedule)
     CWLCommand.execute = executing(CWLCommand.execute, closing, CWLTransferStep.transfer)

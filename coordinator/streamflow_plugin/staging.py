@@ -23,15 +23,14 @@ from streamflow.workflow.token import JobToken
 from coordinator.config.deployments import FACILITY
 
 
-def storage_usages(original: Any) -> Any:
-    """`remotepath.get_storage_usages`: what a facility's directories hold decides nothing and is not asked for."""
+async def storage_usages(context: Any, location: Any, hardware: Any) -> dict[str, int]:
+    """`remotepath.get_storage_usages`: what a job's directories hold decides nothing and is not asked for.
 
-    async def usages(context: Any, location: Any, hardware: Any) -> Any:
-        if location.deployment.startswith(FACILITY) and not location.local:
-            return dict.fromkeys(hardware.storage, 0)
-        return await original(context, location, hardware)
-
-    return usages
+    StreamFlow adds it up for the whole run, links and what was removed long ago included, and takes it from what was
+    free when the run began. Below 0 it schedules no further job: the sum of all models and updates of all rounds would
+    have to fit. What a round needs of the disks is looked at by `crossfed check` and by the steps themselves.
+    """
+    return dict.fromkeys(hardware.storage, 0)
 
 
 def scheduling(original: Any) -> Any:
