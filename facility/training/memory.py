@@ -38,18 +38,21 @@ def predicted_bytes(
     """By part: weights (4 bytes; of a quantised base `base_bytes`), gradients (4) and optimizer state (AdamW: 8) of the
     rows held; activations of the micro-batches in flight (`kept_values`); logits and their gradient in float32, of
     `chunk_rows` positions where they are computed in chunks (then the weight's gradient exists a second time); one
-    quantised layer in float32, as it is loaded and as it is multiplied."""
+    quantised layer in float32, as it is loaded and as it is multiplied; in half precision the weights that autograd
+    keeps so (`cast_weights`)."""
     grid = layout.grid
     _, row, _ = grid.place(ranks.rank)
     mine = [pair for index, pair in enumerate(layout.units) if index % grid.stages == row]
     in_bits = {f"{name}.weight" for name in quantized_layers(model, settings)}
-    trained = largest = 0
+    cast = cast_weights(model, settings, chunked=chunk_rows > 0) - in_bits if grid.shards == 1 else set()
+    trained = largest = copied = 0
     held = adapted = 0.0
     for name, parameter in model.named_parameters():
         unit = structure.unit_of(name) if structure is not None else None
         if unit is None or any(first <= unit < end for first, end in mine):
             held += parameter.numel() * (settings.lora.base_bytes if name in in_bits else 4)
             largest = max(largest, parameter.numel()) if name in in_bits else largest
+            copied += 2 * parameter.numel() if name in cast else 0
             trained += parameter.numel() if parameter.requires_grad else 0
             adapted += kept_beside(name, parameter.shape)
     width = 4 if settings.compute_dtype == "float32" else 2
@@ -75,7 +78,27 @@ def predicted_bytes(
         "optimizer": int(OPTIMIZERS.get(settings.optimizer).state_bytes * trained) // grid.shards,
         "activations": round(tokens * per_token * in_flight),
         "logits": vocabulary * ((chunk_rows or tokens) * (8 + width) + once_more) if has_head else 0,
-    } | ({"one layer dequantised": 4 * largest} if largest else {})
+        **({"weights in half precision": copied} if copied else {}),
+        **({"one layer dequantised": 4 * largest} if largest else {}),
+    }
+
+
+def cast_weights(model: nn.Module, settings: TrainingSettings, *, chunked: bool) -> set[str]:
+    """Weights of which a copy in half precision lives from forward to backward, where autocast makes it.
+
+    Those of linear layers, whose backward needs them; a layer that is computed in chunks has its own way. A frozen
+    layer that runs again in backward is cast again then, while autocast remembers the copies of trained ones all the
+    same. FSDP casts by itself, block by block.
+    """
+    if settings.compute_dtype == "float32":
+        return set()
+    again = settings.layout.activation_checkpointing != "none"
+    head = model.get_output_embeddings() if chunked else None  # type: ignore[operator]
+    return {
+        f"{name}.weight"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head and (module.weight.requires_grad or not again)
+    }
 
 
 def kept_values(model: nn.Module, config: Any, *, adapters: bool) -> float:

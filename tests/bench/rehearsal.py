@@ -73,6 +73,8 @@ def training_of(kind: str, device: str) -> dict[str, Any]:
     }
     if on_gpu:
         training |= {"micro_batch_sequences": 1, "device": "cuda"}
+    if on_gpu and kind == "lora":  # frozen weights in half precision for one block at a time: two fit side by side
+        training["layout"] = {"activation_checkpointing": "full"}
     if kind not in STAND_IN:
         training["compute_dtype"] = "bfloat16"
     if kind == "full":
@@ -197,6 +199,7 @@ def rehearse(
     done = Archive(read_federation(path).archive_path).history()
     sound = [row for entry in done for row in entry.facilities if row.status == "ok"]
     well = code == 0 and len(sound) == rounds * facilities
+    ended = f"with code {code}, {len(sound)} of {rounds * facilities} updates averaged"
     memory = watch.memory()
     return {
         "kind": kind,
@@ -204,7 +207,7 @@ def rehearse(
         "facilities": facilities,
         "rounds": rounds,
         "device": device_name(device),
-        "ended": "well" if well else f"stopped after {minutes:g} minutes" if code is None else f"with code {code}",
+        "ended": "well" if well else f"stopped after {minutes:.1f} minutes" if code is None else ended,
         "rounds_complete": len(done),
         "updates_averaged": len(sound),
         "seconds": round(seconds, 1),

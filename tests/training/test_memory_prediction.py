@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -54,13 +54,27 @@ def test_adapters_keep_the_inputs_and_outputs_of_their_layers():
 
 
 @pytest.mark.parametrize(("checkpointing", "values"), [("full", 1), ("selective", 10)])
-def test_what_is_computed_again_is_not_kept(checkpointing: str, values: int):
+def test_what_is_computed_again_is_not_kept(checkpointing: Literal["full", "selective"], values: int):
     found = predicted(layout=LayoutSettings(activation_checkpointing=checkpointing))
     assert found["activations"] == TOKENS * LAYERS * HIDDEN * values * 4
 
 
 def test_a_block_of_which_no_more_is_known():
     assert predicted(family="gpt2")["activations"] == TOKENS * LAYERS * HIDDEN * 17 * 4
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_half_precision_has_a_copy_of_what_is_multiplied(checkpointing: Literal["none", "full"], rank: int):
+    """Of every linear layer from forward to backward; of frozen ones not where they run again."""
+    adapters = LoraSettings(rank=rank, targets=["q_proj"]) if rank else None
+    layout = LayoutSettings(activation_checkpointing=checkpointing)
+    assert "weights in half precision" not in predicted(adapters=adapters, layout=layout)
+    found = predicted(adapters=adapters, layout=layout, compute_dtype="bfloat16")
+    own = LAYERS * rank * 2 * HIDDEN
+    embedding, norms = VOCABULARY * HIDDEN, (2 * LAYERS + 1) * HIDDEN
+    linear = found["weights"] // 4 - embedding - norms
+    assert found["weights in half precision"] == 2 * (own if rank and checkpointing == "full" else linear)
 
 
 def test_half_precision_keeps_half():
