@@ -20,7 +20,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,6 +98,16 @@ def documents(texts: Iterable[str], sizes: Sizes) -> list[str]:
     return found
 
 
+def split_documents(found: Sequence[str], sizes: Sizes) -> dict[str, list[str]]:
+    """Every `validation_every`-th document is held out, and nothing that is held out is trained on.
+
+    The manuals of some Pythons (3.12) hold a chapter twice, under two names.
+    """
+    held = [document for number, document in enumerate(found, start=1) if number % sizes.validation_every == 0]
+    rest = [document for number, document in enumerate(found, start=1) if number % sizes.validation_every]
+    return {"train": [document for document in rest if document not in held], "validation": held}
+
+
 def write_texts(out: Path, sizes: Sizes) -> dict[str, dict[str, int]]:
     """Write both texts as JSONL; returns characters by text and split."""
     counts: dict[str, dict[str, int]] = {}
@@ -110,9 +120,7 @@ def write_texts(out: Path, sizes: Sizes) -> dict[str, dict[str, int]]:
                     f"the text {name!r} cannot be read from this Python ({sys.executable}): {error}; "
                     "the demo needs the standard library's source and pydoc_data"
                 ) from None
-            splits: dict[str, list[str]] = {"train": [], "validation": []}
-            for number, document in enumerate(found, start=1):
-                splits["train" if number % sizes.validation_every else "validation"].append(document)
+            splits = split_documents(found, sizes)
             if not all(splits.values()):
                 raise InputError(f"the text {name!r} of this Python has only {len(found)} documents")
             (folder / name).mkdir()

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import numpy
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from coordinator import demo as demo_material
-from coordinator.demo import Sizes, documents, make, make_model, train_tokenizer, write_texts
+from coordinator.demo import Sizes, documents, make, make_model, split_documents, train_tokenizer, write_texts
 from facility.dataset import open_dataset
 from facility.exchange.errors import InputError
 from facility.exchange.messages.manifest import verify_manifest
@@ -117,3 +119,11 @@ def test_documents_are_the_text_cut_at_empty_lines():
     found = documents([text], Sizes(document_characters=300))
     assert "\n\n".join(found) == text and all(300 <= len(d) + 2 < 400 for d in found[:-1])
     assert sum(map(len, documents([text] * 50, Sizes(document_characters=300, characters=10_000)))) < 10_400
+
+
+@given(st.lists(st.sampled_from("abcde"), max_size=40), st.integers(2, 12))
+def test_what_is_held_out_is_not_trained_on_even_where_the_manual_repeats_itself(found: list[str], every: int):
+    splits = split_documents(found, Sizes(validation_every=every))
+    assert splits["validation"] == found[every - 1 :: every]
+    assert not set(splits["train"]) & set(splits["validation"])
+    assert set(splits["train"]) | set(splits["validation"]) == set(found)
