@@ -25,7 +25,8 @@ from tests.bench.federated_quality import EXPERIMENTS
 
 HERE = Path(__file__).resolve().parent
 RESULTS, EARLIER = HERE / "federated_quality.jsonl", HERE / "federated_quality_earlier.json"
-RATE = 2e-3
+RATE, WIDTH = 2e-3, 64
+"""The learning rate and the size of model that all rows have."""
 LOCAL = {"learning_rate", "optimizer_state", "warmup_steps"}
 """What may differ from the benchmark's defaults in a federation that `auto` could choose."""
 
@@ -47,7 +48,8 @@ def measured(results: Iterable[dict[str, Any]], earlier: Iterable[dict[str, Any]
     for row in rows:
         key = row["key"]
         against = pooled.get(_place(key))
-        if key["arm"]["aggregation"] is not None and against is not None and not {"codec", "unlike"} & set(key["arm"]):
+        other = {"codec", "unlike", "lora"} & set(key["arm"]) or key["width"] != WIDTH
+        if key["arm"]["aggregation"] is not None and against is not None and not other:
             over = {key["seed"]: row["geometric_mean"] / against}
             _add(found, key["experiment"], key["schedule"], key["arm"], over)
     return found

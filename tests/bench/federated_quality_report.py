@@ -1,9 +1,11 @@
 """Table and plot of what `federated_quality.py` kept.
 
     python tests/bench/federated_quality_report.py --out /tmp/quality
+    python tests/bench/federated_quality_report.py --results RESULTS.jsonl --svg docs/images/quality.svg
 
 Prints a Markdown table per experiment and schedule (mean over seeds; perplexities over those of pooled training of the
-same seed, as their geometric mean) and writes OUT/quality.html, the perplexity of the global model by round.
+same seed, as their geometric mean) and writes OUT/quality.html, the perplexity of the global model by round; with
+`--svg` the curves of the main arms as the picture that the documentation shows.
 """
 
 from __future__ import annotations
@@ -17,11 +19,18 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tests.bench.quality_arms import DEFAULT
+from tests.bench.quality_plot import write_svg
+
+MAIN = ("mean", "nesterov", DEFAULT)
+"""Arms of the plot."""
 Rows = list[dict[str, Any]]
 
 
-def read_rows(out: Path, names: set[str]) -> Rows:
-    rows = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+def read_rows(file: Path, names: set[str]) -> Rows:
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
     return [row for row in rows if not names or row["name"] in names]
 
 
@@ -127,13 +136,21 @@ def plot(rows: Rows, baseline: str, file: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="directory given to federated_quality.py")
+    parser.add_argument("--out", type=Path, help="directory given to federated_quality.py")
+    parser.add_argument("--results", type=Path, help="file of its results (default: that of --out)")
+    parser.add_argument("--svg", type=Path, help="write the curves of the main arms here")
     parser.add_argument("--pooled", default="pooled", help="name of the arm to compare with (default pooled)")
     parser.add_argument("--arms", nargs="*", default=[], help="names to show (default: all)")
     options = parser.parse_args()
-    rows = read_rows(options.out, {*options.arms, options.pooled} if options.arms else set())
+    if options.out is None and options.results is None:
+        parser.error("give --out or --results")
+    file = options.results or options.out / "results.jsonl"
+    rows = read_rows(file, {*options.arms, options.pooled} if options.arms else set())
     print(table(rows, options.pooled))
-    plot(rows, options.pooled, options.out / "quality.html")
+    if options.svg:
+        write_svg(rows, MAIN, options.svg)
+    if options.out is not None:
+        plot(rows, options.pooled, options.out / "quality.html")
     return 0
 
 

@@ -155,9 +155,19 @@ def large_groups(size: Size) -> list[Group]:
 
     four, two = [("all-four", one) for one in SCHEDULES], [("it-cs", one) for one in SCHEDULES]
     rates = [at(rate, name) for rate in size.rates for name in ("pooled", DEFAULT)]
+    own = {"learning_rate": size.rate} | SHARED
+    slow = [
+        ("nesterov, shared second moments, momentum 0.5", Arm(aggregation=NESTEROV | {"momentum": 0.5}, local=own)),
+        (f"{DEFAULT}, drift corrected", Arm(aggregation=NESTEROV, local=own | {"control": 1.0})),
+        (
+            f"{DEFAULT}, drift corrected, beta2 0.99",
+            Arm(aggregation=NESTEROV, local=own | {"control": 1.0, "betas": [0.9, 0.99]}),
+        ),
+    ]
     return [
         ([*two, *four], named("pooled", DEFAULT)),
         ([*two, *four], named("base", "mean")),
+        ([*four, *two], slow),
         ([two[0], four[0]], rates),
         ([*two, *four], named("nesterov")),
         ([two[1], four[1]], rates),

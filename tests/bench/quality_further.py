@@ -125,12 +125,29 @@ def many_rounds() -> list[tuple[str, Arm]]:
     ]
 
 
+def combined() -> list[tuple[str, Arm]]:
+    """Pairs of what helps alone."""
+    slow, fixed = {"betas": SLOW}, {"momentum_warmup": False}
+    return [
+        inner("server rate 1.4, drift corrected, beta2 0.99", {"server_learning_rate": 1.4}, control=1.0, **slow),
+        inner("constant momentum, beta2 0.99", fixed, **slow),
+        inner("constant momentum, drift corrected", fixed, control=1.0),
+        inner("constant momentum 0.6, drift corrected, beta2 0.99", fixed | {"momentum": 0.6}, control=1.0, **slow),
+        outer("constant momentum 0.6", momentum=0.6, momentum_warmup=False),
+        inner("server rate 1.2, drift corrected, beta2 0.99", {"server_learning_rate": 1.2}, control=1.0, **slow),
+    ]
+
+
 def parts() -> list[list[Group]]:
     """Measured with every seed before the next part begins."""
     base = [(name, ARMS[name]) for name in ("pooled", DEFAULT)]
     arms = long_rounds()
+    told = [arms[0], arms[3], outer("constant momentum", momentum_warmup=False)]
     return [
+        [([FOUR_LONG, TWO_LONG], [*base, *told])],
         [
+            ([FOUR_LONG, TWO_LONG], combined()),
+            ([RANDOM], [short(pair) for pair in combined()]),
             ([FOUR_LONG], [*base, *arms[:6]]),
             ([TWO_LONG], [*base, *arms[:4]]),
             ([RANDOM], [short(pair) for pair in [*base, *arms[:4]]]),
@@ -141,7 +158,7 @@ def parts() -> list[list[Group]]:
             ([MANY], many_rounds()),
             ([TWO_LONG], arms[4:]),
             ([RANDOM], [short(pair) for pair in arms[4:10]]),
-        ]
+        ],
     ]
 
 
