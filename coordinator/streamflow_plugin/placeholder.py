@@ -207,7 +207,10 @@ class Ahead:
                 logger.info(f"{self.facility}'s next job is submitted ahead {choice.reason}")
             if choice.after is None:
                 return
-            await _first_of(job.ended, seconds=choice.after)
+            if math.isfinite(choice.after):  # also after this job's end: its facility may wait long for the others
+                await asyncio.sleep(max(0.0, (job.worked or self.clock()) + choice.after - self.clock()))
+            else:
+                await job.ended.wait()
             for _ in range(MOST_PLACEHOLDERS):
                 await self._place(one, location)
                 await self._until_it_ends(location)
@@ -352,12 +355,11 @@ def waiting(directory: str, wait: float) -> str:
     )
 
 
-async def _first_of(*events: asyncio.Event, seconds: float = math.inf) -> None:
-    """Until one of the events is set, or the time is over."""
+async def _first_of(*events: asyncio.Event) -> None:
+    """Until one of the events is set."""
     waits = [asyncio.ensure_future(one.wait()) for one in events]
     try:
-        timeout = seconds if math.isfinite(seconds) else None
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED, timeout=timeout)
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     finally:
         for one in waits:
             one.cancel()

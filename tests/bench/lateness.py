@@ -1,19 +1,23 @@
 """What rounds that do not wait gain in useful tokens a day and in perplexity, with late facilities and random queues.
 
     python -m tests.bench.lateness queues > queues.json
+    python -m tests.bench.lateness closing > closing.json
     python -m tests.bench.lateness quality --out DIR --seeds 1 2 > quality.json
 
-Both run the coordinator's own closing of rounds (`coordinator.streamflow_plugin.closing`) on a clock that jumps from
+All run the coordinator's own closing of rounds (`coordinator.streamflow_plugin.closing`) on a clock that jumps from
 event to event: no engine, no transfers. `queues`: log-normal queues (sigma 1) whose median is as long as a round's
-training, and no lateness at all. `quality`: four languages at four facilities, one of which takes four times as long;
-models of 0.16 M parameters really trained (`federated_learner`), late updates rebased and weighed as the coordinator
-does, perplexity after equal time and after equal updates.
+training, and no lateness at all. `closing`: the same queues under every quorum, with and without `submit_ahead`, whose
+moment `coordinator.rounds.ahead_time` chooses from what each facility saw. `quality`: four languages at four
+facilities, one of which takes four times as long; models of 0.16 M parameters really trained (`federated_learner`),
+late updates rebased and weighed as the coordinator does, perplexity after equal time and after equal updates.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
+import logging
 import math
 import time
 from pathlib import Path
@@ -23,7 +27,9 @@ import numpy
 import torch
 
 from coordinator.aggregation.settings import AggregationSettings
+from coordinator.config.ahead import AheadSettings
 from coordinator.config.closing import ClosingSettings
+from coordinator.rounds.ahead_time import Seen, when_to_submit
 from coordinator.rounds.participation import participation
 from tests.bench.federated_learner import Learner, Local, batches, perplexity, rounded
 from tests.bench.federated_quality import base_model, texts_of
@@ -59,6 +65,80 @@ def queues(rounds: int = 60, seeds: int = 8) -> dict[str, Any]:
                 "all": round(float(mean[1]), 3),
             }
     return {"random_queues": rows, "seeds": seeds, "no_lateness": _alike(rounds)}
+
+
+def closing(rounds: int = 40, seeds: int = 6) -> dict[str, Any]:
+    """Discounted updates a unit of time over those of waiting for all, and node time lost to waiting in jobs."""
+    rows: dict[str, Any] = {}
+    for facilities in (4, 8):
+        whole = [_course(None, facilities, seed, rounds, None)[0] for seed in range(seeds)]
+        for ahead in (None, AheadSettings(wait=0.5), AheadSettings(wait=0.5, idle=0.2)):
+            submitted = "" if ahead is None else f", submit_ahead idle {ahead.idle:g}"
+            for quorum in (0.5, 0.625, 0.75, 0.875, "all"):
+                for grace in (0.0, "auto") if quorum != "all" else (0.0,):
+                    settings = ClosingSettings(quorum=quorum, grace=grace) if quorum != "all" else None  # type: ignore[arg-type]
+                    label = f"{facilities} facilities, quorum {quorum}, grace {grace}{submitted}"
+                    found = [_course(settings, facilities, seed, rounds, ahead) for seed in range(seeds)]
+                    over = [one[0] / all for one, all in zip(found, whole, strict=True)]
+                    rows[label] = {
+                        "useful": round(float(numpy.mean(over)), 3),
+                        "useful_deviation": round(float(numpy.std(over)), 3),
+                        "idle": round(float(numpy.mean([one[1] for one in found])), 3),
+                    }
+    return {"closing": rows, "seeds": seeds}
+
+
+def _course(
+    settings: ClosingSettings | None, facilities: int, seed: int, rounds: int, ahead: AheadSettings | None
+) -> tuple[float, float]:
+    """Discounted updates a unit of time, and the units that a job waited for its model."""
+    names = [f"f{number}" for number in range(facilities)]
+    waits = numpy.random.default_rng(seed).lognormal(0.0, 1.0, (facilities, 4 * rounds * facilities))
+    queue = Queued(names, waits, ahead)
+    many = rounds * (facilities // settings.needed(facilities)) if settings else rounds
+    course = course_of(settings, names, queue, many)
+    return course.useful() / course.closed[-1], queue.idle / queue.jobs
+
+
+class Queued:
+    """Seconds from when a facility has its model to the end of one unit of training, in a job that may be ahead."""
+
+    def __init__(self, names: list[str], waits: Any, ahead: AheadSettings | None) -> None:
+        self.waits, self.ahead = {name: iter(row) for name, row in zip(names, waits, strict=True)}, ahead
+        self.seen, self.began = {name: Seen() for name in names}, dict.fromkeys(names, -1.0)
+        self.idle, self.jobs = 0.0, 0
+
+    def __call__(self, name: str, _: int) -> float:
+        now = asyncio.get_running_loop().time()
+        queued = self._queued(name, now)
+        self.began[name], self.jobs = now + queued, self.jobs + 1
+        return 1.0 + queued
+
+    def _draw(self, name: str) -> float:
+        waits = float(next(self.waits[name]))
+        self.seen[name] = self.seen[name].with_wait(waits)
+        return waits
+
+    def _queued(self, name: str, now: float) -> float:
+        """What is left of the queue once the model is there."""
+        before = self.began[name]
+        if self.ahead is None or before < 0:
+            return self._draw(name)
+        choice = when_to_submit(self.seen[name], wait=self.ahead.wait, idle=self.ahead.idle)
+        self.seen[name] = self.seen[name].with_span(now - before).with_run(1.0)
+        if choice.after is None:
+            return self._draw(name)
+        placed = before + (choice.after if math.isfinite(choice.after) else 1.0)
+        while placed < now:
+            begins = placed + self._draw(name)
+            if begins >= now:
+                return begins - now
+            waited = min(now - begins, self.ahead.wait)
+            self.idle += waited
+            if waited < self.ahead.wait:
+                return 0.0
+            placed = begins + waited
+        return self._draw(name)
 
 
 def _rates(settings: ClosingSettings | None, names: list[str], waits: Any, rounds: int) -> tuple[float, float]:
@@ -184,13 +264,17 @@ def _kept(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["queues", "quality"])
+    parser.add_argument("what", choices=["queues", "closing", "quality"])
     parser.add_argument("--out", type=Path, default=Path("quality"), help="for datasets and base models")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
     parser.add_argument("--rules", nargs="+", default=["mean", "nesterov", "heloco+nesterov"])
     parser.add_argument("--late-weight", choices=["staleness", "participation"], default="staleness")
     a = parser.parse_args()
-    found = queues() if a.what == "queues" else quality(a.out, a.seeds, a.rules, a.late_weight)
+    logging.disable(logging.WARNING)
+    if a.what == "quality":
+        found = quality(a.out, a.seeds, a.rules, a.late_weight)
+    else:
+        found = queues() if a.what == "queues" else closing()
     print(json.dumps(found, indent=2))
 
 

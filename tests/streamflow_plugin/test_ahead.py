@@ -410,6 +410,30 @@ def test_a_steady_queue_is_hidden_from_the_third_round_on(world: World):
     assert lost <= 0.05 * 5 * 1000
 
 
+def test_a_facility_that_waits_for_a_slower_one_holds_no_nodes_meanwhile(world: World):
+    """100 s in the queue and 200 s of training, of rounds that take 2000 s: the job comes when the model does."""
+    for number in range(6):
+        job, since = world.round(number), world.loop.now
+        placed = float(world.site.jobs.get(job, {}).get("at", since))
+        world.let(max(0.0, placed + 100 - world.loop.now))
+        world.work_through(job, 200.0)
+
+        async def until_the_next_model(until: float = since + 2000) -> None:
+            while world.loop.now < until:
+                await asyncio.sleep(1)
+                for id, one in world.site.jobs.items():
+                    queued = world.loop.now - float(one.setdefault("at", str(world.loop.now)))
+                    if one["state"] == "PENDING" and queued >= 100:
+                        world.site.begin(id)
+                    elif one["state"] == "RUNNING" and queued >= 100 + WAIT:
+                        world.site.finish(id)
+
+        world.do(until_the_next_model())
+    assert number == 5 and job in world.site.jobs, "the jobs of later rounds were there before their models"
+    in_vain = [one for one in told(world, "waited") if not one["handed"]]
+    assert len(in_vain) <= 6, "of the second round alone, of whose length nothing was known"
+
+
 Action = st.sampled_from(["round", "begin", "give up", "kill", "time", "lose before", "lose after", "cancel", "end"])
 
 

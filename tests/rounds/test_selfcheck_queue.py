@@ -1,0 +1,49 @@
+"""The self-check's job is the template's own script, given to the queue and waited for, with nothing left in $HOME."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from facility.selfcheck import run
+
+TEMPLATES = Path(__file__).parents[2] / "templates"
+STAND_IN = """#!/bin/sh
+{ echo "$0 $*"; pwd; } >"$ASKED"
+cat >"$ASKED.job"
+mkdir update
+"""
+
+
+@pytest.mark.parametrize(
+    ("template", "fill", "words"),
+    [
+        ("slurm", {"account": "x", "partition": "p"}, "sbatch --wait "),
+        ("pbs", {"account": "x", "queue": "q"}, "qsub -W block=true -j oe"),
+        ("flux", {"bank": "x", "queue": "q"}, "flux batch --wait "),
+        ("gridengine", {"account": "x", "queue": "q"}, "qsub -sync y -j y -cwd"),
+    ],
+)
+def test_the_script_itself_is_submitted_and_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, fill: dict[str, str], words: str
+):
+    """`flux submit` of a shell around it would be no nested instance, whose `flux run` waits for the site's for ever
+    (recorded: `flux-jobs-selfcheck-deadlock`)."""
+    programs, folder = tmp_path / "bin", tmp_path / "selfcheck"
+    programs.mkdir()
+    (folder / "job").mkdir(parents=True)
+    program = programs / words.split()[0]
+    program.write_text(STAND_IN)
+    program.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    monkeypatch.setenv("ASKED", str(tmp_path / "asked"))
+    run(folder, TEMPLATES / f"{template}.sh", fill, tmp_path / "home", 60.0)
+    asked, place = (tmp_path / "asked").read_text().splitlines()
+    assert words in f"{asked} " and place == str(folder / "job"), "where a queue leaves what a job prints"
+    script = (tmp_path / "asked.job").read_text()
+    assert script.startswith("#!/bin/bash\n") and "facility.round" in script
+    assert "<" not in "".join(
+        line for line in script.splitlines() if line.startswith(("#SBATCH", "#PBS", "#flux", "#$"))
+    )
