@@ -4,13 +4,26 @@ from __future__ import annotations
 
 from dataclasses import field
 from typing import Literal
+from urllib.parse import urlsplit
 
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.text import Line
 from facility.exchange.validation import validated
 
 Occasion = Literal["done", "stopped", "stuck", "login", "lost"]
+THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
 OCCASIONS: tuple[Occasion, ...] = ("done", "stopped", "stuck", "login", "lost")
+
+
+def is_private_address(address: str) -> bool:
+    """Whether what is posted there is encrypted on its way, or stays on this machine."""
+    try:
+        parts = urlsplit(address)
+        return bool(parts.hostname) and (
+            parts.scheme == "https" or (parts.scheme == "http" and parts.hostname in THIS_MACHINE)
+        )
+    except ValueError:
+        return False
 
 
 @validated(frozen=True, kw_only=True)
@@ -27,7 +40,7 @@ class NotifySettings:
     expired), `lost` (a facility's part of a round)."""
 
     def __post_init__(self) -> None:
-        if self.webhook and not self.webhook.startswith(("https://", "http://localhost", "http://127.0.0.1", "file:")):
+        if self.webhook and not self.webhook.startswith("file:") and not is_private_address(self.webhook):
             raise ConfigurationError(
                 "webhook is neither an https:// address nor a file:PATH that holds one", key="webhook"
             )

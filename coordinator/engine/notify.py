@@ -12,7 +12,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from coordinator.config.notifying import NotifySettings
+from coordinator.config.notifying import NotifySettings, is_private_address
 from facility.exchange.messages.strict_json import clean
 
 log = logging.getLogger("coordinator.engine")
@@ -80,6 +80,15 @@ class Notifier:
             return
         if address.startswith("file:"):
             address = (self.folder / Path(address.removeprefix("file:")).expanduser()).read_text().strip()
+        if not is_private_address(address):
+            raise ValueError("neither https nor this machine")
         request = urllib.request.Request(address, data=body, headers={"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=WAIT_SECONDS):
+        with urllib.request.build_opener(_NoRedirect).open(request, timeout=WAIT_SECONDS):
             pass
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """The message goes to the address that was given, and to no other."""
+
+    def redirect_request(self, *_: Any, **__: Any) -> None:
+        return None

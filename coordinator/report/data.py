@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+import re
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,8 @@ from facility.exchange.messages.manifest import manifest_if_any
 
 FORMAT = 1
 PACKAGES = ("streamflow", "cwltool", "torch", "transformers", "safetensors", "numpy")
+VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+!~-]{0,59}")
+"""Of a package's name and version as a facility tells them: nothing else goes into files that people act upon."""
 MODE = "rounds"
 
 Row = dict[str, Any]
@@ -276,7 +279,13 @@ def _versions(rows: Sequence[Row]) -> dict[str, dict[str, str]]:
             here[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return {"coordinator": here} | {row["facility"]: row["versions"] for row in rows if row.get("versions")}
+    return {"coordinator": here} | {
+        row["facility"]: {
+            name: one for name, one in row["versions"].items() if all(map(VERSION.fullmatch, (name, one)))
+        }
+        for row in rows
+        if row.get("versions")
+    }
 
 
 def _artefacts(archive: Archive) -> list[Row]:

@@ -256,9 +256,51 @@ def test_a_command_that_hangs_or_fails_holds_nothing_up(tmp_path: Path):
     assert len(said) == 1 and "TOKEN" not in said[0]
 
 
-def test_a_webhook_that_anyone_could_read_is_refused():
+@pytest.mark.parametrize(
+    "address",
+    [
+        "http://example.org/hook",
+        "http://localhost.example.org/hook",
+        "http://127.0.0.1@example.org/hook",
+        "http://127.0.0.1.example.org/hook",
+        "https:///hook",
+        "ftp://localhost/hook",
+        "http://[::1",
+    ],
+)
+def test_a_webhook_that_anyone_could_read_is_refused(address: str, tmp_path: Path, caplog: pytest.LogCaptureFixture):
     with pytest.raises(ConfigurationError, match="webhook"):
-        NotifySettings(webhook="http://example.org/hook")
+        NotifySettings(webhook=address)
+    (tmp_path / "secret").write_text(address)
+    notifier = Notifier("f", NotifySettings(webhook="file:secret"), tmp_path)
+    notifier.tell("done", "done")
+    notifier.close()
+    assert "was not sent: ValueError" in caplog.text and "hook" not in caplog.text
+
+
+def test_a_webhook_that_leads_elsewhere_is_not_followed(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    asked: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def answer(self) -> None:
+            asked.append(self.path)
+            self.send_response(302)
+            self.send_header("Location", "/elsewhere")
+            self.end_headers()
+
+        do_POST = do_GET = answer
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_port}/hook"
+    notifier = Notifier("f", NotifySettings(webhook=address), tmp_path)
+    notifier.tell("done", "done")
+    notifier.close()
+    server.shutdown()
+    assert asked == ["/hook"] and "was not sent: HTTPError" in caplog.text
 
 
 @pytest.mark.slow

