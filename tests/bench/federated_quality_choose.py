@@ -27,6 +27,7 @@ HERE = Path(__file__).resolve().parent
 RESULTS, EARLIER = HERE / "federated_quality.jsonl", HERE / "federated_quality_earlier.json"
 RATE, WIDTH = 2e-3, 64
 """The learning rate and the size of model that all rows have."""
+SEEDS = 3
 LOCAL = {"learning_rate", "optimizer_state", "warmup_steps"}
 """What may differ from the benchmark's defaults in a federation that `auto` could choose."""
 
@@ -71,15 +72,16 @@ def _add(found: Found, experiment: str, schedule: str, arm: dict[str, Any], over
 
 
 def row_of(federation: Federation, ways: dict[Way, dict[int, float]]) -> dict[str, Any] | None:
-    """The table's row; None where the plain mean was not measured.
+    """The table's row; None where the plain mean was not measured with every seed.
 
     No choice is worse than the plain mean, and none was measured with fewer seeds than another of its optimizer state.
     """
     experiment, schedule = federation
     means = {way: statistics.mean(over.values()) for way, over in ways.items()}
-    plain = means.get((json.dumps({"rule": "mean"}), "personal"))
-    if plain is None:
+    mean = json.dumps({"rule": "mean"}), "personal"
+    if len(ways.get(mean, ())) < SEEDS:
         return None
+    plain = means[mean]
     best: dict[str, Any] = {}
     for way, over in sorted(means.items(), key=lambda pair: (pair[1], -len(ways[pair[0]]))):
         (aggregation, state), seeds = way, len(ways[way])

@@ -24,7 +24,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.bench.quality_arms import DEFAULT
 from tests.bench.quality_plot import write_svg
 
-MAIN = ("mean", "nesterov", DEFAULT)
+MAIN = (
+    "mean",
+    "nesterov",
+    DEFAULT,
+    f"{DEFAULT}, constant momentum",
+    f"{DEFAULT}, drift corrected, beta2 0.99",
+)
 """Arms of the plot."""
 Rows = list[dict[str, Any]]
 

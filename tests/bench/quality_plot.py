@@ -10,11 +10,13 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from tests.bench.quality_arms import DEFAULT
+
 Row = Mapping[str, Any]
 Panel = tuple[str, int, str]
 """Experiment, width, schedule."""
 COLOURS = ("#4269d0", "#ff725c", "#3ca951", "#a463f2", "#9c6b4e", "#6cc5b0")
-WIDTH, HEIGHT, LEFT, TOP, GAP = 250, 170, 44, 40, 62
+WIDTH, HEIGHT, LEFT, TOP, GAP = 250, 170, 44, 44, 62
 TICKS = (1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 6, 8)
 SIZES = {64: "0.16 M", 128: "0.53 M", 384: "11 M"}
 
@@ -46,7 +48,7 @@ def _place(key: Mapping[str, Any]) -> tuple[Any, ...]:
     return key["experiment"], total, key["seed"], key["width"]
 
 
-def write_svg(rows: Sequence[Row], names: Sequence[str], file: Path, *, columns: int = 4) -> None:
+def write_svg(rows: Sequence[Row], names: Sequence[str], file: Path, *, columns: int = 3) -> None:
     """Write the panels, `columns` a line; the last point of a curve is over all validation text, the others over 96
     blocks of it."""
     panels = curves(rows, names)
@@ -65,16 +67,14 @@ def write_svg(rows: Sequence[Row], names: Sequence[str], file: Path, *, columns:
 
 
 def _legend(names: Sequence[str]) -> list[str]:
-    found, x = [], LEFT
-    for name, colour in zip(names, COLOURS, strict=False):
-        found.append(f'<path d="M{x} 14h18" stroke="{colour}" stroke-width="2"/>')
-        found.append(f'<text x="{x + 23}" y="18">{escape(name)}</text>')
-        x += 45 + 6 * len(name)
-    return [
-        *found,
-        f'<path d="M{x} 14h18" stroke="#555" stroke-dasharray="4"/>',
-        f'<text x="{x + 23}" y="18">pooled</text>',
-    ]
+    found = []
+    told = [name.replace(DEFAULT, "default") for name in names]
+    for number, (name, colour) in enumerate(zip([*told, "pooled"], [*COLOURS[: len(told)], "#555"], strict=True)):
+        x, y = LEFT + number % 3 * (WIDTH + GAP), 14 + 18 * (number // 3)
+        dash = ' stroke-dasharray="4"' if name == "pooled" else ""
+        found.append(f'<path d="M{x} {y}h18" stroke="{colour}" stroke-width="2"{dash}/>')
+        found.append(f'<text x="{x + 23}" y="{y + 4}">{escape(name)}</text>')
+    return found
 
 
 def _panel(
