@@ -208,9 +208,11 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 
 def whole_ticks(low: float, high: float) -> list[float]:
-    """At most a dozen whole numbers."""
-    step = max(1, math.ceil((high - low) / 12))
-    return [float(value) for value in range(math.ceil(low), math.floor(high) + 1, step)]
+    """At most thirteen whole numbers: multiples of 1, 2 or 5 times a power of ten."""
+    raw = max(1, math.ceil((high - low) / 12))
+    power = 10 ** (len(str(raw)) - 1)
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw)
+    return [float(value) for value in range(math.ceil(low / step) * step, math.floor(high) + 1, step)]
 
 
 def _scale(low: float, high: float, first: float, last: float) -> Callable[[float], float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import re
 import shutil
@@ -14,7 +15,7 @@ import pytest
 from coordinator.archive.journal import Journal
 from coordinator.archive.rounds import Archive, FacilityRow
 from coordinator.comparison.matrix import forgotten
-from coordinator.report.charts import MOST_TITLES, Bar, log_ticks, shortened, ticks, timeline
+from coordinator.report.charts import MOST_TITLES, Bar, log_ticks, shortened, ticks, timeline, whole_ticks
 from coordinator.report.data import gather
 from coordinator.report.markdown import markdown
 from coordinator.report.page import MOST_ROWS, last_artefacts, last_rounds, page
@@ -332,6 +333,17 @@ def test_a_publication_has_neither_accounts_nor_machines_and_of_the_unnamed_no_k
         {"name": "b", "training": {"steps": 1}},
     ]
     assert shown["evaluation"] == {"tasks": ["t"]} and shown["rounds"] == 1
+
+
+@pytest.mark.parametrize(
+    ("low", "high"), [(0, 0), (0, 5), (6, 240), (0, 12), (0, 13), (6, 660), (101, 130), (1, 99_999)]
+)
+def test_whole_ticks_are_round_few_and_within(low: int, high: int):
+    found = whole_ticks(low, high)
+    steps = {b - a for a, b in itertools.pairwise(found)} or {1.0}
+    assert found and len(found) <= 13 and low <= found[0] and found[-1] <= high and len(steps) == 1
+    (step,) = steps
+    assert f"{step:.0f}".rstrip("0") in ("1", "2", "5") and all(value % step == 0 for value in found)
 
 
 @pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (3.0, 3.0), (-2.0, 7.5), (1e-9, 2e-9), (900.0, 1100.0)])
