@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from facility.exchange.checkpoints.adapters import A, B
-from facility.exchange.errors import InputError
+from facility.exchange.errors import CrossFedError, InputError, TryAgain
 from facility.exchange.messages.optimizers import OPTIMIZERS
 from facility.exchange.messages.settings import TrainingSettings
 from facility.exchange.schedules.registry import SCHEDULES
@@ -17,6 +17,13 @@ from facility.training.parallel.arrange import Layout
 from facility.training.parallel.split import ModelStructure
 from facility.training.processes.ranks import Ranks
 from facility.training.quantized_base import quantized_layers
+
+NEEDS_LESS = (
+    "use more ranks, a smaller training.micro_batch_sequences, layout.activation_checkpointing, LoRA, or LoRA on a "
+    "base in 4 bits (training.lora.quantize_base)"
+)
+CONTEXT_BYTES = 10**9
+"""A process's own on a GPU, beside what torch reserves: kernels and libraries."""
 
 
 def available_bytes(ranks: Ranks, settings: TrainingSettings) -> int:
@@ -132,6 +139,20 @@ def check(parts: dict[str, int], ranks: Ranks, settings: TrainingSettings) -> No
         listed = ", ".join(f"{name} {value / 1e9:.3g} GB" for name, value in parts.items())
         raise InputError(
             f"rank {ranks.rank} will need about {total / 1e9:.3g} GB of memory ({listed}), it has "
-            f"{there / 1e9:.3g} GB: use more ranks, a smaller training.micro_batch_sequences, "
-            "layout.activation_checkpointing, or LoRA"
+            f"{there / 1e9:.3g} GB: {NEEDS_LESS}"
         )
+
+
+def out_of_memory(name: str, total: int, free: int, reserved: int) -> CrossFedError:
+    """What to say where a GPU has no memory left: `total` and `free` bytes of it, `reserved` by this process.
+
+    `TryAgain` where other processes hold more than their contexts need: they may end.
+    """
+    others = total - free - reserved - CONTEXT_BYTES
+    told = f"out of memory on {name}: of {total / 1e9:.3g} GB this rank held {reserved / 1e9:.3g}"
+    if others > CONTEXT_BYTES:
+        return TryAgain(
+            f"{told} and other processes {others / 1e9:.3g}: expected a GPU for this rank alone; ask the scheduler for "
+            f"GPUs of one's own, or {NEEDS_LESS}"
+        )
+    return InputError(f"{told}: {NEEDS_LESS}")

@@ -7,12 +7,15 @@ import logging
 import os
 import time
 
+import torch
+
 from facility.exchange.files.storage import is_storage, located
 from facility.exchange.messages.outcome import Outcome
 from facility.training.comparison import compare, finish_comparison
 from facility.training.data.inputs import RoundInputs, read_inputs
 from facility.training.devices import device_name
 from facility.training.finish import finish_evaluation, finish_round
+from facility.training.memory import out_of_memory
 from facility.training.monitor.logs import start_logging
 from facility.training.parallel.arrange import check_devices
 from facility.training.prepare import Setup, choose_setup, prepare_ranks
@@ -35,6 +38,11 @@ def train_round(arguments: argparse.Namespace) -> int:
         if not is_storage(error):
             raise
         raise located(error, [request.state, request.job_directory]) from None
+    except torch.OutOfMemoryError:
+        device = torch.cuda.current_device()
+        free, total = torch.cuda.mem_get_info(device)
+        name, held = torch.cuda.get_device_name(device), torch.cuda.memory_reserved(device)
+        raise out_of_memory(name, total, free, held) from None
 
 
 def _train_round(request: RoundRequest) -> int:
