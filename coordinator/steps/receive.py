@@ -9,23 +9,28 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from coordinator.aggregation.adapter_fit import check_adapters, check_told
 from coordinator.aggregation.first_adapters import started_from
 from coordinator.aggregation.rebase import rebase
 from coordinator.aggregation.settings import AggregationSettings
-from coordinator.aggregation.unmasking import match_masked
-from coordinator.aggregation.updates import holds_adapters
-from coordinator.aggregation.verify import check_files, check_identity, check_tokenizer, check_update
+from coordinator.aggregation.verify import check_files, check_identity, check_update
 from coordinator.archive.audit import log_entry
 from coordinator.archive.rounds import Archive
-from coordinator.comparison.phases import checked
 from coordinator.config.privacy import PrivacySettings
 from coordinator.config.settings import read_coordinator_settings
 from coordinator.events.event import emit
 from coordinator.rounds.late import read_late
 from coordinator.rounds.verification import verified_as_averaged
 from coordinator.rounds.weight_limit import WeightLimit, weight_limit_of
-from facility.exchange.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from coordinator.steps.answers import (
+    Sent,
+    check_answer,
+    check_evaluation,
+    check_masked,
+    check_no_weights,
+    check_report,
+    check_run,
+)
+from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.delta import decode
 from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.delta_codecs import CODECS
@@ -35,7 +40,6 @@ from facility.exchange.files.durable import new_directory
 from facility.exchange.files.links import link_tree
 from facility.exchange.files.paths import resolve
 from facility.exchange.logs import add_log_options
-from facility.exchange.masking.streams import DTYPES
 from facility.exchange.messages import report
 from facility.exchange.messages.comparison import ALONE, GLOBAL, MODELS
 from facility.exchange.messages.layout import LoraSettings
@@ -44,7 +48,6 @@ from facility.exchange.messages.manifest import (
     Manifest,
     manifest_if_any,
     read_manifest,
-    run_of,
     sha256_of,
     verify_manifest,
 )
@@ -115,15 +118,6 @@ def receive(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sent:
-    """The model that the facilities were sent."""
-
-    manifest: Manifest
-    checkpoint: Checkpoint
-    directory: Path
-
-
-@dataclass(frozen=True, kw_only=True)
 class Earlier:
     """What the archive knows of the rounds before, for updates that come late."""
 
@@ -176,11 +170,7 @@ def check_training(
     started = sent.directory
     if manifest.round < round:
         assert earlier is not None and decoded is not None, "a late update needs the archive and a place"
-        started = earlier.model(manifest.round)
-        if manifest.round in earlier.averaged():
-            raise UpdateRefused(facility, f"its update of round {manifest.round} was averaged already")
-        if manifest.base_sha256 not in (None, read_manifest(started).content_sha256):
-            raise UpdateRefused(facility, f"it started from another model than that of round {manifest.round}")
+        started = started_late(manifest, facility, earlier)
     if manifest.encoding in CODECS.names():
         assert decoded is not None, "an encoded update needs a place to be decoded at"
         decode(update, reference=started, out=decoded)
@@ -219,68 +209,14 @@ def check_training(
         moved.rename(decoded)
 
 
-def check_masked(
-    update: Path,
-    manifest: Manifest,
-    sent: Sent,
-    facility: str,
-    round: int,
-    bits: int,
-    adapters: LoraSettings | None,
-    patterns: Patterns,
-) -> None:
-    """The same for a masked update, whose values cannot be checked."""
-    verify_manifest(update)
-    check_identity(manifest, sent.manifest, facility, round)
-    check_report(report.read_report(update), sent, facility)
-    opened, told = open_checkpoint(update), adapters if adapters is not None and adapters.rank else None
-    if holds_adapters(manifest) != (told is not None):
-        raise UpdateRefused(
-            facility, f"it holds {'adapters' if told is None else 'a whole model'}, which was not agreed"
-        )
-    if told is not None:
-        check_adapters(sent.checkpoint, opened, facility)
-        check_told(sent.checkpoint, opened, told, facility)
-        if odd := {entry.dtype for entry in opened.tensors.values()} - {DTYPES[bits]}:
-            raise UpdateRefused(facility, f"it holds tensors of {sorted(odd)}, expected {DTYPES[bits]}")
-    else:
-        match_masked(sent.checkpoint, opened, facility, bits, federated=patterns.federated)
-    check_tokenizer(sent.directory, update, facility)
-
-
-def check_evaluation(update: Path, sent: Sent, facility: str, round: int) -> None:
-    """The same for the final evaluation, which is a report without weights."""
-    manifest = verify_manifest(update)
-    check_run(manifest, sent, facility)
-    check_identity(manifest, sent.manifest, facility, round)
-    claimed = report.read_report(update)
-    check_report(claimed, sent, facility)
-    if claimed.round != round:
-        raise UpdateRefused(facility, f"its report.json is of round {claimed.round}, expected {round}")
-
-
-def check_no_weights(update: Path, facility: str) -> None:
-    """Refuse a single facility's weights where nobody else may see them."""
-    told = read_manifest(update)
-    if told.parameters or any(name.endswith(".safetensors") for name in told.files):
-        raise UpdateRefused(
-            facility, "it holds weights: with privacy.secure_aggregation only figures of a facility's own models leave"
-        )
-
-
-def check_answer(
-    update: Path, sent: Sent, facility: str, round: int, adapters: LoraSettings | None, *, masked: bool
-) -> None:
-    """The same for what a comparison asked for: figures, or, unless `masked`, a model that was trained alone."""
-    if checked(read_manifest(update), sent.manifest, facility) and not masked:
-        check_update(
-            update,
-            base=sent.checkpoint,
-            base_manifest=sent.manifest,
-            facility=facility,
-            round=round,
-            adapters=adapters,
-        )
+def started_late(manifest: Manifest, facility: str, earlier: Earlier) -> Path:
+    """The earlier model that a late update started from. Raises `UpdateRefused` where it was averaged already."""
+    started = earlier.model(manifest.round)
+    if manifest.round in earlier.averaged():
+        raise UpdateRefused(facility, f"its update of round {manifest.round} was averaged already")
+    if manifest.base_sha256 not in (None, read_manifest(started).content_sha256):
+        raise UpdateRefused(facility, f"it started from another model than that of round {manifest.round}")
+    return started
 
 
 def check_signature(update: Path, facility: str, allowed_signers: str) -> None:
@@ -291,25 +227,6 @@ def check_signature(update: Path, facility: str, allowed_signers: str) -> None:
         if (told := report.read_failure(update)) is None:
             raise
         raise UpdateRefused(facility, f"{error}; its failure.json, which nobody signed, says: {told.reason}") from None
-
-
-def check_report(claimed: report.Report, sent: Sent, facility: str) -> None:
-    """Refuse the report of another facility or federation."""
-    if (claimed.facility, claimed.federation) != (facility, sent.manifest.federation):
-        raise UpdateRefused(
-            facility,
-            f"its report.json is of facility {claimed.facility!r} in federation {claimed.federation!r}, expected "
-            f"{facility!r} in {sent.manifest.federation!r}",
-        )
-
-
-def check_run(manifest: Manifest, sent: Sent, facility: str) -> None:
-    """Refuse an update of an earlier run: a federation that is begun again, under the same name, has another run id."""
-    wanted, found = run_of(sent.manifest), run_of(manifest)
-    if wanted and found != wanted:
-        raise UpdateRefused(
-            facility, f"it belongs to run {clean(found, 40) or '(none)'!r} of the federation, this is run {wanted!r}"
-        )
 
 
 def _failure(

@@ -1,0 +1,117 @@
+"""What a facility's answer must be, by kind of round: masked, evaluated or compared, and whose it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from coordinator.aggregation.adapter_fit import check_adapters, check_told
+from coordinator.aggregation.unmasking import match_masked
+from coordinator.aggregation.updates import holds_adapters
+from coordinator.aggregation.verify import check_identity, check_tokenizer, check_update
+from coordinator.comparison.phases import checked
+from facility.exchange.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from facility.exchange.checkpoints.patterns import Patterns
+from facility.exchange.errors import UpdateRefused
+from facility.exchange.masking.streams import DTYPES
+from facility.exchange.messages import report
+from facility.exchange.messages.layout import LoraSettings
+from facility.exchange.messages.manifest import (
+    Manifest,
+    read_manifest,
+    run_of,
+    verify_manifest,
+)
+from facility.exchange.messages.strict_json import clean
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sent:
+    """The model that the facilities were sent."""
+
+    manifest: Manifest
+    checkpoint: Checkpoint
+    directory: Path
+
+
+def check_masked(
+    update: Path,
+    manifest: Manifest,
+    sent: Sent,
+    facility: str,
+    round: int,
+    bits: int,
+    adapters: LoraSettings | None,
+    patterns: Patterns,
+) -> None:
+    """The same for a masked update, whose values cannot be checked."""
+    verify_manifest(update)
+    check_identity(manifest, sent.manifest, facility, round)
+    check_report(report.read_report(update), sent, facility)
+    opened, told = open_checkpoint(update), adapters if adapters is not None and adapters.rank else None
+    if holds_adapters(manifest) != (told is not None):
+        raise UpdateRefused(
+            facility, f"it holds {'adapters' if told is None else 'a whole model'}, which was not agreed"
+        )
+    if told is not None:
+        check_adapters(sent.checkpoint, opened, facility)
+        check_told(sent.checkpoint, opened, told, facility)
+        if odd := {entry.dtype for entry in opened.tensors.values()} - {DTYPES[bits]}:
+            raise UpdateRefused(facility, f"it holds tensors of {sorted(odd)}, expected {DTYPES[bits]}")
+    else:
+        match_masked(sent.checkpoint, opened, facility, bits, federated=patterns.federated)
+    check_tokenizer(sent.directory, update, facility)
+
+
+def check_evaluation(update: Path, sent: Sent, facility: str, round: int) -> None:
+    """The same for the final evaluation, which is a report without weights."""
+    manifest = verify_manifest(update)
+    check_run(manifest, sent, facility)
+    check_identity(manifest, sent.manifest, facility, round)
+    claimed = report.read_report(update)
+    check_report(claimed, sent, facility)
+    if claimed.round != round:
+        raise UpdateRefused(facility, f"its report.json is of round {claimed.round}, expected {round}")
+
+
+def check_no_weights(update: Path, facility: str) -> None:
+    """Refuse a single facility's weights where nobody else may see them."""
+    told = read_manifest(update)
+    if told.parameters or any(name.endswith(".safetensors") for name in told.files):
+        raise UpdateRefused(
+            facility, "it holds weights: with privacy.secure_aggregation only figures of a facility's own models leave"
+        )
+
+
+def check_answer(
+    update: Path, sent: Sent, facility: str, round: int, adapters: LoraSettings | None, *, masked: bool
+) -> None:
+    """The same for what a comparison asked for: figures, or, unless `masked`, a model that was trained alone."""
+    if checked(read_manifest(update), sent.manifest, facility) and not masked:
+        check_update(
+            update,
+            base=sent.checkpoint,
+            base_manifest=sent.manifest,
+            facility=facility,
+            round=round,
+            adapters=adapters,
+        )
+
+
+def check_report(claimed: report.Report, sent: Sent, facility: str) -> None:
+    """Refuse the report of another facility or federation."""
+    if (claimed.facility, claimed.federation) != (facility, sent.manifest.federation):
+        raise UpdateRefused(
+            facility,
+            f"its report.json is of facility {claimed.facility!r} in federation {claimed.federation!r}, expected "
+            f"{facility!r} in {sent.manifest.federation!r}",
+        )
+
+
+def check_run(manifest: Manifest, sent: Sent, facility: str) -> None:
+    """Refuse an update of an earlier run: a federation that is begun again, under the same name, has another run id."""
+    wanted, found = run_of(sent.manifest), run_of(manifest)
+    if wanted and found != wanted:
+        raise UpdateRefused(
+            facility, f"it belongs to run {clean(found, 40) or '(none)'!r} of the federation, this is run {wanted!r}"
+        )
