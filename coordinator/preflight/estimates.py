@@ -19,6 +19,8 @@ from facility.exchange.messages.optimizers import OPTIMIZERS
 from facility.exchange.messages.settings import TrainingSettings
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+STORED = {"BF16": "bfloat16", "F16": "float16"}
+"""Half precision, by safetensors' name of it."""
 IN_A_BLOCK = re.compile(r"\.\d+\.")
 """In the name of a module of a block: the block's number."""
 
@@ -42,6 +44,8 @@ class ModelFigures:
     """Which image processor it carries (`image_processor_digest`), if any."""
     shapes: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Of its tensors; empty: not known, and adapters count as the whole model."""
+    dtype: str = ""
+    """Of all its tensors, by safetensors' name of it; empty: they differ."""
 
     def trained(self, training: TrainingSettings) -> int:
         """Parameters that are trained and sent: all, or those of the adapters and of `modules_to_save`.
@@ -71,8 +75,16 @@ class ModelFigures:
 
         Inputs of layers that are no multiple of 64 are refused by the trainer.
         """
-        if training.lora.quantize_base == "none":
-            return 0
+        return 0 if training.lora.quantize_base == "none" else self._frozen(training)
+
+    def halved(self, training: TrainingSettings) -> int:
+        """Parameters that stay in half precision below adapters: the same matrices, where they are stored as they are
+        computed with."""
+        lora = training.lora
+        floats = not lora.rank or lora.dora or lora.quantize_base != "none"
+        return 0 if floats or STORED.get(self.dtype) != training.compute_dtype else self._frozen(training)
+
+    def _frozen(self, training: TrainingSettings) -> int:
         return sum(
             math.prod(shape)
             for name, shape in self.shapes.items()
@@ -106,6 +118,8 @@ def model_figures(directory: Path) -> ModelFigures:
     config: dict[str, Any] = json.loads((directory / "config.json").read_text())
     config = config.get("text_config") or config
 
+    dtypes = {entry.dtype for entry in checkpoint.tensors.values()}
+
     def first(*names: str) -> int:
         return next((int(config[name]) for name in names if config.get(name)), 0)
 
@@ -120,6 +134,7 @@ def model_figures(directory: Path) -> ModelFigures:
         tokenizer=tokenizer_digest(directory),
         image_processor=image_processor_digest(directory),
         shapes={name: entry.shape for name, entry in checkpoint.tensors.items()},
+        dtype=dtypes.pop() if len(dtypes) == 1 else "",
     )
 
 
@@ -129,12 +144,12 @@ def moments_bytes(training: TrainingSettings) -> float:
 
 
 def state_bytes(model: ModelFigures, training: TrainingSettings) -> int:
-    """Float32 weights (4 bits of a quantised base), their copy in the compute dtype where it is another; gradient and
-    optimizer state of what is trained."""
+    """Float32 weights (4 bits of a quantised base, 2 bytes of one in half precision), their copy in the compute dtype
+    where it is another; gradient and optimizer state of what is trained."""
     copy = 0 if training.compute_dtype == "float32" else BYTES[training.compute_dtype]
     adapters = model.trained(training) if training.lora.rank else 0
-    quantized = model.quantized(training)
-    floats = (model.parameters - quantized + adapters) * (4 + copy)
+    quantized, halved = model.quantized(training), model.halved(training)
+    floats = (model.parameters - quantized - halved + adapters) * (4 + copy) + 2 * halved
     return round(
         floats + quantized * training.lora.base_bytes + model.trained(training) * (4 + moments_bytes(training))
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from facility.exchange.checkpoints.adapters import A, B
@@ -42,11 +43,14 @@ def predicted_bytes(
     config: Any,
     chunk_rows: int = 0,
 ) -> dict[str, int]:
-    """By part: weights (4 bytes; of a quantised base `base_bytes`), gradients (4) and optimizer state (AdamW: 8) of the
-    rows held; activations of the micro-batches in flight (`kept_values`); logits and their gradient in float32, of
-    `chunk_rows` positions where they are computed in chunks (then the weight's gradient exists a second time); one
-    quantised layer in float32, as it is loaded and as it is multiplied; in half precision the weights that autograd
-    keeps so (`cast_weights`)."""
+    """By part, in bytes.
+
+    Weights (4 a weight, 2 where it is held so; of a quantised base `base_bytes`), gradients (4) and optimizer state
+    (AdamW: 8) of the rows held; activations of the micro-batches in flight (`kept_values`); logits and their gradient
+    in float32, of `chunk_rows` positions where they are computed in chunks (then the weight's gradient exists a second
+    time); one quantised layer in float32, as it is loaded and as it is multiplied; in half precision the weights that
+    autograd keeps so (`cast_weights`).
+    """
     grid = layout.grid
     _, row, _ = grid.place(ranks.rank)
     mine = [pair for index, pair in enumerate(layout.units) if index % grid.stages == row]
@@ -57,7 +61,7 @@ def predicted_bytes(
     for name, parameter in model.named_parameters():
         unit = structure.unit_of(name) if structure is not None else None
         if unit is None or any(first <= unit < end for first, end in mine):
-            held += parameter.numel() * (settings.lora.base_bytes if name in in_bits else 4)
+            held += parameter.numel() * (settings.lora.base_bytes if name in in_bits else parameter.element_size())
             largest = max(largest, parameter.numel()) if name in in_bits else largest
             copied += 2 * parameter.numel() if name in cast else 0
             trained += parameter.numel() if parameter.requires_grad else 0
@@ -104,7 +108,10 @@ def cast_weights(model: nn.Module, settings: TrainingSettings, *, chunked: bool)
     return {
         f"{name}.weight"
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module is not head and (module.weight.requires_grad or not again)
+        if isinstance(module, nn.Linear)
+        and module is not head
+        and module.weight.dtype == torch.float32
+        and (module.weight.requires_grad or not again)
     }
 
 

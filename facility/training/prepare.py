@@ -20,6 +20,7 @@ from facility.training.data.inputs import RoundInputs
 from facility.training.data.loader import DataLoader
 from facility.training.data.preference import Preference
 from facility.training.engine import Engine
+from facility.training.half_base import hold_in_half
 from facility.training.head import HeadChoice, choose_head
 from facility.training.monitor.clock import Clock
 from facility.training.parallel import arrange
@@ -107,6 +108,8 @@ def build_engine(request: RoundRequest, inputs: RoundInputs, setup: Setup, ranks
     training, layout, structure = request.training, setup.layout, setup.structure
     with together(ranks):
         skeleton = build_meta_model(inputs.config, inputs.task, inputs.attention, training)
+        if request.settings.differential is None and (halved := hold_in_half(skeleton, inputs.checkpoint, training)):
+            log.info("%d frozen layers are held in %s, as they are stored", halved, training.compute_dtype)
         used, more = layout, dict[str, int]()
         if request.settings.differential is not None:
             used, more = memory_of_records(layout, skeleton, training)

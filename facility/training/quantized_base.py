@@ -42,12 +42,15 @@ class QuantizedShard:
 
 
 def quantized_layers(model: nn.Module, settings: TrainingSettings) -> dict[str, nn.Linear]:
-    """The linear layers that `quantize_base` holds in 4 bits: all of the blocks that are frozen; none without it.
+    """The linear layers that `quantize_base` holds in 4 bits: all of the blocks that are frozen; none without it."""
+    return {} if settings.lora.quantize_base == "none" else frozen_layers(model)
 
-    As transformers does it for peft: embeddings, norms and the head stay in float32. `model` has its adapters already.
+
+def frozen_layers(model: nn.Module) -> dict[str, nn.Linear]:
+    """The plain linear layers of the blocks that stay as they are; `model` has its adapters already.
+
+    As transformers quantises them for peft: embeddings, norms and the head are not among them.
     """
-    if settings.lora.quantize_base == "none":
-        return {}
     blocks, _ = find_blocks(model)
     return {
         name: module

@@ -545,6 +545,19 @@ def test_memory_of_a_quantised_base_by_hand():
     assert state_bytes(model, TrainingSettings(lora=double)) == 4096 + 130 + 1280 * 4 + adapters * 16
 
 
+def test_memory_of_a_base_in_half_precision_by_hand():
+    """The same matrix takes 2 bytes a weight where it is stored as it is computed with; the rest 4 and a copy of 2."""
+    shapes = {"model.layers.0.mlp.up_proj.weight": (64, 128), "model.embed_tokens.weight": (10, 128)}
+    model = ModelFigures(
+        parameters=9472, bytes=0, vocabulary=10, positions=0, hidden=128, layers=1, heads=1, shapes=shapes, dtype="BF16"
+    )
+    training = TrainingSettings(lora=LoraSettings(rank=2), compute_dtype="bfloat16")
+    adapters = 2 * (64 + 128)
+    assert state_bytes(model, training) == 8192 * 2 + 1280 * 6 + adapters * 18
+    for other in (dataclasses.replace(model, dtype="F16"), dataclasses.replace(model, dtype="")):
+        assert state_bytes(other, training) == 8192 * 6 + 1280 * 6 + adapters * 18
+
+
 @pytest.mark.parametrize(
     ("queue", "nodes", "status", "resources", "words"),
     [
