@@ -122,7 +122,7 @@ def _training_losses(rounds: Mapping[str, Any], names: Sequence[str]) -> dict[st
                 if row["facility"] == name:
                     points = [[before + step, loss] for step, loss in row.get("training_losses", [])]
                     found.setdefault(name, []).extend(points)
-                    before += row["steps"]
+                    before += row.get("steps") or 0
     return {name: points for name, points in found.items() if points}
 
 
