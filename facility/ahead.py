@@ -23,10 +23,9 @@ from facility.exchange.errors import ConfigurationError, CrossFedError, exit_on_
 from facility.exchange.files.durable import write_json
 from facility.exchange.logs import add_log_options
 from facility.exchange.messages.ahead import COMMAND, GIVEN_UP, WAITED, Waited
+from facility.exchange.messages.outcome import ENDING
 from facility.launch import tasks_here
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-"""The job's cancellation, and the scheduler's warning before its time limit: SIGUSR2 is grid engine's (`-notify`)."""
 OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -97,7 +96,7 @@ def main(argv: list[str] | None = None) -> int:
     add_log_options(p)
     a = p.parse_args(argv)
     ended = Ended()
-    for number in SIGNALS:
+    for number in (signal.SIGINT, *ENDING):
         signal.signal(number, ended.heed)
     os.umask(0o077)
     check_private(a.directory)

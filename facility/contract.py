@@ -22,6 +22,7 @@ from facility.exchange.errors import InputError
 from facility.exchange.files.durable import new_directory, write_json
 from facility.exchange.messages import progress, report
 from facility.exchange.messages.manifest import Manifest, verify_manifest, write_manifest
+from facility.exchange.messages.outcome import ENDING
 from facility.exchange.messages.settings import FacilitySettings, TrainingSettings, read_facility_settings
 from facility.exchange.perplexity import perplexity
 
@@ -128,7 +129,7 @@ def read_call(arguments: Sequence[str] | None = None) -> Call:
     if given.out.exists():
         raise InputError(f"--out {given.out} exists already; remove it or choose another name")
     signals: list[int] = []
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+    for number in ENDING:
         signal.signal(number, lambda number, frame: signals.append(number))
     return Call(
         model=given.model,

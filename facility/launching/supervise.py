@@ -23,7 +23,7 @@ from typing import BinaryIO
 
 from facility.exchange.child import end_with_parent
 from facility.exchange.exit_codes import ExitCode
-from facility.exchange.messages.outcome import Outcome
+from facility.exchange.messages.outcome import ENDING, Outcome
 from facility.launching.replica_notes import ReplicaNote, forget_note, read_note
 
 log = logging.getLogger("facility.launch")
@@ -34,7 +34,7 @@ FOR_ALL = (Outcome.DONE, Outcome.SKIPPED, Outcome.CHECKPOINTED, 2)
 TRANSIENT = int(ExitCode.TRANSIENT)
 AGREED = (Outcome.SKIPPED, Outcome.CHECKPOINTED, 2, TRANSIENT)
 """Codes that ranks end with together: when one rank has, the others get the grace period to do so by themselves."""
-FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+FORWARDED = (signal.SIGINT, *ENDING)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -142,8 +142,7 @@ def softmax(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A chunk's summed loss and its gradient by the logits in float32, where `gradient`; overwrites float32 logits."""
     logits = logits.float()
-    normaliser = torch.logsumexp(logits, dim=1, keepdim=True)
-    loss = ((normaliser - logits.gather(1, place)) * counted).sum()
+    normaliser, loss = summed_loss(logits, place, counted)
     if not gradient:
         return loss, logits
     by_logits = logits.sub_(normaliser).exp_()
@@ -157,13 +156,18 @@ def fused_softmax(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`softmax`, written for a compiler: nothing in place, the gradient in the dtype of the logits."""
     whole = logits.float()
-    normaliser = torch.logsumexp(whole, dim=1, keepdim=True)
-    loss = ((normaliser - whole.gather(1, place)) * counted).sum()
+    normaliser, loss = summed_loss(whole, place, counted)
     if not gradient:
         return loss, logits
     here = torch.arange(logits.shape[1], device=logits.device)[None] == place
     by_logits = ((whole - normaliser).exp() - here.to(torch.float32)) * counted
     return loss, by_logits.to(logits.dtype)
+
+
+def summed_loss(logits: torch.Tensor, place: torch.Tensor, counted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each row's log(sum(exp(x))), of float32 logits, and the loss of the rows that count."""
+    normaliser = torch.logsumexp(logits, dim=1, keepdim=True)
+    return normaliser, ((normaliser - logits.gather(1, place)) * counted).sum()
 
 
 @torch.no_grad()

@@ -7,9 +7,7 @@ import time
 from types import FrameType
 
 from facility.exchange.messages.layout import LimitSettings
-
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-"""The job's end is near: Slurm's `--signal=USR1@300`, grid engine's `-notify` (USR2 before it kills)."""
+from facility.exchange.messages.outcome import ENDING
 
 
 class Stop:
@@ -22,7 +20,7 @@ class Stop:
         self._deadline = began + seconds if seconds else None
         self._longest = 0.0
         self._last = time.perf_counter()
-        for number in SIGNALS:
+        for number in ENDING:
             signal.signal(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:

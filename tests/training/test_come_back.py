@@ -10,9 +10,9 @@ import pytest
 
 from facility.exchange.messages.layout import LimitSettings
 from facility.exchange.messages.manifest import sha256_of
-from facility.exchange.messages.outcome import Outcome
+from facility.exchange.messages.outcome import ENDING, Outcome
 from facility.exchange.messages.report import read_report
-from facility.training.stop import SIGNALS, Stop
+from facility.training.stop import Stop
 from tests.training.federation import largest_difference, started, write_dataset
 from tests.training.layouts import arguments, rounds_in
 
@@ -44,10 +44,10 @@ def test_an_interrupted_round_ends_bit_for_bit_like_an_undisturbed_one(tmp_path:
     assert not (tmp_path / "stopped/state/paused").exists()
 
 
-@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("number", ENDING)
 def test_each_schedulers_warning_stops_before_the_next_step(number: signal.Signals):
     """SIGUSR2 is grid engine's before it kills; a process without a handler dies of it, and its round is lost."""
-    before = {one: signal.getsignal(one) for one in SIGNALS}
+    before = {one: signal.getsignal(one) for one in ENDING}
     try:
         stop = Stop(LimitSettings(), began=time.perf_counter())
         assert not stop.wanted(1)

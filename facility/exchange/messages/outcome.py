@@ -6,7 +6,11 @@ StreamFlow hangs or stops when a step inside the loop fails, so a training step 
 
 from __future__ import annotations
 
+import signal
 from enum import IntEnum
+
+ENDING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+"""By which a scheduler says that a job's end is near: Slurm's `--signal=USR1@300`, grid engine's `-notify` (USR2)."""
 
 
 class Outcome(IntEnum):

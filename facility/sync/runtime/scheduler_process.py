@@ -19,6 +19,7 @@ from typing import Any
 
 from facility.exchange.errors import TryAgain
 from facility.exchange.logs import configure_logging
+from facility.exchange.messages.outcome import ENDING
 from facility.exchange.messages.sync import SyncSettings
 from facility.exchange.validation import parse
 from facility.sync.runtime.journal import Journal
@@ -100,7 +101,7 @@ class SchedulerProcess:
 
 def main() -> None:
     """Serve until stopped, or, once the rank that started it is gone, until every other has left."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+    for number in (signal.SIGINT, *ENDING):
         signal.signal(number, signal.SIG_IGN)  # sent to a whole job they ask the ranks to save and leave
     configure_logging()
     raw = json.loads(sys.stdin.buffer.readline())
