@@ -47,7 +47,10 @@ class Channel:
                     work.wait(timedelta(seconds=SLICE_SECONDS))
                 return
             except RuntimeError as error:
-                if work.is_completed() or time.monotonic() > deadline:
+                if work.is_completed():  # perhaps since the slice ran out: then `error` speaks of the slice alone
+                    self.guarded(work.wait)
+                    return
+                if time.monotonic() > deadline:
                     raise ExchangeFailed(str(error).splitlines()[0]) from None
                 if self.called_off():
                     raise ExchangeFailed("called off: a member is gone") from None
