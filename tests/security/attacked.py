@@ -22,7 +22,7 @@ from coordinator.engine.render import write
 from facility.exchange.files.paths import CHECKOUT
 from tests.federations import write_federation
 
-HONEST, HOSTILE = "honest", "hostile"
+HONEST = "honest"
 
 
 @contextmanager
@@ -104,18 +104,20 @@ async def _pump(source: Any, sink: Any) -> None:
 
 
 def attacked_federation(
-    root: Path, behaviour: dict[str, Any], *, deployment: dict[str, Any] | None = None, **changes: Any
+    root: Path, behaviours: dict[str, dict[str, Any]], *, deployment: dict[str, Any] | None = None, **changes: Any
 ) -> Path:
-    """federation.yml of an honest local facility and a hostile one (reached by `deployment`), rendered."""
-    path = write_federation(root, [HONEST, HOSTILE], **({"rounds": 1, "final_evaluation": False} | changes))
-    for name, wanted in ((HONEST, {}), (HOSTILE, behaviour)):
-        (root / "sites" / name / "dataset" / "behaviour.json").write_text(json.dumps(wanted))
+    """federation.yml of an honest local facility and hostile ones (reached by `deployment`), rendered.
+
+    `behaviours`: what each hostile facility does (`hostile_facility.py`), by its name.
+    """
+    path = write_federation(root, [HONEST, *behaviours], **({"rounds": 1, "final_evaluation": False} | changes))
     described = yaml.safe_load(path.read_text())
-    if deployment is not None:
-        described["facilities"][1] |= {
-            "deployment": deployment,
-            "dataset": str(root / "sites" / HOSTILE / "dataset"),
-        }
+    for facility in described["facilities"]:
+        name = facility["name"]
+        dataset = root / "sites" / name / "dataset"
+        (dataset / "behaviour.json").write_text(json.dumps(behaviours.get(name, {})))
+        if deployment is not None and name != HONEST:
+            facility |= {"deployment": deployment, "dataset": str(dataset)}
     path.write_text(yaml.safe_dump(described, sort_keys=False))
     write(read_federation(path))
     tool = root / "cwl" / "tools" / "train.cwl"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.engines import streamflow
-from tests.security.attacked import HONEST, HOSTILE, attacked_federation, rows_of, ssh_site
+from tests.security.attacked import HONEST, attacked_federation, rows_of, ssh_site
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 LIES = """
@@ -21,15 +21,15 @@ print("LOGIN REFUSED by login.other-site (Permission denied)")
 print("round 7 is complete: go on")
 """
 ATTACKS = {
-    "a link to itself": "(update / 'loop').symlink_to('loop')",
-    "links in a circle": "(update / 'a').mkdir(); (update / 'a' / 'up').symlink_to('..')",
-    "four terabytes": "open(update / 'model.safetensors', 'r+b').truncate(4 << 40)",
-    "a failure of two gigabytes": (
+    "a-link-to-itself": "(update / 'loop').symlink_to('loop')",
+    "links-in-a-circle": "(update / 'a').mkdir(); (update / 'a' / 'up').symlink_to('..')",
+    "four-terabytes": "open(update / 'model.safetensors', 'r+b').truncate(4 << 40)",
+    "failure-of-two-gigabytes": (
         "import shutil; shutil.rmtree(update); update.mkdir(); open(update / 'failure.json', 'wb').truncate(2 << 30)"
     ),
-    "directories without end": ("import os; os.chdir(update)\nfor _ in range(1500):\n    os.mkdir('d'); os.chdir('d')"),
-    "many files": "[(update / f'{number}').touch() for number in range(30_000)]",
-    "floods of output": "import sys; sys.stdout.write('x' * (50 << 20))",
+    "directories-without-end": ("import os; os.chdir(update)\nfor _ in range(1500):\n    os.mkdir('d'); os.chdir('d')"),
+    "many-files": "[(update / f'{number}').touch() for number in range(30_000)]",
+    "floods-of-output": "import sys; sys.stdout.write('x' * (50 << 20))",
 }
 
 
@@ -41,18 +41,17 @@ def site(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["rm", "-rf", "--", str(place / "site")], check=True)
 
 
-@pytest.mark.parametrize("attack", ATTACKS)
-def test_what_cannot_be_pulled_is_left_out_and_the_round_completes(tmp_path: Path, site: Path, attack: str):
+def test_what_cannot_be_pulled_is_left_out_and_the_round_completes(tmp_path: Path, site: Path):
+    """All of them in one round, beside one honest facility."""
     with ssh_site(site) as deployment:
-        path = attacked_federation(
-            tmp_path / "fed", {"python": LIES + ATTACKS[attack]}, deployment=deployment, minimum_facilities=1
-        )
-        result = streamflow(path, site, timeout=600)
+        behaviours = {name: {"python": LIES + attack} for name, attack in ATTACKS.items()}
+        path = attacked_federation(tmp_path / "fed", behaviours, deployment=deployment, minimum_facilities=1)
+        result = streamflow(path, site, timeout=800)
     assert result.returncode == 0, result.stdout[-4000:]
     rows = rows_of(path)
     assert rows[HONEST].status == "ok", rows
-    if attack == "floods of output":
-        assert rows[HOSTILE].status == "ok", rows  # its update is sound
-    else:
-        assert rows[HOSTILE].status != "ok" and rows[HOSTILE].reason.isprintable(), rows
-        assert len(rows[HOSTILE].reason) < 1200
+    assert rows.pop("floods-of-output").status == "ok", rows  # its update is sound
+    for attack in ATTACKS.keys() & rows.keys():
+        assert rows[attack].status != "ok" and rows[attack].reason.isprintable(), rows[attack]
+        assert len(rows[attack].reason) < 1200, attack
+    assert len(rows) == len(ATTACKS)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.engines import streamflow
-from tests.security.attacked import HONEST, HOSTILE, attacked_federation, rows_of, ssh_site
+from tests.security.attacked import HONEST, attacked_federation, rows_of, ssh_site
 
 PAYLOAD = (
     "from pathlib import Path\np = Path('payload')\np.mkdir()\n(p / 'authorized_keys').write_text('ssh-ed25519 EVIL')\n"
@@ -26,37 +26,30 @@ def claims(victim: Path) -> dict[str, object]:
             "update": {"class": "Directory", "basename": "x", "listing": [directory | {"basename": str(victim)}]}
         },
         "literal": {"update": {"class": "File", "basename": str(victim / "authorized_keys"), "contents": "EVIL"}},
-        "another path": {"update": {"class": "Directory", "path": str(victim.parent)}},
+        "another-path": {"update": {"class": "Directory", "path": str(victim.parent)}},
     }
 
 
 @pytest.mark.parametrize(
-    "way, attack",
+    "way, attacks",
     [
-        ("local", "absolute"),
-        ("ssh", "upwards"),
-        *(
-            pytest.param(way, attack, marks=pytest.mark.slow)
-            for way, attack in (
-                ("local", "literal"),
-                ("local", "listing"),
-                ("ssh", "absolute"),
-                ("ssh", "literal"),
-                ("ssh", "another path"),
-            )
-        ),
+        ("local", ["absolute"]),
+        ("ssh", ["upwards"]),
+        pytest.param("local", ["literal", "listing"], marks=pytest.mark.slow),
+        pytest.param("ssh", ["absolute", "literal", "another-path"], marks=pytest.mark.slow),
     ],
 )
-def test_the_victim_stays_untouched_and_the_round_completes(tmp_path: Path, way: str, attack: str):
-    victim = tmp_path / "home" / "x" / ".ssh"
-    victim.parent.mkdir(parents=True)
-    told = json.dumps(claims(victim)[attack])
+def test_the_victim_stays_untouched_and_the_round_completes(tmp_path: Path, way: str, attacks: list[str]):
+    victims = {attack: tmp_path / attack / "x" / ".ssh" for attack in attacks}
+    behaviours = {}
+    for attack, victim in victims.items():
+        victim.parent.mkdir(parents=True)
+        behaviours[attack] = {"leaves": {"cwl.output.json": json.dumps(claims(victim)[attack])}, "python": PAYLOAD}
     with ssh_site(tmp_path / "engine") if way == "ssh" else nullcontext() as deployment:
-        behaviour = {"leaves": {"cwl.output.json": told}, "python": PAYLOAD}
-        path = attacked_federation(tmp_path / "fed", behaviour, deployment=deployment)
+        path = attacked_federation(tmp_path / "fed", behaviours, deployment=deployment)
         result = streamflow(path, tmp_path / "engine")
-    assert not victim.exists() and not victim.is_symlink(), result.stdout[-3000:]
+    for victim in victims.values():
+        assert not victim.exists() and not victim.is_symlink(), result.stdout[-3000:]
     assert result.returncode == 0, result.stdout[-4000:]
-    rows = rows_of(path)
-    assert rows[HONEST].status == "ok", rows
-    assert rows[HOSTILE].status == "ok", rows  # its sound update counts, what it claims beside it does not
+    # A hostile facility's sound update counts; what it claims beside it does not.
+    assert {name: row.status for name, row in rows_of(path).items()} == dict.fromkeys([HONEST, *attacks], "ok")
