@@ -21,14 +21,12 @@ from pathlib import Path
 from facility.exchange.errors import ConfigurationError, CrossFedError
 from facility.gating import grammar
 from facility.gating.grammar import Request
-from facility.gating.policy import Policy, read_policy
+from facility.gating.policy import STATE, Policy, read_policy
 from facility.gating.refusal import CODE, Refused
 from facility.gating.session import Session
 
 VERSION = 1
 """Of the requests and their answers."""
-STATE = "gate"
-"""Directory beside the policy that holds log and ledger."""
 SINK_BYTES = 64 << 20
 
 WHERE = {
@@ -50,6 +48,9 @@ WHERE = {
     "get-piece": "transfers:get_piece",
     "submit": "jobs:submit",
     "run": "jobs:submit",
+    "submit-ahead": "ahead:submit_ahead",
+    "hand-over": "ahead:hand_over",
+    "waited": "ahead:waited",
     "keys": "login_commands:keys",
     "unmask": "login_commands:unmask",
     "test-job": "jobs:test_job",
@@ -82,6 +83,7 @@ def hello(session: Session, request: Request) -> int:
         "memory_mb": memory >> 20,
         "masks": policy.peer_signers is not None,
         "minimum_sum": policy.minimum_sum,
+        "ahead_seconds": policy.ahead_seconds,
         "free_mb": shutil.disk_usage(session.workdir).free >> 20,
     }
     print(json.dumps(told))

@@ -81,10 +81,6 @@ def ahead_of(
 
 def why_not_ahead(deployment: Deployment) -> str:
     """Why no job can be there ahead of its model, or ''."""
-    if deployment.gate:
-        return (
-            "a gate approves a job by the digests of its model and settings, and a job ahead of its model has none yet"
-        )
     if deployment.type == FIRECREST:
         return "FirecREST gives no command on the site's file system, by which a round is handed to a waiting job"
     return ""

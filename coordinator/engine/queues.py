@@ -21,12 +21,13 @@ import yaml
 
 from coordinator.config.deployments import GATE, SYSTEM, federation_of, job_name
 from coordinator.config.firecrest import API
-from coordinator.rounds.ahead import SUFFIX, facilities_ahead
+from coordinator.rounds.ahead import facilities_ahead
 from coordinator.schedulers.gated import Gated
 from coordinator.schedulers.registry import scheduler, schedulers
 from coordinator.schedulers.scheduler import Job, Scheduler
 from coordinator.streamflow_plugin.this_run import settings_of_run
 from facility.exchange.errors import TryAgain
+from facility.exchange.messages.ahead import SUFFIX
 
 log = logging.getLogger("coordinator.engine")
 

@@ -8,7 +8,6 @@ from coordinator.config.ahead import AheadSettings, why_not_ahead
 from coordinator.config.deployments import Deployment
 from coordinator.config.federation import Facility, Federation
 from coordinator.preflight.row import Row, ok, skipped, warning
-from coordinator.preflight.scheduler import wanted_hours
 from coordinator.rounds.ahead import read_seen
 from coordinator.rounds.ahead_time import Seen, when_to_submit
 
@@ -17,16 +16,26 @@ WORKDIR = "coordinator"
 """Folder of the federation's work directory in which the coordinator remembers."""
 
 
-def check_ahead(federation: Federation, facility: Facility, deployment: Deployment, template: str) -> Row | None:
-    """One row where the federation or a facility of it asks for `submit_ahead`, else None. `template`: filled."""
+def check_ahead(
+    federation: Federation, facility: Facility, hours: float, *, gate_seconds: float | None = None
+) -> Row | None:
+    """One row where the federation or a facility of it asks for `submit_ahead`, else None.
+
+    `hours`: time limit of a job; `gate_seconds`: that the policy of the facility's gate lets a job wait.
+    """
     if not federation.ahead:
         return None
     name = facility.name
     settings = federation.ahead.get(name)
     if settings is None:
-        return skipped(name, CHECK, _why_not(facility, deployment))
+        return skipped(name, CHECK, _why_not(facility, facility.deployment))
+    if gate_seconds is not None and settings.wait > gate_seconds:
+        lets = f"at most {gate_seconds:g} s" if gate_seconds else "not at all"
+        found = f"a job waits {settings.wait:g} s at most for its model, and the site's policy lets one wait {lets}"
+        fix = f"ask the site to set ahead_seconds: {settings.wait:g} in policy.yml; till then rounds bring their model"
+        return warning(name, CHECK, found, fix)
     seen = read_seen(federation.workdir_path / WORKDIR, name)
-    return judged(name, settings, seen, limit_seconds=3600 * wanted_hours(deployment, template))
+    return judged(name, settings, seen, limit_seconds=3600 * hours)
 
 
 def judged(name: str, settings: AheadSettings, seen: Seen, *, limit_seconds: float) -> Row:

@@ -102,7 +102,7 @@ def check_facility(
     """Rows of one facility, and what its probe answered, if it did."""
     deployment = facility.deployment
     template = job_template(deployment, federation.file.parent) or ""
-    ahead = check_ahead(federation, facility, deployment, template)
+    ahead = None if deployment.gate else check_ahead(federation, facility, wanted_hours(deployment, template))
     early = [ahead] if ahead is not None else []
     if deployment.type == FIRECREST:
         return [*check_firecrest(facility, template, submit=submit), *early], None

@@ -11,6 +11,7 @@ from typing import Any
 
 from coordinator.config.deployments import Deployment
 from coordinator.config.federation import Facility, Federation
+from coordinator.preflight.ahead import check_ahead
 from coordinator.preflight.cost import PROBE_BYTES
 from coordinator.preflight.remote import Answer, ssh_command
 from coordinator.preflight.row import Row, fail, ok, size, skipped, warning
@@ -50,7 +51,16 @@ def check_gate(federation: Federation, facility: Facility, link: bool) -> list[R
         rows.append(_queue(name, deployment))
         hours = federation.rounds * float(told["nodes"]) * float(told["hours"])
         rows.append(ok(name, "node-hours", f"at most {hours:g} ({federation.rounds} rounds, by the site's policy)"))
+        rows += _ahead(federation, facility, told)
     return [*rows, _link(name, deployment)] if link else rows
+
+
+def _ahead(federation: Federation, facility: Facility, told: dict[str, Any]) -> list[Row]:
+    """What the policy says of jobs that are submitted ahead; a gate of an earlier version lets none wait."""
+    seconds = told.get("ahead_seconds", 0.0)
+    lets = float(seconds) if isinstance(seconds, int | float) else 0.0
+    row = check_ahead(federation, facility, float(told["hours"]), gate_seconds=lets)
+    return [row] if row is not None else []
 
 
 def _told(answer: Answer) -> dict[str, Any] | None:

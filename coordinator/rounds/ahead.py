@@ -17,8 +17,6 @@ from facility.exchange.files.durable import write_json
 FOLDER = "ahead"
 SEEN = "seen"
 """Folder below it, with what was observed."""
-SUFFIX = "-ahead"
-"""Ends the name of such jobs in the queue: no search for a round's job finds them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,18 +9,23 @@ from __future__ import annotations
 import copy
 import importlib
 from collections.abc import Callable, MutableMapping, MutableSequence
+from contextlib import suppress
 from typing import Any
 
 from streamflow.core import utils
 from streamflow.core.deployment import ExecutionLocation
+from streamflow.core.exception import WorkflowExecutionException
 from streamflow.deployment.connector.queue_manager import QueueManagerConnector
 
 from coordinator.config.settings import CoordinatorSettings
-from coordinator.rounds.ahead import SUFFIX, remembered_placeholder
+from coordinator.rounds.ahead import remembered_placeholder
 from coordinator.schedulers.scheduler import BatchScheduler, Job
+from coordinator.streamflow_plugin.gate import GatedSSHConnector, GateRefused
+from coordinator.streamflow_plugin.handing_over import ByGate, ByShell, Submission
 from coordinator.streamflow_plugin.patient import REFUSED, PatientQueue
-from coordinator.streamflow_plugin.placeholder import Ahead, Submission
+from coordinator.streamflow_plugin.placeholder import Ahead
 from coordinator.streamflow_plugin.this_run import RoundAtFacility, settings_of_run, this_round
+from facility.exchange.messages.ahead import SUFFIX
 
 
 class AheadQueue(PatientQueue):
@@ -70,7 +75,7 @@ class AheadQueue(PatientQueue):
 
     def _ahead_of(self, round: RoundAtFacility) -> Ahead | None:
         """What is kept of this facility's jobs that are ahead; None where there is nothing to keep."""
-        if self._ahead is None and self._gate is None and (settings := settings_of_run()) is not None:
+        if self._ahead is None and self._hands_over and (settings := settings_of_run()) is not None:
             wanted = settings.ahead.get(round.facility)
             if wanted is not None or remembered_placeholder(round.workdir, round.facility) is not None:
                 self._ahead = Ahead(
@@ -79,8 +84,14 @@ class AheadQueue(PatientQueue):
                     workdir=round.workdir,
                     settings=wanted,
                     rounds=jobs_of(settings),
+                    reach=ByShell(self) if self._gate is None else ByGate(self),
                 )
         return self._ahead
+
+    @property
+    def _hands_over(self) -> bool:
+        """A round can be given to a job that waits: by a shell, or by a gate's request."""
+        return self._gate is None or isinstance(self._gate, GatedSSHConnector)
 
     def _note_begins(self, states: dict[str, str]) -> None:
         before = set(self._begun)
@@ -114,16 +125,24 @@ class AheadQueue(PatientQueue):
 
     async def placeholders(self, location: ExecutionLocation) -> list[Job]:
         name = self._name(self._beside(location))
-        return await self._jobs_named(name, location) if name else []
+        with suppress(GateRefused):  # by a gate of an earlier version, which has never submitted one
+            return await self._jobs_named(name, location) if name else []
+        return []
 
     async def make_way_ahead(self, location: ExecutionLocation, spare: str = "") -> None:
         if name := self._name(self._beside(location)):
-            await self._make_way(name, location, spare)
+            with suppress(GateRefused):
+                await self._make_way(name, location, spare)
 
-    async def submit_ahead(self, command: str, one: Submission, location: ExecutionLocation) -> str:
-        script = self.template_map.get_command(command, location.service, None, one.workdir)
+    async def submit_ahead(self, one: Submission, location: ExecutionLocation) -> str:
+        script = one.command
+        if self._gate is None:
+            script = self.template_map.get_command(one.command, location.service, None, one.workdir)
         beside, environment = self._beside(location), dict(one.environment or {}) or None
-        return await super()._put(script, environment, one.job_name, beside, one.workdir, **dict(one.streams))
+        job_id = await super()._put(script, environment, one.job_name, beside, one.workdir, **dict(one.streams))
+        if job_id.startswith(REFUSED):
+            raise WorkflowExecutionException(self._endings.pop(job_id).detail)
+        return job_id
 
     def template_of(self, location: ExecutionLocation) -> str:
         service = self.services.get(location.service) if location.service else None

@@ -15,7 +15,8 @@ from streamflow.core.deployment import ExecutionLocation
 from streamflow.core.exception import WorkflowExecutionException
 
 from coordinator.streamflow_plugin.dialect import GATE, GateDialect
-from coordinator.streamflow_plugin.ssh import COMMAND_BYTES, COMMAND_SECONDS, ParallelSSHConnector
+from coordinator.streamflow_plugin.patient import ConnectionBroke
+from coordinator.streamflow_plugin.ssh import ATTEMPTS, COMMAND_BYTES, COMMAND_SECONDS, ParallelSSHConnector
 
 REFUSED = 77
 """Exit code by which a gate says no (`facility.gating.refusal`)."""
@@ -57,19 +58,27 @@ def request_of(command: str) -> str:
     raise WorkflowExecutionException(f"a gate has no request for `{command:.200}`")
 
 
-def job_of(command: str, verb: str) -> str:
+def options_of(command: str) -> dict[str, str]:
+    """Options of a facility's step by name, from the command that the engine made of its tool in cwl/tools."""
+    words = shlex.split(command.strip().removesuffix("2>&1").split(" && ")[-1])
+    return dict(zip(words[3::2], words[4::2], strict=False))
+
+
+def job_of(command: str, verb: str, *more: str) -> str:
     """The request for a step at the facility, from the command that the engine made of its tool in cwl/tools.
 
-    `verb`: for a training job.
+    `verb`: for a training job; `more`: words that follow it.
     """
     *set_up, last = command.strip().removesuffix("2>&1").split(" && ")
     exports = {found[1]: found[2] for one in set_up if (found := EXPORT.fullmatch(one))}
     words = shlex.split(last)
     module, given = words[2] if len(words) > 2 else "", words[5:]
-    known = {"facility.round": verb} if verb == "submit" else {"facility.round": verb} | LOGIN
+    known = {"facility.round": verb} | (LOGIN if verb == "run" else {})
     if words[:5] != [*PYTHON, module, *OUT] or module not in known or len(given) % 2 or len(exports) != 2:
         raise WorkflowExecutionException(f"a gate takes the steps of a round only, this is `{command:.200}`")
-    return shlex.join([GATE, known[module], "--directory", exports["HOME"], "--temporary", exports["TMPDIR"], *given])
+    return shlex.join(
+        [GATE, known[module], *more, "--directory", exports["HOME"], "--temporary", exports["TMPDIR"], *given]
+    )
 
 
 class GatedSSHConnector(ParallelSSHConnector):
@@ -100,21 +109,28 @@ class GatedSSHConnector(ParallelSSHConnector):
         text, code = await self.ask(location, request_of(" ".join(command)), timeout)
         return (text, code) if capture_output else None
 
-    async def ask(self, location: ExecutionLocation, request: str, timeout: int | None = None) -> tuple[str, int]:
-        """Send a request; returns what was printed and the exit code. Raises `GateRefused`."""
-        said, code = await self.end_of(location, request, COMMAND_BYTES, timeout or COMMAND_SECONDS)
-        if code is None:
-            raise WorkflowExecutionException(f"the connection to {self.deployment_name} broke during `{request:.100}`")
-        if code == REFUSED:
-            raise GateRefused(f"{self.deployment_name}: {said[-500:]}")
-        return said, code
+    async def ask(
+        self, location: ExecutionLocation, request: str, timeout: int | None = None, *, attempts: int = ATTEMPTS
+    ) -> tuple[str, int]:
+        """Send a request; returns what was printed and the exit code.
+
+        Raises `GateRefused`, and `ConnectionBroke` where the answer was lost as often as it may be asked for.
+        """
+        for _ in range(attempts):
+            said, code = await self.end_of(location, request, COMMAND_BYTES, timeout or COMMAND_SECONDS)
+            if code == REFUSED:
+                raise GateRefused(f"{self.deployment_name}: {said[-500:]}")
+            if code is not None:
+                return said, code
+        raise ConnectionBroke(f"the connection to {self.deployment_name} broke during `{request:.100}`")
 
     async def submit_job(self, location: ExecutionLocation, command: str, **_: str) -> str:
         """Have the gate submit its own template for a training command; returns what it printed, the job's id.
 
-        Name, directory and output are the site's own matter.
+        Name, directory and output are the site's own matter. `command` may be the request itself.
         """
-        text, code = await self.ask(location, job_of(command, "submit"))
+        request = command if command.startswith(f"{GATE} ") else job_of(command, "submit")
+        text, code = await self.ask(location, request, attempts=1)  # the job may be in the queue
         if code:
             raise WorkflowExecutionException(f"the gate of {self.deployment_name} submitted nothing: {text[-300:]}")
         return text

@@ -11,15 +11,12 @@ facility whose job cannot take a round gets a job as always.
 from __future__ import annotations
 
 import asyncio
-import base64
 import hashlib
 import logging
 import math
 import posixpath
-import shlex
 import time
-import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -39,29 +36,16 @@ from coordinator.rounds.ahead import (
 )
 from coordinator.rounds.ahead_time import when_to_submit
 from coordinator.schedulers.scheduler import BatchScheduler, Job
-from coordinator.streamflow_plugin.patient import BROKE
+from coordinator.streamflow_plugin.handing_over import ByGate, ByShell, Lines, Submission
 from coordinator.streamflow_plugin.this_run import RoundAtFacility
 from facility.exchange.errors import ManifestError
-from facility.exchange.messages.ahead import BEGAN, COMMAND, MOST_BYTES, WAITED, Waited, read_waited
+from facility.exchange.messages.ahead import Waited, read_waited
 
 MOST_PLACEHOLDERS = 20
 """For one round: jobs that each end without it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Submission:
-    """One job of a round, as the engine submits it."""
-
-    command: str
-    """The round's own, before it is put into the job template."""
-    job_name: str
-    """The engine's name for it."""
-    workdir: str
-    environment: Mapping[str, str] | None = None
-    streams: Mapping[str, Any] = field(default_factory=dict)
-
-
-class Queue(Protocol):
+class Queue(Lines, Protocol):
     """What a placeholder needs of its queue connector."""
 
     deployment_name: str
@@ -69,14 +53,6 @@ class Queue(Protocol):
 
     @property
     def scheduler(self) -> BatchScheduler: ...
-
-    async def shell_line(self, location: ExecutionLocation, line: str) -> tuple[str, int]:
-        """What a shell line prints at the login node, and its code; `BROKE` for a lost answer."""
-
-    async def answer_to(
-        self, location: ExecutionLocation, command: str, read: Callable[[str, int], bool | None]
-    ) -> bool:
-        """What `read` finds in the answer to a shell line, asked until it finds something."""
 
     async def states_of(self, ids: list[str], location: ExecutionLocation) -> dict[str, str]: ...
 
@@ -86,8 +62,8 @@ class Queue(Protocol):
     async def make_way_ahead(self, location: ExecutionLocation, spare: str = "") -> None:
         """Cancel those that have not begun and wait for the end of the others, but for the job `spare`."""
 
-    async def submit_ahead(self, command: str, one: Submission, location: ExecutionLocation) -> str:
-        """Submit `command`, in the facility's job template, under that name; returns the job's id."""
+    async def submit_ahead(self, one: Submission, location: ExecutionLocation) -> str:
+        """Submit it in the facility's job template, under the name of placeholders; returns the job's id."""
 
     def template_of(self, location: ExecutionLocation) -> str:
         """The job template with nothing in it."""
@@ -120,9 +96,12 @@ class Ahead:
         settings: AheadSettings | None,
         rounds: int,
         clock: Callable[[], float] = time.time,
+        reach: ByShell | ByGate | None = None,
     ) -> None:
-        """`settings`: None, no job is submitted ahead; `rounds`: that have a job, the final evaluation included."""
+        """`settings`: None, no job is submitted ahead; `rounds`: that have a job, the final evaluation included;
+        `reach`: how jobs that wait are reached, by a shell unless said otherwise."""
         self.queue, self.facility, self.workdir = queue, facility, workdir
+        self.reach = reach or ByShell(queue)
         self.settings, self.rounds, self.clock = settings, rounds, clock
         self.placeholder: Placeholder | None = None
         self.seen = read_seen(workdir, facility)
@@ -146,7 +125,7 @@ class Ahead:
             found, self._taken = self.placeholder, None
             if found is None or await self._has_ended(found, location):
                 return None
-            handed = await self._hand(found, one.command, location)
+            handed = await self.reach.hand(found, one.command, location)
             self._forget()
             if not handed:  # it has decided to end, or an earlier run gave it a round
                 await self.queue.make_way_ahead(location)
@@ -223,14 +202,12 @@ class Ahead:
         """Put a placeholder into the queue. It is remembered before anything of it can be there."""
         assert self.settings is not None
         async with self._lock:
-            directory = posixpath.join(posixpath.dirname(one.workdir.rstrip("/")), f"ahead-{uuid.uuid4().hex}")
+            directory = self.reach.place(one)
             self._remember(Placeholder(directory=directory, template=self._template(location), placed=self.clock()))
-            await self.queue.answer_to(
-                location, f"mkdir -m 700 -p {shlex.quote(directory)}", lambda _, code: None if code == BROKE else True
-            )
-            placed = replace(one, workdir=directory, job_name=f"{one.job_name}-ahead")
+            await self.reach.prepare(directory, location)
+            placed = self.reach.waiting(one, directory, self.settings.wait)
             try:
-                job_id = await self.queue.submit_ahead(waiting(directory, self.settings.wait), placed, location)
+                job_id = await self.queue.submit_ahead(replace(placed, job_name=f"{one.job_name}-ahead"), location)
             except Exception:
                 self._forget()  # if it is there all the same, its name finds it
                 raise
@@ -263,14 +240,6 @@ class Ahead:
             )
         return True
 
-    async def _hand(self, found: Placeholder, command: str, location: ExecutionLocation) -> bool:
-        """Give it the round; may be asked again. False: something else was decided before."""
-        place, own = shlex.quote(f"{found.directory}/{COMMAND}"), shlex.quote(f"{found.directory}/{uuid.uuid4().hex}")
-        packed = base64.b64encode(f"{command}\n".encode()).decode()
-        written = f"umask 077 && echo {packed} | base64 -d > {own}"
-        line = f"{written} && {{ ln {own} {place} 2>/dev/null; cmp -s {own} {place}; }}"
-        return await self.queue.answer_to(location, line, lambda _, code: None if code == BROKE else code == 0)
-
     async def _clear(self, location: ExecutionLocation) -> None:
         """Find what an earlier run left: a placeholder that still waits is used, anything else makes way."""
         found = remembered_placeholder(self.workdir, self.facility)
@@ -295,10 +264,9 @@ class Ahead:
 
         `until`: when it was first seen at work, or had ended; `handed`: when it was given its round.
         """
-        path = shlex.quote(f"{found.directory}/{WAITED}")
-        text, code = await self.queue.shell_line(location, f"head -c {MOST_BYTES} {path}")
+        text = await self.reach.waited(found, location)
         try:
-            waited = read_waited(text) if code == 0 else None
+            waited = read_waited(text) if text else None
         except ManifestError as error:
             logger.warning(f"{self.facility}: {error}")
             return None
@@ -344,15 +312,6 @@ class Ahead:
         if self._task is not None:
             self._task.cancel()
             self._task = None
-
-
-def waiting(directory: str, wait: float) -> str:
-    """The placeholder's command. Where the facility's CrossFed cannot wait, a round that is there is run at once."""
-    place = shlex.quote(directory)
-    return (
-        f"export {BEGAN}=$(date +%s) && cd {place} && "
-        f"{{ python3 -m facility.ahead --directory {place} --wait {wait:g} || [ $? -eq 1 ]; }} && . {place}/{COMMAND}"
-    )
 
 
 async def _first_of(*events: asyncio.Event) -> None:

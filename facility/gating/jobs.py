@@ -48,7 +48,7 @@ def submit(session: Session, request: Request) -> int:
         raise Refused(f"{request.verb} was asked for, this site's scheduler is {session.policy.scheduler}")
     try:
         approved = approve(session, request)
-        job = _reserve(session, approved, directory)
+        job = reserve(session, job_name(approved.federation, session), directory, run=approved.run)
     except Refused as error:
         leave_reason(session, directory, int(request["round"]), str(error))
         raise
@@ -71,8 +71,14 @@ def submit(session: Session, request: Request) -> int:
             with changed(session.ledger) as (ledger, now):
                 if (entry := ledger.job(job.id)) is not None:
                     entry.ended = now
+    print(enqueue(session, text, job))
+    return 0
+
+
+def enqueue(session: Session, text: str, job: JobEntry) -> str:
+    """Submit the script of a job that has its entry in the ledger; returns its id. Raises `Refused`."""
     try:
-        id = queue.enqueue(session, text, job.name, directory)
+        id = queue.enqueue(session, text, job.name, Path(job.directory))
     except Refused:
         with changed(session.ledger) as (ledger, _):
             ledger.jobs = [entry for entry in ledger.jobs if entry.id != job.id]
@@ -80,16 +86,25 @@ def submit(session: Session, request: Request) -> int:
     with changed(session.ledger) as (ledger, _):
         if (entry := ledger.job(job.id)) is not None:
             entry.id = id
-    session.write("submitted", job=id, name=job.name, directory=str(directory))
-    print(id)
-    return 0
+    session.write("submitted", job=id, name=job.name, directory=job.directory)
+    return id
 
 
-def _reserve(session: Session, approved: Approved, directory: Path) -> JobEntry:
-    """Enter the job into the ledger before it exists, so that two requests at once cannot share the last hours."""
+def job_name(federation: str, session: Session) -> str:
+    """Of a round's job in the queue."""
+    return f"crossfed-{federation}-{session.policy.facility}"
+
+
+def reserve(session: Session, name: str, directory: Path, *, run: str = "", waits: bool = False) -> JobEntry:
+    """Enter the job into the ledger before it exists, so that two requests at once cannot share the last hours.
+
+    `waits`: for its round, in that directory; a second one of its name is refused.
+    """
     policy = session.policy
     queue.note_ends(session)
     with changed(session.ledger) as (ledger, now):
+        if waits and (other := ledger.waiting(name, now)) is not None:
+            raise Refused(f"job {other.id} waits for a round already, and one a federation may")
         wanted, used = policy.nodes * policy.hours, ledger.node_hours(now)
         if used + wanted > policy.node_hours_per_day:
             raise Refused(
@@ -98,12 +113,13 @@ def _reserve(session: Session, approved: Approved, directory: Path) -> JobEntry:
             )
         job = JobEntry(
             id=f"{RESERVED}{now:.6f}",
-            name=f"crossfed-{approved.federation}-{approved.facility}",
+            name=name,
             directory=str(directory),
             submitted=now,
             nodes=policy.nodes,
             hours=policy.hours,
-            run=approved.run,
+            run=run,
+            waited_in=str(directory) if waits else "",
         )
         ledger.jobs.append(job)
     return job

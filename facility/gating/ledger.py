@@ -16,6 +16,8 @@ from facility.exchange.files.durable import write_json
 DAY = 86_400.0
 RESERVED = "reserved-"
 """Begins the id of a job that the scheduler has not named yet."""
+RESERVED_SECONDS = 600.0
+"""Longer than any submission takes."""
 KEPT = 400
 """Jobs that are remembered; older ones' updates cannot be read any more."""
 
@@ -38,6 +40,13 @@ class JobEntry:
     """When it was first seen to have left the queue; 0: not yet."""
     run: str = ""
     """Run of the federation that it trained for."""
+    waited_in: str = ""
+    """Directory of the gate's own in which it waits, or waited, for its round; '': it was submitted with one."""
+
+    @property
+    def waits(self) -> bool:
+        """It has no round, and may still be given one."""
+        return bool(self.waited_in) and self.directory == self.waited_in and not self.ended
 
     @property
     def node_hours(self) -> float:
@@ -75,6 +84,19 @@ class Ledger:
 
     def job(self, id: str) -> JobEntry | None:
         return next((job for job in reversed(self.jobs) if job.id and job.id == id), None)
+
+    def waiting(self, name: str, now: float) -> JobEntry | None:
+        """The job of this name that waits for its round. One that the scheduler never named was never submitted."""
+        return next(
+            (
+                job
+                for job in self.jobs
+                if job.name == name
+                and job.waits
+                and not (job.id.startswith(RESERVED) and now - job.submitted > RESERVED_SECONDS)
+            ),
+            None,
+        )
 
     def note_ended(self, name: str, active: Collection[str], now: float) -> None:
         """Jobs of this name that are in no queue any more have ended by now."""

@@ -6,26 +6,21 @@ settings that a signed order named. Both are given a copy of the settings that t
 
 from __future__ import annotations
 
-import hashlib
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 
-from facility.exchange.errors import CrossFedError
-from facility.exchange.messages.settings import FacilitySettings, read_facility_settings
+from facility.exchange.messages.settings import FacilitySettings
 from facility.gating import queue
-from facility.gating.approval import check_dataset, check_masking, check_names
+from facility.gating.approval import check_dataset, check_masking
 from facility.gating.confine import below, confined
 from facility.gating.grammar import Request
 from facility.gating.jobs import COMMAND, leave_reason, line, masking_exports, template
-from facility.gating.ledger import JobEntry, changed, read_ledger
+from facility.gating.ledger import JobEntry, changed
 from facility.gating.refusal import Refused
 from facility.gating.session import Session
+from facility.gating.settings_copy import SettingsCopy, settings_copy
 
 SECONDS = 600.0
 """Time limit."""
-MOST_BYTES = 1 << 20
-"""Of a settings file."""
 
 
 def keys(session: Session, request: Request) -> int:
@@ -45,13 +40,10 @@ def _run(session: Session, request: Request, command: Sequence[str], *, ordered:
     update = directory / "update"
     if not directory.is_dir() or directory.is_symlink() or update.exists() or update.is_symlink():
         raise Refused(f"{directory} is no new directory for {request.verb}")
-    with tempfile.NamedTemporaryFile(dir=session.state, prefix="settings-", suffix=".json") as copy:
+    with settings_copy(session) as copy:
         try:
-            content = _content(confined(request["settings"], session.workdir, follow=True))
-            copy.write(content)
-            copy.flush()
-            digest = hashlib.sha256(content).hexdigest()
-            settings = _checked(session, Path(copy.name), digest, ordered=ordered)
+            copy.take(confined(request["settings"], session.workdir, follow=True))
+            settings = _checked(session, copy, ordered=ordered)
             dataset = check_dataset(session, request["dataset"])
             _count(session)
         except Refused as error:
@@ -60,36 +52,21 @@ def _run(session: Session, request: Request, command: Sequence[str], *, ordered:
         name = f"crossfed-{settings.federation}-{settings.facility}"
         with changed(session.ledger) as (ledger, now):  # what it leaves may be read; it costs no node-hours
             ledger.jobs.append(JobEntry(id="", name=request.verb, directory=str(directory), submitted=now))
-        session.write("login command", command=request.verb, round=int(request["round"]), settings=digest)
-        words = ["python3", "-m", *command, "--out", "update", "--settings", copy.name, "--dataset", str(dataset)]
+        session.write("login command", command=request.verb, round=int(request["round"]), settings=copy.digest)
+        words = ["python3", "-m", *command, "--out", "update", "--settings", str(copy.path), "--dataset", str(dataset)]
         text = line(session, [*words, "--round", request["round"]], masking_exports(session), directory)
         script = template(session, login=True).replace(COMMAND, text)
         return queue.on_this_host(session, script, name, directory, seconds=SECONDS)
 
 
-def _content(path: Path) -> bytes:
-    try:
-        with open(path, "rb") as file:
-            content = file.read(MOST_BYTES + 1)
-    except OSError as error:
-        raise Refused(f"the settings cannot be read: {error.strerror}") from None
-    if len(content) > MOST_BYTES:
-        raise Refused(f"the settings are larger than {MOST_BYTES} bytes")
-    return content
-
-
-def _checked(session: Session, copy: Path, digest: str, *, ordered: bool) -> FacilitySettings:
+def _checked(session: Session, copy: SettingsCopy, *, ordered: bool) -> FacilitySettings:
     """The settings, once they are found to be within the policy. Raises `Refused`."""
-    try:
-        settings = read_facility_settings(copy)
-    except (CrossFedError, ValueError) as error:
-        raise Refused(str(error)) from None
-    check_names(session, settings)
+    settings = copy.read(session)
     if settings.masking is None:
         raise Refused("the settings ask for no secure aggregation")
     check_masking(session, settings.masking)
-    if ordered and digest not in read_ledger(session.ledger).settings:
-        raise Refused("no signed order that came through this gate names these settings")
+    if ordered:
+        copy.check_ordered(session)
     return settings
 
 

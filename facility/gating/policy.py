@@ -17,6 +17,8 @@ import yaml
 
 from facility.exchange.errors import ConfigurationError
 
+STATE = "gate"
+"""Directory beside the policy that holds the gate's log, its ledger and what its jobs need."""
 SCHEDULERS = ("slurm", "pbs", "flux", "ssh")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 FINGERPRINT = re.compile(r"SHA256:[A-Za-z0-9+/]{43}")
@@ -54,6 +56,9 @@ class Policy:
     """Time limit of one job."""
     node_hours_per_day: float = 24.0
     """Most node-hours of jobs submitted within 24 hours; a job counts with its limit, or until its end."""
+    ahead_seconds: float = 0.0
+    """Most seconds that a job may wait on its nodes for a model that has not come yet (`submit_ahead` in
+    federation.yml), one such job a federation; 0: jobs are submitted with their model alone."""
     bytes_out_per_day: int = 100_000_000_000
     """Most bytes that leave within 24 hours."""
     models: tuple[str, ...] = ()
@@ -144,6 +149,8 @@ class _Reader:
                 raise self.error(f"{name} lies in the workdir, where a coordinator may write", lines[name])
         if self.file.resolve().is_relative_to(policy.place):
             raise self.error("workdir holds this policy, which a coordinator could then replace", lines["workdir"])
+        if policy.place.is_relative_to(self.file.resolve().parent / STATE):
+            raise self.error("workdir lies in the gate's own directory, which no request may write", lines["workdir"])
         return policy
 
     def error(self, message: str, line: int) -> ConfigurationError:
@@ -246,6 +253,7 @@ READ: dict[str, Callable[[_Reader, str, yaml.Node], Any]] = {
     "nodes": _whole(1),
     "hours": _above_zero,
     "node_hours_per_day": _above_zero,
+    "ahead_seconds": _above_zero,
     "bytes_out_per_day": _whole(0),
     "models": _texts(DIGEST, "sha256 digests"),
     "modules": _texts(MODULE, "modules' names"),

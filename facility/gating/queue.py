@@ -270,9 +270,9 @@ def output(session: Session, request: Request) -> int:
 def _output_of(session: Session, id: str) -> Path | None:
     entry = read_ledger(session.ledger).job(id)
     assert entry is not None  # `our_ids` found it
-    directory = Path(entry.directory)
+    directory = Path(entry.waited_in or entry.directory)
     places = [directory / OUTPUT, directory / f"slurm-{id}.out", directory / f"flux-{id}.out"]
-    places += sorted(directory.glob("*.log"))
+    places += [] if entry.waited_in else sorted(directory.glob("*.log"))
     return next((path for path in places if path.is_file() and not path.is_symlink()), None)
 
 
@@ -280,7 +280,8 @@ def note_ends(session: Session) -> None:
     """Note which of our jobs have left the queue, so that they count with what they used."""
     if session.policy.scheduler == "ssh":
         return
-    for name in session.names():
+    known = {job.name for job in read_ledger(session.ledger).jobs if job.id and not job.ended}
+    for name in [one for one in session.names() if one in known]:
         code, ids, _ = ids_of(session, TABLE[session.policy.scheduler].active, name)
         if code == 0:
             with changed(session.ledger) as (ledger, now):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from facility.exchange.files import audit_log
+from facility.exchange.messages.ahead import SUFFIX as AHEAD
 from facility.gating.ledger import changed
 from facility.gating.policy import Policy
 from facility.gating.refusal import Refused
@@ -36,8 +37,9 @@ class Session:
         return self.policy.place
 
     def names(self) -> list[str]:
-        """Names of our jobs in the queue."""
-        return [f"crossfed-{federation}-{self.policy.facility}" for federation in self.policy.federations]
+        """Names of our jobs in the queue: those of rounds, and those that wait for one."""
+        rounds = [f"crossfed-{federation}-{self.policy.facility}" for federation in self.policy.federations]
+        return [*rounds, *(f"{name}{AHEAD}" for name in rounds)]
 
     def write(self, what: str, **fields: Any) -> str:
         """A line in the audit log; returns its digest."""

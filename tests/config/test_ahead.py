@@ -58,9 +58,8 @@ def test_a_facility_follows_the_federation_unless_it_says_otherwise(tmp_path, to
 @pytest.mark.parametrize(
     ("deployments", "top", "own", "said"),
     [
-        ({"a": GATE}, True, {}, "approves a job by the digests of its model"),
-        ({"a": SLURM, "b": GATE}, True, {}, "set `submit_ahead: false` at facility 'b'"),
-        ({"a": SLURM, "b": GATE}, None, {"b": True}, "remove it"),
+        ({"a": SLURM, "b": API}, True, {}, "set `submit_ahead: false` at facility 'b'"),
+        ({"a": SLURM, "b": API}, None, {"b": True}, "remove it"),
         ({"a": API}, True, {}, "FirecREST gives no command"),
         ({"a": {"type": "local"}}, True, {}, "no facility that uses it has a queue"),
         ({"a": {"type": "local"}}, None, {"a": True}, "without a queue"),

@@ -12,6 +12,7 @@ from coordinator.config.federation import read_federation
 from coordinator.preflight import check as checking
 from coordinator.preflight.ahead import CHECK, check_ahead, judged
 from coordinator.preflight.row import Row, ok
+from coordinator.preflight.scheduler import wanted_hours
 from coordinator.rounds.ahead import write_seen
 from coordinator.rounds.ahead_time import Seen
 from tests.config.test_ahead import API, GATE, SLURM, write
@@ -21,14 +22,16 @@ SHORT = Seen(waits=[1.0] * 4, spans=[3000.0] * 4, runs=[2900.0] * 4)
 DEPLOYMENTS = {"a": SLURM, "gated": GATE, "api": API, "plain": {"type": "ssh", "host": "h", "workdir": "/w"}}
 
 
-def row_of(folder: Path, name: str, template: str = "", top: Any = True, seen: Seen | None = None) -> Row | None:
-    own = {"gated": False, "api": False}
+def row_of(
+    folder: Path, name: str, template: str = "", top: Any = True, seen: Seen | None = None, gate: float | None = None
+) -> Row | None:
+    own = {"api": False}
     (folder / "workflow").mkdir()
     federation = read_federation(write(folder / "workflow", DEPLOYMENTS, top, own))
     if seen is not None:
         write_seen(federation.workdir_path / "coordinator", name, seen)
     facility = next(one for one in federation.facilities if one.name == name)
-    return check_ahead(federation, facility, facility.deployment, template)
+    return check_ahead(federation, facility, wanted_hours(facility.deployment, template), gate_seconds=gate)
 
 
 def test_without_the_setting_there_is_no_row(tmp_path: Path):
@@ -37,7 +40,7 @@ def test_without_the_setting_there_is_no_row(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("gated", "gate approves a job by the digests"), ("api", "FirecREST gives no command"), ("plain", "no queue")],
+    [("api", "FirecREST gives no command"), ("plain", "no queue")],
 )
 def test_a_facility_that_cannot_is_told_with_the_reason(tmp_path: Path, name: str, words: str):
     row = row_of(tmp_path, name)
@@ -50,6 +53,16 @@ def test_the_moment_is_the_one_that_the_run_would_choose(tmp_path: Path):
     assert row is not None and row.verdict == "ok", row
     assert "300 s at most" in row.found and "7,200 s" in row.found and "2400 s after this one has begun" in row.found
     assert "600 s (median of 4)" in row.found
+
+
+@pytest.mark.parametrize(
+    ("seconds", "verdict", "words"),
+    [(0.0, "warning", "lets one wait not at all"), (60.0, "warning", "at most 60 s"), (300.0, "ok", "7,200 s")],
+)
+def test_behind_a_gate_the_policy_says_how_long_a_job_may_wait(tmp_path, seconds: float, verdict: str, words: str):
+    row = row_of(tmp_path, "gated", "#SBATCH --time=02:00:00", gate=seconds)
+    assert row is not None and row.verdict == verdict and words in row.found, row
+    assert verdict == "ok" or "ahead_seconds: 300" in row.fix
 
 
 def test_before_the_first_round_the_queue_is_not_known(tmp_path: Path):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.streamflow_plugin.placeholder import waiting
+from coordinator.streamflow_plugin.handing_over import waiting
 from facility.exchange.messages.ahead import BEGAN, COMMAND, GIVEN_UP, WAITED, Waited, read_waited
 
 ROOT = Path(__file__).resolve().parents[2]

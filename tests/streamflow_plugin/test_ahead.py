@@ -23,13 +23,17 @@ from coordinator.config.ahead import AheadSettings
 from coordinator.events.event import VARIABLE
 from coordinator.rounds.ahead import remembered_placeholder
 from coordinator.schedulers.scheduler import Job
-from coordinator.streamflow_plugin.placeholder import BROKE, Ahead, Submission
+from coordinator.streamflow_plugin.handing_over import Submission
+from coordinator.streamflow_plugin.patient import BROKE
+from coordinator.streamflow_plugin.placeholder import Ahead
 from coordinator.streamflow_plugin.this_run import RoundAtFacility
 from facility.ahead import give_up
 from facility.exchange.messages.ahead import COMMAND, GIVEN_UP, WAITED, Waited
 from tests.schedulers.wording import ENDED as OVER
 from tests.schedulers.wording import WORDINGS, Wording
+from tests.security.test_gate import Gate
 from tests.streamflow_plugin.course import JumpingLoop
+from tests.streamflow_plugin.gated_site import gated
 
 HERE: Any = object()
 WAIT, ROUNDS = 300.0, 10
@@ -59,6 +63,19 @@ class Site:
     @property
     def ids(self) -> list[str]:
         return list(self.jobs)
+
+    def reach(self) -> Any:
+        return None
+
+    def submission(self, number: int) -> Submission:
+        return Submission(
+            command=f"cd {uuid.uuid4()} && train {number}",  # the engine's directories have new names each time
+            job_name=f"/rounds/train_a/0.{number}",
+            workdir=str(self.place / f"job-{number}"),
+        )
+
+    def submit_round(self, one: Submission) -> None:
+        """A job as always, which is not followed here."""
 
     async def shell_line(self, location: Any, line: str) -> tuple[str, int]:
         if line in (cancelled := {self.scheduler.cancel_ids([id]): id for id in self.jobs}):
@@ -93,7 +110,7 @@ class Site:
             elif job.id != spare:
                 self.finish(job.id)  # time passes
 
-    async def submit_ahead(self, command: str, one: Submission, location: Any) -> str:
+    async def submit_ahead(self, one: Submission, location: Any) -> str:
         assert Path(one.workdir).stat().st_mode & 0o777 == 0o700
         if self.refuses:
             raise RuntimeError("sbatch: error: QOSMaxSubmitJobPerUserLimit")
@@ -166,6 +183,7 @@ class World:
             settings=self.settings,
             rounds=ROUNDS,
             clock=lambda: 1e9 + self.loop.now,
+            reach=self.site.reach(),
         )
 
     def kill(self) -> None:
@@ -188,14 +206,11 @@ class World:
 
     def round(self, number: int) -> str:
         """The step of a round begins; returns the id of its job."""
-        one = Submission(
-            command=f"cd {uuid.uuid4()} && train {number}",  # the engine's directories have new names each time
-            job_name=f"/rounds/train_a/0.{number}",
-            workdir=str(self.site.place / f"job-{number}"),
-        )
+        one = self.site.submission(number)
         job = self.do(self.ahead.take(one, HERE))
         if job is None:
             self.own += 1
+            self.site.submit_round(one)
             job = f"own-{self.own}"
         else:
             self.site.look(job)
@@ -238,9 +253,17 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
         world.close()
 
 
-@pytest.fixture
-def world(made: Callable[..., World]) -> World:
-    return made()
+@pytest.fixture(params=["by shell", "by gate"])
+def world(request: pytest.FixtureRequest, made: Callable[..., World]) -> World:
+    """Both ways in which a job that waits is reached."""
+    world = made()
+    if request.param == "by gate":
+        folder = world.folder / "gate"
+        folder.mkdir()
+        gate = Gate(folder.resolve(), request.getfixturevalue("monkeypatch"), request.getfixturevalue("capfdbinary"))
+        world.site = gated(world.site, gate)
+        world.start()
+    return world
 
 
 def told(world: World, kind: str) -> list[dict[str, Any]]:
@@ -380,8 +403,9 @@ def test_what_a_job_says_of_its_wait_is_not_believed_when_it_is_impossible(world
     assert told(world, "waited") == []
 
 
-def test_a_steady_queue_is_hidden_from_the_third_round_on(world: World):
+def test_a_steady_queue_is_hidden_from_the_third_round_on(made: Callable[..., World]):
     """100 s in the queue, 1000 s of training, 50 s until the next model."""
+    world = made()
     starts = []
     for number in range(6):
         job = world.round(number)
@@ -410,8 +434,9 @@ def test_a_steady_queue_is_hidden_from_the_third_round_on(world: World):
     assert lost <= 0.05 * 5 * 1000
 
 
-def test_a_facility_that_waits_for_a_slower_one_holds_no_nodes_meanwhile(world: World):
+def test_a_facility_that_waits_for_a_slower_one_holds_no_nodes_meanwhile(made: Callable[..., World]):
     """100 s in the queue and 200 s of training, of rounds that take 2000 s: the job comes when the model does."""
+    world = made()
     for number in range(6):
         job, since = world.round(number), world.loop.now
         placed = float(world.site.jobs.get(job, {}).get("at", since))

@@ -43,6 +43,7 @@ def policy(site: Site, fingerprint: str, **changes: object) -> str:
         "scheduler": "slurm",
         "template": "testbed",
         "hours": 0.5,
+        "ahead_seconds": 300,
     }
     return json.dumps(values | changes)
 

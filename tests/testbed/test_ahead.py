@@ -34,7 +34,12 @@ def queued(run: Run, *, wait: int, ahead: Any) -> Run:
     """The same federation with a queue in which every job waits, and with this `submit_ahead`."""
     content = yaml.safe_load(run.file.read_text())
     for facility in content["facilities"]:
-        facility["deployment"]["options"] = {"begin": f"now+{wait}"}
+        if facility["deployment"].get("gate"):  # the template is the site's own
+            path = next(site.home for site in run.testbed.sites if site.name == facility["name"])
+            path = path / f"gate-{content['name']}" / "job.sh"
+            path.write_text(path.read_text().replace("#!/bin/bash\n", f"#!/bin/bash\n#SBATCH --begin=now+{wait}\n", 1))
+        else:
+            facility["deployment"]["options"] = {"begin": f"now+{wait}"}
     content["submit_ahead"] = ahead
     run.file.write_text(yaml.safe_dump(content))
     write(read_federation(run.file))
@@ -98,11 +103,13 @@ def test_a_hidden_queue_makes_rounds_shorter_and_costs_few_node_hours(testbed, m
 def test_a_killed_coordinator_finds_the_job_that_is_ahead_and_trains_no_round_twice(
     testbed, material, tmp_path, state: str
 ):
+    """`handed over`: behind a gate."""
     name = f"ahead-{state.split()[0]}"
-    run = federate(testbed, tmp_path, *material, name=name, rounds=3, minimum=2, gated=[])
+    site = testbed.sites[0]
+    gated = [site.name] if state == "handed over" else []
+    run = federate(testbed, tmp_path, *material, name=name, rounds=3, minimum=2, gated=gated)
     wait = {"queued": 20, "waiting": 1, "handed over": 12}[state]
     queued(run, wait=wait, ahead={"wait": 120, "idle": 1.0})
-    site = testbed.sites[0]
     command = [sys.executable, "-m", "tests.testbed.federation", str(testbed.root), str(run.file)]
     process = subprocess.Popen(
         command, cwd=ROOT, env=run.environment(), stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT
@@ -133,7 +140,7 @@ def _until(testbed, site: Site, name: str, state: str) -> str:
                 continue
             if state == "queued" and slurm == "PENDING":
                 return id
-            places = list((site.home / "work").glob("ahead-*"))
+            places = [*(site.home / "work").glob("ahead-*"), *site.home.glob(f"gate-{name}/gate/ahead/*")]
             handed = [place for place in places if (place / "command").exists()]
             if state == "waiting" and slurm == "RUNNING" and len(places) > len(handed):
                 return id

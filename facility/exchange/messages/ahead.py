@@ -11,6 +11,8 @@ from dataclasses import dataclass, fields
 
 from facility.exchange.messages.strict_json import Fields, parse_json
 
+SUFFIX = "-ahead"
+"""Ends the name of such jobs in the queue: no search for a round's job finds them."""
 COMMAND = "command"
 WAITED = "waited.json"
 GIVEN_UP = "exit 0\n"

@@ -1,0 +1,167 @@
+"""Jobs that are in the site's queue before their model (`submit_ahead`): submitted, given a round, accounted for.
+
+The job waits in a directory of the gate's own, which no request can write. What it then runs is the gate's own line,
+made of a round that was approved like any other at that moment; `facility.exchange.messages.ahead` has the agreement.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shlex
+import shutil
+import sys
+import time
+from pathlib import Path
+
+from facility.exchange.messages.ahead import BEGAN, COMMAND, GIVEN_UP, MOST_BYTES, SUFFIX, WAITED
+from facility.gating.approval import Approved, approve
+from facility.gating.confine import below, confined
+from facility.gating.grammar import Request
+from facility.gating.jobs import COMMAND as PLACE_OF_COMMAND
+from facility.gating.jobs import command, enqueue, job_name, leave_reason, reserve, template
+from facility.gating.ledger import DAY, changed, read_ledger
+from facility.gating.queue import our_ids, table
+from facility.gating.refusal import Refused
+from facility.gating.session import Session
+from facility.gating.settings_copy import settings_copy
+
+FOLDER = "ahead"
+"""Below the gate's own directory."""
+NOT_YET = 1
+"""Exit code: a job has not said how long it waited, or has decided to end without the round."""
+
+
+def submit_ahead(session: Session, request: Request) -> int:
+    """Submit the site's template with a wait in it, for a federation whose signed orders came here; prints its id."""
+    table(session)  # a host without a queue has none to wait in
+    seconds, most = int(request["wait"]), session.policy.ahead_seconds
+    if not most:
+        raise Refused("the policy lets no job wait for its model (ahead_seconds)")
+    if seconds > most:
+        raise Refused(f"the job would wait {seconds} s for its model, the policy's ahead_seconds is {most:g}")
+    with settings_copy(session) as copy:
+        copy.take(confined(request["settings"], session.workdir, follow=True))
+        federation = copy.read(session).federation
+        copy.check_ordered(session)
+    directory = _new_directory(session)
+    try:
+        job = reserve(session, f"{job_name(federation, session)}{SUFFIX}", directory, waits=True)
+        text = template(session).replace(PLACE_OF_COMMAND, waiting(directory, seconds))
+        session.write("approved ahead", federation=federation, wait=seconds, node_hours=job.nodes * job.hours)
+        print(enqueue(session, text, job))
+    except Refused:
+        shutil.rmtree(directory, ignore_errors=True)
+        raise
+    return 0
+
+
+def _new_directory(session: Session) -> Path:
+    """For one job; removes those of jobs that are long over."""
+    place = session.state / FOLDER
+    place.mkdir(mode=0o700, exist_ok=True)
+    waiting_in = {job.waited_in for job in read_ledger(session.ledger).jobs if not job.ended}
+    for one in place.iterdir():
+        if str(one) not in waiting_in and one.lstat().st_mtime < time.time() - DAY:
+            shutil.rmtree(one, ignore_errors=True)
+    directory = place / secrets.token_hex(8)
+    directory.mkdir(mode=0o700)
+    return directory
+
+
+def waiting(directory: Path, seconds: int) -> str:
+    """One line of shell: wait for a round in the directory, and run it."""
+    place = shlex.quote(str(directory))
+    guard = "export PYTHONSAFEPATH=1 PYTHONNOUSERSITE=1"
+    wait = f"python3 -m facility.ahead --directory {place} --wait {seconds}"
+    return f"cd {place} && export {BEGAN}=$(date +%s) && {guard} && {wait} && . {place}/{COMMAND}"
+
+
+def hand_over(session: Session, request: Request) -> int:
+    """Approve a round as `submit` does, and give it to a job that waits.
+
+    May be asked again for the same directory. Exits with `NOT_YET` where the job has decided to end, or has another
+    round. A round that is refused ends the wait.
+    """
+    directory = below(request["directory"], session.workdir)
+    below(request["temporary"], session.workdir)
+    if not directory.is_dir() or directory.is_symlink():
+        raise Refused(f"the job's directory {directory} does not exist")
+    (id,) = our_ids(session, [request["job"]])
+    entry = read_ledger(session.ledger).job(id)
+    if entry is None or not entry.waited_in:
+        raise Refused(f"job {id} was submitted with its round")
+    if entry.directory == str(directory):  # it has it: the answer was lost
+        return 0 if _decided(Path(entry.waited_in)) not in ("", GIVEN_UP) else NOT_YET
+    try:
+        approved = approve(session, request)
+        if entry.name != f"{job_name(approved.federation, session)}{SUFFIX}":
+            raise Refused(f"job {id} waits for another federation's round")
+    except Refused as error:
+        leave_reason(session, directory, int(request["round"]), str(error))
+        _link(Path(entry.waited_in), GIVEN_UP)
+        raise
+    if not _give(session, approved, id, directory):
+        return NOT_YET
+    session.write(
+        "handed over",
+        job=id,
+        federation=approved.federation,
+        run=approved.run,
+        round=approved.round,
+        model=approved.model_sha256,
+        settings=approved.settings_sha256,
+        dataset=str(approved.dataset),
+        directory=str(directory),
+        coordinators_head=approved.head,
+    )
+    return 0
+
+
+def _give(session: Session, approved: Approved, id: str, directory: Path) -> bool:
+    """Link the round's command to the name that the job looks for, and let the job's update be read."""
+    text = f"{command(session, approved, directory)}\n"
+    with changed(session.ledger) as (ledger, _):  # the one lock: of two rounds one is given, and the ledger says which
+        entry = ledger.job(id)
+        if entry is None or not _link(Path(entry.waited_in), text):
+            return False
+        entry.directory, entry.run = str(directory), approved.run
+    return True
+
+
+def _link(place: Path, text: str) -> bool:
+    """Decide what a waiting job does, unless that is decided already."""
+    own = place / f"gate.{os.getpid()}"
+    try:
+        own.write_text(text)
+        own.chmod(0o600)
+        os.link(own, place / COMMAND)
+    except FileExistsError:
+        return False
+    except FileNotFoundError:  # the directory of a job that is long over
+        return False
+    finally:
+        own.unlink(missing_ok=True)
+    return True
+
+
+def _decided(place: Path) -> str:
+    try:
+        return (place / COMMAND).read_text()
+    except FileNotFoundError:
+        return ""
+
+
+def waited(session: Session, request: Request) -> int:
+    """How long a job waited for its round, as it wrote."""
+    (id,) = our_ids(session, [request["id"]])
+    entry = read_ledger(session.ledger).job(id)
+    path = Path(entry.waited_in) / WAITED if entry is not None and entry.waited_in else None
+    if path is None or path.is_symlink() or not path.is_file():
+        return NOT_YET
+    with open(path, "rb") as file:
+        content = file.read(MOST_BYTES)
+    session.take_out(len(content))
+    sys.stdout.buffer.write(content)
+    sys.stdout.flush()
+    return 0

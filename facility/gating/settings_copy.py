@@ -1,0 +1,62 @@
+"""A settings file as a request's command reads it: a copy that the coordinator cannot alter between check and use."""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from facility.exchange.errors import CrossFedError
+from facility.exchange.messages.settings import FacilitySettings, read_facility_settings
+from facility.gating.approval import check_names
+from facility.gating.ledger import read_ledger
+from facility.gating.refusal import Refused
+from facility.gating.session import Session
+
+MOST_BYTES = 1 << 20
+"""Of a settings file."""
+
+
+@dataclass(kw_only=True)
+class SettingsCopy:
+    """A file below the gate's own directory, removed when the request ends."""
+
+    path: Path
+    digest: str = ""
+    """Of the content that was taken."""
+
+    def take(self, source: Path) -> None:
+        """Copy a file. Raises `Refused` where it cannot be read or is too large."""
+        try:
+            with open(source, "rb") as file:
+                content = file.read(MOST_BYTES + 1)
+        except OSError as error:
+            raise Refused(f"the settings cannot be read: {error.strerror}") from None
+        if len(content) > MOST_BYTES:
+            raise Refused(f"the settings are larger than {MOST_BYTES} bytes")
+        self.path.write_bytes(content)
+        self.digest = hashlib.sha256(content).hexdigest()
+
+    def read(self, session: Session) -> FacilitySettings:
+        """The settings, where they are this facility's in a federation of the policy's. Raises `Refused`."""
+        try:
+            settings = read_facility_settings(self.path)
+        except (CrossFedError, ValueError) as error:
+            raise Refused(str(error)) from None
+        check_names(session, settings)
+        return settings
+
+    def check_ordered(self, session: Session) -> None:
+        """Raise `Refused` unless a model that was signed, and came through this gate, named these settings."""
+        if self.digest not in read_ledger(session.ledger).settings:
+            raise Refused("no signed order that came through this gate names these settings")
+
+
+@contextmanager
+def settings_copy(session: Session) -> Iterator[SettingsCopy]:
+    """An empty copy, to be taken."""
+    with tempfile.NamedTemporaryFile(dir=session.state, prefix="settings-", suffix=".json") as file:
+        yield SettingsCopy(path=Path(file.name))
