@@ -19,19 +19,9 @@ import torch
 from torch import nn
 
 from facility.exchange.errors import ConfigurationError
+from facility.exchange.memory.chunks import wanted_rows
 from facility.exchange.messages.settings import TrainingSettings
 from facility.training.data.tasks import IGNORED
-
-LARGE_BYTES = {"cpu": 8 * 2**20, "cuda": 256 * 2**20}
-"""Logits of one forward pass in float32 from which on they are computed in chunks: what caches hold; what memory does
-not notice."""
-CHUNK_BYTES = {"cpu": 8 * 2**20, "cuda": 512 * 2**20}
-"""Logits of one chunk in float32. On a GPU every chunk also reads and writes the gradient of the weight in float32."""
-CHUNK_ROWS = {"cpu": 128, "cuda": 1024}
-"""Least positions of a chunk, whatever the vocabulary: each chunk reads the weight and its gradient once."""
-CHUNKS = 4
-"""Least chunks of a forward pass."""
-
 
 Softmax = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], tuple[torch.Tensor, torch.Tensor]]
 """Of a chunk's logits, the targets' columns, which of them count, and whether a gradient is wanted."""
@@ -44,12 +34,6 @@ class HeadChoice:
     rows: int
     """Positions of a chunk; 0: all logits at once."""
     reason: str
-
-
-def rows_of(positions: int, vocabulary: int, device: str = "cpu") -> int:
-    """Positions of a chunk: as many as `CHUNK_BYTES` hold, `CHUNK_ROWS` at least, but a quarter of all at most."""
-    fitting = max(CHUNK_ROWS[device], CHUNK_BYTES[device] // (4 * vocabulary))
-    return min(fitting, -(-positions // CHUNKS))
 
 
 def choose_head(
@@ -69,14 +53,14 @@ def choose_head(
     vocabulary = getattr(config, "vocab_size", 0) or 1
     size = 4 * sequences * tokens * vocabulary
     told = f"the logits of a forward pass ({sequences} x {tokens} positions x {vocabulary}) are {size / 2**20:.0f} MiB"
-    if settings.chunked_loss == "auto" and size <= LARGE_BYTES[device]:
+    rows = wanted_rows(settings, sequences * tokens, vocabulary, device)
+    if not rows:
         return HeadChoice(rows=0, reason=f"all logits at once: {told}")
     obstacle = refuses(config, factory, attention)
     if obstacle and settings.chunked_loss == "always":
         raise ConfigurationError(f"training.chunked_loss is 'always', but {obstacle}; use 'auto' or 'never'")
     if obstacle:
         return HeadChoice(rows=0, reason=f"all logits at once, although {told}: {obstacle}")
-    rows = rows_of(sequences * tokens, vocabulary, device)
     return HeadChoice(rows=rows, reason=f"loss in chunks of {rows} positions: {told}")
 
 

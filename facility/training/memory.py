@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from facility.exchange.checkpoints.adapters import A, B
 from facility.exchange.errors import CrossFedError, InputError, TryAgain
-from facility.exchange.messages.optimizers import OPTIMIZERS
+from facility.exchange.memory.rank import RankLayout, rank_memory
+from facility.exchange.memory.units import Dimensions, Weight, memory_of_units
 from facility.exchange.messages.settings import TrainingSettings
-from facility.exchange.schedules.registry import SCHEDULES
+from facility.training.blocks import find_blocks
 from facility.training.devices import free_bytes
 from facility.training.parallel.arrange import Layout
 from facility.training.parallel.split import ModelStructure
@@ -43,55 +43,68 @@ def predicted_bytes(
     config: Any,
     chunk_rows: int = 0,
 ) -> dict[str, int]:
-    """By part, in bytes.
+    """By part, in bytes, as `facility.exchange.memory` works it out; `model` is the skeleton that this rank cuts up."""
+    dimensions = dimensions_of(model, config)
+    weights = weights_of(model, structure, settings, chunked=chunk_rows > 0)
+    units = memory_of_units(weights, dimensions, settings)
+    return rank_memory(units, rank_layout(layout, ranks, chunk_rows), dimensions, settings)
 
-    Weights (4 a weight, 2 where it is held so; of a quantised base `base_bytes`), gradients (4) and optimizer state
-    (AdamW: 8) of the rows held; activations of the micro-batches in flight (`kept_values`); logits and their gradient
-    in float32, of `chunk_rows` positions where they are computed in chunks (then the weight's gradient exists a second
-    time); one quantised layer in float32, as it is loaded and as it is multiplied; in half precision the weights that
-    autograd keeps so (`cast_weights`).
-    """
+
+def dimensions_of(model: nn.Module, config: Any) -> Dimensions:
+    """Of a model, as the law of memory takes them."""
+    inner, hidden = getattr(config, "intermediate_size", None), getattr(config, "hidden_size", 0)
+    gated = any(".gate_proj." in name for name, _ in model.named_parameters())
+    return Dimensions(
+        hidden=hidden,
+        blocks=getattr(config, "num_hidden_layers", 0) or len(find_blocks(model)[1]),
+        vocabulary=getattr(config, "vocab_size", 0),
+        gated=inner / hidden if gated and isinstance(inner, int) and hidden else 0.0,
+    )
+
+
+def weights_of(
+    model: nn.Module, structure: ModelStructure | None, settings: TrainingSettings, *, chunked: bool
+) -> list[Weight]:
+    """Every parameter of the skeleton, in the unit that holds it."""
+    in_bits = {f"{name}.weight" for name in quantized_layers(model, settings)}
+    cast = cast_weights(model, settings, chunked=chunked) - in_bits
+    unit_of = structure.unit_of if structure is not None else unit_of_whole(model)
+    return [
+        Weight(
+            name=name,
+            shape=tuple(parameter.shape),
+            unit=unit_of(name),
+            trained=parameter.requires_grad,
+            held_bytes=settings.lora.base_bytes if name in in_bits else parameter.element_size(),
+            copied=name in cast,
+        )
+        for name, parameter in model.named_parameters()
+    ]
+
+
+def unit_of_whole(model: nn.Module) -> Callable[[str], int]:
+    """Unit of a parameter of a model that no stage cuts: 0 for all that is in no block."""
+    blocks = find_blocks(model)[0] + "."
+    return lambda name: int(name[len(blocks) :].split(".", 1)[0]) + 1 if name.startswith(blocks) else 0
+
+
+def rank_layout(layout: Layout, ranks: Ranks, chunk_rows: int) -> RankLayout:
+    """This rank's place in the layout, as the law of memory takes it."""
     grid = layout.grid
     _, row, _ = grid.place(ranks.rank)
-    mine = [pair for index, pair in enumerate(layout.units) if index % grid.stages == row]
-    in_bits = {f"{name}.weight" for name in quantized_layers(model, settings)}
-    cast = cast_weights(model, settings, chunked=chunk_rows > 0) - in_bits if grid.shards == 1 else set()
-    trained = largest = copied = 0
-    held = adapted = 0.0
-    for name, parameter in model.named_parameters():
-        unit = structure.unit_of(name) if structure is not None else None
-        if unit is None or any(first <= unit < end for first, end in mine):
-            held += parameter.numel() * (settings.lora.base_bytes if name in in_bits else parameter.element_size())
-            largest = max(largest, parameter.numel()) if name in in_bits else largest
-            copied += 2 * parameter.numel() if name in cast else 0
-            trained += parameter.numel() if parameter.requires_grad else 0
-            adapted += kept_beside(name, parameter.shape)
-    width = 4 if settings.compute_dtype == "float32" else 2
-    hidden, count = getattr(config, "hidden_size", 0), getattr(config, "num_hidden_layers", 0)
-    blocks = sum(end - first for first, end in mine) if mine else count
-    tokens = layout.shape.micro_batch_sequences * layout.block_tokens
-    in_flight = (
-        1
-        if not mine
-        else grid.stages
-        if not SCHEDULES.get(layout.schedule).holds_all
-        else max(layout.shape.micro_batches)
+    return RankLayout(
+        spans=tuple(pair for index, pair in enumerate(layout.units) if index % grid.stages == row),
+        stage=row,
+        stages=grid.stages,
+        schedule=layout.schedule,
+        micro_batches=max(layout.shape.micro_batches),
+        sequences=layout.shape.micro_batch_sequences,
+        tokens=layout.block_tokens,
+        shards=grid.shards,
+        sharded=layout.sharded,
+        reshard=layout.reshard and not layout.units,
+        chunk_rows=chunk_rows,
     )
-    whole = width * (hidden * blocks * kept_values(model, config, adapters=bool(adapted)) + adapted)
-    per_token = {"none": whole, "selective": hidden * blocks * 10 * width, "full": hidden * blocks * width}[
-        settings.layout.activation_checkpointing
-    ]
-    vocabulary, once_more = getattr(config, "vocab_size", 0), 4 * hidden if chunk_rows else 0
-    has_head = not mine or mine[-1][1] == count + 2
-    return {
-        "weights": int(held) // grid.shards,
-        "gradients": 4 * trained // grid.shards,
-        "optimizer": int(OPTIMIZERS.get(settings.optimizer).state_bytes * trained) // grid.shards,
-        "activations": round(tokens * per_token * in_flight),
-        "logits": vocabulary * ((chunk_rows or tokens) * (8 + width) + once_more) if has_head else 0,
-        **({"weights in half precision": copied} if copied else {}),
-        **({"one layer dequantised": 4 * largest} if largest else {}),
-    }
 
 
 def cast_weights(model: nn.Module, settings: TrainingSettings, *, chunked: bool) -> set[str]:
@@ -113,30 +126,6 @@ def cast_weights(model: nn.Module, settings: TrainingSettings, *, chunked: bool)
         and module.weight.dtype == torch.float32
         and (module.weight.requires_grad or not again)
     }
-
-
-def kept_values(model: nn.Module, config: Any, *, adapters: bool) -> float:
-    """Values that autograd keeps of a block for the backward pass, a token and hidden unit.
-
-    17 where no more is known of the block (Korthikanti et al. 2022, arXiv 2205.05198, eq. 2 without the attention
-    matrix). With a gated feed-forward network of r hidden widths, as Llama's: 11 of norms, residuals and attention, and
-    the two products, their gate and the network's inner values, 4 r. Below adapters, frozen layers and norms keep no
-    input of their own: 7 + 3 r, and `kept_beside` of each adapter.
-    """
-    inner, hidden = getattr(config, "intermediate_size", None), getattr(config, "hidden_size", 0)
-    gated = any(".gate_proj." in name for name, _ in model.named_parameters())
-    if not (gated and isinstance(inner, int) and hidden):
-        return 17.0
-    ratio = inner / hidden
-    return 7 + 3 * ratio if adapters else 11 + 4 * ratio
-
-
-def kept_beside(name: str, shape: Sequence[int]) -> float:
-    """Values a token that an adapter keeps: its layer's output once and a half, as measured, and half of its input,
-    which several adapters share."""
-    if len(shape) != 2:
-        return 0.0
-    return 1.5 * shape[0] if B in name else 0.5 * shape[1] if A in name else 0.0
 
 
 def check(parts: dict[str, int], ranks: Ranks, settings: TrainingSettings) -> None:

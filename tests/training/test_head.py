@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from facility.exchange.memory.chunks import CHUNK_BYTES, CHUNK_ROWS, rows_of
 from facility.exchange.messages.report import read_report
 from facility.training.data.tasks import IGNORED, cross_entropy_sum
-from facility.training.head import CHUNK_BYTES, CHUNK_ROWS, ChunkedHead, fused_softmax, rows_of, softmax, walk
+from facility.training.head import ChunkedHead, fused_softmax, softmax, walk
 from tests.pico import save_pico
 from tests.training.federation import largest_difference, write_dataset, write_masked_words
 from tests.training.layouts import arguments, rounds_in

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
 
+from facility.exchange.memory.rank import RankLayout, rank_memory
+from facility.exchange.memory.units import Dimensions, UnitMemory
 from facility.exchange.messages.layout import LayoutSettings, LoraSettings
 from facility.exchange.messages.settings import TrainingSettings
 from facility.training import lora
 from facility.training.memory import predicted_bytes
+from tests.bench.predictions import CASES, run
 from tests.pico import pico_config
 
 HIDDEN, INNER, LAYERS, VOCABULARY, TOKENS = 32, 64, 4, 128, 10 * 16
@@ -32,6 +36,8 @@ def predicted(*, family: str = "llama", adapters: LoraSettings | None = None, **
         shape=SimpleNamespace(micro_batch_sequences=10, micro_batches=(1,)),
         block_tokens=16,
         schedule="1f1b",
+        sharded=False,
+        reshard=True,
     )
     return predicted_bytes(model, None, layout, SimpleNamespace(rank=0), settings, config)  # type: ignore[arg-type]
 
@@ -79,3 +85,55 @@ def test_half_precision_has_a_copy_of_what_is_multiplied(checkpointing: Literal[
 
 def test_half_precision_keeps_half():
     assert predicted(compute_dtype="bfloat16")["activations"] * 2 == predicted()["activations"]
+
+
+def sharded(**training: Any) -> dict[str, int]:
+    """Of one of two ranks, over which FSDP2 shards a model of four blocks without adapters."""
+    units = (unit(10, 0), unit(4, 7), unit(4, 7), unit(6, 7), unit(4, 7), unit(20, 0))
+    layout = RankLayout(sequences=1, tokens=3, shards=2, sharded=True, **training)
+    return rank_memory(units, layout, Dimensions(hidden=5, blocks=4, vocabulary=11), TrainingSettings())
+
+
+def unit(weights: int, kept: float) -> UnitMemory:
+    return UnitMemory(
+        weights=4 * weights, trained=weights, copies=0, gathered=4 * weights, largest_in_bits=0, kept=kept
+    )
+
+
+def test_fsdp_gathers_embedding_head_and_two_blocks():
+    """Gradients of embedding and head, 8 bytes a weight, exceed both blocks by less than activations have left."""
+    found = sharded()
+    assert found["weights"] == 4 * 48 // 2 and found["optimizer"] == 8 * 48 // 2
+    assert found["activations"] == 3 * 4 * 7 and found["logits"] == 3 * 11 * 12
+    assert found["gathered weights"] == 4 * 30 + 4 * (6 + 4)
+    assert sharded(reshard=False)["gathered weights"] == 4 * 48
+    alone = {"chunk_rows": 1}  # logits of one position and one more gradient of the head: 11 * 12 + 4 * 11 * 5
+    assert sharded(**alone)["logits"] == 352
+    assert sharded(**alone)["gathered weights"] == 4 * 30 + 4 * (6 + 4)
+
+
+def test_whole_gradients_of_embedding_and_head_remain_when_activations_are_gone():
+    units = (unit(1000, 0), unit(4, 7), unit(20, 0))
+    layout = RankLayout(sequences=1, tokens=3, shards=2, sharded=True)
+    found = rank_memory(units, layout, Dimensions(hidden=5, blocks=1, vocabulary=11), TrainingSettings())
+    beside = found["activations"] + found["logits"]
+    assert found["gathered weights"] == 4 * 1020 + 8 * 1020 - beside
+
+
+@pytest.mark.parametrize(("schedule", "waiting"), [("1f1b", [3, 2, 1]), ("gpipe", [6, 6, 6])])
+def test_a_stage_keeps_the_micro_batches_that_wait(schedule: str, waiting: list[int]):
+    units = (unit(10, 0), unit(4, 7), unit(4, 7), unit(6, 7), unit(4, 7), unit(20, 0))
+    for stage, span in enumerate([(0, 2), (2, 4), (4, 6)]):
+        layout = RankLayout(
+            spans=(span,), stage=stage, stages=3, schedule=schedule, micro_batches=6, sequences=2, tokens=3
+        )
+        found = rank_memory(units, layout, Dimensions(hidden=5, blocks=4, vocabulary=11), TrainingSettings())
+        assert found["activations"] == waiting[stage] * 6 * 7 * sum(0 < one < 5 for one in range(*span))
+        assert found["logits"] == (waiting[2] * 6 * 11 * 12 if stage == 2 else 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["fsdp-small", "fsdp"])
+def test_two_shards_take_what_is_predicted(tmp_path: Path, case: str):
+    predicted_bytes, measured, ratio = run(CASES[case], tmp_path)["memory"]
+    assert abs(ratio - 1) < 0.15, (predicted_bytes, measured)

@@ -9,7 +9,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.simulation.pipelines import collectives, memory
+from coordinator.simulation.pipelines import collectives
 from coordinator.simulation.pipelines.assembly import assemble
 from coordinator.simulation.pipelines.events import run
 from coordinator.simulation.pipelines.graph import Compute, Template, template
@@ -17,7 +17,7 @@ from coordinator.simulation.pipelines.layout import Layout
 from coordinator.simulation.pipelines.longest import Costs, times
 from coordinator.simulation.pipelines.orders import order
 from coordinator.simulation.pipelines.result import SimulationResult, Span
-from facility.exchange.schedules.ops import Kind
+from facility.exchange.schedules.ops import Kind, peak
 from facility.exchange.scheduling.policies import POLICIES
 
 Array = NDArray[np.float64]
@@ -108,11 +108,11 @@ def _peaks(layout: Layout, bytes_of_chunk: Array) -> dict[int, float]:
 def _peaks_of(schedule: str, stages: int, virtual: int, micro_batches: int, by_chunk: tuple[float, ...]) -> list[float]:
     ranks = order(schedule, stages, virtual, micro_batches)
     if virtual > 1:
-        return [memory.peak(ops, by_chunk) for ops in ranks]
+        return [peak(ops, by_chunk) for ops in ranks]
     if min(by_chunk) != max(by_chunk) or by_chunk[0] != 1.0:  # one chunk a device: a count times its bytes
         counts = _peaks_of(schedule, stages, virtual, micro_batches, (1.0,) * stages)
         return [count * size for count, size in zip(counts, by_chunk, strict=True)]
-    return [memory.peak(ops, by_chunk) for ops in ranks]
+    return [peak(ops, by_chunk) for ops in ranks]
 
 
 def _busy(layout: Layout) -> dict[int, float]:

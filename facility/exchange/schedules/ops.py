@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -32,3 +33,15 @@ class Op:
     """Blocking transport: that wait also comes before this op's receive is posted."""
     receives_after: int = -1
     """Blocking transport: this op's receive is posted when the op of this index has ended; -1: at the start."""
+
+
+def peak(ops: Sequence[Op], bytes_of_chunk: Sequence[float] | Mapping[int, float]) -> float:
+    """Largest sum over live micro-batches: live from forward to backward (of the weights, where backward is split)."""
+    now = most = 0.0
+    for op in ops:
+        if op.kind == Kind.FORWARD:
+            now += bytes_of_chunk[op.chunk]
+            most = max(most, now)
+        elif op.kind in (Kind.BACKWARD, Kind.WEIGHT):
+            now -= bytes_of_chunk[op.chunk]
+    return most

@@ -35,6 +35,16 @@ class Layout:
     """Replicas of a whole model, unsharded, exchange gradients once a step and not once a micro-batch."""
     reasons: tuple[str, ...]
 
+    @property
+    def copies(self) -> bool:
+        """Whether torch averages gradients of whole copies of the model over replicas, by DDP."""
+        return self.replicas_in_mesh and self.grid.replicas > 1 and self.agrees_once and not self.units
+
+    @property
+    def sharded(self) -> bool:
+        """Whether FSDP2 holds the parameters, over shards or replicas."""
+        return (self.grid.shards > 1 or (self.replicas_in_mesh and self.grid.replicas > 1)) and not self.copies
+
     def to_json(self) -> dict[str, Any]:
         """For the report."""
         return {

@@ -30,6 +30,7 @@ from facility.training.parallel.compute import Compute, Precision, Whole
 from facility.training.parallel.grid import Grid
 from facility.training.parallel.shard import shard
 from facility.training.parallel.split import ModelStructure, Stage
+from facility.training.processes.malloc import return_what_is_freed
 from facility.training.processes.ranks import Ranks
 from facility.training.quantized_base import (
     QuantizedShard,
@@ -158,15 +159,13 @@ class Sharder:
             self.mesh = DeviceMesh(ranks.device.type, torch.from_numpy(grid.ranks), mesh_dim_names=names)
         self.in_mesh = layout.replicas_in_mesh and grid.replicas > 1
         """True if torch averages gradients over replicas, by FSDP2 or DDP."""
-        self.copies = self.in_mesh and layout.agrees_once and not layout.units
-        """True if that is DDP: whole copies of the model, one exchange a step."""
-        self.sharded = (grid.shards > 1 or self.in_mesh) and not self.copies
-        """True if FSDP2 shards this rank's modules."""
-        self.precision = Precision(ranks.device, self.dtype, casts_itself=self.sharded)
+        if layout.sharded and ranks.device.type == "cpu":
+            return_what_is_freed()
+        self.precision = Precision(ranks.device, self.dtype, casts_itself=layout.sharded)
 
     def allocate(self, module: nn.Module, blocks: list[nn.Module], output: torch.dtype | None) -> None:
         """Apply FSDP2 where the layout asks for it, then give the module's parameters memory."""
-        if self.sharded:
+        if self.layout.sharded:
             assert self.mesh is not None
             chosen = self.mesh["replica", "shard"] if self.in_mesh else self.mesh["shard"]
             shard(
@@ -189,7 +188,7 @@ def assemble_whole(model: nn.Module, task: Task, sharder: Sharder, chunk_rows: i
     chunked = ChunkedHead(model, chunk_rows, compiled=compiled) if chunk_rows else None
     sharder.allocate(model, list(find_blocks(model)[1]), torch.float32)
     replicated = None
-    if sharder.copies:
+    if sharder.layout.copies:
         assert sharder.mesh is not None
         among = sharder.mesh["replica"].get_group()
         replicated = DistributedDataParallel(

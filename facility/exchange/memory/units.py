@@ -1,0 +1,126 @@
+"""Memory of each unit of a model: 0 the embedding, 1..L the blocks, L+1 the head."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from facility.exchange.checkpoints.adapters import A, B
+from facility.exchange.messages.optimizers import OPTIMIZERS
+from facility.exchange.messages.settings import TrainingSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dimensions:
+    """Of a model, beside its weights."""
+
+    hidden: int
+    blocks: int
+    vocabulary: int
+    gated: float = 0.0
+    """Width of a gated feed-forward network over the hidden one; 0: the network is another, or not known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weight:
+    """One parameter, as a rank that holds all of it would hold it."""
+
+    name: str
+    shape: tuple[int, ...]
+    unit: int
+    trained: bool
+    held_bytes: float = 4.0
+    """A weight: 4, 2 where it is held in half precision, `base_bytes` of a quantised base."""
+    copied: bool = False
+    """Autocast makes a copy in half precision that lives from forward to backward."""
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def in_bits(self) -> bool:
+        """Whether it is quantised."""
+        return self.held_bytes < 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitMemory:
+    """Bytes of one unit on a rank that holds all of it."""
+
+    weights: float
+    trained: int
+    """Number of weights that are trained."""
+    copies: int
+    """In half precision, of what autocast casts."""
+    gathered: float
+    """What FSDP2 gathers of it to compute with it."""
+    largest_in_bits: int
+    """Weights of its largest quantised layer."""
+    kept: float
+    """For the backward pass, a token."""
+
+
+def width_of(training: TrainingSettings) -> int:
+    """Bytes of a value that is computed with."""
+    return 4 if training.compute_dtype == "float32" else 2
+
+
+def state_bytes(training: TrainingSettings) -> float:
+    """Optimizer state, bytes a trained weight."""
+    return OPTIMIZERS.get(training.optimizer).state_bytes
+
+
+def memory_of_units(
+    weights: Iterable[Weight], dimensions: Dimensions, training: TrainingSettings
+) -> tuple[UnitMemory, ...]:
+    """Of each unit, in order."""
+    by_unit: dict[int, list[Weight]] = {unit: [] for unit in range(dimensions.blocks + 2)}
+    for weight in weights:
+        by_unit[min(weight.unit, dimensions.blocks + 1)].append(weight)
+    adapted = any(kept_beside(one.name, one.shape) for held in by_unit.values() for one in held)
+    return tuple(
+        _memory_of_unit(held, dimensions, training, block=0 < unit <= dimensions.blocks, adapted=adapted)
+        for unit, held in by_unit.items()
+    )
+
+
+def _memory_of_unit(
+    held: Sequence[Weight], dimensions: Dimensions, training: TrainingSettings, *, block: bool, adapted: bool
+) -> UnitMemory:
+    width = width_of(training)
+    beside = sum(kept_beside(one.name, one.shape) for one in held)
+    values = dimensions.hidden * kept_values(dimensions.gated, adapters=adapted) if block else 0.0
+    again = {"full": 1, "selective": 10}.get(training.layout.activation_checkpointing)
+    if again is not None:
+        values, beside = dimensions.hidden * again * block, 0.0
+    return UnitMemory(
+        weights=sum(one.count * one.held_bytes for one in held),
+        trained=sum(one.count for one in held if one.trained),
+        copies=sum(2 * one.count for one in held if one.copied),
+        gathered=sum(one.count * (one.held_bytes if one.in_bits else width) for one in held),
+        largest_in_bits=max((one.count for one in held if one.in_bits), default=0),
+        kept=width * (values + beside),
+    )
+
+
+def kept_values(gated: float, *, adapters: bool) -> float:
+    """Values that autograd keeps of a block for the backward pass, a token and hidden unit.
+
+    17 where no more is known of the block (Korthikanti et al. 2022, arXiv 2205.05198, eq. 2 without the attention
+    matrix). With a gated feed-forward network of r hidden widths, as Llama's: 11 of norms, residuals and attention, and
+    the two products, their gate and the network's inner values, 4 r. Below adapters, frozen layers and norms keep no
+    input of their own: 7 + 3 r, and `kept_beside` of each adapter.
+    """
+    if not gated:
+        return 17.0
+    return 7 + 3 * gated if adapters else 11 + 4 * gated
+
+
+def kept_beside(name: str, shape: Sequence[int]) -> float:
+    """Values a token that an adapter keeps: its layer's output once and a half, as measured, and half of its input,
+    which several adapters share."""
+    if len(shape) != 2:
+        return 0.0
+    return 1.5 * shape[0] if B in name else 0.5 * shape[1] if A in name else 0.0
