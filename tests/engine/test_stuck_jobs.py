@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -137,6 +138,9 @@ def test_a_job_without_queue_ends_with_its_connection_and_is_found_by_its_name(t
         line = ["sh", "-c", NONE.listing(shlex.quote("a job"))]
         return NONE.read_listing(subprocess.run(line, capture_output=True, text=True, check=True).stdout)
 
+    until = time.monotonic() + 60
+    while not found() and time.monotonic() < until:  # the shell says "begun" before its child, which bears the name
+        time.sleep(0.05)
     assert found() and all(job.began and job.state == "R" for job in found())
     process.stdin.close()  # as when the coordinator vanishes
     assert process.wait(10) == 128 + 15

@@ -80,6 +80,7 @@ def test_text_without_white_space_stays_whole(tmp_path: Path, monkeypatch: pytes
     assert pieces.split_text("gatto" * 100, tokenizer) == ["gatto" * 100]
 
 
+@pytest.mark.slow
 def test_a_line_of_ten_megabytes_needs_little_memory(tmp_path: Path):
     text = " ".join(sentences(7_000))
     text = " ".join([text] * (10_000_000 // len(text) + 1))

@@ -181,6 +181,7 @@ def test_a_failure_in_the_middle_leaves_nothing(request_: Request):
     assert sorted(p.name for p in request_.out.parent.iterdir()) == ["train.jsonl", "validation.jsonl"]
 
 
+@pytest.mark.slow
 def test_a_killed_run_leaves_no_dataset_and_the_next_one_succeeds(request_: Request, tmp_path: Path):
     write_json_lines(Path(request_.inputs[0]), ({"text": s} for s in sentences(8_000)))
     write_json_lines(Path(request_.validation[0]), ({"text": f"altro {s}"} for s in sentences(20)))

@@ -113,7 +113,7 @@ def test_a_job_that_waits_for_its_model_takes_the_place_of_its_facilitys_wait_al
     [
         (2, 3, True, False, True),
         (8, 3, True, True, True),
-        (64, 10, True, False, True),
+        pytest.param(64, 10, True, False, True, marks=pytest.mark.slow),
         (2, 2, False, False, False),
         (3, 0, True, True, False),
     ],

@@ -14,6 +14,7 @@ def slow(cell: int) -> dict[str, float]:
     return {"cell": cell, "seconds": 0.05 * cell}
 
 
+@pytest.mark.slow
 def test_every_cell_is_run_once_whatever_the_number_of_workers():
     for jobs in (1, 2):
         rows = list(spread([1, 2, 3], slow, jobs=jobs, minutes=0, kind=lambda _: "", work=float))

@@ -117,7 +117,9 @@ def test_the_same_round_again_is_not_trained_twice(site: Site):
     assert verify_manifest(update).content_sha256 == content
 
 
-@pytest.mark.parametrize("change", ["model", "settings", "data"])
+@pytest.mark.parametrize(
+    "change", ["model", *(pytest.param(change, marks=pytest.mark.slow) for change in ("settings", "data"))]
+)
 def test_another_model_other_settings_or_other_data_are_trained(site: Site, change: str):
     site.run(site.send())
     if change == "settings":
@@ -146,9 +148,9 @@ def test_what_another_module_trains_without_the_stated_privacy_does_not_leave(si
         ("raise", "RuntimeError: the stand-in was told to fail"),
         ("rank1:raise", "rank 1 ended with exit code 1: RuntimeError"),
         ("nothing", "holds no manifest.json"),
-        ("wrong-round", "expected ('update', 'pico', 'north', 0)"),
+        pytest.param("wrong-round", "expected ('update', 'pico', 'north', 0)", marks=pytest.mark.slow),
         ("code:7", "exit code 7"),
-        ("code:3", "exit code 3"),
+        pytest.param("code:3", "exit code 3", marks=pytest.mark.slow),
     ],
 )
 def test_every_way_to_fail_is_told(site: Site, mode: str, reason: str):

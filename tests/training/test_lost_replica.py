@@ -129,7 +129,7 @@ def test_also_without_the_first_rank_and_with_replicas_of_several(
     finished_without(run, lose * 2 // ranks)
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", [pytest.param(how, marks=pytest.mark.slow) for how in (signal.SIGKILL, signal.SIGINT)])
 def test_under_all_reduce_the_round_is_to_be_run_again(tmp_path: Path, pico_llama: Path, how: signal.Signals) -> None:
     """SIGINT is an exception in the rank: its traceback is shown, and the other rank's is not."""
     run = launch_and_lose(tmp_path, pico_llama, ranks=2, lose=1, how=how, layout=WHOLE)

@@ -111,6 +111,7 @@ def test_a_job_on_one_node_has_no_seat_for_a_stranger(tmp_path: Path):
     assert not Path(directory).exists()
 
 
+@pytest.mark.slow
 def test_torchrun_on_one_node_has_no_seat_for_a_stranger_either(tmp_path: Path):
     """Its own store still listens; nothing that a stranger writes there reaches the ranks."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

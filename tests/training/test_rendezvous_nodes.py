@@ -131,6 +131,7 @@ def test_a_process_that_knows_the_port_does_not_get_the_seat_of_rank_1(
     assert [(tmp_path / f"sum-{rank}").read_text() for rank in range(2)] == ["2 ['late', 'late']"] * 2
 
 
+@pytest.mark.slow
 def test_where_no_secret_is_asked_for_the_same_process_does_get_it(tmp_path: Path):
     """The attack is one: what is started by hand, without a launcher, has no secret."""
     (tmp_path / "rank.py").write_text(RANK)

@@ -71,7 +71,14 @@ def dataset(tmp_path_factory: pytest.TempPathFactory):
     return open_dataset(write_dataset(tmp_path_factory.mktemp("gradients") / "data", train=12, block_tokens=8))
 
 
-@pytest.mark.parametrize("limit", [1e-2, 0.7, 1e6], ids=["all-clipped", "some-clipped", "none-clipped"])
+@pytest.mark.parametrize(
+    "limit",
+    [
+        pytest.param(1e-2, id="all-clipped", marks=pytest.mark.slow),
+        pytest.param(0.7, id="some-clipped"),
+        pytest.param(1e6, id="none-clipped", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_sum_is_that_of_the_records_one_at_a_time(family: str, limit: float, dataset: Any):
     model = model_of(family)

@@ -114,6 +114,7 @@ def test_what_leaves_a_round_is_noised_or_withheld_and_counted(tmp_path: Path, p
         assert (ledger.count("training"), ledger.count("validation")) == (3, 2)
 
 
+@pytest.mark.slow
 def test_the_last_step_of_all_rounds_ends_at_the_stated_epsilon_and_no_further_one_is_made(
     tmp_path: Path, pico_llama: Path, dataset: Path
 ):
