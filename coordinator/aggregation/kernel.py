@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -41,6 +41,13 @@ READ_BYTES = 24 << 20
 """Buffer bytes of one thread for what it reads, whatever the number of updates (a piece of each at least)."""
 SAMPLE = 16
 """With sampled statistics, every N-th piece of each tensor counts, from its first on."""
+
+
+class SeesSteps(Protocol):
+    """Sees the steps of every update, piece by piece and from any thread."""
+
+    def take(self, name: str, begin: int, steps: Array) -> None:
+        """`steps`: (updates, n), of the elements of a tensor from `begin` on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +80,8 @@ class Work:
     the steps' inner products with it by tensor, `combine` gets it as the last row of its steps."""
     observe: Callable[[Array], None] | None = None
     """Sees every (updates, n) block of steps, from any thread."""
+    walk: SeesSteps | None = None
+    """Makes the mean walk of the steps, where drift is corrected."""
     hashed: Mapping[Path, StreamedDigest] = field(default_factory=dict)
     """Files of the base, the state and the updates that are hashed as they are read."""
     model: TensorWriter | None = None
@@ -252,7 +261,7 @@ def _combined(part: _Part, piece: slice, result: Passed) -> tuple[Array, Array, 
         piece,
         gram=result.gram if counted else None,
         coefficients=work.coefficients,
-        rows=work.observe is not None or work.combine is not None or work.momentum,
+        rows=work.observe is not None or work.combine is not None or work.momentum or work.walk is not None,
         add=part.added,
     )
     if counted:
@@ -262,6 +271,8 @@ def _combined(part: _Part, piece: slice, result: Passed) -> tuple[Array, Array, 
     if work.observe:
         assert steps is not None
         work.observe(steps)
+    if work.walk is not None and steps is not None:
+        work.walk.take(part.name, part.begin + piece.start, steps)
     if work.momentum and steps is not None:
         steps = _with_momentum(part, piece, steps)
         if work.model is None:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from coordinator.aggregation.kernel import Passed
 from coordinator.aggregation.request import Request
@@ -66,6 +67,8 @@ class Aggregation:
     """Of the next model, by tensor."""
     sources: Sources = field(default_factory=Sources)
     """What the writing pass verifies as it reads it."""
+    walk: dict[str, Any] = field(default_factory=dict)
+    """What round.json says of the mean walk, where drift is corrected."""
     written: dict[Path, dict[str, str]] = field(default_factory=dict)
     """sha256 of the files of tensors, by the directory of the model and of the state."""
 

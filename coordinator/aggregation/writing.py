@@ -10,6 +10,7 @@ from pathlib import Path
 
 from coordinator.aggregation import kernel
 from coordinator.aggregation.adapters import layout_with, settings_of, write_products
+from coordinator.aggregation.mean_walk import make_mean_walk
 from coordinator.aggregation.plan import needs_momentum
 from coordinator.aggregation.record import ROUND, RoundRecord, write_record
 from coordinator.aggregation.request import Request
@@ -60,6 +61,7 @@ def write_tensors(aggregation: Aggregation, outputs: Outputs) -> None:
         sealed = aggregation.sent is not None
         model = stack.enter_context(TensorWriter(outputs.model, layout, whole.metadata, hashed=sealed))
         work = _work(aggregation, outputs, stack, model)
+        work = dataclasses.replace(work, walk=make_mean_walk(aggregation, outputs.model, outputs.state, stack))
         if aggregation.with_adapters and settings.lora == "product":
             assert aggregation.measured is not None
             write_products(aggregation.opened, aggregation.weights, model, work.new_master)

@@ -64,6 +64,12 @@ def check_trainers(described: Mapping[str, tuple[TrainerSettings, TrainingSettin
                 f"optimizer_state of facility {name!r} is 'shared', but facility {others[0]!r} has a trainer of its "
                 "own, whose moments nobody knows: set it to 'personal' or 'auto'",
             )
+        if others and training.drift_correction:
+            raise _error(
+                "training.drift_correction",
+                f"drift_correction of facility {name!r} is true, but facility {others[0]!r} has a trainer of its own, "
+                "which corrects nothing: set it to false",
+            )
     return bool(others)
 
 
@@ -76,6 +82,52 @@ def check_adapters(aggregation: AggregationSettings, training: Mapping[str, Trai
                 f"aggregation.lora is 'product', but facility {name!r} trains adapters of fused experts "
                 f"(lora.parameters {one.lora.parameters}), whose factors hold all experts: expected 'factors'",
             )
+
+
+def check_drift(aggregation: AggregationSettings, training: Mapping[str, TrainingSettings], *, masked: bool) -> None:
+    """Raise `ConfigurationError`, with the key, where drift cannot be corrected as the settings ask.
+
+    `masked`: updates are masked.
+    """
+    on = [name for name, one in training.items() if one.drift_correction]
+    if not on:
+        return
+    key = "training.drift_correction"
+    if off := [name for name in training if name not in on]:
+        raise _error(
+            key,
+            f"drift_correction is true for {on[0]!r} and false for {off[0]!r}: corrections cancel in the mean over all "
+            "facilities alone; set it for all of them, or for none",
+        )
+    if len(on) < 2:
+        raise _error(key, "drift_correction is true with a single facility: there is no other to drift from; remove it")
+    if aggregation.aggregation_rule != "mean":
+        raise _error(
+            key,
+            f"drift_correction is true under {aggregation.aggregation_rule}: corrections cancel in the weighted mean "
+            "alone, and the mean walk, which moves every facility's steps, is not protected as that rule protects the "
+            "model; expected the rule mean or auto (with any server optimizer), or drift_correction false",
+        )
+    if aggregation.lora == "product":
+        raise _error(
+            "aggregation.lora",
+            "aggregation.lora is 'product', which has no step of a factor that a facility could correct; expected "
+            "'factors' beside drift_correction true",
+        )
+    frozen = {name: sorted(one.freeze) for name, one in training.items()}
+    if len({tuple(patterns) for patterns in frozen.values()}) > 1:
+        raise _error(
+            "training.freeze",
+            f"training.freeze differs between facilities ({frozen}) beside drift_correction true: what one of them "
+            "keeps frozen would hold the others back; freeze the same everywhere",
+        )
+    if masked:
+        raise _error(
+            key,
+            "drift_correction is true with privacy.secure_aggregation: the coordinator sees the sum of all steps, and "
+            "needs each facility's, with the sum of its learning rates, to know whose walk the mean holds; remove one "
+            "of them",
+        )
 
 
 def check_evaluation(evaluation: EvaluationPlan, names: Sequence[str]) -> None:

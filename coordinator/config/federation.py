@@ -17,6 +17,7 @@ from coordinator.config.closing import ClosingSettings, EvenSettings, LimitSetti
 from coordinator.config.compatibility import (
     check_adapters,
     check_comparison,
+    check_drift,
     check_evaluation,
     check_quorum,
     check_trainers,
@@ -212,7 +213,9 @@ def _build(lined: Lined) -> Federation:
     federation = _chosen(federation, data.get("aggregation") or {})
     others = any(not federation.trainer_of(one).built_in for one in federation.facilities)
     check_comparison(federation.evaluation, federation, other_trainers=others, even=federation.even is not None)
-    check_adapters(federation.aggregation, {one.name: one.training for one in federation.facilities})
+    described = {one.name: one.training for one in federation.facilities}
+    check_adapters(federation.aggregation, described)
+    check_drift(federation.aggregation, described, masked=bool(federation.masks))
     if federation.privacy is not None:
         check_privacy(
             federation.privacy,

@@ -50,6 +50,7 @@ def check_link(facility: Facility, deployment: Deployment, model: ModelFigures, 
     """Send a little over ssh and scale it to a round's models."""
     training = facility.training
     there = model.travelling(model.received(training), sending.encoding, sending.sparse_density)
+    there += model.mean_walk(training)
     back = model.travelling(model.written(training), training.encoding, training.sparse_density)
     if not deployment.host:
         return ok(facility.name, "link", f"{size(there)} there and {size(back)} back a round, on this machine")

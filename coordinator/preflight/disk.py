@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from coordinator.aggregation.server_optimizers.registry import SERVER_OPTIMIZERS
 from coordinator.aggregation.settings import split_rule
-from coordinator.preflight.estimates import ModelFigures, moments_bytes
+from coordinator.preflight.estimates import WALK_BYTES, ModelFigures, moments_bytes
 from coordinator.preflight.row import size
 from facility.exchange.messages.settings import TrainingSettings
 
@@ -41,22 +41,25 @@ class Disk:
 def facility_disk(model: ModelFigures, training: TrainingSettings, sending: str = "full") -> Disk:
     """Two models (this round's, and the next one arriving), one update, and the state as a round ends.
 
-    As a round ends the state before it and the new one are there: two times AdamW's moments; or the state before it and
+    As a round ends the state before it and the new one are there: two times AdamW's moments, with the walks where
+    drift is corrected (and a third time after an update that was not used); or the state before it and
     a checkpoint in the middle of the round (master weights and moments) of a job that ran out of time. `sending`: the
     encoding of received models, which refer to one that is kept.
     """
     trained = model.trained(training)
     moments = round(moments_bytes(training) * trained) if training.keep_optimizer else 0
-    paused = round((MASTER_BYTES + moments_bytes(training)) * trained)
+    walk = WALK_BYTES if training.drift_correction else 0
+    paused = round((MASTER_BYTES + moments_bytes(training) - walk) * trained)
     update = model.written(training)
     encoded = training.encoding != "full"
     return Disk(
         parts={
-            "models": (2 if sending == "full" else 3) * model.received(training),
+            "models": (2 if sending == "full" else 3) * (model.received(training) + model.mean_walk(training)),
             "update": update,
             "its encoded form": model.travelling(update, training.encoding, training.sparse_density) if encoded else 0,
             "residuals": 2 * MASTER_BYTES * trained if encoded else 0,
             "optimizer state": moments,
+            "state of the walk that is corrected by": moments if walk else 0,
             "state of a round that ends or pauses": max(moments, paused),
         }
     )
@@ -79,12 +82,13 @@ def coordinator_disk(
     kept = min(rounds, keep_rounds) if keep_rounds else rounds
     adapters = max((model.written(training) for training in updates.values() if training.lora.rank), default=0)
     trained = max((model.trained(training) for training in updates.values()), default=model.parameters)
+    walk = max((model.mean_walk(training) for training in updates.values()), default=0)
     return Disk(
         parts={
             "initial model": model.bytes,
-            f"models of {kept} rounds": kept * (model.bytes + adapters),
-            "the next model": model.bytes + adapters,
+            f"models of {kept} rounds": kept * (model.bytes + adapters + walk),
+            "the next model": model.bytes + adapters + walk,
             IN_FLIGHT: in_flight,
-            "server state, old and new": 2 * MASTER_BYTES * (1 + len(slots)) * trained,
+            "server state, old and new": 2 * MASTER_BYTES * (1 + len(slots) + bool(walk)) * trained,
         }
     )

@@ -101,6 +101,10 @@ class ModelFigures:
             return self.bytes
         return self.written(training) + (0 if training.lora.base else self.bytes)
 
+    def mean_walk(self, training: TrainingSettings) -> int:
+        """Bytes of the mean walk that comes with a model from the second round on, where drift is corrected."""
+        return MEAN_WALK_BYTES * self.trained(training) if training.drift_correction else 0
+
     def travelling(self, full: int, encoding: str, density: float) -> int:
         """Bytes on the link of a checkpoint that takes `full` bytes whole."""
         return full if encoding == FULL else round(declared_codec(encoding).message_bytes(self.parameters, density))
@@ -138,9 +142,15 @@ def model_figures(directory: Path) -> ModelFigures:
     )
 
 
+WALK_BYTES = 4
+"""Of a parameter's own walk at a facility, in memory and on disk, and of the mean walk in the coordinator's state."""
+MEAN_WALK_BYTES = 1
+"""Of a parameter in the mean walk that is sent with a model."""
+
+
 def moments_bytes(training: TrainingSettings) -> float:
-    """Optimizer state, bytes a parameter."""
-    return OPTIMIZERS.get(training.optimizer).state_bytes
+    """Optimizer state, bytes a parameter; with it the facility's own walk where drift is corrected."""
+    return OPTIMIZERS.get(training.optimizer).state_bytes + (WALK_BYTES if training.drift_correction else 0)
 
 
 def state_bytes(model: ModelFigures, training: TrainingSettings) -> int:

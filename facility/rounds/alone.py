@@ -29,7 +29,13 @@ from facility.rounds.sweep import forget_earlier
 TOKENS = "alone_tokens"
 """In a kept model's `extra`: tokens trained on so far."""
 MODEL = "model-"
-FEDERATED = {"encoding": "full", "optimizer_state": "personal", "proximal": 0.0, "signing_key": ""}
+FEDERATED = {
+    "encoding": "full",
+    "optimizer_state": "personal",
+    "drift_correction": False,
+    "proximal": 0.0,
+    "signing_key": "",
+}
 """Training settings that mean something between facilities only."""
 
 

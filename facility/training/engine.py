@@ -53,6 +53,8 @@ class Engine:
         self.compute = assembly.compute
         self.optimizer = optimizer_of(self.parts, settings)
         self.trained_rank = TrainedRank(self.parts, settings.lora.trained_rank)
+        self.correct: Callable[[float], None] | None = None
+        """Moves the weights after a step of that learning rate (`facility.training.drift`)."""
         self.anchor = [part.tensor.detach().clone() for part in self.parts] if settings.proximal else []
         _, row, _ = layout.grid.place(ranks.rank)
         self.counts = row == 0
@@ -167,6 +169,8 @@ class Engine:
             group["lr"] = rate
         with self.trained_rank.unchanged():
             self.optimizer.step()
+            if self.correct is not None:
+                self.correct(rate)
 
     def _tie(self) -> None:
         """A tied head away from its embedding: both ranks take the sum of both gradients."""

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import time
 from pathlib import Path
 from typing import Any
 
 from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.errors import ConfigurationError
-from facility.exchange.messages import loss_curve, lost_replicas
+from facility.exchange.messages import drift, loss_curve, lost_replicas
 from facility.exchange.messages import report as reports
 from facility.exchange.messages.privacy import DETAILS, WITHHELD
 from facility.exchange.perplexity import perplexity
 from facility.training import account
 from facility.training.devices import device_name
-from facility.training.processes.ranks import gather
+from facility.training.drift import KIND, is_in
+from facility.training.processes.ranks import gather, together
 from facility.training.round import Round
 from facility.training.state import second_moments, state
 from facility.training.state.update import outgoing_parts, outgoing_tensors, write_evaluation, write_update
+
+log = logging.getLogger(__name__)
 
 
 def finish_evaluation(round: Round) -> None:
@@ -37,11 +42,14 @@ def finish_evaluation(round: Round) -> None:
 
 def finish_round(round: Round) -> None:
     """Keep the state for the next round and write the update with its report. Raises `ConfigurationError`."""
+    walked = take_walk(round)
     save_state(round)
     if round.private is None and not any(loss >= 0 for loss in round.progress.losses):
         raise ConfigurationError("every step of the round was skipped: no loss was finite")
     request, inputs, held = round.request, round.inputs, round.engine.assembly
     figures = measure(round)
+    if walked is not None:
+        figures["details"][drift.KEY] = walked.to_json()
     adapters = held.shapes if request.training.lora.rank else None
     write_update(
         request.out,
@@ -73,6 +81,21 @@ def add_files(round: Round, figures: dict[str, Any], directory: Path) -> None:
         )
 
 
+def take_walk(round: Round) -> drift.DriftReport | None:
+    """Make this round's walk of what was trained; None where drift is not corrected, or the walk has no beginning."""
+    correction, received = round.drift, round.inputs.received
+    if correction is None or correction.rates == 0:
+        return None
+    if not all(is_in(name, received, round.conversion) for name in round.engine.assembly.shapes):
+        log.info("drift: adapters that begin in this round have no walk")
+        return None
+    with together(round.ranks):
+        correction.finish(round.request, received, round.conversion)
+    round.sync_vectors |= {KIND: correction.vector}
+    found = gather(round.ranks, [correction.squares, correction.walked] if round.writes else [0.0, 0.0])
+    return correction.report(*(math.fsum(column) for column in zip(*found, strict=True)))
+
+
 def save_state(round: Round) -> None:
     """Write `round-N` of the state directory."""
     request, settings, training = round.request, round.request.settings, round.request.training
@@ -84,7 +107,7 @@ def save_state(round: Round) -> None:
         round=request.round,
         position=round.progress.position,
         optimizer_steps=round.progress.optimizer_steps if kept else 0,
-        sync=sorted(round.sync_vectors) if kept else [],
+        sync=sorted(round.sync_vectors.keys() - {KIND}) if kept else [],
         optimizer=training.optimizer,
     )
     state.save_state(
@@ -96,6 +119,7 @@ def save_state(round: Round) -> None:
         round.engine.parts,
         vectors=round.sync_vectors,
         writes=round.writes,
+        needed=round.drift.since if round.drift is not None else None,
     )
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
+from facility.exchange.checkpoints.conversion import Conversion
 from facility.exchange.messages.privacy import WITHHELD
 from facility.exchange.messages.progress import Stage
 from facility.exchange.perplexity import perplexity
@@ -23,6 +24,7 @@ from facility.training.batch_norm import average_statistics
 from facility.training.data.documents import check_separation
 from facility.training.data.inputs import RoundInputs
 from facility.training.data.preference import Preference
+from facility.training.drift import DriftCorrection
 from facility.training.engine import StepResult
 from facility.training.lost import lost_replicas
 from facility.training.monitor.clock import Clock
@@ -73,6 +75,8 @@ class Round:
         self.replicas, self.replica = independent_replicas(setup.layout, ranks, self.engine)
         self.writes = setup.layout.grid.place(ranks.rank)[0] == 0
         """True on the ranks of the first replica, which writes what all replicas agree on."""
+        self.drift: DriftCorrection | None = None
+        """Of `drift_correction`; None: off."""
         self.times = Times()
         self.step_ends: list[float] = []
         """When each step of this start ended (time.perf_counter)."""
@@ -83,7 +87,23 @@ class Round:
         self.progress = restore(
             self.request, saved, self.engine, self.ranks, replica=self.replica, replicas=self.replicas
         )
+        if self.request.training.drift_correction and not self.request.evaluates_only:
+            self._begin_correction()
         self.times.loaded = time.perf_counter()
+
+    def _begin_correction(self) -> None:
+        """Correct the steps of this round where the mean walk and this facility's own are there."""
+        engine = self.engine
+        self.drift = DriftCorrection(engine.parts, rates=self.progress.rates)
+        with together(self.ranks):
+            self.drift.begin(self.request, self.conversion, engine.assembly.shapes)
+        engine.correct = self.drift.step
+        log.info("drift: %s", self.drift.reason)
+
+    @property
+    def conversion(self) -> Conversion | None:
+        """How stored tensors make the parameters that are trained; adapters are stored as they are."""
+        return None if self.request.training.lora.rank else self.engine.assembly.names.conversion
 
     def budget(self) -> AbstractContextManager[None]:
         """Hold the privacy budget's ledger for what is released inside; nothing without differential privacy."""
@@ -273,6 +293,7 @@ class Round:
             scale=self.engine.scale,
             skipped=self.engine.skipped,
             samples=self.sync.samples,
+            rates=self.drift.rates if self.drift is not None else 0.0,
         )
         average_statistics(self.engine.assembly.statistics, self.ranks, self._averaging(False))
         gathered = gather(self.ranks, [self.replica, dataclasses.asdict(mine)])

@@ -16,6 +16,7 @@ from coordinator.archive.summary import summary
 from coordinator.config.federation import read_federation
 from coordinator.engine.render import write
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
+from facility.exchange.checkpoints.mean_walk import open_mean_walk
 from facility.exchange.checkpoints.second_moments import read_factors
 from tests.engine.engines import crossfed, cwltool, killed_at, streamflow, weights
 from tests.federations import write_federation
@@ -174,8 +175,9 @@ def test_an_archive_of_another_federation_is_refused(undisturbed: Path, tmp_path
 
 
 @pytest.mark.slow  # the quicker laws are in tests/aggregation and tests/training
-def test_shared_second_moments_go_round_with_models_and_updates_sent_as_differences(tmp_path: Path):
+def test_shared_second_moments_and_walks_go_round_with_models_and_updates_sent_as_differences(tmp_path: Path):
     encoded = {"encoding": "delta-int8", "export_dtype": "float32", "optimizer_state": "shared"}
+    encoded |= {"drift_correction": True}
     path = make(tmp_path, rounds=3, training=encoded, sending={"encoding": "delta-int8"})
     result = streamflow(path, tmp_path / "engine")
     assert result.returncode == 0, result.stdout[-4000:]
@@ -185,5 +187,7 @@ def test_shared_second_moments_go_round_with_models_and_updates_sent_as_differen
         shapes = {name: entry.shape for name, entry in open_checkpoint(model).tensors.items()}
         factors, steps = read_factors(model, shapes)
         assert factors.keys() == shapes.keys() and steps > 0
+        walk, rounds = open_mean_walk(model)
+        assert walk.tensors.keys() == shapes.keys() and rounds == {"site-a.1": number, "b_2": number}
     assert [row["status"] for entry in summary(archive)["rounds"] for row in entry["facilities"]] == ["ok"] * 6
     assert "delta-int8" in (archive.path / "round-0002" / "round.json").read_text()

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 
 from coordinator.preflight.disk import coordinator_disk, facility_disk
-from coordinator.preflight.estimates import ModelFigures, model_figures
+from coordinator.preflight.estimates import ModelFigures, model_figures, state_bytes
 from facility.exchange.messages.layout import LoraSettings
 from facility.exchange.messages.settings import TrainingSettings
 from tests.pico import save_pico
@@ -22,6 +22,16 @@ def test_a_facility_holds_two_models_an_update_a_state_and_what_a_round_writes_a
     assert facility_disk(MODEL, without, "delta-int8").bytes == 3 * 2 * P + 2 * P + 12 * P
     encoded = TrainingSettings(keep_optimizer=False, encoding="delta-int8", export_dtype="float32")
     assert facility_disk(MODEL, encoded).bytes == 2 * 2 * P + 4 * P + (P + 4 * P // 256) + 2 * 4 * P + 12 * P
+
+
+def test_correcting_drift_takes_a_walk_with_every_state_and_a_byte_a_parameter_with_every_model():
+    plain, drift = TrainingSettings(), TrainingSettings(drift_correction=True)
+    more = facility_disk(MODEL, drift).bytes - facility_disk(MODEL, plain).bytes
+    assert more == 2 * P + 4 * P + (8 + 4) * P  # models, the state before, and the one that the mean holds
+    there = [coordinator_disk(MODEL, {"a": one}, rule="mean", rounds=5, keep_rounds=2).bytes for one in (plain, drift)]
+    assert there[1] - there[0] == (2 + 1) * P + 2 * 4 * P
+    assert MODEL.mean_walk(drift) == P and MODEL.mean_walk(plain) == 0
+    assert state_bytes(MODEL, drift) - state_bytes(MODEL, plain) == 4 * P
 
 
 def test_the_coordinator_does_not_need_more_for_more_rounds():

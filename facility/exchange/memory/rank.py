@@ -44,7 +44,8 @@ def rank_memory(
     Weights, gradients (4 a trained weight) and optimizer state of the rows held; activations of the micro-batches that
     wait for their backward; logits and their gradient in float32, of `chunk_rows` positions where they are computed in
     chunks (then the weight's gradient exists a second time); in half precision the copies that autocast makes; under
-    FSDP2 the weights that are gathered; one quantised layer in float32, as it is loaded and as it is multiplied.
+    FSDP2 the weights that are gathered; the correction of drift (4 a trained weight); one quantised layer in
+    float32, as it is loaded and as it is multiplied.
     """
     chunks = [range(first, end) for first, end in layout.spans] or [range(len(units))]
     held = [units[unit] for chunk in chunks for unit in chunk]
@@ -65,6 +66,7 @@ def rank_memory(
     more = {
         "weights in half precision": 0 if layout.sharded else sum(unit.copies for unit in held),
         "gathered weights": gathered_bytes(units, chunks, layout, beside=parts["activations"] + parts["logits"]),
+        "drift correction": 4 * trained // layout.shards if training.drift_correction else 0,
         "one layer dequantised": 4 * max((unit.largest_in_bits for unit in held), default=0),
     }
     return parts | {name: value for name, value in more.items() if value}

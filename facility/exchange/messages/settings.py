@@ -95,6 +95,11 @@ class TrainingSettings:
     of the bytes of a large model); every facility then scales coordinates alike, and unlike facilities' steps add up.
     The first moments stay personal. Needs `keep_optimizer`, and the same value at all facilities. `auto`: shared where
     it was measured to pay: two facilities or more, whole models, a mean as rule."""
+    drift_correction: bool = False
+    """Move every step by the mean of all facilities' walks of the last round minus this facility's own (SCAFFOLD:
+    Karimireddy et al. 2020, arXiv 1910.06378, option II), so that unlike facilities drift less apart in long rounds. A
+    byte more a parameter travels with each model, and 4 bytes a parameter more are held at the facility. Needs
+    `keep_optimizer`, and the same value at all facilities."""
     stall_seconds: Positive[float] = 600.0
     """A rank that hears nothing from its peers for so long ends the job."""
     sync: SyncSettings = field(default_factory=SyncSettings)
@@ -140,6 +145,31 @@ class TrainingSettings:
                 "optimizer_state is 'shared' with keep_optimizer false: moments that are not kept cannot be shared; "
                 "set keep_optimizer to true, or optimizer_state to 'personal'"
             )
+        if self.drift_correction:
+            check_drift_correction(self)
+
+
+def check_drift_correction(training: TrainingSettings) -> None:
+    """Raise `ConfigurationError`, with the key, for what excludes the correction of drift at one facility."""
+    beside = "beside drift_correction true"
+    if not training.keep_optimizer:
+        raise ConfigurationError(
+            f"keep_optimizer is false {beside}: the facility's own walk is kept with the optimizer's state; expected "
+            "true",
+            key="keep_optimizer",
+        )
+    if training.sync.policy != "allreduce":
+        raise ConfigurationError(
+            f"sync.policy is {training.sync.policy!r}, expected 'allreduce' {beside}: replicas that take steps of "
+            "their own have no common sum of learning rates",
+            key="sync.policy",
+        )
+    if training.lora.trained_rank:
+        raise ConfigurationError(
+            f"lora.trained_rank is {training.lora.trained_rank}, expected 0 {beside}: components that other facilities "
+            "train would be corrected towards one that stands still",
+            key="lora.trained_rank",
+        )
 
 
 def check_differential(training: TrainingSettings, *, dataset_card: bool = False) -> None:

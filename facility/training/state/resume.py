@@ -27,6 +27,8 @@ class RoundProgress:
     """Loss of each step; -1 for a skipped one."""
     samples: float = 0.0
     """What the policy between replicas counted before an interruption."""
+    rates: float = 0.0
+    """Sum of the learning rates of this round's steps before an interruption, where drift is corrected."""
     loss_received: float = math.nan
     accuracy_received: float | None = None
     """Share of right answers; None for a task that has none."""
@@ -83,6 +85,7 @@ def restore(
             optimizer_steps=here.optimizer_steps,
             losses=here.losses,
             samples=here.samples,
+            rates=here.rates,
             loss_received=found.loss_received,
             accuracy_received=found.accuracy_received,
             interruptions=found.interruptions + 1,

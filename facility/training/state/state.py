@@ -71,6 +71,8 @@ class ReplicaProgress:
     skipped: int
     samples: float
     """What the policy between replicas has counted."""
+    rates: float = 0.0
+    """Sum of the learning rates of the steps, where drift is corrected."""
 
 
 @validated(frozen=True, kw_only=True)
@@ -210,10 +212,12 @@ def save_state(
     *,
     vectors: dict[str, torch.Tensor],
     writes: bool,
+    needed: int | None = None,
 ) -> None:
     """Write `round-N`, drop what later rounds cannot need. `writes`: this rank's replica is the one that writes.
 
-    `vectors`: what the policy between replicas keeps; kept where the optimizer is.
+    `vectors`: what the policy between replicas keeps, and the walk where drift is corrected; kept where the optimizer
+    is. `needed`: an earlier round whose state is kept as well.
     """
     tensors, mine = [], []
     if optimizer is not None:
@@ -226,7 +230,7 @@ def save_state(
         shutil.rmtree(directory / PAUSED, ignore_errors=True)
         for other in [*directory.glob("round-*"), *directory.glob("sync-*")]:
             match = re.fullmatch(r"(?:round|sync)-(\d+)(?:\.\d+)?", other.name)
-            if match and int(match[1]) not in (state.round - 1, state.round):
+            if match and int(match[1]) not in (state.round - 1, state.round, needed):
                 shutil.rmtree(other, ignore_errors=True)
 
 

@@ -1,0 +1,116 @@
+"""Whose walks the next mean walk holds, and how it is made of the last one and the updates of the round.
+
+With a the mean walk as it was sent and a_i the walk of facility i in it, a corrected update's step d_i over the sum of
+its learning rates r_i is w_i + a - a_i, where w_i is its new walk; an update without a correction gives w_i alone. So
+
+    mean' = mean + sum of weight_i (d_i / r_i - a) over the corrected ones + sum of weight_j d_j / r_j over new ones
+
+keeps the exact mean, each walk with the weight that its facility had when it joined, and no facility's walk has to be
+known (the server's control variate of SCAFFOLD, arXiv 1910.06378, algorithm 1, lines 16 and 17). Facilities that are
+absent or late stay in the mean with their last walk. Where a facility's own walk is lost, the mean begins anew.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from coordinator.aggregation.updates import Update
+from facility.exchange.errors import CheckpointError
+from facility.exchange.messages.drift import DriftReport, drift_of
+
+WEIGHTS = "weights"
+LEAST_RATES = 0.05
+"""An update whose learning rates sum up to less than this share of the median is not counted: its walk would be its
+step many times over."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Members:
+    """The facilities whose walks the mean holds."""
+
+    rounds: Mapping[str, int] = field(default_factory=dict)
+    """Of each facility's walk."""
+    weights: Mapping[str, float] = field(default_factory=dict)
+
+    def metadata(self) -> dict[str, str]:
+        """As it is kept at the coordinator."""
+        return {"format": "pt", WEIGHTS: json.dumps(dict(sorted(self.weights.items())))}
+
+
+@dataclass(frozen=True, kw_only=True)
+class WalkPlan:
+    """How the next mean walk is made: mean' = kept mean - sent a + sum of coefficients d."""
+
+    kept: float
+    sent: float
+    coefficients: list[float]
+    """Of each update's step; 0: not counted."""
+    members: Members
+    """Of the next mean; none: no mean is sent."""
+    reason: str
+
+    @property
+    def makes_mean(self) -> bool:
+        return bool(self.members.rounds)
+
+
+def weights_in(metadata: Mapping[str, str]) -> dict[str, float]:
+    """The members' weights that the coordinator keeps with the mean. Raises `CheckpointError`."""
+    try:
+        found = json.loads(metadata.get(WEIGHTS, "{}"))
+        return {str(name): float(weight) for name, weight in found.items()}
+    except (ValueError, TypeError, AttributeError):
+        raise CheckpointError(f"the mean walk's {WEIGHTS} are not a number by facility") from None
+
+
+def plan_walk(updates: Sequence[Update], shares: Sequence[float], members: Members, *, number: int) -> WalkPlan | None:
+    """The plan for round `number`; None where no update reports a walk. `shares`: of the updates in the round."""
+    told = [drift_of(update.report) if update.staleness == 0 else None for update in updates]
+    if not any(told):
+        return None
+    middle = median(one.rates for one in told if one is not None)
+    counted = [one if one is not None and one.rates >= LEAST_RATES * middle else None for one in told]
+    nothing = WalkPlan(kept=0.0, sent=0.0, coefficients=[0.0] * len(updates), members=Members(), reason="")
+    if reason := _contradiction(updates, told, counted, members):
+        return WalkPlan(**vars(nothing) | {"reason": f"{reason}: the mean walk begins anew after the next round"})
+    pairs = [(update.facility, share) for update, share in zip(updates, shares, strict=True)]
+    weights = dict(members.weights)
+    for (name, share), one in zip(pairs, counted, strict=True):
+        if one is not None and share > 0:
+            weights.setdefault(name, share)
+    total = math.fsum(weights.values())
+    if not total:
+        return WalkPlan(**vars(nothing) | {"reason": "no update counts"})
+    coefficients = [
+        weights[name] / (total * one.rates) if one is not None and name in weights else 0.0
+        for (name, _), one in zip(pairs, counted, strict=True)
+    ]
+    fresh = {name: number for (name, _), factor in zip(pairs, coefficients, strict=True) if factor}
+    sent = math.fsum(weights[name] for name in fresh if name in members.rounds)
+    return WalkPlan(
+        kept=math.fsum(members.weights.values()) / total,
+        sent=sent / total,
+        coefficients=coefficients,
+        members=Members(rounds=dict(members.rounds) | fresh, weights=weights),
+        reason=f"the mean walk holds {len(weights)} facilities, {len(fresh)} of this round",
+    )
+
+
+def _contradiction(
+    updates: Sequence[Update],
+    told: Sequence[DriftReport | None],
+    counted: Sequence[DriftReport | None],
+    members: Members,
+) -> str:
+    """Why the mean cannot go on from the last one; empty: it can."""
+    for update, one, used in zip(updates, told, counted, strict=True):
+        if one is None:
+            continue
+        if used is not None and one.corrected != (update.facility in members.rounds):
+            was = "corrected" if one.corrected else "not corrected"
+            return f"{update.facility} was {was}, and the mean says otherwise"
+    return ""
