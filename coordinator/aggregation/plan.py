@@ -52,6 +52,13 @@ def needs_measuring(settings: AggregationSettings, count: int) -> bool:
     )
 
 
+def norms_suffice(settings: AggregationSettings, count: int) -> bool:
+    """Whether the norms of `count` updates' steps are all that must be known before they can be combined."""
+    rule = {INNER_PRODUCTS, TENSOR_PRODUCTS, HISTOGRAMS, MOMENTUM} & set(RULES.get(settings.aggregation_rule).needs)
+    exact = settings.statistics == "exact" and settings.accumulate == "float32"
+    return exact and not rule and settings.lora != "product" and needs_measuring(settings, count)
+
+
 def clip_ratio(settings: AggregationSettings, count: int) -> float:
     """Multiple of the median norm to which steps are clipped; 0: they are not."""
     if settings.clip_ratio == AUTOMATIC:
@@ -68,7 +75,7 @@ def plan_round(aggregation: Aggregation) -> None:
         aggregation.settings,
         aggregation.names,
         aggregation.weights,
-        gram=aggregation.measured.gram if aggregation.measured else None,
+        gram=_gram(aggregation),
         tensor_grams=aggregation.measured.by_tensor if aggregation.measured else None,
         along_momentum=aggregation.measured.along_momentum if aggregation.measured else None,
         histograms=aggregation.histograms,
@@ -81,6 +88,13 @@ def plan_round(aggregation: Aggregation) -> None:
         parameters = told.parameters if told is not None else ()
         details |= {"lora": aggregation.settings.lora} | errors(aggregation.opened, aggregation.weights, parameters)
     aggregation.plan = dataclasses.replace(plan, details=plan.details | details)
+
+
+def _gram(aggregation: Aggregation) -> Array | None:
+    """Inner products of the steps, as measured; of stated norms, which suffice for clipping, the diagonal alone."""
+    if aggregation.measured is not None:
+        return aggregation.measured.gram
+    return None if aggregation.stated is None else np.diag(aggregation.stated)
 
 
 def make_plan(
@@ -112,7 +126,7 @@ def make_plan(
         facilities=names,
         weights=weights,
         number=round,
-        inner_products=gram,
+        inner_products=gram if INNER_PRODUCTS in rule.needs else None,
         tensor_products=tensor_grams,
         momentum_products=along_momentum,
         staleness=staleness,

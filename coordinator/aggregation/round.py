@@ -49,6 +49,8 @@ class Aggregation:
     """Share of each opened update; they sum to 1."""
     capped: dict[str, float] = field(default_factory=dict)
     """The share of each facility before it was capped."""
+    stated: Array | None = None
+    """Squared norms of the steps as the facilities state them, where the pass that writes is to confirm them."""
     measured: Passed | None = None
     """What a first pass found, where one was needed."""
     verified: set[str] = field(default_factory=set)
@@ -60,6 +62,8 @@ class Aggregation:
     """Those of them that are left out of the round."""
 
     # plan and write
+    refuted: Passed | None = None
+    """What a pass measured whose plan, from stated norms, was not confirmed: it takes the place of a first pass."""
     plan: Plan = field(init=False)
     passed: Passed = field(init=False)
     """What the pass that wrote the model found."""

@@ -18,6 +18,7 @@ from coordinator.aggregation.round import Aggregation
 from coordinator.aggregation.screening import screen_round
 from coordinator.aggregation.sources import DamagedUpdate
 from coordinator.aggregation.state import make_way
+from coordinator.aggregation.stated_norms import NotConfirmed
 from coordinator.aggregation.writing import new_outputs, seal_outputs, write_tensors
 from facility.exchange.errors import TryAgain, UpdateRefused
 
@@ -36,6 +37,8 @@ def run(request: Request) -> RoundRecord:
                     write_tensors(aggregation, outputs)
                     record = describe(aggregation)
                     return seal_outputs(aggregation, outputs, record)
+            except NotConfirmed:  # nothing was left behind; the next turn plans with what this one measured
+                aggregation.refuted = aggregation.passed
             except DamagedUpdate:
                 raise
             except UpdateRefused as refusal:  # only a pass over its values could find this; nothing was left behind

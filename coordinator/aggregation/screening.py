@@ -18,6 +18,7 @@ from coordinator.aggregation.round import Aggregation
 from coordinator.aggregation.server_optimizers.registry import SERVER_OPTIMIZERS, build
 from coordinator.aggregation.sources import DamagedUpdate, Sources, verify_sources
 from coordinator.aggregation.state import fitting, open_state
+from coordinator.aggregation.stated_norms import confirm, stated_squares
 from coordinator.aggregation.updates import Update, weights_of
 from coordinator.aggregation.verify import check_finite, check_unaltered
 from facility.exchange.checkpoints import magnitudes
@@ -34,7 +35,7 @@ def screen_round(aggregation: Aggregation) -> None:
     """Fill in weights, measurements and outliers; updates that are quarantined leave the round."""
     settings = aggregation.settings
     aggregation.measured = aggregation.histograms = None
-    aggregation.suspects, aggregation.quarantined = {}, {}
+    aggregation.suspects, aggregation.quarantined, aggregation.stated = {}, {}, None
     if (unmasking := aggregation.request.unmasking) is not None:
         aggregation.weights = unmasking.shares
         return
@@ -42,7 +43,14 @@ def screen_round(aggregation: Aggregation) -> None:
     product = aggregation.with_adapters and settings.lora == "product"
     if not (product or needs_measuring(settings, len(aggregation.opened))):
         return
-    _measure(aggregation)
+    known, aggregation.refuted = aggregation.refuted, None
+    if known is None and (stated := stated_squares(aggregation)) is not None:
+        aggregation.stated = stated
+        return
+    if known is not None and len(known.gram) == len(aggregation.opened):
+        aggregation.measured = known
+    else:
+        _measure(aggregation)
     aggregation.clock("measure")
     assert aggregation.measured is not None
     gram = aggregation.measured.gram
@@ -65,7 +73,9 @@ def screen_round(aggregation: Aggregation) -> None:
 
 def screen_afterwards(aggregation: Aggregation) -> None:
     """Report outliers from what the writing pass measured, where nothing was measured before it."""
-    if aggregation.measured is None and aggregation.settings.statistics == "exact":
+    if aggregation.stated is not None:
+        confirm(aggregation)
+    elif aggregation.measured is None and aggregation.settings.statistics == "exact":
         found = screened(aggregation.names, aggregation.passed.gram, aggregation.settings.screen)
         aggregation.suspects = found.suspects
 

@@ -16,13 +16,9 @@ import numpy as np
 
 from facility.exchange.checkpoints.checkpoint import ITEM_BYTES, TensorEntry, expect, read_exactly
 from facility.exchange.checkpoints.floats import STORAGE, Array
+from facility.exchange.checkpoints.spans import PIECE, SPAN
 from facility.exchange.files.streamed_digest import StreamedDigest
 from facility.exchange.masking.streams import DTYPES, UNSIGNED
-
-PIECE = 1 << 16
-"""Elements worked on at once: small enough to stay in a core's cache. Sums of statistics are per piece."""
-SPAN = 64 * PIECE
-"""Elements of one unit of work. Both are constants, so that results depend on neither threads nor read size."""
 
 HASHERS = 4
 """Threads that make digests of what is read."""

@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from coordinator.aggregation.plan import norms_suffice
 from coordinator.config.deployments import job_name, job_template, streamflow_deployments, workflow_name
 from coordinator.config.described import described
 from coordinator.config.federation import Facility, Federation
@@ -200,6 +201,7 @@ def _facility_settings(federation: Federation, facility: Facility) -> str:
         model_encoding=federation.sending.encoding,
         behind=behind(federation),
         most_steps=0 if federation.even is None else federation.even.bounds(facility.training.steps)[1],
+        step_norms=_states_norms(federation, facility),
         masking=masking_settings(federation, facility),
         differential=federation.privacy.differential if federation.privacy is not None else None,
     )
@@ -209,9 +211,15 @@ def _facility_settings(federation: Federation, facility: Facility) -> str:
             del values["evaluation"][key]
     absent = {"masking"} if settings.masking is None else set()
     absent |= set() if settings.differential else {"differential"}
-    absent |= set() if settings.most_steps else {"most_steps"}
+    absent |= {name for name in ("most_steps", "step_norms") if not values[name]}
     absent |= {"trainer"} if settings.trainer.built_in else set()
     return _json({name: value for name, value in values.items() if name not in absent})
+
+
+def _states_norms(federation: Federation, facility: Facility) -> bool:
+    """Does the norm of a facility's step save the coordinator a reading of its update?"""
+    whole = facility.training.encoding == "full" and not facility.training.lora.rank and not federation.masks
+    return whole and norms_suffice(federation.aggregation, len(federation.facilities))
 
 
 def _evaluation(federation: Federation, facility: Facility) -> FacilityEvaluation:

@@ -28,6 +28,7 @@ from coordinator.aggregation.verify import check_update
 from coordinator.simulation.described import Federation, Site
 from coordinator.simulation.facilities import simulate_federation
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
+from facility.exchange.checkpoints.step_norms import StepNorms
 from facility.exchange.messages import report
 from facility.exchange.messages.manifest import Manifest, read_manifest, write_manifest
 from tests.bench.large_models import SHAPES, Shape, write_model
@@ -43,6 +44,9 @@ def update_of(model: Path, number: int, round: int) -> Path:
     out = model.with_name(f"update-{round}-{number}")
     out.mkdir()
     known = perturb(open_checkpoint(model), out, 100 * round + number)
+    with StepNorms(open_checkpoint(model)) as norms:
+        norms.read(open_checkpoint(out))
+        norms.write(out)
     figures: dict[str, Any] = dict(
         loss_received=2.0, loss_returned=1.9, perplexity_received=7.4, perplexity_returned=6.7, training_loss=1.9
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -71,6 +72,25 @@ def test_a_facility_that_goes_takes_its_settings_along(tmp_path: Path):
     path.write_text(yaml.safe_dump(described))
     write(read_federation(path))
     assert [p.name for p in (path.parent / "facilities").iterdir()] == ["a.json"]
+
+
+@pytest.mark.parametrize(
+    ("names", "changes", "states"),
+    [
+        ("abc", {}, True),
+        ("ab", {}, False),
+        ("ab", {"aggregation": {"clip_norm": 1.0}}, True),
+        ("abc", {"aggregation": {"rule": "krum"}}, False),
+        ("abc", {"training": {"encoding": "delta-int8", "export_dtype": "float32"}}, False),
+        ("abc", {"training": {"lora": {"rank": 2}}}, False),
+    ],
+)
+def test_norms_are_stated_where_they_save_the_coordinator_a_reading(
+    tmp_path: Path, names: str, changes: dict[str, Any], states: bool
+):
+    federation = read_federation(write_federation(tmp_path, list(names), **changes))
+    settings = json.loads(render(federation)["workflow/facilities/a.json"])
+    assert settings.get("step_norms", False) is states
 
 
 def test_every_dataset_travels_as_text(tmp_path: Path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
@@ -9,7 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from facility.exchange.checkpoints import native, step_norms
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
+from facility.exchange.checkpoints.step_norms import StepNorms
 from facility.exchange.errors import ManifestError
 from facility.exchange.files import streamed_digest
 from facility.exchange.files.streamed_digest import StreamedDigest
@@ -86,5 +89,13 @@ def test_saving_makes_the_digests_whatever_the_order_of_the_parts(model: Path, t
     out = tmp_path / "out"
     out.mkdir()
     slots, headers = plan_files(planned)
-    known = write_shards(out, slots, parts, hashed=create_files(out, slots, headers))
+    with StepNorms(checkpoint) as norms:
+        known = write_shards(out, slots, parts, hashed=create_files(out, slots, headers), norms=norms)
+        norms.write(out)
     assert known == {path.name: sha256_of(path) for path in out.glob("*.safetensors")}
+    if native.library() is not None:
+        as_written = json.loads((out / step_norms.NAME).read_text())
+        with StepNorms(checkpoint) as norms:
+            norms.read(open_checkpoint(out))
+            norms.write(out)
+        assert as_written == json.loads((out / step_norms.NAME).read_text())

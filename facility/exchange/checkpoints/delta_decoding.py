@@ -25,6 +25,8 @@ from facility.exchange.errors import CheckpointError
 from facility.exchange.files.durable import new_directory
 from facility.exchange.messages.manifest import Manifest, read_manifest, verify_manifest, write_manifest
 
+DECODED = "decoded_from"
+"""In `extra`: the encoding that a directory travelled in."""
 INTEGERS = {"I8": "i1", "U8": "u1", "U16": "<u2", "I32": "<i4"}
 """numpy dtypes of the whole numbers that codecs store."""
 
@@ -90,7 +92,7 @@ def _describe(directory: Path, manifest: Manifest, old: Checkpoint, message: Pat
             dtypes=open_checkpoint(directory).dtypes(),
             parameters=old.parameters,
             files={},
-            extra=extra | {"decoded_from": manifest.encoding, "message_bytes": travelled},
+            extra=extra | {DECODED: manifest.encoding, "message_bytes": travelled},
         ),
     )
     wanted = manifest.extra.get("decoded_sha256")

@@ -241,6 +241,8 @@ class FacilitySettings:
     """Rounds that another facility, which may share the work directory, can be behind where rounds do not wait."""
     most_steps: NonNegative[int] = 0
     """Most optimizer steps that the model of a round may ask for; 0: rounds have `training.steps`, whatever it asks."""
+    step_norms: bool = False
+    """State the norm of every update's step beside it, for a coordinator that clips and so reads updates once."""
     masking: MaskingSettings | None = None
     """Secure aggregation; absent: updates travel as they are."""
     differential: DifferentialSettings | None = None

@@ -9,14 +9,17 @@ by all ranks, as it must be for a checkpoint of several ranks in any case.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
-from facility.exchange.checkpoints.checkpoint import ITEM_BYTES, SINGLE, torch_dtype
+from facility.exchange.checkpoints.checkpoint import FLOATS, ITEM_BYTES, SINGLE, torch_dtype
 from facility.exchange.checkpoints.conversion import Conversion, Run
+from facility.exchange.checkpoints.floats import STORAGE
+from facility.exchange.checkpoints.step_norms import StepNorms
 from facility.exchange.checkpoints.writer import Planned, header_of, layout_of_shards, write_index
 from facility.exchange.errors import CheckpointError
 from facility.exchange.files.durable import as_umask_allows
@@ -92,11 +95,12 @@ def write_shards(
     conversion: Conversion | None = None,
     *,
     hashed: Mapping[str, StreamedDigest] | None = None,
+    norms: StepNorms | None = None,
 ) -> dict[str, str]:
     """Write the rows this rank holds of each tensor. Raises `CheckpointError` where fp16 cannot hold a weight.
 
     `hashed`: of `create_files`, where no other rank writes; then tensors are written in the order in which they lie,
-    and the sha256 of each file is returned.
+    and the sha256 of each file is returned. `norms`: takes what is written.
     """
     pieces = conversion.pieces if conversion is not None else {}
     if hashed:
@@ -122,7 +126,11 @@ def write_shards(
                     opened[slot.file] = os.open(directory / slot.file, os.O_WRONLY)
                 elements = flat[run.at - begin : run.at - begin + run.count]
                 digest = hashed[slot.file] if hashed else None
-                _write_elements(opened[slot.file], slot, run.start, elements, part.name, digest)
+                for start, piece in _pieces(elements, run.start, part.name, torch_dtype(slot.dtype)):
+                    content = memoryview(piece.view(torch.uint8).numpy().data)
+                    _write(opened[slot.file], slot.start + start * piece.element_size(), content, digest)
+                    if norms is not None and slot.dtype in FLOATS:
+                        norms.take(run.tensor, slot.dtype, start, np.frombuffer(content, STORAGE[slot.dtype]))
         for descriptor in opened.values():
             os.fsync(descriptor)
     finally:
@@ -131,15 +139,11 @@ def write_shards(
     return {file: digest.finish() for file, digest in (hashed or {}).items()}
 
 
-def _write_elements(
-    descriptor: int, slot: Slot, start: int, flat: torch.Tensor, name: str, digest: StreamedDigest | None
-) -> None:
-    """Write elements of a tensor from `start` on, rounded to its dtype."""
-    dtype = torch_dtype(slot.dtype)
-    begin_byte = slot.start + start * dtype.itemsize
+def _pieces(flat: torch.Tensor, start: int, name: str, dtype: torch.dtype) -> Iterator[tuple[int, torch.Tensor]]:
+    """Elements of a tensor from `start` on, rounded to its dtype, each piece with its place."""
     for begin in range(0, flat.numel(), PIECE_BYTES // 4):
         piece = rounded(name, flat[begin : begin + PIECE_BYTES // 4], dtype)
-        _write(descriptor, begin_byte + begin * dtype.itemsize, piece.cpu(), digest)
+        yield start + begin, piece.cpu().contiguous()
 
 
 def rounded(name: str, piece: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -156,8 +160,7 @@ def rounded(name: str, piece: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return result
 
 
-def _write(descriptor: int, offset: int, tensor: torch.Tensor, digest: StreamedDigest | None) -> None:
-    view = memoryview(tensor.contiguous().view(torch.uint8).numpy().data)
+def _write(descriptor: int, offset: int, view: memoryview, digest: StreamedDigest | None) -> None:
     done = 0
     while done < len(view):
         done += os.pwrite(descriptor, view[done:], offset + done)

@@ -10,9 +10,10 @@ from pathlib import Path
 import torch
 
 from facility.exchange.checkpoints.adapters import write_adapter_config
-from facility.exchange.checkpoints.checkpoint import ADAPTER, FLOATS, SINGLE, Checkpoint
+from facility.exchange.checkpoints.checkpoint import ADAPTER, FLOATS, SINGLE, Checkpoint, open_checkpoint
 from facility.exchange.checkpoints.companions import copy_companions
 from facility.exchange.checkpoints.conversion import Conversion
+from facility.exchange.checkpoints.step_norms import StepNorms
 from facility.exchange.files.durable import new_directory
 from facility.exchange.messages import manifest as manifests
 from facility.exchange.messages import report as reports
@@ -78,8 +79,14 @@ def write_update(
         broadcast(ranks, str(temporary))
         hashed = create_files(temporary, slots, headers)
         barrier(ranks)
+        norms = StepNorms(checkpoint) if settings.step_norms and not adapters.rank else None
+        alone = ranks.world == 1
         with together(ranks):
-            known = write_shards(temporary, slots, mine, conversion, hashed=hashed if ranks.world == 1 else None)
+            known = write_shards(
+                temporary, slots, mine, conversion, hashed=hashed if alone else None, norms=norms if alone else None
+            )
+        if norms is not None:
+            state_norms(norms, temporary, from_disk=not alone)
         copy_companions(model, temporary)
         state_dtype(temporary, settings.training.export_dtype)
         if adapters.rank:
@@ -101,6 +108,14 @@ def write_update(
             known,
         )
     barrier(ranks)
+
+
+def state_norms(norms: StepNorms, directory: Path, *, from_disk: bool) -> None:
+    """Write the norms of the update's step; `from_disk`: of what all ranks have written there."""
+    with norms:
+        if from_disk:
+            norms.read(open_checkpoint(directory))
+        norms.write(directory)
 
 
 def held_in(name: str, slots: dict[str, Slot], conversion: Conversion | None) -> bool:

@@ -1,0 +1,143 @@
+"""The squared norm of an update's step, stated by the facility that made it: `step_norms.json` beside the tensors.
+
+Where steps are clipped to the median norm, all norms must be known before the first step is added. Without this file
+the coordinator reads every update twice. The file holds, by tensor, the sum of squares of (update - base) over each
+SPAN of elements, in the arithmetic and the order of the coordinator's kernel, so that it gives the same bits.
+
+The coordinator does not trust it: it plans with these numbers, measures the same sums as it averages, and where one bit
+differs it discards what it wrote and plans with what it measured. A wrong statement changes no model; it costs a pass.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from facility.exchange.checkpoints import native
+from facility.exchange.checkpoints.checkpoint import FLOATS, Checkpoint, TensorEntry, read_exactly
+from facility.exchange.checkpoints.floats import STORAGE, Array
+from facility.exchange.checkpoints.spans import PIECE, SPAN
+from facility.exchange.errors import ManifestError
+from facility.exchange.files.durable import write_json
+from facility.exchange.messages.strict_json import Fields, read_json
+
+NAME = "step_norms.json"
+FORMAT = 1
+MOST_BYTES = 4 << 20
+"""Of step_norms.json: some 150,000 spans."""
+MOST_TENSORS = 100_000
+READ = 4 * PIECE
+"""Elements of the base read at a time."""
+
+Squares = dict[str, list[float]]
+"""By tensor, the sum of squares of each span."""
+
+
+class StepNorms:
+    """Sums of squares of an update's step, as its tensors are written. Use as a context manager.
+
+    Nothing is stated where a tensor does not come from its first element to its last, is not in the base, or has a
+    dtype that the compiled kernel does not read, or where there is no compiled kernel.
+    """
+
+    def __init__(self, base: Checkpoint) -> None:
+        self._base, self._library = base.tensors, native.library()
+        self._squares: Squares = {}
+        self._position: dict[str, int] = {}
+        self._complete = self._library is not None
+        self._descriptors: dict[Path, int] = {}
+        self._stored = np.empty(READ * 4, np.uint8).data
+        self._widened, self._scratch = np.empty(READ, np.float32), np.empty(native.RUN, np.float32)
+
+    def take(self, name: str, dtype: str, start: int, values: Array) -> None:
+        """Add the elements of tensor `name` from `start` on; `values`: as stored in `dtype`."""
+        if not self._complete or dtype not in FLOATS:
+            return
+        base = self._base.get(name)
+        read = base is not None and dtype in native.KINDS and base.dtype in native.KINDS
+        if base is None or not read or not self._follows(name, start):
+            self._complete = False
+            return
+        squares, done = self._squares.setdefault(name, []), 0
+        while done < len(values):
+            at = start + done
+            if at % SPAN == 0:
+                squares.append(0.0)
+            count = min(READ, len(values) - done, SPAN - at % SPAN)
+            squares[-1] = self._added(squares[-1], base, at, values[done : done + count], native.KINDS[dtype])
+            done += count
+        self._position[name] = start + done
+
+    def read(self, update: Checkpoint) -> None:
+        """Take all tensors of an update that is on disk."""
+        buffer = np.empty(READ * 4, np.uint8).data
+        for name, entry in update.tensors.items():
+            item = np.dtype(STORAGE[entry.dtype]).itemsize if entry.dtype in native.KINDS else 0
+            if entry.dtype not in FLOATS:
+                continue
+            if not item:
+                self._complete = False
+                return
+            for start in range(0, entry.elements, READ):
+                view = buffer[: min(READ, entry.elements - start) * item]
+                read_exactly(self._descriptor(entry.file), view, entry.start + start * item, entry.file)
+                self.take(name, entry.dtype, start, np.frombuffer(view, STORAGE[entry.dtype]))
+
+    def write(self, directory: Path) -> None:
+        """Write `step_norms.json`; nothing where it would not be the whole step."""
+        whole = all(position == self._base[name].elements for name, position in self._position.items())
+        if self._complete and self._squares and whole:
+            write_json(directory / NAME, {"format": FORMAT, "span": SPAN, "squares": self._squares})
+
+    def _follows(self, name: str, start: int) -> bool:
+        return start == self._position.get(name, 0) and start % native.RUN == 0
+
+    def _added(self, total: float, base: TensorEntry, start: int, values: Array, kind: int) -> float:
+        """`total` and the squares of these elements' step, added as the coordinator's kernel adds them."""
+        item = np.dtype(STORAGE[base.dtype]).itemsize
+        view = self._stored[: len(values) * item]
+        read_exactly(self._descriptor(base.file), view, base.start + start * item, base.file)
+        gram = np.array([[total]])
+        widened = self._widened[: len(values)]
+        kinds = [native.KINDS[base.dtype], kind]
+        sources = [np.frombuffer(view, STORAGE[base.dtype]), np.ascontiguousarray(values)]
+        assert self._library is not None
+        native.steps(self._library, sources, kinds, widened, None, gram, None, widened, False, self._scratch)
+        return float(gram[0, 0])
+
+    def _descriptor(self, file: Path) -> int:
+        if file not in self._descriptors:
+            self._descriptors[file] = os.open(file, os.O_RDONLY)
+        return self._descriptors[file]
+
+    def __enter__(self) -> StepNorms:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors = {}
+
+
+def read_step_norms(directory: Path, tensors: Mapping[str, TensorEntry]) -> Squares | None:
+    """What an update states of these tensors; None where it states nothing, or not for all of them."""
+    try:
+        found = Fields(raw=read_json(directory / NAME, most_bytes=MOST_BYTES), where=str(directory / NAME))
+        if found.whole("format") != FORMAT or found.whole("span") != SPAN:
+            return None
+        stated = found.mapping("squares", MOST_TENSORS)
+    except ManifestError:
+        return None
+    squares: Squares = {}
+    for name, entry in tensors.items():
+        values = stated.get(entry.name, [])  # a tied weight may be in the update under its other name
+        if not isinstance(values, list) or len(values) != math.ceil(entry.elements / SPAN):
+            return None
+        if not all(type(value) is float and 0 <= value < math.inf for value in values):
+            return None
+        squares[name] = values
+    return squares
