@@ -7,6 +7,7 @@ holds them already is recognised by the digest of that file, and nothing is sent
 from __future__ import annotations
 
 import hashlib
+import logging
 import shlex
 import subprocess
 import tempfile
@@ -24,6 +25,12 @@ from facility.exchange.files.durable import write_text
 from facility.exchange.messages.manifest import sha256_of
 from facility.exchange.messages.strict_json import clean
 
+log = logging.getLogger(__name__)
+
+BEHIND_GATE = (
+    "it has a gate, which takes no tokenizer: its own people prepare the data with this one, and `crossfed check` "
+    "compares the digests"
+)
 FOLDER = "shared/model"
 """Below a facility's home."""
 SUMS = "SHA256SUMS"
@@ -57,6 +64,9 @@ def share(federation: Federation, *, weights: bool, only: Sequence[str] = ()) ->
         if only and facility.name not in only:
             continue
         deployment = facility.deployment
+        if deployment.gate:
+            log.warning("%s: %s", facility.name, BEHIND_GATE)
+            continue
         if not deployment.host:
             result.append(Shared(facility=facility.name, path=str(model), digest=digest, sent=False))
             continue

@@ -84,6 +84,7 @@ def hello(session: Session, request: Request) -> int:
         "masks": policy.peer_signers is not None,
         "minimum_sum": policy.minimum_sum,
         "ahead_seconds": policy.ahead_seconds,
+        "datasets": policy.datasets,
         "free_mb": shutil.disk_usage(session.workdir).free >> 20,
     }
     print(json.dumps(told))

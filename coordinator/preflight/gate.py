@@ -36,7 +36,7 @@ def check_gate(federation: Federation, facility: Facility, link: bool) -> list[R
     """Rows on the gate, its policy, the queue behind it and the link."""
     name, deployment = facility.name, facility.deployment
     answer = ask(deployment, "hello", seconds=min(deployment.connect_seconds, 30) + 30)
-    told = _told(answer)
+    told = told_of(answer)
     if told is None:
         if answer.code == 255:
             line = ssh_command(deployment)
@@ -63,7 +63,8 @@ def _ahead(federation: Federation, facility: Facility, told: dict[str, Any]) -> 
     return [row] if row is not None else []
 
 
-def _told(answer: Answer) -> dict[str, Any] | None:
+def told_of(answer: Answer) -> dict[str, Any] | None:
+    """The answer to `hello`; None for anything else."""
     try:
         told = json.loads(answer.out.splitlines()[-1])
         float(told["nodes"]), float(told["hours"])

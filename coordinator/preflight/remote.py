@@ -14,6 +14,8 @@ from coordinator.preflight.row import Row, fail, ok
 from coordinator.preflight.ssh_errors import explain
 from coordinator.streamflow_plugin import openssh
 
+OWN_WORDS = ("debug", "OpenSSH_", "Authenticated to ", "Transferred: ", "Bytes per second: ")
+"""Begin the lines of `ssh -v` that are neither a complaint nor the other side's."""
 ACCEPTED = re.compile(r"Server accepts key: (\S+)")
 """What `ssh -v` says of the key that let it in."""
 
@@ -110,6 +112,6 @@ def check_connection(name: str, deployment: Deployment) -> Row:
             "connection",
             f"{deployment.user + '@' if deployment.user else ''}{deployment.host} lets us in; its host key is known",
         )
-    said = "\n".join(line for line in answer.error.splitlines() if not line.startswith("debug"))
+    said = "\n".join(line for line in answer.error.splitlines() if not line.startswith(OWN_WORDS))
     command = ssh_command(deployment)
     return explain(name, deployment, command=command, code=answer.code, out=answer.out, error=said)

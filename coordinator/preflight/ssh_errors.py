@@ -78,6 +78,18 @@ COMPLAINTS = (
         "{host} gave up before our key was tried",
         "name the key by `key:`, or let ssh-agent hold fewer",
     ),
+    Complaint(
+        "refused by the gate",
+        "gate",
+        "{host} lets our key through a gate, and gives no shell",
+        "set `gate: true` in its deployment: the site's own policy then has template and limits",
+    ),
+    Complaint(
+        "the gate is closed",
+        "gate",
+        "the gate of {host} is closed: {last}",
+        "tell the site: its policy.yml or the gate's log is not sound",
+    ),
     Complaint("there is no ssh", "connection", "{error}", "install the OpenSSH client"),
 )
 
@@ -107,4 +119,5 @@ def _words(deployment: Deployment, error: str) -> dict[str, str]:
         "scan": f"ssh-keyscan {f'-p {port} ' if port else ''}{bare}",
         "user": deployment.user or "this user",
         "error": error,
+        "last": (error.strip().splitlines() or [""])[-1],
     }

@@ -6,7 +6,7 @@ import logging
 import re
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from coordinator.config.deployments import HOST, USER, Deployment
@@ -20,6 +20,7 @@ from coordinator.quickstart.choice import Choice, choose, choose_local
 from coordinator.quickstart.describe import Round, federation_text
 from coordinator.quickstart.dialog import Dialog
 from coordinator.quickstart.equip import equip, fit_batch
+from coordinator.quickstart.gated import Behind, ask_gate, choose_gated
 from coordinator.quickstart.host_keys import trust
 from coordinator.quickstart.propose import Proposal
 from coordinator.quickstart.survey import Survey, ask_site
@@ -32,6 +33,7 @@ log = logging.getLogger(__name__)
 
 LOGIN = re.compile(rf"(?:({USER.pattern})@)?((?:{HOST.pattern}))")
 DEMO = "demo"
+KEY = "~/.ssh/id_ed25519"
 BLOCK = 1024
 """Tokens of a block, unless the model takes fewer."""
 
@@ -48,7 +50,8 @@ class Request:
     """Hub name, folder of a checkpoint, or `demo`; empty: asked for."""
     data: Mapping[str, str]
     """Text, or a prepared dataset, at each facility."""
-    key: str = ""
+    keys: Mapping[str, str] = field(default_factory=dict)
+    """Private ssh key by facility; that of '' is for those that are not named."""
     known_hosts: str = ""
     plan: Round
     block_tokens: int = 0
@@ -69,8 +72,7 @@ def begin(request: Request, dialog: Dialog) -> Path:
         log.info("%s exists: going on with it", file)
         federation = read_federation(file)
         for facility in federation.facilities:
-            if facility.deployment.host:
-                _connect(dialog, facility.name, facility.deployment)
+            if facility.deployment.host and _connect(dialog, facility.name, facility.deployment) is None:
                 surveys[facility.name] = ask_site(facility.name, facility.deployment, facility.dataset)
     else:
         choices = []
@@ -81,8 +83,9 @@ def begin(request: Request, dialog: Dialog) -> Path:
             if survey is not None:
                 surveys[name] = survey
         model = _model(request, dialog)
+        signing_key = _signing_key(request, dialog) if any(choice.gated for choice in choices) else ""
         dialog.check_given()
-        _write(file, request, model, choices)
+        _write(file, request, model, choices, signing_key)
         log.info("%s is written", file)
         federation = read_federation(file)
     if request.set_up and dialog.agrees("set-up", "send the tokenizer, set each facility up, prepare its data there"):
@@ -114,7 +117,7 @@ def read_login(name: str, text: str, request: Request) -> Deployment:
         type="ssh",
         host=found[2],
         user=found[1] or "",
-        key=request.key,
+        key=request.keys.get(name, request.keys.get("", "")),
         known_hosts=request.known_hosts,
         workdir="/tmp",  # nothing is put there: a deployment wants one
     )
@@ -122,8 +125,10 @@ def read_login(name: str, text: str, request: Request) -> Deployment:
 
 def _facility(request: Request, dialog: Dialog, name: str, text: str) -> tuple[Choice, Survey | None]:
     login = read_login(name, text, request)
-    if login.host:
-        _connect(dialog, name, login)
+    behind = _connect(dialog, name, login) if login.host else None
+    if behind is not None:
+        log.info("%s: %s", name, behind.said())
+        return choose_gated(dialog, name, login, behind, request.data.get(name, ""), request.name), None
     where = "here" if not login.host else "there"
     data = request.data.get(name) or dialog.ask(
         f"{name}.data", Proposal(value="", why=f"path of the text {where} (a file or folder), or of a prepared dataset")
@@ -145,13 +150,28 @@ def _told(survey: Survey) -> str:
     return f"{queue}, {len(survey.partitions)} partitions, {len(survey.accounts)} accounts, {pythons}, {network}"
 
 
-def _connect(dialog: Dialog, name: str, login: Deployment) -> None:
-    """Test the login; an unknown host key is accepted only by its fingerprint. Raises `TryAgain`."""
+def _connect(dialog: Dialog, name: str, login: Deployment) -> Behind | None:
+    """Test the login; returns what a gate there tells, None for a shell. Raises `TryAgain`.
+
+    An unknown host key is accepted only by its fingerprint.
+    """
     row = check_connection(name, login)
     if row.check == "host key" and "not in known_hosts" in row.found and trust(dialog, name, login):
         row = check_connection(name, login)
-    if row.verdict != "ok":
-        raise TryAgain(f"{name}: {row.found}; {row.fix}; then give the same command again")
+    if row.verdict == "ok":
+        return None
+    if row.check == "gate" and (found := ask_gate(login)) is not None:
+        return found
+    raise TryAgain(f"{name}: {row.found}; {row.fix}; then give the same command again")
+
+
+def _signing_key(request: Request, dialog: Dialog) -> str:
+    """The private key that signs the models. Raises `InputError` for one that does not exist."""
+    why = "private ssh key that signs the models: a gate lets only signed ones be trained, and its site has the .pub"
+    path = dialog.ask("signing-key", Proposal(value=request.keys.get("", KEY), why=why))
+    if not Path(path).expanduser().is_file():
+        raise InputError(f"the signing key {path} does not exist: ssh-keygen -t ed25519 -f {path}; give its .pub out")
+    return path
 
 
 def _model(request: Request, dialog: Dialog) -> Path:
@@ -167,13 +187,13 @@ def _model(request: Request, dialog: Dialog) -> Path:
     return out
 
 
-def _write(file: Path, request: Request, model: Path, choices: list[Choice]) -> None:
+def _write(file: Path, request: Request, model: Path, choices: list[Choice], signing_key: str) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     for choice in choices:
         if choice.template_text:
             write_text(file.with_name(choice.template), choice.template_text)
     write_schema(file.with_name(NAME))
-    write_text(file, federation_text(request.name, f"../{model.name}", request.plan, choices))
+    write_text(file, federation_text(request.name, f"../{model.name}", request.plan, choices, signing_key))
 
 
 def _set_up(

@@ -50,6 +50,8 @@ class Choice:
     python: str = "3.11"
     machine: str = ""
     gpus: int = 0
+    gated: bool = False
+    """The site lets us in by a gate: template, environment and data are its own matter."""
     why: dict[str, str] = field(default_factory=dict)
     """Reasons by key, for comments."""
 

@@ -26,7 +26,12 @@ def quickstart(
     ] = None,
     model: Annotated[str, typer.Option(help="Hub name, folder of a checkpoint, or demo for a small new one.")] = "",
     name: Annotated[str, typer.Option(help="Name of the federation.")] = "federation",
-    key: Annotated[str, typer.Option(help="Private ssh key; default ssh-agent and ~/.ssh/config.")] = "",
+    key: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Private ssh key, or NAME=PATH for one facility; default ssh-agent and ~/.ssh/config. Repeat."
+        ),
+    ] = None,
     known_hosts: Annotated[str, typer.Option(help="File of host keys; default ~/.ssh/known_hosts.")] = "",
     rounds: Annotated[int, typer.Option(help="Rounds.", min=1)] = 5,
     steps: Annotated[int, typer.Option(help="Optimizer steps of one facility in a round.", min=1)] = 100,
@@ -56,7 +61,7 @@ def quickstart(
         facilities=pairs("--facility", facility or []),
         model=model,
         data=pairs("--data", data or []),
-        key=key,
+        keys=pairs("--key", [word if "=" in word else f"={word}" for word in key or []], least=0),
         known_hosts=known_hosts,
         plan=Round(rounds=rounds, steps=steps, batch_sequences=batch_sequences),
         block_tokens=block_tokens,
@@ -70,12 +75,15 @@ def quickstart(
     raise typer.Exit(code)
 
 
-def pairs(option: str, words: Sequence[str]) -> dict[str, str]:
-    """Options of the form NAME=VALUE. Raises `InputError` for a word without `=`, or a name given twice."""
+def pairs(option: str, words: Sequence[str], *, least: int = 1) -> dict[str, str]:
+    """Options of the form NAME=VALUE. Raises `InputError` for a word without `=`, or a name given twice.
+
+    `least`: letters of a name.
+    """
     result: dict[str, str] = {}
     for word in words:
         name, sign, value = word.partition("=")
-        if not sign or not name or not value:
+        if not sign or len(name) < least or not value:
             raise InputError(f"{option} {word!r}: expected NAME=VALUE")
         if name in result:
             raise InputError(f"{option} names {name!r} twice")

@@ -33,8 +33,8 @@ def scalar(text: str) -> str:
     return '"' + "".join(one if one.isprintable() and one not in '"\\' else f"\\U{ord(one):08x}" for one in text) + '"'
 
 
-def federation_text(name: str, model: str, plan: Round, choices: Sequence[Choice]) -> str:
-    """federation.yml."""
+def federation_text(name: str, model: str, plan: Round, choices: Sequence[Choice], signing_key: str = "") -> str:
+    """federation.yml. `signing_key`: of the coordinator, where a facility has a gate."""
     lines = [
         "# Made by `crossfed quickstart`; yours to edit. `crossfed explain` describes every key.",
         f"name: {scalar(name)}",
@@ -44,8 +44,11 @@ def federation_text(name: str, model: str, plan: Round, choices: Sequence[Choice
         f"  steps: {plan.steps} # optimizer steps of one facility in one round",
         f"  batch_sequences: {plan.batch_sequences}{_comment(plan.batch_why)}",
         f"  learning_rate: {plan.learning_rate}",
-        "facilities:",
     ]
+    if signing_key:
+        why = _comment("a gate lets only signed models be trained; its site has the public key")
+        lines += ["sending:", f"  signing_key: {scalar(signing_key)}{why}"]
+    lines += ["facilities:"]
     for choice in choices:
         lines += _facility(choice)
     return FIRST_LINE + "\n".join(lines) + "\n"
@@ -65,8 +68,10 @@ def _facility(choice: Choice) -> list[str]:
     for key in ("user", "key", "known_hosts"):
         if value := getattr(login, key):
             lines.append(f"      {key}: {scalar(value)}")
+    lines.append(f"      workdir: {scalar(choice.workdir)}{_comment(why.get('workdir', ''))}")
+    if choice.gated:
+        return [*lines, "      gate: true # template, limits and data are in the site's own policy.yml"]
     lines += [
-        f"      workdir: {scalar(choice.workdir)}{_comment(why.get('workdir', ''))}",
         f"      template: {scalar(choice.template)}{_comment(why.get('template', ''))}",
     ]
     if choice.fill:

@@ -13,6 +13,7 @@ from coordinator.bundle import bundle
 from coordinator.config.federation import Facility, Federation
 from coordinator.preflight.facility import probe
 from coordinator.quickstart.choice import largest_batch
+from coordinator.quickstart.gated import blocks_behind
 from coordinator.quickstart.propose import install, python_version
 from coordinator.quickstart.survey import Survey
 from coordinator.remote_setup import set_up
@@ -39,6 +40,8 @@ def equip(
     `survey`: None for a facility on this machine. Raises `InputError`, `TryAgain`, or `CalledProcessError` from a
     preparation here.
     """
+    if facility.deployment.gate:
+        return blocks_behind(facility)
     local = survey is None
     where = federation.path(federation.model) if local else f"{facility.deployment.environment.home}/{FOLDER}"
     dataset = str(federation.path(facility.dataset)) if local else facility.dataset

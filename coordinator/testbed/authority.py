@@ -30,13 +30,17 @@ class Authority:
         call("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", path)
         return path
 
-    def command(self, key: Path, user: str, validity: str) -> list[str]:
-        """The command that signs a key for a login name. `validity`: as `ssh-keygen -V` takes it, such as `+5m`."""
+    def command(self, key: Path, user: str, validity: str, *, only: str = "") -> list[str]:
+        """The command that signs a key for a login name. `validity`: as `ssh-keygen -V` takes it, such as `+5m`.
+
+        `only`: the one command that the certificate lets run, such as a gate.
+        """
         words = ["-q", "-s", self.private, "-I", f"{user}-of-the-testbed", "-n", user, "-V", validity]
+        words += ["-O", "clear", "-O", f"force-command={only}"] if only else []
         return ["ssh-keygen", *map(str, words), f"{key}.pub"]
 
-    def sign(self, key: Path, user: str, validity: str) -> None:
-        call(*self.command(key, user, validity))
+    def sign(self, key: Path, user: str, validity: str, *, only: str = "") -> None:
+        call(*self.command(key, user, validity, only=only))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ from torch.distributed import distributed_c10d
 
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.files.durable import write_text
+from facility.measuring.bandwidth import SharpTimes
 from facility.measuring.layers import LayerSettings, MeasuredUnits, measure_units
 from facility.measuring.links import LinkSettings, MeasuredLinks, measure_links
 from facility.measuring.pretend import Pretended, read_pretended
@@ -191,7 +192,7 @@ def _links(options: argparse.Namespace, ranks: Ranks, wanted: Wanted, devices: l
             "a pretended shared uplink needs all ranks on one host; take `shared` out of --pretend"
         )
     wire = Wire(ranks.rank, ranks.device, pretended.links, distributed_c10d._get_default_store())
-    settings = LinkSettings(most_bytes=max(2**16, int(1e6 * options.most_megabytes)))
+    settings = LinkSettings(sharp=SharpTimes(most_bytes=max(2**16, int(1e6 * options.most_megabytes))))
     return measure_links(wire, world, wanted.labels, settings, show_progress=ranks.first)
 
 

@@ -6,11 +6,12 @@ import logging
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
+from facility.measuring.bandwidth import SHARE, SharpTimes, Trips, measure_bandwidth
 from facility.measuring.profile import SharedUplink
 from facility.measuring.tournament import crowds, groups_of, steps
 from facility.measuring.wire import Wire
@@ -27,11 +28,7 @@ class LinkSettings:
 
     pings: int = 10
     """Round trips timed for a latency."""
-    target_seconds: float = 0.02
-    """A bandwidth is taken from a message that takes at least so long, if `most_bytes` allow."""
-    most_bytes: int = 64 * 2**20
-    repeats: int = 3
-    """Messages of that size; the fastest counts."""
+    sharp: SharpTimes = field(default_factory=SharpTimes)
     shared_below: float = 0.75
     """A way out is shared when flows together get less than this part of what they get one at a time."""
 
@@ -76,9 +73,10 @@ def measure_links(
                 if wire.rank in (source, target):
                     size = _crowd_bytes(float(rate[source, target]), settings)
                     trip = float(latency[source, target] + latency[target, source])
-                    taken = _flow(wire, source, target, size) - trip
+                    flow = _flow(wire, source, target, size)
+                    taken = flow - trip
                     if wire.rank == source:
-                        seconds[source], sizes[source] = max(taken, 1e-9), size
+                        seconds[source], sizes[source] = max(taken, flow * SHARE), size
         dist.all_reduce(seconds)
         dist.all_reduce(sizes)
         for flows in crowd_step:
@@ -99,17 +97,17 @@ def measure_links(
 
 def _meet(wire: Wire, a: int, b: int, settings: LinkSettings, latency: torch.Tensor, rate: torch.Tensor) -> None:
     """Both directions of one pair. Rank a writes what it sends, rank b what it sends."""
-    trip = _round_trip(wire, a, b, settings)
+    trips = _round_trips(wire, a, b, settings)
     if wire.rank == a:
-        latency[a, b] = latency[b, a] = trip / 2
+        latency[a, b] = latency[b, a] = trips.median / 2
     for source, target in ((a, b), (b, a)):
-        found = _bandwidth(wire, source, target, trip, settings)
+        found = _bandwidth(wire, source, target, trips, settings)
         if wire.rank == source:
             rate[source, target] = found
 
 
-def _round_trip(wire: Wire, a: int, b: int, settings: LinkSettings) -> float:
-    """Median seconds of a ping and its answer; both sides agree on it (rank a tells)."""
+def _round_trips(wire: Wire, a: int, b: int, settings: LinkSettings) -> Trips:
+    """Seconds of a ping and its answer; both sides agree on them (rank a tells)."""
     ball = torch.zeros(SMALL // 8, dtype=torch.int64, device=wire.device)
     trips = []
     for _ in range(settings.pings + 2):
@@ -121,12 +119,14 @@ def _round_trip(wire: Wire, a: int, b: int, settings: LinkSettings) -> float:
             wire.receive(ball, a)
             wire.send(ball, a)
         trips.append(time.perf_counter() - begin)
-    box = torch.tensor([statistics.median(trips[2:])], dtype=torch.float64, device=wire.device)
+    told = [statistics.median(trips[2:]), min(trips[2:])]
+    box = torch.tensor(told, dtype=torch.float64, device=wire.device)
     if wire.rank == a:
         wire.send(box, b)
     else:
         wire.receive(box, a)
-    return float(box)
+    median, least = box.tolist()
+    return Trips(median=median, least=least)
 
 
 def _flow(wire: Wire, source: int, target: int, size: int) -> float:
@@ -143,27 +143,26 @@ def _flow(wire: Wire, source: int, target: int, size: int) -> float:
     return time.perf_counter() - begin
 
 
-def _bandwidth(wire: Wire, source: int, target: int, trip: float, settings: LinkSettings) -> float:
-    """Bytes per second one way: grow the message until it takes long enough, then the best of some."""
-    size, best = 64 * 2**10, 0.0
+def _bandwidth(wire: Wire, source: int, target: int, trips: Trips, settings: LinkSettings) -> float:
+    """Bytes per second one way; the sender's, and of no meaning on the other side."""
     order = torch.zeros(1, dtype=torch.int64, device=wire.device)
-    while True:
-        seconds = max(_flow(wire, source, target, size) - trip, 1e-9)
-        following = 0
-        if wire.rank == source and seconds < settings.target_seconds and size < settings.most_bytes:
-            grown = size * min(16.0, max(2.0, 1.2 * settings.target_seconds / seconds))
-            following = min(settings.most_bytes, int(grown))
-        following = _tell(wire, source, target, order, following)
-        if not following:
-            break
-        size = following
-    for number in range(settings.repeats):
-        seconds = max(_flow(wire, source, target, size) - trip, 1e-9)
-        best = max(best, size / seconds)
-        # A slow link is known well enough after one message.
-        if _tell(wire, source, target, order, int(number + 1 < settings.repeats and seconds < 0.25)) == 0:
-            break
-    return best
+    found = measure_bandwidth(
+        lambda size: _flow(wire, source, target, size),
+        lambda value: _tell(wire, source, target, order, value),
+        trips,
+        settings.sharp,
+    )
+    if wire.rank == source and not found.stands_out:
+        log.warning(
+            "the bandwidth from rank %d to %d does not stand out of the noise of its pings (%.2g to %.2g s): "
+            "%.3g MB/s, what messages and pings got together, is taken for it",
+            source,
+            target,
+            trips.least,
+            trips.median,
+            found.bytes_per_second / 1e6,
+        )
+    return found.bytes_per_second
 
 
 def _tell(wire: Wire, source: int, target: int, box: torch.Tensor, value: int) -> int:
@@ -178,4 +177,4 @@ def _tell(wire: Wire, source: int, target: int, box: torch.Tensor, value: int) -
 
 def _crowd_bytes(rate: float, settings: LinkSettings) -> int:
     """A message that takes five times the target at the speed the pair has alone."""
-    return int(min(settings.most_bytes, max(64 * 2**10, 5 * settings.target_seconds * rate)))
+    return int(min(settings.sharp.most_bytes, max(64 * 2**10, 5 * settings.sharp.target_seconds * rate)))

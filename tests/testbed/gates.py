@@ -94,6 +94,12 @@ class Keys:
         return told.split()[1]
 
 
+def gate_of(testbed: Testbed, site: Site, federation: str) -> str:
+    """The forced command of a federation's gate, as a certificate may name it too."""
+    keys = Keys(folder=testbed.root / "coordinator" / "gates" / federation)
+    return f"{site.home}/gate-{federation}/crossfed-gate {keys.fingerprint}"
+
+
 def behind_gates(testbed: Testbed, file: Path, names: list[str]) -> None:
     """Change a rendered federation: these facilities are reached through gates, with the same template and workdir."""
     if not names:

@@ -20,6 +20,7 @@ from coordinator.archive.rounds import Archive
 from coordinator.config.federation import read_federation
 from coordinator.testbed.authority import Authority, CertificateDaemon
 from tests.testbed.federation import Run, federate, jobs
+from tests.testbed.gates import gate_of
 
 pytestmark = [pytest.mark.testbed, pytest.mark.timeout(900)]
 PORT = 2223
@@ -93,11 +94,12 @@ class Renewals:
 
 @pytest.fixture
 def federation(testbed, material, tmp_path) -> Iterator[tuple[Run, Renewals]]:
-    """Both sites open by certificate only; site-a's are short, and `renew:` signs the next."""
+    """Both sites open by certificate only; site-a's are short and open its gate, and `renew:` signs the next."""
     authority = Authority(folder=tmp_path / "authority")
     authority.folder.mkdir()
     authority.make()
-    run = federate(testbed, tmp_path / "run", *material, name="expiring", rounds=ROUNDS, delay=35, minimum=2, gated=[])
+    name, gated = "expiring", [testbed.sites[0].name]
+    run = federate(testbed, tmp_path / "run", *material, name=name, rounds=ROUNDS, delay=35, minimum=2, gated=gated)
     described = yaml.safe_load(run.file.read_text())
     notes, take = tmp_path / "notes.jsonl", tmp_path / "take.py"
     take.write_text(f"import sys\nopen({str(notes)!r}, 'a').write(sys.stdin.read() + '\\n')\n")
@@ -107,10 +109,11 @@ def federation(testbed, material, tmp_path) -> Iterator[tuple[Run, Renewals]]:
     try:
         for daemon, one, life in zip(daemons, described["facilities"], (LIFE_SECONDS, 3600), strict=True):
             key = authority.key(one["name"])
-            authority.sign(key, daemon.site.user, f"-1m:+{life}s")
+            only = gate_of(testbed, daemon.site, name) if one["deployment"].get("gate") else ""
+            authority.sign(key, daemon.site.user, f"-1m:+{life}s", only=only)
             daemon.start(authority)
             one["deployment"] |= {"host": daemon.address, "key": str(key)}
-            command = authority.command(key, daemon.site.user, f"-1m:+{life}s")
+            command = authority.command(key, daemon.site.user, f"-1m:+{life}s", only=only)
             one["deployment"]["renew"] = shlex.join(command)
         testbed.known_hosts.write_text(known + "".join(daemon.known_host(testbed) for daemon in daemons))
         run.file.write_text(yaml.safe_dump(described, sort_keys=False))

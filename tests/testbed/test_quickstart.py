@@ -12,9 +12,11 @@ import pytest
 
 from coordinator.archive.rounds import Archive
 from coordinator.quickstart.command import pairs
-from coordinator.testbed.layout import Testbed
+from coordinator.testbed.layout import Site, Testbed
+from coordinator.testbed.rehearsal import job_template
 from tests.conftest import ROOT
 from tests.testbed.conftest import ssh
+from tests.testbed.gates import Keys, open_gate, policy, put
 
 pytestmark = [pytest.mark.testbed, pytest.mark.timeout(900)]
 
@@ -25,25 +27,46 @@ def crossfed(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600)
 
 
-def test_from_nothing_to_a_finished_round_without_a_question(testbed: Testbed, tmp_path: Path):
-    words = ["--key", str(testbed.key), "--known-hosts", str(testbed.known_hosts), "--model", "demo"]
+def behind_a_gate(testbed: Testbed, site: Site, dataset: str) -> Keys:
+    """The site's own people install a gate for a federation called `first`."""
+    keys, home = Keys(folder=testbed.root / "coordinator" / "gates" / "first"), "gate-first"
+    keys.make()
+    signer = " ".join(Path(f"{keys.signer}.pub").read_text().split()[:2])
+    put(testbed, site, "job.sh", job_template(1), home=home)
+    put(testbed, site, "coordinators", f'first namespaces="crossfed" {signer}\n', home=home)
+    changes = {"federations": ["first"], "datasets": [dataset], "workdir": f"{site.home}/work-first"}
+    places = {"coordinators": f"{site.home}/{home}/coordinators", "template": f"{site.home}/{home}/job.sh"}
+    fill = {"fill": {"partition": "main", "home": str(site.code)}}
+    put(testbed, site, "policy.yml", policy(site, keys.fingerprint, **changes, **places, **fill), home=home)
+    open_gate(testbed, site, Path(f"{keys.gate}.pub"), home=home)
+    return keys
+
+
+def test_from_nothing_to_a_finished_round_without_a_question(testbed: Testbed, material, tmp_path: Path):
+    """The one site gives a shell, and is set up from here; the other has a gate, and set itself up."""
+    open_site, gated = testbed.sites
+    model, datasets = material
+    keys = behind_a_gate(testbed, gated, datasets[gated.name])
+    words = ["--key", str(testbed.key), "--known-hosts", str(testbed.known_hosts), "--model", str(model)]
+    words += ["--key", f"{gated.name}={keys.gate}", "--answer", f"signing-key={keys.signer}", "--name", "first"]
     for site in testbed.sites:
-        ssh(testbed, site, "cat /usr/share/common-licenses/GPL-3 /usr/share/common-licenses/Artistic > text.txt")
-        words += ["--facility", f"{site.name}={site.user}@{site.address}", "--data", f"{site.name}=text.txt"]
-        words += ["--answer", f"{site.name}.gpus=0", "--answer", f"{site.name}.home={site.home}/quick"]
+        words += ["--facility", f"{site.name}={site.user}@{site.address}"]
+    ssh(testbed, open_site, "cat /usr/share/common-licenses/GPL-3 /usr/share/common-licenses/Artistic > text.txt")
+    words += ["--data", f"{open_site.name}=text.txt", "--answer", f"{open_site.name}.gpus=0"]
+    words += ["--answer", f"{open_site.name}.home={open_site.home}/quick"]
     words += ["--rounds", "1", "--steps", "3", "--batch-sequences", "512", "--block-tokens", "64"]
     first = crossfed("quickstart", "fed", "--yes", *words, cwd=tmp_path)
     assert first.returncode == 0 and "all checks passed" in first.stdout, first.stdout + first.stderr
-    assert "batch_sequences: 256, since" in first.stderr or "batch_sequences: 128, since" in first.stderr
-    digests = {line.split("digest ")[1] for line in first.stderr.splitlines() if "digest " in line}
-    assert len(digests) == 1, "both facilities hold the same tokenizer"
+    assert re.search(r"batch_sequences: \d+, since the smallest dataset", first.stderr), first.stderr
+    assert first.stderr.count(f"{gated.name}: behind a gate: its own people") == 1, first.stderr
+    assert sum("digest " in line for line in first.stderr.splitlines()) == 1, "one tokenizer is sent, none to the gate"
 
     again = crossfed("quickstart", "fed", "--yes", *words, cwd=tmp_path)
     assert again.returncode == 0 and "going on with it" in again.stderr and "tokenizer sent" not in again.stderr
 
     done = crossfed("run", "--quiet", cwd=tmp_path / "fed")
     assert done.returncode == 0, done.stdout + done.stderr
-    (entry,) = Archive(tmp_path / "fed" / ".crossfed" / "federation" / "archive").history()
+    (entry,) = Archive(tmp_path / "fed" / ".crossfed" / "first" / "archive").history()
     assert {row.facility: row.status for row in entry.facilities} == {site.name: "ok" for site in testbed.sites}
 
 

@@ -1,0 +1,110 @@
+"""A site that lets us in by its gate: what that tells of the site's policy stands in place of a survey."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from coordinator.config.deployments import GATED, WORKDIR, Deployment
+from coordinator.config.federation import Facility
+from coordinator.preflight import gate
+from coordinator.quickstart.choice import Choice
+from coordinator.quickstart.dialog import Dialog
+from coordinator.quickstart.propose import Proposal
+from facility.exchange.errors import InputError
+from facility.exchange.messages.strict_json import clean
+from facility.exchange.text import NAME
+
+log = logging.getLogger(__name__)
+
+LIMITS = (
+    "behind a gate: its own people run facility/setup.sh --gate, prepare the data with our tokenizer and choose the "
+    "job template; nothing is installed or prepared from here"
+)
+"""What cannot go through a gate by its nature: its key opens requests, and none of them runs a command of ours."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Behind:
+    """A policy, as far as a gate tells it; another institution's words, of which only the expected form is used."""
+
+    facility: str
+    federations: tuple[str, ...]
+    scheduler: str
+    workdir: str
+    datasets: tuple[str, ...]
+    """Prepared ones, as the policy names them; empty for a gate of an earlier version."""
+
+    def said(self) -> str:
+        data = ", ".join(self.datasets) or "datasets that it does not tell"
+        return f"{self.facility} in {', '.join(self.federations)}, {self.scheduler}, {self.workdir}, {data}"
+
+
+def ask_gate(login: Deployment) -> Behind | None:
+    """What the gate tells; None where none answers, or what answers is none."""
+    told = gate.told_of(gate.ask(login, "hello"))
+    if told is None:
+        return None
+    facility, scheduler, workdir = (str(told.get(key, "")) for key in ("facility", "scheduler", "workdir"))
+    if not NAME.fullmatch(facility) or scheduler not in GATED or not WORKDIR.fullmatch(workdir):
+        return None
+    return Behind(
+        facility=facility,
+        federations=_words(told["federations"]),
+        scheduler=scheduler,
+        workdir=workdir,
+        datasets=_words(told.get("datasets")),
+    )
+
+
+def _words(raw: Any) -> tuple[str, ...]:
+    found = raw if isinstance(raw, list) else []
+    return tuple(one for one in found[:100] if isinstance(one, str) and 0 < len(one) <= 400 and one == clean(one, 400))
+
+
+def choose_gated(dialog: Dialog, name: str, login: Deployment, found: Behind, data: str, federation: str) -> Choice:
+    """The facility as its policy has it. Raises `InputError` where the command line says otherwise."""
+    log.info("%s: %s", name, LIMITS)
+    if found.facility != name:
+        raise InputError(
+            f"{name}: the policy behind its gate calls the site {found.facility!r}: give --facility "
+            f"{found.facility}={login.user + '@' if login.user else ''}{login.host}, or ask the site to change it"
+        )
+    if federation not in found.federations:
+        known = ", ".join(found.federations) or "none"
+        raise InputError(
+            f"{name}: the policy behind its gate names these federations: {known}; give --name with one of them, or "
+            f"ask the site to add {federation!r}"
+        )
+    first, *others = found.datasets or ("",)
+    proposal = Proposal(value=first, why="a prepared dataset that the site's policy allows", others=tuple(others))
+    dataset = data or dialog.ask(f"{name}.data", proposal)
+    if found.datasets and dataset not in found.datasets:
+        raise InputError(
+            f"{name}: {dataset} is no dataset of the policy behind its gate, and text is prepared by the site itself: "
+            f"give --data {name}=PATH with one of {', '.join(found.datasets)}"
+        )
+    return Choice(
+        name=name,
+        login=login,
+        data=dataset,
+        prepared=True,
+        dataset=dataset,
+        workdir=found.workdir,
+        scheduler=found.scheduler,
+        gated=True,
+        why={"type": "by the policy behind its gate", "workdir": "by the policy behind its gate"},
+    )
+
+
+def blocks_behind(facility: Facility) -> int:
+    """Training blocks of the facility's dataset, from the probe that its gate runs. Raises `InputError`."""
+    answer, wrong = gate.probe(facility.deployment, facility.dataset, 0)
+    if answer is None or "blocks" not in answer["dataset"]:
+        reason = wrong.found if wrong else answer["dataset"].get("error", "it cannot be opened")  # type: ignore[index]
+        raise InputError(
+            f"{facility.name}: no dataset at {facility.dataset} behind the gate: {clean(str(reason), 300)}; the site's "
+            "own people prepare it"
+        )
+    return int(answer["dataset"]["blocks"].get("train", 0))
