@@ -8,11 +8,24 @@ from typing import Any
 from coordinator.archive.masked_rounds import masked_sentence
 from coordinator.archive.summary import accuracies, any_late, has_accuracy, shown
 from coordinator.comparison.matrix import SHADES
-from coordinator.report.page import any_waited, cell, figures, normal_interval, number, outliers, size, span, used_kinds
+from coordinator.report.many import for_display
+from coordinator.report.page import (
+    any_waited,
+    cell,
+    figures,
+    last_artefacts,
+    normal_interval,
+    number,
+    outliers,
+    size,
+    span,
+    used_kinds,
+)
 
 
 def markdown(data: Mapping[str, Any]) -> str:
     """Text of `coordinator.report.data.gather`'s data."""
+    data = for_display(data)
     lines = [f"# Federation {data['federation']}", ""]
     lines += [f"**Stopped:** {_cell(data['stopped'])}", ""] if data["stopped"] else []
     lines += [f"- {label}: **{value}**" for value, label in figures(data)] + [""]
@@ -25,7 +38,7 @@ def markdown(data: Mapping[str, Any]) -> str:
         [name, *(span(sums[kind]) if kind in sums else "" for kind in kinds), span(sums["idle"])]
         for name, sums in data["timeline"]["totals"].items()
     ]
-    lines += ["## Time", "", *table(["facility", *kinds, "idle"], times)]
+    lines += ["## Time", "", *chosen(data, "time"), *table(["facility", *kinds, "idle"], times)]
     lines += traffic(data)
     waiting = any_waited(data)
     used = [
@@ -43,7 +56,7 @@ def markdown(data: Mapping[str, Any]) -> str:
     lost = ["of these waiting for a model"] if waiting else []
     head = ["facility", "node-hours", *lost, "GPU-hours", "kWh", "measured by"]
     head += ["kg CO₂e"] if data["cost"]["carbon_g_per_kwh"] else []
-    lines += ["## Cost", "", *table(head, used)]
+    lines += ["## Cost", "", *chosen(data, "cost"), *table(head, used)]
     lines += [*memory(data), *privacy(data)]
     odd = [[one["round"], one["facility"], one["done"], one["reason"]] for one in outliers(data)]
     lines += ["## Outliers", "", *table(["round", "facility", "what aggregation did", "why"], odd)]
@@ -51,7 +64,7 @@ def markdown(data: Mapping[str, Any]) -> str:
     lines += ["## Failures", "", *table(["round", "facility", "what", "reason", "what was done"], failed)]
     versions = [[name, ", ".join(f"{key} {one}" for key, one in of.items())] for name, of in data["versions"].items()]
     lines += ["## Versions", "", *table(["where", "packages"], versions)]
-    digests = [[one["name"], f"`{one['sha256']}`"] for one in data["artefacts"]]
+    digests = [[one["name"], f"`{one['sha256']}`"] for one in last_artefacts(data)]
     lines += ["## Artefacts", "", *table(["what", "SHA-256"], digests)]
     return "\n".join(lines).rstrip() + "\n"
 
@@ -79,7 +92,7 @@ def rounds(data: Mapping[str, Any]) -> list[str]:
     head = ["round", "facility", "status", "tokens", "seconds", "weight", *(["staleness"] if late else [])]
     head += ["received", "returned", "global"]
     head += ["accuracy received", "accuracy returned"] if answers else []
-    return ["## Rounds", "", *table(head, rows)]
+    return ["## Rounds", "", *chosen(data, "rounds"), *table(head, rows)]
 
 
 def traffic(data: Mapping[str, Any]) -> list[str]:
@@ -94,7 +107,12 @@ def traffic(data: Mapping[str, Any]) -> list[str]:
         ]
         for name, one in data["traffic"].items()
     ]
-    return ["## Traffic", "", *table(["facility", "sent", "Mbit/s", "received", "Mbit/s"], moved)]
+    return [
+        "## Traffic",
+        "",
+        *chosen(data, "traffic"),
+        *table(["facility", "sent", "Mbit/s", "received", "Mbit/s"], moved),
+    ]
 
 
 def memory(data: Mapping[str, Any]) -> list[str]:
@@ -104,7 +122,7 @@ def memory(data: Mapping[str, Any]) -> list[str]:
         for name, one in data["predictions"].items()
     ]
     head = ["facility", "predicted", "measured", "measured / predicted"]
-    return ["## Memory of the largest rank", "", *table(head, rows)]
+    return ["## Memory of the largest rank", "", *chosen(data, "memory"), *table(head, rows)]
 
 
 def privacy(data: Mapping[str, Any]) -> list[str]:
@@ -152,6 +170,12 @@ def matrix(data: Mapping[str, Any]) -> list[str]:
     ]
     head = ["task", "metric", "model", "where", "value", "95 % interval"]
     return [*lines, *(table(head, scores) if scores else [])]
+
+
+def chosen(data: Mapping[str, Any], name: str) -> list[str]:
+    """Which facilities a table shows, where it does not show all."""
+    told = data["chosen"][name].removeprefix(": ")
+    return [f"{told[0].upper()}{told[1:]}.", ""] if told else []
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:

@@ -14,6 +14,7 @@ from markupsafe import Markup
 from coordinator.archive.summary import any_late, shown
 from coordinator.archive.summary import number as plain_number
 from coordinator.report.charts import COLOURS, Bar, Series, heat, line_chart, timeline
+from coordinator.report.many import MANY, for_display, lanes_of, least_alike
 from coordinator.report.timeline import KINDS
 
 FEW = 8
@@ -31,9 +32,13 @@ def page(data: Mapping[str, Any]) -> str:
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     environment.filters["shown"] = shown
     similar = _last_with_cosines(data)
+    whole, data = data, for_display(data)
     text = (files("coordinator.report") / "page.html.jinja").read_text(encoding="utf-8").replace("\\\n", "")
     return environment.from_string(text).render(
         data=data,
+        whole=whole,
+        lanes=len(lanes_of(data["facilities"], whole["timeline"]["totals"])),
+        shown_updates=len(least_alike(similar.get("participants", []))),
         figures=figures(data),
         curves=_curves(data),
         training=_training(data),
@@ -41,7 +46,7 @@ def page(data: Mapping[str, Any]) -> str:
         matrix=_matrix(data),
         cells=lambda row: cells(data, row),
         normal_interval=normal_interval,
-        timeline=_timeline(data),
+        timeline=_timeline(whole),
         kinds=KINDS,
         used=used_kinds(data),
         rounds=last_rounds(data),
@@ -176,7 +181,7 @@ def cells(data: Mapping[str, Any], row: str) -> list[tuple[str, str, str, str]]:
     shown_models = [model for model in data["matrix"]["models"] if model in found]
     if len(data["facilities"]) > FEW:
         own = next(iter(found.values())).get("facility", row)
-        at_home = ("initial", "global", f"{own}'s update", f"{own} alone", "own update", "final")
+        at_home = ("initial", "global", f"{own}'s update", f"{own} alone", "own update", "own alone", "final")
         others = sorted((one["perplexity"], model) for model, one in found.items() if model not in at_home)
         shown_models = [model for model in shown_models if model in (*at_home, *(name for _, name in others[:1]))]
     return [
@@ -211,7 +216,9 @@ def used_kinds(data: Mapping[str, Any]) -> list[str]:
 
 
 def _timeline(data: Mapping[str, Any]) -> Markup:
-    segments = data["timeline"]["segments"]
+    shown_lanes = lanes_of(data["facilities"], data["timeline"]["totals"])
+    here = set(shown_lanes)
+    segments = [one for one in data["timeline"]["segments"] if one["facility"] in here]
     if not segments:
         return Markup("")
     begin, end = min(one["begin"] for one in segments), max(one["end"] for one in segments)
@@ -233,13 +240,14 @@ def _timeline(data: Mapping[str, Any]) -> Markup:
     def clock(moment: float) -> str:
         return time.strftime("%d %b %H:%M" if days else "%H:%M:%S", time.gmtime(moment))
 
-    lanes = [name for name in data["facilities"] if any(one.lane == name for one in bars)]
+    drawn_lanes = {one.lane for one in bars}
+    lanes = [name for name in shown_lanes if name in drawn_lanes]
     return timeline(bars, lanes, clock=clock)
 
 
 def last_rounds(data: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """As many as the page has room for, one at least."""
-    most = max(1, MOST_ROWS // max(1, len(data["facilities"])))
+    most = max(1, MOST_ROWS // max(1, min(MANY, len(data["facilities"]))))
     return list(data["rounds"][-most:])
 
 
@@ -260,9 +268,15 @@ def _last_with_cosines(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _cosines(similar: Mapping[str, Any]) -> Markup:
-    parts = similar.get("participants", [])
+    parts = least_alike(similar.get("participants", []))
     names = [one["facility"] for one in parts]
-    values = {(one["facility"], other): value for one in parts for other, value in (one["cosines"] or {}).items()}
+    shown_names = set(names)
+    values = {
+        (one["facility"], other): value
+        for one in parts
+        for other, value in (one["cosines"] or {}).items()
+        if other in shown_names
+    }
     values |= {(one["facility"], "mean"): one["cosine_to_mean"] for one in parts if one["cosine_to_mean"] is not None}
     columns = [*names, "mean"] if any(column == "mean" for _, column in values) else names
     return heat(values, names, columns, shade=lambda value: value, told=lambda value: f"{value:.2f}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import struct
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from coordinator.report.trackers import FOLDER, curves, track_round
 from tests.report.made import made_archive
 
 BLOCK = 32768
+SECONDS_APART = 1.1
+"""Of rounds: W&B names the files of an offline run by the second."""
 WHOLE, FIRST, LAST = 1, 2, 4
 
 
@@ -68,7 +71,10 @@ def main() -> None:
     tracker, root = sys.argv[1], Path(sys.argv[2])
     archive = made_archive(root / "archive", facilities=2, rounds=3)
     history = archive.history()
-    problems = [line for entry in history for line in track_round(archive.path, "made", [tracker], entry)]
+    problems = []
+    for entry in history:
+        problems += track_round(archive.path, "made", [tracker], entry)
+        time.sleep(SECONDS_APART)
     expected: dict[str, list[tuple[int, float]]] = {}
     for entry in history:
         for run, figures in curves(entry).items():

@@ -1,0 +1,101 @@
+"""The report of many facilities stays short: sums, and by name who needs attention; report.json has everything."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.report.data import gather
+from coordinator.report.many import (
+    MANY,
+    SHOWN,
+    alike,
+    for_display,
+    grouped,
+    of_own_models,
+    summed,
+    with_equal_facilities,
+)
+from coordinator.report.write import FORMATS, write_report
+from tests.comparison.made import add_comparison
+from tests.report.made import made_archive
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    root = tmp_path_factory.mktemp("many")
+    archive = made_archive(root / "a", facilities=256, rounds=3)
+    facilities = [{"name": f"facility-{n:02d}", "dataset": f"/data/{n}", "steps": 9} for n in range(256)]
+    return gather(archive, federation="made", settings={"rounds": 3, "facilities": facilities}, carbon=300.0)
+
+
+def test_pages_of_256_facilities_are_small_and_their_data_whole(many: dict[str, Any], tmp_path: Path):
+    paths = {kind: write_report(many, tmp_path / f"report.{kind}", kind) for kind in FORMATS}
+    page, text = paths["html"].read_text(), paths["md"].read_text()
+    assert len(page) < 1_500_000 and len(text.splitlines()) < 1300
+    assert "the 12 with the slowest transfers of 256; report.json has all" in page
+    assert "The 12 with the slowest transfers of 256; report.json has all." in text
+    assert "32 that point\nleast towards the mean of" in page
+    assert json.loads(paths["json"].read_text()) == json.loads(json.dumps(many))
+
+
+def test_each_table_has_those_that_need_attention(many: dict[str, Any]):
+    small = for_display(many)
+    speeds = [one["from_mbit_per_second"] for one in many["traffic"].values() if one["from_mbit_per_second"]]
+    shown = [min(one["to_mbit_per_second"], one["from_mbit_per_second"] or 1e9) for one in small["traffic"].values()]
+    assert len(shown) == SHOWN and shown == sorted(shown) and shown[0] <= min(speeds)
+    hours = [one["node_hours"] for one in small["cost"]["facilities"].values()]
+    assert hours == sorted((one["node_hours"] for one in many["cost"]["facilities"].values()), reverse=True)[:SHOWN]
+    assert small["cost"]["total"] == many["cost"]["total"]
+    for entry, whole in zip(small["rounds"], many["rounds"], strict=True):
+        first, *others = entry["facilities"]
+        assert {row["facility"] for row in others} == {
+            r["facility"] for r in whole["facilities"] if r["status"] != "ok"
+        }
+        assert first["facility"] == f"{256 - len(others)} facilities"
+        assert first["tokens"] + sum(row["tokens"] for row in others) == sum(r["tokens"] for r in whole["facilities"])
+    assert len(small["settings"]["facilities"]) == 1 and "and 244 more" in small["settings"]["facilities"][0]["name"]
+    assert [name.split(",")[0] for name in small["versions"]] == ["coordinator", "facility-00"]
+
+
+@pytest.mark.parametrize("count", [MANY, MANY + 1])
+def test_few_are_shown_as_they_are(tmp_path: Path, count: int):
+    archive = made_archive(tmp_path / "a", facilities=count, rounds=1)
+    data = gather(archive, federation="made", settings={"rounds": 1}, carbon=0.0)
+    small = for_display(data)
+    assert (small["traffic"] == data["traffic"]) == (small["rounds"] == data["rounds"]) == (count == MANY)
+    assert any(small["chosen"].values()) == (count > MANY)
+
+
+def test_failures_of_one_reason_share_a_line():
+    failures = [
+        {"round": n // 60, "facility": f"f{n}", "status": "failed", "reason": "no node", "done": "went on"}
+        for n in range(120)
+    ]
+    assert [one["facility"].endswith("and 48 more") for one in grouped(failures)] == [True, True]
+    assert grouped(failures[:5]) == failures[:5]
+
+
+def test_of_many_the_matrix_has_each_ones_own_models_where_the_global_one_does_worst(tmp_path: Path):
+    names = [f"facility-{number:02d}" for number in range(40)]
+    archive = add_comparison(made_archive(tmp_path / "a", facilities=40, rounds=1), names)
+    data = gather(archive, federation="made", settings={"rounds": 1}, carbon=0.0)
+    small = of_own_models(data["matrix"])
+    assert small["models"] == ["initial", "global", "own update", "own alone"] and len(small["data"]) == 32
+    values = {(one["data"], one["model"]): one["perplexity"] for one in small["cells"]}
+    for one in data["matrix"]["cells"]:
+        if one["data"] in small["data"] and one["model"] == f"{one['facility']} alone":
+            assert values[one["data"], "own alone"] == one["perplexity"]
+    assert all(line.startswith(tuple(small["data"])) for line in small["verdicts"]) and small["verdicts"]
+
+
+def test_nothing_is_merged_that_differs():
+    row = {"status": "ok", "tokens": 1, "seconds": 1.0, "weight": 0.1, "tokens_per_second": 1.0}
+    assert summed([row | {"facility": "a"}]) == [row | {"facility": "a"}]
+    assert alike({"a": {"torch": "1"}, "b": {"torch": "2"}}) == {"a": {"torch": "1"}, "b": {"torch": "2"}}
+    settings = {"facilities": [{"name": "a", "steps": 1}, {"name": "b", "steps": 2}]}
+    assert with_equal_facilities(settings) == settings
+    assert with_equal_facilities({"facilities": ["a", "b"]}) == {"facilities": ["a", "b"]}
