@@ -12,15 +12,17 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from coordinator.planning.budget import Budget, budget_from_json
 from coordinator.planning.solve import DEFAULT_SECONDS, METHODS, solve
 from coordinator.planning.stop import Stop, on_interrupt
-from coordinator.problem.read import read_problem
+from coordinator.problem.problem import Problem
+from coordinator.problem.read import AnyProblem, read_problem
 from facility.exchange.errors import ConfigurationError, exit_on_error
 from facility.exchange.files.durable import write_json
 from facility.exchange.logs import add_log_options
-from facility.exchange.messages.plan import read_plan, write_plan
+from facility.exchange.messages.plan import Plan, read_plan, write_plan
 
 
 def parser() -> argparse.ArgumentParser:
@@ -58,6 +60,13 @@ def parser() -> argparse.ArgumentParser:
         help="for a federation.yml: wait in a facility's queue (repeat it)",
     )
     line.add_argument(
+        "--federation",
+        type=Path,
+        metavar="FEDERATION.YML",
+        help="with --facility: memory of what that facility trains (adapters, a base in 4 bits or half precision)",
+    )
+    line.add_argument("--facility", help="whose training settings --federation is read for")
+    line.add_argument(
         "--any-devices",
         action="store_true",
         help="leave the devices' names out of the plan: the trainer then takes any allocation of that many devices",
@@ -83,11 +92,13 @@ def main(arguments: list[str] | None = None) -> int:
         print(json.dumps(budget.to_json()) if given.json else budget.table())
         return 0
     with on_interrupt(stop):
-        defaults = {} if given.batch_samples is None else {"batch_samples": given.batch_samples}
-        problem = read_problem(given.problem, devices=given.devices, defaults=defaults)
-        plan = solve(
-            problem,
+        plan, _ = solve_for(
+            given.problem,
             stop,
+            federation=given.federation,
+            facility=given.facility,
+            devices=given.devices,
+            batch_samples=given.batch_samples,
             method=given.method,
             seed=given.seed,
             order=given.order,
@@ -112,6 +123,52 @@ def main(arguments: list[str] | None = None) -> int:
         for reason in plan.reasons:
             print(f"- {reason}")
     return 0
+
+
+def solve_for(
+    path: Path,
+    stop: Stop,
+    *,
+    federation: Path | None = None,
+    facility: str | None = None,
+    devices: str | None = None,
+    batch_samples: int | None = None,
+    **options: Any,
+) -> tuple[Plan, AnyProblem]:
+    """Read a problem and plan it; with a federation and a facility's name, the memory of what that one trains.
+
+    `options`: of `solve`. Returns the plan and the problem that was solved.
+    """
+    if (federation is None) != (facility is None):
+        raise ConfigurationError("--federation and --facility go together: whose training shall be planned?")
+    defaults = {} if batch_samples is None else {"batch_samples": batch_samples}
+    if federation is None or facility is None:
+        problem = read_problem(path, devices=devices, defaults=defaults)
+        return solve(problem, stop, **options), problem
+    from coordinator.config.federation import read_federation
+    from coordinator.planning.for_training import stated, trained_at, with_memory
+
+    trained = trained_at(read_federation(federation), facility, read_profile(path))
+    problem = read_problem(
+        path, devices=devices, defaults={"batch_samples": trained.training.batch_sequences} | defaults
+    )
+    if not isinstance(problem, Problem):
+        raise ConfigurationError(
+            "--federation needs devices, links and units, as facility.measure writes them", file=path
+        )
+    wanted = with_memory(problem, trained)
+    return stated(solve(wanted, stop, **options), problem, trained), wanted
+
+
+def read_profile(path: Path) -> dict[str, Any]:
+    """A problem's file as plain values. Raises `ConfigurationError`."""
+    try:
+        raw = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"cannot be read as JSON: {error}", file=path) from None
+    if not isinstance(raw, dict):
+        raise ConfigurationError(f"a problem is {raw!r:.60}, expected a mapping", file=path)
+    return raw
 
 
 def budget_of(path: Path, *, queues: list[str], samples: float | None, gain: float) -> Budget | None:

@@ -30,6 +30,10 @@ def plan(
     gain: Annotated[
         float, typer.Option(help="Least share of seconds to save before anything in use is changed.")
     ] = 0.05,
+    federation: Annotated[
+        Path | None, typer.Option(help="federation.yml: with --facility, memory of what that facility trains.")
+    ] = None,
+    facility: Annotated[str | None, typer.Option(help="Whose training settings --federation is read for.")] = None,
     queue: Annotated[
         list[str] | None, typer.Option(help="Wait in a facility's queue, NAME=SECONDS (federation.yml; repeat it).")
     ] = None,
@@ -38,12 +42,10 @@ def plan(
 
     Of a federation.yml: how many steps each facility should make so that all end together, from its rounds so far.
     """
-    from coordinator.plan import budget_of
+    from coordinator.plan import budget_of, solve_for
     from coordinator.planning.show import show_plan
-    from coordinator.planning.solve import solve
     from coordinator.planning.stop import Stop, on_interrupt
     from coordinator.problem.problem import Problem
-    from coordinator.problem.read import read_problem
     from facility.exchange.files.durable import write_json
     from facility.exchange.messages.plan import read_plan, write_plan
 
@@ -51,13 +53,15 @@ def plan(
         write_json(out, budget.to_json())
         print(budget.table(), f"written to {out}", sep="\n")
         return
-    defaults = {} if batch_samples is None else {"batch_samples": batch_samples}
-    described = read_problem(problem, devices=devices, defaults=defaults)
     stop = Stop(seconds)
     with on_interrupt(stop):
-        made = solve(
-            described,
+        made, described = solve_for(
+            problem,
             stop,
+            federation=federation,
+            facility=facility,
+            devices=devices,
+            batch_samples=batch_samples,
             method=method,
             seed=seed,
             previous=None if previous is None else read_plan(previous),

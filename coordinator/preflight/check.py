@@ -18,11 +18,11 @@ from coordinator.config.deployments import QUEUES, job_template
 from coordinator.config.federation import Facility, Federation, read_federation
 from coordinator.config.firecrest import FIRECREST
 from coordinator.engine.render import render
+from coordinator.memory.figures import ModelFigures
 from coordinator.preflight.ahead import check_ahead
 from coordinator.preflight.comparison import check_comparison
 from coordinator.preflight.coordinator import check_here
 from coordinator.preflight.cost import check_hours, check_link, check_memory
-from coordinator.preflight.estimates import ModelFigures
 from coordinator.preflight.facility import check_site
 from coordinator.preflight.firecrest import check_firecrest
 from coordinator.preflight.gate import check_gate
@@ -32,6 +32,7 @@ from coordinator.preflight.row import Row, fail, ok, skipped, warning
 from coordinator.preflight.scheduler import check_scheduler, wanted_hours
 from coordinator.preflight.waiting import check_waiting
 from facility.exchange.errors import ConfigurationError
+from facility.exchange.messages.plan import read_plan
 from facility.exchange.messages.strict_json import clean
 
 
@@ -133,10 +134,23 @@ def check_facility(
         rows.append(compared)
     if model is not None:
         block = (answer or {}).get("dataset", {}).get("block_tokens") or model.positions or 1024
-        rows.append(check_memory(facility, deployment, model, block, template))
+        rows.append(memory_row(federation, facility, model, block, template))
         if link and not deployment.gate:
             rows.append(check_link(facility, deployment, model, federation.sending))
     return rows, answer
+
+
+def memory_row(
+    federation: Federation, facility: Facility, model: ModelFigures, block_tokens: int, template: str
+) -> Row:
+    """`check_memory`, by the facility's plan where that is a file on this machine."""
+    plan = None
+    if (named := facility.training.layout.plan) and facility.deployment.type == "local":
+        try:
+            plan = read_plan(federation.path(named))
+        except ConfigurationError as error:
+            return fail(facility.name, "memory", str(error), "make the plan by `crossfed plan`")
+    return check_memory(facility, facility.deployment, model, block_tokens, template, plan)
 
 
 def show(

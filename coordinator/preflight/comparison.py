@@ -5,7 +5,7 @@ from __future__ import annotations
 from coordinator.comparison.models import batches
 from coordinator.config.deployments import Deployment
 from coordinator.config.federation import Facility, Federation
-from coordinator.preflight.estimates import ModelFigures
+from coordinator.memory.figures import ModelFigures
 from coordinator.preflight.row import Row, ok, size
 from coordinator.preflight.scheduler import wanted_hours, wanted_nodes
 from facility.exchange.messages.comparison import GLOBAL, INITIAL, LAST_OF

@@ -11,8 +11,8 @@ from pathlib import Path
 from coordinator.archive.rounds import Archive
 from coordinator.config.federation import Federation
 from coordinator.engine.render import stale
+from coordinator.memory.figures import ModelFigures, model_figures
 from coordinator.preflight.disk import IN_FLIGHT, Disk, coordinator_disk
-from coordinator.preflight.estimates import ModelFigures, model_figures
 from coordinator.preflight.row import Row, fail, ok, size, skipped, warning
 from facility.exchange.checkpoints.conversion import check_names
 from facility.exchange.checkpoints.families import refusal_of

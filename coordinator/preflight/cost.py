@@ -9,22 +9,39 @@ import time
 from coordinator.config.deployments import Deployment
 from coordinator.config.federation import Facility
 from coordinator.config.settings import SendingSettings
-from coordinator.preflight.estimates import ModelFigures, gpu_bytes, smallest_ranks
+from coordinator.memory.figures import ModelFigures
+from coordinator.memory.need import needed_by_plan, needed_bytes, smallest_ranks
 from coordinator.preflight.remote import run
 from coordinator.preflight.row import Row, fail, ok, size, skipped, warning
 from coordinator.preflight.scheduler import wanted_hours, wanted_nodes
+from facility.exchange.errors import ConfigurationError
+from facility.exchange.messages.plan import Plan
+from facility.exchange.messages.settings import TrainingSettings
 
 PROBE_BYTES = 16_000_000
 
 
 def check_memory(
-    facility: Facility, deployment: Deployment, model: ModelFigures, block_tokens: int, template: str
+    facility: Facility,
+    deployment: Deployment,
+    model: ModelFigures,
+    block_tokens: int,
+    template: str,
+    plan: Plan | None = None,
 ) -> Row:
-    """Does the training fit, and on how many GPUs?"""
+    """Does the training fit, and on how many GPUs? `plan`: the facility's, where it can be read here."""
     nodes, gpus = wanted_nodes(deployment, template)
     ranks = nodes * gpus or facility.training.ranks
-    need = gpu_bytes(model, facility.training, block_tokens, ranks)
-    sharding = f"sharded over {ranks} ranks" if ranks > 1 else "on one rank"
+    training = facility.training
+    device = "cuda" if gpus or deployment.gpu_memory_gb or training.device == "cuda" else "cpu"
+    try:
+        if plan is not None:
+            need = int(max(needed_by_plan(model, training, plan, block_tokens, device=device).values()))
+        else:
+            need = needed_bytes(model, training, block_tokens, ranks, device=device, local_ranks=gpus)
+    except ConfigurationError as error:
+        return fail(facility.name, "memory", str(error), "change training.layout, or the ranks that the job starts")
+    sharding = arrangement(training, ranks, planned=plan is not None)
     if not deployment.gpu_memory_gb:
         return ok(
             facility.name,
@@ -32,18 +49,30 @@ def check_memory(
             f"about {size(need)} on each rank, {sharding} (set gpu_memory_gb to have it compared)",
         )
     memory = deployment.gpu_memory_gb * 1e9
-    least = smallest_ranks(model, facility.training, block_tokens, memory * 0.95)
+    least = smallest_ranks(model, training, block_tokens, memory * 0.95, device=device)
     if need > memory * 0.95:
         fix = f"ask for at least {least} GPUs" if least else "lower micro_batch_sequences or prepare shorter blocks"
         return fail(
             facility.name,
             "memory",
-            f"about {size(need)} are needed on each GPU {sharding}, each has {size(memory)}",
+            f"about {size(need)} are needed on each GPU, {sharding}, each has {size(memory)}",
             f"{fix}, or compute in bfloat16, or with a smaller micro_batch_sequences",
         )
     return ok(
         facility.name, "memory", f"about {size(need)} of {size(memory)} on each GPU, {sharding}; {least} would do"
     )
+
+
+def arrangement(training: TrainingSettings, ranks: int, *, planned: bool) -> str:
+    """How the model lies over the ranks, in words."""
+    layout = training.layout
+    if planned:
+        return "as its plan says"
+    if ranks == 1:
+        return "on one rank"
+    if layout.stages > 1:
+        return f"over {ranks} ranks, {layout.stages} stages"
+    return f"a replica on each of {ranks} ranks" if layout.sharding == "NO_SHARD" else f"sharded over {ranks} ranks"
 
 
 def check_link(facility: Facility, deployment: Deployment, model: ModelFigures, sending: SendingSettings) -> Row:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from coordinator.aggregation.server_optimizers.registry import SERVER_OPTIMIZERS
 from coordinator.aggregation.settings import split_rule
-from coordinator.preflight.estimates import WALK_BYTES, ModelFigures, moments_bytes
+from coordinator.memory.figures import WALK_BYTES, ModelFigures, moments_bytes
 from coordinator.preflight.row import size
 from facility.exchange.messages.settings import TrainingSettings
 

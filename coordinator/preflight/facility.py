@@ -9,9 +9,9 @@ from typing import Any
 
 from coordinator.config.deployments import Deployment
 from coordinator.config.federation import Facility
+from coordinator.memory.figures import ModelFigures
 from coordinator.preflight import gate
 from coordinator.preflight.disk import Disk, facility_disk
-from coordinator.preflight.estimates import ModelFigures
 from coordinator.preflight.remote import run
 from coordinator.preflight.row import Row, fail, ok, size, warning
 from facility import __version__

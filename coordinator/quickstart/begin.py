@@ -13,8 +13,8 @@ from coordinator.config.deployments import HOST, USER, Deployment
 from coordinator.config.federation import Federation, read_federation
 from coordinator.config.schema import NAME, write_schema
 from coordinator.demo import make
+from coordinator.memory.figures import model_figures
 from coordinator.model import convert
-from coordinator.preflight.estimates import model_figures
 from coordinator.preflight.remote import check_connection
 from coordinator.quickstart.choice import Choice, choose, choose_local
 from coordinator.quickstart.describe import Round, federation_text

@@ -37,7 +37,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from coordinator.preflight.estimates import gpu_bytes, model_figures
+from coordinator.memory.figures import model_figures
+from coordinator.memory.need import needed_bytes
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.messages.report import read_report
 from facility.exchange.messages.settings import TrainingSettings
@@ -313,7 +314,7 @@ def speed(folder: Path, sizes: Sizes, device: str, deadline: Deadline, entry: di
         "ratio_over": {n: ratio(rates["crossfed"], r) for n, r in rates.items() if r and n != "crossfed"},
         "peak_memory_bytes": {
             "measured": best["figures"]["peak_memory_bytes"],
-            "predicted_by_check": gpu_bytes(model, settings, sizes.tokens, 1),
+            "predicted_by_check": needed_bytes(model, settings, sizes.tokens, 1),
         },
     }
 

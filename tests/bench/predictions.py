@@ -23,8 +23,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from coordinator.memory.figures import model_figures
 from coordinator.preflight.disk import facility_disk
-from coordinator.preflight.estimates import model_figures
 from facility.exchange.messages.manifest import Manifest, read_manifest, write_manifest
 from facility.exchange.messages.report import predicted_memory_of, read_report
 from facility.exchange.messages.settings import read_facility_settings

@@ -45,8 +45,8 @@ import yaml
 from coordinator.archive.rounds import Archive, RoundFile
 from coordinator.config.federation import read_federation
 from coordinator.engine.render import write
+from coordinator.memory.figures import model_figures
 from coordinator.preflight.disk import coordinator_disk, facility_disk
-from coordinator.preflight.estimates import model_figures
 from facility.exchange.messages.layout import LoraSettings
 from tests.bench.large_models import SHAPES, Shape, write_adapters, write_model, write_sparse_base
 from tests.bench.watch import Watch, descendants, used

@@ -13,7 +13,7 @@ from coordinator.config.federation import read_federation
 from coordinator.config.settings import read_coordinator_settings
 from coordinator.engine.render import render, write
 from coordinator.preflight.comparison import check_comparison
-from coordinator.preflight.estimates import model_figures
+from coordinator.memory.figures import model_figures
 from facility.exchange.errors import ConfigurationError
 from tests.federations import write_federation
 

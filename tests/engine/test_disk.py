@@ -13,7 +13,7 @@ from coordinator.config.federation import Federation, read_federation
 from coordinator.engine.render import write
 from coordinator.preflight.coordinator import _room
 from coordinator.preflight.disk import IN_FLIGHT, coordinator_disk, facility_disk
-from coordinator.preflight.estimates import model_figures
+from coordinator.memory.figures import model_figures
 from tests.engine.engines import streamflow
 from tests.federations import write_federation
 

@@ -21,15 +21,19 @@ from typer.testing import CliRunner
 
 from coordinator.cli import app
 from coordinator.config.deployments import Deployment
+from coordinator.config.federation import Facility
+from coordinator.memory.figures import ModelFigures
+from coordinator.memory.need import needed_bytes, parts_of, smallest_ranks
 from coordinator.preflight import check as checking
 from coordinator.preflight import remote
 from coordinator.preflight.check import check
-from coordinator.preflight.estimates import ModelFigures, gpu_bytes, smallest_ranks, state_bytes
+from coordinator.preflight.cost import check_memory
 from coordinator.preflight.remote import ssh_command
 from coordinator.preflight.row import Row
 from coordinator.preflight.scheduler import flux_refusal, wanted_hours, wanted_nodes
 from facility.exchange.checkpoints.tokenizer import tokenizer_digest
-from facility.exchange.messages.layout import LoraSettings
+from facility.exchange.memory.rank import RankLayout
+from facility.exchange.messages.layout import LayoutSettings, LoraSettings
 from facility.exchange.messages.settings import TrainingSettings
 from facility.exchange.validation import parse
 from tests.pico import save_pico
@@ -523,39 +527,70 @@ def test_bytes_on_the_link_by_hand():
 
 
 def test_memory_by_hand():
-    """1000 bf16 parameters: 4 master + 4 gradient + 8 moments + 2 copy bytes each; 2 sequences of 10 tokens."""
+    """1000 bf16 parameters: 4 master + 4 gradient + 8 moments + 2 copy bytes each; 2 sequences of 10 tokens.
+
+    On two ranks FSDP2 casts what it gathers, here both blocks, so nothing is copied.
+    """
     model = ModelFigures(parameters=1000, bytes=2000, vocabulary=50, positions=0, hidden=8, layers=2, heads=2)
     training = TrainingSettings(batch_sequences=2, compute_dtype="bfloat16")
-    assert state_bytes(model, training) == 18_000
-    assert gpu_bytes(model, training, 10, 1) == 18_000 + 2 * 10 * (34 * 8 * 2 + 2 * 4 * 50)
-    assert gpu_bytes(model, training, 10, 2) == 9_000 + 500 * 2 + 10 * (34 * 8 * 2 + 2 * 4 * 50)
+    assert needed_bytes(model, training, 10, 1) == 18_000 + 2 * 10 * (34 * 8 * 2 + 10 * 50)
+    assert needed_bytes(model, training, 10, 2) == 8_000 + 1000 * 2 + 10 * (34 * 8 * 2 + 10 * 50)
     assert smallest_ranks(model, training, 10, 30_000) == 2 and smallest_ranks(model, training, 10, 100) is None
 
 
+UP, EMBEDDING = "model.layers.0.mlp.up_proj.weight", "model.embed_tokens.weight"
+ONE_BLOCK = ModelFigures(
+    parameters=9472,
+    bytes=0,
+    vocabulary=0,
+    positions=0,
+    hidden=0,
+    layers=1,
+    heads=1,
+    shapes={UP: (64, 128), EMBEDDING: (10, 128)},
+)
+ADAPTERS = 2 * (64 + 128)
+
+
+def state_of(model: ModelFigures, training: TrainingSettings) -> int:
+    """Without what depends on tokens."""
+    parts = parts_of(model, training, RankLayout(sequences=0, tokens=0))
+    assert parts["activations"] == parts["logits"] == 0
+    return sum(parts.values())
+
+
 def test_memory_of_a_quantised_base_by_hand():
-    """A matrix of 64 x 128 in a block takes half a byte a weight, and a scale of 32 bits for 64; the rest 4 bytes."""
-    shapes = {"model.layers.0.mlp.up_proj.weight": (64, 128), "model.embed_tokens.weight": (10, 128)}
-    model = ModelFigures(
-        parameters=9472, bytes=0, vocabulary=10, positions=0, hidden=128, layers=1, heads=1, shapes=shapes
-    )
+    """A matrix of 64 x 128 in a block takes half a byte a weight, and a scale of 32 bits for 64; the rest 4 bytes.
+
+    It is once in float32 while it is multiplied.
+    """
     lora = LoraSettings(rank=2, quantize_base="nf4", double_quantization=False)
-    adapters = 2 * (64 + 128)
-    assert state_bytes(model, TrainingSettings(lora=lora)) == 4096 + 512 + 1280 * 4 + adapters * 16
+    once = 4 * 64 * 128
+    assert state_of(ONE_BLOCK, TrainingSettings(lora=lora)) == 4096 + 512 + 1280 * 4 + ADAPTERS * 16 + once
     double = dataclasses.replace(lora, double_quantization=True)
-    assert state_bytes(model, TrainingSettings(lora=double)) == 4096 + 130 + 1280 * 4 + adapters * 16
+    assert state_of(ONE_BLOCK, TrainingSettings(lora=double)) == 4096 + 130 + 1280 * 4 + ADAPTERS * 16 + once
 
 
 def test_memory_of_a_base_in_half_precision_by_hand():
-    """The same matrix takes 2 bytes a weight where it is stored as it is computed with; the rest 4 and a copy of 2."""
-    shapes = {"model.layers.0.mlp.up_proj.weight": (64, 128), "model.embed_tokens.weight": (10, 128)}
-    model = ModelFigures(
-        parameters=9472, bytes=0, vocabulary=10, positions=0, hidden=128, layers=1, heads=1, shapes=shapes, dtype="BF16"
-    )
+    """The same matrix takes 2 bytes a weight where it is stored as it is computed with; else 4 and a copy of 2. An
+    embedding is looked up and never copied."""
     training = TrainingSettings(lora=LoraSettings(rank=2), compute_dtype="bfloat16")
-    adapters = 2 * (64 + 128)
-    assert state_bytes(model, training) == 8192 * 2 + 1280 * 6 + adapters * 18
-    for other in (dataclasses.replace(model, dtype="F16"), dataclasses.replace(model, dtype="")):
-        assert state_bytes(other, training) == 8192 * 6 + 1280 * 6 + adapters * 18
+    stored = dataclasses.replace(ONE_BLOCK, dtypes={UP: "BF16", EMBEDDING: "BF16"})
+    assert state_of(stored, training) == 8192 * 2 + 1280 * 4 + ADAPTERS * 18
+    for dtypes in ({UP: "F16", EMBEDDING: "BF16"}, {}):
+        other = dataclasses.replace(ONE_BLOCK, dtypes=dtypes)
+        assert state_of(other, training) == 8192 * 6 + 1280 * 4 + ADAPTERS * 18
+
+
+def test_a_layout_that_the_ranks_cannot_have_is_told():
+    row = check_memory(
+        Facility(name="a", dataset="data", training=TrainingSettings(layout=LayoutSettings(stages=2), ranks=3)),
+        Deployment(type="local"),
+        ONE_BLOCK,
+        10,
+        "",
+    )
+    assert row.verdict == "fail" and "3 ranks cannot be arranged as 1 replicas x 2 stages" in row.found
 
 
 @pytest.mark.parametrize(

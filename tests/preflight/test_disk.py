@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+from coordinator.memory.figures import ModelFigures, model_figures
+from coordinator.memory.need import needed_bytes
 from coordinator.preflight.disk import coordinator_disk, facility_disk
-from coordinator.preflight.estimates import ModelFigures, model_figures, state_bytes
 from facility.exchange.messages.layout import LoraSettings
 from facility.exchange.messages.settings import TrainingSettings
 from tests.pico import save_pico
@@ -31,7 +32,7 @@ def test_correcting_drift_takes_a_walk_with_every_state_and_a_byte_a_parameter_w
     there = [coordinator_disk(MODEL, {"a": one}, rule="mean", rounds=5, keep_rounds=2).bytes for one in (plain, drift)]
     assert there[1] - there[0] == (2 + 1) * P + 2 * 4 * P
     assert MODEL.mean_walk(drift) == P and MODEL.mean_walk(plain) == 0
-    assert state_bytes(MODEL, drift) - state_bytes(MODEL, plain) == 4 * P
+    assert needed_bytes(MODEL, drift, 10, 1) - needed_bytes(MODEL, plain, 10, 1) == 4 * P
 
 
 def test_the_coordinator_does_not_need_more_for_more_rounds():

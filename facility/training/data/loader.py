@@ -10,6 +10,7 @@ import numpy as np
 
 from facility.dataset import PreparedDataset
 from facility.exchange.errors import ConfigurationError, InputError
+from facility.exchange.grid import micro_batches_of
 from facility.exchange.messages.settings import TrainingSettings
 from facility.exchange.seeds import derive
 from facility.sync.runtime.sampling import ReplicaOrder
@@ -35,23 +36,14 @@ class Shape:
 
 
 def even_shape(settings: TrainingSettings, data_ranks: int, *, stages: int, interleaved: bool) -> Shape:
-    """An equal share for every data-parallel rank.
-
-    By default a pipeline gets two micro-batches a stage; an interleaved one a multiple of its stages.
-    """
+    """An equal share for every data-parallel rank, in micro-batches as `micro_batches_of` says."""
     batch = settings.batch_sequences
     if batch < data_ranks:
         raise ConfigurationError(
             f"training.batch_sequences is {batch}, but {data_ranks} ranks read data: "
             "each needs at least one sequence a step; raise the batch or use fewer ranks"
         )
-    largest = -(-batch // data_ranks)
-    micro = settings.micro_batch_sequences or (largest if stages == 1 else max(1, largest // (2 * stages)))
-    count = -(-largest // micro)
-    if stages > 1:
-        count = max(count, stages)
-        if interleaved:
-            count = -(-count // stages) * stages
+    micro, count = micro_batches_of(settings, data_ranks, stages, interleaved=interleaved)
     return Shape(
         bounds=tuple(batch * r // data_ranks for r in range(data_ranks + 1)),
         micro_batch_sequences=micro,

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from facility.exchange.errors import ConfigurationError
+from facility.exchange.grid import Grid, checked_units, even_units, grid, sharded_grid
 from facility.exchange.messages.plan import Plan
 from facility.exchange.messages.settings import TrainingSettings
 from facility.exchange.messages.sync import SyncSettings
 from facility.exchange.schedules.registry import interleaved
 from facility.training.data.loader import Shape, even_shape
 from facility.training.devices import device_id
-from facility.training.parallel.grid import Grid, checked_units, even_units, grid, sharded_grid
 from facility.training.processes.ranks import Ranks
 
 

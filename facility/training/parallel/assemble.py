@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from facility.exchange.checkpoints.checkpoint import Checkpoint
 from facility.exchange.errors import ConfigurationError
+from facility.exchange.grid import Grid
 from facility.exchange.messages.settings import TrainingSettings
 from facility.training import lora
 from facility.training.batch_norm import check_batch_norms, statistics_names
@@ -27,7 +28,6 @@ from facility.training.monitor.clock import Clock
 from facility.training.parallel.arrange import Layout
 from facility.training.parallel.collectives import time_all_reduce, time_collectives
 from facility.training.parallel.compute import Compute, Precision, Whole
-from facility.training.parallel.grid import Grid
 from facility.training.parallel.shard import shard
 from facility.training.parallel.split import ModelStructure, Stage
 from facility.training.processes.malloc import return_what_is_freed

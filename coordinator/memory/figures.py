@@ -1,4 +1,4 @@
-"""Estimates of a round's cost: GPU memory and bytes on the link."""
+"""A model's figures: what estimates of a round's cost are made from."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ from facility.exchange.messages.optimizers import OPTIMIZERS
 from facility.exchange.messages.settings import TrainingSettings
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-STORED = {"BF16": "bfloat16", "F16": "float16"}
-"""Half precision, by safetensors' name of it."""
 IN_A_BLOCK = re.compile(r"\.\d+\.")
 """In the name of a module of a block: the block's number."""
 
@@ -44,8 +42,12 @@ class ModelFigures:
     """Which image processor it carries (`image_processor_digest`), if any."""
     shapes: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Of its tensors; empty: not known, and adapters count as the whole model."""
-    dtype: str = ""
-    """Of all its tensors, by safetensors' name of it; empty: they differ."""
+    dtypes: Mapping[str, str] = field(default_factory=dict)
+    """Of its tensors, by safetensors' names of them."""
+    inner: int = 0
+    """Width of a block's feed-forward network; 0: not known."""
+    family: str = ""
+    """`model_type` of its configuration."""
 
     def trained(self, training: TrainingSettings) -> int:
         """Parameters that are trained and sent: all, or those of the adapters and of `modules_to_save`.
@@ -69,27 +71,6 @@ class ModelFigures:
             elif targeted(name, lora.parameters) and len(shape) == 3:
                 total += lora.rank * shape[0] * sum(shape[1:])
         return total
-
-    def quantized(self, training: TrainingSettings) -> int:
-        """Parameters that `lora.quantize_base` holds in 4 bits: the matrices of the blocks; 0 without it.
-
-        Inputs of layers that are no multiple of 64 are refused by the trainer.
-        """
-        return 0 if training.lora.quantize_base == "none" else self._frozen(training)
-
-    def halved(self, training: TrainingSettings) -> int:
-        """Parameters that stay in half precision below adapters: the same matrices, where they are stored as they are
-        computed with."""
-        lora = training.lora
-        floats = not lora.rank or lora.dora or lora.quantize_base != "none"
-        return 0 if floats or STORED.get(self.dtype) != training.compute_dtype else self._frozen(training)
-
-    def _frozen(self, training: TrainingSettings) -> int:
-        return sum(
-            math.prod(shape)
-            for name, shape in self.shapes.items()
-            if is_matrix_of_a_block(name, shape) and not saves(name.rpartition(".")[0], training.lora.modules_to_save)
-        )
 
     def written(self, training: TrainingSettings) -> int:
         """Bytes of an update as the trainer writes it."""
@@ -122,8 +103,6 @@ def model_figures(directory: Path) -> ModelFigures:
     config: dict[str, Any] = json.loads((directory / "config.json").read_text())
     config = config.get("text_config") or config
 
-    dtypes = {entry.dtype for entry in checkpoint.tensors.values()}
-
     def first(*names: str) -> int:
         return next((int(config[name]) for name in names if config.get(name)), 0)
 
@@ -138,7 +117,9 @@ def model_figures(directory: Path) -> ModelFigures:
         tokenizer=tokenizer_digest(directory),
         image_processor=image_processor_digest(directory),
         shapes={name: entry.shape for name, entry in checkpoint.tensors.items()},
-        dtype=dtypes.pop() if len(dtypes) == 1 else "",
+        dtypes={name: entry.dtype for name, entry in checkpoint.tensors.items()},
+        inner=first("intermediate_size"),
+        family=str(config.get("model_type", "")),
     )
 
 
@@ -151,43 +132,3 @@ MEAN_WALK_BYTES = 1
 def moments_bytes(training: TrainingSettings) -> float:
     """Optimizer state, bytes a parameter; with it the facility's own walk where drift is corrected."""
     return OPTIMIZERS.get(training.optimizer).state_bytes + (WALK_BYTES if training.drift_correction else 0)
-
-
-def state_bytes(model: ModelFigures, training: TrainingSettings) -> int:
-    """Float32 weights (4 bits of a quantised base, 2 bytes of one in half precision), their copy in the compute dtype
-    where it is another; gradient and optimizer state of what is trained."""
-    copy = 0 if training.compute_dtype == "float32" else BYTES[training.compute_dtype]
-    adapters = model.trained(training) if training.lora.rank else 0
-    quantized, halved = model.quantized(training), model.halved(training)
-    floats = (model.parameters - quantized - halved + adapters) * (4 + copy) + 2 * halved
-    return round(
-        floats + quantized * training.lora.base_bytes + model.trained(training) * (4 + moments_bytes(training))
-    )
-
-
-def activation_bytes(model: ModelFigures, training: TrainingSettings, block_tokens: int, ranks: int) -> int:
-    """Activation bytes of one forward pass on one rank.
-
-    s b h (34 + 5 a s / h) a layer in 16 bit (Korthikanti et al. 2022, arXiv 2205.05198, eq. 2), without its quadratic
-    term, since attention is never stored whole here; twice that in float32; and the logits with their gradient in
-    float32.
-    """
-    micro = training.micro_batch_sequences or max(1, -(-training.batch_sequences // ranks))
-    wide = BYTES[training.compute_dtype] / 2
-    return int(micro * block_tokens * (34 * model.hidden * model.layers * wide + 2 * 4 * model.vocabulary))
-
-
-def gpu_bytes(model: ModelFigures, training: TrainingSettings, block_tokens: int, ranks: int) -> int:
-    """Memory of each of `ranks` GPUs that share the training state evenly, and one layer gathered whole."""
-    layer = model.parameters // max(1, model.layers) * BYTES[training.compute_dtype] if ranks > 1 else 0
-    return state_bytes(model, training) // ranks + layer + activation_bytes(model, training, block_tokens, ranks)
-
-
-def smallest_ranks(model: ModelFigures, training: TrainingSettings, block_tokens: int, memory: float) -> int | None:
-    """The fewest GPUs of `memory` bytes that hold the training, or None when no number up to 4096 does."""
-    ranks = 1
-    while ranks <= 4096:
-        if gpu_bytes(model, training, block_tokens, ranks) <= memory:
-            return ranks
-        ranks += 1 if ranks < 16 else ranks // 8
-    return None

@@ -8,6 +8,7 @@ import numpy as np
 
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.layout import LayoutSettings
+from facility.exchange.messages.settings import TrainingSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,3 +116,18 @@ def grid(world: int, *, replicas: int = 1, stages: int = 1, order: list[list[int
             f"the plan's grid {order} does not name every group of ranks 0..{replicas * stages - 1} exactly once"
         )
     return Grid(ranks=groups[:, :, None] * shards + np.arange(shards))
+
+
+def micro_batches_of(settings: TrainingSettings, data_ranks: int, stages: int, *, interleaved: bool) -> tuple[int, int]:
+    """(sequences of a micro-batch, micro-batches of a data-parallel rank's share of a step).
+
+    By default a pipeline gets two micro-batches a stage; an interleaved one a multiple of its stages.
+    """
+    largest = -(-settings.batch_sequences // data_ranks)
+    micro = settings.micro_batch_sequences or (largest if stages == 1 else max(1, largest // (2 * stages)))
+    count = -(-largest // micro)
+    if stages > 1:
+        count = max(count, stages)
+        if interleaved:
+            count = -(-count // stages) * stages
+    return micro, count

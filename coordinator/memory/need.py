@@ -1,0 +1,77 @@
+"""What a rank needs to train a model: the law of `facility.exchange.memory` over a checkpoint's figures."""
+
+from __future__ import annotations
+
+from coordinator.memory.figures import ModelFigures
+from coordinator.memory.layouts import layouts_of_plan, layouts_of_settings
+from coordinator.memory.weights import dimensions_of, weights_of
+from facility.exchange.errors import ConfigurationError
+from facility.exchange.memory.rank import RankLayout, rank_memory
+from facility.exchange.memory.units import memory_of_units
+from facility.exchange.messages.plan import Plan
+from facility.exchange.messages.settings import TrainingSettings
+
+MOST_RANKS = 4096
+
+
+def parts_of(model: ModelFigures, training: TrainingSettings, layout: RankLayout) -> dict[str, int]:
+    """Memory of a rank by part, bytes."""
+    dimensions = dimensions_of(model)
+    units = memory_of_units(weights_of(model, training, chunked=layout.chunk_rows > 0), dimensions, training)
+    return rank_memory(units, layout, dimensions, training)
+
+
+def needed_bytes(
+    model: ModelFigures,
+    training: TrainingSettings,
+    block_tokens: int,
+    ranks: int,
+    *,
+    device: str = "cuda",
+    local_ranks: int = 0,
+) -> int:
+    """Memory of the rank that needs most, beside interpreter and libraries, in the layout that the settings ask for.
+
+    `local_ranks`: of one node; 0: all. Raises `ConfigurationError` where the ranks cannot be arranged so.
+    """
+    layouts = layouts_of_settings(
+        training,
+        ranks,
+        units=model.layers + 2,
+        tokens=block_tokens,
+        vocabulary=model.vocabulary,
+        device=device,
+        local_ranks=local_ranks or ranks,
+    )
+    dimensions = dimensions_of(model)
+    weights = weights_of(model, training, chunked=layouts[0].chunk_rows > 0)
+    units = memory_of_units(weights, dimensions, training)
+    return max(sum(rank_memory(units, layout, dimensions, training).values()) for layout in layouts)
+
+
+def needed_by_plan(
+    model: ModelFigures, training: TrainingSettings, plan: Plan, block_tokens: int, *, device: str = "cuda"
+) -> dict[int, float]:
+    """Memory of each device of a plan, by its number. Raises `ConfigurationError` for a plan of another model."""
+    if plan.units != model.layers + 2:
+        raise ConfigurationError(
+            f"the plan covers {plan.units} units, the model has {model.layers + 2} (embedding, {model.layers} blocks, "
+            "head): plan with a profile of this model"
+        )
+    layouts = layouts_of_plan(plan, training, tokens=block_tokens, vocabulary=model.vocabulary, device=device)
+    return {number: sum(parts_of(model, training, layout).values()) for number, layout in layouts.items()}
+
+
+def smallest_ranks(
+    model: ModelFigures, training: TrainingSettings, block_tokens: int, memory: float, *, device: str = "cuda"
+) -> int | None:
+    """The fewest ranks of `memory` bytes that hold the training, or None when no number up to `MOST_RANKS` does."""
+    ranks = 1
+    while ranks <= MOST_RANKS:
+        try:
+            if needed_bytes(model, training, block_tokens, ranks, device=device) <= memory:
+                return ranks
+        except ConfigurationError:
+            pass  # so many ranks make no whole pipelines
+        ranks += 1 if ranks < 16 else ranks // 8
+    return None

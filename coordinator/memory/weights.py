@@ -1,0 +1,104 @@
+"""The weights of a checkpoint as a trainer would hold them under a facility's settings."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Iterator, Sequence
+
+from coordinator.memory.figures import IN_A_BLOCK, ModelFigures, is_matrix_of_a_block
+from facility.exchange.checkpoints.adapters import HEADS, A, B, is_adapter, is_factor, saves, targeted
+from facility.exchange.memory.units import Dimensions, Weight
+from facility.exchange.messages.settings import TrainingSettings
+
+STORED = {"BF16": "bfloat16", "F16": "float16"}
+"""Half precision, by safetensors' name of it."""
+EMBEDDING = re.compile(r"(^|\.)(embed(?!_out)\w*|wte|wpe|word_embeddings|tok_embeddings)(\.|$)")
+"""In the names of what stands before the first block."""
+HEAD = re.compile(r"(^|\.)(lm_head|embed_out|score|classifier)\.weight$")
+"""Linear layers behind the last block."""
+STATE_SPACE = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
+"""Families whose base stays in float32, since kernels use weights without calling their layers."""
+
+
+def dimensions_of(model: ModelFigures) -> Dimensions:
+    """Of a model, as the law of memory takes them."""
+    gated = any(".gate_proj." in name for name in model.shapes)
+    return Dimensions(
+        hidden=model.hidden,
+        blocks=model.layers,
+        vocabulary=model.vocabulary,
+        gated=model.inner / model.hidden if gated and model.inner and model.hidden else 0.0,
+    )
+
+
+def weights_of(model: ModelFigures, training: TrainingSettings, *, chunked: bool) -> list[Weight]:
+    """Every weight that a trainer would hold, adapters included. `chunked`: the loss is computed in chunks.
+
+    Where the shapes are not known all weights lie in the blocks, evenly, and all are trained.
+    """
+    if not model.shapes:
+        blocks = max(1, model.layers)
+        return [
+            Weight(
+                name="",
+                shape=((model.parameters + block) // blocks,),
+                unit=block + 1,
+                trained=True,
+                copied=training.compute_dtype != "float32",
+            )
+            for block in range(blocks)
+        ]
+    return [one for name, shape in model.shapes.items() for one in _weights(model, training, name, shape, chunked)]
+
+
+def _weights(
+    model: ModelFigures, training: TrainingSettings, name: str, shape: Sequence[int], chunked: bool
+) -> Iterator[Weight]:
+    """A tensor of the checkpoint, and the adapter beside it."""
+    lora, unit, module = training.lora, unit_of(model, name), name.rpartition(".")[0]
+    half, again = training.compute_dtype != "float32", training.layout.activation_checkpointing != "none"
+    matrix = is_matrix_of_a_block(name, shape)
+    saved = bool(lora.rank) and saves(module, lora.modules_to_save or HEADS)
+    trained = (not lora.rank or saved or is_adapter(name)) and not any(
+        fnmatch.fnmatchcase(name, pattern) for pattern in training.freeze
+    )
+    held = _held_bytes(model, training, name) if matrix and lora.rank and not trained else 4.0
+    linear = matrix or is_factor(name) or (HEAD.search(name) is not None and not chunked)
+    yield Weight(
+        name=name,
+        shape=tuple(shape),
+        unit=unit,
+        trained=trained,
+        held_bytes=held,
+        copied=half and linear and held == 4 and (trained or not again),
+    )
+    if not lora.rank or saved or any(is_adapter(other) for other in model.shapes):
+        return
+    if matrix and (not lora.targets or targeted(module, lora.targets)):
+        yield from _adapter(module, unit, shape[0], shape[1], lora.rank, half)
+        if lora.dora:
+            yield Weight(name=f"{module}.lora_magnitude_vector", shape=(shape[0],), unit=unit, trained=True)
+    elif len(shape) == 3 and targeted(name, lora.parameters):
+        yield from _adapter(module, unit, shape[1], shape[2], lora.rank * shape[0], half)
+
+
+def _adapter(module: str, unit: int, outputs: int, inputs: int, rank: int, half: bool) -> Iterator[Weight]:
+    for factor, shape in ((A, (rank, inputs)), (B, (outputs, rank))):
+        yield Weight(name=f"{module}{factor}weight", shape=shape, unit=unit, trained=True, copied=half)
+
+
+def _held_bytes(model: ModelFigures, training: TrainingSettings, name: str) -> float:
+    """Of a frozen linear layer's weight below adapters: quantised, in half precision as it is stored, or float32."""
+    lora = training.lora
+    if lora.quantize_base != "none":
+        return lora.base_bytes
+    same = STORED.get(model.dtypes.get(name, "")) == training.compute_dtype
+    return 2.0 if same and not lora.dora and model.family not in STATE_SPACE else 4.0
+
+
+def unit_of(model: ModelFigures, name: str) -> int:
+    """The unit that holds a tensor: 0 the embedding, then the blocks, then the head."""
+    if found := IN_A_BLOCK.search(name):
+        return int(found.group()[1:-1]) + 1
+    return 0 if EMBEDDING.search(name) else model.layers + 1

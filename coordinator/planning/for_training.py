@@ -1,0 +1,126 @@
+"""A measured problem with the memory of what a facility will train: adapters, a base in 4 bits or half precision.
+
+`facility.measure` measures a whole model that is trained in float32 by AdamW. Memory of another training follows the
+law that the trainer and `crossfed check` follow (`facility.exchange.memory`). Seconds stay as they were measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from coordinator.config.federation import Federation
+from coordinator.memory.figures import ModelFigures, model_figures
+from coordinator.memory.layouts import rows_of
+from coordinator.memory.need import needed_by_plan
+from coordinator.memory.weights import dimensions_of, weights_of
+from coordinator.problem.problem import Problem
+from facility.exchange.errors import ConfigurationError
+from facility.exchange.memory.rank import logits_bytes
+from facility.exchange.memory.units import memory_of_units, state_bytes
+from facility.exchange.messages.plan import Plan
+from facility.exchange.messages.settings import TrainingSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """What a facility will train, and on which kind of device."""
+
+    model: ModelFigures
+    training: TrainingSettings
+    tokens: int
+    """Of a sequence."""
+    device: str
+    """cpu or cuda."""
+
+
+def trained_at(federation: Federation, name: str, profile: Mapping[str, Any]) -> Trained:
+    """What the facility of that name trains, in sequences as the profile measured them. Raises `ConfigurationError`."""
+    facilities = {one.name: one for one in federation.facilities}
+    if name not in facilities:
+        raise ConfigurationError(f"--facility is {name!r}; the facilities are {', '.join(facilities)}")
+    measured = profile.get("profile")
+    tokens = measured.get("tokens") if isinstance(measured, dict) else profile.get("sample_tokens")
+    if type(tokens) is not int or tokens < 1:
+        raise ConfigurationError(
+            "the problem says neither profile.tokens nor sample_tokens, the tokens of a sequence, which memory needs: "
+            "measure it by facility.measure, or write sample_tokens"
+        )
+    devices = profile.get("devices")
+    gpus = isinstance(devices, list) and any(
+        ":cuda" in str(one.get("id", "")) for one in devices if isinstance(one, dict)
+    )
+    training = facilities[name].training
+    return Trained(
+        model=model_of(federation.path(federation.model)),
+        training=training,
+        tokens=tokens,
+        device="cuda" if gpus or training.device == "cuda" else "cpu",
+    )
+
+
+def model_of(directory: Path) -> ModelFigures:
+    """The initial model's figures. Raises `ConfigurationError`."""
+    try:
+        return model_figures(directory)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"the initial model {directory} cannot be read: {error}") from None
+
+
+def with_memory(problem: Problem, trained: Trained) -> Problem:
+    """The problem with units as large as the training makes them, never smaller than the plan will state.
+
+    What is needed once on a device (a dequantised layer, logits of a chunk) leaves its memory beforehand.
+    """
+    training, dimensions = trained.training, dimensions_of(trained.model)
+    if len(problem.units) != dimensions.blocks + 2:
+        raise ConfigurationError(
+            f"the problem has {len(problem.units)} units, the initial model {dimensions.blocks + 2} (embedding, "
+            f"{dimensions.blocks} blocks, head): measure the model that the federation trains"
+        )
+    sizes = [training.micro_batch_sequences] if training.micro_batch_sequences else list(problem.micro_batch_samples)
+    rows = [rows_of(training, size * trained.tokens, dimensions.vocabulary, trained.device) for size in sizes]
+    units = memory_of_units(weights_of(trained.model, training, chunked=all(rows)), dimensions, training)
+    at_once = [logits_bytes(chunk, dimensions, training) for chunk in rows]
+    a_token, once = max(one for one, _ in at_once), max(one for _, one in at_once)
+    working = 4 * max(unit.largest_in_bits for unit in units) + once
+    head = len(units) - 1
+    return replace(
+        problem,
+        micro_batch_samples=tuple(sizes),
+        devices=tuple(
+            one if one.memory_bytes is None else replace(one, memory_bytes=max(1.0, one.memory_bytes - working))
+            for one in problem.devices
+        ),
+        units=tuple(
+            replace(
+                measured,
+                parameter_bytes=4.0 * unit.trained,
+                state_bytes=unit.weights + unit.trained * (4 + state_bytes(training)) + unit.copies,
+                stored_bytes=trained.tokens * (unit.kept + (a_token if number == head else 0.0)),
+            )
+            for number, (measured, unit) in enumerate(zip(problem.units, units, strict=True))
+        ),
+    )
+
+
+def stated(plan: Plan, problem: Problem, trained: Trained) -> Plan:
+    """The plan with each device's memory as the trainer and `crossfed check` work it out; `problem` as measured."""
+    needed = needed_by_plan(trained.model, trained.training, plan, trained.tokens, device=trained.device)
+    return replace(
+        plan,
+        loads=tuple(
+            replace(
+                load,
+                memory_bytes=float(needed.get(load.device, 0.0)),
+                memory_limit_bytes=problem.devices[load.device].memory_bytes,
+            )
+            for load in plan.loads
+        ),
+        reasons=(
+            *plan.reasons,
+            "memory is that of the facility's training settings; seconds are as they were measured",
+        ),
+    )

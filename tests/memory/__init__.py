@@ -1,0 +1,1 @@
+"""One law of memory: what planner, checks and trainer say of it."""

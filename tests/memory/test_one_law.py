@@ -1,0 +1,226 @@
+"""Planner, checks before a run and trainer state the same memory for the same layout."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from coordinator import plan as planner
+from coordinator.config.federation import read_federation
+from coordinator.memory.figures import model_figures
+from coordinator.memory.need import needed_by_plan, needed_bytes
+from coordinator.memory.weights import weights_of
+from coordinator.planning.for_training import trained_at, with_memory
+from coordinator.preflight.check import memory_row
+from coordinator.problem.read import problem_from_json
+from coordinator.simulation.pipelines.plans import simulate
+from facility.exchange.errors import ConfigurationError
+from facility.exchange.messages.plan import read_plan
+from facility.exchange.messages.settings import TrainingSettings
+from facility.exchange.validation import parse
+from tests.federations import write_federation
+from tests.pico import pico_config, save_pico
+
+WIDE = {"hidden_size": 64, "intermediate_size": 128, "tie_word_embeddings": False}
+TOKENS = 16
+TRAININGS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "bfloat16": {"compute_dtype": "bfloat16"},
+    "adafactor": {"optimizer": "adafactor", "layout": {"activation_checkpointing": "full"}},
+    "lora": {"lora": {"rank": 4}},
+    "half": {"lora": {"rank": 4, "targets": ["q_proj", "v_proj"]}, "compute_dtype": "bfloat16"},
+    "recomputed": {
+        "lora": {"rank": 4},
+        "compute_dtype": "bfloat16",
+        "layout": {"activation_checkpointing": "selective"},
+    },
+    "dora": {"lora": {"rank": 4, "dora": True}, "compute_dtype": "bfloat16"},
+    "head": {"lora": {"rank": 4, "modules_to_save": ["lm_head"]}, "compute_dtype": "bfloat16"},
+    "qlora": {"lora": {"rank": 4, "quantize_base": "nf4"}},
+    "qlora16": {"lora": {"rank": 4, "quantize_base": "fp4"}, "compute_dtype": "bfloat16"},
+}
+
+
+def settings(kind: str, **more: Any) -> TrainingSettings:
+    chosen = TRAININGS[kind] | {"batch_sequences": 8} | more
+    chosen["layout"] = TRAININGS[kind].get("layout", {}) | more.get("layout", {})
+    found: TrainingSettings = parse(TrainingSettings, chosen)
+    return found
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_pico(tmp_path_factory.mktemp("base"), dtype="bfloat16", **WIDE)
+
+
+@pytest.fixture
+def without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is quantised here, only counted: the package is not needed."""
+    from facility.training import quantized_base
+
+    monkeypatch.setattr(quantized_base, "PACKAGE", "json")
+
+
+@pytest.mark.usefixtures("without_the_package")
+@pytest.mark.parametrize("ranks", [{}, {"stages": 2}, {"shards": 2}], ids=["one", "stages", "shards"])
+@pytest.mark.parametrize("kind", list(TRAININGS))
+def test_from_shapes_as_from_the_model_itself(base: Path, kind: str, ranks: dict[str, int]):
+    import torch
+
+    from facility.exchange.checkpoints.checkpoint import open_checkpoint
+    from facility.training.data.tasks import CausalLM
+    from facility.training.half_base import hold_in_half
+    from facility.training.memory import predicted_bytes
+    from facility.training.model import Attention
+    from facility.training.parallel.arrange import layout_of_settings
+    from facility.training.parallel.assemble import build_meta_model
+    from facility.training.parallel.split import inspect_model
+    from facility.training.processes.ranks import Ranks
+
+    training = settings(kind, layout={"stages": ranks.get("stages", 1)})
+    world = 2 if ranks else 1
+    config = pico_config(**WIDE)
+    skeleton = build_meta_model(config, CausalLM(), Attention(name="sdpa", reason=""), training)
+    hold_in_half(skeleton, open_checkpoint(base), training)
+    found = []
+    for rank in range(world):
+        here = Ranks(rank=rank, world=world, local_rank=rank, local_world=world, device=torch.device("cpu"))
+        layout = layout_of_settings(here, training, blocks=config.num_hidden_layers, block_tokens=TOKENS)
+        structure = inspect_model(config, CausalLM().factory, "sdpa", TOKENS) if layout.units else None
+        found.append(sum(predicted_bytes(skeleton, structure, layout, here, training, config).values()))
+    assert max(found) == needed_bytes(model_figures(base), training, TOKENS, world, device="cpu")
+
+
+@pytest.mark.parametrize("kind", list(TRAININGS))
+def test_what_is_trained_is_what_travels(base: Path, kind: str):
+    model, training = model_figures(base), settings(kind)
+    held = weights_of(model, training, chunked=False)
+    assert sum(one.count for one in held if one.trained) == model.trained(training)
+    added = sum(one.count for one in held if "lora_" in one.name)
+    assert sum(one.count for one in held) == model.parameters + added
+    assert (added > 0) == (training.lora.rank > 0)
+
+
+def profile(blocks: int, memory_megabytes: float = 64.0) -> dict[str, Any]:
+    """Two equal devices, as `facility.measure` writes them; sizes of units of another training."""
+    rows = np.where(np.eye(2, dtype=bool), 1.0, 1e3).tolist()
+    unit = {"parameter_bytes": 1e3, "activation_bytes": 10.0, "stored_bytes": 10.0, "forward_ms": 1, "backward_ms": 2}
+    return {
+        "format": 1,
+        "devices": [{"id": f"here:cpu{n}", "memory_bytes": memory_megabytes * 1e6} for n in range(2)],
+        "links": {"latency_ms": [[0, 0.1], [0.1, 0]], "bandwidth_megabytes_per_second": rows},
+        "units": [
+            {"kind": "embedding", **unit},
+            {"kind": "block", "count": blocks, **unit},
+            {"kind": "head", **unit},
+        ],
+        "profile": {"tokens": TOKENS},
+    }
+
+
+@pytest.fixture(scope="module")
+def federation(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A facility for each kind of training."""
+    facilities = [
+        {"name": kind, "dataset": "../sites/any/dataset", "training": one | {"micro_batch_sequences": 2}}
+        for kind, one in TRAININGS.items()
+    ]
+    training = {"batch_sequences": 8, "ranks": 2}
+    root = tmp_path_factory.mktemp("federation")
+    return write_federation(root, ["any"], training=training, size=WIDE, facilities=facilities)
+
+
+@pytest.mark.parametrize("kind", list(TRAININGS))
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_plan_states_what_check_states(tmp_path: Path, federation: Path, kind: str, stages: int):
+    (tmp_path / "profile.json").write_text(json.dumps(profile(blocks=4)))
+    command = ["--problem", tmp_path / "profile.json", "--out", tmp_path / "plan.json", "--iterations", 1]
+    command += ["--federation", federation, "--facility", kind, "--stages", stages, "--replicas", 1]
+    assert planner.main([str(word) for word in command]) == 0
+    plan, read = read_plan(tmp_path / "plan.json"), read_federation(federation)
+    facility = next(one for one in read.facilities if one.name == kind)
+    training, model = facility.training, model_figures(read.path(read.model))
+    used = {device for row in plan.grid for device in row}
+    largest = max(load.memory_bytes for load in plan.loads if load.device in used)
+    layout = {"stages": stages, "schedule": plan.schedule} | (
+        {"units": [list(pair) for pair in plan.stage_units]} if stages > 1 else {}
+    )
+    same = settings(kind, layout=layout, micro_batch_sequences=plan.micro_batch_samples, ranks=stages)
+    assert largest == needed_bytes(model, same, TOKENS, stages, device="cpu")
+    planned = SimpleNamespace(
+        name=kind,
+        deployment=facility.deployment,
+        training=parse(TrainingSettings, TRAININGS[kind] | {"layout": {"plan": str(tmp_path / "plan.json")}}),
+    )
+    row = memory_row(read, planned, model, TOKENS, "")  # type: ignore[arg-type]
+    assert row.verdict == "ok" and "as its plan says" in row.found
+    assert max(needed_by_plan(model, training, plan, TOKENS, device="cpu").values()) == largest
+
+
+@pytest.mark.parametrize("kind", list(TRAININGS))
+def test_the_search_never_takes_a_plan_for_smaller_than_it_is(tmp_path: Path, federation: Path, kind: str):
+    """What the planner's sums say of a layout, with what leaves the devices beforehand, covers what is stated."""
+    raw = profile(blocks=4)
+    trained = trained_at(read_federation(federation), kind, raw)
+    measured = problem_from_json(raw | {"batch_samples": 8})
+    problem = with_memory(measured, trained)  # type: ignore[arg-type]
+    set_aside = raw["devices"][0]["memory_bytes"] - problem.memory[0]
+    for cut in (1, 2, 4):
+        for schedule in ("gpipe", "1f1b"):
+            plan = planner.Plan(
+                stages=2,
+                replicas=1,
+                grid=((0,), (1,)),
+                stage_units=((0, cut), (cut, 6)),
+                micro_batches=4,
+                micro_batch_samples=2,
+                schedule=schedule,
+            )
+            summed = simulate(problem, plan).memory_bytes
+            for device, need in needed_by_plan(trained.model, trained.training, plan, TOKENS, device="cpu").items():
+                assert need <= summed[device] + set_aside + 1
+
+
+def test_too_little_memory_for_the_whole_model_may_do_for_adapters_on_4_bits(tmp_path: Path, federation: Path):
+    """The same devices, one facility's training or another's."""
+    from coordinator.planning.chain import Infeasible
+
+    model, read = model_figures(federation.parent / "../model"), read_federation(federation)
+    few = next(one for one in read.facilities if one.name == "qlora").training
+    enough = 1.2 * needed_bytes(model, few, TOKENS, 1, device="cpu") / 1e6
+    (tmp_path / "profile.json").write_text(json.dumps(profile(blocks=4, memory_megabytes=enough)))
+    command = ["--problem", tmp_path / "profile.json", "--out", tmp_path / "plan.json", "--iterations", 1]
+    command += ["--federation", federation, "--stages", 1, "--replicas", 1, "--facility"]
+    assert planner.main([str(word) for word in [*command, "qlora"]]) == 0
+    with pytest.raises(Infeasible):
+        planner.main([str(word) for word in [*command, "full"]])
+
+
+@pytest.mark.parametrize(
+    ("change", "words", "why"),
+    [
+        ({}, ["--federation"], "go together"),
+        ({}, ["--federation", "--facility", "nowhere"], "--facility is 'nowhere'; the facilities are full"),
+        ({"profile": {}}, ["--federation", "--facility", "full"], "neither profile.tokens nor sample_tokens"),
+        ({"units": []}, ["--federation", "--facility", "full"], "no units"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(
+    tmp_path: Path, federation: Path, change: dict[str, Any], words: list[str], why: str
+):
+    (tmp_path / "profile.json").write_text(json.dumps(profile(blocks=4) | change))
+    command = ["--problem", str(tmp_path / "profile.json"), "--out", str(tmp_path / "plan.json"), words[0]]
+    with pytest.raises(ConfigurationError, match=why):
+        planner.main([*command, str(federation), *words[1:]])
+
+
+def test_a_profile_of_another_model_is_refused(tmp_path: Path, federation: Path):
+    (tmp_path / "profile.json").write_text(json.dumps(profile(blocks=3)))
+    command = ["--problem", tmp_path / "profile.json", "--out", tmp_path / "plan.json", "--federation", federation]
+    with pytest.raises(ConfigurationError, match="5 units, the initial model 6"):
+        planner.main([str(word) for word in [*command, "--facility", "full"]])
