@@ -12,8 +12,8 @@ import yaml
 from coordinator.config.federation import read_federation
 from coordinator.config.settings import read_coordinator_settings
 from coordinator.engine.render import render, write
-from coordinator.preflight.comparison import check_comparison
 from coordinator.memory.figures import model_figures
+from coordinator.preflight.comparison import check_comparison
 from facility.exchange.errors import ConfigurationError
 from tests.federations import write_federation
 

@@ -11,9 +11,9 @@ import pytest
 from coordinator.archive.rounds import Archive
 from coordinator.config.federation import Federation, read_federation
 from coordinator.engine.render import write
+from coordinator.memory.figures import model_figures
 from coordinator.preflight.coordinator import _room
 from coordinator.preflight.disk import IN_FLIGHT, coordinator_disk, facility_disk
-from coordinator.memory.figures import model_figures
 from tests.engine.engines import streamflow
 from tests.federations import write_federation
 
