@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages import drift, loss_curve, lost_replicas
@@ -78,6 +80,7 @@ def add_files(round: Round, figures: dict[str, Any], directory: Path) -> None:
             beta2=request.training.beta2,
             steps=round.progress.optimizer_steps,
             federated=Patterns(tuple(request.settings.include), tuple(request.settings.exclude)),
+            held=held_in_memory(round),
         )
 
 
@@ -94,6 +97,13 @@ def take_walk(round: Round) -> drift.DriftReport | None:
     round.sync_vectors |= {KIND: correction.vector}
     found = gather(round.ranks, [correction.squares, correction.walked] if round.writes else [0.0, 0.0])
     return correction.report(*(math.fsum(column) for column in zip(*found, strict=True)))
+
+
+def held_in_memory(round: Round) -> dict[str, torch.Tensor]:
+    """The second moments, where one rank holds them all and has written them to the state."""
+    if round.ranks.world > 1:
+        return {}
+    return second_moments.held_whole(state.moments_of(round.engine.optimizer, round.engine.parts))
 
 
 def save_state(round: Round) -> None:

@@ -13,8 +13,9 @@ Tensors of more than two dimensions count as matrices of their first dimension b
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,20 +51,30 @@ class Factors:
 def factors_of(entry: TensorEntry, scale: float = 1.0) -> Factors:
     """Row and column means of a stored float32 tensor, times `scale`; read once, in pieces."""
     assert entry.dtype == "F32", entry
-    count = entry.shape[0] if entry.shape else 1
-    width = max(1, entry.elements // max(1, count))
-    rows, columns = np.zeros(count, np.float32), np.zeros(width, np.float64)
-    step = max(1, PIECE_VALUES // width)
     descriptor = os.open(entry.file, os.O_RDONLY)
+
+    def read(start: int, values: int) -> Array:
+        piece = np.empty(values, np.float32)
+        read_exactly(descriptor, piece.data.cast("B"), entry.start + start * 4, entry.file)
+        return piece
+
     try:
-        for first in range(0, count, step):
-            piece = np.empty((min(step, count - first), width), np.float32)
-            read_exactly(descriptor, piece.data.cast("B"), entry.start + first * width * 4, entry.file)
-            rows[first : first + len(piece)] = piece.mean(axis=1, dtype=np.float64) * scale
-            columns += piece.sum(axis=0, dtype=np.float64)
+        return factors_of_values(entry.shape, read, scale)
     finally:
         os.close(descriptor)
-    if len(entry.shape) < 2:
+
+
+def factors_of_values(shape: tuple[int, ...], read: Callable[[int, int], Array], scale: float = 1.0) -> Factors:
+    """The same of a tensor wherever it is; `read(start, count)`: so many of its values in float32, row by row."""
+    count = shape[0] if shape else 1
+    width = max(1, math.prod(shape) // max(1, count))
+    rows, columns = np.zeros(count, np.float32), np.zeros(width, np.float64)
+    step = max(1, PIECE_VALUES // width)
+    for first in range(0, count, step):
+        piece = read(first * width, min(step, count - first) * width).reshape(-1, width)
+        rows[first : first + len(piece)] = piece.mean(axis=1, dtype=np.float64) * scale
+        columns += piece.sum(axis=0, dtype=np.float64)
+    if len(shape) < 2:
         return Factors(rows)
     return Factors(rows, (columns * (scale / max(1, count))).astype(np.float32))
 

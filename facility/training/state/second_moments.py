@@ -1,12 +1,13 @@
 """Second moments that facilities share (`optimizer_state: shared`): sent with the update, received with the model.
 
-The first moments stay the facility's own. Factors are made from the state directory that was just written, in which
-tensors lie whole, so that every layout sends the same bytes; every rank rebuilds the rows it holds.
+The first moments stay the facility's own. Factors are made from the tensors that one rank holds whole, else from the
+state directory that was just written, in which they lie whole: every layout sends the same bytes. Every rank rebuilds
+the rows it holds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,14 +15,39 @@ import torch
 
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.patterns import Patterns
-from facility.exchange.checkpoints.second_moments import factors_of, has_factors, read_factors, write_factors
+from facility.exchange.checkpoints.second_moments import (
+    factors_of,
+    factors_of_values,
+    has_factors,
+    read_factors,
+    write_factors,
+)
 from facility.training.shards import LocalShard
 
 STORED = "exp_avg_sq."
 
 
-def write_outgoing(update: Path, state: Path, *, beta2: float, steps: int, federated: Patterns) -> None:
+def held_whole(parts: Sequence[LocalShard]) -> dict[str, torch.Tensor]:
+    """Second moments that this rank holds whole, by the name that they are stored under."""
+    return {
+        part.name: part.tensor.reshape(-1)
+        for part in parts
+        if part.name.startswith(STORED) and not part.copy and tuple(part.tensor.shape) == part.shape
+    }
+
+
+def write_outgoing(
+    update: Path,
+    state: Path,
+    *,
+    beta2: float,
+    steps: int,
+    federated: Patterns,
+    held: Mapping[str, torch.Tensor],
+) -> None:
     """Write `update`/second_moments from the optimizer state in `state`; nothing before the first step.
+
+    `held`: what was written there and is still in memory, so that it is not read again.
 
     Only parameters that are federated leave the facility, as with the weights, and only those that the update holds by
     the same name: experts that are fused here and apart on disk keep second moments of their own.
@@ -31,12 +57,20 @@ def write_outgoing(update: Path, state: Path, *, beta2: float, steps: int, feder
     scale = 1.0 / (1.0 - beta2**steps)
     stored, sent = open_checkpoint(state).tensors, open_checkpoint(update).tensors
     factors = {
-        name: factors_of(entry, scale)
+        name: factors_of_values(entry.shape, _reader(held[key]), scale) if key in held else factors_of(entry, scale)
         for key, entry in sorted(stored.items())
         if (name := key.removeprefix(STORED)) != key and federated.federated(name)
         if name in sent and sent[name].shape == entry.shape
     }
     write_factors(update, factors, steps=steps)
+
+
+def _reader(flat: torch.Tensor) -> Callable[[int, int], np.ndarray]:
+    def read(start: int, count: int) -> np.ndarray:
+        values: np.ndarray = flat[start : start + count].detach().float().cpu().numpy()
+        return values
+
+    return read
 
 
 @torch.no_grad()
