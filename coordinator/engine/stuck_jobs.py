@@ -40,6 +40,9 @@ def present(queues: list[Queue]) -> list[dict[str, str]]:
     return [*found, *({"facility": "", "job": "", "state": "", "reason": sentence, "do": ""} for sentence in silent)]
 
 
+END_SECONDS = 5.0
+
+
 @dataclass(kw_only=True)
 class Watch:
     """Polls the queues; reports a stuck job once per reason, and cancels it after the queue's limit."""
@@ -59,7 +62,10 @@ class Watch:
 
     @contextmanager
     def going_on(self) -> Iterator[None]:
-        """Look every so often until the block ends."""
+        """Look every so often until the block ends, which then waits a little for a look under way.
+
+        One that takes longer holds no run up; its session at the facility ends with its answer, or with this process.
+        """
         end = threading.Event()
 
         def work() -> None:
@@ -72,6 +78,7 @@ class Watch:
             yield
         finally:
             end.set()
+            thread.join(END_SECONDS)
 
     def _one(self, queue: Queue) -> list[Job]:
         jobs = queue.jobs()

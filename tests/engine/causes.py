@@ -22,6 +22,7 @@ import yaml
 
 from tests.engine.engines import crossfed, weights
 from tests.engine.harms import Act, Harm, altered, cut, flipped, full, killed_engine, occupied, read_only
+from tests.engine.noise import noise
 from tests.federations import write_federation
 
 LIMIT_SECONDS = 30.0
@@ -273,6 +274,8 @@ class Row:
     """Runnable tasks per core around the measurement, at least 1."""
     text: str
     """The console's end, of both commands."""
+    noise: tuple[str, ...] = ()
+    """Lines of the console that are the engine's own, or tell the stop again."""
 
     def wrong(self, start_seconds: float) -> str:
         """What does not hold, or ''. A cause that is there before the command may take the engine's start longer to be
@@ -281,6 +284,8 @@ class Row:
         told = f"{self.cause}: said after {self.seconds:.0f} s, ended after {self.ended:.0f} s:\n{self.text}"
         if not (0 <= self.seconds <= limit and self.right_code):
             return told
+        if self.noise:
+            return f"noise on the console: {self.noise}: {told}"
         return "" if self.recovered else f"does not recover: {told}"
 
 
@@ -330,6 +335,7 @@ def measure(prepared: Prepared, cause: Cause, step: str) -> Row:
         recovered=recovered,
         load=round(max(1.0, sum(loads) / len(loads) / (os.cpu_count() or 1)), 1),
         text="".join(found.lines)[-3000:] + "--- again:\n" + said[-3000:],
+        noise=tuple(noise(found.lines)),
     )
 
 

@@ -7,10 +7,12 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from coordinator.archive.rounds import Archive
 from coordinator.config.federation import read_federation
 from facility.exchange.messages.manifest import read_manifest
+from tests.engine.noise import noise
 
 BIN = Path(sys.executable).parent
 HIDDEN = {"node", "nodejs", "docker", "podman", "singularity", "apptainer"}
@@ -75,8 +77,17 @@ def cwltool(
     )
 
 
+class Console(subprocess.Popen[str]):
+    """A command whose console, once it is read to its end, is found to hold no noise (`tests.engine.noise`)."""
+
+    def communicate(self, *args: Any, **more: Any) -> tuple[str, str]:
+        said, errors = super().communicate(*args, **more)
+        assert not (found := noise((said or "").splitlines())), f"on the console: {found}\n{said[-4000:]}"
+        return said, errors
+
+
 def crossfed(*arguments: str | Path, folder: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+    return Console(
         [sys.executable, "-m", "coordinator.cli", *map(str, arguments)],
         env=bare_environment(folder),
         text=True,
