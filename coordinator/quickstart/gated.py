@@ -35,10 +35,16 @@ class Behind:
     workdir: str
     datasets: tuple[str, ...]
     """Prepared ones, as the policy names them; empty for a gate of an earlier version."""
+    nodes: float = 1
+    hours: float = 0.0
+    """Of one job."""
 
     def said(self) -> str:
         data = ", ".join(self.datasets) or "datasets that it does not tell"
-        return f"{self.facility} in {', '.join(self.federations)}, {self.scheduler}, {self.workdir}, {data}"
+        return (
+            f"its gate allows {self.facility} in {', '.join(self.federations)}: jobs of {self.nodes:g} node(s) and "
+            f"{self.hours:g} h by {self.scheduler}, models in {self.workdir}, training on {data}"
+        )
 
 
 def ask_gate(login: Deployment) -> Behind | None:
@@ -55,6 +61,8 @@ def ask_gate(login: Deployment) -> Behind | None:
         scheduler=scheduler,
         workdir=workdir,
         datasets=_words(told.get("datasets")),
+        nodes=float(told["nodes"]),
+        hours=float(told["hours"]),
     )
 
 

@@ -76,7 +76,9 @@ def test_what_a_gate_tells_is_what_is_written(site: Gate, monkeypatch: pytest.Mo
     assert one.deployment.gate and one.deployment.type == "slurm" and not one.deployment.template
     assert (one.deployment.workdir, one.dataset) == (str(site.workdir), str(site.home / "data"))
     assert federation.sending.signing_key == str(key)
-    assert [record.message for record in caplog.records].count(f"alpha: {LIMITS}") == 1
+    told_by_us = [record.message for record in caplog.records]
+    assert told_by_us.count(f"alpha: {LIMITS}") == 1
+    assert any("its gate allows alpha in heron: jobs of 1 node(s) and 2 h by slurm" in one for one in told_by_us)
     again = read_federation(begin(request, Dialog(given={}, yes=True)))
     assert again == federation
 
