@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import subprocess
+import threading
 import time
 from pathlib import Path
 
@@ -151,3 +152,18 @@ def test_a_jobs_own_code_and_output_come_through():
     line = ["bash", "-c", tethered("cat; echo 'it'\\''s \"here\"'; exit 7")]
     process = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdout is not None and process.stdout.read() == b'it\'s "here"\n' and process.wait(10) == 7
+
+
+def test_the_end_of_a_run_waits_for_a_look_under_way(monkeypatch: pytest.MonkeyPatch):
+    """Whose session at the facility would outlive the run otherwise."""
+    begun, ended = threading.Event(), threading.Event()
+
+    def look(self: Watch) -> None:
+        begun.set()
+        time.sleep(0.2)
+        ended.set()
+
+    monkeypatch.setattr(Watch, "look", look)
+    with Watch(queues=[], every_seconds=0.01).going_on():
+        assert begun.wait(10)
+    assert ended.is_set()
