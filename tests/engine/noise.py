@@ -19,12 +19,13 @@ STOP = re.compile(r"^the run ended with code -?\d+: ")
 
 
 def noise(lines: Sequence[str]) -> list[str]:
-    """Lines of a console that are the engine's or Python's, a second line for a stop, and one said twice running.
+    """Lines of a console that are the engine's or Python's, a second line for a stop, and one said twice at once.
 
-    A table's rows may repeat, sentences with their time of day may not.
+    A table's rows may repeat, and what happens again is told again; a sentence with the same time of day may not follow
+    itself.
     """
     plain = [ANSI.sub("", line).rstrip() for line in lines]
     found = [line for line in plain if any(one.search(line) for one in NOISE)]
     found += [line for line in plain if STOP.match(line)][1:]
     timed = [line for line in plain if re.match(r"\d\d:\d\d:\d\d ", line)]
-    return found + [b for a, b in zip(timed, timed[1:], strict=False) if a[9:] == b[9:]]
+    return found + [b for a, b in zip(timed, timed[1:], strict=False) if a == b]
