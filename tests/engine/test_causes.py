@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.causes import ALL, Cause, Prepared, measure, prepare
+from tests.engine.noise import noise
 
 TABLE = Path(__file__).parents[2] / "docs" / "reference" / "faults.json"
 
@@ -38,3 +39,4 @@ def test_the_table_of_the_documentation_holds_only_what_ends_in_a_sentence_and_r
     known, shown = [cause.name for _, cause in ALL], [row["cause"] for row in rows]
     assert shown == [name for name in known if name in shown] and len(shown) >= 15
     assert all(row["seconds"] >= 0 and row["sentence"] and row["recovered"] for row in rows)
+    assert not noise([row["sentence"] for row in rows]), "of the engine's own"
