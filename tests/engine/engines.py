@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 from coordinator.archive.rounds import Archive
 from coordinator.config.federation import read_federation
@@ -80,8 +79,8 @@ def cwltool(
 class Console(subprocess.Popen[str]):
     """A command whose console, once it is read to its end, is found to hold no noise (`tests.engine.noise`)."""
 
-    def communicate(self, *args: Any, **more: Any) -> tuple[str, str]:
-        said, errors = super().communicate(*args, **more)
+    def communicate(self, input: str | None = None, timeout: float | None = None) -> tuple[str, str]:
+        said, errors = super().communicate(input, timeout)
         assert not (found := noise((said or "").splitlines())), f"on the console: {found}\n{said[-4000:]}"
         return said, errors
 
