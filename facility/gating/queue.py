@@ -333,8 +333,11 @@ def on_this_host(session: Session, script: str, name: str, directory: Path, *, s
         except ProcessLookupError:
             pass
 
+    # Not the buffer's own `read`: its lock, held by a thread that waits, aborts the interpreter at its end.
+    source = getattr(sys.stdin.buffer, "raw", sys.stdin.buffer)
+
     def tether() -> None:
-        while sys.stdin.buffer.read(1):
+        while source.read(1):
             pass
         if not ended.is_set():
             end()

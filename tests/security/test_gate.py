@@ -23,6 +23,7 @@ from facility.gating import queue
 from facility.gating.grammar import FORMS
 from facility.gating.policy import read_policy
 from facility.gating.session import Session
+from tests.conftest import ROOT
 
 KEY = "SHA256:" + "A" * 43
 
@@ -477,3 +478,21 @@ def test_an_answer_that_nobody_waits_for_any_more_is_no_failure(tmp_path: Path, 
     os.close(write)
     entries = [json.loads(line) for line in (made.home / "gate" / "audit.jsonl").read_text().splitlines()]
     assert (done.returncode, done.stderr) == (2, b"") and [one["what"] for one in entries] == ["request", "broken off"]
+
+
+def test_a_gate_whose_coordinator_still_holds_the_connection_ends_with_its_jobs_code(site: Gate):
+    """A process of its own, as sshd starts it: a thread that waits for the end of the input is no reason to abort."""
+    (site.home / "site.sh").write_text("#!/bin/bash\nexit 3\n{{ streamflow_command }}\n")
+    request = site.round().replace("crossfed-gate submit", "crossfed-gate run")
+    site.policy(scheduler="ssh", fill={})
+    words = [sys.executable, "-m", "facility.gate", "--policy", str(site.home / "policy.yml"), "--key", KEY]
+    environment = os.environ | {"SSH_ORIGINAL_COMMAND": request, "PYTHONPATH": str(ROOT)}
+    gate = subprocess.Popen(
+        words, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert gate.stdin is not None and gate.stderr is not None
+    try:
+        assert gate.wait(60) == 3, gate.stderr.read()
+    finally:
+        gate.stdin.close()
+        gate.kill()
