@@ -5,9 +5,10 @@ its learning rates r_i is w_i + a - a_i, where w_i is its new walk; an update wi
 
     mean' = mean + sum of weight_i (d_i / r_i - a) over the corrected ones + sum of weight_j d_j / r_j over new ones
 
-keeps the exact mean, each walk with the weight that its facility had when it joined, and no facility's walk has to be
-known (the server's control variate of SCAFFOLD, arXiv 1910.06378, algorithm 1, lines 16 and 17). Facilities that are
-absent or late stay in the mean with their last walk. Where a facility's own walk is lost, the mean begins anew.
+keeps the exact mean, each walk with the weight that its facility had beside the others when it joined, and no
+facility's walk has to be known (the server's control variate of SCAFFOLD, arXiv 1910.06378, algorithm 1, lines 16 and
+17). Facilities that are absent or late stay in the mean with their last walk. Where a facility's own walk is lost, the
+mean begins anew.
 """
 
 from __future__ import annotations
@@ -78,10 +79,10 @@ def plan_walk(updates: Sequence[Update], shares: Sequence[float], members: Membe
     if reason := _contradiction(updates, told, counted, members):
         return WalkPlan(**vars(nothing) | {"reason": f"{reason}: the mean walk begins anew after the next round"})
     pairs = [(update.facility, share) for update, share in zip(updates, shares, strict=True)]
-    weights = dict(members.weights)
+    weights, scale = dict(members.weights), _scale(pairs, members)
     for (name, share), one in zip(pairs, counted, strict=True):
         if one is not None and share > 0:
-            weights.setdefault(name, share)
+            weights.setdefault(name, share * scale)
     total = math.fsum(weights.values())
     if not total:
         return WalkPlan(**vars(nothing) | {"reason": "no update counts"})
@@ -98,6 +99,17 @@ def plan_walk(updates: Sequence[Update], shares: Sequence[float], members: Membe
         members=Members(rounds=dict(members.rounds) | fresh, weights=weights),
         reason=f"the mean walk holds {len(weights)} facilities, {len(fresh)} of this round",
     )
+
+
+def _scale(pairs: Sequence[tuple[str, float]], members: Members) -> float:
+    """What a new facility's share is multiplied by, so that it counts beside the members as it does in the round."""
+    known = [(members.weights[name], share) for name, share in pairs if name in members.weights and share > 0]
+    if known:
+        return math.fsum(weight for weight, _ in known) / math.fsum(share for _, share in known)
+    if not members.weights:
+        return 1.0
+    middle = math.fsum(members.weights.values()) / len(members.weights)
+    return middle * len(pairs) / math.fsum(share for _, share in pairs)
 
 
 def _contradiction(

@@ -109,6 +109,8 @@ class FacilityRow:
     """Counts and digests of its dataset, where it allows them to be published."""
     privacy: dict[str, Any] = field(default_factory=dict)
     """Its privacy budget (`facility.exchange.messages.privacy.PrivacyReport`); empty: none told."""
+    drift: dict[str, Any] = field(default_factory=dict)
+    """Its correction of drift (`facility.exchange.messages.drift.DriftReport`); empty: none told."""
     holds: str = ""
     """Digest of the model that it said to keep; empty: none."""
 

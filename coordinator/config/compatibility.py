@@ -124,9 +124,8 @@ def check_drift(aggregation: AggregationSettings, training: Mapping[str, Trainin
     if masked:
         raise _error(
             key,
-            "drift_correction is true with privacy.secure_aggregation: the coordinator sees the sum of all steps, and "
-            "needs each facility's, with the sum of its learning rates, to know whose walk the mean holds; remove one "
-            "of them",
+            "drift_correction is true with privacy.secure_aggregation: the mean walk is made of each facility's step "
+            "over its own learning rates, and of masked updates only a clipped sum is known; remove one of them",
         )
 
 

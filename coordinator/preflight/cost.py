@@ -79,10 +79,12 @@ def check_link(facility: Facility, deployment: Deployment, model: ModelFigures, 
     """Send a little over ssh and scale it to a round's models."""
     training = facility.training
     there = model.travelling(model.received(training), sending.encoding, sending.sparse_density)
-    there += model.mean_walk(training)
+    walk = model.mean_walk(training)
+    there += walk
+    told = f"{size(there)} there{f' ({size(walk)} of it the mean walk)' if walk else ''}"
     back = model.travelling(model.written(training), training.encoding, training.sparse_density)
     if not deployment.host:
-        return ok(facility.name, "link", f"{size(there)} there and {size(back)} back a round, on this machine")
+        return ok(facility.name, "link", f"{told} and {size(back)} back a round, on this machine")
     began = time.monotonic()
     if run(deployment, "cat >/dev/null", seconds=60, data=b"").code != 0:
         return skipped(facility.name, "link", "could not be measured")
@@ -100,8 +102,7 @@ def check_link(facility: Facility, deployment: Deployment, model: ModelFigures, 
     return ok(
         facility.name,
         "link",
-        f"{size(there)} there and {size(back)} back a round: about {(there + back) / speed:,.0f} s at "
-        f"{size(speed)}/s (one stream)",
+        f"{told} and {size(back)} back a round: about {(there + back) / speed:,.0f} s at {size(speed)}/s (one stream)",
     )
 
 

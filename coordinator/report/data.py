@@ -19,6 +19,7 @@ from coordinator.archive.summary import remarks, shown, summary
 from coordinator.comparison.account import read_account
 from coordinator.comparison.matrix import SHADES, matrix
 from coordinator.report.cost import costs, with_waiting
+from coordinator.report.drift import drift
 from coordinator.report.predictions import predictions
 from coordinator.report.timeline import Segment, segments, totals
 from facility import __version__
@@ -69,6 +70,7 @@ def gather(archive: Archive, *, federation: str, settings: Mapping[str, Any], ca
         },
         "traffic": _traffic(rows, entries, names),
         "predictions": predictions(rows, names),
+        "drift": drift(rows, names),
         "cost": with_waiting(costs([*rows, *rounds["final_evaluation"], *compared], names, carbon), entries),
         "privacy": summary_of(latest_privacy(rows)),
         "masking": rounds.get("masking", {}),

@@ -57,7 +57,7 @@ def markdown(data: Mapping[str, Any]) -> str:
     head = ["facility", "node-hours", *lost, "GPU-hours", "kWh", "measured by"]
     head += ["kg CO₂e"] if data["cost"]["carbon_g_per_kwh"] else []
     lines += ["## Cost", "", *chosen(data, "cost"), *table(head, used)]
-    lines += [*memory(data), *privacy(data)]
+    lines += [*memory(data), *drift(data), *privacy(data)]
     odd = [[one["round"], one["facility"], one["done"], one["reason"]] for one in outliers(data)]
     lines += ["## Outliers", "", *table(["round", "facility", "what aggregation did", "why"], odd)]
     failed = [[one["round"], one["facility"], one["status"], one["reason"], one["done"]] for one in data["failures"]]
@@ -123,6 +123,23 @@ def memory(data: Mapping[str, Any]) -> list[str]:
     ]
     head = ["facility", "predicted", "measured", "measured / predicted"]
     return ["## Memory of the largest rank", "", *chosen(data, "memory"), *table(head, rows)]
+
+
+def drift(data: Mapping[str, Any]) -> list[str]:
+    """The section on the correction of drift; nothing where there is none."""
+    rows = [
+        [
+            name,
+            one["rounds"],
+            one["corrected"],
+            number(one["first_share"]),
+            number(one["latest_share"]),
+            shown(one["uncorrected"]),
+        ]
+        for name, one in data["drift"].items()
+    ]
+    head = ["facility", "rounds", "corrected", "part of the steps, first", "latest", "without a correction"]
+    return ["## Correction of drift", "", *table(head, rows)] if rows else []
 
 
 def privacy(data: Mapping[str, Any]) -> list[str]:

@@ -52,6 +52,11 @@ RULES = (
     ),
     Rule(pattern=r"training\.(keep_optimizer|optimizer_state)", affects=True, follows=FROM_NOW),
     Rule(
+        pattern=r"training\.drift_correction",
+        affects=True,
+        follows="steps are corrected from the second round on that facilities train with it; switched off, at once",
+    ),
+    Rule(
         pattern=r"training\.(learning_rate|minimum_learning_rate_ratio|schedule|warmup_steps)",
         affects=True,
         follows=f"the schedule goes on at the share that is done; {KEPT}",

@@ -10,6 +10,7 @@ from coordinator.config.settings import CoordinatorSettings
 from coordinator.steps.arrived import Arrived
 from coordinator.steps.send import Outgoing, bytes_of, outgoing
 from facility.exchange.messages.dataset_card import dataset_of
+from facility.exchange.messages.drift import drift_of
 from facility.exchange.messages.evaluation import scores_of
 from facility.exchange.messages.loss_curve import loss_curve_of
 from facility.exchange.messages.lost_replicas import note_on
@@ -68,6 +69,7 @@ def _row(
         row,
         note=note_on(report),
         privacy=told_privacy(report),
+        drift=drift.to_json() if (drift := drift_of(report)) is not None else {},
         staleness=late,
         weight=weights.get(name, 0.0),
         tokens=report.tokens,

@@ -3,7 +3,8 @@
 `control`: SCAFFOLD's control variates (Karimireddy et al. 2020, arXiv 1910.06378, option II) on AdamW's steps in place
 of gradients. With a_i the way that facility i walked by itself in the last round and a their weighted mean, both
 divided by the sum of the learning rates, every step of learning rate r adds r (a - a_i). The corrections sum to zero
-over the facilities, so the mean is not biased; the facilities walk closer together.
+over the facilities, so the mean is not biased; the facilities walk closer together. The product's `drift_correction` is
+this (`as_sent`: with what the rounding of updates and of the mean walk does to it).
 
 `along`: momentum of the global model, walked evenly within the round instead of after it, so that gradients are taken
 where the momentum leads (FedCM: Xu et al. 2021, arXiv 2106.10874). It takes the place of the server optimizer's; it
@@ -18,7 +19,8 @@ import torch
 from torch import Tensor
 
 from coordinator.aggregation.server_optimizers.nesterov import momentum_of
-from tests.bench.federated_learner import Learner, Local
+from facility.exchange.checkpoints import mean_walk
+from tests.bench.federated_learner import Learner, Local, rounded
 
 
 class Drift:
@@ -49,15 +51,20 @@ class Drift:
         """Take over what the facilities of this round walked by themselves from `start`."""
         for who in weights:
             learner = learners[who]
+            ends = [value.detach().cpu() for value in learner.parameters]
             self.own[who] = [
-                (value.detach().cpu() - begin) / learner.rates - shift.cpu()
-                for value, begin, shift in zip(learner.parameters, start, learner.shift, strict=True)
+                (value - begin) / learner.rates - shift.cpu()
+                for value, begin, shift in zip(
+                    rounded(ends) if self.local.as_sent else ends, start, learner.shift, strict=True
+                )
             ]
         total = sum(weights.values())
         self.mean = [
             torch.stack([self.own[who][number] * (weight / total) for who, weight in weights.items()]).sum(0)
             for number in range(len(start))
         ]
+        if self.local.as_sent:
+            self.mean = [torch.from_numpy(mean_walk.values()[mean_walk.rounded(one.numpy())]) for one in self.mean]
 
     def moved(self, before: list[Tensor], after: list[Tensor], rates: float) -> None:
         """Take over where the global model went; `rates`: the sum of learning rates of a facility's round."""

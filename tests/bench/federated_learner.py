@@ -52,6 +52,8 @@ class Local:
     """Momentum of the global model that is walked within the round instead of after it (`federated_drift.py`)."""
     control: float = 0.0
     """Share of the drift that is corrected within the round (`federated_drift.py`); 0 is off."""
+    as_sent: bool = False
+    """The correction is the product's: of weights in bfloat16, as updates are sent, and of a mean walk in 8 bits."""
 
 
 def batches(blocks: numpy.ndarray, size: int, seed: int) -> Iterator[Tensor]:

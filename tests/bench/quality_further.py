@@ -39,6 +39,8 @@ def along(momentum: float, name: str = "", **changes: Any) -> tuple[str, Arm]:
 
 
 CONTROL = inner("drift corrected", control=1.0)
+AS_SENT = {"control": 1.0, "as_sent": True}
+"""What `training.drift_correction` does."""
 SLOW = [0.9, 0.99]
 """AdamW's betas, of second moments that change less within a round."""
 FIRST_MOMENTS = inner("first moments too", first_moments="mean")
@@ -138,6 +140,17 @@ def combined() -> list[tuple[str, Arm]]:
     ]
 
 
+def drift() -> list[tuple[str, Arm]]:
+    """What the product's correction of drift changes, with the momentum that grows and with a constant one."""
+    fixed = {"momentum_warmup": False}
+    return [
+        inner("drift corrected as sent", **AS_SENT),
+        inner("constant momentum, drift corrected as sent", fixed, **AS_SENT),
+        inner("drift corrected as sent, beta2 0.99", betas=SLOW, **AS_SENT),
+        inner("constant momentum 0.5, drift corrected as sent", fixed | {"momentum": 0.5}, **AS_SENT),
+    ]
+
+
 def parts() -> list[list[Group]]:
     """Measured with every seed before the next part begins."""
     base = [(name, ARMS[name]) for name in ("pooled", DEFAULT)]
@@ -158,6 +171,9 @@ def parts() -> list[list[Group]]:
             ([MANY], many_rounds()),
             ([TWO_LONG], arms[4:]),
             ([RANDOM], [short(pair) for pair in arms[4:10]]),
+            ([FOUR_LONG, TWO_LONG, TWO_SHORT], drift()[:1]),
+            ([RANDOM], [short(pair) for pair in drift()[:1]]),
+            ([FOUR_LONG], drift()[1:]),
         ],
     ]
 

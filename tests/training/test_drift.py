@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,18 +50,20 @@ class Federated:
         words[words.index("--state") + 1] = str(self.root / who / state)
         return words
 
-    def round(
-        self, who: tuple[str, ...] = tuple(WEIGHTS), weights: Mapping[str, float] = WEIGHTS, **changes: Any
-    ) -> None:
+    def round(self, who: tuple[str, ...] = tuple(WEIGHTS), **changes: Any) -> None:
         """Train at the facilities `who`, and make the next model."""
-        number = len(self.models) - 1
         rounds_in([(one, self.arguments(one, **changes)) for one in who])
+        self.aggregate(who)
+
+    def aggregate(self, who: tuple[str, ...] = tuple(WEIGHTS)) -> None:
+        """Make the next model of what the facilities `who` have trained."""
+        number = len(self.models) - 1
         state = self.root / f"server-{number}"
         self.record = aggregate(
             base=self.models[-1],
             updates={one: self.root / one / f"round-{number}" / "out" for one in who},
             out=self.root / f"model-{number + 1}",
-            settings=AggregationSettings(rule="mean", weights=dict(weights)),
+            settings=AggregationSettings(rule="mean", weights=dict(WEIGHTS)),
             state_in=state if number else None,
             state_out=self.root / f"server-{number + 1}",
         )
@@ -220,6 +221,7 @@ def test_who_was_absent_comes_back_with_its_own_walk_and_who_lost_it_begins_anew
     assert federated.told("south", 3).corrected
     expected = {who: federated.walk(who, 3) for who in WEIGHTS}
     weights = json.loads(open_checkpoint(tmp_path / "server-4" / FOLDER).metadata["weights"])
+    assert weights["south"] == pytest.approx(3 * weights["north"])  # as in a round of both
     for name, mean in federated.mean(3).items():
         total = sum(weights[who] * expected[who][name] for who in WEIGHTS) / sum(weights.values())
         assert torch.allclose(mean, torch.as_tensor(total), atol=1e-4), name
@@ -239,6 +241,20 @@ def test_adapters_are_corrected_from_the_third_round_on(tmp_path: Path):
     assert [federated.told("south", n).corrected for n in (1, 2)] == [False, True]
     sent, _ = open_mean_walk(federated.models[-1])
     assert sent.tensors.keys() == open_checkpoint(tmp_path / "north" / "round-2" / "out").tensors.keys()
+
+
+def test_noised_steps_are_corrected_too(tmp_path: Path):
+    federated = Federated(tmp_path, batch_sequences=8, steps=2)
+    for _ in range(2):
+        for who in WEIGHTS:
+            words = federated.arguments(who)
+            file = Path(words[words.index("--settings") + 1])
+            raw = json.loads(file.read_text()) | {"differential": {"epsilon": 8.0, "delta": 1e-3, "unit": "block"}}
+            file.write_text(json.dumps(raw))
+            rounds_in([(who, words)])
+        federated.aggregate()
+    assert federated.told("north", 1).corrected and federated.told("north", 1).share > 0
+    assert open_mean_walk(federated.models[-1])[1] == {"north": 1, "south": 1}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,89 @@
+"""Whose walks the mean holds: exact whoever takes part, against a simulation that knows every facility's walk."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from coordinator.aggregation.updates import Update
+from coordinator.aggregation.walk_plan import Members, plan_walk, weights_in
+from facility.exchange.checkpoints.checkpoint import Checkpoint
+from facility.exchange.errors import CheckpointError
+from facility.exchange.messages.drift import DriftReport
+from tests.report.test_drift import report_with
+
+NOWHERE = Checkpoint(directory=Path("/"), tensors={}, metadata={})
+
+
+def update(name: str, *, rates: float = 0.1, corrected: bool = False, staleness: int = 0) -> Update:
+    told = DriftReport(rates=rates, corrected=corrected, share=0.0, reason="")
+    return Update(
+        facility=name,
+        directory=Path("/"),
+        checkpoint=NOWHERE,
+        report=report_with(told.to_json()),
+        staleness=staleness,
+    )
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_mean_stays_that_of_the_members_walks_whoever_is_there(seed: int):
+    """One value instead of a model; each walk anew every round, the mean sent with an error."""
+    draw = random.Random(seed)
+    members, exact, sent = Members(), 0.0, 0.0
+    own: dict[str, float] = {}
+    for number in range(12):
+        there = sorted(draw.sample("abcd", draw.randint(1, 4)))
+        shares = [draw.uniform(0.5, 2.0) for _ in there]
+        late = {name: draw.random() < 0.2 for name in there}
+        updates, steps = [], []
+        for name in there:
+            rates, walk = draw.uniform(0.1, 0.3), draw.uniform(-1, 1)
+            corrected = name in members.rounds
+            steps.append(rates * (walk + (sent - own[name] if corrected else 0.0)))
+            updates.append(update(name, rates=rates, corrected=corrected, staleness=int(late[name])))
+            if not late[name]:
+                own[name] = walk
+        plan = plan_walk(updates, shares, members, number=number)
+        if plan is None:
+            assert all(late.values())
+            continue
+        if not plan.makes_mean:
+            assert plan.reason == "no update counts"
+            continue
+        mean = plan.kept * exact - plan.sent * sent
+        mean += sum(factor * step for factor, step in zip(plan.coefficients, steps, strict=True))
+        weights = plan.members.weights
+        assert mean == pytest.approx(sum(weights[name] * own[name] for name in weights) / sum(weights.values()))
+        assert all(plan.members.rounds[name] == number for name in there if not late[name])
+        assert all(weights[name] == members.weights[name] for name in members.weights)
+        members, exact, sent = plan.members, mean, mean + draw.uniform(-0.1, 0.1)
+
+
+def test_whose_walk_is_lost_ends_the_mean_and_the_next_round_begins_another():
+    members = Members(rounds={"a": 3, "b": 3}, weights={"a": 0.5, "b": 0.5})
+    plan = plan_walk([update("a", corrected=True), update("b")], [0.5, 0.5], members, number=4)
+    assert plan is not None and not plan.makes_mean and plan.reason.startswith("b was not corrected")
+    stranger = plan_walk([update("a", corrected=True)], [1.0], Members(), number=4)
+    assert stranger is not None and not stranger.makes_mean and stranger.reason.startswith("a was corrected")
+    anew = plan_walk([update("a"), update("b")], [0.25, 0.75], Members(), number=5)
+    assert anew is not None and anew.members.rounds == {"a": 5, "b": 5} and (anew.kept, anew.sent) == (0.0, 0.0)
+
+
+def test_rates_far_below_the_others_are_not_counted():
+    updates = [update("a"), update("b"), update("c", rates=1e-6)]
+    plan = plan_walk(updates, [1 / 3] * 3, Members(), number=0)
+    assert plan is not None and plan.members.rounds == {"a": 0, "b": 0} and plan.coefficients[2] == 0
+
+
+def test_without_reports_of_walks_there_is_no_plan():
+    silent = [Update(facility="a", directory=Path("/"), checkpoint=NOWHERE, report=None, staleness=0)]
+    assert plan_walk(silent, [1.0], Members(), number=0) is None
+
+
+@pytest.mark.parametrize("told", ["[1]", "{", '{"a": "x"}', '{"a": null}'])
+def test_weights_that_are_none_are_refused(told: str):
+    with pytest.raises(CheckpointError, match="number by facility"):
+        weights_in({"weights": told})
