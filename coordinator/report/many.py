@@ -29,7 +29,9 @@ def for_display(data: Mapping[str, Any]) -> dict[str, Any]:
     """The report's data with at most some facilities in each table, and in `chosen` which ones by table; the whole data
     where there are few."""
     if len(data["facilities"]) <= MANY:
-        return dict(data) | {"chosen": dict.fromkeys(("time", "traffic", "cost", "memory", "privacy", "rounds"), "")}
+        return dict(data) | {
+            "chosen": dict.fromkeys(("time", "traffic", "cost", "memory", "drift", "privacy", "rounds"), "")
+        }
     totals, costs, privacy = data["timeline"]["totals"], data["cost"]["facilities"], data["privacy"]
     of = f"of {len(data['facilities'])}; report.json has all"
     small = dict(data) | {
@@ -37,6 +39,7 @@ def for_display(data: Mapping[str, Any]) -> dict[str, Any]:
         "traffic": most(data["traffic"], slowest),
         "cost": data["cost"] | {"facilities": most(costs, lambda one: one["node_hours"] or 0.0)},
         "predictions": most(data["predictions"], lambda one: abs((one["ratio"] or 1.0) - 1.0)),
+        "drift": most(data["drift"], lambda one: one["rounds"] - one["corrected"]),
         "rounds": [entry | {"facilities": summed(entry["facilities"])} for entry in data["rounds"]],
         "failures": grouped(data["failures"]),
         "versions": alike(data["versions"]),
@@ -50,6 +53,7 @@ def for_display(data: Mapping[str, Any]) -> dict[str, Any]:
         "traffic": f": the {SHOWN} with the slowest transfers {of}",
         "cost": f": the {SHOWN} with most node-hours {of}",
         "memory": f": the {SHOWN} furthest from their prediction {of}",
+        "drift": f": the {SHOWN} with most rounds without it {of}",
         "privacy": f"The {SHOWN} that have spent most {of}.",
         "rounds": f": those that need attention {of}",
     }

@@ -139,7 +139,7 @@ def drift(data: Mapping[str, Any]) -> list[str]:
         for name, one in data["drift"].items()
     ]
     head = ["facility", "rounds", "corrected", "part of the steps, first", "latest", "without a correction"]
-    return ["## Correction of drift", "", *table(head, rows)] if rows else []
+    return ["## Correction of drift", "", *chosen(data, "drift"), *table(head, rows)] if rows else []
 
 
 def privacy(data: Mapping[str, Any]) -> list[str]:

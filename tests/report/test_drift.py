@@ -37,7 +37,7 @@ def test_each_facility_by_its_rounds_and_the_reason_of_the_last_that_had_none():
         },
         "b": {"rounds": 1, "corrected": 0, "first_share": None, "latest_share": None, "uncorrected": "round 2: | lost"},
     }
-    text = "\n".join(in_markdown({"drift": found}))
+    text = "\n".join(in_markdown({"drift": found, "chosen": {"drift": ""}}))
     assert "| a | 3 | 2 | 0.750 | 0.500 | round 0: no mean walk |" in text and in_markdown({"drift": {}}) == []
 
 
