@@ -31,7 +31,6 @@ from facility.preparing.chat import ChatEncoding, chat_encoding
 from facility.preparing.chat_template import Loss
 from facility.preparing.encoding import Encoding, encoding_of
 from facility.preparing.mixing import shares
-from facility.preparing.near_duplicates import NearDuplicates
 from facility.preparing.overlap import check_overlap
 from facility.preparing.reading import Progress, Reading
 from facility.preparing.resuming import part_of
@@ -264,12 +263,8 @@ def _found(request: Request) -> tuple[dict[str, list[Source]], list[SourceEntry]
 
 def _share(request: Request, reading: Reading) -> None:
     """Write the signatures that another facility was promised."""
-    if (
-        request.share_signatures is not None
-        and request.salt is not None
-        and isinstance(reading.earlier, NearDuplicates)
-    ):
-        write_signatures(request.share_signatures, reading.earlier.own, read_salt(request.salt))
+    if request.share_signatures is not None and request.salt is not None and reading.earlier is not None:
+        write_signatures(request.share_signatures, reading.earlier.own(), read_salt(request.salt))
 
 
 @contextmanager

@@ -96,7 +96,6 @@ class NearDuplicatesOnDisk:
                 for document, spans in by_document(part):
                     if document >= self.elsewhere:
                         self.decisions[document] = self._decision(document, spans)
-        self._signatures.close()
 
     def _write_runs(self) -> list[BinaryIO]:
         """Write the members of runs of two and more; each with its place to one of the files returned, by document."""
@@ -150,6 +149,14 @@ class NearDuplicatesOnDisk:
         same = one == other
         banded = same[: self.bands * self.rows].reshape(self.bands, self.rows)
         return bool(banded.all(axis=1).any()) and float(same.mean()) >= self.similarity
+
+    def own(self) -> Iterator[NDArray[numpy.uint32]]:
+        """Signatures of the documents that were kept here, in blocks of rows; once all are decided."""
+        size = 4 * self.numbers
+        for at in range(self.elsewhere, self.documents, HELD):
+            end = min(at + HELD, self.documents)
+            found = numpy.frombuffer(os.pread(self._signatures.fileno(), size * (end - at), size * at), dtype="<u4")
+            yield found.reshape(-1, self.numbers)[self.decisions[at:end] == NEW]
 
     def earlier(self) -> Literal["here", "elsewhere"] | None:
         """Where the next document is already, in the order in which they were added; None where it was new."""

@@ -46,10 +46,10 @@ class NearDuplicates:
         self.elsewhere = len(self._signatures)
         """How many of the signatures are of other facilities; the others follow them."""
 
-    @property
-    def own(self) -> list[Signature]:
-        """Signatures of the documents that were kept here."""
-        return self._signatures[self.elsewhere :]
+    def own(self) -> Iterator[NDArray[numpy.uint32]]:
+        """Signatures of the documents that were kept here, in blocks of rows."""
+        for at in range(self.elsewhere, len(self._signatures), 4096):
+            yield numpy.array(self._signatures[at : at + 4096], dtype="<u4")
 
     def repeats(self, text: str) -> bool:
         """Whether the text repeats an earlier one; if not, it is remembered."""

@@ -84,7 +84,7 @@ class Reading:
     def _is_large(self) -> bool:
         """Whether all is read that there is of large files, so that it can be read a first time for signatures."""
         request, sources = self.request, [one for split in SPLITS for one in self.sources[split]]
-        if request.train_samples or request.validation_samples or request.share_signatures is not None:
+        if request.train_samples or request.validation_samples:
             return False
         files = all(one.path is not None for one in sources)
         return files and sum(one.size for one in sources) >= LARGE_BYTES

@@ -15,19 +15,28 @@ import hashlib
 import json
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryFile, mkstemp
+from typing import BinaryIO
 
 import numpy
+from numpy.typing import NDArray
 
 from facility.dataset import DatasetError
-from facility.exchange.files.durable import write_bytes
-from facility.preparing.near_duplicates import NUMBERS, Signature
+from facility.exchange.files.durable import fsync_directory
+from facility.preparing.near_duplicates import NUMBERS
 
 FORMAT = "crossfed signatures 1"
 LEAST_SALT, MOST_SALT = 16, 4096
 """Bytes of a salt."""
 MOST_HEADER = 4096
+ROW_BYTES = 4 * NUMBERS
+PART_ROWS = 65536
+"""Rows that are sorted at once, about: 32 MB, and once more in order."""
+MOST_PARTS = 256
+READ_ROWS = 4096
 
 
 def read_salt(path: Path) -> bytes:
@@ -49,14 +58,67 @@ def check_of(key: bytes) -> str:
     return hashlib.blake2b(b"check", digest_size=8, key=key).hexdigest()
 
 
-def write_signatures(path: Path, signatures: Sequence[Signature], key: bytes) -> None:
-    """Write the file atomically, sorted: the order of the documents is not part of it."""
-    rows = numpy.array(signatures, dtype="<u4").reshape(-1, NUMBERS)
-    rows = rows[numpy.lexsort(rows.T[::-1])]
-    entry = {"dtype": "U32", "shape": list(rows.shape), "data_offsets": [0, rows.nbytes]}
-    header = json.dumps({"__metadata__": {"format": FORMAT, "salt": check_of(key)}, "signatures": entry}).encode()
-    header += b" " * (-len(header) % 8)
-    write_bytes(path, struct.pack("<Q", len(header)) + header + rows.tobytes(), mode=0o600)
+def write_signatures(path: Path, blocks: Iterable[NDArray[numpy.uint32]], key: bytes) -> None:
+    """Write the file atomically, sorted: the order of the documents is not part of it. `blocks`: of rows.
+
+    Sorted in parts, of which one is in memory at a time.
+    """
+    with TemporaryFile(dir=path.parent) as gathered:
+        for block in blocks:
+            gathered.write(numpy.ascontiguousarray(block, dtype="<u4").tobytes())
+        gathered.flush()
+        rows = gathered.tell() // ROW_BYTES
+        entry = {"dtype": "U32", "shape": [rows, NUMBERS], "data_offsets": [0, rows * ROW_BYTES]}
+        header = json.dumps({"__metadata__": {"format": FORMAT, "salt": check_of(key)}, "signatures": entry}).encode()
+        header += b" " * (-len(header) % 8)
+        descriptor, temporary = mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")  # of mode 0600
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(struct.pack("<Q", len(header)) + header)
+                for part in sorted_parts(gathered, rows, path.parent):
+                    file.write(part.tobytes())
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+    fsync_directory(path.parent)
+
+
+def sorted_parts(gathered: BinaryIO, rows: int, scratch: Path) -> Iterator[NDArray[numpy.uint32]]:
+    """The rows of a file in order, part after part: each holds the rows whose first number lies between two bounds,
+    which are drawn from the rows themselves."""
+    count = min(MOST_PARTS, -(-rows // PART_ROWS))
+    if count <= 1:
+        yield in_order(read_rows(gathered, 0, rows))
+        return
+    sample = [read_rows(gathered, at, 1)[0, 0] for at in range(0, rows, max(1, rows // (64 * count)))]
+    bounds = numpy.unique(numpy.quantile(numpy.array(sample), numpy.arange(1, count) / count).astype("<u4"))
+    with ExitStack() as open_files:
+        parts = [open_files.enter_context(TemporaryFile(dir=scratch)) for _ in range(len(bounds) + 1)]
+        for at in range(0, rows, READ_ROWS):
+            some = read_rows(gathered, at, min(READ_ROWS, rows - at))
+            where = numpy.searchsorted(bounds, some[:, 0], side="right")
+            for number in numpy.unique(where):
+                parts[number].write(some[where == number].tobytes())
+        for part in parts:
+            part.flush()
+            yield in_order(read_rows(part, 0, part.tell() // ROW_BYTES))
+            part.close()
+
+
+def read_rows(file: BinaryIO, first: int, count: int) -> NDArray[numpy.uint32]:
+    """From the row numbered `first` on, in calls of a size that the system reads whole."""
+    found = b"".join(
+        os.pread(file.fileno(), min(READ_ROWS, first + count - at) * ROW_BYTES, at * ROW_BYTES)
+        for at in range(first, first + count, READ_ROWS)
+    )
+    return numpy.frombuffer(found, dtype="<u4").reshape(-1, NUMBERS)
+
+
+def in_order(rows: NDArray[numpy.uint32]) -> NDArray[numpy.uint32]:
+    return rows[numpy.lexsort(rows.T[::-1])]
 
 
 def read_signatures(path: Path, key: bytes) -> numpy.ndarray:

@@ -11,6 +11,7 @@ from safetensors.numpy import load_file
 
 from facility.dataset import DatasetError
 from facility.prepare import main
+from facility.preparing import reading, shared_signatures
 from facility.preparing.near_duplicates import NearDuplicates, signature
 from facility.preparing.shared_signatures import read_salt, read_signatures, write_signatures
 from tests.preparing.corpora import save_tokenizer, write_json_lines
@@ -49,7 +50,7 @@ def test_signatures_of_two_salts_have_nothing_in_common(tmp_path: Path, salt: Pa
     assert not (signature(text, key) == signature(text)).any()
     near = NearDuplicates(0.8, key=key, elsewhere=[signature(text, key)])
     assert near.earlier(edited(text, 1)) == "elsewhere" and near.earlier(article(2)) is None
-    assert near.earlier(article(2)) == "here" and len(near.own) == 1
+    assert near.earlier(article(2)) == "here" and [len(block) for block in near.own()] == [1]
     write_signatures(tmp_path / "file", [signature(text, key)], key)
     other = tmp_path / "other"
     other.write_text("another salt of many bytes")
@@ -114,3 +115,33 @@ def test_a_salt_belongs_to_an_exchange_and_an_exchange_to_a_similarity(tmp_path:
 def test_a_declared_language_is_recorded(tmp_path: Path, tokenizer: Path):
     found = made(tmp_path, tokenizer, [[article(seed) for seed in range(9)]], language="it, en").dataset.manifest
     assert found.language == "it, en" and numpy.array(found.splits["train"].document_tokens).min() > 0
+
+
+def test_what_is_shared_of_large_files_is_what_is_shared_of_small_ones(
+    tmp_path: Path, tokenizer: Path, salt: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Byte for byte: signatures on disk, or in memory; beside those of another facility."""
+    texts = [article(seed) for seed in range(30)]
+    texts += texts[:10]
+    theirs, key = tmp_path / "theirs", read_salt(salt)
+    write_signatures(theirs, [signature(text, key) for text in texts[5:9]], key)
+    care = {"salt": salt, "near_duplicates": 0.8, "drop_signatures": [theirs]}
+    for name, large in (("memory", 10**9), ("disk", 1)):
+        monkeypatch.setattr(reading, "LARGE_BYTES", large)
+        made(tmp_path / name, tokenizer, [texts], [article(99)], share_signatures=tmp_path / f"{name}.sig", **care)
+    found = [(tmp_path / f"{name}.sig").read_bytes() for name in ("memory", "disk")]
+    assert found[0] == found[1] and len(read_signatures(tmp_path / "disk.sig", key)) == 30 - 4 + 1
+
+
+def test_a_file_sorted_in_parts_is_that_sorted_at_once(tmp_path: Path, salt: Path, monkeypatch: pytest.MonkeyPatch):
+    key, draw = read_salt(salt), numpy.random.Generator(numpy.random.PCG64(0))
+    rows = draw.integers(0, 50, (3000, 128), dtype=numpy.uint32)
+    rows[::3, 0] = 7  # many begin alike
+    write_signatures(tmp_path / "once", [rows], key)
+    for size in (100, 1000, 2999):
+        monkeypatch.setattr(shared_signatures, "PART_ROWS", size)
+        monkeypatch.setattr(shared_signatures, "READ_ROWS", 64)
+        write_signatures(tmp_path / "parts", numpy.array_split(rows, 7), key)
+        assert (tmp_path / "parts").read_bytes() == (tmp_path / "once").read_bytes()
+        assert (tmp_path / "parts").stat().st_mode & 0o777 == 0o600
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".")) == []
