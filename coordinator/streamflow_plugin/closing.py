@@ -38,7 +38,7 @@ from coordinator.rounds.late import (
     write_times,
 )
 from coordinator.streamflow_plugin.errand import Errand, Work
-from coordinator.streamflow_plugin.grace import best_grace, usual_quorum
+from coordinator.streamflow_plugin.grace import best_grace, closes_after, usual_quorum
 from coordinator.streamflow_plugin.patient import tell
 from coordinator.streamflow_plugin.this_run import settings_of_run
 
@@ -107,20 +107,16 @@ class Closing:
         """Seconds after the quorum; `inf`: no limit."""
         if self.settings.grace != "auto":
             return float(self.settings.grace)
-        return best_grace([self._history[n] for n in sorted(self._history)], self.quorum, exponent=self.exponent)
+        rounds = [self._history[n] for n in sorted(self._history)]
+        return best_grace(rounds, self.quorum, exponent=self.exponent, most_late=self.most_late)
 
     def _closes_in(self, gate: Gate) -> float:
-        """Seconds from the quorum to the closing.
-
-        `auto` is learned of facilities that begin with the round. A carried update that is handed on at once makes the
-        quorum early; the others are then waited for until the grace after the usual quorum, or they would be late, and
-        the next round's quorum early again.
-        """
+        """Seconds from the quorum to the closing; `auto` is learned of facilities that begin with the round."""
         grace = self.grace()
         if self.settings.grace != "auto" or not math.isfinite(grace):
             return grace
         usual = usual_quorum([self._history[n] for n in sorted(self._history)], self.quorum)
-        return max(grace, gate.opened + usual + grace - time.monotonic())
+        return closes_after(time.monotonic(), gate.opened, usual, grace)
 
     async def run(self, job: Any, errand: Errand) -> Any | None:
         """What the engine's own `execute` returns for `job`, or None where the round closed before.

@@ -1,45 +1,32 @@
 """How long a round stays open after its quorum: a pure function of how long the facilities took before.
 
-Closing earlier makes rounds shorter, but a facility that is late delivers only in every n-th round, n = ceil(its time /
-the round's), and its update counts (1 + n - 1) ** -a of its weight (FedBuff: Nguyen et al. 2022, arXiv 2106.06581,
-section 5, a = 1/2). In the steady state the useful work a second is
-
-    sum_f weight_f n_f ** -a / n_f / (seconds of a round).
-
-Of the waits that some round has seen, the one that maximises it is chosen, the way FedCompass (Li et al. 2024, arXiv
-2309.14675) sets the wait of a group from measured speeds.
+Closing earlier makes rounds shorter, but what is late counts (1 + s) ** -a of its weight, s rounds late (FedBuff:
+Nguyen et al. 2022, arXiv 2106.06581, section 5, a = 1/2). FedCompass (Li et al. 2024, arXiv 2309.14675) sets the wait
+of a group from measured speeds; where queues and not machines make a facility late, one speed of each does not foretell
+which will be late next. So the rounds to come are played through: every job takes as long as one that its facility had
+lately, drawn with a fixed seed (B. Efron 1979, "Bootstrap methods", Annals of Statistics 7), the same draws for every
+candidate, under the rules by which rounds close. The wait that brought most useful weight a second is chosen.
 """
 
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Mapping, Sequence
-from statistics import fmean, median
+from statistics import median
 
 LEARNING_ROUNDS = 2
 """Rounds that wait for all, so that every facility has been timed."""
 WINDOW = 8
 """Latest rounds that count."""
+AHEAD = 48
+"""Rounds that are played through."""
+MOST_CANDIDATES = 8
+MARGIN = 0.02
+"""Share by which a shorter wait must be better than a longer one: what the draws leave uncertain."""
 
-
-def seconds_of_round(seconds: Sequence[float], quorum: int, grace: float) -> float:
-    """When a round closes in which the facilities need so long: after the quorum and the grace, or with the last."""
-    return min(max(seconds), sorted(seconds)[quorum - 1] + grace)
-
-
-def useful_rate(
-    rounds: Sequence[Mapping[str, float]], quorum: int, grace: float, *, exponent: float, weights: Mapping[str, float]
-) -> float:
-    """Useful weight a second, the mean over the rounds seen: seconds by facility, of each round."""
-    rates = []
-    for seconds in rounds:
-        closes = seconds_of_round(list(seconds.values()), min(quorum, len(seconds)), grace)
-        useful = 0.0
-        for name, needed in seconds.items():
-            every = max(1, math.ceil(needed / closes - 1e-9)) if closes else 1
-            useful += weights.get(name, 1.0) * every**-exponent / every
-        rates.append(useful / max(closes, 1e-9))
-    return fmean(rates)
+Draws = Mapping[str, Sequence[float]]
+"""By facility, the seconds of its jobs to come."""
 
 
 def usual_quorum(rounds: Sequence[Mapping[str, float]], quorum: int) -> float:
@@ -48,27 +35,86 @@ def usual_quorum(rounds: Sequence[Mapping[str, float]], quorum: int) -> float:
     return median(seconds[min(quorum, len(seconds)) - 1] for seconds in seen) if seen else 0.0
 
 
+def closes_after(now: float, opened: float, usual: float, grace: float) -> float:
+    """Seconds from `now`, when the quorum has delivered, to the closing of a round that `opened` before.
+
+    A carried update that is handed on at once makes the quorum early; the others are then waited for until the grace
+    after the usual quorum, or they would be late, and the next round's quorum early again. With no grace they are not.
+    """
+    return grace if grace == 0 else max(grace, opened + usual + grace - now)
+
+
+def useful_rate(
+    jobs: Draws,
+    quorum: int,
+    grace: float,
+    *,
+    usual: float,
+    exponent: float,
+    weights: Mapping[str, float],
+    most_late: int,
+) -> float:
+    """Useful weight a second over `AHEAD` rounds in which each facility's jobs take these seconds, one by one."""
+    places = {name: iter(seconds) for name, seconds in jobs.items()}
+    ends: dict[str, float] = {}
+    began: dict[str, int] = {}
+    now, useful = 0.0, 0.0
+    for number in range(AHEAD):
+        for name, seconds in places.items():
+            if name not in ends:
+                ends[name], began[name] = now + next(seconds), number
+        arrivals = sorted(max(end, now) for end in ends.values())
+        reached = arrivals[min(quorum, len(arrivals)) - 1]
+        closes = min(arrivals[-1], reached + closes_after(reached, now, usual, grace))
+        too_late = [end for name, end in ends.items() if number + 1 - began[name] > most_late]
+        now = max([closes, *too_late])
+        for name in [name for name, end in ends.items() if end <= now]:
+            useful += weights.get(name, 1.0) * (1 + number - began[name]) ** -exponent
+            del ends[name]
+    return useful / max(now, 1e-9)
+
+
+def draws(rounds: Sequence[Mapping[str, float]]) -> Draws:
+    """Jobs to come, each as long as one that its facility had in these rounds."""
+    chosen = random.Random(0)
+    names = sorted({name for one in rounds for name in one})
+    return {name: chosen.choices([one[name] for one in rounds if name in one], k=AHEAD) for name in names}
+
+
+def candidates(rounds: Sequence[Mapping[str, float]], quorum: int) -> list[float]:
+    """No wait at all, and waits after which some facility delivered in some round: at most some of these, evenly."""
+    waits = set()
+    for seconds in rounds:
+        ordered = sorted(seconds.values())
+        at = ordered[min(quorum, len(ordered)) - 1]
+        waits |= {later - at for later in ordered if later > at}
+    found = sorted(waits)
+    every = max(1, math.ceil(len(found) / MOST_CANDIDATES))
+    return [0.0, *reversed(found[::-1][::every])]
+
+
 def best_grace(
     rounds: Sequence[Mapping[str, float]],
     quorum: int,
     *,
     exponent: float = 0.5,
     weights: Mapping[str, float] | None = None,
+    most_late: int = 1,
 ) -> float:
     """Seconds to wait after the quorum; `inf`, to wait for all, until `LEARNING_ROUNDS` rounds have been seen.
 
-    Candidates are no wait at all and the waits after which some facility delivered in some round: the best of these,
-    not of every number. Of equal ones the longest counts, since an update in time is worth more than the same rate of
-    late ones.
+    Of waits within `MARGIN` of the best the longest is chosen, since an update in time is worth more than the same rate
+    of late ones.
     """
     seen = [one for one in rounds if one][-WINDOW:]
     if len(seen) < LEARNING_ROUNDS:
         return math.inf
-    candidates = {0.0}
-    for seconds in seen:
-        ordered = sorted(seconds.values())
-        at = ordered[min(quorum, len(ordered)) - 1]
-        candidates |= {later - at for later in ordered if later > at}
-    rates = {grace: useful_rate(seen, quorum, grace, exponent=exponent, weights=weights or {}) for grace in candidates}
+    jobs, usual = draws(seen), usual_quorum(seen, quorum)
+    rates = {
+        grace: useful_rate(
+            jobs, quorum, grace, usual=usual, exponent=exponent, weights=weights or {}, most_late=most_late
+        )
+        for grace in candidates(seen, quorum)
+    }
     most = max(rates.values())
-    return max(grace for grace, rate in rates.items() if rate >= most * (1 - 1e-9))
+    return max(grace for grace, rate in rates.items() if rate >= most * (1 - MARGIN))
