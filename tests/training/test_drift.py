@@ -26,6 +26,7 @@ from facility.exchange.messages.settings import TrainingSettings
 from facility.training.data.order import SampleOrder
 from facility.training.schedule import learning_rate
 from tests.bench.federated_drift import Drift
+from tests.bench.federated_learner import Local
 from tests.pico import save_pico
 from tests.training.federation import largest_difference, write_dataset
 from tests.training.layouts import FOUR, TWO, arguments, rounds_in
@@ -105,7 +106,7 @@ def plain_loop(federated: Federated, rounds: int) -> list[dict[str, torch.Tensor
     from transformers import AutoModelForCausalLM
 
     settings = TrainingSettings(steps=3, batch_sequences=4, learning_rate=1e-2, drift_correction=True)
-    drift = Drift(SimpleNamespace(control=1.0, along=0.0))  # type: ignore[arg-type]
+    drift = Drift(Local(control=1.0))
     learners, orders, data, optimizers, models = {}, {}, {}, {}, {}
     for who in WEIGHTS:
         models[who] = AutoModelForCausalLM.from_pretrained(federated.root / "model-0", dtype=torch.float32)
