@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -92,22 +93,27 @@ def write_update(
         if adapters.rank:
             write_adapter_config(temporary, adapters, slots)
         add_files(temporary)
-        counts = {d: sum(1 for _, x, _ in tensors if x == d) for d in sorted({x for _, x, _ in tensors})}
-        manifests.write_manifest(
-            temporary,
-            manifests.Manifest(
-                kind="update",
-                federation=settings.federation,
-                round=round,
-                facility=settings.facility,
-                base_sha256=base.content_sha256 if base else None,
-                dtypes=counts,
-                encoding="lora" if adapters.rank else "full",
-                parameters=sum(torch.Size(shape).numel() for _, _, shape in tensors),
-            ),
-            known,
-        )
+        manifests.write_manifest(temporary, describe(tensors, base, settings, round), known)
     barrier(ranks)
+
+
+def describe(
+    tensors: list[tuple[str, str, tuple[int, ...]]],
+    base: manifests.Manifest | None,
+    settings: FacilitySettings,
+    round: int,
+) -> manifests.Manifest:
+    """The manifest of an update of `tensors` (name, dtype, shape) to the received model `base`, without its files."""
+    return manifests.Manifest(
+        kind="update",
+        federation=settings.federation,
+        round=round,
+        facility=settings.facility,
+        base_sha256=base.content_sha256 if base else None,
+        dtypes=dict(sorted(Counter(dtype for _, dtype, _ in tensors).items())),
+        encoding="lora" if settings.training.lora.rank else "full",
+        parameters=sum(torch.Size(shape).numel() for _, _, shape in tensors),
+    )
 
 
 def state_norms(norms: StepNorms, directory: Path, *, from_disk: bool) -> None:
