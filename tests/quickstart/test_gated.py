@@ -60,7 +60,7 @@ def test_what_a_gate_tells_is_what_is_written(site: Gate, monkeypatch: pytest.Mo
     monkeypatch.setattr(beginning, "_model", lambda *_: tmp_path / "fed" / "model")
     key = tmp_path / "id"
     key.touch(mode=0o600)
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", logger="coordinator")
     request = Request(
         folder=tmp_path / "fed",
         name="heron",
