@@ -69,12 +69,21 @@ def _entry(
 class Started:
     """`python -m module arguments` in a fork of the server: a process of its own, but for the imports."""
 
-    def __init__(self, module: str, arguments: list[str], outputs: Path, environment: dict[str, str]) -> None:
+    def __init__(
+        self,
+        module: str,
+        arguments: list[str],
+        outputs: Path,
+        environment: dict[str, str],
+        *,
+        directory: Path | None = None,
+    ) -> None:
+        """`outputs`: where what it prints goes; `directory`: its working directory, if not the server's."""
         outputs.mkdir(parents=True, exist_ok=True)
         self.module, self.arguments = module, arguments
         self.out, self.err = outputs / "stdout", outputs / "stderr"
         target = processes_that_stay_imported().Process
-        self.process = target(target=_module, args=(module, arguments, self.out, self.err, environment))
+        self.process = target(target=_module, args=(module, arguments, self.out, self.err, environment, directory))
         self.process.start()
 
     def says(self, words: str, *, seconds: float = 120) -> bool:
@@ -107,9 +116,13 @@ class Started:
         self.process.join()
 
 
-def _module(module: str, arguments: list[str], out: Path, err: Path, environment: dict[str, str]) -> None:
+def _module(
+    module: str, arguments: list[str], out: Path, err: Path, environment: dict[str, str], directory: Path | None
+) -> None:
     os.environ.clear()
     os.environ.update(environment)
+    if directory is not None:
+        os.chdir(directory)
     for number, path in ((1, out), (2, err)):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         os.dup2(descriptor, number)

@@ -27,6 +27,7 @@ from facility.exchange.messages.manifest import (
 from facility.exchange.messages.report import read_failure
 from facility.exchange.messages.settings import FacilitySettings
 from facility.rounds.sweep import forget_earlier, sweep
+from tests.distributed import Started
 from tests.pico import save_pico
 from tests.training.federation import write_dataset, write_settings
 
@@ -70,14 +71,9 @@ class Site:
         self, model: Path, *more: str, real: bool = False, **options
     ) -> tuple[subprocess.CompletedProcess[str], Path]:
         command, job = self.command(model, *(() if real else STAND_IN), *more, **options)
-        result = subprocess.run(
-            command,
-            cwd=job,
-            env=os.environ | {"OMP_NUM_THREADS": "1"} | self.environment,
-            text=True,
-            capture_output=True,
-            timeout=120,
-        )
+        environment = os.environ | {"OMP_NUM_THREADS": "1"} | self.environment
+        started = Started("facility.round", command[3:], job.parent / f"{job.name}.said", environment, directory=job)
+        result = started.ended()
         return result, job / "update"
 
 
