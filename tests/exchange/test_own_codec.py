@@ -47,6 +47,7 @@ assert all((new.read(n) - back.read(n)).abs().max() < 1e-3 for n in new.tensors)
 """
 
 
+@pytest.mark.slow
 def test_one_from_another_package_encodes_and_decodes(tmp_path: Path) -> None:
     (tmp_path / "half_codec.py").write_text(HALF)
     info = tmp_path / "half-1.0.dist-info"

@@ -21,9 +21,8 @@ ROOT = Path(__file__).resolve().parents[2]
 FILL = {"pbs": {"account": "a", "queue": "q"}, "flux": {"bank": "a", "queue": "q"}}
 
 
-@pytest.mark.parametrize(
-    "kind", ["pbs", pytest.param("flux", marks=pytest.mark.slow)]
-)  # slow: a second whole run of the engine
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["pbs", "flux"])
 def test_a_round_through_the_queue(tmp_path: Path, kind: str):
     file = write_federation(tmp_path, ["far"], rounds=1, final_evaluation=False)
     home, work, queue = tmp_path / "it's home", tmp_path / "sites-work", tmp_path / "queue"

@@ -30,7 +30,17 @@ def test_the_sum_is_the_plain_mean_and_no_larger_than_bfloat16(
     assert tensors.bytes == tensors.parameters * bits // 8
 
 
-@pytest.mark.parametrize("rule", ["mean", *(name for name in SERVER_OPTIMIZERS.names() if name != "plain")])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        "mean",
+        *(
+            pytest.param(name, marks=() if name == "nesterov" else pytest.mark.slow)
+            for name in SERVER_OPTIMIZERS.names()
+            if name != "plain"
+        ),
+    ],
+)
 def test_every_server_optimizer_moves_as_with_the_plain_mean(tmp_path: Path, signers: Path, rule: str):
     """Rounds of masked updates against the same rounds of plain ones, from the same steps."""
     from coordinator.aggregate import aggregate

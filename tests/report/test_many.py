@@ -32,6 +32,7 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return gather(archive, federation="made", settings={"rounds": 3, "facilities": facilities}, carbon=300.0)
 
 
+@pytest.mark.slow
 def test_pages_of_256_facilities_are_small_and_their_data_whole(many: dict[str, Any], tmp_path: Path):
     paths = {kind: write_report(many, tmp_path / f"report.{kind}", kind) for kind in FORMATS}
     page, text = paths["html"].read_text(), paths["md"].read_text()

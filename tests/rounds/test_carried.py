@@ -148,7 +148,9 @@ RULES = (
 )
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(
+    "rule", [pytest.param(rule, marks=() if rule in ("mean", "nesterov") else pytest.mark.slow) for rule in RULES]
+)
 def test_a_late_update_is_its_own_step_added_to_the_present_model(tmp_path: Path, rule: str):
     """The same federation with the late update made in time from the present model gives the same model."""
     made = []

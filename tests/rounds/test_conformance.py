@@ -47,6 +47,7 @@ def test_the_examples_and_our_own_trainer_keep_the_contract(module: str, tmp_pat
         assert len(file.read_text().splitlines()) <= 70
 
 
+@pytest.mark.slow
 def test_a_trainer_that_trains_nothing_breaks_that_law_and_no_other_of_its_rounds(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     laws = laws_kept(STAND_IN, tmp_path / "trial", capsys)

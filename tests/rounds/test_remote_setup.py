@@ -46,6 +46,7 @@ def far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return home
 
 
+@pytest.mark.slow
 def test_a_facility_is_set_up_over_ssh_and_again(far: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     federation = read_federation(tmp_path / "workflow" / "federation.yml")
     for _ in range(2):

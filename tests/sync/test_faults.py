@@ -96,7 +96,8 @@ def test_a_killed_replica_comes_back_in_a_new_process(policy: str, tmp_path: Pat
     assert 0 < results[2]["steps"] < 100
 
 
-@pytest.mark.parametrize("policy", [pytest.param("allreduce", marks=pytest.mark.slow), "partial_reduce"])
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["allreduce", "partial_reduce"])
 def test_losing_one_rank_of_a_replica_drops_the_replica(policy: str):
     """Three replicas of two ranks (stages or shards): the others go on, and the rank left behind ends by itself."""
     settings = settings_of(policy=policy, every=2, timeout_seconds=8.0)

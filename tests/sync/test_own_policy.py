@@ -23,6 +23,7 @@ from tests.sync.quadratic import solve, target
 OWN = "tests.sync.outside_policy:SparseAverage"
 
 
+@pytest.mark.slow
 def test_two_processes_train_under_a_policy_from_outside_the_package():
     results = run_fleet(solve, 2, settings_of(policy=OWN, parameters={"interval": 3}), 9)
     assert results[0]["vector"] == results[1]["vector"]

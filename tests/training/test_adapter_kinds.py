@@ -84,7 +84,8 @@ def test_a_step_from_received_adapters_is_pefts(tmp_path: Path, kind: str):
         assert not after[name].equal(before[name]), name
 
 
-@pytest.mark.parametrize("kind", [pytest.param("dora", marks=pytest.mark.slow), "fused experts"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["dora", "fused experts"])
 def test_every_layout_trains_them_alike(tmp_path: Path, kind: str):
     family, lora = KINDS[kind]
     dataset, model = write_dataset(tmp_path / "data"), made(tmp_path / "model", family)

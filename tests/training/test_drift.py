@@ -244,6 +244,7 @@ def test_adapters_are_corrected_from_the_third_round_on(tmp_path: Path):
     assert sent.tensors.keys() == open_checkpoint(tmp_path / "north" / "round-2" / "out").tensors.keys()
 
 
+@pytest.mark.slow
 def test_noised_steps_are_corrected_too(tmp_path: Path):
     federated = Federated(tmp_path, batch_sequences=8, steps=2)
     for _ in range(2):

@@ -19,7 +19,9 @@ FEW = {
 """Unlike ones: of experts, without attention, encoder-decoders, and those that were once trained wrongly."""
 
 
-@pytest.mark.parametrize("task", list(FEW))
+@pytest.mark.parametrize(
+    "task", ["causal", *(pytest.param(task, marks=pytest.mark.slow) for task in ("masked", "classes"))]
+)
 def test_unlike_families_train_as_transformers_and_peft_do(tmp_path: Path, task: str):
     datasets = material(tmp_path)
     for family in FEW[task]:

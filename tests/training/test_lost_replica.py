@@ -96,9 +96,8 @@ def sync_of(policy: str) -> dict[str, Any]:
     return {"policy": policy} | QUICK
 
 
-@pytest.mark.parametrize(
-    "policy", ["local", *(pytest.param(policy, marks=pytest.mark.slow) for policy in POLICIES if policy != "local")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", POLICIES)
 def test_the_other_replicas_finish_the_round(tmp_path: Path, pico_llama: Path, policy: str) -> None:
     run = launch_and_lose(tmp_path, pico_llama, ranks=2, lose=1, layout=WHOLE, sync=sync_of(policy))
     finished_without(run, 1)

@@ -92,6 +92,7 @@ def test_every_layout_trains_it_alike(tmp_path: Path):
     assert largest_difference(tmp_path / "one/out", tmp_path / "full/out") > 1e-4
 
 
+@pytest.mark.slow
 def test_half_precision_quantises_what_peft_quantises(tmp_path: Path):
     """Two ranks share the base: its scales in 32 bits travel between them uncast."""
     dataset, model = write_dataset(tmp_path / "data"), save_pico(tmp_path / "model", dtype="bfloat16", **WIDE)

@@ -112,6 +112,7 @@ def test_adapters_load_with_peft_and_give_the_reported_loss(tmp_path: Path, more
     assert loss == pytest.approx(read_report(out).loss_returned, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_classifiers_head_is_trained_and_travels_with_its_adapters(tmp_path: Path):
     """In every layout alike; peft loads the update; the next round goes on from what was sent."""
     from peft import PeftModel

@@ -154,6 +154,7 @@ def test_a_killed_round_has_paid_for_every_step_and_goes_on_with_more_noise(
     assert privacy.spent < 8
 
 
+@pytest.mark.slow
 def test_an_interrupted_round_pays_for_no_step_twice(tmp_path: Path, pico_llama: Path, dataset: Path):
     stops = settings_of(tmp_path / "stops.json", limits={"stop_after": 2})
     goes = settings_of(tmp_path / "goes.json")
