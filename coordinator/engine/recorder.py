@@ -171,7 +171,7 @@ class Recorder:
     def _on_refused(self, event: Event) -> None:
         name, reason = str(event["facility"]), str(event["reason"])
         self._append("refused", event, name, reason=reason)
-        text = f"round {event['round']} goes on without {name}: {reason}"
+        text = f"round {event['round']} is without {name}: {reason}"
         self.notifier.tell("lost", text, facility=name, round=event["round"])
 
     def _on_log(self, event: Event) -> None:
