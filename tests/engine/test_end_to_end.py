@@ -107,7 +107,7 @@ def test_no_dataset_file_leaves_its_facility(undisturbed: Path):
 @pytest.mark.parametrize(
     "moments",
     [
-        pytest.param(("receiving",), id="once"),
+        pytest.param(("receiving",), id="once", marks=pytest.mark.nightly),
         pytest.param(("round 0: b_2 training", "receiving", "averaging"), id="thrice"),
     ],
 )
