@@ -134,7 +134,8 @@ def test_under_all_reduce_the_round_is_to_be_run_again(tmp_path: Path, pico_llam
     run = launch_and_lose(tmp_path, pico_llama, ranks=2, lose=1, how=how, layout=WHOLE)
     assert run.code == 75, run.said
     assert "launch: rank 1 " in run.said and "the same command, run again, goes on" in run.said
-    assert run.said.count("Traceback") == (how == signal.SIGINT) * 2 and not run.out.exists()
+    # Shown as it is written, and once more by its last lines, which may leave out its head.
+    assert run.said.count("Traceback") in ((1, 2) if how == signal.SIGINT else (0,)) and not run.out.exists()
 
 
 @pytest.mark.slow
