@@ -14,12 +14,12 @@ import sys
 import time
 from pathlib import Path
 
-from facility.exchange.messages.ahead import BEGAN, COMMAND, GIVEN_UP, MOST_BYTES, SUFFIX, WAITED
+from facility.exchange.messages.ahead import BEGAN, COMMAND, GIVEN_UP, MOST_BYTES, WAITED
 from facility.gating.approval import Approved, approve
 from facility.gating.confine import below, confined
 from facility.gating.grammar import Request
 from facility.gating.jobs import COMMAND as PLACE_OF_COMMAND
-from facility.gating.jobs import command, enqueue, job_name, leave_reason, reserve, template
+from facility.gating.jobs import command, enqueue, leave_reason, reserve, template
 from facility.gating.ledger import DAY, changed, read_ledger
 from facility.gating.queue import our_ids, table
 from facility.gating.refusal import Refused
@@ -46,7 +46,7 @@ def submit_ahead(session: Session, request: Request) -> int:
         copy.check_ordered(session)
     directory = _new_directory(session)
     try:
-        job = reserve(session, f"{job_name(federation, session)}{SUFFIX}", directory, waits=True)
+        job = reserve(session, session.waiting_name(federation), directory, waits=True)
         text = template(session).replace(PLACE_OF_COMMAND, waiting(directory, seconds))
         session.write("approved ahead", federation=federation, wait=seconds, node_hours=job.nodes * job.hours)
         print(enqueue(session, text, job))
@@ -95,7 +95,7 @@ def hand_over(session: Session, request: Request) -> int:
         return 0 if _decided(Path(entry.waited_in)) not in ("", GIVEN_UP) else NOT_YET
     try:
         approved = approve(session, request)
-        if entry.name != f"{job_name(approved.federation, session)}{SUFFIX}":
+        if entry.name != session.waiting_name(approved.federation):
             raise Refused(f"job {id} waits for another federation's round")
     except Refused as error:
         leave_reason(session, directory, int(request["round"]), str(error))
@@ -103,18 +103,7 @@ def hand_over(session: Session, request: Request) -> int:
         raise
     if not _give(session, approved, id, directory):
         return NOT_YET
-    session.write(
-        "handed over",
-        job=id,
-        federation=approved.federation,
-        run=approved.run,
-        round=approved.round,
-        model=approved.model_sha256,
-        settings=approved.settings_sha256,
-        dataset=str(approved.dataset),
-        directory=str(directory),
-        coordinators_head=approved.head,
-    )
+    session.write("handed over", job=id, directory=str(directory), **approved.logged())
     return 0
 
 

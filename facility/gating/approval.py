@@ -46,6 +46,18 @@ class Approved:
     roster: Path | None = None
     """Who masks with whom, where the settings ask for secure aggregation."""
 
+    def logged(self) -> dict[str, Any]:
+        """What the audit log says of it."""
+        return {
+            "federation": self.federation,
+            "run": self.run,
+            "round": self.round,
+            "model": self.model_sha256,
+            "settings": self.settings_sha256,
+            "dataset": str(self.dataset),
+            "coordinators_head": self.head,
+        }
+
 
 def approve(session: Session, request: Request) -> Approved:
     """Raises `Refused` with the reason."""

@@ -48,21 +48,15 @@ def submit(session: Session, request: Request) -> int:
         raise Refused(f"{request.verb} was asked for, this site's scheduler is {session.policy.scheduler}")
     try:
         approved = approve(session, request)
-        job = reserve(session, job_name(approved.federation, session), directory, run=approved.run)
+        job = reserve(session, session.job_name(approved.federation), directory, run=approved.run)
     except Refused as error:
         leave_reason(session, directory, int(request["round"]), str(error))
         raise
     text = script(session, approved, directory)
     session.write(
         "approved",
-        federation=approved.federation,
-        run=approved.run,
-        round=approved.round,
-        model=approved.model_sha256,
-        settings=approved.settings_sha256,
-        dataset=str(approved.dataset),
         node_hours=job.nodes * job.hours,
-        coordinators_head=approved.head,
+        **approved.logged(),
     )
     if request.verb == "run":
         try:
@@ -88,11 +82,6 @@ def enqueue(session: Session, text: str, job: JobEntry) -> str:
             entry.id = id
     session.write("submitted", job=id, name=job.name, directory=job.directory)
     return id
-
-
-def job_name(federation: str, session: Session) -> str:
-    """Of a round's job in the queue."""
-    return f"crossfed-{federation}-{session.policy.facility}"
 
 
 def reserve(session: Session, name: str, directory: Path, *, run: str = "", waits: bool = False) -> JobEntry:

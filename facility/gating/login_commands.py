@@ -49,7 +49,7 @@ def _run(session: Session, request: Request, command: Sequence[str], *, ordered:
         except Refused as error:
             leave_reason(session, directory, int(request["round"]), str(error))
             raise
-        name = f"crossfed-{settings.federation}-{settings.facility}"
+        name = session.job_name(settings.federation)
         with changed(session.ledger) as (ledger, now):  # what it leaves may be read; it costs no node-hours
             ledger.jobs.append(JobEntry(id="", name=request.verb, directory=str(directory), submitted=now))
         session.write("login command", command=request.verb, round=int(request["round"]), settings=copy.digest)

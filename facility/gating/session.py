@@ -38,8 +38,16 @@ class Session:
 
     def names(self) -> list[str]:
         """Names of our jobs in the queue: those of rounds, and those that wait for one."""
-        rounds = [f"crossfed-{federation}-{self.policy.facility}" for federation in self.policy.federations]
-        return [*rounds, *(f"{name}{AHEAD}" for name in rounds)]
+        federations = self.policy.federations
+        return [*map(self.job_name, federations), *map(self.waiting_name, federations)]
+
+    def job_name(self, federation: str) -> str:
+        """Of a round's job in the queue."""
+        return f"crossfed-{federation}-{self.policy.facility}"
+
+    def waiting_name(self, federation: str) -> str:
+        """Of a job that waits for its round."""
+        return f"{self.job_name(federation)}{AHEAD}"
 
     def write(self, what: str, **fields: Any) -> str:
         """A line in the audit log; returns its digest."""
