@@ -15,7 +15,7 @@ from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.image_processor import image_processor_digest
 from facility.exchange.checkpoints.tokenizer import tokenizer_digest
 from facility.exchange.delta_codecs import FULL, declared_codec
-from facility.exchange.messages.optimizers import OPTIMIZERS
+from facility.exchange.memory.units import state_bytes
 from facility.exchange.messages.settings import TrainingSettings
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -131,4 +131,4 @@ MEAN_WALK_BYTES = 1
 
 def moments_bytes(training: TrainingSettings) -> float:
     """Optimizer state, bytes a parameter; with it the facility's own walk where drift is corrected."""
-    return OPTIMIZERS.get(training.optimizer).state_bytes + (WALK_BYTES if training.drift_correction else 0)
+    return state_bytes(training) + (WALK_BYTES if training.drift_correction else 0)

@@ -18,14 +18,14 @@ import struct
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from tempfile import TemporaryFile, mkstemp
+from tempfile import TemporaryFile
 from typing import BinaryIO
 
 import numpy
 from numpy.typing import NDArray
 
 from facility.dataset import DatasetError
-from facility.exchange.files.durable import fsync_directory
+from facility.exchange.files.durable import new_file
 from facility.preparing.near_duplicates import NUMBERS
 
 FORMAT = "crossfed signatures 1"
@@ -71,19 +71,10 @@ def write_signatures(path: Path, blocks: Iterable[NDArray[numpy.uint32]], key: b
         entry = {"dtype": "U32", "shape": [rows, NUMBERS], "data_offsets": [0, rows * ROW_BYTES]}
         header = json.dumps({"__metadata__": {"format": FORMAT, "salt": check_of(key)}, "signatures": entry}).encode()
         header += b" " * (-len(header) % 8)
-        descriptor, temporary = mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")  # of mode 0600
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(struct.pack("<Q", len(header)) + header)
-                for part in sorted_parts(gathered, rows, path.parent):
-                    file.write(part.tobytes())
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
-    fsync_directory(path.parent)
+        with new_file(path, mode=0o600) as file:
+            file.write(struct.pack("<Q", len(header)) + header)
+            for part in sorted_parts(gathered, rows, path.parent):
+                file.write(part.tobytes())
 
 
 def sorted_parts(gathered: BinaryIO, rows: int, scratch: Path) -> Iterator[NDArray[numpy.uint32]]:

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from facility.exchange.files.storage import naming
 
@@ -35,11 +35,18 @@ def as_umask_allows(mode: int) -> int:
 
 def write_bytes(path: Path, content: bytes, *, mode: int = 0o644) -> None:
     """Write `content` to `path` so that a reader sees the old file or the new one, never a part."""
+    with new_file(path, mode=mode) as file:
+        file.write(content)
+
+
+@contextmanager
+def new_file(path: Path, *, mode: int = 0o644) -> Iterator[BinaryIO]:
+    """A file to write to, which takes the place of `path` when the block ends, whole and durable, or not at all."""
     path = Path(path)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
         with naming(path), os.fdopen(descriptor, "wb") as file:
-            file.write(content)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.chmod(temporary, as_umask_allows(mode))
