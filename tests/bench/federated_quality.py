@@ -9,10 +9,11 @@ the third the table of a model of 11 M parameters (`quality_sizes.py`), four tra
 `--table further` has the arms of open questions (`quality_further.py`).
 A Llama of 2 layers with tied embeddings (0.16 M parameters at width 64, 0.53 M at 128) and a BPE of 1,024 tokens.
 Experiment `it-cs`: pretrained on German and French (500 steps), then federated over Italian and Czech; `all-four`: the
-same, federated over all four; `random-it-cs`: Italian and Czech from random weights. Every run is kept in
-OUT/results.jsonl and not repeated, so the script can be stopped and started again. Table and plot:
-`federated_quality_report.py`; the table of `rule: auto`: `federated_quality_choose.py`. A model is
-trained on `--device`; the server computes on the CPU.
+same, federated over all four; `random-it-cs`: Italian and Czech from random weights. `--experiment es+pl+nl+ru@de+fr
+--data DIR` federates over any languages of which DIR has LANGUAGE/train.jsonl and validation.jsonl, with a tokenizer of
+their own, from a base pretrained on those behind the `@` (none: random weights). Every run is kept in OUT/results.jsonl
+and not repeated, so the script can be stopped and started again. Table and plot: `federated_quality_report.py`; the
+table of `rule: auto`: `federated_quality_choose.py`. A model is trained on `--device`; the server computes on the CPU.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -44,11 +45,10 @@ from tests.bench.federated_sparseloco import SparseLoCo
 from tests.bench.quality_arms import ARMS, Arm, Cell, table
 from tests.bench.quality_further import further
 from tests.bench.quality_sizes import size_of
+from tests.bench.quality_texts import EXPERIMENTS, LANGUAGES, Experiment, experiment_of
 from tests.bench.quality_workers import spread
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
-LANGUAGES = ("it", "cs", "de", "fr")
-EXPERIMENTS = {"it-cs": ("it", "cs"), "all-four": ("it", "cs", "de", "fr"), "random-it-cs": ("it", "cs")}
 OUT = Path(__file__).resolve().parents[3] / "quality"
 BLOCK, VOCABULARY = 64, 1024
 
@@ -61,19 +61,20 @@ def alone_at(file: Path) -> Iterator[None]:
         yield
 
 
-def texts_of(out: Path, data: Path = DATA) -> dict[str, Text]:
-    """The four languages, prepared with one tokenizer trained on all of them; what was prepared before is opened."""
+def texts_of(out: Path, data: Path = DATA, languages: Sequence[str] = LANGUAGES) -> dict[str, Text]:
+    """Languages prepared with one tokenizer trained on all of them; what was prepared before is opened."""
+    out.mkdir(parents=True, exist_ok=True)
     with alone_at(out / "prepare.lock"):
-        if not all((out / "datasets" / language).is_dir() for language in LANGUAGES):
-            prepare_texts(out, data)
+        if not all((out / "datasets" / language).is_dir() for language in languages):
+            prepare_texts(out, data, languages)
     texts = {}
-    for language in LANGUAGES:
+    for language in languages:
         dataset = open_dataset(out / "datasets" / language)
         texts[language] = Text(train=dataset.split("train"), validation=dataset.split("validation"))
     return texts
 
 
-def prepare_texts(out: Path, data: Path) -> None:
+def prepare_texts(out: Path, data: Path, languages: Sequence[str]) -> None:
     from facility.preparing.build import Request, prepare
 
     tokenizer = out / "tokenizer"
@@ -90,11 +91,11 @@ def prepare_texts(out: Path, data: Path) -> None:
             show_progress=False,
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         )
-        files = [data / language / "train.jsonl" for language in LANGUAGES]
+        files = [data / language / "train.jsonl" for language in languages]
         trained.train_from_iterator((json.loads(line)["text"] for f in files for line in open(f)), trainer)
         fast = PreTrainedTokenizerFast(tokenizer_object=trained, eos_token="<|end|>", pad_token="<|end|>")
         fast.save_pretrained(tokenizer)
-    for language in LANGUAGES:
+    for language in languages:
         request = Request(
             inputs=[str(data / language / "train.jsonl")],
             validation=[str(data / language / "validation.jsonl")],
@@ -124,16 +125,24 @@ def new_model(seed: int, width: int) -> torch.nn.Module:
     )
 
 
-def base_model(out: Path, texts: dict[str, Text], seed: int, width: int, device: str = "cpu") -> torch.nn.Module:
-    """The model pretrained on German and French, made once per seed."""
+def base_model(
+    out: Path,
+    texts: dict[str, Text],
+    seed: int,
+    width: int,
+    device: str = "cpu",
+    languages: Sequence[str] = Experiment.base,
+) -> torch.nn.Module:
+    """The model pretrained on the base's languages, made once per seed."""
     from safetensors.torch import load_file, save_file
 
     model, size = new_model(seed, width), size_of(width)
-    file = out / f"base-{width}-{seed}.safetensors"
+    on = "" if tuple(languages) == Experiment.base else f"-{'+'.join(languages)}"
+    file = out / f"base-{width}-{seed}{on}.safetensors"
     with alone_at(file.with_suffix(".lock")):
         if not file.exists():
             local = Local(learning_rate=size.pretraining_rate, batch=8)
-            feeds = [batches(texts[name].train, local.batch, seed + 77) for name in ("de", "fr")]
+            feeds = [batches(texts[name].train, local.batch, seed + 77) for name in languages]
             joined = (torch.cat(pair) for pair in zip(*feeds, strict=True))
             learner = Learner(model.to(device), joined, local, size.pretraining_steps)
             learner.train(size.pretraining_steps)
@@ -171,13 +180,14 @@ def run(cell: Cell, *, out: Path, data: Path = DATA, device: str = "cpu") -> dic
     key = key_of(cell)
     if (row := kept(out, key)) is not None:
         return row
-    texts = texts_of(out, data)
-    chosen = {language: texts[language] for language in EXPERIMENTS[cell.experiment]}
-    random = cell.experiment.startswith("random")
-    if random:
-        model = new_model(cell.seed, cell.width)
+    experiment = experiment_of(cell.experiment)
+    place = experiment.place(out)
+    texts = texts_of(place, data, experiment.all_languages)
+    chosen = {language: texts[language] for language in experiment.languages}
+    if experiment.base:
+        model = base_model(place, texts, cell.seed, cell.width, device, experiment.base)
     else:
-        model = base_model(out, texts, cell.seed, cell.width, device)
+        model = new_model(cell.seed, cell.width)
     started = time.perf_counter()
     curve = train(model, chosen, cell, device)
     final = curve.perplexities[-1]
@@ -243,7 +253,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--out", type=Path, default=OUT, help=f"directory for what is made (default {OUT})")
     p.add_argument("--data", type=Path, default=DATA, help=f"directory of LANGUAGE/train.jsonl (default {DATA})")
     p.add_argument("--table", choices=["whole", "further"], default="whole", help="without --experiment")
-    p.add_argument("--experiment", choices=EXPERIMENTS, help="default: the whole table, both")
+    known = ", ".join(EXPERIMENTS)
+    p.add_argument("--experiment", help=f"{known}, or LANGUAGE+LANGUAGE...[@BASE...] (default: the whole table)")
     p.add_argument("--schedule", default="30x10", help="rounds x local steps (default 30x10; whole table: both)")
     p.add_argument(
         "--arms",
@@ -286,11 +297,16 @@ def cells_of(options: argparse.Namespace) -> list[Cell]:
 def work_of(cell: Cell) -> float:
     """Steps of all facilities."""
     rounds, steps = map(int, cell.schedule.split("x"))
-    return float(rounds * steps * len(EXPERIMENTS[cell.experiment]) * (cell.arm.kind != "base"))
+    return float(rounds * steps * len(experiment_of(cell.experiment).languages) * (cell.arm.kind != "base"))
 
 
 def main() -> int:
     options = parser().parse_args()
+    if options.experiment:
+        try:
+            experiment_of(options.experiment)
+        except ValueError as error:
+            parser().error(str(error))
     torch.set_num_threads(options.threads)
     options.out.mkdir(parents=True, exist_ok=True)
     made = functools.partial(run, out=options.out, data=options.data, device=options.device)

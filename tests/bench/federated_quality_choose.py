@@ -21,7 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from coordinator.config.automatic import TABLE
-from tests.bench.federated_quality import EXPERIMENTS
+from tests.bench.quality_texts import experiment_of
 
 HERE = Path(__file__).resolve().parent
 RESULTS, EARLIER = HERE / "federated_quality.jsonl", HERE / "federated_quality_earlier.json"
@@ -90,10 +90,10 @@ def row_of(federation: Federation, ways: dict[Way, dict[int, float]]) -> dict[st
             best[state] = {"aggregation": json.loads(aggregation), "over_pooled": round(over, 4), "seeds": seeds}
     rounds, steps = map(int, schedule.split("x"))
     situation = {
-        "facilities": len(EXPERIMENTS[experiment]),
+        "facilities": len(experiment_of(experiment).languages),
         "rounds": rounds,
         "steps": steps,
-        "pretrained": not experiment.startswith("random"),
+        "pretrained": bool(experiment_of(experiment).base),
     }
     return {"situation": situation, "mean": round(plain, 4), "best": best}
 
