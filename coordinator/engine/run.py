@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TextIO
 
@@ -153,17 +154,21 @@ def log_file(path: Path) -> Iterator[TextIO]:
 
 
 def engine_command(federation: Federation) -> list[str]:
-    """`streamflow run` from this environment. Raises `InputError` when StreamFlow is not installed beside Python."""
+    """`streamflow run` by this Python. Raises `InputError` where it has no StreamFlow.
+
+    The program beside Python where there is one, else the module: what `pip install --user` or `--target` installed has
+    no program there.
+    """
     program = Path(sys.executable).parent / "streamflow"
-    if not program.exists():
+    if not program.exists() and find_spec("streamflow") is None:
         raise InputError(
-            f"{program} does not exist: install the coordinator's part (`pip install 'crossfed[coordinator]'`, or "
-            "`make demo`)"
+            f"{program} does not exist, and {sys.executable} has no module streamflow: install the coordinator's part "
+            "(`pip install 'crossfed[coordinator]'`, or `make demo`)"
         )
     stamp = time.strftime("%Y%m%d-%H%M%S")
     outputs = federation.workdir_path / "outputs"
     return [
-        str(program),
+        *([str(program)] if program.exists() else [sys.executable, "-m", "streamflow"]),
         "run",
         "--name",
         f"{federation.name}-{stamp}-{os.getpid()}",
