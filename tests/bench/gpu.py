@@ -9,7 +9,9 @@
 2. Speed: a 1 B Llama at sequence 2,048 in bf16 with the best settings found, beside Hugging Face's Trainer and a plain
    FSDP2 loop (`gpu_plain.py`) on the same model and data, turn about: tokens a second, MFU, peak memory beside what
    `crossfed check` predicts. A ratio is printed only where the turns' spread allows one.
-3. A federation of two facilities on this device, 150 M parameters on two real texts: perplexity after every round.
+3. A federation of two facilities on this device, 150 M parameters on two real texts: perplexity after every round, and
+   joules of every job as its report says, beside the integral of the power that `nvidia-smi` reports. --keep DIR keeps
+   the federation's report there, as JSON, Markdown and HTML.
 
 A part that no longer fits in --minutes is left out and says so; a part that fails says why, and the others go on.
 """
@@ -42,6 +44,7 @@ from coordinator.memory.need import needed_bytes
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.messages.report import read_report
 from facility.exchange.messages.settings import TrainingSettings
+from tests.bench.gpu_energy import PowerLog, energies
 from tests.bench.train_speed import spawn
 from tests.training.federation import write_dataset
 
@@ -325,10 +328,13 @@ def peak_of(device: str) -> float | None:
     return peak_flops(torch.cuda.get_device_name(0)) if device == "cuda" else None
 
 
-def federation(folder: Path, tiny: bool, device: str, deadline: Deadline, entry: dict[str, Any]) -> None:
+def federation(
+    folder: Path, tiny: bool, device: str, deadline: Deadline, entry: dict[str, Any], keep: Path | None = None
+) -> None:
     """Two facilities on two real texts (Python's own sources and manual), as `crossfed run` does it."""
     import yaml
 
+    from coordinator.archive.journal import Journal
     from coordinator.archive.rounds import Archive
     from coordinator.archive.summary import summary
     from coordinator.config.federation import read_federation
@@ -365,18 +371,26 @@ def federation(folder: Path, tiny: bool, device: str, deadline: Deadline, entry:
     path.write_text(yaml.safe_dump(described, sort_keys=False))
     seconds = max(60.0, deadline.left() - 10)
     command = [sys.executable, "-m", "coordinator.cli", "run", "--quiet", "-f", str(path)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
-        entry["ended"] = "done" if done.returncode == 0 else (done.stdout + done.stderr)[-800:]
-    except subprocess.TimeoutExpired:
-        entry["ended"] = "stopped: the minutes are over"
-    data = summary(Archive(read_federation(path).archive_path))
+    with PowerLog() as power:
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+            entry["ended"] = "done" if done.returncode == 0 else (done.stdout + done.stderr)[-800:]
+        except subprocess.TimeoutExpired:
+            entry["ended"] = "stopped: the minutes are over"
+    archive = Archive(read_federation(path).archive_path)
+    data = summary(archive)
     entry["perplexity"] = [data["initial_perplexity"], *(one["global_perplexity"] for one in data["rounds"])]
     entry["facilities"] = [
         {"round": one["round"], **{row["facility"]: row["tokens_per_second"] for row in one["facilities"]}}
         for one in data["rounds"]
     ]
     entry["usage"] = [row.get("usage") for one in data["rounds"] for row in one["facilities"]]
+    entry["energy"] = energies(data["rounds"], Journal(archive.path).read(), power.samples)
+    if keep is not None:
+        keep.mkdir(parents=True, exist_ok=True)
+        for form in ("json", "md", "html"):
+            command = [sys.executable, "-m", "coordinator.cli", "report", "-f", str(path), "--format", form]
+            subprocess.run([*command, "--out", str(keep / f"report.{form}")], check=True, stdout=subprocess.DEVNULL)
 
 
 def main() -> int:
@@ -385,6 +399,7 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="rehearse every part with tiny sizes, on a CPU if need be")
     parser.add_argument("--parts", default="laws,speed,federation", help="by commas")
     parser.add_argument("--out", type=Path, help="also write the JSON here")
+    parser.add_argument("--keep", type=Path, help="directory for the federation's report")
     a = parser.parse_args()
     if not torch.cuda.is_available() and not a.tiny:
         print("error: torch sees no CUDA device here; --tiny rehearses on the CPU", file=sys.stderr)
@@ -402,7 +417,7 @@ def main() -> int:
             150,
             lambda folder, entry: speed(folder, TINY if a.tiny else LARGE, device, deadline, entry),
         ),
-        "federation": (60, lambda folder, entry: federation(folder, a.tiny, device, deadline, entry)),
+        "federation": (60, lambda folder, entry: federation(folder, a.tiny, device, deadline, entry, a.keep)),
     }
     for name in a.parts.split(","):
         seconds, part = parts[name]
@@ -412,10 +427,9 @@ def main() -> int:
         ):
             if "left_out" not in result[name]:
                 part(Path(folder), entry)
-    text = json.dumps(result, indent=2)
-    print(text)
-    if a.out:
-        a.out.write_text(text + "\n")
+        if a.out:  # after each part, so that nothing is lost with the machine
+            a.out.write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps(result, indent=2))
     return 0
 
 

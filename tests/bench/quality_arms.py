@@ -155,21 +155,30 @@ def large_groups(size: Size) -> list[Group]:
 
     four, two = [("all-four", one) for one in SCHEDULES], [("it-cs", one) for one in SCHEDULES]
     rates = [at(rate, name) for rate in size.rates for name in ("pooled", DEFAULT)]
-    own = {"learning_rate": size.rate} | SHARED
-    slow = [
-        ("nesterov, shared second moments, momentum 0.5", Arm(aggregation=NESTEROV | {"momentum": 0.5}, local=own)),
-        (f"{DEFAULT}, drift corrected", Arm(aggregation=NESTEROV, local=own | {"control": 1.0})),
-        (
-            f"{DEFAULT}, drift corrected, beta2 0.99",
-            Arm(aggregation=NESTEROV, local=own | {"control": 1.0, "betas": [0.9, 0.99]}),
-        ),
+    own, fixed = {"learning_rate": size.rate} | SHARED, {"momentum_warmup": False}
+    corrected = own | {"control": 1.0, "as_sent": True}
+
+    def changed(name: str, outer: dict[str, Any], local: dict[str, Any]) -> tuple[str, Arm]:
+        return f"{DEFAULT}, {name}", Arm(aggregation=NESTEROV | outer, local=local)
+
+    long_rounds = [
+        changed("constant momentum", fixed, own),
+        changed("drift corrected as sent", {}, corrected),
+        changed("constant momentum, drift corrected as sent", fixed, corrected),
+    ]
+    lower = [
+        changed("drift corrected as sent, beta2 0.99", {}, corrected | {"betas": [0.9, 0.99]}),
+        changed("momentum 0.5", {"momentum": 0.5}, own),
+        changed("constant momentum 0.5", fixed | {"momentum": 0.5}, own),
+        changed("constant momentum 0.5, drift corrected as sent", fixed | {"momentum": 0.5}, corrected),
     ]
     return [
         ([*two, *four], named("pooled", DEFAULT)),
         ([*two, *four], named("base", "mean")),
-        ([*four, *two], slow),
-        ([two[0], four[0]], rates),
+        ([four[1], two[1], four[0], two[0]], long_rounds),
+        ([four[1], two[1]], lower),
         ([*two, *four], named("nesterov")),
+        ([two[0], four[0]], rates),
         ([two[1], four[1]], rates),
         ([two[0], four[0]], named("alone")),
     ]

@@ -44,6 +44,7 @@ def test_a_federation_of_two(tmp_path: Path):
     assert found["ended"] == "done"
     assert len(found["perplexity"]) == 2 and all(value > 1 for value in found["perplexity"])
     assert len(found["usage"]) == 2 and all(one["node_seconds"] > 0 for one in found["usage"])
+    assert [one["facility"] for one in found["energy"]] == ["manual", "stdlib"]  # no counter need answer on a CPU
 
 
 @pytest.mark.nightly
