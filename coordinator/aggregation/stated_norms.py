@@ -36,7 +36,7 @@ def stated_squares(aggregation: Aggregation) -> Array | None:
         return None
     totals = []
     for update in opened:
-        stated = None if update.staleness or update.decoded else read_step_norms(update.directory, update.entries)
+        stated = None if update.staleness else read_step_norms(update.directory, update.entries)
         if stated is None:
             return None
         total, place = 0.0, dict.fromkeys(stated, 0)

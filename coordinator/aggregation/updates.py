@@ -10,7 +10,6 @@ from pathlib import Path
 from coordinator.aggregation.settings import AggregationSettings
 from coordinator.aggregation.verify import check_identity, check_tokenizer
 from facility.exchange.checkpoints.checkpoint import Checkpoint, TensorEntry, open_checkpoint
-from facility.exchange.checkpoints.delta_decoding import DECODED
 from facility.exchange.errors import CheckpointError, ConfigurationError, InputError, UpdateRefused
 from facility.exchange.messages.manifest import NAME, Manifest, read_manifest
 from facility.exchange.messages.masking import DETAILS, ENCODING
@@ -28,8 +27,6 @@ class Update:
     """By the base's tensor names; federated tensors only. Empty until they are matched."""
     adapters: bool = False
     """Whether it holds adapters alone, by its manifest."""
-    decoded: bool = False
-    """Whether it travelled as a difference, and holds other values than its facility wrote."""
     report: Report | None
     staleness: int
     """Rounds it is late."""
@@ -96,7 +93,6 @@ def _open(
         directory=directory,
         checkpoint=checkpoint,
         adapters=manifest is not None and holds_adapters(manifest),
-        decoded=manifest is not None and DECODED in manifest.extra,
         report=report,
         staleness=staleness,
     )

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coordinator.aggregation.first_adapters import started_from
+from coordinator.aggregation.plan import norms_suffice
 from coordinator.aggregation.rebase import rebase
 from coordinator.aggregation.settings import AggregationSettings
 from coordinator.aggregation.verify import check_files, check_identity, check_update
@@ -173,7 +174,8 @@ def check_training(
         started = started_late(manifest, facility, earlier)
     if manifest.encoding in CODECS.names():
         assert decoded is not None, "an encoded update needs a place to be decoded at"
-        decode(update, reference=started, out=decoded)
+        norms = norms_suffice(settings, settings.screen.minimum_updates)
+        decode(update, reference=started, out=decoded, norms=norms)
         update = decoded
     if (masks is not None) != (manifest.encoding == ENCODING):
         raise UpdateRefused(

@@ -16,8 +16,10 @@ import torch
 from coordinator.aggregate import aggregate
 from coordinator.aggregation.record import RoundRecord
 from coordinator.aggregation.settings import AggregationSettings
+from coordinator.steps.receive import receive
 from facility.exchange.checkpoints import native, step_norms
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
+from facility.exchange.checkpoints.delta import encode
 from facility.exchange.checkpoints.step_norms import NAME, StepNorms, read_step_norms
 from facility.exchange.messages.manifest import read_manifest, write_manifest
 from tests.aggregation import make
@@ -181,3 +183,55 @@ def test_nothing_is_stated_without_the_compiled_kernel(tmp_path: Path, monkeypat
         norms.read(open_checkpoint(update))
         norms.write(update)
     assert not (update / NAME).exists()
+
+
+def travelled(root: Path, base: Path, count: int, encoding: str, settings: AggregationSettings) -> list[Path]:
+    """Updates that came as differences, as the receive step leaves them; each message brings figures of its own."""
+    start, updates = make.read_all(base), []
+    for i in range(count):
+        moved = {name: value.float() for name, value in make.moved(start, i + 1, 1e-3 * (1 + 0.1 * i)).items()}
+        full = make.update(root / f"full{i}", moved, base=base, facility=f"f{i:02}")
+        message, decoded = root / f"message{i}", root / f"decoded{i}"
+        encode(full=full, reference=base, out=message, encoding=encoding)
+        (message / NAME).write_text(json.dumps({"format": 1, "span": step_norms.SPAN, "squares": {}}))
+        resealed(message)
+        told = receive(
+            update=message,
+            facility=f"f{i:02}",
+            round=0,
+            model=base,
+            evaluation=False,
+            decoded=decoded,
+            settings=settings,
+            content=False,
+        )
+        assert told is None, told
+        updates.append(decoded)
+    return updates
+
+
+@pytest.mark.parametrize(
+    ("encoding", "dtype"),
+    [("delta-int8", torch.float32), ("delta-int4", torch.bfloat16), ("sparse", torch.bfloat16)],
+    ids=str,
+)
+def test_updates_that_came_as_differences_are_averaged_in_one_pass(tmp_path: Path, encoding: str, dtype: torch.dtype):
+    base = make.model(tmp_path / "base", make.random_tensors(0, LONG, dtype))
+    updates = travelled(tmp_path, base, 3, encoding, SETTINGS)
+    record, plain = compare(tmp_path, base, updates)
+    assert record.bytes_read * 1.9 < plain.bytes_read
+    assert min(record.details["clip_factors"].values()) < 1, "the longer half is clipped"
+
+
+def test_differences_get_no_norms_where_the_rule_must_know_more(tmp_path: Path):
+    base = make.model(tmp_path / "base", make.random_tensors(0, SHAPES, torch.bfloat16))
+    (update,) = travelled(tmp_path, base, 1, "delta-int8", AggregationSettings(rule="krum"))
+    assert not (update / NAME).exists(), "neither the coordinator's nor what the message brought"
+
+
+def test_figures_that_are_not_finite_are_not_stated(tmp_path: Path):
+    base = make.model(tmp_path / "base", make.random_tensors(0, SHAPES, torch.bfloat16))
+    with StepNorms(open_checkpoint(base)) as norms:
+        norms.take("odd", "F32", 0, np.full(777, np.inf, np.float32), np.zeros(777, np.uint16))
+        norms.write(tmp_path)
+    assert not (tmp_path / NAME).exists()

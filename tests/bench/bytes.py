@@ -1,14 +1,16 @@
 """Bytes that one round reads and writes beyond what it must, by the kernel's own counters. Prints JSON.
 
     python tests/bench/bytes.py [--hidden 512] [--facilities 2] [--rounds 3] [--out FILE]
+    python tests/bench/bytes.py [--encoding delta-int8] [--lora 8] [--rule RULE] [--masks]
 
 A federation of local facilities runs under StreamFlow, once with a model of --hidden and once with a tiny one. Every
 workflow step is started through this file, which writes down what /proc/PID/io says of the step and all its
 descendants: `rchar` and `wchar`, bytes through read and write calls, page cache or not. The difference between the two
 models is what weights cost; interpreter, libraries and logs are in both and cancel out.
 
-What a round must move: a facility reads the model and writes the update once; the coordinator reads every update and
-the server state, and writes the model and the state. A facility's optimizer state is read and written once, too.
+What a round must move: a facility reads the model and writes the update once; the coordinator reads every update as it
+has travelled and the server state, and writes the model and the state. A facility's optimizer state is read and written
+once, too.
 Training reads weights through `mmap` in places, which these counters do not see: reads of `train` are a lower bound.
 """
 
@@ -23,6 +25,7 @@ import tempfile
 import time
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -35,6 +38,8 @@ from tests.federations import write_federation
 
 LOG = "CROSSFED_BYTES_LOG"
 TINY = 32
+AVERAGING = ("receive", "aggregate", "aggregate_masked")
+"""Steps of the coordinator between the arrival of updates and the next model."""
 
 
 def counters() -> dict[str, int]:
@@ -54,11 +59,14 @@ def counted(log: str, command: list[str]) -> int:
     return code
 
 
-def run(root: Path, hidden: int, facilities: int, rounds: int) -> tuple[dict[str, dict[str, float]], dict[str, int]]:
+def run(
+    root: Path, hidden: int, facilities: int, rounds: int, training: dict[str, Any], changes: dict[str, Any]
+) -> tuple[dict[str, dict[str, float]], dict[str, int]]:
     """Bytes a call of each step in the last round's steady state, and the sizes of what moves."""
     size = {"hidden_size": hidden, "intermediate_size": 2 * hidden}
     names = [f"site{number}" for number in range(facilities)]
-    path = write_federation(root, names, training={"steps": 1}, size=size, rounds=rounds, final_evaluation=False)
+    changes = changes | {"rounds": rounds, "final_evaluation": False}
+    path = write_federation(root, names, training={"steps": 1} | training, size=size, **changes)
     log = root / "bytes.jsonl"
     write(read_federation(path))
     for tool in (root / "cwl" / "tools").glob("*.cwl"):
@@ -86,6 +94,7 @@ def run(root: Path, hidden: int, facilities: int, rounds: int) -> tuple[dict[str
     assert state is not None
     sizes = {
         "model": open_checkpoint(archive.model_for(rounds)).bytes,
+        "updates": sum(row.received_bytes for row in archive.read_round(rounds - 1).facilities),
         "server_state": sum(file.stat().st_size for file in state.rglob("*.safetensors")),
         "optimizer_state": sum(
             file.stat().st_size for file in (root / "sites" / names[0]).rglob(f"round-{rounds - 1}/*.safetensors")
@@ -96,26 +105,33 @@ def run(root: Path, hidden: int, facilities: int, rounds: int) -> tuple[dict[str
 
 def report(arguments: argparse.Namespace) -> dict[str, object]:
     measured = []
+    training: dict[str, Any] = {"lora": {"rank": arguments.lora}} if arguments.lora else {}
+    if arguments.encoding != "full":
+        training |= {"encoding": arguments.encoding, "export_dtype": "float32"}
+    changes: dict[str, Any] = {"aggregation": {"rule": arguments.rule}} if arguments.rule else {}
+    changes |= {"privacy": {"secure_aggregation": True}} if arguments.masks else {}
     for hidden in (arguments.hidden, TINY):
         with tempfile.TemporaryDirectory(prefix="crossfed-bytes-") as folder:
-            measured.append(run(Path(folder), hidden, arguments.facilities, arguments.rounds))
+            measured.append(run(Path(folder), hidden, arguments.facilities, arguments.rounds, training, changes))
     (large, sizes), (small, tiny) = measured
     steps = {step: {key: large[step][key] - small[step][key] for key in ("rchar", "wchar")} for step in large}
-    n, model, state, moments = (
+    n, updates, model, state, moments = (
         arguments.facilities,
+        sizes["updates"] - tiny["updates"],
         sizes["model"] - tiny["model"],
         sizes["server_state"] - tiny["server_state"],
         sizes["optimizer_state"] - tiny["optimizer_state"],
     )
     must = {
-        "train": {"rchar": n * (model + moments), "wchar": n * (model + moments)},
-        "coordinator": {"rchar": n * model + state, "wchar": model + state},
+        "train": {"rchar": n * (model + moments), "wchar": updates + n * moments},
+        "coordinator": {"rchar": updates + state, "wchar": model + state},
     }
     done = {"train": steps["round"], "coordinator": {}}
     for key in ("rchar", "wchar"):
-        done["coordinator"][key] = steps["receive"][key] + steps["aggregate"][key]
+        done["coordinator"][key] = sum(steps[step][key] for step in AVERAGING if step in steps)
     return {
         "facilities": n,
+        "updates_bytes": updates,
         "model_bytes": model,
         "server_state_bytes": state,
         "optimizer_state_bytes": moments,
@@ -138,6 +154,12 @@ def main() -> int:
     parser.add_argument("--hidden", type=int, default=512, help="width of the model; 512: 9 million parameters")
     parser.add_argument("--facilities", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--encoding", default="full", help="of the updates")
+    parser.add_argument("--rule", help="aggregation rule; default: the federation's own default")
+    parser.add_argument(
+        "--lora", type=int, default=0, metavar="RANK", help="adapters of this rank; default: whole models"
+    )
+    parser.add_argument("--masks", action="store_true", help="secure aggregation")
     parser.add_argument("--out", type=Path, help="also write the JSON here")
     arguments = parser.parse_args()
     text = json.dumps(report(arguments), indent=2)

@@ -19,6 +19,8 @@ from facility.exchange.checkpoints.checkpoint import (
 from facility.exchange.checkpoints.companions import copy_companions
 from facility.exchange.checkpoints.delta_parts import FILE, as_bytes, parts, raw
 from facility.exchange.checkpoints.floats import STORAGE, Array, narrow, widen
+from facility.exchange.checkpoints.step_norms import NAME as NORMS
+from facility.exchange.checkpoints.step_norms import StepNorms
 from facility.exchange.checkpoints.writer import TensorWriter, layout_like
 from facility.exchange.delta_codecs import CODECS, FULL, Codec, load_codec
 from facility.exchange.errors import CheckpointError
@@ -31,8 +33,10 @@ INTEGERS = {"I8": "i1", "U8": "u1", "U16": "<u2", "I32": "<i4"}
 """numpy dtypes of the whole numbers that codecs store."""
 
 
-def decode(message: Path, *, reference: Path, out: Path) -> Manifest:
+def decode(message: Path, *, reference: Path, out: Path, norms: bool = False) -> Manifest:
     """Turn a message back into a full directory at `out`, which must not exist; returns its manifest.
+
+    `norms`: write step_norms.json beside it, of the values as they are decoded, which reads nothing more.
 
     Raises `CheckpointError` when the message is altered or malformed, or when it was made from another reference.
     """
@@ -57,27 +61,34 @@ def decode(message: Path, *, reference: Path, out: Path) -> Manifest:
         for name, entry in old.tensors.items()
     }
     with new_directory(out) as directory:
-        with TensorWriter(directory, layout_like(old, kinds), old.metadata) as writer:
+        with StepNorms(old) as steps, TensorWriter(directory, layout_like(old, kinds), old.metadata) as writer:
             for name, entry in sorted(old.tensors.items()):
                 if entry.dtype not in FLOATS:
                     for offset, content in raw(stored.get(f"{name}::raw", entry)):
                         writer.write(name, offset, content)
                 else:
-                    _write_floats(writer, name, kinds[name], _decoded(codec, entry, name, stored, message))
-        copy_companions(Path(message), directory, leave=())
+                    decoded = _decoded(codec, entry, name, stored, message)
+                    _write_floats(writer, name, kinds[name], decoded, steps if norms else None)
+        copy_companions(Path(message), directory, leave=(NORMS,))
+        if norms:
+            steps.write(directory)
         return _describe(directory, manifest, old, message)
 
 
-def _write_floats(writer: TensorWriter, name: str, kind: str, parts_of_it: Iterator[Array]) -> None:
-    """Write a tensor's values one part after the other, rounded to its dtype."""
-    offset = 0
-    for values in parts_of_it:
+def _write_floats(
+    writer: TensorWriter, name: str, kind: str, parts_of_it: Iterator[tuple[Array, Array]], steps: StepNorms | None
+) -> None:
+    """Write a tensor's values (the reference as stored, what it becomes) part by part, rounded to its dtype."""
+    offset = start = 0
+    for old, values in parts_of_it:
         block = values
         if values.dtype != STORAGE[kind]:
             block = np.empty(len(values), STORAGE[kind])
             narrow(values, kind, block, np.empty(len(values), np.uint32))
+        if steps is not None:
+            steps.take(name, kind, start, block, old)
         writer.write(name, offset, as_bytes(block))
-        offset += block.nbytes
+        offset, start = offset + block.nbytes, start + len(values)
 
 
 def _describe(directory: Path, manifest: Manifest, old: Checkpoint, message: Path) -> Manifest:
@@ -132,8 +143,8 @@ def _check_layout(stored: dict[str, TensorEntry], codec: Codec, old: Checkpoint,
 
 def _decoded(
     codec: Codec, entry: TensorEntry, name: str, stored: dict[str, TensorEntry], message: Path
-) -> Iterator[Array]:
-    """Values of one tensor, part by part: the reference plus the difference."""
+) -> Iterator[tuple[Array, Array]]:
+    """Values of one tensor, part by part: the reference as stored, and the reference plus the difference."""
     fields = {suffix: stored.get(f"{name}::{suffix}") for suffix, _, _ in codec.fields(0, 0)}
     places = dict.fromkeys(fields, 0)
     with open(Path(message) / FILE, "rb", buffering=0) as file:
@@ -160,7 +171,7 @@ def _decoded(
                     np.add(values, codec.decode(arrays, count), out=values)
                 except ValueError as error:
                     raise CheckpointError(f"{message}: tensor {name!r} is malformed: {error}") from None
-            yield values
+            yield old, values
         for suffix, found in fields.items():
             if found is not None and places[suffix] != found.size:
                 raise CheckpointError(f"{message}: {found.name!r} is too long")

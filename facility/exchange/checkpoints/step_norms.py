@@ -6,6 +6,9 @@ SPAN of elements, in the arithmetic and the order of the coordinator's kernel, s
 
 The coordinator does not trust it: it plans with these numbers, measures the same sums as it averages, and where one bit
 differs it discards what it wrote and plans with what it measured. A wrong statement changes no model; it costs a pass.
+
+Where an update travelled as a difference, the coordinator writes this file itself as it decodes the message: it has the
+base and the update in memory then.
 """
 
 from __future__ import annotations
@@ -53,13 +56,16 @@ class StepNorms:
         self._stored = np.empty(READ * 4, np.uint8).data
         self._widened, self._scratch = np.empty(READ, np.float32), np.empty(native.RUN, np.float32)
 
-    def take(self, name: str, dtype: str, start: int, values: Array) -> None:
-        """Add the elements of tensor `name` from `start` on; `values`: as stored in `dtype`."""
+    def take(self, name: str, dtype: str, start: int, values: Array, base: Array | None = None) -> None:
+        """Add the elements of tensor `name` from `start` on; `values`: as stored in `dtype`.
+
+        `base`: the base's elements from `start` on as stored, as many as `values`, where the caller has read them.
+        """
         if not self._complete or dtype not in FLOATS:
             return
-        base = self._base.get(name)
-        read = base is not None and dtype in native.KINDS and base.dtype in native.KINDS
-        if base is None or not read or not self._follows(name, start):
+        entry = self._base.get(name)
+        read = entry is not None and dtype in native.KINDS and entry.dtype in native.KINDS
+        if entry is None or not read or not self._follows(name, start):
             self._complete = False
             return
         squares, done = self._squares.setdefault(name, []), 0
@@ -68,7 +74,9 @@ class StepNorms:
             if at % SPAN == 0:
                 squares.append(0.0)
             count = min(READ, len(values) - done, SPAN - at % SPAN)
-            squares[-1] = self._added(squares[-1], base, at, values[done : done + count], native.KINDS[dtype])
+            old = self._read(entry, at, count) if base is None else base[done : done + count]
+            kinds = [native.KINDS[entry.dtype], native.KINDS[dtype]]
+            squares[-1] = self._added(squares[-1], [old, values[done : done + count]], kinds)
             done += count
         self._position[name] = start + done
 
@@ -88,23 +96,27 @@ class StepNorms:
                 self.take(name, entry.dtype, start, np.frombuffer(view, STORAGE[entry.dtype]))
 
     def write(self, directory: Path) -> None:
-        """Write `step_norms.json`; nothing where it would not be the whole step."""
+        """Write `step_norms.json`; nothing where it would not be the whole step, or a value is not finite."""
         whole = all(position == self._base[name].elements for name, position in self._position.items())
-        if self._complete and self._squares and whole:
+        finite = all(math.isfinite(value) for values in self._squares.values() for value in values)
+        if self._complete and self._squares and whole and finite:
             write_json(directory / NAME, {"format": FORMAT, "span": SPAN, "squares": self._squares})
 
     def _follows(self, name: str, start: int) -> bool:
         return start == self._position.get(name, 0) and start % native.RUN == 0
 
-    def _added(self, total: float, base: TensorEntry, start: int, values: Array, kind: int) -> float:
-        """`total` and the squares of these elements' step, added as the coordinator's kernel adds them."""
+    def _read(self, base: TensorEntry, start: int, count: int) -> Array:
+        """Elements of the base as stored, in a buffer that is used again."""
         item = np.dtype(STORAGE[base.dtype]).itemsize
-        view = self._stored[: len(values) * item]
+        view = self._stored[: count * item]
         read_exactly(self._descriptor(base.file), view, base.start + start * item, base.file)
+        return np.frombuffer(view, STORAGE[base.dtype])
+
+    def _added(self, total: float, sources: list[Array], kinds: list[int]) -> float:
+        """`total` and the squares of the step from the first source to the second, added as the kernel adds them."""
         gram = np.array([[total]])
-        widened = self._widened[: len(values)]
-        kinds = [native.KINDS[base.dtype], kind]
-        sources = [np.frombuffer(view, STORAGE[base.dtype]), np.ascontiguousarray(values)]
+        widened = self._widened[: len(sources[0])]
+        sources = [np.ascontiguousarray(one) for one in sources]
         assert self._library is not None
         native.steps(self._library, sources, kinds, widened, None, gram, None, widened, False, self._scratch)
         return float(gram[0, 0])
