@@ -37,7 +37,6 @@ WHERE = {
     "make": "transfers:make",
     "remove": "transfers:remove",
     "link": "transfers:link",
-    "copy": "transfers:copy",
     "put-tree": "transfers:put_tree",
     "put-file": "transfers:put_file",
     "put-piece": "transfers:put_piece",

@@ -25,19 +25,26 @@ MARKS = {
     b"\xfe\xff": "UTF-16",
     b"\xef\xbb\xbf": "UTF-8 with a byte order mark",
 }
-BOOLEAN, FLOAT, TEXT = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:float", "tag:yaml.org,2002:str"
+BOOLEAN, TEXT = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:str"
+INTEGER, FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
 UNSIGNED = re.compile(r"[eE]\d")
 """An exponent without a sign: no number in YAML 1.1."""
+OTHER_BASE = re.compile(r"[-+]?0[\dxb_].*|.*:.*")
+"""A number that is not what it looks like: YAML 1.1 reads 0123 as 83, and 2:00 as 120."""
 
 
 class _Resolver(VersionedResolver):
-    """YAML 1.1 as PyYAML reads it: `n` and `12e03` are text, so that an account of that name stays what it is."""
+    """YAML 1.1 as PyYAML reads it: `n` and `12e03` are text, so that an account of that name stays what it is.
+
+    So are `0123`, `0x10` and `2:00`, which YAML 1.1 takes for numbers to other bases.
+    """
 
     def resolve(self, kind: Any, value: Any, implicit: Any) -> Any:
         tag = super().resolve(kind, value, implicit)
         letter = str(tag) == BOOLEAN and len(value) == 1
         bare = str(tag) == FLOAT and ("." not in value or UNSIGNED.search(value))
-        return type(tag)(suffix=TEXT) if letter or bare else tag
+        other = str(tag) in (INTEGER, FLOAT) and OTHER_BASE.fullmatch(value)
+        return type(tag)(suffix=TEXT) if letter or bare or other else tag
 
 
 class Lined:

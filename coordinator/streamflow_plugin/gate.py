@@ -53,8 +53,6 @@ def request_of(command: str) -> str:
             return shlex.join([GATE, "get-file", path])
         case ["ln", "-snf", source, target]:
             return shlex.join([GATE, "link", source, target])
-        case ["/bin/cp" | "cp", "-rf", source, target]:
-            return shlex.join([GATE, "copy", source, target])
     raise WorkflowExecutionException(f"a gate has no request for `{command:.200}`")
 
 

@@ -16,10 +16,10 @@ from pathlib import Path
 
 from facility.exchange.messages.ahead import BEGAN, COMMAND, GIVEN_UP, MOST_BYTES, WAITED
 from facility.gating.approval import Approved, approve
-from facility.gating.confine import below, confined
+from facility.gating.confine import confined
 from facility.gating.grammar import Request
 from facility.gating.jobs import COMMAND as PLACE_OF_COMMAND
-from facility.gating.jobs import command, enqueue, leave_reason, reserve, template
+from facility.gating.jobs import clear_update, command, enqueue, job_directory, leave_reason, reserve, template
 from facility.gating.ledger import DAY, changed, read_ledger
 from facility.gating.queue import our_ids, table
 from facility.gating.refusal import Refused
@@ -83,10 +83,7 @@ def hand_over(session: Session, request: Request) -> int:
     May be asked again for the same directory. Exits with `NOT_YET` where the job has decided to end, or has another
     round. A round that is refused ends the wait.
     """
-    directory = below(request["directory"], session.workdir)
-    below(request["temporary"], session.workdir)
-    if not directory.is_dir() or directory.is_symlink():
-        raise Refused(f"the job's directory {directory} does not exist")
+    directory = job_directory(session, request)
     (id,) = our_ids(session, [request["job"]])
     entry = read_ledger(session.ledger).job(id)
     if entry is None or not entry.waited_in:
@@ -97,6 +94,7 @@ def hand_over(session: Session, request: Request) -> int:
         approved = approve(session, request)
         if entry.name != session.waiting_name(approved.federation):
             raise Refused(f"job {id} waits for another federation's round")
+        clear_update(directory)
     except Refused as error:
         leave_reason(session, directory, int(request["round"]), str(error))
         _link(Path(entry.waited_in), GIVEN_UP)

@@ -72,7 +72,6 @@ FORMS = {
     "make": Form(more=_path),
     "remove": Form(more=_path),
     "link": Form(words=(("source", _path), ("target", _path))),
-    "copy": Form(words=(("source", _path), ("target", _path))),
     "put-tree": Form(words=(("path", _path),)),
     "put-file": Form(words=(("path", _path), ("mode", mode))),
     "put-piece": Form(words=(("path", _path), ("offset", whole), ("length", whole))),

@@ -24,7 +24,7 @@ from facility.gating import queue
 from facility.gating.approval import Approved, approve
 from facility.gating.confine import below
 from facility.gating.grammar import Request
-from facility.gating.ledger import RESERVED, JobEntry, changed
+from facility.gating.ledger import RESERVED, JobEntry, changed, read_ledger
 from facility.gating.refusal import Refused
 from facility.gating.session import Session
 from facility.masking.site_rules import MINIMUM_SUM, PEER_SIGNERS
@@ -40,14 +40,12 @@ AUDIT = "CROSSFED_AUDIT"
 
 def submit(session: Session, request: Request) -> int:
     """`submit` prints the job's id; `run` (no queue) runs the job on this host."""
-    directory = below(request["directory"], session.workdir)
-    below(request["temporary"], session.workdir)  # the engine's; the job gets one of the gate's own
-    if not directory.is_dir() or directory.is_symlink():
-        raise Refused(f"the job's directory {directory} does not exist")
+    directory = job_directory(session, request)
     if (session.policy.scheduler == "ssh") != (request.verb == "run"):
         raise Refused(f"{request.verb} was asked for, this site's scheduler is {session.policy.scheduler}")
     try:
         approved = approve(session, request)
+        clear_update(directory)
         job = reserve(session, session.job_name(approved.federation), directory, run=approved.run)
     except Refused as error:
         leave_reason(session, directory, int(request["round"]), str(error))
@@ -67,6 +65,29 @@ def submit(session: Session, request: Request) -> int:
                     entry.ended = now
     print(enqueue(session, text, job))
     return 0
+
+
+def job_directory(session: Session, request: Request) -> Path:
+    """Where the job is to run. Raises `Refused` where it does not exist, or lies in another job's.
+
+    Whatever lies in a job's `update` may leave: what another job prints and keeps must not.
+    """
+    directory = below(request["directory"], session.workdir)
+    below(request["temporary"], session.workdir)  # the engine's; the job gets one of the gate's own
+    if not directory.is_dir() or directory.is_symlink():
+        raise Refused(f"the job's directory {directory} does not exist")
+    if {str(one) for one in directory.parents} & {job.directory for job in read_ledger(session.ledger).jobs}:
+        raise Refused(f"the job's directory {directory} lies in another job's directory")
+    return directory
+
+
+def clear_update(directory: Path) -> None:
+    """Remove what lies where a job's update will be: it is none of that job's, and would leave as if it were."""
+    update = directory / "update"
+    if update.is_symlink() or update.is_file():
+        update.unlink()
+    else:
+        shutil.rmtree(update, ignore_errors=True)
 
 
 def enqueue(session: Session, text: str, job: JobEntry) -> str:
@@ -116,15 +137,11 @@ def reserve(session: Session, name: str, directory: Path, *, run: str = "", wait
 
 def leave_reason(session: Session, directory: Path, round: int, reason: str) -> None:
     """Leave `failure.json` where the update would be, and let it be read."""
-    update = directory / "update"
-    if update.is_symlink() or update.is_file():
-        update.unlink()
-    else:
-        shutil.rmtree(update, ignore_errors=True)
+    clear_update(directory)
     failure = report.Failure(
         facility=session.policy.facility, round=round, reason=f"refused by the facility's gate: {reason}"
     )
-    with new_directory(update) as temporary:
+    with new_directory(directory / "update") as temporary:
         report.write(temporary, failure)
     with changed(session.ledger) as (ledger, now):
         ledger.jobs.append(JobEntry(id="", name="refused", directory=str(directory), submitted=now))

@@ -19,7 +19,7 @@ RESERVED = "reserved-"
 RESERVED_SECONDS = 600.0
 """Longer than any submission takes."""
 KEPT = 400
-"""Jobs that are remembered; older ones' updates cannot be read any more."""
+"""Jobs that are remembered beside those that still count; older ones' updates cannot be read any more."""
 
 
 @dataclass(kw_only=True)
@@ -98,6 +98,17 @@ class Ledger:
             None,
         )
 
+    def forget(self, now: float) -> None:
+        """Drop what is oldest. What counts stays, however many requests were refused since."""
+        others = [job for job in self.jobs if not self._counts(job, now)]
+        dropped = {id(job) for job in others[: max(0, len(others) - KEPT)]}
+        self.jobs = [job for job in self.jobs if id(job) not in dropped]
+        self.runs, self.settings = self.runs[-KEPT:], self.settings[-KEPT:]
+
+    def _counts(self, job: JobEntry, now: float) -> bool:
+        """It counts for the day's node-hours, or waits for its round."""
+        return bool(job.id) and (now - job.submitted < DAY or job.waits)
+
     def note_ended(self, name: str, active: Collection[str], now: float) -> None:
         """Jobs of this name that are in no queue any more have ended by now."""
         for job in self.jobs:
@@ -138,8 +149,7 @@ def changed(path: Path, clock: Callable[[], float] = time.time) -> Iterator[tupl
         try:
             yield ledger, clock()
         finally:
-            ledger.jobs, ledger.runs = ledger.jobs[-KEPT:], ledger.runs[-KEPT:]
-            ledger.settings = ledger.settings[-KEPT:]
+            ledger.forget(clock())
             write_json(path, asdict(ledger))
     finally:
         os.close(lock)

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from facility.exchange.messages.settings import FacilitySettings
 from facility.gating import queue
 from facility.gating.approval import check_dataset, check_masking
-from facility.gating.confine import below, confined
+from facility.gating.confine import confined
 from facility.gating.grammar import Request
-from facility.gating.jobs import COMMAND, leave_reason, line, masking_exports, template
+from facility.gating.jobs import COMMAND, job_directory, leave_reason, line, masking_exports, template
 from facility.gating.ledger import JobEntry, changed
 from facility.gating.refusal import Refused
 from facility.gating.session import Session
@@ -35,10 +35,9 @@ def unmask(session: Session, request: Request) -> int:
 
 
 def _run(session: Session, request: Request, command: Sequence[str], *, ordered: bool) -> int:
-    directory = below(request["directory"], session.workdir)
-    below(request["temporary"], session.workdir)
+    directory = job_directory(session, request)
     update = directory / "update"
-    if not directory.is_dir() or directory.is_symlink() or update.exists() or update.is_symlink():
+    if update.exists() or update.is_symlink():
         raise Refused(f"{directory} is no new directory for {request.verb}")
     with settings_copy(session) as copy:
         try:

@@ -7,8 +7,9 @@ keys, aliases and values of another type are errors, and a gate without a sound 
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import yaml
 
 from facility.exchange.errors import ConfigurationError
+from facility.exchange.files.paths import resolve
 
 STATE = "gate"
 """Directory beside the policy that holds the gate's log, its ledger and what its jobs need."""
@@ -25,6 +27,11 @@ FINGERPRINT = re.compile(r"SHA256:[A-Za-z0-9+/]{43}")
 DIGEST = re.compile(r"[0-9a-f]{64}")
 PLACE = re.compile(r"/[A-Za-z0-9_./@%+=:,-]+")
 MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+DECIMAL = re.compile(r"[-+]?(0|[1-9]\d{0,17})(\.\d*)?([eE][-+]?\d{1,3})?")
+"""A number that is what it looks like: YAML 1.1 reads 2:00 as 120, and 010 as 8."""
+NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+KEPT = ("CROSSFED_HOME", "CROSSFED_STATE")
+"""Variables that name what a facility keeps: code, environment, optimizer state, shares of keys."""
 MOST_BYTES = 1 << 20
 
 
@@ -143,15 +150,26 @@ class _Reader:
         policy = Policy(**found)
         if policy.scheduler != "ssh" and not policy.template:
             raise self.error(f"scheduler is {policy.scheduler!r}, which needs a template", lines["scheduler"])
-        for name in ("coordinators", "peer_signers", "template"):
-            value = str(found.get(name, ""))
-            if value.startswith("/") and Path(value).resolve().is_relative_to(policy.place):
-                raise self.error(f"{name} lies in the workdir, where a coordinator may write", lines[name])
+        for name, path in self._places(policy):
+            if path.resolve().is_relative_to(policy.place):
+                line = lines.get(name, lines["workdir"])
+                raise self.error(f"{name} ({path}) lies in the workdir, where a coordinator reads and writes", line)
         if self.file.resolve().is_relative_to(policy.place):
             raise self.error("workdir holds this policy, which a coordinator could then replace", lines["workdir"])
         if policy.place.is_relative_to(self.file.resolve().parent / STATE):
             raise self.error("workdir lies in the gate's own directory, which no request may write", lines["workdir"])
         return policy
+
+    def _places(self, policy: Policy) -> Iterator[tuple[str, Path]]:
+        """What a coordinator must neither alter nor see, by the key or the variable that names it."""
+        yield "coordinators", policy.coordinators
+        if policy.peer_signers is not None:
+            yield "peer_signers", policy.peer_signers
+        if policy.template:
+            yield "template", self.file.absolute().parent / policy.template
+        for name in ("datasets", "task_directories"):
+            yield from ((name, resolve(one)) for one in getattr(policy, name))
+        yield from ((name, Path(value)) for name in KEPT if (value := os.environ.get(name)))
 
     def error(self, message: str, line: int) -> ConfigurationError:
         return ConfigurationError(message, file=self.file, line=line)
@@ -161,7 +179,8 @@ class _Reader:
         if isinstance(node, yaml.ScalarNode):
             maker = yaml.SafeLoader("")
             try:
-                value = maker.construct_object(node)  # type: ignore[no-untyped-call]
+                if node.tag not in NUMBERS or DECIMAL.fullmatch(node.value):
+                    value = maker.construct_object(node)  # type: ignore[no-untyped-call]
             except (yaml.YAMLError, ValueError):
                 value = None
         if type(value) not in kinds:

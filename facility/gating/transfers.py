@@ -111,16 +111,6 @@ def link(session: Session, request: Request) -> int:
     return 0
 
 
-def copy(session: Session, request: Request) -> int:
-    source = confined(request["source"], session.workdir, follow=True)
-    target = below(request["target"], session.workdir)
-    if source.is_dir():
-        shutil.copytree(source, target, symlinks=True, dirs_exist_ok=True)
-    else:
-        shutil.copyfile(source, target)
-    return 0
-
-
 def put_tree(session: Session, request: Request) -> int:
     """A tar stream of directories and regular files becomes the directory; what stood there is replaced."""
     place = below(request["path"], session.workdir)
@@ -253,8 +243,20 @@ def get_piece(session: Session, request: Request) -> int:
     return 0
 
 
+def _open(path: Path) -> int:
+    """A descriptor of a file at a path without links. Raises `Refused` where another file has come to lie there.
+
+    The coordinator may replace a directory on the way by a link after the path was checked.
+    """
+    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    if os.readlink(f"/proc/self/fd/{file}") != str(path) or not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise Refused(f"{path} was exchanged while it was read, or is no regular file")
+    return file
+
+
 def _give(session: Session, path: Path, offset: int, length: int) -> None:
-    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    file = _open(path)
     try:
         length = min(length, max(0, os.fstat(file).st_size - offset))
         session.take_out(length)
@@ -274,6 +276,7 @@ def get_tree(session: Session, request: Request) -> int:
     session.take_out(sum(path.stat().st_size for _, path in files))
     with tarfile.open(fileobj=sys.stdout.buffer, mode="w|", format=tarfile.GNU_FORMAT, dereference=True) as archive:
         for name, path in files:
-            archive.add(path, arcname=name, recursive=False)
+            with os.fdopen(_open(path), "rb") as file:
+                archive.addfile(archive.gettarinfo(arcname=name, fileobj=file), file)
     sys.stdout.flush()
     return 0

@@ -12,7 +12,7 @@ from facility.exchange.errors import ConfigurationError
 
 PLAIN = """\
 a: 1e-4
-numbers: [1.0e-4, 1.0e+4, 010, 0x1f, 0b11, 1_000, .5, .inf, 190:20:30, 12345678901234567890, +1, -1, 1.]
+numbers: [1.0e-4, 1.0e+4, 0, 1_000, .5, 0.5, .inf, 12345678901234567890, +1, -1, 1.]
 words: [1e5, 12e03, 1.5e3, 09, 0o10, 04:00:00, n, y, 'x', "x\\n", x y, !!str 3]
 truths: [yes, on, off, true, ~, null]
 block: |
@@ -42,6 +42,12 @@ def test_values_are_those_of_pyyaml(tmp_path: Path):
     assert lined.data == yaml.safe_load(PLAIN)
     assert [type(value) for value in lined.data["numbers"]] == [type(v) for v in yaml.safe_load(PLAIN)["numbers"]]
     assert type(lined.data["truths"][0]) is bool and type(lined.data["block"]) is str
+
+
+@pytest.mark.parametrize("word", ["0123", "-010", "0x1f", "0b11", "2:00", "1:30:00", "190:20:30.15"])
+def test_a_number_to_another_base_is_text(tmp_path: Path, word: str):
+    """YAML 1.1 takes an account 0123 for 83, and a limit of 2:00 for 120 of whatever the unit is."""
+    assert read(tmp_path, f"a: {word}").data == {"a": word}
 
 
 def test_every_key_has_its_line(tmp_path: Path):

@@ -197,7 +197,6 @@ VERBS = [
     "make {p}/new",
     "remove {p}",
     "link {p} {w}/x",
-    "copy {p} {w}/x",
     "link {w} {p}",
     "put-file {p} 600",
     "put-tree {p}",

@@ -104,7 +104,6 @@ def test_tasks_are_read_in_the_sites_own_folders_alone(site: Gate):
         ([], planted, False),
         ([], own, False),
         ([str(own)], planted, False),
-        ([str(planted)], planted, False),
         ([str(own)], site.workdir / "in" / ".." / ".." / "home" / "tasks", True),
         ([str(own)], own, True),
     ):

@@ -225,4 +225,4 @@ def test_a_policy_whose_peers_a_coordinator_could_write_is_refused(site: Masking
         text=True,
         cwd=ROOT,
     )
-    assert told.returncode == 2 and "peer_signers lies in the workdir" in told.stderr
+    assert told.returncode == 2 and "peer_signers" in told.stderr and "lies in the workdir" in told.stderr

@@ -28,7 +28,6 @@ RECORDED = {
     f"head -c 4096 {PLACE}/progress.json": "get-file",
     f"rm -rf {PLACE}": "remove",
     f"ln -snf {PLACE}/a {PLACE}/b": "link",
-    f"/bin/cp -rf {PLACE}/a {PLACE}/b": "copy",
 }
 """What StreamFlow sent in a federation of two rounds over two Slurm clusters, and what it sends to copy in place."""
 JOB = (

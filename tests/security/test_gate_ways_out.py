@@ -1,0 +1,152 @@
+"""Ways around the gate's limits that need several requests, a race, or a policy that says more than its site meant."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from facility.exchange.errors import ConfigurationError
+from facility.gating import ledger, transfers
+from facility.gating.ledger import JobEntry, changed, read_ledger
+from facility.gating.policy import read_policy
+from tests.security import test_gate
+from tests.security.test_gate import Gate
+from tests.security.test_gate_ahead import ahead, ordered
+
+site = test_gate.site
+SECRET = b"what the job printed"
+
+
+def in_job(site: Gate, directory: str, request: str) -> str:
+    (site.workdir / directory).mkdir(parents=True, exist_ok=True)
+    return request.replace(f"--directory {site.workdir}/job ", f"--directory {site.workdir}/{directory} ")
+
+
+def test_refused_requests_do_not_make_the_gate_forget_what_was_used(site: Gate, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ledger, "KEPT", 5)
+    site.active = "17\n"
+    request = site.round()
+    assert [site.ask(request)[0] for _ in range(3)] == [0, 0, 77], "two jobs of two hours fit into five"
+    for _ in range(12):
+        assert site.ask(request)[0] == 77
+    assert [job.id for job in read_ledger(site.home / "gate" / "ledger.json").jobs if job.id] == ["17", "17"]
+
+
+def test_refused_requests_do_not_make_the_gate_forget_a_job_that_waits(site: Gate, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ledger, "KEPT", 5)
+    request = ordered(site)
+    assert ahead(site)[0] == 0
+    for _ in range(12):
+        site.ask(request.replace(f"{site.home}/data", "/etc"))
+    assert ahead(site)[0] == 77, "one a federation"
+
+
+def test_what_no_longer_counts_is_forgotten(tmp_path: Path):
+    path, now = tmp_path / "ledger.json", 10 * ledger.DAY
+    with changed(path, lambda: now) as (book, _):
+        for number in range(3 * ledger.KEPT):
+            id = str(number) if number % 2 else ""
+            book.jobs.append(JobEntry(id=id, name="n", directory="/d", submitted=float(number), ended=number + 1.0))
+        book.jobs.append(JobEntry(id="9999", name="n", directory="/d", submitted=now - 60, hours=1.0))
+    jobs = read_ledger(path).jobs
+    assert len(jobs) == ledger.KEPT + 1 and jobs[-1].id == "9999" and jobs[0].submitted == 2.0 * ledger.KEPT
+
+
+def test_a_jobs_directory_lies_in_no_other_jobs_update(site: Gate):
+    """Else what the inner job prints and keeps would leave as the outer one's update."""
+    site.policy(job_output=False, node_hours_per_day=100.0)
+    outer = site.round()
+    assert site.ask(outer)[0] == 0
+    inner = in_job(site, "job/update/inner", outer)
+    code, _, error = site.ask(inner)
+    assert code == 77 and "another job's directory" in error
+    assert site.ask(in_job(site, "deep/update/inner", outer))[0] == 0
+    (site.workdir / "deep/update/inner/crossfed-job.log").write_bytes(SECRET)
+    assert site.ask(in_job(site, "deep", outer))[0] == 0
+    code, out, _ = site.ask(f"crossfed-gate get-file {site.workdir}/deep/update/inner/crossfed-job.log")
+    assert code != 0 and out == b"", "what lay in the outer one's update is gone"
+
+
+def test_what_lies_in_an_update_before_its_job_is_none_of_the_job_s(site: Gate):
+    request = site.round()
+    (site.workdir / "job/update").mkdir()
+    (site.workdir / "job/update/left").write_bytes(SECRET)
+    assert site.ask(request)[0] == 0
+    code, out, _ = site.ask(f"crossfed-gate get-file {site.workdir}/job/update/left")
+    assert code != 0 and out == b""
+
+
+def test_nothing_is_copied_into_what_may_leave(site: Gate):
+    assert site.ask(site.round())[0] == 0
+    w = site.workdir
+    (w / "job/update").mkdir(exist_ok=True)
+    (w / "job/crossfed-job.log").write_bytes(SECRET)
+    for verb in ("copy", "link"):
+        site.ask(f"crossfed-gate {verb} {w}/job/crossfed-job.log {w}/job/update/x")
+        code, out, _ = site.ask(f"crossfed-gate get-file {w}/job/update/x")
+        assert code != 0 and out == b"", verb
+
+
+@pytest.mark.parametrize("verb", ["get-file {p}", "get-piece {p} 0 99", "get-tree {d}"])
+def test_a_directory_that_is_exchanged_after_the_check_gives_nothing_away(
+    site: Gate, monkeypatch: pytest.MonkeyPatch, verb: str
+):
+    """The coordinator owns what lies in the workdir, and may replace it between the gate's look and its reading."""
+    assert site.ask(site.round())[0] == 0
+    w, real = site.workdir, transfers.readable
+    (w / "job/update/deep").mkdir(parents=True)
+    (w / "job/update/deep/x").write_bytes(b"public")
+    (w / "job/kept").mkdir()
+    (w / "job/kept/x").write_bytes(SECRET)
+
+    def readable(path, session):
+        found = real(path, session)
+        if path.endswith("deep/x"):
+            os.rename(w / "job/update/deep", w / "job/aside")
+            os.symlink(w / "job/kept", w / "job/update/deep")
+        return found
+
+    monkeypatch.setattr(transfers, "readable", readable)
+    request = verb.format(p=f"{w}/job/update/deep/x", d=f"{w}/job/update")
+    code, out, _ = site.ask(f"crossfed-gate {request}", data=b"deep/x\0")
+    assert code != 0 and SECRET not in out
+
+
+@pytest.mark.parametrize("key", ["datasets", "task_directories"])
+def test_the_workdir_holds_nothing_that_must_not_leave_or_change(site: Gate, key: str):
+    (site.workdir / "own").mkdir()
+    site.policy(**{key: [str(site.workdir / "own")]})
+    with pytest.raises(ConfigurationError, match=f"{key}.*lies in the workdir"):
+        read_policy(site.home / "policy.yml")
+
+
+def test_a_template_beside_the_policy_lies_outside_of_the_workdir_too(site: Gate):
+    inside = site.home / "scratch"
+    inside.mkdir()
+    (inside / "site.sh").write_text("{{ streamflow_command }}\n")
+    site.policy(workdir=str(inside), template="scratch/site.sh")
+    with pytest.raises(ConfigurationError, match="template .*lies in the workdir"):
+        read_policy(site.home / "policy.yml")
+
+
+@pytest.mark.parametrize("variable", ["CROSSFED_HOME", "CROSSFED_STATE"])
+def test_what_a_facility_keeps_lies_outside_of_the_workdir(site: Gate, monkeypatch: pytest.MonkeyPatch, variable: str):
+    monkeypatch.setenv(variable, str(site.workdir / "kept"))
+    with pytest.raises(ConfigurationError, match=f"{variable}.*lies in the workdir"):
+        read_policy(site.home / "policy.yml")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("hours", "2:00"), ("hours", "1:30:00"), ("hours", "190:20:30.15"), ("nodes", "010"), ("nodes", "0x10")]
+    + [("node_hours_per_day", "0b11"), ("bytes_out_per_day", "1:00"), ("ahead_seconds", "10:00")],
+)
+def test_a_number_in_the_policy_is_what_it_looks_like(site: Gate, key: str, value: str):
+    """YAML 1.1 reads 2:00 as 120, and 010 as 8: a limit of other hours than the site meant."""
+    policy = site.home / "policy.yml"
+    site.policy(**{key: "VALUE"})
+    policy.write_text(policy.read_text().replace('"VALUE"', value))
+    with pytest.raises(ConfigurationError, match=f"{key} is '{value}', expected"):
+        read_policy(policy)
