@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
-import click
 import typer
 
 from coordinator.commands import plan, rehearse, run, set_up, watch  # noqa: F401 (each adds its commands)
@@ -15,10 +15,14 @@ from facility.exchange.exit_codes import ExitCode
 app.registered_commands.sort(key=lambda command: PANELS.index(str(command.rich_help_panel)))
 
 
+ClickException: Any = typer.BadParameter.__mro__[2]
+"""What typer raises for words that it cannot take: click's class, or that of the copy of click in newer versions."""
+
+
 def main() -> None:
     try:
         sys.exit(exit_on_error(called))
-    except click.ClickException as error:
+    except ClickException as error:
         error.show()
         sys.exit(error.exit_code)
 

@@ -14,6 +14,7 @@ from rich.table import Table
 from coordinator.archive.averaged import averaged
 from coordinator.archive.best import best_round
 from coordinator.archive.journal import Journal, waited_by_facility
+from coordinator.archive.many import MOST_ROWS, NAMED, groups_of, kind_of, names_of
 from coordinator.archive.masked_rounds import masked_rounds, masked_sentence
 from coordinator.archive.privacy import latest_privacy, sentence
 from coordinator.archive.rounds import Archive, RoundFile
@@ -22,8 +23,8 @@ from facility.exchange.perplexity import LARGEST_LOSS, perplexity
 
 LONGEST_SHOWN = 2000
 """Characters."""
-MOST_ROWS = 24
-"""Facilities that are listed one by one."""
+MEDIANS = ("perplexity_received", "perplexity_returned", "accuracy_received", "accuracy_returned")
+"""Figures of which one row for several facilities has the median."""
 
 
 def shown_perplexity(loss: float | None) -> float | None:
@@ -173,38 +174,58 @@ def accuracies(row: Mapping[str, Any]) -> list[str]:
 
 def _middle_accuracies(rows: Sequence[dict[str, Any]]) -> list[str]:
     """The medians of many facilities."""
-    found = []
-    for key in ("accuracy_received", "accuracy_returned"):
-        known = [row[key] for row in rows if row.get(key) is not None]
-        found.append(number(statistics.median(known) if known else None))
-    return found
+    return [number(median_of(rows, key)) for key in ("accuracy_received", "accuracy_returned")]
 
 
 def to_show(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Rows that are shown one by one, and those that one line stands for: of many facilities only those that failed,
-    came late or have a note are shown by name."""
+    came late or have a note are shown by name, and of many of these one row for all to which the same happened."""
     if len(rows) <= MOST_ROWS:
         return list(rows), []
     odd = [row for row in rows if row["status"] != "ok" or row.get("note") or row.get("staleness")]
-    return odd, [row for row in rows if row not in odd]
+    sound = [row for row in rows if row["status"] == "ok" and not row.get("note") and not row.get("staleness")]
+    if len(odd) <= MOST_ROWS:
+        return odd, sound
+    groups = groups_of(odd, _what_happened)
+    told, rest = groups[:MOST_ROWS], [row for group in groups[MOST_ROWS:] for row in group]
+    merged = [one_of(group) for group in told]
+    if rest:
+        merged.append(one_of(rest) | {"status": "other", "reason": "for other reasons: `crossfed status --json`"})
+    return merged, sound
+
+
+def _what_happened(row: Mapping[str, Any]) -> tuple[object, ...]:
+    told = (kind_of(str(row.get(key) or ""), row["facility"]) for key in ("reason", "note"))
+    return row["status"], row.get("staleness", 0), *told
+
+
+def one_of(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One row for several: the first one's words, sums of tokens and weights, medians of the rest."""
+    if len(rows) == 1:
+        return rows[0]
+    sums = {key: sum(row[key] for row in rows) for key in ("tokens", "weight")}
+    speeds = {key: median_of(rows, key) or 0.0 for key in ("seconds", "tokens_per_second")}
+    medians = {key: median_of(rows, key) for key in MEDIANS}
+    return rows[0] | sums | speeds | medians | {"facility": names_of([row["facility"] for row in rows])}
+
+
+def median_of(rows: Sequence[Mapping[str, Any]], key: str) -> float | None:
+    """Of the rows that have a figure; None where none has."""
+    known = [row[key] for row in rows if row.get(key) is not None]
+    return statistics.median(known) if known else None
 
 
 def _cells_of_many(rows: Sequence[dict[str, Any]], late: bool = False) -> list[str]:
     """One line for facilities that are all well: sums of tokens and weights, medians of the rest."""
-
-    def middle(key: str) -> float | None:
-        known = [row[key] for row in rows if row.get(key) is not None]
-        return statistics.median(known) if known else None
-
     return [
         f"{len(rows)} facilities",
         "ok (medians)",
         f"{sum(row['tokens'] for row in rows):,}",
-        f"{middle('seconds') or 0.0:.1f}",
+        f"{median_of(rows, 'seconds') or 0.0:.1f}",
         f"{sum(row['weight'] for row in rows):.3f}",
         *(["0"] if late else []),
-        number(middle("perplexity_received")),
-        number(middle("perplexity_returned")),
+        number(median_of(rows, "perplexity_received")),
+        number(median_of(rows, "perplexity_returned")),
     ]
 
 
@@ -212,22 +233,49 @@ def remarks(data: dict[str, Any]) -> list[str]:
     """How the federation was aggregated, privacy budgets, and what the guard did, as lines below the table."""
     chosen = [f"aggregation: {shown(data['aggregation'])}"] if data.get("aggregation") else []
     rows = [row for entry in data["rounds"] for row in entry["facilities"]]
-    budgets = [sentence(shown(name), one) for name, one in latest_privacy(rows).items()]
+    budgets = _budgets(latest_privacy(rows))
     if data.get("masking"):
         budgets.append(masked_sentence(data["masking"]))
     told = [f"round {row['round']}: {shown(row['guard'])}" for row in data["rounds"] if row.get("guard")]
     told += [f"from round {row['round']} on: {shown(one)}" for row in data["rounds"] for one in row.get("changes", [])]
     for row in data["rounds"]:
         if row.get("next_steps_reason", "").startswith("moved"):
-            steps = ", ".join(f"{name} {count}" for name, count in row["next_steps"].items())
+            steps = _steps(row["next_steps"])
             told.append(f"steps from round {row['round'] + 1} on: {steps} ({shown(row['next_steps_reason'])})")
-    for name, seconds in data.get("waited_node_seconds", {}).items():
-        told.append(f"{shown(name)}: {seconds / 3600:.3g} node-hours in jobs that waited for their model")
+    told += _waited(data.get("waited_node_seconds", {}))
     if data.get("limited"):
         best = data["best_round"]
         which = "the initial one" if best < 0 else f"that of round {best}"
         told.append(f"ended in order, at the best model, which is {which}: {shown(data['limited'])}")
     return [*chosen, *budgets, *told]
+
+
+def _budgets(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Each facility's privacy budget; of many those that have least of it left."""
+    told = {name: sentence(shown(name), one) for name, one in found.items()}
+    if len(found) <= MOST_ROWS:
+        return list(told.values())
+    least = sorted(found, key=lambda name: found[name]["epsilon"] - found[name]["spent"])[:NAMED]
+    return [*(told[name] for name in least), f"privacy of {len(found) - NAMED} more: more of epsilon is left"]
+
+
+def _steps(steps: Mapping[str, int]) -> str:
+    """The steps of each facility; of many the fewest and the most."""
+    if len(steps) <= MOST_ROWS:
+        return ", ".join(f"{name} {count}" for name, count in steps.items())
+    fewest, most = min(steps, key=lambda name: steps[name]), max(steps, key=lambda name: steps[name])
+    return f"{len(steps)} facilities {steps[fewest]} ({fewest}) to {steps[most]} ({most})"
+
+
+def _waited(seconds: Mapping[str, float]) -> list[str]:
+    """Node-hours lost to waiting, by facility; of many the sum and the most."""
+    what = "node-hours in jobs that waited for their model"
+    told = [f"{shown(name)}: {one / 3600:.3g} {what}" for name, one in seconds.items()]
+    if len(seconds) <= MOST_ROWS:
+        return told
+    most = sorted(seconds, key=lambda name: -seconds[name])[:NAMED]
+    named = ", ".join(f"{shown(name)} {seconds[name] / 3600:.3g}" for name in most)
+    return [f"{len(seconds)} facilities: {sum(seconds.values()) / 3600:.3g} {what} (most: {named})"]
 
 
 def number(value: float | None) -> str:

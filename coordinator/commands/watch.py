@@ -60,6 +60,7 @@ def _progress(described: Federation, *, queues: bool) -> dict[str, Any]:
 
 def _print_progress(described: Federation, data: dict[str, Any]) -> None:
     from coordinator.archive.summary import remarks, shown, table
+    from coordinator.engine.stuck_jobs import lines_of
 
     console = Console(width=None if sys.stdout.isatty() else 140)
     console.print(
@@ -72,8 +73,8 @@ def _print_progress(described: Federation, data: dict[str, Any]) -> None:
         console.print(line, markup=False, highlight=False)
     if data["stopped"]:
         console.print(f"stopped: {shown(data['stopped'])}", style="red", markup=False, highlight=False)
-    for job in data.get("jobs", []):
-        console.print(shown(" ".join(filter(None, job.values()))), markup=False, highlight=False)
+    for line in lines_of(data.get("jobs", [])):
+        console.print(shown(line), markup=False, highlight=False)
 
 
 @app.command(rich_help_panel=WATCH)

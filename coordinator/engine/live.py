@@ -13,6 +13,7 @@ from pathlib import Path
 from rich.markup import escape
 from rich.table import Table
 
+from coordinator.archive.many import MOST_ROWS, groups_of, kind_of, names_of
 from coordinator.archive.summary import shown
 from facility.exchange.files.durable import write_text
 
@@ -21,11 +22,10 @@ STALE_SECONDS = 30.0
 """A snapshot older than this is of a run that has ended or was killed: a living one renews it."""
 
 
-MOST_ROWS = 24
-"""Facilities that are listed one by one."""
 LAST_AT_WORK = 5
 STATES = ("waiting", "queued", "training", "receiving", "done")
 """Those that need no attention."""
+OTHERS = "out for other reasons: crossfed explain NAME"
 
 
 @dataclass(kw_only=True)
@@ -86,7 +86,8 @@ def read_snapshot(workdir: Path) -> Snapshot | None:
 def to_show(snapshot: Snapshot) -> tuple[list[str], dict[str, list[str]]]:
     """Facilities that are shown one by one, and by state those that one line stands for.
 
-    Of many, those that are out and the last `LAST_AT_WORK` of those at work are shown by name.
+    Of many, those that are out and the last `LAST_AT_WORK` of those at work are shown by name; of many that are out,
+    one line stands for all that are for the same reason.
     """
     if len(snapshot.facilities) <= MOST_ROWS:
         return list(snapshot.facilities), {}
@@ -94,9 +95,14 @@ def to_show(snapshot: Snapshot) -> tuple[list[str], dict[str, list[str]]]:
     known = {name: next((state for state in STATES if told.startswith(state)), "") for name, told in states.items()}
     at_work = [name for name, one in snapshot.facilities.items() if one.stage and known[name] == "training"]
     last = sorted(at_work, key=lambda name: -(snapshot.facilities[name].seconds_left or 0.0))[:LAST_AT_WORK]
-    alone = [name for name in snapshot.facilities if not known[name] or name in last]
-    together = {state: [n for n in known if known[n] == state and n not in last] for state in STATES}
-    return alone, {state: names for state, names in together.items() if names}
+    out = [name for name in snapshot.facilities if not known[name]]
+    groups = [] if len(out) <= MOST_ROWS else groups_of(out, lambda name: kind_of(states[name], name))
+    named = [name for name in known if name in last or (not groups and not known[name])]
+    together = {states[names[0]]: names for names in groups[:MOST_ROWS]}
+    if rest := [name for names in groups[MOST_ROWS:] for name in names]:
+        together[OTHERS] = rest
+    together |= {state: [n for n in known if known[n] == state and n not in last] for state in STATES}
+    return named, {state: names for state, names in together.items() if names}
 
 
 def live_table(snapshot: Snapshot, now: float | None = None) -> Table:
@@ -111,7 +117,7 @@ def live_table(snapshot: Snapshot, now: float | None = None) -> Table:
         result.add_row(*(escape(text) for text in (name, *_cells(snapshot.facilities[name], now))))
     for state, names in together.items():
         longest = max(now - snapshot.facilities[name].since for name in names)
-        result.add_row(f"{len(names)} facilities", state, f"up to {span(longest)}", *[""] * 5)
+        result.add_row(escape(_whose(state, names)), escape(shown(state)), f"up to {span(longest)}", *[""] * 5)
     return result
 
 
@@ -120,8 +126,13 @@ def live_lines(snapshot: Snapshot, now: float | None = None) -> list[str]:
     now = time.time() if now is None else now
     alone, together = to_show(snapshot)
     lines = [f"{name}: {sentence(snapshot.facilities[name], now)}" for name in alone]
-    lines += [f"{len(names)} facilities: {state}" for state, names in together.items()]
+    lines += [f"{_whose(state, names)}: {shown(state)}" for state, names in together.items()]
     return [f"{snapshot.heading}: {line}" for line in [*lines, *filter(None, [_end(snapshot, now)])]]
+
+
+def _whose(state: str, names: list[str]) -> str:
+    """Of those that need attention, names too."""
+    return f"{len(names)} facilities" + ("" if state in STATES else f" ({names_of(names)})")
 
 
 def _end(snapshot: Snapshot, now: float) -> str:

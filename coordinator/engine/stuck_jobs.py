@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from coordinator.archive.many import MOST_ROWS, groups_of, kind_of, names_of
 from coordinator.engine.queues import Queue, at_all
 from coordinator.schedulers.scheduler import Job
 
@@ -38,6 +39,18 @@ def present(queues: list[Queue]) -> list[dict[str, str]]:
     silent = at_all(queues, ask).silent
     found.sort(key=lambda entry: (entry["facility"], entry["job"]))
     return [*found, *({"facility": "", "job": "", "state": "", "reason": sentence, "do": ""} for sentence in silent)]
+
+
+def lines_of(found: Sequence[Mapping[str, str]]) -> list[str]:
+    """`present`'s entries as text; of many jobs, one line for all that wait for the same."""
+    if len(found) <= MOST_ROWS:
+        return [" ".join(filter(None, job.values())) for job in found]
+    lines = []
+    for jobs in groups_of(found, lambda job: (job["state"], kind_of(job["reason"], job["facility"]), job["do"])):
+        first = " ".join(filter(None, jobs[0].values()))
+        names = names_of([job["facility"] for job in jobs[1:]])
+        lines.append(f"{first} (and {len(jobs) - 1} more jobs alike: {names})" if names else first)
+    return lines
 
 
 END_SECONDS = 5.0

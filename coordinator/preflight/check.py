@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from coordinator.archive.many import MOST_ROWS, groups_of, kind_of, names_of
 from coordinator.certificates import lifetime
 from coordinator.config.deployments import QUEUES, job_template
 from coordinator.config.federation import Facility, Federation, read_federation
@@ -153,6 +154,32 @@ def memory_row(
     return check_memory(facility, facility.deployment, model, block_tokens, template, plan)
 
 
+def to_show(rows: list[Row]) -> list[Row]:
+    """All rows of few subjects; of many, one for all facilities that pass a check, and one for all that need the
+    same."""
+    if len({row.subject for row in rows}) <= MOST_ROWS:
+        return rows
+    alone = [row for row in rows if row.subject in ("federation", "coordinator")]
+    others = [row for row in rows if row.subject not in ("federation", "coordinator")]
+    groups = sorted(groups_of(others, _what_was_found), key=lambda group: others.index(group[0]))
+    return [*alone, *map(_one_of, groups)]
+
+
+def _what_was_found(row: Row) -> tuple[str, ...]:
+    if row.verdict == "ok":
+        return row.check, row.verdict
+    return row.check, row.verdict, kind_of(row.found, row.subject), kind_of(row.fix, row.subject)
+
+
+def _one_of(group: list[Row]) -> Row:
+    """The first row, for the subjects of all."""
+    first, names = group[0], list(dict.fromkeys(row.subject for row in group))
+    if len(names) == 1:
+        return first
+    subject = f"{len(names)} facilities" + (f": {names_of(names)}" if first.verdict != "ok" else "")
+    return replace(first, subject=subject, found=f"{first.subject}: {first.found}")
+
+
 def show(
     rows: list[Row], *, as_json: bool, write: Callable[[str], None] = print, console: Console | None = None
 ) -> int:
@@ -166,7 +193,7 @@ def show(
     for name in ("subject", "check", "", "found"):
         table.add_column(name, overflow="fold")
     colours = {"ok": "green", "warning": "yellow", "fail": "red", "skipped": "dim"}
-    for row in rows:
+    for row in to_show(rows):
         found = row.found + (f"\n-> {row.fix}" if row.fix else "")
         table.add_row(
             row.subject, row.check, f"[{colours[row.verdict]}]{row.verdict}[/]", escape(clean(found, 4000, lines=True))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from coordinator.archive.journal import Entry, Journal
+from coordinator.archive.many import MOST_ROWS, groups_of, kind_of, names_of
 from coordinator.archive.rounds import Archive, FacilityRow
 from coordinator.archive.summary import shown
 from coordinator.config.federation import Federation
@@ -49,26 +50,56 @@ def explain_round(federation: Federation, number: int) -> str:
         record = archive.read_round(number)
         told = f" after {record.attempts} attempts" if record.attempts > 1 else ""
         lines = [f"Round {number} is complete{told}, finished {record.finished}: {shown(record.decision)}."]
+        sound = [row for row in record.facilities if row.status == "ok"]
+        many = len(sound) > MOST_ROWS
+        if many:
+            lines.append(_all_that_took_part(sound))
         for row in record.facilities:
-            if row.status == "ok":
+            if row.status == "ok" and (row.reason or not many):
                 note = f" ({shown(row.reason)})" if row.reason else ""
                 lines.append(f"  {row.facility} took part with weight {row.weight:.3f}{note}.")
-            else:
-                lines += _refusal(row.facility, number, shown(row.reason), own)
-        return "\n".join(lines)
+        out = {row.facility: shown(row.reason) for row in record.facilities if row.status != "ok"}
+        return "\n".join(lines + _refusals(out, number, own))
     if not own:
         done = len(archive.rounds())
         raise InputError(f"round {number} has not begun: {done} rounds are complete, the next one is round {done}")
     lines = [f"Round {number} is not complete."]
+    out, states = {}, {}
     for name in (one.name for one in federation.facilities):
         mine = [entry for entry in own if entry.facility == name]
         if (bad := _latest(mine, "refused", until=("verified",))) is not None:
-            lines += _refusal(name, number, shown(bad.detail.get("reason", "")), own)
+            out[name] = shown(bad.detail.get("reason", ""))
         else:
-            lines.append(f"  {name}: {_state(mine)}.")
+            states[name] = _state(mine)
+    lines += _states(states) + _refusals(out, number, own)
     if reason := str(archive.read_note("stopped").get("reason", "")):
         lines.append(f"The run stopped: {shown(reason)}. What to do: {advice_for(reason)}")
     return "\n".join(lines)
+
+
+def _all_that_took_part(rows: Sequence[FacilityRow]) -> str:
+    weights = [row.weight for row in rows]
+    return f"  {len(rows)} facilities took part with weights of {min(weights):.3g} to {max(weights):.3g}."
+
+
+def _states(found: Mapping[str, tuple[str, str]]) -> list[str]:
+    """How far each facility was; of many, one line for all that are as far."""
+    if len(found) <= MOST_ROWS:
+        return [f"  {name}: {words}{since}." for name, (words, since) in found.items()]
+    groups = groups_of(found, lambda name: found[name][0])
+    return [f"  {len(names)} facilities ({names_of(names)}): {found[names[0]][0]}." for names in groups]
+
+
+def _refusals(reasons: Mapping[str, str], number: int, entries: Sequence[Entry]) -> list[str]:
+    """Why facilities were left out of a round; of many, once for all that were for the same reason."""
+    if len(reasons) <= MOST_ROWS:
+        return [line for name, reason in reasons.items() for line in _refusal(name, number, reason, entries)]
+    lines = []
+    for names in groups_of(reasons, lambda name: kind_of(reasons[name], name)):
+        lines += _refusal(names[0], number, reasons[names[0]], entries)
+        if names[1:]:
+            lines.append(f"  So are {len(names) - 1} more: {names_of(names[1:], MOST_ROWS)}.")
+    return lines
 
 
 def _now(workdir: Path, name: str) -> list[str]:
@@ -112,8 +143,8 @@ def _ending(name: str, number: int | None, entries: Sequence[Entry]) -> tuple[st
     return (jobs[-1] if jobs else "", shown(ended.detail.get("problem", "")) if ended is not None else "")
 
 
-def _state(entries: Sequence[Entry]) -> str:
-    """How far a facility was in a round, from its events."""
+def _state(entries: Sequence[Entry]) -> tuple[str, str]:
+    """How far a facility was in a round, from its events, and since when."""
     words = {
         "queued": "its job waits in the queue",
         "started": "its job has begun",
@@ -125,8 +156,8 @@ def _state(entries: Sequence[Entry]) -> str:
     }
     last = next((entry for entry in reversed(entries) if entry.kind in words), None)
     if last is None:
-        return "nothing has happened yet"
-    return f"{words[last.kind]} (since {_when(last.time)})"
+        return "nothing has happened yet", ""
+    return words[last.kind], f" (since {_when(last.time)})"
 
 
 def _latest(entries: Sequence[Entry], kind: str, *, until: Sequence[str]) -> Entry | None:

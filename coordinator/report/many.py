@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from coordinator.archive.summary import to_show
+from coordinator.archive.many import names_of
+from coordinator.archive.summary import one_of, to_show
 
 MANY = 32
 """Facilities that are all shown by name."""
@@ -81,18 +81,7 @@ def summed(rows: Sequence[Row]) -> list[Row]:
     alone, together = to_show(rows)
     if not together:
         return list(alone)
-
-    def middle(key: str) -> float | None:
-        known = [row[key] for row in together if row.get(key) is not None]
-        return statistics.median(known) if known else None
-
-    medians = {
-        key: middle(key)
-        for key in ("perplexity_received", "perplexity_returned", "accuracy_received", "accuracy_returned")
-    }
-    one = together[0] | medians
-    one |= {key: middle(key) or 0.0 for key in ("seconds", "tokens_per_second")}
-    one |= {key: sum(row[key] for row in together) for key in ("tokens", "weight")}
+    one = one_of(together)
     return [one | {"facility": f"{len(together)} facilities", "status": "ok (medians)"}, *alone]
 
 
@@ -104,15 +93,9 @@ def grouped(failures: Sequence[Row]) -> list[Row]:
     for one in failures:
         lines[one["round"], one["status"], one["reason"], one["done"]].append(one["facility"])
     return [
-        {"round": number, "facility": names_of(names), "status": status, "reason": reason, "done": done}
+        {"round": number, "facility": names_of(names, SHOWN), "status": status, "reason": reason, "done": done}
         for (number, status, reason, done), names in [*lines.items()][-MOST_FAILURES:]
     ]
-
-
-def names_of(names: Sequence[str]) -> str:
-    """Some names, and how many more there are."""
-    more = len(names) - SHOWN
-    return ", ".join(names[:SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def alike(versions: Mapping[str, Mapping[str, str]]) -> dict[str, Mapping[str, str]]:
@@ -120,7 +103,7 @@ def alike(versions: Mapping[str, Mapping[str, str]]) -> dict[str, Mapping[str, s
     lines: dict[str, list[str]] = defaultdict(list)
     for name, of in versions.items():
         lines[json.dumps(of)].append(name)
-    return {names_of(names): versions[names[0]] for names in lines.values()}
+    return {names_of(names, SHOWN): versions[names[0]] for names in lines.values()}
 
 
 def with_equal_facilities(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -130,7 +113,7 @@ def with_equal_facilities(settings: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(one, dict):
             return dict(settings)
         lines[json.dumps({key: value for key, value in one.items() if key not in ("name", "dataset")})].append(one)
-    equal = [group[0] | {"name": names_of([one["name"] for one in group])} for group in lines.values()]
+    equal = [group[0] | {"name": names_of([one["name"] for one in group], SHOWN)} for group in lines.values()]
     return dict(settings) | ({"facilities": equal} if equal else {})
 
 

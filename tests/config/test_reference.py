@@ -11,6 +11,7 @@ import jsonschema
 import pytest
 import yaml
 
+from coordinator.cli import main
 from coordinator.config.reference import explain, keys, pages, tree
 from coordinator.config.scaffold import init
 from coordinator.config.schema import FIRST_LINE, NAME, schema, schema_text
@@ -54,6 +55,25 @@ def test_the_commands(tmp_path: Path):
     assert "nesterov" in crossfed("explain", "aggregation.rule").stdout
     assert crossfed("explain", "aggregation.rul").returncode == 2
     assert crossfed("schema").stdout == schema_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["status", "federation.yml"], "unexpected extra argument"),
+        (["explaim"], "explain"),
+        (["rewind"], "Missing option"),
+        (["report", "--formt", "md"], "--format"),
+    ],
+)
+def test_words_that_no_command_takes_are_an_error_without_a_traceback(
+    words: list[str], told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(sys, "argv", ["crossfed", *words])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    written = capsys.readouterr().err
+    assert stop.value.code == 2 and told in written and "Traceback" not in written
 
 
 def test_each_page_holds_its_keys():
