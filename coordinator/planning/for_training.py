@@ -1,7 +1,8 @@
 """A measured problem with the memory of what a facility will train: adapters, a base in 4 bits or half precision.
 
 `facility.measure` measures a whole model that is trained in float32 by AdamW. Memory of another training follows the
-law that the trainer and `crossfed check` follow (`facility.exchange.memory`). Seconds stay as they were measured.
+law that the trainer and `crossfed check` follow (`facility.exchange.memory`). Seconds stay as they were measured, less
+what frozen weights do not compute and with what adapters add (`coordinator.planning.frozen_seconds`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from coordinator.memory.figures import ModelFigures, model_figures
 from coordinator.memory.layouts import rows_of
 from coordinator.memory.need import needed_by_plan
 from coordinator.memory.weights import dimensions_of, weights_of
+from coordinator.planning.frozen_seconds import with_frozen
 from coordinator.problem.problem import Problem
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.memory.rank import logits_bytes
@@ -70,7 +72,7 @@ def model_of(directory: Path) -> ModelFigures:
 
 
 def with_memory(problem: Problem, trained: Trained) -> Problem:
-    """The problem with units as large as the training makes them, never smaller than the plan will state.
+    """The problem with units as large as the training makes them, never smaller than the plan will state, and as fast.
 
     What is needed once on a device (a dequantised layer, logits of a chunk) leaves its memory beforehand.
     """
@@ -82,7 +84,9 @@ def with_memory(problem: Problem, trained: Trained) -> Problem:
         )
     sizes = [training.micro_batch_sequences] if training.micro_batch_sequences else list(problem.micro_batch_samples)
     rows = [rows_of(training, size * trained.tokens, dimensions.vocabulary, trained.device) for size in sizes]
-    units = memory_of_units(weights_of(trained.model, training, chunked=all(rows)), dimensions, training)
+    weights = weights_of(trained.model, training, chunked=all(rows))
+    units = memory_of_units(weights, dimensions, training)
+    timed = with_frozen(problem.units, weights, dimensions, trained.tokens)
     at_once = [logits_bytes(chunk, dimensions, training) for chunk in rows]
     a_token, once = max(one for one, _ in at_once), max(one for _, one in at_once)
     working = 4 * max(unit.largest_in_bits for unit in units) + once
@@ -101,13 +105,18 @@ def with_memory(problem: Problem, trained: Trained) -> Problem:
                 state_bytes=unit.weights + unit.trained * (4 + state_bytes(training)) + unit.copies,
                 stored_bytes=trained.tokens * (unit.kept + (a_token if number == head else 0.0)),
             )
-            for number, (measured, unit) in enumerate(zip(problem.units, units, strict=True))
+            for number, (measured, unit) in enumerate(zip(timed, units, strict=True))
         ),
     )
 
 
 def stated(plan: Plan, problem: Problem, trained: Trained) -> Plan:
     """The plan with each device's memory as the trainer and `crossfed check` work it out; `problem` as measured."""
+    seconds = "seconds are as they were measured"
+    if any(not one.trained for one in weights_of(trained.model, trained.training, chunked=False)):
+        seconds = "seconds are modelled from the whole model's: without gradients of frozen weights, with adapters"
+        if trained.training.lora.quantize_base != "none":
+            seconds += ", not counting that a base in 4 bits is unpacked"
     needed = needed_by_plan(trained.model, trained.training, plan, trained.tokens, device=trained.device)
     return replace(
         plan,
@@ -121,6 +130,6 @@ def stated(plan: Plan, problem: Problem, trained: Trained) -> Plan:
         ),
         reasons=(
             *plan.reasons,
-            "memory is that of the facility's training settings; seconds are as they were measured",
+            f"memory is that of the facility's training settings; {seconds}",
         ),
     )
