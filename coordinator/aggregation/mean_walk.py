@@ -107,7 +107,8 @@ def make_mean_walk(aggregation: Aggregation, model: Path, state: Path | None, st
     if begun or state is None or aggregation.request.unmasking is not None:
         return None
     last = last_mean(aggregation)
-    plan = plan_walk(aggregation.opened, aggregation.weights, last.members, number=aggregation.number)
+    norms = _norms(aggregation)
+    plan = plan_walk(aggregation.opened, aggregation.weights, last.members, number=aggregation.number, norms=norms)
     if plan is None:
         return None
     aggregation.walk = details_of(plan)
@@ -120,6 +121,17 @@ def make_mean_walk(aggregation: Aggregation, model: Path, state: Path | None, st
         layout = layout_like(aggregation.source, dict.fromkeys(aggregation.floats, dtype))
         writers.append(stack.enter_context(TensorWriter(directory / FOLDER, layout, told)))
     return MeanWalk(plan, last, state=writers[0], model=writers[1], files=stack)
+
+
+def _norms(aggregation: Aggregation) -> list[float] | None:
+    """L2 norms of the updates' steps, measured or stated; None where nothing needs them before the pass that writes."""
+    if aggregation.measured is not None:
+        squares = aggregation.measured.gram.diagonal()
+    elif aggregation.stated is not None:  # should another be measured, all is planned anew
+        squares = aggregation.stated
+    else:
+        return None
+    return [math.sqrt(max(0.0, float(square))) for square in squares]
 
 
 def details_of(plan: WalkPlan) -> dict[str, Any]:

@@ -9,6 +9,10 @@ keeps the exact mean, each walk with the weight that its facility had beside the
 facility's walk has to be known (the server's control variate of SCAFFOLD, arXiv 1910.06378, algorithm 1, lines 16 and
 17). Facilities that are absent or late stay in the mean with their last walk. Where a facility's own walk is lost, the
 mean begins anew.
+
+Every facility is moved by the mean, whatever the clipping of steps makes of its own. So a step that is far longer over
+its learning rates than the median one is not counted; and each facility compares the correction with its own walk
+(`facility.training.drift`), since one that lies can add to the mean round by round.
 """
 
 from __future__ import annotations
@@ -27,6 +31,8 @@ WEIGHTS = "weights"
 LEAST_RATES = 0.05
 """An update whose learning rates sum up to less than this share of the median is not counted: its walk would be its
 step many times over."""
+LONGEST_WALK = 3.0
+"""Times the median of steps over learning rates: what is longer is not counted, for it would steer the others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,13 +74,25 @@ def weights_in(metadata: Mapping[str, str]) -> dict[str, float]:
         raise CheckpointError(f"the mean walk's {WEIGHTS} are not a number by facility") from None
 
 
-def plan_walk(updates: Sequence[Update], shares: Sequence[float], members: Members, *, number: int) -> WalkPlan | None:
-    """The plan for round `number`; None where no update reports a walk. `shares`: of the updates in the round."""
+def plan_walk(
+    updates: Sequence[Update],
+    shares: Sequence[float],
+    members: Members,
+    *,
+    number: int,
+    norms: Sequence[float] | None = None,
+) -> WalkPlan | None:
+    """The plan for round `number`; None where no update reports a walk.
+
+    `shares`: of the updates in the round; `norms`: L2 norms of their steps, where they are known by now.
+    """
     told = [drift_of(update.report) if update.staleness == 0 else None for update in updates]
     if not any(told):
         return None
     middle = median(one.rates for one in told if one is not None)
     counted = [one if one is not None and one.rates >= LEAST_RATES * middle else None for one in told]
+    if norms is not None:
+        counted = _of_usual_length(counted, norms)
     nothing = WalkPlan(kept=0.0, sent=0.0, coefficients=[0.0] * len(updates), members=Members(), reason="")
     if reason := _contradiction(updates, told, counted, members):
         return WalkPlan(**vars(nothing) | {"reason": f"{reason}: the mean walk begins anew after the next round"})
@@ -110,6 +128,16 @@ def _scale(pairs: Sequence[tuple[str, float]], members: Members) -> float:
         return 1.0
     middle = math.fsum(members.weights.values()) / len(members.weights)
     return middle * len(pairs) / math.fsum(share for _, share in pairs)
+
+
+def _of_usual_length(counted: Sequence[DriftReport | None], norms: Sequence[float]) -> list[DriftReport | None]:
+    """Without those whose step over its learning rates is far longer than the median one."""
+    lengths = [norm / one.rates if one is not None else None for one, norm in zip(counted, norms, strict=True)]
+    found = [length for length in lengths if length is not None]
+    longest = LONGEST_WALK * median(found) if found else 0.0
+    return [
+        one if length is not None and length <= longest else None for one, length in zip(counted, lengths, strict=True)
+    ]
 
 
 def _contradiction(

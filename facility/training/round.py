@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -97,6 +98,8 @@ class Round:
         self.drift = DriftCorrection(engine.parts, rates=self.progress.rates)
         with together(self.ranks):
             self.drift.begin(self.request, self.conversion, engine.assembly.shapes)
+        found = gather(self.ranks, [self.drift.squares, self.drift.own] if self.writes else [0.0, 0.0])
+        self.drift.hold_back(*(math.fsum(column) for column in zip(*found, strict=True)))
         engine.correct = self.drift.step
         log.info("drift: %s", self.drift.reason)
 

@@ -78,6 +78,16 @@ def test_rates_far_below_the_others_are_not_counted():
     assert plan is not None and plan.members.rounds == {"a": 0, "b": 0} and plan.coefficients[2] == 0
 
 
+def test_a_walk_far_longer_than_the_others_does_not_steer_them():
+    """Its step may be of usual length: few learning rates, within what is counted, make a long walk of it."""
+    updates = [update("a"), update("b"), update("c", rates=0.006)]
+    plan = plan_walk(updates, [1 / 3] * 3, Members(), number=0, norms=[1.0, 1.2, 1.1])
+    assert plan is not None and plan.members.rounds == {"a": 0, "b": 0} and plan.coefficients[2] == 0
+    usual = plan_walk([update("a"), update("b"), update("c", rates=0.05)], [1 / 3] * 3, Members(), number=0)
+    assert usual is not None and usual.members.rounds == {"a": 0, "b": 0, "c": 0}
+    assert plan_walk(updates, [1 / 3] * 3, Members(), number=0, norms=[0.0] * 3) is not None
+
+
 def test_without_reports_of_walks_there_is_no_plan():
     silent = [Update(facility="a", directory=Path("/"), checkpoint=NOWHERE, report=None, staleness=0)]
     assert plan_walk(silent, [1.0], Members(), number=0) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -19,7 +20,7 @@ from facility.exchange.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from facility.exchange.checkpoints.mean_walk import FOLDER, has_mean_walk, open_mean_walk, values
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.drift import DriftReport, drift_of
-from facility.exchange.messages.manifest import Manifest, write_manifest
+from facility.exchange.messages.manifest import Manifest, read_manifest, write_manifest
 from facility.exchange.messages.outcome import Outcome
 from facility.exchange.messages.report import read_report
 from facility.exchange.messages.settings import TrainingSettings
@@ -242,6 +243,26 @@ def test_adapters_are_corrected_from_the_third_round_on(tmp_path: Path):
     assert [federated.told("south", n).corrected for n in (1, 2)] == [False, True]
     sent, _ = open_mean_walk(federated.models[-1])
     assert sent.tensors.keys() == open_checkpoint(tmp_path / "north" / "round-2" / "out").tensors.keys()
+
+
+def test_a_mean_that_would_carry_a_facility_off_is_not_followed_and_begins_anew(tmp_path: Path):
+    """As one facility that lies can make it: a step of the others would be the mean, and not their own."""
+    federated = Federated(tmp_path, steps=1)
+    federated.round()
+    for entry in open_mean_walk(federated.models[-1])[0].tensors.values():
+        with open(entry.file, "r+b") as file:
+            file.seek(entry.start)
+            file.write(b"\x7e" * entry.size)  # 7 a value, the largest that there is
+    sent = write_manifest(federated.models[-1], read_manifest(federated.models[-1]))
+    kept = read_manifest(tmp_path / "server-1")
+    write_manifest(tmp_path / "server-1", dataclasses.replace(kept, extra={"model_sha256": sent.content_sha256}))
+    federated.round()
+    for who in WEIGHTS:
+        told = federated.told(who, 1)
+        assert not told.corrected and told.share == 0 and "times as long as this facility's own walk" in told.reason
+    assert not has_mean_walk(federated.models[-1]), "the mean begins anew"
+    federated.round()
+    assert has_mean_walk(federated.models[-1])
 
 
 @pytest.mark.slow
