@@ -73,6 +73,8 @@ class Aggregation:
     """What the writing pass verifies as it reads it."""
     walk: dict[str, Any] = field(default_factory=dict)
     """What round.json says of the mean walk, where drift is corrected."""
+    moments: dict[str, Any] = field(default_factory=dict)
+    """What round.json says of shared second moments, where a facility's were out of line."""
     written: dict[Path, dict[str, str]] = field(default_factory=dict)
     """sha256 of the files of tensors, by the directory of the model and of the state."""
 

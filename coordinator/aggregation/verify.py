@@ -113,14 +113,17 @@ def check_content(
 def read_second_moments(directory: Path, update: Checkpoint, facility: str) -> tuple[dict[str, Factors], float] | None:
     """The second moments of an update and the steps they have seen; None where it brings none.
 
-    Raises `UpdateRefused` where they do not fit the update's own tensors, or hold what no optimizer has.
+    Raises `UpdateRefused` where they do not fit the update's own tensors, or are what no optimizer has.
     """
     if not has_factors(directory):
         return None
     try:
-        return read_factors(directory, {name: entry.shape for name, entry in update.tensors.items()})
+        found = read_factors(directory, {name: entry.shape for name, entry in update.tensors.items()})
     except CheckpointError as error:
         raise UpdateRefused(facility, f"its second moments cannot be used: {error}") from None
+    if odd := next((name for name, one in found[0].items() if not one.agree), None):
+        raise UpdateRefused(facility, f"row and column means of its second moments of {odd!r} are not of one matrix")
+    return found
 
 
 def check_files(directory: Path, facility: str) -> None:

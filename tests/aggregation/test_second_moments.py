@@ -94,3 +94,45 @@ def test_they_travel_with_encoded_updates(model: Path, tmp_path: Path):
     decode(tmp_path / "message", reference=model, out=tmp_path / "decoded")
     stored = (update / "second_moments" / "model.safetensors").read_bytes()
     assert (tmp_path / "decoded" / "second_moments" / "model.safetensors").read_bytes() == stored
+
+
+ATTACKS = {
+    "freezes": (1e30, 1e30),
+    "rows alone": (1e30, 0.0),
+    "columns alone": (0.0, 1e30),
+    "twenty times": (40.0, 40.0),
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_one_facilitys_second_moments_do_not_stop_or_carry_off_the_others(model: Path, tmp_path: Path, attack: str):
+    """All facilities divide their steps by the root of the mean: 1e30 in it, and no weight moves any more."""
+    updates = [with_factors(write_update(tmp_path / name, model, name), 2.0) for name in "ab"]
+    bad = with_factors(write_update(tmp_path / "c", model, "c"), 1.0, steps=1e11)
+    row, column = ATTACKS[attack]
+    shapes = {name: entry.shape for name, entry in open_checkpoint(model).tensors.items()}
+    factors = {
+        name: Factors(one.rows * np.float32(row), None if one.columns is None else one.columns * np.float32(column))
+        for name, one in read_factors(bad, shapes)[0].items()
+    }
+    shutil.rmtree(bad / "second_moments")
+    write_factors(bad, factors, steps=1e11)
+    write_manifest(bad, read_manifest(bad))
+    record = aggregate(
+        base=model, updates=[*updates, bad], out=tmp_path / "next", settings=settings(), drop_refused=True
+    )
+    found, steps = read_factors(tmp_path / "next", shapes)
+    refused = attack.endswith("alone")
+    assert list(record.dropped) == (["c"] if refused else []) and steps == 5
+    expected = 2.0 if refused else (2 + 2 + 5 * 2) / 3
+    for one in found.values():
+        assert np.allclose(one.rows, expected) and (one.columns is None or np.allclose(one.columns, expected))
+    assert record.details.get("second_moments_scaled", {}) == ({} if refused else {"c": len(shapes)})
+
+
+def test_a_parameter_that_most_facilities_do_not_move_limits_nothing(model: Path, tmp_path: Path):
+    moments = {"a": 0.0, "b": 0.0, "c": 3.0}
+    updates = [with_factors(write_update(tmp_path / name, model, name), value) for name, value in moments.items()]
+    aggregate(base=model, updates=updates, out=tmp_path / "next", settings=settings())
+    shapes = {name: entry.shape for name, entry in open_checkpoint(model).tensors.items()}
+    assert all(np.allclose(one.rows, 1.0) for one in read_factors(tmp_path / "next", shapes)[0].values())

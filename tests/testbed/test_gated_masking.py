@@ -8,11 +8,12 @@ import shutil
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from coordinator.config.federation import read_federation
@@ -32,7 +33,7 @@ KILLED = {("facility.keys", "0"), ("facility.round", "1"), ("facility.unmask", "
 """Of site-c: a process and its round, one in each phase."""
 
 
-def open_gates(three: Testbed, folder: Path, federation: str) -> tuple[Path, Path]:
+def open_gates(three: Testbed, folder: Path, *federations: str, **changed: object) -> tuple[Path, Path]:
     """Give every site a policy, peers' keys and a gate; returns the key that opens them, and the one that signs."""
     peers = ssh_keys(folder / "peers", NAMES)
     for name in ("gate", "signer"):
@@ -46,32 +47,38 @@ def open_gates(three: Testbed, folder: Path, federation: str) -> tuple[Path, Pat
         shutil.copy(peers.parent / site.name, own / "id")
         copy_to(three, site, own, "masking")
         changes = {
-            "federations": [federation],
+            "federations": list(federations),
             "encodings": ["masked"],
             "peer_signers": f"{site.home}/masking/signers",
             "minimum_sum": 2,
         }
+        changes |= changed
         put(three, site, "policy.yml", policy(site, told.stdout.split()[1], **changes))
-        put(three, site, "coordinators", f'{federation} namespaces="crossfed" {public}\n')
+        lines = [f'{federation} namespaces="crossfed" {public}\n' for federation in federations]
+        put(three, site, "coordinators", "".join(lines))
         open_gate(three, site, folder / "gate.pub")
     return folder / "gate", folder / "signer"
 
 
-def federated(three: Testbed, folder: Path, name: str, gate: Path, signer: Path) -> Run:
-    """A federation of three rounds through the gates, with masks."""
+def federated(
+    three: Testbed, folder: Path, name: str, gate: Path, signer: Path, *, rounds: int = 3, bits: int = 16
+) -> Run:
+    """A federation through the gates, with masks of `bits`; 0: its updates are plain."""
     model, datasets = prepare_sites(three)
     training = {"steps": 5, "batch_sequences": 4, "learning_rate": 1e-3, "device": "cpu", "export_dtype": "float32"}
+    masks = {"secure_aggregation": True, "bits": bits, "peer_signers": "~/masking/signers", "minimum_sum": 2}
+    limits: dict[str, object] = {"clip_ratio": 0.0, "maximum_share": 1.0}  # the sum of masked updates has neither
     file = write_federation(
         three,
-        folder / "federation",
+        folder / f"federation-{name}",
         model,
         datasets,
         name=name,
-        rounds=3,
+        rounds=rounds,
         tasks={},
         training=training | {"signing_key": "~/masking/id"},
-        aggregation={"rule": "mean", "allowed_signers": str(folder / "peers" / "signers")},
-        privacy={"secure_aggregation": True, "peer_signers": "~/masking/signers", "minimum_sum": 2},
+        aggregation={"rule": "mean", "allowed_signers": str(folder / "peers" / "signers")} | ({} if bits else limits),
+        **({"privacy": masks} if bits else {}),
         final_evaluation=False,
     )
     raw = yaml.safe_load(file.read_text())
@@ -142,3 +149,44 @@ def test_behind_gates_whichever_phase_a_facility_is_killed_in_the_round_is_of_th
             if manifest["kind"] == "update" and manifest["parameters"]:
                 assert manifest["encoding"] == "masked"
                 assert {entry.dtype for entry in open_checkpoint(place.parent).tensors.values()} == {"U16"}
+
+
+def masters(run: Run) -> list[dict[str, torch.Tensor]]:
+    """The float32 model after each round."""
+    places = [run.archive.round_directory(entry.round) / "state" / "master" for entry in run.archive.history()]
+    return [{name: one.read(name) for name in one.tensors} for one in map(open_checkpoint, places)]
+
+
+def rms(tensors: Iterable[torch.Tensor]) -> float:
+    flat = torch.cat([one.double().flatten() for one in tensors])
+    return float(flat.square().mean().sqrt())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("bits", "most"), [(16, 0.0025), (32, 1e-6)])
+def test_behind_gates_the_masked_sum_is_the_plain_mean(
+    three: Testbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bits: int, most: float
+):
+    """Two rounds each of one seed, schedule and data. `most`: of the update's rms, by the first round's model;
+    what differs then is trained from, so that later rounds are compared by what they learn."""
+    monkeypatch.setenv("HOME", str(three.coordinator_home))
+    names = f"masked-{bits}", f"plain-{bits}"
+    gate, signer = open_gates(three, tmp_path, *names, encodings=["masked", "full"])
+    masked, plain = (
+        federated(three, tmp_path, name, gate, signer, rounds=2, bits=bits if name.startswith("masked") else 0)
+        for name in names
+    )
+    for run in (masked, plain):
+        assert run.run() == 0, run.text()
+        assert [
+            sorted(row.facility for row in one.facilities if row.status == "ok") for one in run.archive.history()
+        ] == [NAMES] * 2
+    begun = open_checkpoint(masked.archive.model_for(0))
+    (one, last), (other, other_last) = masters(masked), masters(plain)
+    step = rms(other[name] - begun.read(name).float() for name in other)
+    off = rms(one[name] - other[name] for name in other)
+    later = rms(last[name] - other_last[name] for name in other)
+    print(f"{bits} bits: {off / step:.3g} of the update's rms after round 0, {later / step:.3g} after round 1")
+    assert 0 < off <= most * step and later <= 20 * most * step
+    told = [entry.global_perplexity for run in (masked, plain) for entry in run.archive.history()[-1:]]
+    assert told[0] == pytest.approx(told[1], rel=0.005)

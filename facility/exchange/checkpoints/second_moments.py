@@ -28,6 +28,8 @@ from facility.exchange.errors import CheckpointError
 
 FOLDER = "second_moments"
 ROWS, COLUMNS, VALUES = "::rows", "::columns", "::values"
+AGREEMENT = 1e-2
+"""Relative difference of the mean of row means and that of column means, which rounding alone makes."""
 PIECE_VALUES = 4 << 20
 """Values read at once."""
 
@@ -38,6 +40,27 @@ class Factors:
 
     rows: Array
     columns: Array | None = None
+
+    @property
+    def mean(self) -> float:
+        """Of all values; row means and column means have the same."""
+        return float(self.rows.mean(dtype=np.float64)) if len(self.rows) else 0.0
+
+    @property
+    def agree(self) -> bool:
+        """Row means and column means can be those of one matrix."""
+        if self.columns is None or not len(self.columns):
+            return True
+        other = float(self.columns.mean(dtype=np.float64))
+        return math.isclose(self.mean, other, rel_tol=AGREEMENT, abs_tol=np.finfo(np.float32).tiny)
+
+    def at_most(self, mean: float) -> Factors:
+        """The same scaled down to a mean; itself where its own is no larger."""
+        if self.mean <= mean:
+            return self
+        scale = mean / self.mean
+        columns = None if self.columns is None else (self.columns * scale).astype(np.float32)
+        return Factors((self.rows * scale).astype(np.float32), columns)
 
     def rebuilt(self, first: int, count: int) -> Array:
         """Rows `first` to `first` + `count` of the matrix (count, m), or of the vector (count,)."""
