@@ -14,8 +14,9 @@ from facility.exchange.messages.drift import drift_of
 from facility.exchange.messages.evaluation import scores_of
 from facility.exchange.messages.loss_curve import loss_curve_of
 from facility.exchange.messages.lost_replicas import note_on
-from facility.exchange.messages.manifest import KEEPS, read_manifest
-from facility.exchange.messages.report import Failure, accuracies_of, predicted_memory_of
+from facility.exchange.messages.manifest import KEEPS, Manifest, read_manifest
+from facility.exchange.messages.report import MOST_COUNT, Failure, accuracies_of, predicted_memory_of
+from facility.exchange.messages.strict_json import HEX
 from facility.exchange.messages.usage import usage_of
 
 MOST_DEVICES = 16
@@ -50,12 +51,12 @@ def _row(
         manifest = read_manifest(update)
         row = dataclasses.replace(
             row,
-            received_bytes=int(manifest.extra.get("message_bytes") or bytes_of(manifest)),
+            received_bytes=_travelled(manifest),
             update_sha256=manifest.content_sha256,
             usage=usage_of(manifest),
             scores=scores_of(manifest),
             dataset=dataset_of(manifest),
-            holds=str(manifest.extra.get(KEEPS, "")),
+            holds=_digest(manifest.extra.get(KEEPS)),
         )
     if name in arrived.failures or name in quarantined:
         failure = arrived.failures.get(name) or Failure(
@@ -93,3 +94,13 @@ def _row(
         accuracy_received=None if late else received,
         accuracy_returned=returned,
     )
+
+
+def _travelled(manifest: Manifest) -> int:
+    """Bytes that came: of the message, where one was decoded here; whatever else a facility says there is not read."""
+    told = manifest.extra.get("message_bytes")
+    return told if type(told) is int and 0 < told <= MOST_COUNT else bytes_of(manifest)
+
+
+def _digest(told: object) -> str:
+    return told if isinstance(told, str) and HEX.fullmatch(told) else ""

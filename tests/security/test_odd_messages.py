@@ -15,14 +15,26 @@ import pytest
 from coordinator.aggregation.settings import AggregationSettings
 from coordinator.archive.rounds import Archive
 from coordinator.config.settings import CoordinatorSettings
+from coordinator.report import data as report_data
+from coordinator.report.write import write_report
 from coordinator.steps.aggregate import close_round
 from coordinator.steps.arrived import sort_out
 from coordinator.steps.receive import receive
 from facility.exchange.errors import ManifestError
+from facility.exchange.files.audit_log import HEAD
 from facility.exchange.files.durable import new_directory
 from facility.exchange.messages import report as reports
-from facility.exchange.messages.manifest import NAME, read_manifest, run_of, with_run, write_manifest
+from facility.exchange.messages.comparison import KEY as COMPARED
+from facility.exchange.messages.dataset_card import DATASET
+from facility.exchange.messages.drift import KEY as DRIFT
+from facility.exchange.messages.evaluation import SCORES
+from facility.exchange.messages.loss_curve import KEY as LOSSES
+from facility.exchange.messages.lost_replicas import KEY as LOST
+from facility.exchange.messages.manifest import KEEPS, NAME, read_manifest, run_of, with_run, write_manifest
+from facility.exchange.messages.privacy import DETAILS as BUDGET
+from facility.exchange.messages.report import ACCURACIES, PREDICTED_MEMORY
 from facility.exchange.messages.strict_json import read_json
+from facility.exchange.messages.usage import USAGE
 from tests.pico import save_pico
 from tests.security.hostile_facility import make_update
 
@@ -289,3 +301,34 @@ def test_a_facility_that_asks_for_more_time_for_ever_is_left_out(sound: Path, tm
 
 
 LIMIT = next(f.name for f in dataclasses.fields(CoordinatorSettings) if f.name in ("come_backs", "max_resumes"))
+
+
+EXTRA = ("message_bytes", USAGE, SCORES, DATASET, KEEPS, HEAD, COMPARED, "decoded", "model_path")
+DETAIL_KEYS = (DRIFT, LOSSES, LOST, BUDGET, PREDICTED_MEMORY, *ACCURACIES, "usage", "mfu")
+
+
+@pytest.mark.parametrize("raw", ['"text"', "[1, [2, [3]]]", '{"a": null}', "1e308", "-1", '"\\u001b[2J\\u0007"'])
+def test_what_a_facility_adds_to_its_messages_closes_the_round_and_shows_in_its_reports(
+    sound: Path, tmp_path: Path, raw: str
+):
+    """What the coordinator looks for in `extra` and `details`, all of it odd at once."""
+    odd = tmp_path / "odd"
+    shutil.copytree(sound / "odd", odd)
+    report = json.loads((odd / "report.json").read_text())
+    report["details"] = dict.fromkeys(DETAIL_KEYS, "@@@")
+    (odd / "report.json").write_text(json.dumps(report).replace('"@@@"', raw))
+    manifest = json.loads((odd / NAME).read_text())
+    manifest["extra"] |= dict.fromkeys(EXTRA, "@@@")
+    content = (odd / "report.json").read_bytes()
+    manifest["files"]["report.json"] = {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content)}
+    (odd / NAME).write_text(json.dumps(manifest).replace('"@@@"', raw))
+    failure = received(sound, odd)
+    if failure is not None:
+        with new_directory(tmp_path / "out") as temporary:
+            reports.write(temporary, failure)
+    rows = closes(sound, tmp_path, odd if failure is None else tmp_path / "out")
+    assert rows["honest"].status == rows["other"].status == "ok", rows["odd"]
+    data = report_data.gather(Archive(tmp_path / "archive"), federation="pico", settings={"rounds": 1})
+    for kind in ("html", "md"):
+        page = write_report(data, tmp_path / "page", kind).read_text()
+        assert "\x1b" not in page and len(page) < 400_000
