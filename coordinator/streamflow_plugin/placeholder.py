@@ -41,6 +41,8 @@ from coordinator.streamflow_plugin.this_run import RoundAtFacility
 from facility.exchange.errors import ManifestError
 from facility.exchange.messages.ahead import Waited, read_waited
 
+SLACK_SECONDS = 60.0
+"""Beyond the wait that a job was asked for: its last look, a signal, a slow file system."""
 MOST_PLACEHOLDERS = 20
 """For one round: jobs that each end without it."""
 
@@ -272,6 +274,12 @@ class Ahead:
             return None
         if waited is None:
             return None
+        if waited.seconds > (most := self._longest_wait(found)):
+            logger.warning(
+                f"{self.facility} says that job {found.job} waited {waited.seconds:.0f} s; it was {most:.0f} s at "
+                "most, which count"
+            )
+            waited = replace(waited, seconds=most)
         if until - waited.seconds < handed:
             until = handed  # it was at work before it had its round
         self._learn(self.seen.with_wait(until - waited.seconds - found.placed))
@@ -291,6 +299,11 @@ class Ahead:
             f"job {found.job} of {self.facility} waited {waited.seconds:.0f} s on {waited.nodes} node(s) and {end}",
         )
         return waited
+
+    def _longest_wait(self, found: Placeholder) -> float:
+        """Seconds that a job can have waited: as long as it was asked to, or as it has been in the queue."""
+        asked = self.settings.wait + SLACK_SECONDS if self.settings is not None else 0.0
+        return max(asked, self.clock() - found.placed, 0.0)
 
     def _template(self, location: ExecutionLocation) -> str:
         return hashlib.sha256(self.queue.template_of(location).encode()).hexdigest()

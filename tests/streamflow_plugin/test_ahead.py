@@ -288,6 +288,17 @@ def test_the_next_round_runs_in_the_job_that_was_there_before(world: World):
     assert [(one["handed"], one["nodes"], one["seconds"]) for one in told(world, "waited")] == [(True, 2, 5.0)]
 
 
+def test_a_facility_says_of_no_job_that_it_waited_for_longer_than_it_can_have(world: World):
+    """Node-hours are limited for all facilities together (`rounds.node_hours`)."""
+    job = one_ahead(world)
+    world.site.jobs[job]["state"] = "RUNNING"
+    give_up(Path(world.site.jobs[job]["directory"]))
+    world.site.look(job, 1e7)
+    world.let(5)
+    (waited,) = told(world, "waited")
+    assert not waited["handed"] and WAIT <= waited["seconds"] <= WAIT + 3600
+
+
 def test_a_job_that_waits_is_given_its_round_and_its_wait_is_told(world: World):
     job = one_ahead(world)
     world.site.begin(job)

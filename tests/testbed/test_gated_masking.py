@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -151,15 +151,13 @@ def test_behind_gates_whichever_phase_a_facility_is_killed_in_the_round_is_of_th
                 assert {entry.dtype for entry in open_checkpoint(place.parent).tensors.values()} == {"U16"}
 
 
-def masters(run: Run) -> list[dict[str, torch.Tensor]]:
-    """The float32 model after each round."""
-    places = [run.archive.round_directory(entry.round) / "state" / "master" for entry in run.archive.history()]
-    return [{name: one.read(name) for name in one.tensors} for one in map(open_checkpoint, places)]
-
-
-def rms(tensors: Iterable[torch.Tensor]) -> float:
-    flat = torch.cat([one.double().flatten() for one in tensors])
-    return float(flat.square().mean().sqrt())
+def step_of(run: Run) -> torch.Tensor:
+    """What the first round changed, of all parameters in float32."""
+    begun, master = (
+        open_checkpoint(place)
+        for place in (run.archive.model_for(0), run.archive.round_directory(0) / "state" / "master")
+    )
+    return torch.cat([(master.read(name).double() - begun.read(name).double()).flatten() for name in master.tensors])
 
 
 @pytest.mark.slow
@@ -167,26 +165,21 @@ def rms(tensors: Iterable[torch.Tensor]) -> float:
 def test_behind_gates_the_masked_sum_is_the_plain_mean(
     three: Testbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bits: int, most: float
 ):
-    """Two rounds each of one seed, schedule and data. `most`: of the update's rms, by the first round's model;
-    what differs then is trained from, so that later rounds are compared by what they learn."""
+    """One round each of one seed, schedule and data, without limits on norms and shares, which masks do not know.
+
+    `most`: rms of the difference over that of the step, as stated. A second round would train from what differs.
+    """
     monkeypatch.setenv("HOME", str(three.coordinator_home))
     names = f"masked-{bits}", f"plain-{bits}"
     gate, signer = open_gates(three, tmp_path, *names, encodings=["masked", "full"])
-    masked, plain = (
-        federated(three, tmp_path, name, gate, signer, rounds=2, bits=bits if name.startswith("masked") else 0)
-        for name in names
-    )
-    for run in (masked, plain):
+    steps = []
+    for name, masks in zip(names, (bits, 0), strict=True):
+        run = federated(three, tmp_path, name, gate, signer, rounds=1, bits=masks)
         assert run.run() == 0, run.text()
-        assert [
-            sorted(row.facility for row in one.facilities if row.status == "ok") for one in run.archive.history()
-        ] == [NAMES] * 2
-    begun = open_checkpoint(masked.archive.model_for(0))
-    (one, last), (other, other_last) = masters(masked), masters(plain)
-    step = rms(other[name] - begun.read(name).float() for name in other)
-    off = rms(one[name] - other[name] for name in other)
-    later = rms(last[name] - other_last[name] for name in other)
-    print(f"{bits} bits: {off / step:.3g} of the update's rms after round 0, {later / step:.3g} after round 1")
-    assert 0 < off <= most * step and later <= 20 * most * step
-    told = [entry.global_perplexity for run in (masked, plain) for entry in run.archive.history()[-1:]]
-    assert told[0] == pytest.approx(told[1], rel=0.005)
+        assert [(row.facility, row.status) for row in run.archive.read_round(0).facilities] == [
+            (site, "ok") for site in NAMES
+        ]
+        steps.append(step_of(run))
+    off = float((steps[0] - steps[1]).norm() / steps[1].norm())
+    print(f"{bits} bits: {off:.3g} of the step's rms")
+    assert off <= most
