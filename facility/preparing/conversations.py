@@ -3,7 +3,7 @@
     {"messages": [{"role", "content", ...}], "tools": [...]}            OpenAI, TRL
     {"conversations": [{"from", "value"}], "system": "..."}             ShareGPT
     {"prompt": ..., "completion": ...}                                  texts, or lists of messages
-    {"instruction": "...", "input": "...", "output": "..."}             Alpaca
+    {"instruction": "...", "input": "...", "output": "..."}             Alpaca; "history": [[question, answer], ...]
 
 A record of another shape is an error that names the shapes; nothing is guessed from the values.
 """
@@ -50,6 +50,7 @@ FIELDS = (
     "instruction",
     "input",
     "output",
+    "history",
     "system",
     "tools",
 )
@@ -144,8 +145,27 @@ def conversation_of(record: Any, place: str) -> Conversation:
         asked = _text(held["instruction"], "instruction", place)
         if (more := _text(held.get("input", ""), "input", place)).strip():
             asked = f"{asked}\n\n{more}"
+        if history := _history(held.get("history"), place):
+            answer = {"role": "assistant", "content": _text(held["output"], "output", place)}
+            messages = [*opening, *history, {"role": "user", "content": asked}, answer]
+            return Conversation(messages=messages, answers=_answers(messages, [1] * len(messages)), tools=tools)
         return _completed(asked, held["output"], opening, tools, place)
     raise DatasetError(f"{place}: the record has {', '.join(map(str, record)) or 'no field'}; expected {SHAPES}")
+
+
+def _history(history: Any, place: str) -> list[Message]:
+    """The turns before an instruction: pairs of question and answer."""
+    if isinstance(history, str):
+        history = _parsed(history, "history", place) if history.strip() else None
+    if history is None:
+        return []
+    if not isinstance(history, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
+        raise DatasetError(f"{place}: history is {history!r:.60}, expected a list of pairs of question and answer")
+    return [
+        {"role": role, "content": _text(text, "history", place)}
+        for turn in history
+        for role, text in zip(("user", "assistant"), turn, strict=True)
+    ]
 
 
 def _completed(
@@ -199,8 +219,17 @@ def _messages(raw: Any, place: str) -> tuple[list[Message], list[int]]:
         if "content" not in message and "tool_calls" not in message:
             raise DatasetError(f"{where} ({message['role']}) has neither content nor tool_calls")
         messages.append(message)
-        weights.append(0 if one.get("weight") == 0 else 1)
+        weights.append(_weight(one.get("weight"), where))
     return messages, weights
+
+
+def _weight(weight: Any, where: str) -> int:
+    """Whether an answer bears loss. A share would be trained on whole, or a text of 0 be taken for a yes."""
+    if weight is None:
+        return 1
+    if not isinstance(weight, bool | int | float) or weight not in (0, 1):
+        raise DatasetError(f"{where}: weight is {weight!r:.60}, expected 0 or 1: an answer bears loss or does not")
+    return int(weight)
 
 
 def _content(content: Any, where: str) -> str:

@@ -102,6 +102,9 @@ def test_every_shape_of_a_conversation_is_the_same_conversation(tmp_path: Path):
     assert [m["content"] for m in more.messages] == ["S", f"{ask}\n\nx", answer]
     weighed = {"messages": [*messages, messages[0], messages[1] | {"weight": 0}]}
     assert conversation_of(weighed, "here").answers == [1]
+    before = conversation_of({"instruction": ask, "output": answer, "history": [["x", "y"], ["z", "u"]]}, "here")
+    assert [m["content"] for m in before.messages] == ["x", "y", "z", "u", ask, answer]
+    assert before.answers == [1, 3, 5] and [m["role"] for m in before.messages] == ["user", "assistant"] * 3
     called = {"function": {"name": "f", "arguments": '{"a": 1}'}}
     tool = conversation_of(
         {"messages": [messages[0], {"role": "assistant", "tool_calls": [called]}], "tools": '[{"name": "f"}]'}, "here"
@@ -120,6 +123,9 @@ BAD: dict[str, tuple[Any, str]] = {
     "surrogate": ({"prompt": "a\ud800", "completion": "b"}, "half of a surrogate pair"),
     "empty": ({"messages": [{"role": "user"}]}, "neither content nor tool_calls"),
     "list": ([1], "expected an object"),
+    "share": ({"messages": [{"role": "assistant", "content": "x", "weight": 0.5}]}, "weight is 0.5, expected 0 or 1"),
+    "quoted": ({"messages": [{"role": "assistant", "content": "x", "weight": "0"}]}, "weight is '0', expected 0 or 1"),
+    "history": ({"instruction": "x", "output": "y", "history": [["a"]]}, "expected a list of pairs"),
 }
 
 
