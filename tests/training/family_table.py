@@ -28,12 +28,12 @@ PAGE = Path(__file__).parents[2] / "docs" / "reference" / "families.md"
 SAMPLE = {
     "causal": (
         *("llama", "gpt2", "gpt_neox", "bloom", "falcon", "opt", "gemma2", "phi3", "mixtral", "qwen3_moe", "gpt_oss"),
-        *("deepseek_v3", "mamba", "falcon_h1", "bart", "bert"),
+        *("deepseek_v3", "mamba", "falcon_h1", "bart", "bert", "ctrl", "olmo"),
     ),
     "masked": ("bert", "deberta-v2", "modernbert", "roberta"),
     "classes": ("llama", "qwen3", "bert", "distilbert", "modernbert"),
 }
-"""Families that are also tried on two ranks, unless all are."""
+"""Unlike families, and those that a pipeline once trained wrongly: also tried on two ranks, unless all are."""
 SECONDS = 120
 """Limit of one family in one process."""
 

@@ -236,6 +236,36 @@ class PassThrough(nn.Module):
         return as_block_returns(value, self.tuple_length)
 
 
+class ActivationOutput(PassThrough):
+    """Stands for the block after a stage's last: keeps what that one returns, before anything that follows the blocks.
+
+    A final norm without parameters, or a scale, belongs to the last stage alone.
+    """
+
+    def __init__(self, *, tuple_length: int) -> None:
+        super().__init__(tuple_length=tuple_length)
+        self.left: torch.Tensor | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        value = super().forward(*args, **kwargs)
+        self.left = value[0] if self.tuple_length else value
+        return value
+
+    def after(self, block: nn.Module) -> None:
+        """Keep what `block` returns, where no block follows that this could stand for."""
+
+        def keep(module: nn.Module, args: tuple, output: Any) -> None:
+            self(output[0] if isinstance(output, tuple) else output)
+
+        block.register_forward_hook(keep)
+
+    def take(self) -> torch.Tensor:
+        """What was kept, which is kept no longer."""
+        assert self.left is not None, "the model has run its blocks"
+        value, self.left = self.left, None
+        return value
+
+
 class ActivationInput(nn.Module):
     """Stands for the block before a stage's first: returns the activation received from the previous stage."""
 
@@ -273,6 +303,13 @@ class Stage(nn.Module):
         for number in range(structure.count):
             if not first <= number + 1 < end:
                 blocks[number] = PassThrough(tuple_length=length)
+        self._leave: ActivationOutput | None = None
+        if not self.is_last:
+            self._leave = ActivationOutput(tuple_length=length)
+            if end <= structure.count:
+                blocks[end - 1] = self._leave
+            else:  # all that is left to the last stage is the head
+                self._leave.after(blocks[end - 2])
         self._inject: ActivationInput | None = None
         if first >= 2:
             self._inject = ActivationInput(tuple_length=length)
@@ -343,16 +380,22 @@ class Stage(nn.Module):
             else:
                 self._received = value
             kept: dict[str, Any] = {name: kwargs[name] for name in ("attention_mask", "position_ids") if name in kwargs}
-            inputs = {"inputs_embeds": value, **kept}
             if self.structure.entry:
                 self._entered, inputs = value, {self.structure.main_input: value}
-            elif self.is_last:
-                self._embeds = value if token_ids is not None else None
+            else:
+                # What runs before the first block is skipped; its input only tells shape, dtype and device. A copy,
+                # for some models scale their embeddings in place (CTRL).
+                embeds = value.detach().clone()
+                inputs = {"inputs_embeds": embeds, **kept}
+            if self.is_last and not self.structure.entry:
+                self._embeds = embeds if token_ids is not None else None
                 inputs |= {"input_ids": token_ids, "inputs_embeds": None} if token_ids is not None else {}
         if self.is_last:
             return self.model(**inputs).logits.to(self.dtype)
         base = self.model.get_submodule(str(self.model.base_model_prefix))
-        hidden = base(**inputs).last_hidden_state.to(self.dtype).contiguous()
+        base(**inputs)
+        assert self._leave is not None
+        hidden = self._leave.take().to(self.dtype).contiguous()
         if hidden._is_view():
             hidden = hidden.clone()  # zero-bubble schedules detach a stage's output in place
         if torch.is_grad_enabled() and not hidden.requires_grad:
