@@ -11,6 +11,7 @@ from coordinator.aggregation.matching import match_tensors
 from coordinator.aggregation.round import Aggregation
 from coordinator.aggregation.unmasking import match_masked
 from coordinator.aggregation.updates import Update, open_updates
+from coordinator.aggregation.verify import check_variances
 from facility.exchange.checkpoints.checkpoint import FLOATS, TensorEntry, open_checkpoint
 from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.errors import ConfigurationError, UpdateRefused
@@ -66,4 +67,6 @@ def _entries(update: Update, aggregation: Aggregation, patterns: Patterns) -> di
     source, facility, federated = aggregation.source, update.facility, patterns.federated
     if (unmasking := aggregation.request.unmasking) is not None:
         return match_masked(source, update.checkpoint, facility, unmasking.bits, federated=federated)
-    return match_tensors(source, update.checkpoint, facility, federated=federated)
+    entries = match_tensors(source, update.checkpoint, facility, federated=federated)
+    check_variances(entries, facility)
+    return entries

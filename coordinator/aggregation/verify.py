@@ -19,8 +19,9 @@ from facility.exchange.checkpoints.checkpoint import (
     read_exactly,
 )
 from facility.exchange.checkpoints.companions import EXECUTABLE
-from facility.exchange.checkpoints.floats import STORAGE
+from facility.exchange.checkpoints.floats import STORAGE, widen
 from facility.exchange.checkpoints.patterns import Patterns
+from facility.exchange.checkpoints.running_statistics import VARIANCE
 from facility.exchange.checkpoints.second_moments import Factors, has_factors, read_factors
 from facility.exchange.errors import CheckpointError, ManifestError, UpdateRefused
 from facility.exchange.files.streamed_digest import StreamedDigest
@@ -85,6 +86,7 @@ def check_update(
             matched = match_tensors(base, update, facility, federated=patterns.federated)
         check_tokenizer(base.directory, directory, facility)
         read_second_moments(directory, update, facility)
+        check_variances(matched, facility)
         if content:
             check_content(directory, manifest, later, matched, facility)
     except (UpdateRefused, CheckpointError) as error:
@@ -177,6 +179,20 @@ def check_tokenizer(base: Path, update: Path, facility: str) -> None:
         one, two = Path(base) / name, Path(update) / name
         if one.is_file() and two.is_file() and sha256_of(one) != sha256_of(two):
             raise UpdateRefused(facility, f"its {name} is not the base model's: it differs")
+
+
+def check_variances(entries: Mapping[str, TensorEntry], facility: str) -> None:
+    """Refuse running variances below zero: a mean below zero would be a model that no facility can use."""
+    for name, entry in entries.items():
+        if not name.endswith(VARIANCE) or entry.dtype not in FLOATS or not entry.elements:
+            continue
+        raw = np.empty(entry.elements, STORAGE[entry.dtype])
+        with open(entry.file, "rb") as file:
+            read_exactly(file.fileno(), raw.data.cast("B"), entry.start, entry.file)
+        values = np.empty(entry.elements, np.float64)
+        widen(raw, entry.dtype, values)
+        if bool((values < 0).any()):
+            raise UpdateRefused(facility, f"tensor {name!r} holds a variance below zero")
 
 
 def check_finite(

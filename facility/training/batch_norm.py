@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from facility.exchange.checkpoints.running_statistics import AVERAGED
+from facility.exchange.checkpoints.running_statistics import AVERAGED, VARIANCE
 from facility.exchange.errors import ConfigurationError, InputError
 from facility.training.processes.ranks import Ranks
 from facility.training.shards import LocalShard
@@ -60,7 +60,7 @@ def check_batch_norms(model: nn.Module, *, adapters: bool, recomputes: bool) -> 
 def check_variances(statistics: Sequence[LocalShard]) -> None:
     """Refuse variances below zero. Raises `InputError`."""
     for part in statistics:
-        if part.name.endswith("running_var") and bool((part.tensor < 0).any()):
+        if part.name.endswith(VARIANCE) and bool((part.tensor < 0).any()):
             raise InputError(
                 f"the received {part.name} holds a variance below zero, which no batch norm has: take another model"
             )

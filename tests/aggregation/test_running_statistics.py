@@ -10,7 +10,10 @@ import torch
 from coordinator.aggregate import aggregate
 from coordinator.aggregation.server_optimizers.registry import SERVER_OPTIMIZERS
 from coordinator.aggregation.settings import AggregationSettings
+from coordinator.aggregation.verify import check_update
+from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.errors import UpdateRefused
+from facility.exchange.messages.manifest import read_manifest
 from tests.aggregation import make
 
 COUNTER = torch.tensor(7)
@@ -62,3 +65,23 @@ def test_a_counter_that_moved_is_refused_unless_it_is_personal(tmp_path: Path):
     found = make.read_all(tmp_path / "m2")
     assert all(found[name].equal(sent[name]) == name.startswith("norm.") for name in sent)
     assert settings.personal[0] == "nothing.*" and len(settings.personal) == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_variance_below_zero_is_its_own_facilitys_absence(tmp_path: Path, dtype: torch.dtype):
+    """In the mean it would stop every facility, each of which refuses such a model."""
+    sent = {name: one.to(dtype) if one.is_floating_point() else one for name, one in tensors_of(0).items()}
+    base = make.model(tmp_path / "m0", sent)
+    variances = {"a": 1.0, "b": 0.0, "bad": -8.0}
+    updates = {
+        who: make.update(
+            tmp_path / who, sent | {"norm.running_var": torch.full((4,), value, dtype=dtype)}, base=base, facility=who
+        )
+        for who, value in variances.items()
+    }
+    with pytest.raises(UpdateRefused, match="'bad'.*below zero"):
+        check_update(updates["bad"], open_checkpoint(base), read_manifest(base), "bad", 0, content=False)
+    settings = AggregationSettings(rule="mean")
+    record = aggregate(base=base, updates=updates, out=tmp_path / "m1", settings=settings, drop_refused=True)
+    assert list(record.dropped) == ["bad"] and [one.facility for one in record.participants] == ["a", "b"]
+    assert torch.all(make.read_all(tmp_path / "m1")["norm.running_var"] == 0.5)

@@ -6,7 +6,8 @@ server optimizer moves them, whose momentum could carry a variance below zero.
 
 from __future__ import annotations
 
-AVERAGED = (".running_mean", ".running_var")
+VARIANCE = ".running_var"
+AVERAGED = (".running_mean", VARIANCE)
 """Ends of names."""
 PATTERNS = ("*.running_mean", "*.running_var", "*.num_batches_tracked")
 """Of all that belongs to them: the counter is a whole number, which no rule averages."""
