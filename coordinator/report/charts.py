@@ -6,6 +6,7 @@ Every mark has a `<title>`, which browsers show where the pointer rests and scre
 from __future__ import annotations
 
 import math
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ MOST_TITLES = 2500
 bars of a kind or cells of a shade (of 21) are one path, so that the page stays small."""
 STRONG = 0.72
 """Shade from which on a cell's text has the page's colour, to be read on it."""
+LONG = 1e15
+"""Numbers from here on are shown with an exponent."""
 LABEL = 24
 """Characters of a label beside or above a matrix."""
 
@@ -61,7 +64,7 @@ def line_chart(series: Sequence[Series], *, x_label: str, y_label: str, height: 
     if not points:
         return Markup("")
     xs, ys = [x for x, _ in points], [y for _, y in points]
-    log = min(ys) > 0 and max(ys) / min(ys) > 5
+    log = min(ys) >= sys.float_info.min and max(ys) / min(ys) > 5
     y_ticks = log_ticks(min(ys), max(ys)) if log else ticks(min(ys), max(ys))
     low, high = min([*y_ticks, *ys]), max([*y_ticks, *ys])
     left, right = min(xs), max(xs)
@@ -201,10 +204,11 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 def log_ticks(low: float, high: float) -> list[float]:
     """1, 2 and 5 times powers of ten around the values; powers alone where they are many."""
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    lowest, highest = sys.float_info.min_10_exp, sys.float_info.max_10_exp
+    powers = range(max(lowest, math.floor(math.log10(low))), min(highest, math.ceil(math.log10(high))) + 1)
     factors = (1, 2, 5) if len(powers) <= 4 else (1,)
     found = [factor * 10.0**power for power in powers for factor in factors]
-    return [value for value in found if low / 2.5 <= value <= high * 2.5]
+    return [value for value in found if low / 2.5 <= value <= min(high * 2.5, sys.float_info.max)]
 
 
 def whole_ticks(low: float, high: float) -> list[float]:
@@ -225,7 +229,7 @@ def _log(value: float, log: bool) -> float:
 
 
 def _short(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return f"{value:,.0f}" if 1000 <= abs(value) < LONG else f"{value:.4g}"
 
 
 def _text(x: float, y: float, text: str, style: str) -> str:

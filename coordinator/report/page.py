@@ -13,7 +13,7 @@ from markupsafe import Markup
 
 from coordinator.archive.summary import any_late, shown
 from coordinator.archive.summary import number as plain_number
-from coordinator.report.charts import COLOURS, Bar, Series, heat, line_chart, timeline
+from coordinator.report.charts import COLOURS, LONG, Bar, Series, heat, line_chart, timeline
 from coordinator.report.many import MANY, for_display, lanes_of, least_alike
 from coordinator.report.timeline import KINDS
 
@@ -304,6 +304,8 @@ def number(value: float | None) -> str:
     if value == 0:
         return "0"
     if 0 < abs(value) < 0.1:
+        return f"{value:.3g}"
+    if abs(value) >= LONG:
         return f"{value:.3g}"
     return plain_number(value) if value < 100 else f"{value:,.1f}" if value < 1e4 else f"{value:,.0f}"
 

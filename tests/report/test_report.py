@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -351,3 +352,5 @@ def test_ticks_are_few_and_enclose_the_values(low: float, high: float):
     found = ticks(low, high)
     assert found[0] <= low and found[-1] >= high and 2 <= len(found) <= 8
     assert log_ticks(1.0, 900.0) and all(value > 0 for value in log_ticks(0.5, 900.0))
+    ends = log_ticks(sys.float_info.min, sys.float_info.max)
+    assert len(ends) > 600 and all(0 < value < float("inf") for value in ends)

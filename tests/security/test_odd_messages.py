@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import random
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -301,6 +302,37 @@ def test_a_facility_that_asks_for_more_time_for_ever_is_left_out(sound: Path, tm
 
 
 LIMIT = next(f.name for f in dataclasses.fields(CoordinatorSettings) if f.name in ("come_backs", "max_resumes"))
+
+
+BOUNDS = {
+    "largest": (1e4, 1.01e304, 1e9, 1e15),
+    "beyond": (1e4, 1.7e308, 1e9, 1e15),
+    "smallest": (5e-324, 5e-324, 5e-324, 5e-324),
+    "nothing": (0.0, 0.0, 0.0, 0.0),
+}
+
+
+@pytest.mark.parametrize("bounds", BOUNDS)
+def test_figures_at_their_bounds_leave_a_report_that_can_be_read(sound: Path, tmp_path: Path, bounds: str):
+    odd = tmp_path / "odd"
+    shutil.copytree(sound / "odd", odd)
+    loss, perplexity, seconds, rate = BOUNDS[bounds]
+    told = json.loads((odd / "report.json").read_text())
+    told |= dict.fromkeys(("loss_received", "loss_returned", "training_loss"), loss) | {"tokens_per_second": rate}
+    told |= dict.fromkeys(("perplexity_received", "perplexity_returned"), perplexity)
+    told["seconds"] = dict.fromkeys(("load", "train", "evaluate", "save"), seconds)
+    (odd / "report.json").write_text(json.dumps(told))
+    write_manifest(odd, read_manifest(odd))
+    failure = received(sound, odd)
+    assert (failure is not None) == (bounds == "beyond")
+    if failure is not None:
+        return
+    rows = closes(sound, tmp_path, odd)
+    assert {row.status for row in rows.values()} == {"ok"}
+    data = report_data.gather(Archive(tmp_path / "archive"), federation="pico", settings={"rounds": 1})
+    for kind in ("html", "md"):
+        page = write_report(data, tmp_path / "page", kind).read_text()
+        assert max(map(len, re.findall(r"[\d,]+", page))) < 80 and 'y="nan' not in page and 'y="inf' not in page
 
 
 EXTRA = ("message_bytes", USAGE, SCORES, DATASET, KEEPS, HEAD, COMPARED, "decoded", "model_path")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import asdict, field, fields
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any, Literal
 
 from facility.exchange.files.durable import write_json
 from facility.exchange.messages.strict_json import Fields, read_json
+from facility.exchange.perplexity import LARGEST_LOSS
 from facility.exchange.validation import validated
 
 FORMAT = 1
@@ -21,7 +23,8 @@ MOST_COUNT = 10**15
 """Of samples, tokens and steps in one round."""
 MOST_LOSS = 1e4
 """Nats per token; a guess at random among 10^9 tokens has 21."""
-MOST_NUMBER = 1.8e308
+MOST_PERPLEXITY = math.exp(LARGEST_LOSS)
+"""What `perplexity` gives at most: a page of larger numbers has no axis."""
 PREDICTED_MEMORY = "predicted_memory_bytes"
 """In `details`: what the largest rank was expected to need before anything was loaded, as `peak_memory_bytes`."""
 ACCURACIES = ("accuracy_received", "accuracy_returned")
@@ -113,8 +116,8 @@ def read_report(directory: Path) -> Report:
         steps=found.whole("steps", most=MOST_COUNT),
         loss_received=found.number("loss_received", most=MOST_LOSS),
         loss_returned=found.number("loss_returned", most=MOST_LOSS),
-        perplexity_received=found.number("perplexity_received", most=MOST_NUMBER),
-        perplexity_returned=found.number("perplexity_returned", most=MOST_NUMBER),
+        perplexity_received=found.number("perplexity_received", most=MOST_PERPLEXITY),
+        perplexity_returned=found.number("perplexity_returned", most=MOST_PERPLEXITY),
         training_loss=found.number("training_loss", least=-MOST_LOSS, most=MOST_LOSS),
         seconds=Seconds(**{name: seconds.number(name, 0.0, most=1e9) for name in _names(Seconds)}),
         tokens_per_second=found.number("tokens_per_second", 0.0, most=MOST_COUNT),
