@@ -74,7 +74,8 @@ def model_of(directory: Path) -> ModelFigures:
 def with_memory(problem: Problem, trained: Trained) -> Problem:
     """The problem with units as large as the training makes them, never smaller than the plan will state, and as fast.
 
-    What is needed once on a device (a dequantised layer, logits of a chunk) leaves its memory beforehand.
+    What is needed once on a device (a dequantised layer, logits of a chunk, a block that is computed again) leaves its
+    memory beforehand.
     """
     training, dimensions = trained.training, dimensions_of(trained.model)
     if len(problem.units) != dimensions.blocks + 2:
@@ -89,7 +90,8 @@ def with_memory(problem: Problem, trained: Trained) -> Problem:
     timed = with_frozen(problem.units, weights, dimensions, trained.tokens)
     at_once = [logits_bytes(chunk, dimensions, training) for chunk in rows]
     a_token, once = max(one for one, _ in at_once), max(one for _, one in at_once)
-    working = 4 * max(unit.largest_in_bits for unit in units) + once
+    again = max(sizes) * trained.tokens * max(unit.again for unit in units)
+    working = 4 * max(unit.largest_in_bits for unit in units) + once + again
     head = len(units) - 1
     return replace(
         problem,
@@ -103,7 +105,7 @@ def with_memory(problem: Problem, trained: Trained) -> Problem:
                 measured,
                 parameter_bytes=4.0 * unit.trained,
                 state_bytes=unit.weights + unit.trained * (4 + state_bytes(training)) + unit.copies,
-                stored_bytes=trained.tokens * (unit.kept + (a_token if number == head else 0.0)),
+                stored_bytes=trained.tokens * (unit.kept + unit.cast + (a_token if number == head else 0.0)),
             )
             for number, (measured, unit) in enumerate(zip(timed, units, strict=True))
         ),

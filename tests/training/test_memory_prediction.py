@@ -59,10 +59,11 @@ def test_adapters_keep_the_inputs_and_outputs_of_their_layers():
     assert every["activations"] > predicted()["activations"] > found["activations"]
 
 
-@pytest.mark.parametrize(("checkpointing", "values"), [("full", 1), ("selective", 10)])
-def test_what_is_computed_again_is_not_kept(checkpointing: Literal["full", "selective"], values: int):
+@pytest.mark.parametrize(("checkpointing", "values", "again"), [("full", 1, 11 + 4 * 2), ("selective", 10, 0)])
+def test_what_is_computed_again_is_not_kept(checkpointing: Literal["full", "selective"], values: int, again: int):
+    """Of one block all is there while it is computed again."""
     found = predicted(layout=LayoutSettings(activation_checkpointing=checkpointing))
-    assert found["activations"] == TOKENS * LAYERS * HIDDEN * values * 4
+    assert found["activations"] == TOKENS * HIDDEN * (LAYERS * values + again) * 4
 
 
 def test_a_block_of_which_no_more_is_known():
@@ -83,8 +84,39 @@ def test_half_precision_has_a_copy_of_what_is_multiplied(checkpointing: Literal[
     assert found["weights in half precision"] == 2 * (own if rank and checkpointing == "full" else linear)
 
 
-def test_half_precision_keeps_half():
-    assert predicted(compute_dtype="bfloat16")["activations"] * 2 == predicted()["activations"]
+def test_half_precision_keeps_half_and_residuals_whole():
+    found = predicted(compute_dtype="bfloat16")["activations"]
+    assert found == predicted()["activations"] / 2 + TOKENS * LAYERS * HIDDEN * 12
+    compiled = predicted(compute_dtype="bfloat16", layout=LayoutSettings(compile=True))
+    assert compiled["activations"] == TOKENS * LAYERS * HIDDEN * (10 + 2 * 2) * 2
+
+
+@pytest.mark.parametrize("inner", [512, 704])
+@pytest.mark.parametrize("half", [False, True])
+def test_a_block_keeps_what_autograd_says_it_keeps(inner: int, half: bool):
+    """Storages that a block of transformers' Llama saves for backward, bytes a token and hidden unit."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    hidden, heads = 256, 4
+    config = LlamaConfig(
+        vocab_size=8, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=1, num_attention_heads=heads
+    )
+    model = LlamaForCausalLM(config).model
+
+    def saved(tokens: int) -> int:
+        found: dict[int, torch.Tensor] = {}
+        entering = model.embed_tokens(torch.zeros((1, tokens), dtype=torch.long))
+        places = model.rotary_emb(entering, torch.arange(tokens)[None])
+        hooks = torch.autograd.graph.saved_tensors_hooks(
+            lambda one: found.setdefault(one.untyped_storage().data_ptr(), one), lambda one: one
+        )
+        with hooks, torch.autocast("cpu", torch.bfloat16, enabled=half):
+            model.layers[0](entering, position_embeddings=places, attention_mask=None)
+        return sum(one.untyped_storage().nbytes() for one in found.values())
+
+    measured, ratio = (saved(128) - saved(64)) / 64 / hidden, inner / hidden  # weights are in both
+    assert measured == pytest.approx(2 * (11 + 4 * ratio) + 12 if half else 4 * (11 + 4 * ratio), rel=0.05)
 
 
 def sharded(**training: Any) -> dict[str, int]:

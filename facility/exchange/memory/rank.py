@@ -42,20 +42,24 @@ def rank_memory(
     """By part, in bytes; the sum is what the rank needs beside interpreter and libraries.
 
     Weights, gradients (4 a trained weight) and optimizer state of the rows held; activations of the micro-batches that
-    wait for their backward; logits and their gradient in float32, of `chunk_rows` positions where they are computed in
-    chunks (then the weight's gradient exists a second time); in half precision the copies that autocast makes; under
-    FSDP2 the weights that are gathered; the correction of drift (4 a trained weight); one quantised layer in
-    float32, as it is loaded and as it is multiplied.
+    wait for their backward, and of the largest block that is computed again; logits and their gradient in float32, of
+    `chunk_rows` positions where they are computed in chunks (then the weight's gradient exists a second time); in half
+    precision the copies that autocast makes; under FSDP2 the weights that are gathered; the correction of drift (4 a
+    trained weight); one quantised layer in float32, as it is loaded and as it is multiplied.
     """
     chunks = [range(first, end) for first, end in layout.spans] or [range(len(units))]
     held = [units[unit] for chunk in chunks for unit in chunk]
     trained, tokens = sum(unit.trained for unit in held), layout.sequences * layout.tokens
-    kept = [tokens * sum(units[unit].kept for unit in chunk) for chunk in chunks]
+    kept = [
+        tokens * sum(units[unit].kept + (0 if layout.sharded else units[unit].cast) for unit in chunk)
+        for chunk in chunks
+    ]
     at_once, once = logits_bytes(layout.chunk_rows, dimensions, training)
     has_head = chunks[-1].stop == len(units)
     with_head = [0.0] * (len(chunks) - 1) + [tokens * at_once * has_head]
     logits = in_flight(layout, with_head)
     activations = in_flight(layout, [a + b for a, b in zip(kept, with_head, strict=True)]) - logits
+    activations += tokens * max((unit.again for unit in held), default=0.0)
     parts = {
         "weights": int(sum(unit.weights for unit in held)) // layout.shards,
         "gradients": 4 * trained // layout.shards,

@@ -60,6 +60,15 @@ class UnitMemory:
     """Weights of its largest quantised layer."""
     kept: float
     """For the backward pass, a token."""
+    cast: float = 0.0
+    """More than that, a token, where autocast casts (FSDP2 casts by itself)."""
+    again: float = 0.0
+    """While it is computed again in backward, a token."""
+
+
+CAST_BYTES = 12
+"""A token and hidden unit, of a block like Llama's under autocast: two residuals and two normalised inputs in float32,
+and an input in half precision for each of five layers, in place of one value of each."""
 
 
 def width_of(training: TrainingSettings) -> int:
@@ -89,33 +98,46 @@ def memory_of_units(
 def _memory_of_unit(
     held: Sequence[Weight], dimensions: Dimensions, training: TrainingSettings, *, block: bool, adapted: bool
 ) -> UnitMemory:
-    width = width_of(training)
+    width, casts = width_of(training), training.compute_dtype != "float32"
     beside = sum(kept_beside(one.name, one.shape) for one in held)
-    values = dimensions.hidden * kept_values(dimensions.gated, adapters=adapted) if block else 0.0
-    again = {"full": 1, "selective": 10}.get(training.layout.activation_checkpointing)
-    if again is not None:
-        values, beside = dimensions.hidden * again * block, 0.0
+    compiled = training.layout.compile
+    values = dimensions.hidden * kept_values(dimensions.gated, adapters=adapted, compiled=compiled) if block else 0.0
+    kept, again = width * (values + beside), 0.0
+    # Of whole models whose blocks are neither compiled nor computed again; what is sent from block to block else.
+    cast = CAST_BYTES * dimensions.hidden * (block and casts and dimensions.gated > 0 and not adapted and not compiled)
+    checkpointing = training.layout.activation_checkpointing
+    if checkpointing == "full":
+        again = kept + cast
+        kept, cast = width * dimensions.hidden * block, (4 - width) * dimensions.hidden * block
+    elif checkpointing == "selective":
+        kept, cast = width * 10 * dimensions.hidden * block, 0
     return UnitMemory(
         weights=sum(one.count * one.held_bytes for one in held),
         trained=sum(one.count for one in held if one.trained),
         copies=sum(2 * one.count for one in held if one.copied),
         gathered=sum(one.count * (one.held_bytes if one.in_bits else width) for one in held),
         largest_in_bits=max((one.count for one in held if one.in_bits), default=0),
-        kept=width * (values + beside),
+        kept=kept,
+        cast=cast,
+        again=again,
     )
 
 
-def kept_values(gated: float, *, adapters: bool) -> float:
+def kept_values(gated: float, *, adapters: bool, compiled: bool) -> float:
     """Values that autograd keeps of a block for the backward pass, a token and hidden unit.
 
     17 where no more is known of the block (Korthikanti et al. 2022, arXiv 2205.05198, eq. 2 without the attention
     matrix). With a gated feed-forward network of r hidden widths, as Llama's: 11 of norms, residuals and attention, and
-    the two products, their gate and the network's inner values, 4 r. Below adapters, frozen layers and norms keep no
-    input of their own: 7 + 3 r, and `kept_beside` of each adapter.
+    the two products, their gate and the network's inner values, 4 r. A compiled block computes norms, gate and casts
+    again: its two residuals in float32, normalised inputs, attention and two products remain, 10 + 2 r values of half
+    precision. Below adapters, frozen layers and norms keep no input of their own: 7 + 3 r, and `kept_beside` of each
+    adapter.
     """
     if not gated:
         return 17.0
-    return 7 + 3 * gated if adapters else 11 + 4 * gated
+    if adapters:
+        return 7 + 3 * gated
+    return 10 + 2 * gated if compiled else 11 + 4 * gated
 
 
 def kept_beside(name: str, shape: Sequence[int]) -> float:
