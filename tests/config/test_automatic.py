@@ -16,6 +16,7 @@ from coordinator.config.resolution import looks_pretrained
 from tests.pico import pico_config
 
 ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "tests" / "bench" / "federated_quality.jsonl"
 
 
 def situation(facilities: int = 2, rounds: int = 30, steps: int = 10, pretrained: bool = True) -> Situation:
@@ -88,6 +89,26 @@ facilities:
   - {{name: a, dataset: a}}
   - {{name: b, dataset: b}}
 """
+
+
+def test_at_11_million_parameters_nothing_measured_is_better_than_what_the_table_chooses():
+    """One seed; among ways that `auto` could choose, at the learning rate of that size."""
+    rows = [json.loads(line) for line in RESULTS.read_text().splitlines()]
+    for facilities, experiment in ((2, "it-cs"), (4, "all-four")):
+        for rounds, steps in ((10, 30), (30, 10)):
+            choice = choose(situation(facilities, rounds, steps), may_share=True)
+            chosen = {"aggregation": choice.aggregation, "local": {"learning_rate": 1e-3, "optimizer_state": "shared"}}
+            found = {}
+            for row in rows:
+                key = row["key"]
+                here = (key["experiment"], key["schedule"], key["width"], key["seed"])
+                local = key["arm"]["local"]
+                if here != (experiment, f"{rounds}x{steps}", 384, 1) or key["arm"]["aggregation"] is None:
+                    continue
+                if set(local) <= {"learning_rate", "optimizer_state"} and local["learning_rate"] == 1e-3:
+                    found[json.dumps(key["arm"], sort_keys=True)] = row["geometric_mean"]
+            assert len(found) >= 4, (experiment, rounds)
+            assert found[json.dumps(chosen, sort_keys=True)] == min(found.values()), (experiment, rounds)
 
 
 def read(tmp_path: Path, more: str = "", training: str = "") -> Federation:
