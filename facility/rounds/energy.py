@@ -143,18 +143,18 @@ def _sacct(job: str) -> dict[str, float]:
     return {"job": max(known)} if said.returncode == 0 and known else {}
 
 
-def _pm_counters(path: Path = PM_COUNTER) -> dict[str, float]:
-    """`12345 J 1700000000 us`."""
+def _pm_counters(path: Path | None = None) -> dict[str, float]:
+    """`12345 J 1700000000 us`, of `PM_COUNTER` unless told."""
     try:
-        return {"node": float(path.read_text().split()[0])}
+        return {"node": float((path or PM_COUNTER).read_text().split()[0])}
     except (OSError, ValueError, IndexError):
         return {}
 
 
-def _rapl(ranges: dict[str, float], place: Path = RAPL) -> dict[str, float]:
+def _rapl(ranges: dict[str, float], place: Path | None = None) -> dict[str, float]:
     """Packages alone: cores and memory controllers below them are parts of them. Often readable by root only."""
     found = {}
-    for folder in sorted(place.glob("intel-rapl:[0-9]*")):
+    for folder in sorted((place or RAPL).glob("intel-rapl:[0-9]*")):
         if folder.name.count(":") == 1:
             try:
                 found[folder.name] = float((folder / "energy_uj").read_text()) / 1e6
