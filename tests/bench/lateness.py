@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import json
 import logging
 import math
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -166,10 +168,29 @@ def _alike(rounds: int) -> dict[str, float]:
     return {"time": round(found.closed[-1] / whole.closed[-1], 4), "late_updates": late, "updates": found.updates}
 
 
+def scaled(settings: AggregationSettings, share: float, how: str) -> AggregationSettings:
+    """The outer step of a round to which a share of the facilities delivered.
+
+    `rate`: the server learning rate times the share; `both`: also momentum to the power of the share, so that what is
+    left of a step after so many updates does not depend on how many rounds they took; `whole`: as always.
+    """
+    if how == "whole" or share >= 1.0:
+        return settings
+    rate = settings.server_learning_rate * share
+    momentum = settings.momentum**share if how == "both" else settings.momentum
+    return dataclasses.replace(settings, server_learning_rate=rate, momentum=momentum)
+
+
 def learn(
-    model: torch.nn.Module, texts: dict[str, Any], course: Course, rule: str, seed: int, late_weight: str
+    model: torch.nn.Module,
+    texts: dict[str, Any],
+    course: Course,
+    rule: str,
+    seed: int,
+    late_weight: str,
+    outer: str = "whole",
 ) -> dict[str, float]:
-    """Perplexity on each language's whole validation text after the course's last round."""
+    """Perplexity on each language's whole validation text after the course's last round. `outer`: as in `scaled`."""
     rounds, names = len(course.closed), list(texts)
     aggregation = AggregationSettings(rule=rule, guard=False, maximum_staleness=MOST_LATE)
     server, keys = Server(aggregation), [str(place) for place, _ in enumerate(model.parameters())]
@@ -194,6 +215,7 @@ def learn(
             stale = (1 + number - began) ** -aggregation.staleness_exponent
             weights[name] = even[name] if late_weight == "participation" else stale
         base = {key: value.to(torch.bfloat16) for key, value in zip(keys, sent[number], strict=True)}
+        server.settings = scaled(aggregation, len(delivered) / len(names), outer)
         following = server.step(base, updates, weights, staleness)
         sent.append([following[key].float() for key in keys])
     learners[names[0]].load(sent[-1])
@@ -201,7 +223,9 @@ def learn(
     return {name: round(perplexity(judge, text.validation), 4) for name, text in texts.items()}
 
 
-def quality(out: Path, seeds: list[int], rules: list[str], late_weight: str) -> dict[str, Any]:
+def quality(
+    out: Path, seeds: list[int], rules: list[str], late_weight: str, outer: str = "whole", only: Sequence[str] = ()
+) -> dict[str, Any]:
     """Perplexity with one of four facilities four times slower, over that of waiting for all."""
     torch.set_num_threads(1)
     texts = texts_of(out)
@@ -217,6 +241,7 @@ def quality(out: Path, seeds: list[int], rules: list[str], late_weight: str) -> 
     fewer = max((one for one in by_rounds.values() if one.updates <= whole.updates), key=lambda one: one.updates)
     more = min((one for one in by_rounds.values() if one.updates >= whole.updates), key=lambda one: one.updates)
     courses = {"waiting for all": whole, "equal time": same_time, "equal updates": fewer, "at least as many": more}
+    courses = {label: one for label, one in courses.items() if one is whole or not only or label in only}
     found: dict[str, Any] = {
         label: {"units": one.closed[-1], "rounds": len(one.closed), "updates": one.updates}
         for label, one in courses.items()
@@ -225,11 +250,15 @@ def quality(out: Path, seeds: list[int], rules: list[str], late_weight: str) -> 
         for seed in seeds:
             model = base_model(out, texts, seed, 64)
             last = {
-                label: _kept(out, model, texts, one, label, rule, seed, "staleness" if one is whole else late_weight)
+                label: _kept(
+                    *(out, model, texts, one, label, rule, seed),
+                    *(("staleness", "whole") if one is whole else (late_weight, outer)),
+                )
                 for label, one in courses.items()
             }
             over = {label: round(value / last["waiting for all"], 4) for label, value in last.items()}
-            row = {"rule": rule, "seed": seed, "late_weight": late_weight, "last": last, "over_waiting": over}
+            row = {"rule": rule, "seed": seed, "late_weight": late_weight, "outer": outer}
+            row |= {"last": last, "over_waiting": over}
             found.setdefault("perplexity", []).append(row)
     return found
 
@@ -243,17 +272,19 @@ def _kept(
     rule: str,
     seed: int,
     late_weight: str,
+    outer: str,
 ) -> float:
     """Geometric mean of the languages' perplexities after one training, or after that of an earlier start.
 
     OUT/lateness.jsonl holds every one.
     """
     file, key = out / "lateness.jsonl", [label, rule, seed, *([late_weight] if late_weight != "staleness" else [])]
+    key += [f"outer {outer}"] if outer != "whole" else []
     rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     if (row := next((row for row in rows if row["key"] == key), None)) is not None:
         return float(row["perplexity"])
     began = time.perf_counter()
-    languages = learn(model, texts, course, rule, seed, late_weight)
+    languages = learn(model, texts, course, rule, seed, late_weight, outer)
     found = round(math.exp(sum(map(math.log, languages.values())) / len(languages)), 4)
     seconds = round(time.perf_counter() - began, 1)
     row = {"key": key, "perplexity": found, "languages": languages, "seconds": seconds}
@@ -269,10 +300,12 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
     parser.add_argument("--rules", nargs="+", default=["mean", "nesterov", "heloco+nesterov"])
     parser.add_argument("--late-weight", choices=["staleness", "participation"], default="staleness")
+    parser.add_argument("--outer", choices=["whole", "rate", "both"], default="whole", help="scaled by who delivered")
+    parser.add_argument("--only", nargs="+", default=[], metavar="COURSE", help="beside waiting; default: all")
     a = parser.parse_args()
     logging.disable(logging.WARNING)
     if a.what == "quality":
-        found = quality(a.out, a.seeds, a.rules, a.late_weight)
+        found = quality(a.out, a.seeds, a.rules, a.late_weight, a.outer, a.only)
     else:
         found = queues() if a.what == "queues" else closing()
     print(json.dumps(found, indent=2))
