@@ -125,7 +125,8 @@ def check_drift(aggregation: AggregationSettings, training: Mapping[str, Trainin
         raise _error(
             key,
             "drift_correction is true with privacy.secure_aggregation: the mean walk is made of each facility's step "
-            "over its own learning rates, and of masked updates only a clipped sum is known; remove one of them",
+            "over its own learning rates, which would have to be masked as a message of its own; that is not built: "
+            "remove one of them",
         )
 
 
