@@ -2,57 +2,72 @@
 
 from __future__ import annotations
 
-import copy
+import re
 
 import pytest
 import torch
-from torch.nn import functional as F
 
-from facility.training.data.tasks import CausalLM
+from facility.exchange.errors import InputError
 from facility.training.model import choose_attention
-from facility.training.parallel.split import Stage, inspect_model
-from tests.training.shrink import tiny
+from facility.training.parallel.split import Stage, check_sharing, inspect_model
+from tests.training.family_page import TITLES
+from tests.training.family_trial import Verdict, factory, families
+from tests.training.stage_trial import TASKS, TOKENS, config_of, staged
 
-TOKENS = 16
 
-
-@pytest.mark.parametrize(("family", "cut"), [("ctrl", 2), ("olmo", 1), ("olmo", 2), ("olmo", 3), ("llama", 2)])
-def test_two_stages_have_the_gradients_of_the_model(family: str, cut: int):
+@pytest.mark.parametrize(
+    ("task", "family", "cut"),
+    [
+        *(("causal", "olmo", cut) for cut in (1, 2, 3)),
+        *(("causal", family, 2) for family in ("ctrl", "llama", "bloom")),
+        *(("classes", family, 2) for family in ("llama", "bert")),
+    ],
+)
+def test_two_stages_have_the_gradients_of_the_model(task: str, family: str, cut: int):
     """CTRL scales its embeddings in place, where a stage has another's activation; OLMo's last norm has no parameters.
 
     `cut`: the unit that the second stage begins with.
     """
-    config = tiny(family, is_decoder=True, pad_token_id=0, tie_word_embeddings=False)
-    task = CausalLM()
-    attention = choose_attention(config, task.factory, torch.device("cpu"), torch.float32)
-    structure = inspect_model(config, task.factory, attention.name, TOKENS)
-    torch.manual_seed(0)
-    whole = task.factory.from_config(config).float()
-    first, second = (
-        Stage(copy.deepcopy(whole), structure, begin, end, torch.float32)
-        for begin, end in ((0, cut), (cut, structure.units))
-    )
-    ids = torch.arange(2, 2 + TOKENS)[None]
-    F.cross_entropy(whole(input_ids=ids, use_cache=False).logits[0], ids[0]).backward()
+    assert staged(task, family, cut=cut) == Verdict("works")
 
-    sent = first(ids)
-    received = sent.detach().clone().requires_grad_()
-    F.cross_entropy(second(received)[0], ids[0]).backward()
-    assert torch.equal(received, sent), "as it came"
-    sent.backward(received.grad)
-    wanted = {name: one.grad for name, one in whole.named_parameters() if one.grad is not None}
-    found = [dict(stage.model.named_parameters()) for stage in (first, second)]
-    for name, gradient in wanted.items():
-        parts = [held[name].grad for held in found if name in held and held[name].grad is not None]
-        torch.testing.assert_close(sum(parts), gradient, rtol=1e-5, atol=1e-7)
+
+@pytest.mark.parametrize(
+    ("task", "family", "why"),
+    [
+        ("causal", "zamba2", "take embeddings beside the activation"),
+        ("masked", "albert", "runs albert.encoder.albert_layer_groups.* 2 times"),
+        ("causal", "roformer", "one that holds units 2 to 3 alone cannot run"),
+    ],
+)
+def test_what_only_seems_to_be_a_chain_of_blocks_is_refused(task: str, family: str, why: str):
+    found = staged(task, family)
+    assert found.word == "refused" and re.search(why, found.reason), found
+
+
+def test_blocks_that_share_a_weight_are_refused():
+    model = factory("causal").from_config(config_of("causal", "llama"))
+    check_sharing(model, "model.layers")
+    model.model.layers[1].mlp.up_proj = model.model.layers[0].mlp.up_proj
+    with pytest.raises(InputError, match="layers.0.mlp.up_proj.weight and model.layers.1.mlp.up_proj.weight are one"):
+        check_sharing(model, "model.layers")
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.parametrize("task", list(TITLES))
+def test_no_family_is_trained_wrongly_in_stages(task: str):
+    """Each family has the whole model's logits and gradients, or is refused before it is cut."""
+    found = {family: staged(task, family) for family in families(task)}
+    assert {family: one.reason for family, one in found.items() if one.word == "wrong"} == {}
+    assert sum(one.word == "works" for one in found.values()) > len(found) / 2
 
 
 def test_a_stage_without_gradients_leaves_what_it_receives():
     """Where nothing is trained, an operation in place would raise no error."""
-    config, task = tiny("ctrl", is_decoder=True, pad_token_id=0), CausalLM()
-    attention = choose_attention(config, task.factory, torch.device("cpu"), torch.float32)
-    structure = inspect_model(config, task.factory, attention.name, TOKENS)
-    stage = Stage(task.factory.from_config(config).float(), structure, 2, structure.units, torch.float32)
+    config, kind = config_of("causal", "ctrl"), TASKS["causal"].factory
+    attention = choose_attention(config, kind, torch.device("cpu"), torch.float32)
+    structure = inspect_model(config, kind, attention.name, TOKENS)
+    stage = Stage(factory("causal").from_config(config).float(), structure, 2, structure.units, torch.float32)
     received = torch.randn(1, TOKENS, structure.hidden)
     before = received.clone()
     with torch.no_grad():

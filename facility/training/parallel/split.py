@@ -88,6 +88,10 @@ class ForwardPass:
     """What the first block was called with first."""
     output: Any = None
     """What the first block returned."""
+    calls: int = 0
+    """How often the first block ran."""
+    beside: bool = False
+    """Whether it was called with a second tensor of the activation's shape."""
 
 
 def inspect_model(
@@ -106,8 +110,19 @@ def inspect_model(
         model = build_without_values(config, factory, attention, initialised=image is None)
         check_batch_norm(model)
         name, blocks = find_blocks(model)
+        check_sharing(model, name)
         ran = watch_forward(model, name, blocks[0])
         logits = forward_without_values(model, tokens, image)
+    if ran.calls > 1:
+        raise InputError(
+            f"{type(model).__name__} cannot be split into stages: it runs {name}[0] {ran.calls} times in one pass; "
+            "train it with layout.stages 1"
+        )
+    if ran.beside:
+        raise InputError(
+            f"{type(model).__name__} cannot be split into stages: its blocks take embeddings beside the activation, "
+            "and only the activation is sent; train it with layout.stages 1"
+        )
     check_activation(ran, f"{type(model).__name__} cannot be split into stages: looked for {name}[0]")
     if image and not ran.entry:
         raise InputError(
@@ -142,11 +157,15 @@ def watch_forward(model: nn.Module, blocks: str, first: nn.Module) -> ForwardPas
     def first_block(module: nn.Module, args: tuple, kwargs: dict) -> None:
         nonlocal begun
         ran.hidden, begun = args[0] if args else kwargs.get("hidden_states"), True
+        given = [*args, *kwargs.values()]
+        like = [one for one in given if isinstance(one, torch.Tensor) and one.is_floating_point()]
+        ran.beside = isinstance(ran.hidden, torch.Tensor) and sum(one.shape == ran.hidden.shape for one in like) > 1
         ran.entry = min((name for name, output in returned if output is ran.hidden), key=len, default="")
         returned.clear()
 
     def block_output(module: nn.Module, args: tuple, output: Any) -> None:
         ran.output = output
+        ran.calls += 1
 
     first.register_forward_pre_hook(first_block, with_kwargs=True)
     first.register_forward_hook(block_output)
@@ -164,6 +183,23 @@ def watch_forward(model: nn.Module, blocks: str, first: nn.Module) -> ForwardPas
 
         model.get_submodule(name).register_forward_hook(note)
     return ran
+
+
+def check_sharing(model: nn.Module, blocks: str) -> None:
+    """Raise `InputError` where a block has a weight of another block, or of what is around them.
+
+    Stages would each train a copy of their own. Embedding and head may share one: that is seen to.
+    """
+    found: dict[int, tuple[str, str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        inside = name.startswith(blocks + ".")
+        place = name[len(blocks) + 1 :].split(".", 1)[0] if inside else ""
+        other, where = found.setdefault(id(parameter), (name, place))
+        if place != where:
+            raise InputError(
+                f"{type(model).__name__} cannot be split into stages: {other} and {name} are one weight; train it with "
+                "layout.stages 1"
+            )
 
 
 def forward_without_values(model: Any, tokens: int, image: tuple[int, int, int] | None) -> torch.Tensor:
@@ -201,14 +237,16 @@ def try_stages(config: Any, factory: Any, attention: str, structure: ModelStruct
     from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
     middle = structure.units // 2
-    value = torch.zeros(1, *structure.input_shape, dtype=torch.bfloat16 if structure.image else torch.int64)
+    activation = (1, structure.tokens, structure.hidden)
     for first, end in ((0, middle), (middle, structure.units)):
+        shape, dtype = (activation, torch.bfloat16) if first else ((1, *structure.input_shape), structure.input_dtype)
+        value = torch.zeros(shape, dtype=torch.bfloat16 if structure.image else dtype)
         with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
             model = build_without_values(config, factory, attention, initialised=structure.image is None)
             try:
-                value = Stage(model, structure, first, end, torch.bfloat16)(value)
+                Stage(model, structure, first, end, torch.bfloat16)(value)
             except DataDependentOutputException:
-                return
+                continue
             except Exception as error:  # whatever a family's own code raises without the modules that it looks for
                 raise InputError(
                     f"{type(model).__name__} cannot be split into stages: one that holds units {first} to {end - 1} "
