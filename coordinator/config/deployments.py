@@ -29,6 +29,7 @@ from coordinator.schedulers.none import MARK
 from coordinator.schedulers.registry import schedulers
 from coordinator.schedulers.scheduler import BatchScheduler
 from facility.exchange.errors import ConfigurationError
+from facility.exchange.job_names import job_name
 from facility.exchange.messages.job_template import Environment, fill_template
 from facility.exchange.messages.template_inheritance import find_template, read_template
 from facility.exchange.text import Line
@@ -278,11 +279,6 @@ def streamflow_deployments(
     wraps = {"wraps": inner} if inner else {}
     result[name] = {"type": deployment.type, "config": queue} | wraps | place
     return result, {"deployment": name, "service": SERVICE}
-
-
-def job_name(federation: str, facility: str) -> str:
-    """Name of our jobs in the facility's queue, by which they are found and cancelled."""
-    return f"crossfed-{federation}-{facility}"
 
 
 def workflow_name(federation: str) -> str:

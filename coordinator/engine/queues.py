@@ -19,7 +19,7 @@ from typing import Any, cast
 
 import yaml
 
-from coordinator.config.deployments import GATE, SYSTEM, federation_of, job_name
+from coordinator.config.deployments import GATE, SYSTEM, federation_of
 from coordinator.config.firecrest import API
 from coordinator.rounds.ahead import facilities_ahead
 from coordinator.schedulers.gated import Gated
@@ -27,7 +27,7 @@ from coordinator.schedulers.registry import scheduler, schedulers
 from coordinator.schedulers.scheduler import Job, Scheduler
 from coordinator.streamflow_plugin.this_run import settings_of_run
 from facility.exchange.errors import TryAgain
-from facility.exchange.messages.ahead import SUFFIX
+from facility.exchange.job_names import job_name, waiting_name
 
 log = logging.getLogger("coordinator.engine")
 
@@ -86,7 +86,7 @@ class Queue:
 
     def _names(self, *, ahead: bool = True) -> list[str]:
         """Names of our jobs, quoted."""
-        names = [self.job_name, f"{self.job_name}{SUFFIX}"] if ahead and self.ahead else [self.job_name]
+        names = [self.job_name, waiting_name(self.job_name)] if ahead and self.ahead else [self.job_name]
         return [shlex.quote(name) for name in names]
 
     def _ask(self, command: str) -> str:

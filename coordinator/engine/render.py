@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from coordinator.aggregation.plan import norms_suffice
-from coordinator.config.deployments import job_name, job_template, streamflow_deployments, workflow_name
+from coordinator.config.deployments import job_template, streamflow_deployments, workflow_name
 from coordinator.config.described import described
 from coordinator.config.federation import Facility, Federation
 from coordinator.config.privacy import largest_step
@@ -35,6 +35,7 @@ from coordinator.engine.round_workflow import round_workflow
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.files.durable import write_text
 from facility.exchange.files.paths import CHECKOUT, shipped
+from facility.exchange.job_names import job_name
 from facility.exchange.messages.evaluation import FacilityEvaluation
 from facility.exchange.messages.settings import FacilitySettings, TrainingSettings
 

@@ -25,6 +25,7 @@ from coordinator.streamflow_plugin.handing_over import ByGate, ByShell, Submissi
 from coordinator.streamflow_plugin.patient import REFUSED, PatientQueue
 from coordinator.streamflow_plugin.placeholder import Ahead
 from coordinator.streamflow_plugin.this_run import RoundAtFacility, settings_of_run, this_round
+from facility.exchange.job_names import waiting_name
 from facility.exchange.messages.ahead import SUFFIX
 
 
@@ -155,7 +156,7 @@ class AheadQueue(PatientQueue):
         if service is None or not name:
             return location
         beside, other = copy.copy(location), copy.copy(service)
-        other.jobName = f"{name}{SUFFIX}"  # type: ignore[attr-defined]
+        other.jobName = waiting_name(name)  # type: ignore[attr-defined]
         beside.service = f"{location.service}{SUFFIX}"
         self.services[beside.service] = other
         return beside

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from facility.exchange.files import audit_log
-from facility.exchange.messages.ahead import SUFFIX as AHEAD
+from facility.exchange.job_names import job_name, waiting_name
 from facility.gating.ledger import changed
 from facility.gating.policy import Policy
 from facility.gating.refusal import Refused
@@ -43,11 +43,11 @@ class Session:
 
     def job_name(self, federation: str) -> str:
         """Of a round's job in the queue."""
-        return f"crossfed-{federation}-{self.policy.facility}"
+        return job_name(federation, self.policy.facility)
 
     def waiting_name(self, federation: str) -> str:
         """Of a job that waits for its round."""
-        return f"{self.job_name(federation)}{AHEAD}"
+        return waiting_name(self.job_name(federation))
 
     def write(self, what: str, **fields: Any) -> str:
         """A line in the audit log; returns its digest."""
