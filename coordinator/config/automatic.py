@@ -44,6 +44,9 @@ class Measured:
     over_pooled: float
     """Perplexity over pooled training's at equal tokens and learning rate, geometric mean."""
     seeds: int
+    """Runs: seeds, and other languages."""
+    training: dict[str, Any] = field(default_factory=dict)
+    """Keys of `training:` with which it was measured, where they are not the defaults."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +68,8 @@ class Choice:
     """Keys of `aggregation:`."""
     optimizer_state: str
     reason: str
+    training: dict[str, Any] = field(default_factory=dict)
+    """Keys of `training:` that go with it."""
     row: Situation | None = field(default=None, repr=False)
 
 
@@ -94,13 +99,19 @@ def choose(situation: Situation, *, may_share: bool, table: tuple[MeasuredFedera
         "trained before" if near.pretrained else "with random weights"
     )
     reason = (
-        f"{_described(best.aggregation)}, {state} second moments: best of those measured in the most similar "
-        f"federation ({like}), {best.over_pooled:.2f} of pooled training's perplexity (plain mean {row.mean:.2f}, "
-        f"{best.seeds} seed{'s' if best.seeds > 1 else ''})"
+        f"{_described(best.aggregation | best.training)}, {state} second moments: best of those measured in the most "
+        f"similar federation ({like}), {best.over_pooled:.2f} of pooled training's perplexity (plain mean "
+        f"{row.mean:.2f}, {best.seeds} run{'s' if best.seeds > 1 else ''})"
     )
-    return Choice(aggregation=dict(best.aggregation), optimizer_state=state, reason=reason, row=near)
+    return Choice(
+        aggregation=dict(best.aggregation),
+        optimizer_state=state,
+        reason=reason,
+        training=dict(best.training),
+        row=near,
+    )
 
 
-def _described(aggregation: dict[str, Any]) -> str:
-    numbers = ", ".join(f"{name} {value:g}" for name, value in aggregation.items() if name != "rule")
-    return f"{aggregation['rule']} ({numbers})" if numbers else str(aggregation["rule"])
+def _described(settings: dict[str, Any]) -> str:
+    numbers = ", ".join(f"{name} {value:g}" for name, value in settings.items() if name != "rule")
+    return f"{settings['rule']} ({numbers})" if numbers else str(settings["rule"])

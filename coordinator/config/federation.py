@@ -28,7 +28,13 @@ from coordinator.config.groups import without_groups
 from coordinator.config.notifying import NotifySettings
 from coordinator.config.privacy import check_privacy
 from coordinator.config.publishing import Creator, PublicSettings
-from coordinator.config.resolution import choice_of, looks_pretrained, resolve_aggregation, resolve_training
+from coordinator.config.resolution import (
+    choice_of,
+    looks_pretrained,
+    resolve_aggregation,
+    resolve_training,
+    with_measured,
+)
 from coordinator.config.settings import RoundSettings
 from coordinator.config.yaml_lines import Lined
 from facility.exchange.errors import ConfigurationError
@@ -210,7 +216,7 @@ def _build(lined: Lined) -> Federation:
         even=_even(closing, declared),
         **keys,
     )
-    federation = _chosen(federation, data.get("aggregation") or {})
+    federation = _chosen(federation, data.get("aggregation") or {}, [entry["training"] for entry in data["facilities"]])
     others = any(not federation.trainer_of(one).built_in for one in federation.facilities)
     check_comparison(federation.evaluation, federation, other_trainers=others, even=federation.even is not None)
     described = {one.name: one.training for one in federation.facilities}
@@ -235,8 +241,9 @@ def _build(lined: Lined) -> Federation:
     return federation
 
 
-def _chosen(federation: Federation, given: dict[str, Any]) -> Federation:
-    """The same with measured values for `auto`. `given`: the `aggregation:` section as written."""
+def _chosen(federation: Federation, given: dict[str, Any], given_training: list[dict[str, Any]]) -> Federation:
+    """The same with measured values for `auto`. `given`: the `aggregation:` section as written, and each facility's
+    `training:` with the federation's under it."""
     training = [facility.training for facility in federation.facilities]
     own = check_trainers({one.name: (federation.trainer_of(one), one.training) for one in federation.facilities})
     if own and federation.even is not None:
@@ -252,9 +259,12 @@ def _chosen(federation: Federation, given: dict[str, Any]) -> Federation:
         pretrained = looks_pretrained(federation.path(federation.model))
     settings = federation.aggregation
     choice = choice_of(training, federation.rounds, settings, pretrained=pretrained)
+    training = resolve_training(training, choice.optimizer_state)
+    if settings.rule == AUTO:
+        training = with_measured(training, given_training, choice)
     facilities = [
         dataclasses.replace(facility, training=one)
-        for facility, one in zip(federation.facilities, resolve_training(training, choice.optimizer_state), strict=True)
+        for facility, one in zip(federation.facilities, training, strict=True)
     ]
     aggregation = resolve_aggregation(given, settings, choice)
     reason = choice.reason if settings.rule == AUTO else f"aggregation.rule is given: {settings.rule}"

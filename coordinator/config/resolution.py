@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -40,6 +40,22 @@ def resolve_training(training: Sequence[TrainingSettings], state: str) -> list[T
     return [
         dataclasses.replace(one, optimizer_state=cast(Any, state)) if one.optimizer_state == AUTO else one
         for one in training
+    ]
+
+
+def with_measured(
+    training: Sequence[TrainingSettings], given: Sequence[Collection[str]], choice: Choice
+) -> list[TrainingSettings]:
+    """Every facility's settings with those that were measured with the choice of `rule: auto`.
+
+    `given`: the keys of `training:` that federation.yml writes for each facility; they are kept. What was measured was
+    AdamW with the choice's optimizer state: where a facility has others, its settings stay as they are.
+    """
+    return [
+        dataclasses.replace(one, **{key: value for key, value in choice.training.items() if key not in own})
+        if (one.optimizer, one.optimizer_state) == ("adamw", choice.optimizer_state)
+        else one
+        for one, own in zip(training, given, strict=True)
     ]
 
 

@@ -28,13 +28,19 @@ RESULTS, EARLIER = HERE / "federated_quality.jsonl", HERE / "federated_quality_e
 RATE, WIDTH = 2e-3, 64
 """The learning rate and the size of model that all rows have."""
 SEEDS = 3
-LOCAL = {"learning_rate", "optimizer_state", "warmup_steps"}
+LOCAL = {"learning_rate", "optimizer_state", "warmup_steps", "betas"}
 """What may differ from the benchmark's defaults in a federation that `auto` could choose."""
+BETA1, BETA2 = 0.9, 0.95
+"""AdamW's, unless an arm says otherwise."""
 
 Federation = tuple[str, str]
 """Experiment and schedule."""
-Way = tuple[str, str]
-"""Aggregation settings as JSON, and optimizer state."""
+Way = tuple[str, str, str]
+"""Aggregation settings as JSON, optimizer state, and settings of training that are not the defaults, as JSON."""
+Run = tuple[str, int]
+"""Experiment and seed."""
+Situation = tuple[int, int, int, bool]
+"""Facilities, rounds, steps a round, and whether the model was trained before."""
 Found = dict[Federation, dict[Way, dict[int, float]]]
 """Perplexity over pooled, by seed."""
 
@@ -67,45 +73,68 @@ def _place(key: dict[str, Any]) -> tuple[Any, ...]:
 def _add(found: Found, experiment: str, schedule: str, arm: dict[str, Any], over: dict[int, float]) -> None:
     local = arm["local"]
     if set(local) <= LOCAL and local.get("learning_rate") == RATE:
-        way = json.dumps(arm["aggregation"], sort_keys=True), local.get("optimizer_state", "personal")
+        beta1, beta2 = local.get("betas", (BETA1, BETA2))
+        if beta1 != BETA1:
+            return
+        training = {} if beta2 == BETA2 else {"beta2": beta2}
+        way = (
+            json.dumps(arm["aggregation"], sort_keys=True),
+            local.get("optimizer_state", "personal"),
+            json.dumps(training),
+        )
         found[experiment, schedule][way] |= over
 
 
-def row_of(federation: Federation, ways: dict[Way, dict[int, float]]) -> dict[str, Any] | None:
-    """The table's row; None where the plain mean was not measured with every seed.
+def by_situation(found: Found) -> dict[Situation, dict[Way, dict[Run, float]]]:
+    """Federations over other languages that are alike in all that `auto` looks at count together."""
+    joined: dict[Situation, dict[Way, dict[Run, float]]] = defaultdict(lambda: defaultdict(dict))
+    for (experiment, schedule), ways in found.items():
+        which = experiment_of(experiment)
+        rounds, steps = map(int, schedule.split("x"))
+        situation = len(which.languages), rounds, steps, bool(which.base)
+        for way, over in ways.items():
+            joined[situation][way] |= {(experiment, seed): value for seed, value in over.items()}
+    return joined
 
-    No choice is worse than the plain mean, and none was measured with fewer seeds than another of its optimizer state.
+
+def mean_of(runs: dict[Run, float]) -> float:
+    """Over languages, each of which counts the same, of the means over seeds."""
+    languages: dict[str, list[float]] = defaultdict(list)
+    for (experiment, _), over in runs.items():
+        languages[experiment].append(over)
+    return statistics.mean(map(statistics.mean, languages.values()))
+
+
+def row_of(situation: Situation, ways: dict[Way, dict[Run, float]]) -> dict[str, Any] | None:
+    """The table's row; None where the plain mean was measured with fewer than three seeds.
+
+    No choice is worse than the plain mean, and none was measured in fewer runs than another of its optimizer state.
     """
-    experiment, schedule = federation
-    means = {way: statistics.mean(over.values()) for way, over in ways.items()}
-    mean = json.dumps({"rule": "mean"}), "personal"
+    mean = json.dumps({"rule": "mean"}), "personal", "{}"
     if len(ways.get(mean, ())) < SEEDS:
         return None
-    plain = means[mean]
+    plain = mean_of(ways[mean])
     best: dict[str, Any] = {}
-    for way, over in sorted(means.items(), key=lambda pair: (pair[1], -len(ways[pair[0]]))):
-        (aggregation, state), seeds = way, len(ways[way])
-        most = max(len(others) for (_, other), others in ways.items() if other == state)
-        if over <= plain and state not in best and seeds == most:
-            best[state] = {"aggregation": json.loads(aggregation), "over_pooled": round(over, 4), "seeds": seeds}
-    rounds, steps = map(int, schedule.split("x"))
-    situation = {
-        "facilities": len(experiment_of(experiment).languages),
-        "rounds": rounds,
-        "steps": steps,
-        "pretrained": bool(experiment_of(experiment).base),
-    }
-    return {"situation": situation, "mean": round(plain, 4), "best": best}
+    for way, over in sorted(((way, mean_of(runs)) for way, runs in ways.items()), key=lambda pair: pair[1]):
+        (aggregation, state, training), runs = way, ways[way]
+        most = max(len(others) for (_, other, _), others in ways.items() if other == state)
+        if over <= plain and state not in best and len(runs) == most:
+            best[state] = {"aggregation": json.loads(aggregation), "over_pooled": round(over, 4), "seeds": len(runs)}
+            best[state] |= {"training": json.loads(training)} if training != "{}" else {}
+    names = ("facilities", "rounds", "steps", "pretrained")
+    return {"situation": dict(zip(names, situation, strict=True)), "mean": round(plain, 4), "best": best}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=RESULTS, help=f"default {RESULTS.name} beside this file")
+    parser.add_argument("--earlier", type=Path, default=EARLIER, help=f"default {EARLIER.name} beside this file")
     parser.add_argument("--table", type=Path, default=TABLE, help="file to write (default: the table of `auto`)")
     options = parser.parse_args()
     results = [json.loads(line) for line in options.results.read_text().splitlines()]
-    found = measured(results, json.loads(EARLIER.read_text())["rows"])
-    rows = [row for federation, ways in sorted(found.items()) if (row := row_of(federation, ways)) is not None]
+    found = measured(results, json.loads(options.earlier.read_text())["rows"])
+    joined = by_situation(found)
+    rows = [row for situation in sorted(joined) if (row := row_of(situation, joined[situation])) is not None]
     source = "written by tests/bench/federated_quality_choose.py"
     options.table.write_text(json.dumps({"source": source, "rows": rows}, indent=1) + "\n")
     for row in rows:

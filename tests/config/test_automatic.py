@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -10,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from coordinator.aggregation.settings import AggregationSettings
-from coordinator.config.automatic import TABLE, Measured, MeasuredFederation, Situation, choose, read_table
+from coordinator.config.automatic import TABLE, Choice, Measured, MeasuredFederation, Situation, choose, read_table
 from coordinator.config.federation import Federation, read_federation
-from coordinator.config.resolution import looks_pretrained
+from coordinator.config.resolution import looks_pretrained, with_measured
+from facility.exchange.messages.settings import TrainingSettings
 from tests.pico import pico_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,6 +35,7 @@ def row(where: Situation, *, shared: float, personal: float) -> MeasuredFederati
     )
 
 
+SHARED = Measured(aggregation={"rule": "nesterov"}, over_pooled=0.9, seeds=1)
 ROWS = (
     row(situation(2), shared=0.9, personal=1.0),
     row(situation(8, 30, 10), shared=0.8, personal=1.2),
@@ -128,6 +131,45 @@ def test_auto_is_replaced_everywhere_and_says_why(tmp_path: Path):
     for name, value in best.aggregation.items():
         assert getattr(federation.aggregation, name) == value
     assert federation.chosen == best.reason
+
+
+def test_settings_of_training_that_were_measured_with_the_choice_come_with_it(tmp_path: Path):
+    adamw, adafactor = TrainingSettings(optimizer_state="shared"), TrainingSettings(optimizer="adafactor")
+    own, personal = TrainingSettings(beta2=0.9, optimizer_state="shared"), TrainingSettings(optimizer_state="personal")
+    choice = Choice(aggregation={}, optimizer_state="shared", reason="", training={"beta2": 0.99})
+    given: list[set[str]] = [set(), set(), {"beta2"}, set()]
+    found = with_measured([adamw, adafactor, own, personal], given, choice)
+    assert [one.beta2 for one in found] == [0.99, 0.95, 0.9, 0.95]
+    table = (dataclasses.replace(ROWS[0], best={"shared": dataclasses.replace(SHARED, training={"beta2": 0.99})}),)
+    chosen = choose(situation(2), may_share=True, table=table)
+    assert chosen.training == {"beta2": 0.99} and "beta2 0.99" in chosen.reason
+
+
+def test_federations_over_other_languages_count_together(tmp_path: Path):
+    """One language's seeds weigh as much as another's single one, and a way must have every run."""
+    rows = []
+    for experiment, seeds in (("all-four", (1, 2, 3)), ("es+id+nb+ru@de+fr", (1,))):
+        for seed in seeds:
+            for name, aggregation, beta2, over in (
+                ("pooled", None, 0.95, 1.0),
+                ("mean", {"rule": "mean"}, 0.95, 2.0),
+                ("best here", {"rule": "nesterov", "momentum": 0.8}, 0.99, 1.1 if experiment == "all-four" else 1.3),
+                *([("one only", {"rule": "fedadam"}, 0.95, 1.0)] if experiment == "all-four" else []),
+            ):
+                local = {"learning_rate": 2e-3} | ({"betas": [0.9, beta2]} if beta2 != 0.95 else {})
+                arm = {"aggregation": aggregation, "local": local}
+                schedule = "10x30" if aggregation else "300 steps"
+                key = {"experiment": experiment, "schedule": schedule, "seed": seed, "width": 64, "arm": arm}
+                rows.append({"name": name, "key": key, "geometric_mean": 30.0 * over})
+    (tmp_path / "results.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    (tmp_path / "none.json").write_text('{"rows": []}')
+    script = ROOT / "tests" / "bench" / "federated_quality_choose.py"
+    command = [sys.executable, script, "--results", tmp_path / "results.jsonl", "--table", tmp_path / "table.json"]
+    subprocess.run([*command, "--earlier", tmp_path / "none.json"], check=True, capture_output=True)
+    (made,) = read_table(tmp_path / "table.json")
+    assert made.situation == situation(4, 10, 30) and made.mean == 2.0
+    best = made.best["personal"]
+    assert (best.over_pooled, best.seeds, best.training) == (1.2, 4, {"beta2": 0.99})
 
 
 def test_what_the_user_wrote_is_kept(tmp_path: Path):
