@@ -2,6 +2,7 @@
 
     python tests/bench/bytes.py [--hidden 512] [--facilities 2] [--rounds 3] [--out FILE]
     python tests/bench/bytes.py [--encoding delta-int8] [--lora 8] [--rule RULE] [--masks]
+    python tests/bench/bytes.py --transfer ssh
 
 A federation of local facilities runs under StreamFlow, once with a model of --hidden and once with a tiny one. Every
 workflow step is started through this file, which writes down what /proc/PID/io says of the step and all its
@@ -12,6 +13,10 @@ What a round must move: a facility reads the model and writes the update once; t
 has travelled and the server state, and writes the model and the state. A facility's optimizer state is read and written
 once, too.
 Training reads weights through `mmap` in places, which these counters do not see: reads of `train` are a lower bound.
+`--transfer ssh` reaches the facilities by an sshd of its own on this machine, and tells what moves models: a process
+that hands bytes to the next through a pipe or a socket reads and writes them once more, all of which counts. Beside
+calls stand `write_bytes`, the bytes that became dirty pages of files: pipes and sockets are not in these (a memory file
+system neither).
 """
 
 from __future__ import annotations
@@ -24,27 +29,32 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import yaml
+
 from coordinator.archive.rounds import Archive
 from coordinator.config.federation import read_federation
 from coordinator.engine.render import write
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
+from tests.bench.own_sshd import own_sshd
 from tests.engine.engines import streamflow
 from tests.federations import write_federation
 
 LOG = "CROSSFED_BYTES_LOG"
 TINY = 32
+COUNTERS = ("rchar", "wchar", "write_bytes")
 AVERAGING = ("receive", "aggregate", "aggregate_masked")
 """Steps of the coordinator between the arrival of updates and the next model."""
 
 
-def counters() -> dict[str, int]:
-    """Of this process and of every child that it has waited for."""
-    lines = Path("/proc/self/io").read_text().splitlines()
+def counters(pid: int | str = "self") -> dict[str, int]:
+    """Of a process and of every child that it has waited for."""
+    lines = Path(f"/proc/{pid}/io").read_text().splitlines()
     return {key: int(value) for key, value in (line.split(": ") for line in lines)}
 
 
@@ -53,14 +63,20 @@ def counted(log: str, command: list[str]) -> int:
     before = counters()
     code = subprocess.run(command).returncode
     after = counters()
-    entry = {key: after[key] - before[key] for key in ("rchar", "wchar", "read_bytes", "write_bytes")}
+    entry = {key: after[key] - before[key] for key in COUNTERS}
     with open(log, "a") as file:
         file.write(json.dumps({"step": command[command.index("-m") + 1].rpartition(".")[2], **entry}) + "\n")
     return code
 
 
 def run(
-    root: Path, hidden: int, facilities: int, rounds: int, training: dict[str, Any], changes: dict[str, Any]
+    root: Path,
+    hidden: int,
+    facilities: int,
+    rounds: int,
+    training: dict[str, Any],
+    changes: dict[str, Any],
+    transfer: str,
 ) -> tuple[dict[str, dict[str, float]], dict[str, int]]:
     """Bytes a call of each step in the last round's steady state, and the sizes of what moves."""
     size = {"hidden_size": hidden, "intermediate_size": 2 * hidden}
@@ -68,13 +84,23 @@ def run(
     changes = changes | {"rounds": rounds, "final_evaluation": False}
     path = write_federation(root, names, training={"steps": 1} | training, size=size, **changes)
     log = root / "bytes.jsonl"
-    write(read_federation(path))
-    for tool in (root / "cwl" / "tools").glob("*.cwl"):
-        mine = f"baseCommand: [python3, {Path(__file__).resolve()}, --counted, {log}, --, python3,"
-        tool.write_text(tool.read_text().replace("baseCommand: [python3,", mine))
-    began = counters()
-    result = streamflow(path, root / "engine", timeout=1200)
-    ended = counters()
+    with ExitStack() as stack:
+        sshd = None
+        if transfer == "ssh":
+            sshd = stack.enter_context(own_sshd(root / "sshd", root / "engine" / "home"))
+            described = yaml.safe_load(path.read_text())
+            for one in described["facilities"]:
+                one |= {"deployment": sshd.deployment, "dataset": str(root / "sites" / one["name"] / "dataset")}
+            path.write_text(yaml.safe_dump(described, sort_keys=False))
+        write(read_federation(path))
+        python = sys.executable  # a login shell may find another one
+        for tool in (root / "cwl" / "tools").glob("*.cwl"):
+            mine = f"baseCommand: [{python}, {Path(__file__).resolve()}, --counted, {log}, --, {python},"
+            tool.write_text(tool.read_text().replace("baseCommand: [python3,", mine))
+        began, far = counters(), counters(sshd.pid) if sshd else {}
+        result = streamflow(path, root / "engine", timeout=1200)
+        ended = counters()
+        far = {key: value - far[key] for key, value in counters(sshd.pid).items()} if sshd else {}
     archive = Archive(read_federation(path).archive_path)
     if result.returncode or len(archive.rounds()) != rounds:
         raise SystemExit(f"the federation did not end well: {result.stdout[-3000:]}")
@@ -83,13 +109,15 @@ def run(
         entry = json.loads(line)
         steps[entry.pop("step")].append(entry)
     calls = {
-        step: {
-            key: sum(entry[key] for entry in entries[-(len(entries) // rounds or 1) :]) for key in ("rchar", "wchar")
-        }
+        step: {key: sum(entry[key] for entry in entries[-(len(entries) // rounds or 1) :]) for key in COUNTERS}
         for step, entries in steps.items()
     }
-    all_steps = {key: sum(entry[key] for entries in steps.values() for entry in entries) for key in ("rchar", "wchar")}
-    calls["engine, a round"] = {key: (ended[key] - began[key] - all_steps[key]) / rounds for key in ("rchar", "wchar")}
+    away = ("round",) if far else ()  # under sshd, not under the engine
+    here = {key: sum(e[key] for name in steps if name not in away for e in steps[name]) for key in COUNTERS}
+    calls["engine, a round"] = {key: (ended[key] - began[key] - here[key]) / rounds for key in COUNTERS}
+    if far:
+        there = {key: sum(entry[key] for entry in steps["round"]) for key in COUNTERS}
+        calls["sshd, a round"] = {key: (far[key] - there[key]) / rounds for key in COUNTERS}
     state = archive.state_for(rounds)
     assert state is not None
     sizes = {
@@ -112,9 +140,11 @@ def report(arguments: argparse.Namespace) -> dict[str, object]:
     changes |= {"privacy": {"secure_aggregation": True}} if arguments.masks else {}
     for hidden in (arguments.hidden, TINY):
         with tempfile.TemporaryDirectory(prefix="crossfed-bytes-") as folder:
-            measured.append(run(Path(folder), hidden, arguments.facilities, arguments.rounds, training, changes))
+            measured.append(
+                run(Path(folder), hidden, arguments.facilities, arguments.rounds, training, changes, arguments.transfer)
+            )
     (large, sizes), (small, tiny) = measured
-    steps = {step: {key: large[step][key] - small[step][key] for key in ("rchar", "wchar")} for step in large}
+    steps = {step: {key: large[step][key] - small[step][key] for key in COUNTERS} for step in large}
     n, updates, model, state, moments = (
         arguments.facilities,
         sizes["updates"] - tiny["updates"],
@@ -131,6 +161,7 @@ def report(arguments: argparse.Namespace) -> dict[str, object]:
         done["coordinator"][key] = sum(steps[step][key] for step in AVERAGING if step in steps)
     return {
         "facilities": n,
+        "transfer": arguments.transfer,
         "updates_bytes": updates,
         "model_bytes": model,
         "server_state_bytes": state,
@@ -160,6 +191,7 @@ def main() -> int:
         "--lora", type=int, default=0, metavar="RANK", help="adapters of this rank; default: whole models"
     )
     parser.add_argument("--masks", action="store_true", help="secure aggregation")
+    parser.add_argument("--transfer", choices=("local", "ssh"), default="local", help="how models reach facilities")
     parser.add_argument("--out", type=Path, help="also write the JSON here")
     arguments = parser.parse_args()
     text = json.dumps(report(arguments), indent=2)
