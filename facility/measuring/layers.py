@@ -20,7 +20,8 @@ from facility.measuring.names import TASKS
 from facility.measuring.profile import UnitSizes, UnitTimes
 from facility.training.data.tasks import CausalLM, Classification, MaskedLM, Task
 from facility.training.model import build, choose_attention, read_config
-from facility.training.parallel.split import ModelStructure, Stage, inspect_model
+from facility.training.parallel.split import Stage, inspect_model
+from facility.training.parallel.structure import ModelStructure
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from facility.exchange.messages.settings import TrainingSettings
 from facility.training.blocks import find_blocks
 from facility.training.devices import free_bytes
 from facility.training.parallel.arrange import Layout
-from facility.training.parallel.split import ModelStructure
+from facility.training.parallel.structure import ModelStructure
 from facility.training.processes.ranks import Ranks
 from facility.training.quantized_base import quantized_layers
 

@@ -26,7 +26,8 @@ from facility.training.monitor.clock import Clock
 from facility.training.parallel import arrange
 from facility.training.parallel.arrange import Layout
 from facility.training.parallel.assemble import Assembly, assemble, build_meta_model
-from facility.training.parallel.split import ModelStructure, inspect_model
+from facility.training.parallel.split import inspect_model
+from facility.training.parallel.structure import ModelStructure
 from facility.training.privacy.micro_batches import memory_of_records
 from facility.training.processes.ranks import Ranks, from_environment, together
 from facility.training.processes.rendezvous import start

@@ -11,7 +11,8 @@ from torch import nn
 from facility.exchange.errors import CrossFedError
 from facility.training.data.tasks import CausalLM, Classification, MaskedLM, Task
 from facility.training.model import choose_attention
-from facility.training.parallel.split import ModelStructure, Stage, inspect_model
+from facility.training.parallel.split import Stage, inspect_model
+from facility.training.parallel.structure import ModelStructure
 from tests.training.family_trial import LARGEST, Verdict, factory, sentence
 from tests.training.shrink import tiny
 

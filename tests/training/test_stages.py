@@ -9,7 +9,8 @@ import torch
 
 from facility.exchange.errors import InputError
 from facility.training.model import choose_attention
-from facility.training.parallel.split import Stage, check_sharing, inspect_model
+from facility.training.parallel.split import Stage, inspect_model
+from facility.training.parallel.structure import check_sharing
 from tests.training.family_page import TITLES
 from tests.training.family_trial import Verdict, factory, families
 from tests.training.stage_trial import TASKS, TOKENS, config_of, staged

@@ -29,7 +29,8 @@ from facility.training.parallel.arrange import Layout
 from facility.training.parallel.collectives import time_all_reduce, time_collectives
 from facility.training.parallel.compute import Compute, Precision, Whole
 from facility.training.parallel.shard import shard
-from facility.training.parallel.split import ModelStructure, Stage
+from facility.training.parallel.split import Stage
+from facility.training.parallel.structure import ModelStructure
 from facility.training.processes.malloc import return_what_is_freed
 from facility.training.processes.ranks import Ranks
 from facility.training.quantized_base import (

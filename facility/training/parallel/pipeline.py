@@ -18,7 +18,8 @@ from facility.exchange.schedules.registry import SCHEDULES
 from facility.training.data.tasks import Batch, Task
 from facility.training.monitor.clock import Clock
 from facility.training.parallel.compute import Precision
-from facility.training.parallel.split import ModelStructure, Stage
+from facility.training.parallel.split import Stage
+from facility.training.parallel.structure import ModelStructure
 
 
 class Pipeline:
