@@ -20,7 +20,7 @@ from tests.training.stage_trial import TASKS, TOKENS, config_of, staged
     ("task", "family", "cut"),
     [
         *(("causal", "olmo", cut) for cut in (1, 2, 3)),
-        *(("causal", family, 2) for family in ("ctrl", "llama", "bloom")),
+        *(("causal", family, 2) for family in ("ctrl", "llama", "nemotron_h")),
         *(("classes", family, 2) for family in ("llama", "bert")),
     ],
 )

@@ -191,6 +191,7 @@ class Stage(nn.Module):
         blocks = model.get_submodule(structure.blocks)
         assert isinstance(blocks, nn.ModuleList)
         length = structure.tuple_length
+        told = [words_of(block) for block in blocks]
         for number in range(structure.count):
             if not first <= number + 1 < end:
                 blocks[number] = PassThrough(tuple_length=length)
@@ -208,6 +209,9 @@ class Stage(nn.Module):
         elif first == 1:
             self._received: torch.Tensor | None = None
             self._enter(blocks[0])
+        for number, words in enumerate(told):
+            if not first <= number + 1 < end:
+                vars(blocks[number]).update(words)
         if structure.entry and first > 0:
             entry = model.get_submodule(structure.entry)
             entry.forward = lambda *args, **kwargs: self._entered  # type: ignore[method-assign]
@@ -292,6 +296,11 @@ class Stage(nn.Module):
         if torch.is_grad_enabled() and not hidden.requires_grad:
             hidden.requires_grad_()  # nothing up to here is trained, but the schedule wants to send a gradient back
         return hidden
+
+
+def words_of(block: nn.Module) -> dict[str, str]:
+    """A block's attributes that are words, by which models choose what they call it with (Nemotron-H: `block_type`)."""
+    return {name: value for name, value in vars(block).items() if isinstance(value, str) and not name.startswith("_")}
 
 
 def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
