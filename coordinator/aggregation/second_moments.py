@@ -4,8 +4,8 @@ They are small (see `facility.exchange.checkpoints.second_moments`), but only on
 memory at a time.
 
 Every facility's next steps are divided by their root, whatever the clipping of steps makes of an update. So one
-facility's are scaled down to `LARGEST` times the median of all, parameter by parameter; unlike data make them differ by
-less.
+facility's are scaled down to `LARGEST` times the median of all, parameter by parameter. Four languages, two of them
+known to the model, made them differ by up to 7 after 30 steps (a vector of norms; matrices by up to 4).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from coordinator.aggregation.verify import read_second_moments
 from facility.exchange.checkpoints.second_moments import Factors, mean_of, write_factors
 
 log = logging.getLogger(__name__)
-LARGEST = 5.0
+LARGEST = 10.0
 """Times the median facility's mean of a parameter's second moments."""
 LEAST_FACILITIES = 3
 """Of which a median says who is out of line."""

@@ -28,7 +28,8 @@ def check(
     from coordinator.preflight.check import show
 
     console = Console(width=None if sys.stdout.isatty() else 160)
-    raise typer.Exit(show(look(federation, link=link, submit=submit), as_json=as_json, console=console))
+    rows = look(federation, link=link, submit=submit, told=lambda text: print(text, file=sys.stderr, flush=True))
+    raise typer.Exit(show(rows, as_json=as_json, console=console))
 
 
 @app.command(rich_help_panel=RUN)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.markup import escape
@@ -36,11 +36,18 @@ from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.plan import read_plan
 from facility.exchange.messages.strict_json import clean
 
+Answer = TypeVar("Answer")
+TOLD_SECONDS = 10.0
+"""Between two words on whose answers are missing."""
 
-def check(file: Path, *, link: bool = True, submit: bool = False) -> list[Row]:
+
+def check(
+    file: Path, *, link: bool = True, submit: bool = False, told: Callable[[str], None] = lambda text: None
+) -> list[Row]:
     """All rows, the facilities' asked side by side. `link`: measure the links (16 MB each).
 
-    `submit`: a job of one second where the scheduler has no dry run.
+    `submit`: a job of one second where the scheduler has no dry run. `told` is given a sentence now and then while
+    facilities have not answered.
     """
     try:
         federation = read_federation(file)
@@ -55,13 +62,26 @@ def check(file: Path, *, link: bool = True, submit: bool = False) -> list[Row]:
     rows += check_waiting(federation)
     here, model = check_here(federation)
     with ThreadPoolExecutor(max_workers=16) as pool:
-        asked = [pool.submit(check_facility, federation, one, model, link, submit) for one in federation.facilities]
-        found = [answer.result() for answer in asked]
+        found = answers(
+            {
+                one.name: pool.submit(check_facility, federation, one, model, link, submit)
+                for one in federation.facilities
+            },
+            told,
+        )
     datasets = {
         facility.name: (answer or {}).get("dataset", {})
         for facility, (_, answer) in zip(federation.facilities, found, strict=True)
     }
     return [*rows, *here, *(row for rows_of_site, _ in found for row in rows_of_site), *check_alike(datasets)]
+
+
+def answers(asked: Mapping[str, Future[Answer]], told: Callable[[str], None]) -> list[Answer]:
+    """What was asked of each facility, once all have answered."""
+    while missing := wait(asked.values(), timeout=TOLD_SECONDS).not_done:
+        names = [name for name, one in asked.items() if one in missing]
+        told(f"{len(asked) - len(names)} of {len(asked)} facilities have answered, waiting for {names_of(names)}")
+    return [one.result() for one in asked.values()]
 
 
 ALIKE = (
