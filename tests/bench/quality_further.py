@@ -140,6 +140,18 @@ def combined() -> list[tuple[str, Arm]]:
     ]
 
 
+def larger_steps() -> list[tuple[str, Arm]]:
+    """Outer steps above one beside slower second moments: what `auto` takes in long rounds over trained models."""
+    fixed, large = {"momentum_warmup": False}, {"server_learning_rate": 1.4}
+    return [
+        inner("server rate 1.4, constant momentum 0.7, beta2 0.99", large | fixed | {"momentum": 0.7}, betas=SLOW),
+        inner("server rate 1.2, beta2 0.99", {"server_learning_rate": 1.2}, betas=SLOW),
+        inner("beta2 0.99", betas=SLOW),
+        inner("server rate 1.4, constant momentum, beta2 0.99", large | fixed, betas=SLOW),
+        inner("server rate 1.4, beta2 0.99", large, betas=SLOW),
+    ]
+
+
 def drift() -> list[tuple[str, Arm]]:
     """What the product's correction of drift changes, with the momentum that grows and with a constant one."""
     fixed = {"momentum_warmup": False}
@@ -174,6 +186,10 @@ def parts() -> list[list[Group]]:
             ([FOUR_LONG, TWO_LONG, TWO_SHORT], drift()[:1]),
             ([RANDOM], [short(pair) for pair in drift()[:1]]),
             ([FOUR_LONG], drift()[1:]),
+            ([FOUR_LONG], larger_steps()[:1]),
+            ([TWO_LONG], larger_steps()[:2]),
+            ([TWO_SHORT, FOUR_SHORT], larger_steps()[1:3]),
+            ([FOUR_LONG], larger_steps()[3:]),
         ],
     ]
 

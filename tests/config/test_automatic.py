@@ -94,24 +94,25 @@ facilities:
 """
 
 
-def test_at_11_million_parameters_nothing_measured_is_better_than_what_the_table_chooses():
-    """One seed; among ways that `auto` could choose, at the learning rate of that size."""
-    rows = [json.loads(line) for line in RESULTS.read_text().splitlines()]
-    for facilities, experiment in ((2, "it-cs"), (4, "all-four")):
-        for rounds, steps in ((10, 30), (30, 10)):
-            choice = choose(situation(facilities, rounds, steps), may_share=True)
-            chosen = {"aggregation": choice.aggregation, "local": {"learning_rate": 1e-3, "optimizer_state": "shared"}}
-            found = {}
-            for row in rows:
-                key = row["key"]
-                here = (key["experiment"], key["schedule"], key["width"], key["seed"])
-                local = key["arm"]["local"]
-                if here != (experiment, f"{rounds}x{steps}", 384, 1) or key["arm"]["aggregation"] is None:
-                    continue
-                if set(local) <= {"learning_rate", "optimizer_state"} and local["learning_rate"] == 1e-3:
-                    found[json.dumps(key["arm"], sort_keys=True)] = row["geometric_mean"]
-            assert len(found) >= 4, (experiment, rounds)
-            assert found[json.dumps(chosen, sort_keys=True)] == min(found.values()), (experiment, rounds)
+@pytest.mark.parametrize(("facilities", "experiment"), [(2, "it-cs"), (4, "all-four")])
+def test_at_11_million_parameters_no_server_optimizer_was_better_in_short_rounds_than_the_tables(
+    facilities: int, experiment: str
+):
+    """One seed, at the learning rate of that size and the default beta2. What the table takes in long rounds, and its
+    beta2, were not measured at that size."""
+    choice = choose(situation(facilities, 30, 10), may_share=True)
+    chosen = {"aggregation": choice.aggregation, "local": {"learning_rate": 1e-3, "optimizer_state": "shared"}}
+    found = {}
+    for row in map(json.loads, RESULTS.read_text().splitlines()):
+        key = row["key"]
+        here = (key["experiment"], key["schedule"], key["width"], key["seed"])
+        local = key["arm"]["local"]
+        if here != (experiment, "30x10", 384, 1) or key["arm"]["aggregation"] is None:
+            continue
+        if set(local) <= {"learning_rate", "optimizer_state"} and local["learning_rate"] == 1e-3:
+            found[json.dumps(key["arm"], sort_keys=True)] = row["geometric_mean"]
+    assert len(found) >= 4
+    assert found[json.dumps(chosen, sort_keys=True)] == min(found.values())
 
 
 def read(tmp_path: Path, more: str = "", training: str = "") -> Federation:

@@ -55,7 +55,8 @@ class TrainingSettings:
     beta1: float = 0.9
     """AdamW's decay of the first moment."""
     beta2: float = 0.95
-    """AdamW's decay of the second moment."""
+    """AdamW's decay of the second moment. Where it is not written and `aggregation.rule` is `auto`, the value that was
+    measured with the chosen server optimizer (`crossfed check` shows it)."""
     epsilon: float = 1e-8
     """AdamW's epsilon."""
     chunked_loss: Literal["auto", "always", "never"] = "auto"
