@@ -450,10 +450,17 @@ def test_the_command_prints_a_table_or_json_and_its_code_says_it(site: Site, mon
     site.says("sbatch", "allocation failure: Invalid account or account/partition combination specified")
     rows = check(site.file, link=False)
     asked: list[tuple[Path, bool, bool]] = []
-    monkeypatch.setattr(checking, "check", lambda file, *, link, submit: asked.append((file, link, submit)) or rows)
+
+    def answer_late(file: Path, *, link: bool, submit: bool, told: Callable[[str], None]) -> list[Row]:
+        told("waiting for leonardo")
+        asked.append((file, link, submit))
+        return rows
+
+    monkeypatch.setattr(checking, "check", answer_late)
     command = ["check", "--no-link", "-f", str(site.file)]
     table = CliRunner().invoke(app, command)
     assert table.exit_code == 1 and "sacctmgr show assoc" in table.stdout and "1 to fix" in table.stdout
+    assert table.stderr == "waiting for leonardo\n" and "waiting" not in table.stdout
     told = CliRunner().invoke(app, [*command, "--json"])
     answer = json.loads(told.stdout)
     assert told.exit_code == 1 and answer["failing"] == 1
