@@ -39,6 +39,7 @@ from coordinator.schedulers.scheduler import BatchScheduler, Job
 from coordinator.streamflow_plugin.handing_over import ByGate, ByShell, Lines, Submission
 from coordinator.streamflow_plugin.this_run import RoundAtFacility
 from facility.exchange.errors import ManifestError
+from facility.exchange.job_names import waiting_name
 from facility.exchange.messages.ahead import Waited, read_waited
 
 SLACK_SECONDS = 60.0
@@ -209,7 +210,7 @@ class Ahead:
             await self.reach.prepare(directory, location)
             placed = self.reach.waiting(one, directory, self.settings.wait)
             try:
-                job_id = await self.queue.submit_ahead(replace(placed, job_name=f"{one.job_name}-ahead"), location)
+                job_id = await self.queue.submit_ahead(replace(placed, job_name=waiting_name(one.job_name)), location)
             except Exception:
                 self._forget()  # if it is there all the same, its name finds it
                 raise
