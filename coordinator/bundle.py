@@ -68,9 +68,9 @@ def bundle(
     copy_code(target)
     if tasks:
         fill(out, tasks, include=include)
-    write_digests(out)
     if sbom:
         write_json(out / SBOM, components(wheelhouse))
+    write_digests(out)
     files = {path.name: path.stat().st_size for path in sorted(wheelhouse.glob("*.whl"))}
     what: dict[str, object] = {
         "python": python,

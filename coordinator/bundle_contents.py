@@ -49,10 +49,11 @@ def wheels(wheelhouse: Path) -> list[Wheel]:
 
 
 def write_digests(out: Path) -> None:
-    """Write the lock file into `out/wheelhouse`, then the digest of every file of the bundle."""
+    """Write the lock file into `out/wheelhouse`, then the digest of every file of the bundle, its SBOM included."""
     lock = [f"{wheel.name}=={wheel.version} --hash=sha256:{wheel.sha256}" for wheel in wheels(out / "wheelhouse")]
     write_text(out / "wheelhouse" / LOCK, "\n".join(lock) + "\n")
     files = sorted(path for part in PARTS for path in (out / part).rglob("*") if path.is_file())
+    files += [path for path in (out / SBOM,) if path.is_file()]
     write_text(out / SUMS, "".join(f"{sha256_of(path)}  {path.relative_to(out)}\n" for path in files))
 
 

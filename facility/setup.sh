@@ -66,8 +66,13 @@ case "$torch" in auto|cuda|rocm|cpu) ;; *) fail "--torch is '$torch', expected a
 
 # A bundle says what it holds (crossfed bundle); what was altered or lost on the way is not installed.
 if [ -f "$here/../SHA256SUMS" ]; then
+    find "$here" -depth -type d -name __pycache__ -exec rm -rf {} +  # made here, or by whoever wants it to be run
     (cd "$here/.." && sha256sum --check --quiet --strict SHA256SUMS) || fail "the bundle in $(dirname "$here") is not what its SHA256SUMS says; copy it again"
+    added=$(cd "$here/.." && LC_ALL=C comm -13 <(cut -c67- SHA256SUMS | LC_ALL=C sort) <(find wheelhouse crossfed evaluation ! -type d 2>/dev/null | LC_ALL=C sort))
+    [ -z "$added" ] || fail "the bundle in $(dirname "$here") holds files that its SHA256SUMS does not name, such as ${added%%$'\n'*}; remove them, or copy it again"
     say "bundle: every file is what SHA256SUMS says; its own sha256 is $(sha256sum <"$here/../SHA256SUMS" | cut -d' ' -f1)"
+elif [ -f "$here/../bundle.json" ]; then
+    fail "the bundle in $(dirname "$here") has no SHA256SUMS, so that nothing says whether it is whole; copy it again"
 fi
 
 mkdir -p "$home"/{cache,state}

@@ -164,12 +164,12 @@ def check_privacy(session: Session, settings: FacilitySettings) -> None:
             f"the settings ask for {spent}, the policy allows an epsilon of {policy.dataset_epsilon:g} for all "
             "federations on one dataset together"
         )
-    if not policy.epsilon:
-        return
     wanted = f"the policy wants differential privacy with an epsilon of {policy.epsilon:g} at most"
     if asked is None:
-        raise Refused(f"the settings ask for no differential privacy, {wanted}")
-    if asked.epsilon > policy.epsilon:
+        if policy.epsilon:
+            raise Refused(f"the settings ask for no differential privacy, {wanted}")
+        return
+    if policy.epsilon and asked.epsilon > policy.epsilon:
         raise Refused(f"the settings ask for an epsilon of {asked.epsilon:g}, {wanted}")
     if policy.delta and asked.delta > policy.delta:
         raise Refused(f"the settings ask for a delta of {asked.delta:g}, the policy allows {policy.delta:g} at most")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,7 +90,7 @@ class Policy:
     epsilon: float = 0.0
     """Largest privacy loss of differentially private training that settings may ask for; 0: it is not required."""
     delta: float = 0.0
-    """Largest delta beside it; 0: any."""
+    """Largest delta that settings may ask for; 0: any."""
     unit: str = ""
     """`document`: whole documents must be protected; empty: blocks are enough."""
     dataset_epsilon: float = 0.0
@@ -148,6 +149,13 @@ class _Reader:
         if missing := [name for name, field in known.items() if name not in found and _required(field)]:
             raise self.error(f"lacks {', '.join(missing)}", root.end_mark.line + 1)
         policy = Policy(**found)
+        for name in ("delta", "unit"):
+            if getattr(policy, name) and not (policy.epsilon or policy.dataset_epsilon):
+                raise self.error(
+                    f"{name} is set, and neither epsilon nor dataset_epsilon: settings without differential privacy "
+                    "would be taken",
+                    lines[name],
+                )
         if policy.scheduler != "ssh" and not policy.template:
             raise self.error(f"scheduler is {policy.scheduler!r}, which needs a template", lines["scheduler"])
         for name, path in self._places(policy):
@@ -170,6 +178,9 @@ class _Reader:
         for name in ("datasets", "task_directories"):
             yield from ((name, resolve(one)) for one in getattr(policy, name))
         yield from ((name, Path(value)) for name in KEPT if (value := os.environ.get(name)))
+        yield "the account's home", Path.home()
+        yield "this code", Path(__file__).parents[2]
+        yield "its Python", Path(sys.prefix)
 
     def error(self, message: str, line: int) -> ConfigurationError:
         return ConfigurationError(message, file=self.file, line=line)

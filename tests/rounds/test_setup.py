@@ -271,12 +271,36 @@ def test_a_bundle_is_verified_before_it_is_installed(tmp_path: Path):
     options = ["--home", str(tmp_path / "home"), "--python", sys.executable, "--as-is", "--no-self-check"]
     told = subprocess.run(["bash", out / "crossfed/facility/setup.sh", *options], capture_output=True, text=True)
     assert told.returncode == 0 and "every file is what SHA256SUMS says" in told.stdout, told.stderr
-    for name in ("wheelhouse/tiny_thing-1.2-py3-none-any.whl", "crossfed/facility/round.py"):
+
+    def refused() -> str:
+        told = subprocess.run(["bash", out / "crossfed/facility/setup.sh", *options], capture_output=True, text=True)
+        assert told.returncode == 2 and "packages:" not in told.stdout, told.stdout
+        return told.stdout + told.stderr
+
+    wheel = "wheelhouse/tiny_thing-1.2-py3-none-any.whl"
+    for name in (wheel, "wheelhouse/requirements.txt", "crossfed/facility/round.py", "sbom.json"):
         kept = (out / name).read_bytes()
         (out / name).write_bytes(kept + b"\n")
-        told = subprocess.run(["bash", out / "crossfed/facility/setup.sh", *options], capture_output=True, text=True)
-        assert told.returncode == 2 and "is not what its SHA256SUMS says" in told.stderr and name in told.stdout
+        assert "is not what its SHA256SUMS says" in (said := refused()) and name in said
+        (out / name).unlink()
+        assert "is not what its SHA256SUMS says" in refused(), "one that was lost"
         (out / name).write_bytes(kept)
+    for name in ("crossfed/yaml.py", "crossfed/facility/sitecustomize.py", "wheelhouse/other.whl"):
+        (out / name).write_text("raise SystemExit('somebody else's code')")
+        assert "does not name" in (said := refused()) and name in said
+        (out / name).unlink()
+    (out / "crossfed/yaml").symlink_to(tmp_path)
+    assert "does not name, such as crossfed/yaml" in refused()
+    (out / "crossfed/yaml").unlink()
+    compiled = out / "crossfed/facility/__pycache__/x.pyc"
+    compiled.parent.mkdir(exist_ok=True)
+    compiled.write_bytes(b"somebody else's code")
+    kept = (out / "SHA256SUMS").read_bytes()
+    (out / "SHA256SUMS").unlink()
+    assert "has no SHA256SUMS" in refused()
+    (out / "SHA256SUMS").write_bytes(kept)
+    told = subprocess.run(["bash", out / "crossfed/facility/setup.sh", *options], capture_output=True, text=True)
+    assert told.returncode == 0 and not compiled.exists(), told.stderr
     tiny_wheel(out / "wheelhouse").rename(out / "wheelhouse/tiny_thing-1.3-py3-none-any.whl")
     tiny_wheel(out / "wheelhouse")
     with pytest.raises(InputError, match="holds tiny-thing 1.2 and 1.3"):

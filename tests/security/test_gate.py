@@ -332,6 +332,16 @@ REFUSALS = {
         "a delta of 0.001, the policy allows 1e-05",
     ),
     "blocks": (lambda s: s.round(privacy={"unit": "block"}), {"epsilon": 3.0, "unit": "document"}, "whole documents"),
+    "a delta that gives all away, within a dataset's budget": (
+        lambda s: s.round(privacy={"delta": 0.9}),
+        {"dataset_epsilon": 8.0, "delta": 1e-5},
+        "a delta of 0.9, the policy allows 1e-05",
+    ),
+    "blocks, within a dataset's budget": (
+        lambda s: s.round(privacy={"unit": "block"}),
+        {"dataset_epsilon": 8.0, "unit": "document"},
+        "whole documents",
+    ),
     "a tracker": (lambda s: s.round(tracker="wandb"), {}, "would be logged to 'wandb'"),
     "another federation": (lambda s: s.round(), {"federations": ["egret"]}, "the policy allows 'alpha' in egret"),
     "over the day's hours": (lambda s: s.round(), {"node_hours_per_day": 1.0}, "node_hours_per_day is 1"),

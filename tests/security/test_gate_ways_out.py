@@ -11,6 +11,7 @@ from facility.exchange.errors import ConfigurationError
 from facility.gating import ledger, transfers
 from facility.gating.ledger import JobEntry, changed, read_ledger
 from facility.gating.policy import read_policy
+from tests.conftest import ROOT
 from tests.security import test_gate
 from tests.security.test_gate import Gate
 from tests.security.test_gate_ahead import ahead, ordered
@@ -135,6 +136,26 @@ def test_a_template_beside_the_policy_lies_outside_of_the_workdir_too(site: Gate
 def test_what_a_facility_keeps_lies_outside_of_the_workdir(site: Gate, monkeypatch: pytest.MonkeyPatch, variable: str):
     monkeypatch.setenv(variable, str(site.workdir / "kept"))
     with pytest.raises(ConfigurationError, match=f"{variable}.*lies in the workdir"):
+        read_policy(site.home / "policy.yml")
+
+
+def test_the_workdir_does_not_hold_the_home_with_its_authorized_keys(site: Gate, monkeypatch: pytest.MonkeyPatch):
+    """A policy that lies elsewhere could name the home: `put-file ~/.ssh/authorized_keys` would open a shell."""
+    monkeypatch.setenv("HOME", str(site.workdir))
+    with pytest.raises(ConfigurationError, match="the account's home .*lies in the workdir"):
+        read_policy(site.home / "policy.yml")
+
+
+def test_the_workdir_does_not_hold_the_code(site: Gate):
+    site.policy(workdir=str(ROOT))
+    with pytest.raises(ConfigurationError, match="this code .*lies in the workdir"):
+        read_policy(site.home / "policy.yml")
+
+
+@pytest.mark.parametrize("key", ["delta", "unit"])
+def test_a_privacy_floor_without_an_epsilon_is_refused(site: Gate, key: str):
+    site.policy(**{key: {"delta": 1e-6, "unit": "document"}[key]})
+    with pytest.raises(ConfigurationError, match=f"{key} is set, and neither epsilon"):
         read_policy(site.home / "policy.yml")
 
 
