@@ -2,7 +2,7 @@
 
 Facilities are grouped in their order; each group has a coordinator, groups of coordinators have theirs, up to one. A
 model goes down by store and forward, and every coordinator has the same link. A partial sum is of whole numbers
-(`coordinator.aggregation.partial_sums`), so that the tree's model has the bits of one coordinator's.
+(docs/explanation/large.md), so that the tree's model has the bits of one coordinator's.
 """
 
 from __future__ import annotations

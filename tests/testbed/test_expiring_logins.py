@@ -18,7 +18,7 @@ import yaml
 
 from coordinator.archive.rounds import Archive
 from coordinator.config.federation import read_federation
-from coordinator.testbed.authority import Authority, CertificateDaemon
+from tests.testbed.authority import Authority, CertificateDaemon
 from tests.testbed.federation import Run, federate, jobs
 from tests.testbed.gates import gate_of
 

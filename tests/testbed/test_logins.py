@@ -23,10 +23,10 @@ from coordinator.preflight.remote import run as run_there
 from coordinator.streamflow_plugin.lanes import FEWEST
 from coordinator.streamflow_plugin.ssh import ParallelSSHConnector
 from coordinator.testbed import namespaces
-from coordinator.testbed.authority import Authority, CertificateDaemon
 from coordinator.testbed.command import call, wait_until
 from coordinator.testbed.layout import Site
 from tests.deployments import read_deployment
+from tests.testbed.authority import Authority, CertificateDaemon
 from tests.testbed.conftest import ssh
 from tests.testbed.federation import federate
 from tests.testbed.gates import behind_gates, gated_sites

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.aggregation.partial_sums import as_integers, as_step, in_a_tree, merged, unit_exponent
 from facility.exchange.errors import InputError
+from tests.reproductions.partial_sums import as_integers, as_step, in_a_tree, merged, unit_exponent
 
 BOUND = 4.0
 VALUES = st.floats(min_value=-BOUND, max_value=BOUND, width=32)

@@ -1,0 +1,97 @@
+"""The product holds no code that only tests or benches run: it is moved to `tests/reproductions/`, or removed.
+
+By names: used is what a file runs when it is imported, what CWL, templates, set-up scripts and the generator of the
+documentation name, and what a used function or class mentions, in code or in a string. A method counts with its class.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+WORD = re.compile(r"[A-Za-z_]\w*")
+CALLERS = (
+    "pyproject.toml",
+    "Makefile",
+    "cwl/**/*.cwl",
+    "templates/*.sh",
+    "facility/**/*.sh",
+    "coordinator/*.sh",
+    "docs/*.py",
+)
+"""Files beside the product that name what they run of it."""
+FOR_USERS = {
+    "facility/contract.py": "a trainer of one's own imports it (docs/how-to/own-trainer.md, examples/)",
+}
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+def mentioned(node: ast.AST) -> Iterator[str]:
+    """Names that code mentions; docstrings and what is defined under a name do not count."""
+    documentation = {id(child.value) for child in ast.walk(node) if isinstance(child, ast.Expr)}
+    for child in ast.walk(node):
+        if isinstance(child, ast.Name) and isinstance(child.ctx, ast.Load):
+            yield child.id
+        elif isinstance(child, ast.Attribute):
+            yield child.attr
+        elif isinstance(child, ast.Constant) and isinstance(child.value, str) and id(child) not in documentation:
+            yield from WORD.findall(child.value)
+
+
+def unused(root: Path, folders: Sequence[str] = ("",), callers: str = "") -> list[str]:
+    """Top-level functions and classes of folders of `root` that nothing used mentions, as `file:name`."""
+    inside: dict[str, set[str]] = defaultdict(set)
+    defined: dict[str, list[str]] = defaultdict(list)
+    used = set(WORD.findall(callers))
+    for file in sorted(file for folder in folders for file in (root / folder).rglob("*.py")):
+        name_of = str(file.relative_to(root))
+        for statement in ast.parse(file.read_text()).body:
+            if not isinstance(statement, Definition):
+                used.update(mentioned(statement))
+                continue
+            used.update(name for decorator in statement.decorator_list for name in mentioned(decorator))
+            inside[statement.name].update(mentioned(statement))
+            if statement.decorator_list and not isinstance(statement, ast.ClassDef) and _registers(statement):
+                used.add(statement.name)
+            defined[statement.name].append(name_of)
+    todo = list(used)
+    while todo:
+        new = inside.get(todo.pop(), set()) - used
+        used |= new
+        todo += new
+    return sorted(f"{file}:{name}" for name, files in defined.items() if name not in used for file in files)
+
+
+def _registers(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Whether a decorator with arguments takes the function, as a command line's `@app.command(...)` does."""
+    return any(isinstance(decorator, ast.Call) for decorator in function.decorator_list)
+
+
+def test_the_product_runs_all_it_holds():
+    callers = "\n".join(file.read_text() for pattern in CALLERS for file in sorted(ROOT.glob(pattern)))
+    found = unused(ROOT, ("coordinator", "facility"), callers)
+    assert [one for one in found if one.partition(":")[0] not in FOR_USERS] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("def f(): ...\nf()", []),
+        ("def f(): f()", ["a.py:f"]),
+        ("def f(): g()\ndef g(): f()", ["a.py:f", "a.py:g"]),
+        ("def f(): 'g'\ndef g(): ...\nf()", ["a.py:g"]),
+        ("def f(): return 'g'\ndef g(): ...\nf()", []),
+        ("@app.command()\ndef f(): ...", []),
+        ("class A:\n    def m(self): g()\ndef g(): ...\nA()", []),
+    ],
+)
+def test_what_only_itself_mentions_is_unused(tmp_path: Path, text: str, expected: list[str]):
+    (tmp_path / "a.py").write_text(text)
+    assert unused(tmp_path) == expected
