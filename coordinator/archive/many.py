@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TypeVar
 
 MOST_ROWS = 24
@@ -25,9 +25,23 @@ def kind_of(text: str, name: str) -> str:
     return re.sub(r"\d+", "0", text.replace(name, ""))
 
 
-def groups_of(found: Iterable[T], key: Callable[[T], object]) -> list[list[T]]:
-    """What has the same key together, largest group first; equally large ones in their order."""
+def many(found: Collection[object]) -> bool:
+    """Whether these are too many to be listed one by one."""
+    return len(found) > MOST_ROWS
+
+
+def grouped(found: Iterable[T], key: Callable[[T], object]) -> list[list[T]]:
+    """What stands in one line: each of few by itself, in their order; of many those with the same key together, largest
+    group first and equally large ones in their order."""
+    every = list(found)
+    if not many(every):
+        return [[one] for one in every]
     groups: dict[object, list[T]] = {}
-    for one in found:
+    for one in every:
         groups.setdefault(key(one), []).append(one)
     return sorted(groups.values(), key=len, reverse=True)
+
+
+def first_groups(groups: Sequence[list[T]]) -> tuple[list[list[T]], list[T]]:
+    """As many groups as are listed, and what is in all others."""
+    return list(groups[:MOST_ROWS]), [one for group in groups[MOST_ROWS:] for one in group]

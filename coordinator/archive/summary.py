@@ -14,7 +14,7 @@ from rich.table import Table
 from coordinator.archive.averaged import averaged
 from coordinator.archive.best import best_round
 from coordinator.archive.journal import Journal, waited_by_facility
-from coordinator.archive.many import MOST_ROWS, NAMED, groups_of, kind_of, names_of
+from coordinator.archive.many import NAMED, first_groups, grouped, kind_of, many, names_of
 from coordinator.archive.masked_rounds import masked_rounds, masked_sentence
 from coordinator.archive.privacy import latest_privacy, sentence
 from coordinator.archive.rounds import Archive, RoundFile
@@ -180,14 +180,11 @@ def _middle_accuracies(rows: Sequence[dict[str, Any]]) -> list[str]:
 def to_show(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Rows that are shown one by one, and those that one line stands for: of many facilities only those that failed,
     came late or have a note are shown by name, and of many of these one row for all to which the same happened."""
-    if len(rows) <= MOST_ROWS:
+    if not many(rows):
         return list(rows), []
     odd = [row for row in rows if row["status"] != "ok" or row.get("note") or row.get("staleness")]
     sound = [row for row in rows if row["status"] == "ok" and not row.get("note") and not row.get("staleness")]
-    if len(odd) <= MOST_ROWS:
-        return odd, sound
-    groups = groups_of(odd, _what_happened)
-    told, rest = groups[:MOST_ROWS], [row for group in groups[MOST_ROWS:] for row in group]
+    told, rest = first_groups(grouped(odd, _what_happened))
     merged = [one_of(group) for group in told]
     if rest:
         merged.append(one_of(rest) | {"status": "other", "reason": "for other reasons: `crossfed status --json`"})
@@ -253,7 +250,7 @@ def remarks(data: dict[str, Any]) -> list[str]:
 def _budgets(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Each facility's privacy budget; of many those that have least of it left."""
     told = {name: sentence(shown(name), one) for name, one in found.items()}
-    if len(found) <= MOST_ROWS:
+    if not many(found):
         return list(told.values())
     least = sorted(found, key=lambda name: found[name]["epsilon"] - found[name]["spent"])[:NAMED]
     return [*(told[name] for name in least), f"privacy of {len(found) - NAMED} more: more of epsilon is left"]
@@ -261,7 +258,7 @@ def _budgets(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 def _steps(steps: Mapping[str, int]) -> str:
     """The steps of each facility; of many the fewest and the most."""
-    if len(steps) <= MOST_ROWS:
+    if not many(steps):
         return ", ".join(f"{name} {count}" for name, count in steps.items())
     fewest, most = min(steps, key=lambda name: steps[name]), max(steps, key=lambda name: steps[name])
     return f"{len(steps)} facilities {steps[fewest]} ({fewest}) to {steps[most]} ({most})"
@@ -271,7 +268,7 @@ def _waited(seconds: Mapping[str, float]) -> list[str]:
     """Node-hours lost to waiting, by facility; of many the sum and the most."""
     what = "node-hours in jobs that waited for their model"
     told = [f"{shown(name)}: {one / 3600:.3g} {what}" for name, one in seconds.items()]
-    if len(seconds) <= MOST_ROWS:
+    if not many(seconds):
         return told
     most = sorted(seconds, key=lambda name: -seconds[name])[:NAMED]
     named = ", ".join(f"{shown(name)} {seconds[name] / 3600:.3g}" for name in most)

@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.markup import escape
 from rich.table import Table
 
-from coordinator.archive.many import MOST_ROWS, groups_of, kind_of, names_of
+from coordinator.archive.many import first_groups, grouped, kind_of, many, names_of
 from coordinator.archive.summary import shown
 from facility.exchange.files.durable import write_text
 
@@ -89,17 +89,18 @@ def to_show(snapshot: Snapshot) -> tuple[list[str], dict[str, list[str]]]:
     Of many, those that are out and the last `LAST_AT_WORK` of those at work are shown by name; of many that are out,
     one line stands for all that are for the same reason.
     """
-    if len(snapshot.facilities) <= MOST_ROWS:
+    if not many(snapshot.facilities):
         return list(snapshot.facilities), {}
     states = {name: one.state for name, one in snapshot.facilities.items()}
     known = {name: next((state for state in STATES if told.startswith(state)), "") for name, told in states.items()}
     at_work = [name for name, one in snapshot.facilities.items() if one.stage and known[name] == "training"]
     last = sorted(at_work, key=lambda name: -(snapshot.facilities[name].seconds_left or 0.0))[:LAST_AT_WORK]
     out = [name for name in snapshot.facilities if not known[name]]
-    groups = [] if len(out) <= MOST_ROWS else groups_of(out, lambda name: kind_of(states[name], name))
-    named = [name for name in known if name in last or (not groups and not known[name])]
-    together = {states[names[0]]: names for names in groups[:MOST_ROWS]}
-    if rest := [name for names in groups[MOST_ROWS:] for name in names]:
+    groups, rest = first_groups(grouped(out, lambda name: kind_of(states[name], name)))
+    alone = {*last, *(names[0] for names in groups if len(names) == 1)}
+    named = [name for name in known if name in alone]
+    together = {states[names[0]]: names for names in groups if len(names) > 1}
+    if rest:
         together[OTHERS] = rest
     together |= {state: [n for n in known if known[n] == state and n not in last] for state in STATES}
     return named, {state: names for state, names in together.items() if names}

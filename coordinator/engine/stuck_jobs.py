@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from coordinator.archive.many import MOST_ROWS, groups_of, kind_of, names_of
+from coordinator.archive.many import grouped, kind_of, names_of
 from coordinator.engine.queues import Queue, at_all
 from coordinator.schedulers.scheduler import Job
 
@@ -43,10 +43,8 @@ def present(queues: list[Queue]) -> list[dict[str, str]]:
 
 def lines_of(found: Sequence[Mapping[str, str]]) -> list[str]:
     """`present`'s entries as text; of many jobs, one line for all that wait for the same."""
-    if len(found) <= MOST_ROWS:
-        return [" ".join(filter(None, job.values())) for job in found]
     lines = []
-    for jobs in groups_of(found, lambda job: (job["state"], kind_of(job["reason"], job["facility"]), job["do"])):
+    for jobs in grouped(found, lambda job: (job["state"], kind_of(job["reason"], job["facility"]), job["do"])):
         first = " ".join(filter(None, jobs[0].values()))
         names = names_of([job["facility"] for job in jobs[1:]])
         lines.append(f"{first} (and {len(jobs) - 1} more jobs alike: {names})" if names else first)

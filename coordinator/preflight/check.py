@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from coordinator.archive.many import MOST_ROWS, groups_of, kind_of, names_of
+from coordinator.archive.many import grouped, kind_of, many, names_of
 from coordinator.certificates import lifetime
 from coordinator.config.deployments import QUEUES, job_template
 from coordinator.config.federation import Facility, Federation, read_federation
@@ -177,11 +177,11 @@ def memory_row(
 def to_show(rows: list[Row]) -> list[Row]:
     """All rows of few subjects; of many, one for all facilities that pass a check, and one for all that need the
     same."""
-    if len({row.subject for row in rows}) <= MOST_ROWS:
+    if not many({row.subject for row in rows}):
         return rows
     alone = [row for row in rows if row.subject in ("federation", "coordinator")]
     others = [row for row in rows if row.subject not in ("federation", "coordinator")]
-    groups = sorted(groups_of(others, _what_was_found), key=lambda group: others.index(group[0]))
+    groups = sorted(grouped(others, _what_was_found), key=lambda group: others.index(group[0]))
     return [*alone, *map(_one_of, groups)]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from coordinator.archive.journal import Entry, Journal
-from coordinator.archive.many import MOST_ROWS, groups_of, kind_of, names_of
+from coordinator.archive.many import MOST_ROWS, grouped, kind_of, many, names_of
 from coordinator.archive.rounds import Archive, FacilityRow
 from coordinator.archive.summary import shown
 from coordinator.config.federation import Federation
@@ -51,11 +51,10 @@ def explain_round(federation: Federation, number: int) -> str:
         told = f" after {record.attempts} attempts" if record.attempts > 1 else ""
         lines = [f"Round {number} is complete{told}, finished {record.finished}: {shown(record.decision)}."]
         sound = [row for row in record.facilities if row.status == "ok"]
-        many = len(sound) > MOST_ROWS
-        if many:
+        if many(sound):
             lines.append(_all_that_took_part(sound))
         for row in record.facilities:
-            if row.status == "ok" and (row.reason or not many):
+            if row.status == "ok" and (row.reason or not many(sound)):
                 note = f" ({shown(row.reason)})" if row.reason else ""
                 lines.append(f"  {row.facility} took part with weight {row.weight:.3f}{note}.")
         out = {row.facility: shown(row.reason) for row in record.facilities if row.status != "ok"}
@@ -84,18 +83,19 @@ def _all_that_took_part(rows: Sequence[FacilityRow]) -> str:
 
 def _states(found: Mapping[str, tuple[str, str]]) -> list[str]:
     """How far each facility was; of many, one line for all that are as far."""
-    if len(found) <= MOST_ROWS:
-        return [f"  {name}: {words}{since}." for name, (words, since) in found.items()]
-    groups = groups_of(found, lambda name: found[name][0])
-    return [f"  {len(names)} facilities ({names_of(names)}): {found[names[0]][0]}." for names in groups]
+    lines = []
+    for names in grouped(found, lambda name: found[name][0]):
+        words, since = found[names[0]]
+        alone = len(names) == 1
+        whose = names[0] if alone else f"{len(names)} facilities ({names_of(names)})"
+        lines.append(f"  {whose}: {words}{since if alone else ''}.")
+    return lines
 
 
 def _refusals(reasons: Mapping[str, str], number: int, entries: Sequence[Entry]) -> list[str]:
     """Why facilities were left out of a round; of many, once for all that were for the same reason."""
-    if len(reasons) <= MOST_ROWS:
-        return [line for name, reason in reasons.items() for line in _refusal(name, number, reason, entries)]
     lines = []
-    for names in groups_of(reasons, lambda name: kind_of(reasons[name], name)):
+    for names in grouped(reasons, lambda name: kind_of(reasons[name], name)):
         lines += _refusal(names[0], number, reasons[names[0]], entries)
         if names[1:]:
             lines.append(f"  So are {len(names) - 1} more: {names_of(names[1:], MOST_ROWS)}.")

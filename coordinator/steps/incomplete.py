@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from coordinator.archive.many import MOST_ROWS, groups_of, kind_of, names_of
+from coordinator.archive.many import grouped, kind_of, names_of
 from coordinator.archive.rounds import Archive
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.events.event import emit
@@ -111,7 +111,5 @@ def _whole(archive: Archive, number: int, failed: list[str]) -> list[str]:
 def _told(arrived: Arrived) -> str:
     """Why each facility failed; of many, each reason once."""
     reasons = {name: failure.reason for name, failure in sorted(arrived.failures.items())}
-    if len(reasons) <= MOST_ROWS:
-        return "; ".join(f"{name}: {reason}" for name, reason in reasons.items()) or "no facility failed"
-    groups = groups_of(reasons, lambda name: kind_of(reasons[name], name))
-    return "; ".join(f"{names_of(names)}: {reasons[names[0]]}" for names in groups)
+    groups = grouped(reasons, lambda name: kind_of(reasons[name], name))
+    return "; ".join(f"{names_of(names)}: {reasons[names[0]]}" for names in groups) or "no facility failed"
