@@ -3,29 +3,60 @@
 They are small (see `facility.exchange.checkpoints.second_moments`), but only one update's and the running mean are in
 memory at a time.
 
-Every facility's next steps are divided by their root, whatever the clipping of steps makes of an update. So one
-facility's are scaled down to `LARGEST` times the median of all, parameter by parameter. Four languages, two of them
-known to the model, made them differ by up to 7 after 30 steps (a vector of norms; matrices by up to 4).
+Every facility's next steps are divided by their root, whatever the clipping of steps makes of an update. So among three
+facilities and more one's are scaled down where what its gradients added is more than `LARGEST` times the median of
+all, parameter by parameter, and raised where less is left of the received ones than can be
+(`coordinator.aggregation.moment_limits`). Of two that differ by more nobody can say which is wrong: such a parameter's
+are not sent, and each goes on with its own.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
+from typing import Any
 
+from coordinator.aggregation.moment_limits import LARGEST, agree, least_share, most_of
 from coordinator.aggregation.round import Aggregation
 from coordinator.aggregation.verify import read_second_moments
-from facility.exchange.checkpoints.second_moments import Factors, mean_of, write_factors
+from facility.exchange.checkpoints.second_moments import (
+    Factors,
+    has_factors,
+    kept_of,
+    mean_of,
+    read_factors,
+    write_factors,
+)
 
 log = logging.getLogger(__name__)
-LARGEST = 10.0
-"""Times the median facility's mean of a parameter's second moments."""
 LEAST_FACILITIES = 3
 """Of which a median says who is out of line."""
-KEY = "second_moments_scaled"
-"""In the round's details: how many parameters' were scaled down, by facility."""
+KEY, APART = "second_moments_scaled", "second_moments_apart"
+"""In the round's details: how many parameters' were scaled down or raised, by facility; and how many were not sent,
+since two facilities' alone were there and too far apart."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a round's second moments are held to."""
+
+    most: dict[str, float] = field(default_factory=dict)
+    """The largest mean of a parameter's."""
+    apart: frozenset[str] = frozenset()
+    """Parameters whose are not sent."""
+    received: Mapping[str, Factors] = field(default_factory=dict)
+    """Those that the round began with."""
+    share: float = 0.0
+    """Least share of each of those."""
+
+    def held(self, name: str, one: Factors) -> Factors:
+        """A facility's second moments of a parameter within the limits; themselves where they are."""
+        if (before := self.received.get(name)) is not None:
+            one = one.at_least(before, self.share)
+        return one.at_most(self.most[name]) if name in self.most else one
 
 
 def write_second_moments(aggregation: Aggregation, model: Path) -> None:
@@ -43,18 +74,27 @@ def write_second_moments(aggregation: Aggregation, model: Path) -> None:
             if factors is None:
                 continue
             steps.append(seen)
-            bounded = {name: one.at_most(limits[name]) if name in limits else one for name, one in factors.items()}
-            if changed := sum(bounded[name] is not one for name, one in factors.items()):
+            sent = {name: one for name, one in factors.items() if name not in limits.apart}
+            bounded = {name: limits.held(name, one) for name, one in sent.items()}
+            if changed := sum(bounded[name] is not one for name, one in sent.items()):
                 scaled[facility] = changed
             yield bounded, weight
 
     mean = mean_of(each())
-    aggregation.moments = {KEY: scaled} if scaled else {}
+    told: dict[str, Any] = {KEY: scaled} if scaled else {}
+    aggregation.moments = told | ({APART: len(limits.apart)} if limits.apart else {})
     for facility, count in scaled.items():
         log.warning(
-            "second moments of %d parameters of %s are more than %g times the median facility's: scaled down to that",
+            "second moments of %d parameters of %s are more than %g times what the median facility's gradients add, or "
+            "less than is left of those that it received: scaled to the limit",
             count,
             facility,
+            LARGEST,
+        )
+    if limits.apart:
+        log.warning(
+            "second moments of %d parameters of two facilities differ by more than %g times: not shared in this round",
+            len(limits.apart),
             LARGEST,
         )
     if mean:
@@ -70,16 +110,42 @@ def _found(aggregation: Aggregation) -> Iterator[tuple[str, dict[str, Factors] |
         yield update.facility, None if factors is None else federated, seen
 
 
-def _limits(aggregation: Aggregation) -> dict[str, float]:
-    """The largest mean of a parameter's second moments; a median of zero limits nothing."""
-    if len(aggregation.opened) < LEAST_FACILITIES:
-        return {}
+def _limits(aggregation: Aggregation) -> Limits:
+    """By parameter; one that a single facility brings has none."""
     means: dict[str, list[float]] = {}
-    for _, factors, _ in _found(aggregation):
+    kept: list[float] = []
+    for update, (_, factors, _) in zip(aggregation.opened, _found(aggregation), strict=True):
         for name, one in (factors or {}).items():
             means.setdefault(name, []).append(one.mean)
-    return {
-        name: LARGEST * middle
+        if factors is not None:
+            kept.append(kept_of(update.directory))
+    received = _received(aggregation) if kept else {}
+    share = 0.0 if not kept else median(kept) if len(kept) >= LEAST_FACILITIES else max(kept)
+
+    def before(name: str) -> float:
+        return received[name].mean if name in received else 0.0
+
+    most = {
+        name: limit
         for name, found in means.items()
-        if len(found) >= LEAST_FACILITIES and (middle := median(found)) > 0
+        if len(found) >= LEAST_FACILITIES and (limit := most_of(found, before(name), share)) is not None
     }
+    apart = {
+        name for name, found in means.items() if len(found) == 2 and not agree(found[0], found[1], before(name), share)
+    }
+    enough = len(kept) >= LEAST_FACILITIES
+    return Limits(
+        most=most,
+        apart=frozenset(apart),
+        received=received if enough else {},
+        share=least_share(share) if enough else 0.0,
+    )
+
+
+def _received(aggregation: Aggregation) -> dict[str, Factors]:
+    """Those that went out with the model that the round began with."""
+    if not has_factors(aggregation.whole.directory):
+        return {}
+    return read_factors(
+        aggregation.whole.directory, {name: entry.shape for name, entry in aggregation.whole.tensors.items()}
+    )[0]

@@ -79,6 +79,7 @@ def add_files(round: Round, figures: dict[str, Any], directory: Path) -> None:
             request.state / f"round-{request.round}",
             beta2=request.training.beta2,
             steps=round.progress.optimizer_steps,
+            before=max(0, round.progress.optimizer_steps - request.training.steps),
             federated=Patterns(tuple(request.settings.include), tuple(request.settings.exclude)),
             held=held_in_memory(round),
         )

@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import settings as settings_of_hypothesis
+from hypothesis import strategies as st
 
 from coordinator.aggregate import aggregate
-from coordinator.aggregation.second_moments import LARGEST
+from coordinator.aggregation.moment_limits import LARGEST, agree, fresh, least_share, most_of
 from coordinator.aggregation.settings import AggregationSettings
 from coordinator.aggregation.verify import check_update
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.delta import decode, encode
-from facility.exchange.checkpoints.second_moments import Factors, has_factors, read_factors, write_factors
+from facility.exchange.checkpoints.second_moments import (
+    Factors,
+    has_factors,
+    kept_share,
+    read_factors,
+    write_factors,
+)
 from facility.exchange.errors import UpdateRefused
 from facility.exchange.messages.manifest import Manifest, read_manifest, verify_manifest, write_manifest
 from tests.aggregation.updates import write_update
@@ -28,7 +38,7 @@ def model(tmp_path: Path) -> Path:
     return path
 
 
-def with_factors(update: Path, value: float, *, steps: float = 5.0, names: int = 0) -> Path:
+def with_factors(update: Path, value: float, *, steps: float = 5.0, names: int = 0, kept: float = 0.0) -> Path:
     """Give every parameter of an update (the first `names`) second moments of one value; sign the manifest again."""
     factors = {}
     for name, entry in list(open_checkpoint(update).tensors.items())[: names or None]:
@@ -36,7 +46,7 @@ def with_factors(update: Path, value: float, *, steps: float = 5.0, names: int =
         columns = np.full(width, value, np.float32) if len(entry.shape) > 1 else None
         factors[name] = Factors(np.full(entry.shape[0], value, np.float32), columns)
     shutil.rmtree(update / "second_moments", ignore_errors=True)
-    write_factors(update, factors, steps=steps)
+    write_factors(update, factors, steps=steps, kept=kept)
     write_manifest(update, read_manifest(update))
     return update
 
@@ -137,3 +147,93 @@ def test_a_parameter_that_most_facilities_do_not_move_limits_nothing(model: Path
     aggregate(base=model, updates=updates, out=tmp_path / "next", settings=settings())
     shapes = {name: entry.shape for name, entry in open_checkpoint(model).tensors.items()}
     assert all(np.allclose(one.rows, 1.0) for one in read_factors(tmp_path / "next", shapes)[0].values())
+
+
+KEPT = st.sampled_from([0.0, 0.5, 0.74, 0.97, 0.995])
+"""Shares of the received moments that rounds of many and of few steps leave; 0: the first round."""
+
+
+@settings_of_hypothesis(deadline=None, max_examples=100)
+@given(
+    kept=KEPT,
+    received=st.floats(1e-8, 1e8),
+    ratios=st.lists(st.floats(1 / 7, 7), min_size=2, max_size=5),
+    level=st.floats(1e-3, 1e3),
+)
+def test_honest_second_moments_are_left_as_they_are(kept: float, received: float, ratios: list[float], level: float):
+    """Whatever the gradients became since: 1e-3 to 1e3 times those before, and up to seven times the median's."""
+    gradients = [received * level * one / median(ratios) for one in ratios]
+    gradients = [one for one in gradients if received * level / 7 <= one <= 7 * received * level]
+    means = [kept * received + (1 - kept) * one for one in gradients]
+    before = received if kept else 0.0
+    if len(means) >= 3:
+        most = most_of(means, before, kept)
+        assert most is not None and all(one <= most * (1 + 1e-9) for one in means)
+    assert all(one >= least_share(kept) * before for one in means)
+    if len(means) == 2 and max(gradients) < 9 * min(gradients):
+        assert agree(*means, before, kept)
+
+
+@pytest.mark.parametrize("facilities", [2, 3])
+@pytest.mark.parametrize("kept", [0.74, 0.97])
+@pytest.mark.parametrize("aim", ["freeze", "carry off"])
+def test_round_upon_round_one_facility_moves_shared_second_moments_no_further_than_in_one(
+    facilities: int, kept: float, aim: str
+):
+    """In every round it claims the most, or the least, that is accepted. The others' gradients have a square of 1."""
+    shared = 1.0
+    for _ in range(200):
+        honest = [kept * shared + (1 - kept)] * (facilities - 1)
+        if facilities == 2:
+            added = 0.999 * LARGEST if aim == "freeze" else 1.001 / LARGEST
+            claimed = kept * shared + (1 - kept) * added
+            assert agree(honest[0], claimed, shared, kept)
+            assert not agree(honest[0], kept * shared + (1 - kept) * added**2, shared, kept)
+        else:
+            high, low = most_of([*honest, 1e30], shared, kept), least_share(kept) * shared
+            assert high is not None
+            claimed = high if aim == "freeze" else low
+        shared = (sum(honest) + claimed) / facilities
+    assert 0.4 < shared <= LARGEST, f"steps are scaled by {shared**-0.5:.2f}"
+
+
+@pytest.mark.parametrize(("before", "made"), [(5, 5), (30, 10), (2000, 300)])
+def test_what_is_left_of_received_moments_is_what_adamw_leaves(before: int, made: int):
+    """AdamW's own recurrence, corrected for its bias on the way in and out as `facility.training.state` does it."""
+    beta2, received, gradient = 0.98, 3.0, 0.5
+    moment = received * (1 - beta2**before)
+    for _ in range(made):
+        moment = beta2 * moment + (1 - beta2) * gradient
+    sent, kept = moment / (1 - beta2 ** (before + made)), kept_share(beta2, before=before, steps=before + made)
+    assert sent == pytest.approx(kept * received + (1 - kept) * gradient, rel=1e-9)
+    assert fresh(sent, received, kept) == pytest.approx(gradient, rel=1e-6)
+    assert kept_share(beta2, before=0, steps=made) == 0
+
+
+def test_what_a_share_near_one_hides_is_not_believed():
+    assert fresh(5.0, 1.0, 1.0) == 0 and not agree(1.0, 1e30, 1.0, 1.0)
+    assert agree(0.0, 0.0, 0.0, 0.0) and not agree(0.0, 1e30, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("value", [1e30, 25.0, 0.0])
+def test_two_facilities_too_far_apart_share_none_and_close_ones_do(model: Path, tmp_path: Path, value: float):
+    a = with_factors(write_update(tmp_path / "a", model, "a"), 2.0)
+    b = with_factors(write_update(tmp_path / "b", model, "b"), value)
+    record = aggregate(base=model, updates=[a, b], out=tmp_path / "next", settings=settings())
+    assert not has_factors(tmp_path / "next"), "each goes on with its own"
+    assert record.details["second_moments_apart"] == len(open_checkpoint(model).tensors)
+
+
+@pytest.mark.parametrize(("value", "expected"), [(1e30, (2 * 1.97 + 10) / 3), (0.0, (2 * 1.97 + 2 * 0.97**3) / 3)])
+def test_a_later_round_is_judged_by_what_its_gradients_added(
+    model: Path, tmp_path: Path, value: float, expected: float
+):
+    """Two facilities whose gradients' squares are 1 received 2 and kept 97 % of it."""
+    with_factors(model, 2.0, steps=30)
+    updates = [with_factors(write_update(tmp_path / name, model, name), 1.97, kept=0.97) for name in "ab"]
+    updates.append(with_factors(write_update(tmp_path / "c", model, "c"), value, kept=0.1))
+    record = aggregate(base=model, updates=updates, out=tmp_path / "next", settings=settings())
+    shapes = {name: entry.shape for name, entry in open_checkpoint(model).tensors.items()}
+    found, _ = read_factors(tmp_path / "next", shapes)
+    assert record.details["second_moments_scaled"] == {"c": len(shapes)}
+    assert all(np.allclose(one.rows, expected, rtol=1e-5) for one in found.values())

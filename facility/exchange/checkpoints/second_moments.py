@@ -62,6 +62,23 @@ class Factors:
         columns = None if self.columns is None else (self.columns * scale).astype(np.float32)
         return Factors((self.rows * scale).astype(np.float32), columns)
 
+    def at_least(self, other: Factors, share: float) -> Factors:
+        """The same with no value below `share` of another's; itself where none is, or where their shapes differ."""
+        if share <= 0 or self.shapes != other.shapes:
+            return self
+        rows = np.maximum(self.rows, (other.rows * share).astype(np.float32))
+        columns = self.columns
+        if columns is not None and other.columns is not None:
+            columns = np.maximum(columns, (other.columns * share).astype(np.float32))
+        if np.array_equal(rows, self.rows) and (columns is None or np.array_equal(columns, np.asarray(self.columns))):
+            return self
+        return Factors(rows, columns)
+
+    @property
+    def shapes(self) -> tuple[int, int | None]:
+        """Lengths of rows and columns."""
+        return len(self.rows), None if self.columns is None else len(self.columns)
+
     def rebuilt(self, first: int, count: int) -> Array:
         """Rows `first` to `first` + `count` of the matrix (count, m), or of the vector (count,)."""
         rows = self.rows[first : first + count]
@@ -102,8 +119,21 @@ def factors_of_values(shape: tuple[int, ...], read: Callable[[int, int], Array],
     return Factors(rows, (columns * (scale / max(1, count))).astype(np.float32))
 
 
-def write_factors(directory: Path, factors: Mapping[str, Factors], *, steps: float) -> None:
-    """Write `directory`/second_moments. `steps`: steps that the moments have seen (their mean, where averaged)."""
+def kept_share(beta2: float, *, before: int, steps: int) -> float:
+    """The share of received second moments that is left in those of a facility, both corrected for AdamW's bias.
+
+    `before`: steps that the received ones counted as here; `steps`: steps since the beginning, the round's included.
+    """
+    if not 0 < before < steps:
+        return 0.0
+    return beta2 ** (steps - before) * (1 - beta2**before) / (1 - beta2**steps)
+
+
+def write_factors(directory: Path, factors: Mapping[str, Factors], *, steps: float, kept: float = 0.0) -> None:
+    """Write `directory`/second_moments. `steps`: steps that the moments have seen (their mean, where averaged).
+
+    `kept`: `kept_share` of the received ones in an update's.
+    """
     folder = Path(directory) / FOLDER
     folder.mkdir()
     values = {}
@@ -114,7 +144,9 @@ def write_factors(directory: Path, factors: Mapping[str, Factors], *, steps: flo
             values[name + ROWS], values[name + COLUMNS] = one.rows, one.columns
     planned = [Planned(name=name, dtype="F32", shape=value.shape) for name, value in values.items()]
     with TensorWriter(
-        folder, layout_of_shards(planned, 2**31), {"format": "pt", "steps": repr(float(steps))}
+        folder,
+        layout_of_shards(planned, 2**31),
+        {"format": "pt", "steps": repr(float(steps))} | ({"kept": repr(float(kept))} if kept else {}),
     ) as writer:
         for name, value in values.items():
             writer.write(name, 0, np.ascontiguousarray(value, np.float32).data.cast("B"))
@@ -122,6 +154,15 @@ def write_factors(directory: Path, factors: Mapping[str, Factors], *, steps: flo
 
 def has_factors(directory: Path) -> bool:
     return (Path(directory) / FOLDER).is_dir()
+
+
+def kept_of(directory: Path) -> float:
+    """What `directory`/second_moments states as its share of received moments, in [0, 1]; 0 where nothing possible."""
+    try:
+        kept = float(open_checkpoint(Path(directory) / FOLDER).metadata.get("kept", "0"))
+    except ValueError:
+        return 0.0
+    return kept if 0 <= kept <= 1 else 0.0
 
 
 def read_factors(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, Factors], float]:

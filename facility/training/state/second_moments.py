@@ -19,6 +19,7 @@ from facility.exchange.checkpoints.second_moments import (
     factors_of,
     factors_of_values,
     has_factors,
+    kept_share,
     read_factors,
     write_factors,
 )
@@ -42,10 +43,13 @@ def write_outgoing(
     *,
     beta2: float,
     steps: int,
+    before: int,
     federated: Patterns,
     held: Mapping[str, torch.Tensor],
 ) -> None:
     """Write `update`/second_moments from the optimizer state in `state`; nothing before the first step.
+
+    `before`: of the `steps`, those before this round.
 
     `held`: what was written there and is still in memory, so that it is not read again.
 
@@ -62,7 +66,7 @@ def write_outgoing(
         if (name := key.removeprefix(STORED)) != key and federated.federated(name)
         if name in sent and sent[name].shape == entry.shape
     }
-    write_factors(update, factors, steps=steps)
+    write_factors(update, factors, steps=steps, kept=kept_share(beta2, before=before, steps=steps))
 
 
 def _reader(flat: torch.Tensor) -> Callable[[int, int], np.ndarray]:
