@@ -78,7 +78,7 @@ class Scheduler(ABC):
     """As its users write it."""
     waiting: ClassVar[frozenset[str]] = frozenset()
     """States of a job that has not begun."""
-    job_id: ClassVar[re.Pattern[str]] = re.compile(r"\d[\w.\[\]@-]*")
+    job_id: ClassVar[re.Pattern[str]] = re.compile(r"\d[\w.\[\]@%,-]*")
     """What a line of a listing begins with; banners and complaints do not."""
     advice: ClassVar[Sequence[tuple[str, str]]] = ()
     """Patterns of reasons that mark a stuck job, and what to do; any other reason is ordinary waiting."""

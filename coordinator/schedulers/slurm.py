@@ -14,7 +14,7 @@ UNKNOWN = "invalid job id"
 class Slurm(BatchScheduler):
     """Queries `squeue` for all states, since lists of states miss some: SIGNALING is a running job just signalled.
 
-    Asks for fields by name in the plain formats, which are the same from 22.05 to 25.05, and not by `--json`: there
+    Asks for fields by name in the plain formats, which are the same from 22.05 to 26.05, and not by `--json`: there
     `job_state` became a list (23.11), numbers became objects, nodes a tree (24.05), and a build may be without it.
     """
 
@@ -25,7 +25,7 @@ class Slurm(BatchScheduler):
         "sinfo -h -o 'partition|%P|%a|%l|%D|%c|%G' && scontrol -o show partition && "
         '{ sacctmgr -nP show assoc "user=$(id -un)" format=account 2>/dev/null | sed "s/^/account|/"; }'
     )
-    waiting = frozenset({"PENDING", "SUSPENDED", "REQUEUED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"})
+    waiting = frozenset("PENDING SUSPENDED EXPEDITING REQUEUED REQUEUE_HOLD RESV_DEL_HOLD SPECIAL_EXIT".split())
     terminal = frozenset(
         "BOOT_FAIL CANCELLED COMPLETED DEADLINE FAILED NODE_FAIL OUT_OF_MEMORY PREEMPTED TIMEOUT".split()
     )
@@ -43,7 +43,7 @@ class Slurm(BatchScheduler):
         (r"JobHeldUser", "your account holds it: `scontrol release {id}` there"),
         (r"JobHeldAdmin", "the site's staff hold it: ask them why"),
         (
-            r"job_requeued_in_held_state|launch_failed_requeued_held|JobLaunchFailure",
+            r".*requeued[ _](in[ _])?(held|special[ _]exit)([ _]state)?|JobHoldMaxRequeue|JobLaunchFailure",
             "it could not be started and was held: look at its output, then `scontrol release {id}`",
         ),
         (
@@ -55,16 +55,16 @@ class Slurm(BatchScheduler):
             "the partition takes no jobs to its nodes: wait for the site, or name another in `fill: {partition: ...}`",
         ),
         (
-            r"Partition(NodeLimit|TimeLimit)|MaxMemPerLimit",
+            r"Partition(NodeLimit|TimeLimit|Config)|MaxMemPerLimit",
             "it asks for more than the partition allows: lower nodes, time or memory; "
             "`sinfo -o '%P %l %D %m'` shows the limits",
         ),
         (
-            r"(Assoc|QOS)(Grp|Max)\w*(Minutes|Billing)\w*",
+            r"(Assoc|QOS)Grp(Wall|\w+(?<!Run)Minutes)(Limit)?",
             "the budget of the account is spent: ask for more, or name another account",
         ),
         (
-            r"(Assoc|QOS)\w*(PerJob|PerNode|WallDuration)\w*",
+            r"(Assoc|QOS)Max\w+Per(Job|Node)(Limit)?|QOSMin\w+|(Association|QOS)TimeLimit",
             "it asks for more than account or QOS allow one job: `sacctmgr show assoc user=$USER` and "
             "`sacctmgr show qos` show the limits; lower what the template asks for",
         ),
@@ -77,7 +77,7 @@ class Slurm(BatchScheduler):
             "nodes it asks for are down, reserved or do not exist: `sinfo -R` tells why; "
             "ask for others, or wait for the site's maintenance to end",
         ),
-        (r"ReservationDeleted|InvalidReservation", "its reservation is gone: remove --reservation"),
+        (r"ReservationDeleted|ReservationInvalid", "its reservation is gone: remove --reservation"),
     )
 
     def listing(self, name: str) -> str:

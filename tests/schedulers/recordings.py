@@ -1,4 +1,4 @@
-"""What real schedulers answered: OpenPBS 23.06.06 and flux-core 0.88, word for word, in `recorded/`."""
+"""What real schedulers answered: OpenPBS 23.06.06, flux-core 0.88, grid engine 8.1.9, word for word, in `recorded/`."""
 
 from __future__ import annotations
 
@@ -33,6 +33,16 @@ def recorded(name: str) -> Recording:
         err=_text(f"{name}.err"),
         code=code,
     )
+
+
+def words_of_slurm() -> dict[str, dict[str, list[str]]]:
+    """By version the words of squeue, sacct and scontrol: `flags` and `base` states in the order of job_state_string,
+    and `reasons`, as they stand in SchedMD's repository (src/common/slurm_protocol_defs.c, job_state_reason.c)."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for line in (FOLDER / "slurm-words.txt").read_text().splitlines():
+        version, kind, *words = line.split()
+        found.setdefault(version, {})[kind] = words
+    return found
 
 
 def _text(file: str) -> str:

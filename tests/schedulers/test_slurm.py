@@ -4,16 +4,46 @@ from __future__ import annotations
 
 import pytest
 
+from coordinator.schedulers.scheduler import Job
 from coordinator.schedulers.slurm import SCHEDULER as SLURM
 from facility.exchange.messages.outcome import Outcome
+from tests.schedulers.recordings import words_of_slurm
 
 DOWN = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
 FORGOT = "slurm_load_jobs error: Invalid job id specified"
 ALIVE = (
-    "COMPLETING CONFIGURING PENDING POWER_UP_NODE REQUEUED REQUEUE_FED REQUEUE_HOLD RESIZING RESV_DEL_HOLD REVOKED "
-    "RUNNING SIGNALING SPECIAL_EXIT STAGE_OUT STOPPED SUSPENDED UPDATE_DB SOMETHING_NEW"
+    "COMPLETING CONFIGURING EXPEDITING PENDING POWER_UP_NODE REQUEUED REQUEUE_FED REQUEUE_HOLD RESIZING RESV_DEL_HOLD "
+    "REVOKED RUNNING SIGNALING SPECIAL_EXIT STAGE_OUT STOPPED SUSPENDED UPDATE_DB SOMETHING_NEW"
 ).split()
 """States of squeue(1) that a job leaves again, and one that no version has yet."""
+WORDS = words_of_slurm()
+RESOURCES = "BB Billing CPU Cpu Energy GRES License Mem Memory Node Unknown".split()
+STUCK = {
+    "scontrol release": ["JobHeldUser", "JobHoldMaxRequeue", "JobLaunchFailure"],
+    "staff": ["JobHeldAdmin"],
+    "--dependency": ["DependencyNeverSatisfied"],
+    "wait for the site": ["PartitionDown", "PartitionInactive", "BadConstraints", "ReqNodeNotAvail", "NodeDown"],
+    "partition allows": ["PartitionNodeLimit", "PartitionTimeLimit", "PartitionConfig", "MaxMemPerLimit"],
+    "correct `fill:`": ["InvalidAccount", "InvalidQOS", "AccountNotAllowed", "QOSNotAllowed"],
+    "--reservation": ["ReservationDeleted", "ReservationInvalid"],
+    "budget": [
+        *(f"{of}Grp{one}Minutes{end}" for of in ("Assoc", "QOS") for one in RESOURCES for end in ("", "Limit")),
+        *("AssocGrpWallLimit", "QOSGrpWallLimit"),
+    ],
+    "allow one job": [
+        *(
+            f"{of}Max{one}{limit}{end}"
+            for of in ("Assoc", "QOS")
+            for one in RESOURCES
+            for limit in ("PerJob", "PerNode", "MinutesPerJob")
+            for end in ("", "Limit")
+        ),
+        *("AssocMaxWallDurationPerJobLimit", "QOSMaxWallDurationPerJobLimit", "AssociationTimeLimit", "QOSTimeLimit"),
+        *("QOSMinCpuNotSatisfied", *(f"QOSMin{one}" for one in RESOURCES)),
+    ],
+}
+"""Reasons that no time clears, by words of what to do, after Slurm's job_reason_codes.html: limits of one job, and sums
+over "past, present and future jobs". Limits of the jobs that run at one time clear as others end."""
 
 
 @pytest.mark.parametrize(
@@ -125,3 +155,68 @@ def test_a_job_that_has_not_begun_is_cancelled_before_the_next_start(state: str)
 def test_a_job_that_has_begun_is_waited_for(state: str):
     (job,) = SLURM.read_listing(f"12 {state} None\n")
     assert job.began
+
+
+@pytest.mark.parametrize("version", WORDS)
+def test_every_state_of_a_version_is_an_end_where_slurm_itself_counts_it_finished(version: str):
+    """slurm_protocol_defs.h, IS_JOB_FINISHED: a base state beyond SUSPENDED; a flag is shown in place of the state."""
+    base = WORDS[version]["base"]
+    assert base[:3] == ["PENDING", "RUNNING", "SUSPENDED"]
+    assert SLURM.terminal == set(base[3:]) and SLURM.terminal.isdisjoint(WORDS[version]["flags"])
+    assert set(WORDS[version]["flags"]) <= set(ALIVE)
+
+
+@pytest.mark.parametrize("version", WORDS)
+def test_every_reason_of_a_version_is_told_with_what_to_do_or_is_ordinary_waiting(version: str):
+    told = {name: words for words, names in STUCK.items() for name in names}
+    reasons = WORDS[version]["reasons"]
+    assert len(reasons) > 190 and len(told.keys() & set(reasons)) > 70
+    for reason in reasons:
+        (job,) = SLURM.read_listing(f"12 PENDING {reason}\n")
+        advice = SLURM.what_to_do(job)
+        assert told[reason] in advice if reason in told else advice == "", reason
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        "job requeued in held state",
+        "job requeued in special exit state",
+        "launch failed requeued held",
+        "launch failure limit exceeded requeued held",
+        "user env retrieval failed requeued held",
+    ],
+)
+def test_sentences_that_squeue_shows_in_place_of_a_reason(reason: str):
+    """job_mgr.c sets them, squeue shows them as they are, and scontrol with underscores."""
+    for shown in (reason, reason.replace(" ", "_")):
+        (job,) = SLURM.read_listing(f"12 PENDING {shown}\n")
+        assert "scontrol release 12" in SLURM.what_to_do(job)
+
+
+def test_a_state_without_a_name_and_an_array_are_read():
+    assert SLURM.read_listing("12 ? None\n") == []
+    assert SLURM.ended(SLURM.read_states("12 ?\n", 0, ["12"]), ["12"]) == []
+    listed = SLURM.read_listing("12_[1-4%2] PENDING JobArrayTaskLimit\n12_3 RUNNING None\n")
+    assert listed == [
+        Job(id="12_[1-4%2]", state="PENDING", began=False, reason="JobArrayTaskLimit"),
+        Job(id="12_3", state="RUNNING", began=True),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("answer", "begin"),
+    [("2026-11-22T10:00:00", "2026-11-22T10:00:00"), ("N/A", ""), ("INVALID", ""), ("Unknown", ""), ("Sun 10:00", "")],
+)
+def test_when_a_job_begins_is_read_in_slurms_own_format_alone(answer: str, begin: str):
+    """`SLURM_TIME_FORMAT` in an account's environment changes it; an estimate is then left out."""
+    assert SLURM.read_begin(f"{answer}\n") == begin
+
+
+@pytest.mark.parametrize(
+    ("limit", "hours"),
+    [("infinite", 0), ("n/a", 0), ("INVALID", 0), ("30:00", 0.5), ("2:00:00", 2), ("1-00:00:00", 24), ("UNLIMITED", 0)],
+)
+def test_time_limits_of_partitions(limit: str, hours: float):
+    (found,) = SLURM.read_partitions(f"partition|gpu*|up|{limit}|4|64|gpu:a100:4(S:0-1)\n")
+    assert found.hours == hours and (found.name, found.default, found.gpus) == ("gpu", True, 4)
