@@ -8,9 +8,10 @@ import shlex
 from coordinator.config.deployments import Deployment
 from coordinator.preflight.remote import Answer, run
 from coordinator.preflight.row import Row, fail, ok, warning
-from coordinator.preflight.submission import submits_a_job, try_job
+from coordinator.preflight.submission import try_job
 from coordinator.schedulers.registry import scheduler
 from coordinator.schedulers.scheduler import BatchScheduler
+from facility.exchange.messages.strict_json import clean
 
 SBATCH_REFUSES = (
     (
@@ -79,7 +80,7 @@ def check_scheduler(name: str, deployment: Deployment, template: str, *, submit:
     job = re.sub(r"\{#.*?-#\}\s*", "", template, flags=re.DOTALL).replace("{{ streamflow_command }}", "sleep 1")
     ask = {"slurm": _slurm, "pbs": _pbs, "flux": _flux}.get(deployment.type, _other)
     rows.append(ask(name, deployment, job))
-    if submit and submits_a_job(deployment) and rows[-1].verdict != "fail":
+    if submit and not _batch(deployment).trial and rows[-1].verdict != "fail":
         rows.append(try_job(name, deployment, _batch(deployment), job))
     return rows
 
@@ -88,7 +89,7 @@ def _slurm(name: str, deployment: Deployment, job: str) -> Row:
     """`sbatch --test-only` checks everything and submits nothing (https://slurm.schedmd.com/sbatch.html)."""
     options = [f"--{_dashed(key)}={value}" for key, value in deployment.options.items() if value not in (True, False)]
     options += [f"--{_dashed(key)}" for key, value in deployment.options.items() if value is True]
-    script = f"sbatch --test-only {shlex.join(options)} <<'CROSSFED_JOB' 2>&1\n{job}\nCROSSFED_JOB\n"
+    script = f"{_batch(deployment).trial} {shlex.join(options)} <<'CROSSFED_JOB' 2>&1\n{job}\nCROSSFED_JOB\n"
     answer = run(deployment, script, seconds=60)
     said = _last(answer, "sbatch")
     if answer.code == 0:
@@ -148,7 +149,8 @@ def _pbs(name: str, deployment: Deployment, job: str) -> Row:
 
 
 def _other(name: str, deployment: Deployment, job: str) -> Row:
-    """A scheduler without a dry run: the queue that the template names is one of those it lists as open."""
+    """Any scheduler: the queue that the template names is one of those it lists as open, and its dry run, where it has
+    one, finds a place for the job."""
     queue, found = _batch(deployment), re.search(r"^#\$\s+-q\s+(\S+)", job, re.MULTILINE)
     answer = run(deployment, queue.survey + "\n")
     if answer.code != 0:
@@ -164,9 +166,17 @@ def _other(name: str, deployment: Deployment, job: str) -> Row:
         )
     if refused := queue.refusal(answer.out, job):
         return fail(name, "job accepted", refused, "correct `-pe` in the template or in its `resources` block")
-    return ok(
-        name, "job accepted", f"{queue.title} lists the queue as open (it cannot test a job without submitting it)"
-    )
+    if not queue.trial:
+        return ok(
+            name, "job accepted", f"{queue.title} lists the queue as open (it cannot test a job without submitting it)"
+        )
+    tried = run(deployment, f"{queue.trial} <<'CROSSFED_JOB' 2>&1\n{job}\nCROSSFED_JOB\n", seconds=60)
+    said = clean("; ".join(line for line in tried.out.splitlines() if line.strip()), 300)
+    if tried.code == 0:
+        return ok(name, "job accepted", f"{queue.trial}: {said}")
+    if queue.is_silence(tried.out + tried.error):
+        return fail(name, "job accepted", f"{queue.title} does not answer: {said}", "wait, or ask the site")
+    return fail(name, "job accepted", f"{queue.title} has no place for the job: {said}", queue.trial_advice)
 
 
 def _batch(deployment: Deployment) -> BatchScheduler:

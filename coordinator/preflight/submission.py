@@ -19,18 +19,6 @@ from facility.exchange.messages.strict_json import clean
 SECONDS = 60.0
 LOOK_SECONDS = 2.0
 CHECK, OUTPUT = "submitted job", "crossfed-check.log"
-DRY = ("slurm",)
-"""Schedulers that test a job without submitting it (`sbatch --test-only`)."""
-SUBMITS = {
-    "pbs": "qsub -N {name} -j oe -o {output}",
-    "flux": "flux batch --job-name={name} --output={output}",
-}
-"""Commands that take a script on their standard input; others say so by `BatchScheduler.submission`."""
-
-
-def submits_a_job(deployment: Deployment) -> bool:
-    """True where only a real job shows that the queue takes one."""
-    return deployment.type not in DRY
 
 
 def try_job(
@@ -44,7 +32,7 @@ def try_job(
     """Submit `job`, a filled template, and watch it. `ask`: runs a shell line at the facility."""
     ask = ask or (lambda line: run(deployment, f"{line}\n"))
     place = shlex.quote(deployment.workdir or ".")
-    submit = _submission(queue, f"crossfed-check-{name}", OUTPUT)
+    submit = queue.submission(f"crossfed-check-{name}", OUTPUT)
     answer = ask(f"mkdir -p {place} && cd {place} && {submit} <<'CROSSFED_JOB' 2>&1\n{job}\nCROSSFED_JOB")
     if answer.code != 0 or not (id := queue.read_id(answer.out)):
         said = clean("; ".join((answer.out + answer.error).split("\n")[-6:]).strip("; "), 300)
@@ -59,12 +47,6 @@ def try_job(
             state = states.get(id, "without an answer")
             return ok(name, CHECK, f"taken as job {id}, {state.lower()} after {seconds:g} s; cancelled")
         time.sleep(min(LOOK_SECONDS, seconds))
-
-
-def _submission(queue: BatchScheduler, job_name: str, output: str) -> str:
-    if queue.name in SUBMITS:
-        return SUBMITS[queue.name].format(name=shlex.quote(job_name), output=shlex.quote(output))
-    return queue.submission(job_name, output)
 
 
 def _states(queue: BatchScheduler, id: str, ask: Callable[[str], Answer]) -> dict[str, str]:

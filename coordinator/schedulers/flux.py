@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -33,6 +34,9 @@ class Flux(BatchScheduler):
             "its queue is stopped: wait for the site, or name another in `fill: {queue: ...}`",
         ),
     )
+
+    def submission(self, name: str, output: str) -> str:
+        return f"flux batch --job-name={shlex.quote(name)} --output={shlex.quote(output)}"
 
     def listing(self, name: str) -> str:
         wanted = "'{id} {state} urgency={urgency} queue={queue} {dependencies}'"

@@ -34,6 +34,11 @@ class GridEngine(BatchScheduler):
         "failed receiving gdi request",
         "can't find connection",
     )
+    trial = "qsub -w v -cwd"
+    trial_advice = (
+        "compare `-pe`, `-l` and h_rt of the template with the queue; `qconf -sc` lists the resources: of one with "
+        "consumable YES each slot of `-pe` takes as much as `-l` asks for, with JOB the whole job does"
+    )
     survey = (
         "qconf -sql && qconf -spl && qhost && qstat -g c && for queue in $(qconf -sql); do qconf -sq $queue; done && "
         'for pe in $(qconf -spl); do qconf -sp "$pe"; done'

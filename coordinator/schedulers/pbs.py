@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,6 +47,9 @@ class PBS(BatchScheduler):
             "the queue is closed: wait for the site, or name another in `fill: {queue: ...}`",
         ),
     )
+
+    def submission(self, name: str, output: str) -> str:
+        return f"qsub -N {shlex.quote(name)} -j oe -o {shlex.quote(output)}"
 
     def listing(self, name: str) -> str:
         return f'ids=$(qselect -u "$(id -un)" -N {name}) && {{ [ -z "$ids" ] || qstat -f -F json $ids; }}'

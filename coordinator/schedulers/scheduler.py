@@ -145,6 +145,10 @@ class BatchScheduler(Scheduler):
     output_file: ClassVar[str] = ""
     """File in the job's directory to send its output to; '': the scheduler writes there by itself."""
 
+    trial: ClassVar[str] = ""
+    """Command that has the scheduler judge the job script on its standard input and takes no job; '': it has none."""
+    trial_advice: ClassVar[str] = "mend the template; the words are the scheduler's"
+    """What to do where it refuses the script."""
     survey: ClassVar[str] = ""
     """Shell line that prints the scheduler's partitions and the account's rights, for `crossfed quickstart`; fails
     where this scheduler is not in use."""
@@ -170,7 +174,7 @@ class BatchScheduler(Scheduler):
         return f"tail -c {OUTPUT_BYTES} {shlex.quote(path)}"
 
     def submission(self, name: str, output: str) -> str:
-        """Shell command that submits the job script on its standard input, for `connector` `shell_queue:ShellQueue`."""
+        """Shell command that submits the job script on its standard input; `output`: file for what the job prints."""
         raise NotImplementedError(f"{self.title} is submitted to by {self.connector}")
 
     @abstractmethod

@@ -21,6 +21,7 @@ class Slurm(BatchScheduler):
     name, title, program = "slurm", "Slurm", "sbatch"
     connector = "streamflow.deployment.connector.queue_manager:SlurmConnector"
     limit_signal = "#SBATCH --signal=USR1@300"
+    trial = "sbatch --test-only"
     survey = (
         "sinfo -h -o 'partition|%P|%a|%l|%D|%c|%G' && scontrol -o show partition && "
         '{ sacctmgr -nP show assoc "user=$(id -un)" format=account 2>/dev/null | sed "s/^/account|/"; }'

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
+from coordinator.preflight import scheduler as preflight
 from coordinator.preflight.remote import Answer
 from coordinator.preflight.row import Row
-from coordinator.preflight.submission import submits_a_job, try_job
+from coordinator.preflight.submission import try_job
 from coordinator.schedulers.registry import scheduler
 from coordinator.schedulers.scheduler import BatchScheduler
 from tests.deployments import read_deployment
@@ -58,6 +61,34 @@ def test_a_queue_that_does_not_exist_is_told_in_the_sites_words():
     assert row.verdict == "fail" and "queue" in row.found, row
 
 
-def test_slurm_tests_a_job_without_taking_it():
-    slurm = read_deployment({"type": "slurm", "host": "login", "workdir": "/w", "template": "slurm"}, "d")
-    assert submits_a_job(DEPLOYMENT) and not submits_a_job(slurm)
+@pytest.mark.parametrize(
+    ("answer", "verdict", "words"),
+    [
+        ("ok", "ok", "verification: found suitable queue(s)"),
+        ("gpu", "fail", 'cannot run in PE "smp" because it only offers 0 slots'),
+        ("long", "fail", "(-l h_rt=172800) cannot run in queue"),
+        ("complex", "fail", 'unknown resource "gpus"'),
+        ("down", "fail", "does not answer"),
+    ],
+)
+def test_grid_engine_is_asked_whether_the_job_could_run(
+    monkeypatch: pytest.MonkeyPatch, answer: str, verdict: str, words: str
+):
+    """`qsub -w v` takes no job. Recorded on a host with 4 slots, a complex gpu=4 (consumable YES) and 24 hours."""
+    tried = recorded("gridengine-down-qsub" if answer == "down" else f"gridengine-qsub-w-v-{answer}")
+    lists = said("qconf-sql", "qconf-spl", "qhost", "qstat-g-c", "qconf-sq", "qconf-sp")
+    site = Site(("command -v", "/usr/bin/qsub\n", 0), ("qconf", lists, 0), ("qsub -w v", tried.texts[0], tried.code))
+    monkeypatch.setattr(preflight, "run", lambda deployment, line, seconds=0.0: site(line))
+    *_, row = preflight.check_scheduler("a", DEPLOYMENT, JOB, submit=True)
+    assert (row.check, row.verdict) == ("job accepted", verdict) and words in row.found, row
+    assert ("consumable YES" in row.fix) == (answer in ("gpu", "long", "complex"))
+    assert JOB in site.asked[-1] and not any("-terse" in line for line in site.asked), "a dry run takes no job"
+
+
+@pytest.mark.parametrize("name", ["slurm", "pbs", "flux", "gridengine"])
+def test_only_a_scheduler_without_a_dry_run_is_given_a_job(name: str):
+    queue = scheduler(name)
+    assert isinstance(queue, BatchScheduler) and bool(queue.trial) == (name in ("slurm", "gridengine"))
+    if name != "slurm":
+        words = queue.submission("a b", "o p")
+        assert words.split()[0] == queue.program and "'a b'" in words and "'o p'" in words

@@ -102,6 +102,9 @@ def test_how_a_job_ended_comes_from_accounting():
     deleted = said.replace("1", "2") + recorded("gridengine-qacct-j-deleted").out
     ended = SCHEDULER.read_ending(deleted, 0, "2")
     assert ended is not None and ended.code is None and "137" in ended.detail and ended.step_code == 7
+    limit = SCHEDULER.read_ending(said + recorded("gridengine-qacct-j-limit").out, 0, "1")
+    assert limit is not None and limit.code is None and limit.step_code == 7
+    assert "qmaster enforced h_rt" in limit.problem, "the time limit is told in grid engine's words"
     never = SCHEDULER.read_ending(said.replace("1", "3") + recorded("gridengine-qacct-j-never").err, 0, "3")
     assert never is not None and never.state == FORGOTTEN and "never began" in never.problem
     assert SCHEDULER.read_ending(recorded("gridengine-qstat-running").out, 0, "1") is None
