@@ -232,7 +232,13 @@ if [ -n "$gate" ]; then
     {
         echo '#!/bin/bash'
         echo "# Written by facility/setup.sh --gate; sshd runs it in place of whatever the coordinator asks for."
-        echo 'unset BASH_ENV ENV LD_PRELOAD PYTHONPATH PYTHONHOME PYTHONSTARTUP'
+        echo '# Variables that a client may send (AcceptEnv) and that lead Python, the loader, the scheduler or a job astray.'
+        echo 'for name in $(compgen -e); do'
+        echo '    case $name in BASH_*|ENV|IFS|PS4|LD_*|PYTHON*|CROSSFED_*|SLURM_*|SBATCH_*|SQUEUE_*|SCANCEL_*|SACCT_*|SCONTROL_*|PBS_*|FLUX_*|HF_*|TRANSFORMERS_*|TORCH*|TRITON_*|CUDA_*|NCCL_*) unset "$name" ;; esac'
+        echo 'done'
+        for name in SLURM_CONF PBS_CONF_FILE PBS_EXEC PBS_SERVER FLUX_URI; do  # where the scheduler is, as it is known here
+            [ -z "${!name:-}" ] || echo "export $name=$(quote "${!name}")"
+        done
         echo "export PATH=$(quote "$PATH") CROSSFED_HOME=$(quote "$home") CROSSFED_STATE=$(quote "$home/state")"
         [ -z "${LD_LIBRARY_PATH:-}" ] || echo "export LD_LIBRARY_PATH=$(quote "$LD_LIBRARY_PATH")"
         echo "exec $(quote "$run") -s -P -c $(quote 'import sys; sys.path.insert(0, sys.argv.pop(1)); from facility.gate import main; sys.exit(main())') $(quote "$here") --policy $(quote "$home/policy.yml") --key \"\$1\""

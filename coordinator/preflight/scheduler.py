@@ -9,6 +9,7 @@ from coordinator.config.deployments import Deployment
 from coordinator.preflight.remote import Answer, run
 from coordinator.preflight.row import Row, fail, ok, warning
 from coordinator.preflight.submission import try_job
+from coordinator.schedulers.directives import directive, nodes_asked
 from coordinator.schedulers.registry import scheduler
 from coordinator.schedulers.scheduler import BatchScheduler
 from facility.exchange.messages.strict_json import clean
@@ -187,7 +188,7 @@ def _batch(deployment: Deployment) -> BatchScheduler:
 
 def _flux(name: str, deployment: Deployment, job: str) -> Row:
     """`flux batch --dry-run` asks no server, so the queues and resources are asked after."""
-    wanted = deployment.options.get("queue") or _directive(job, r"(?:--queue[= ]|-q ?)(\S+)")
+    wanted = deployment.options.get("queue") or directive(job, r"(?:--queue[= ]|-q ?)(\S+)")
     answer = run(deployment, "flux queue list && flux queue status && flux resource list\n")
     if answer.code != 0:
         return fail(
@@ -235,17 +236,14 @@ def flux_refusal(text: str, queue: str, nodes: int) -> tuple[str, str]:
 def wanted_nodes(deployment: Deployment, template: str) -> tuple[int, int]:
     """Nodes and GPUs a node that the job asks for, as options or directives say; 1 and 0 where they do not."""
     options = deployment.options
-    nodes = str(
-        options.get("nodes") or _directive(template, r"--nodes[= ](\d+)") or _directive(template, r"select=(\d+)") or 1
-    )
     gpus = str(
         options.get("gpusPerNode")
-        or _directive(template, r"--gpus-per-node[= ](?:\w+:)*(\d+)")
-        or _directive(template, r"gres[= ]gpu:(?:\w+:)*(\d+)")
-        or _directive(template, r"ngpus=(\d+)")
+        or directive(template, r"--gpus-per-node[= ](?:\w+:)*(\d+)")
+        or directive(template, r"gres[= ]gpu:(?:\w+:)*(\d+)")
+        or directive(template, r"ngpus=(\d+)")
         or 0
     )
-    return int(nodes.split("-")[-1]), int(gpus.split(":")[-1])
+    return nodes_asked(options, template) or 1, int(gpus.split(":")[-1])
 
 
 def wanted_hours(deployment: Deployment, template: str) -> float:
@@ -254,10 +252,10 @@ def wanted_hours(deployment: Deployment, template: str) -> float:
         deployment.options.get("time")
         or deployment.options.get("timeLimit")
         or (deployment.options.get("resources") or {}).get("walltime")
-        or _directive(template, r"--time[= ](\S+)")
-        or _directive(template, r"walltime=(\S+)")
-        or _directive(template, r"--time-limit[= ](\S+)")
-        or _directive(template, r"h_rt=(\S+)")
+        or directive(template, r"--time[= ](\S+)")
+        or directive(template, r"walltime=(\S+)")
+        or directive(template, r"--time-limit[= ](\S+)")
+        or directive(template, r"h_rt=(\S+)")
         or ""
     )
     if found := re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text):  # Flux
@@ -268,12 +266,6 @@ def wanted_hours(deployment: Deployment, template: str) -> float:
     numbers = [float(part) for part in clock.split(":")]
     units = (1.0, 1 / 60, 1 / 3600) if dash or len(numbers) == 3 else (1 / 60, 1 / 3600)
     return 24 * float(days or 0) + sum(number * unit for number, unit in zip(numbers, units, strict=False))
-
-
-def _directive(template: str, pattern: str) -> str:
-    lines = "\n".join(line for line in template.splitlines() if re.match(r"#(SBATCH|PBS|flux:|\$ )", line))
-    found = re.search(pattern, lines)
-    return found.group(1) if found else ""
 
 
 def _dashed(name: str) -> str:

@@ -19,6 +19,7 @@ from streamflow.deployment.connector.queue_manager import QueueManagerConnector
 
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.rounds.ahead import remembered_placeholder
+from coordinator.schedulers.directives import nodes_asked
 from coordinator.schedulers.scheduler import BatchScheduler, Job
 from coordinator.streamflow_plugin.gate import GatedSSHConnector, GateRefused
 from coordinator.streamflow_plugin.handing_over import ByGate, ByShell, Submission
@@ -144,6 +145,12 @@ class AheadQueue(PatientQueue):
         if job_id.startswith(REFUSED):
             raise WorkflowExecutionException(self._endings.pop(job_id).detail)
         return job_id
+
+    def nodes_of(self, location: ExecutionLocation) -> int:
+        if self._gate is not None:  # its template is the site's own
+            return 0
+        service = self.services.get(location.service) if location.service else None
+        return nodes_asked(vars(service) if service else {}, self.template_map.get_command("", location.service))
 
     def template_of(self, location: ExecutionLocation) -> str:
         service = self.services.get(location.service) if location.service else None

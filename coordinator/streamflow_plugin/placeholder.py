@@ -71,6 +71,9 @@ class Queue(Lines, Protocol):
     def template_of(self, location: ExecutionLocation) -> str:
         """The job template with nothing in it."""
 
+    def nodes_of(self, location: ExecutionLocation) -> int:
+        """Nodes that a job asks for; 0 where nothing here says."""
+
 
 @dataclass(kw_only=True)
 class RoundJob:
@@ -281,6 +284,11 @@ class Ahead:
                 "most, which count"
             )
             waited = replace(waited, seconds=most)
+        if 0 < (nodes := self.queue.nodes_of(location)) < waited.nodes:
+            logger.warning(
+                f"{self.facility} says that job {found.job} has {waited.nodes} nodes; it asked for {nodes}, which count"
+            )
+            waited = replace(waited, nodes=nodes)
         if until - waited.seconds < handed:
             until = handed  # it was at work before it had its round
         self._learn(self.seen.with_wait(until - waited.seconds - found.placed))

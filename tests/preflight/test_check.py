@@ -517,6 +517,8 @@ def test_ssh_reads_the_files_that_the_engine_reads(tmp_path: Path, monkeypatch: 
         ({}, "#SBATCH --nodes=4\n#SBATCH --gres=gpu:a100:8\n#SBATCH --time=1-12:30:00\n", (4, 8), 36.5),
         ({"nodes": "2-6", "time": "90", "gpusPerNode": "a100:4"}, "#SBATCH --nodes=4\n", (6, 4), 1.5),
         ({}, "#PBS -l select=3:ncpus=32:ngpus=2\n#PBS -l walltime=02:15:00\n", (3, 2), 2.25),
+        ({}, "#PBS -l select=2:ncpus=8:ngpus=1+4:ncpus=2+ncpus=1\n", (7, 1), 0.0),
+        ({}, "#SBATCH -N 2-3 --exclusive\n", (3, 0), 0.0),
         ({}, "#flux: --nodes=5\n#flux: --time-limit=30m\n", (5, 0), 0.5),
         ({}, "echo --nodes=9\n", (1, 0), 0.0),
     ],

@@ -246,6 +246,56 @@ def tiny_wheel(wheelhouse: Path) -> Path:
     return path
 
 
+def what_a_client_sends_reaches_nothing(place: Path, setup: list[str]) -> None:
+    """sshd hands a client's variables over where the site's AcceptEnv lets it; a gate's scheduler sees none of them."""
+    home, programs, seen = place / "home", place / "programs", place / "seen"
+    programs.mkdir()
+    (programs / "sbatch").write_text(f"#!/bin/bash\ncat >/dev/null\nenv -0 >{seen}\n")
+    (programs / "sbatch").chmod(0o755)
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", place / "key"], check=True)
+    told = subprocess.run(["ssh-keygen", "-lf", place / "key.pub"], capture_output=True, text=True, check=True)
+    (home / "coordinators").touch()
+    policy = {
+        "facility": "alpha",
+        "federations": ["heron"],
+        "keys": [told.stdout.split()[1]],
+        "coordinators": str(home / "coordinators"),
+        "workdir": str(place / "work"),
+        "datasets": [str(place)],
+        "scheduler": "slurm",
+        "template": "slurm",
+        "fill": {"account": "a", "partition": "p"},
+    }
+    (home / "policy.yml").write_text(json.dumps(policy))
+    here = os.environ | {"PATH": f"{programs}:{os.environ['PATH']}", "SLURM_CONF": "/etc/slurm/ours.conf"}
+    gate = [*setup, "--gate", str(place / "key.pub"), "--authorized-keys", str(place / "authorized")]
+    made = subprocess.run(gate, capture_output=True, text=True, env=here)
+    assert made.returncode == 0, made.stderr
+    evil = place / "evil"
+    evil.mkdir()
+    for name in ("sitecustomize", "usercustomize", "yaml", "facility"):
+        (evil / f"{name}.py").write_text(f"open({str(place / 'ran')!r}, 'w')")
+    sent = {
+        "SSH_ORIGINAL_COMMAND": "crossfed-gate test-job",
+        "HOME": str(place),
+        "LANG": "C.UTF-8",
+        "PYTHONPATH": str(evil),
+        "PYTHONUSERBASE": str(evil),
+        "LD_LIBRARY_PATH": str(evil),
+        "SLURM_CONF": f"{evil}/slurm.conf",
+        "SBATCH_ACCOUNT": "another",
+        "CROSSFED_STATE": str(evil),
+        "CROSSFED_MINIMUM_SUM": "1",
+        "HF_HOME": str(evil),
+    }
+    done = subprocess.run([home / "crossfed-gate", policy["keys"][0]], env=sent, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = dict(one.split("=", 1) for one in seen.read_text().split("\0") if one)
+    assert not (place / "ran").exists() and str(evil) not in str(found.values())
+    assert found["SLURM_CONF"] == "/etc/slurm/ours.conf" and found["CROSSFED_STATE"] == str(home / "state")
+    assert not {"SBATCH_ACCOUNT", "CROSSFED_MINIMUM_SUM", "HF_HOME", "PYTHONPATH"} & set(found)
+
+
 def test_a_bundle_is_verified_before_it_is_installed(tmp_path: Path):
     out = tmp_path / "b"
 
@@ -299,8 +349,8 @@ def test_a_bundle_is_verified_before_it_is_installed(tmp_path: Path):
     (out / "SHA256SUMS").unlink()
     assert "has no SHA256SUMS" in refused()
     (out / "SHA256SUMS").write_bytes(kept)
-    told = subprocess.run(["bash", out / "crossfed/facility/setup.sh", *options], capture_output=True, text=True)
-    assert told.returncode == 0 and not compiled.exists(), told.stderr
+    what_a_client_sends_reaches_nothing(tmp_path, ["bash", str(out / "crossfed/facility/setup.sh"), *options])
+    assert not compiled.exists()
     tiny_wheel(out / "wheelhouse").rename(out / "wheelhouse/tiny_thing-1.3-py3-none-any.whl")
     tiny_wheel(out / "wheelhouse")
     with pytest.raises(InputError, match="holds tiny-thing 1.2 and 1.3"):

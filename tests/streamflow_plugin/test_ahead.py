@@ -51,6 +51,7 @@ class Site:
     lost: list[str] = field(default_factory=list)
     """Of the next answers: `before` the line ran, or `after`; '': not lost."""
     template: str = "one"
+    nodes: int = 0
     refuses: bool = False
     deployment_name: str = "facility-a"
     pollingInterval: int = 1
@@ -118,6 +119,9 @@ class Site:
 
     def template_of(self, location: Any) -> str:
         return self.template
+
+    def nodes_of(self, location: Any) -> int:
+        return self.nodes
 
     def submit(self, directory: str) -> str:
         id = self.wording.id(100 + len(self.jobs))
@@ -297,6 +301,16 @@ def test_a_facility_says_of_no_job_that_it_waited_for_longer_than_it_can_have(wo
     world.let(5)
     (waited,) = told(world, "waited")
     assert not waited["handed"] and WAIT <= waited["seconds"] <= WAIT + 3600
+
+
+@pytest.mark.parametrize(("asked", "counted"), [(0, 2), (1, 1), (2, 2), (8, 2)])
+def test_a_job_counts_with_no_more_nodes_than_it_asked_for(world: World, asked: int, counted: int):
+    world.site.nodes = asked
+    job = one_ahead(world)
+    assert world.round(1) == job
+    world.site.begin(job)
+    world.work_through(job)
+    assert [one["nodes"] for one in told(world, "waited")] == [counted]
 
 
 def test_a_job_that_waits_is_given_its_round_and_its_wait_is_told(world: World):
