@@ -112,6 +112,11 @@ def train_alone(job: Job, received: Manifest) -> Ending:
 
     Where updates are masked the model stays here, to be evaluated here, and what is told holds no weights.
     """
+    if job.settings.differential is not None:
+        raise InputError(
+            "training alone spends a privacy budget of its own, beside that of the federation's rounds: with "
+            "privacy.differential nothing is trained alone"
+        )
     own = OwnModel(job.state)
     wanted = rounds_alone(received, job.settings.facility)
     if not wanted:

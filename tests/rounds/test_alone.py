@@ -102,3 +102,16 @@ def test_a_facility_that_masks_trains_alone_and_hands_out_no_model(tmp_path: Pat
     (words,) = started
     assert Path(words[words.index("--out") + 1]).is_relative_to(tmp_path / "kept")
     assert verify_manifest(OwnModel(tmp_path / "kept").model(1)).parameters > 0, "it stays here"
+
+
+def test_training_alone_is_no_second_privacy_budget(tmp_path: Path, pico_llama: Path, monkeypatch):
+    """It would keep a ledger of its own, forgotten with every new run: an order for each would buy the budget again."""
+    monkeypatch.chdir(tmp_path)
+    settings, dataset = write_settings(tmp_path / "settings.json", rounds=2), write_dataset(tmp_path / "data")
+    differential = {"epsilon": 8.0, "delta": 1e-3, "unit": "block"}
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"differential": differential}))
+    for run in ("r1", "r2"):
+        sent = order(tmp_path / f"sent-{run}", 1, model=pico_llama, run=run)
+        failure = read_failure(job(tmp_path / f"job-{run}", sent, dataset, settings))
+        assert failure is not None and "training alone" in failure.reason and not failure.again
+    assert not list((tmp_path / "kept").rglob("*.jsonl")) and not list(tmp_path.rglob("*/update/*.safetensors"))

@@ -41,3 +41,27 @@ def test_a_spent_budget_releases_nothing_more(before: int):
     with pytest.raises(OutOfBudget, match=r"60 steps have|90 steps have") as caught:
         choose([steps(before, choose([], PLANNED))], 20)
     assert "of 3 (delta 1e-05), and 20 more do not fit" in str(caught.value)
+
+
+ORDERS = {
+    "rewound to the middle": [(60, 40, RATE), (40, 40, RATE), (40, 40, RATE)],
+    "told one round after the other that it is the last": [(10, 10, RATE)] * 2,
+    "with other batches": [(60, 30, RATE), (30, 30, 5 * RATE)],
+}
+"""Steps that are left by the settings of an attempt, those of them that it takes, and its sampling rate."""
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_in_whatever_order_a_coordinator_asks_the_budget_is_spent_once(order: str):
+    """The ledger stays at the facility: a rewound federation has given away what it gave away."""
+    before: list[Releases] = []
+    taken = 0
+    for left, done, rate in ORDERS[order]:
+        try:
+            noise = choose_noise(SETTINGS, before, planned=PLANNED, left=left, sampling_rate=rate, what="steps")
+        except OutOfBudget:
+            continue
+        before.append(Releases(count=done, noise_multiplier=noise, sampling_rate=rate))
+        taken += 1
+        assert epsilon_of(before, SETTINGS.delta) <= SETTINGS.epsilon
+    assert 0 < taken and epsilon_of(before, SETTINGS.delta) > 0
