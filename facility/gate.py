@@ -142,9 +142,10 @@ def serve(session: Session, command: str | None) -> int:
         session.write("broken off", request=told)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains at its own end
         return 2
-    except (CrossFedError, OSError, ValueError) as error:
-        session.write("failed", request=told, reason=str(error)[:1000])
-        print(f"error: {error}", file=sys.stderr)
+    except Exception as error:  # whatever it is, it is on record
+        reason = str(error) if isinstance(error, CrossFedError | OSError | ValueError) else repr(error)
+        session.write("failed", request=told, reason=reason[:1000])
+        print(f"error: {reason}", file=sys.stderr)
         return 2
 
 

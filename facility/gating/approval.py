@@ -11,9 +11,11 @@ from typing import Any
 from facility.exchange.errors import CrossFedError, InputError
 from facility.exchange.files.audit_log import HEAD
 from facility.exchange.files.paths import resolve
+from facility.exchange.messages.manifest import MOST_BYTES as MANIFEST_BYTES
 from facility.exchange.messages.manifest import NAME, Manifest, manifest_if_any, run_of, sha256_of
 from facility.exchange.messages.masking import ENCODING, MaskingSettings
 from facility.exchange.messages.order import verify_order
+from facility.exchange.messages.settings import MOST_BYTES as SETTINGS_BYTES
 from facility.exchange.messages.settings import FacilitySettings, read_facility_settings
 from facility.gating.confine import confined
 from facility.gating.grammar import Request
@@ -67,6 +69,8 @@ def approve(session: Session, request: Request) -> Approved:
     roster = confined(request["roster"], session.workdir, follow=True) if "roster" in request.given else None
     number = int(request["round"])
     try:
+        check_length(settings_file, SETTINGS_BYTES)
+        check_length(model / NAME, MANIFEST_BYTES)
         before = sha256_of(settings_file), sha256_of(model / NAME)
         settings = read_facility_settings(settings_file)
         check_names(session, settings)
@@ -111,6 +115,12 @@ def approve(session: Session, request: Request) -> Approved:
         head=str(order.extra.get(HEAD, ""))[:64],
         roster=roster,
     )
+
+
+def check_length(file: Path, most: int) -> None:
+    """Raise `Refused` for a file that is too large, which could take for ever to hash. Raises `OSError` without it."""
+    if (size := file.stat().st_size) > most:
+        raise Refused(f"{file.name} has {size} bytes, expected at most {most}")
 
 
 def check_names(session: Session, settings: FacilitySettings) -> None:

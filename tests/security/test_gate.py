@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import resource
 import subprocess
 import sys
 import tarfile
@@ -362,6 +363,33 @@ def test_what_the_policy_does_not_allow_is_refused_before_a_node_hour_with_the_r
     assert b"failure.json" in listed, "the coordinator can fetch the reason"
     failure = read_failure(site.workdir / "job" / "update")
     assert failure is not None and reason in failure.reason and failure.facility == "alpha"
+
+
+ODD = {
+    "nested": ('{"a":' + "[" * 200_000 + "]" * 200_000 + "}").encode(),
+    "digits": b'{"rounds": ' + b"9" * 5000 + b"}",
+    "a lone surrogate": b'{"federation": "\\ud800"}',
+    "not a number": b'{"rounds": NaN}',
+    "a list": b"[]",
+    "UTF-16": b"\xff\xfe{\x00}\x00",
+    "terabytes": b"",
+}
+
+
+@pytest.mark.parametrize("file", ["in/alpha.json", "in/model/manifest.json"])
+@pytest.mark.parametrize("name", ODD)
+def test_odd_settings_and_manifests_are_refused_at_once_with_the_reason(site: Gate, name: str, file: str):
+    request, place = site.round(), site.workdir / file
+    place.write_bytes(ODD[name])
+    if not ODD[name]:
+        os.truncate(place, 1 << 40)  # a sparse file, as put-piece makes it
+    before, begun = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    code, _, error = site.ask(request)
+    assert code == 77 and error.startswith("refused by the gate: "), error
+    assert site.log()[-1]["what"] == "refused" and not [one for one, _ in site.calls if one[0] == "sbatch"]
+    failure = read_failure(site.workdir / "job" / "update")
+    assert failure is not None and failure.facility == "alpha"
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000 and time.process_time() - begun < 5
 
 
 @pytest.mark.parametrize(("kind", "taken"), [("models", True), ("alone", True), ("update", False)])

@@ -23,6 +23,8 @@ from facility.exchange.text import Line, Name, Pattern
 from facility.exchange.validation import NonNegative, Positive, Share, parse, validated, with_settings
 
 FORMAT = 1
+MOST_BYTES = 8 << 20
+"""Of a settings file."""
 T = TypeVar("T")
 SPARSE_DENSITY = 0.75
 """Share of the values that `sparse` sends by default."""
@@ -266,9 +268,15 @@ def read_settings(kind: type[T], path: Path, *, newest: int, advice: str) -> T:
     Raises `ConfigurationError`.
     """
     try:
-        raw = json.loads(Path(path).read_text())
+        with open(path, "rb") as file:
+            content = file.read(MOST_BYTES + 1)
+        raw = json.loads(content.decode()) if len(content) <= MOST_BYTES else None
+    except RecursionError:
+        raise ConfigurationError("cannot be read: it is nested too deep", file=path) from None
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"cannot be read: {error}", file=path) from None
+    if len(content) > MOST_BYTES:
+        raise ConfigurationError(f"cannot be read: it is larger than {MOST_BYTES} bytes", file=path)
     settings = parse(kind, raw, file=path)
     found = getattr(settings, "format")  # noqa: B009 (every rendered dataclass has one)
     if found > newest:
