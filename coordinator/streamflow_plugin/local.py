@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from streamflow.core.deployment import ExecutionLocation
+from streamflow.core.scheduling import Hardware
 from streamflow.deployment.connector.local import LocalConnector
 
 from coordinator.archive.audit import VARIABLE as LOG
@@ -29,7 +30,14 @@ OURS, FACILITIES = ForkedSteps(), ForkedSteps(hidden=(VARIABLE, LOG))
 
 
 class TellingLocalConnector(LocalConnector):
-    """`type: local`, the same settings."""
+    """`type: local`, the same settings. Cores, memory and disks of this machine are those of all such connectors."""
+
+    machine: Hardware | None = None
+
+    def __init__(self, *args: Any, **rest: Any) -> None:
+        super().__init__(*args, **rest)
+        hardware: Hardware = TellingLocalConnector.machine or self._hardware  # type: ignore[has-type]
+        TellingLocalConnector.machine = self._hardware = hardware
 
     async def run(
         self,

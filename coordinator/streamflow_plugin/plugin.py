@@ -21,12 +21,14 @@ from coordinator.streamflow_plugin.gate import GatedSSHConnector
 from coordinator.streamflow_plugin.local import TellingLocalConnector
 from coordinator.streamflow_plugin.ssh import ParallelSSHConnector
 from coordinator.streamflow_plugin.system_ssh import SystemSSHConnector
+from coordinator.streamflow_plugin.waiting_jobs import FirstComeScheduler
 
 
 class CrossFedPlugin(StreamFlowPlugin):
     def register(self) -> None:
         facility_steps.install()
         many_steps.install()
+        self.register_scheduler("default", FirstComeScheduler)
         self.register_data_manager("default", facility_steps.CarefulDataManager)
         self.register_connector("ssh", ParallelSSHConnector)
         self.register_connector("gate", GatedSSHConnector)

@@ -30,6 +30,8 @@ from coordinator.engine.render import write
 from tests.engine.engines import bare_environment
 from tests.federations import write_federation
 
+ROOT = Path(__file__).resolve().parents[2]
+
 
 def run(facilities: int, rounds: int, profile: Path | None = None) -> dict[str, Any]:
     """One federation to its end: seconds, CPU seconds and the engine's largest resident set."""
@@ -50,12 +52,14 @@ def run(facilities: int, rounds: int, profile: Path | None = None) -> dict[str, 
         (root / "engine").mkdir()
         profiler = [sys.executable, "-m", "cProfile", "-o", str(profile), "-m"] if profile else []
         engine = [*profiler, "streamflow"]
+        environment = bare_environment(root / "engine")
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
         with open(root / "log", "w") as log:
             process = subprocess.Popen(
                 [*engine, "run", "--outdir", str(root / "engine" / "out"), "streamflow.yml"],
                 cwd=path.parent,
-                env=bare_environment(root / "engine"),
+                env=environment,
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
