@@ -11,7 +11,7 @@ from pathlib import Path
 
 from facility.exchange.files.sweep import sweep_engine_directories
 from facility.exchange.messages.comparison import ALONE, MODELS
-from facility.exchange.messages.manifest import manifest_if_any
+from facility.exchange.messages.manifest import NAME, manifest_if_any
 
 
 def sweep_round(
@@ -34,4 +34,4 @@ def sweep_round(
             return but is not None and directory.resolve() != but.resolve()
         return manifest.round <= round if manifest.kind == "update" else manifest.round < round - behind
 
-    return sweep_engine_directories(job_directory, is_over)
+    return sweep_engine_directories(job_directory, is_over, known_by=NAME)

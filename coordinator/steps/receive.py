@@ -40,6 +40,7 @@ from facility.exchange.files.audit_log import HEAD
 from facility.exchange.files.durable import new_directory
 from facility.exchange.files.links import link_tree
 from facility.exchange.files.paths import resolve
+from facility.exchange.files.sweep import remove_transferred
 from facility.exchange.logs import add_log_options
 from facility.exchange.messages import report
 from facility.exchange.messages.comparison import ALONE, GLOBAL, MODELS
@@ -313,6 +314,8 @@ def main() -> int:
     shutil.rmtree(decoded, ignore_errors=True)
     with new_directory(arguments.out) as temporary:
         report.write(temporary, failure)
+    if arguments.update is not None:  # nothing in it says of which federation and round it is, or nothing that counts
+        remove_transferred(Path.cwd(), arguments.update)
     log.warning("round %d goes on without %s: %s", arguments.round, arguments.facility, failure.reason)
     emit("refused", facility=arguments.facility, round=arguments.round, reason=failure.reason)
     if lines := failure.log_tail.splitlines()[-LOG_LINES:]:

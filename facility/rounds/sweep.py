@@ -12,7 +12,7 @@ from pathlib import Path
 
 from facility.exchange.files.sweep import sweep_engine_directories
 from facility.exchange.messages.comparison import MODELS
-from facility.exchange.messages.manifest import Manifest, manifest_if_any
+from facility.exchange.messages.manifest import NAME, Manifest, manifest_if_any
 from facility.exchange.messages.settings import FacilitySettings
 from facility.rounds.kept import by_round
 
@@ -35,7 +35,7 @@ def sweep(job_directory: Path, settings: FacilitySettings, round: int, received:
         behind = settings.behind if manifest.kind == "model" else 0
         return mine and manifest.federation == settings.federation and manifest.round < round - behind
 
-    return sweep_engine_directories(job_directory, is_over)
+    return sweep_engine_directories(job_directory, is_over, known_by=NAME)
 
 
 def forget_earlier(state: Path, round: int) -> list[Path]:

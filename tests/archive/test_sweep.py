@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import os
+import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.archive.sweep import sweep_round
+from facility.exchange.files.durable import new_directory
+from facility.exchange.files.sweep import ABANDONED_SECONDS, remove_transferred
 from facility.exchange.messages.manifest import Manifest, write_manifest
 from tests.examples import examples
 
 
-def engine_directory(workdir: Path, name: str, *, kind: str, federation: str = "f", round: int) -> Path:
-    directory = workdir / str(uuid.uuid4()) / name
+def engine_directory(
+    workdir: Path, name: str, *, kind: str, federation: str = "f", round: int, transferred: bool = False
+) -> Path:
+    """As a job makes it, or as a transfer brings it for a job."""
+    holder = workdir / str(uuid.uuid4())
+    directory = (holder / str(uuid.uuid4()) if transferred else holder) / name
     directory.mkdir(parents=True)
     (directory / "model.safetensors").write_bytes(b"x")
     write_manifest(directory, Manifest(kind=kind, federation=federation, round=round))  # type: ignore[arg-type]
@@ -22,14 +33,18 @@ def engine_directory(workdir: Path, name: str, *, kind: str, federation: str = "
 
 
 @settings(max_examples=examples(25), deadline=None)
-@given(done=st.integers(0, 5), rounds=st.lists(st.integers(0, 6), min_size=1, max_size=6))
-def test_what_is_needed_stays_and_what_is_over_goes(tmp_path_factory, done: int, rounds: list[int]):
+@given(done=st.integers(0, 5), rounds=st.lists(st.integers(0, 6), min_size=1, max_size=6), transferred=st.booleans())
+def test_what_is_needed_stays_and_what_is_over_goes(tmp_path_factory, done: int, rounds: list[int], transferred: bool):
     workdir = tmp_path_factory.mktemp("work")
     job = workdir / str(uuid.uuid4())
     job.mkdir()
-    updates = [engine_directory(workdir, "update", kind="update", round=round) for round in rounds]
-    models = [engine_directory(workdir, "model", kind="model", round=round) for round in rounds]
-    others = engine_directory(workdir, "update", kind="update", federation="other", round=0)
+
+    def made(name: str, round: int, federation: str = "f") -> Path:
+        return engine_directory(workdir, name, kind=name, round=round, transferred=transferred, federation=federation)
+
+    updates = [made("update", round) for round in rounds]
+    models = [made("model", round) for round in rounds]
+    others = made("update", 0, "other")
     removed = sweep_round(job, "f", done)
     assert [path.exists() for path in updates] == [round > done for round in rounds]
     assert [path.exists() for path in models] == [round >= done for round in rounds]
@@ -53,3 +68,91 @@ def test_a_link_to_a_directory_elsewhere_is_left_alone(tmp_path: Path):
     inside.mkdir()
     (inside / "update").symlink_to(elsewhere)
     assert sweep_round(job, "f", 5) == [] and elsewhere.exists()
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing catches it, and nothing is done after it."""
+
+
+def test_killed_at_any_removal_the_next_sweep_takes_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A model whose manifest went first would stay for ever, with all its weights."""
+    counted = 0
+
+    def killing(original: Callable[..., None], last: int) -> Callable[..., None]:
+        def remove(*args: Any, **rest: Any) -> None:
+            nonlocal counted
+            counted += 1
+            if counted > last:
+                raise Killed
+            original(*args, **rest)
+
+        return remove
+
+    for last in range(1000):
+        workdir = tmp_path / str(last)
+        job = workdir / str(uuid.uuid4())
+        job.mkdir(parents=True)
+        over = [
+            engine_directory(workdir, kind, kind=kind, round=0, transferred=transferred)
+            for kind in ("update", "model")
+            for transferred in (False, True)
+        ]
+        for directory in over:
+            for name in ("a.safetensors", "z.safetensors", "inner/tokenizer.json"):
+                (directory / name).parent.mkdir(exist_ok=True)
+                (directory / name).write_bytes(b"x")
+        needed = engine_directory(workdir, "model", kind="model", round=1, transferred=True)
+        counted = 0
+        with monkeypatch.context() as patched:
+            for name in ("unlink", "rmdir"):
+                patched.setattr(os, name, killing(getattr(os, name), last))
+            try:
+                sweep_round(job, "f", 1)
+                break
+            except Killed:
+                pass
+        sweep_round(job, "f", 1)
+        left = [path for path in workdir.rglob("*") if path.is_file() and needed not in path.parents]
+        assert left == [] and needed.exists(), last
+    assert last > 20
+
+
+def test_what_a_killed_step_had_begun_goes_once_it_is_abandoned(tmp_path: Path):
+    job = tmp_path / str(uuid.uuid4())
+    job.mkdir()
+
+    def begun(directory: Path, age: float) -> Path:
+        (directory / "model.safetensors").write_bytes(b"x")
+        for path in (directory / "model.safetensors", directory):
+            os.utime(path, (time.time() - age, time.time() - age))
+        return directory
+
+    places = [tmp_path / str(uuid.uuid4()) / f".update.{number}.tmp" for number in range(2)]
+    for place in places:
+        place.mkdir(parents=True)
+    fresh, old = begun(places[0], 0.0), begun(places[1], 2 * ABANDONED_SECONDS)
+    with new_directory(tmp_path / str(uuid.uuid4()) / "update") as living:
+        begun(living, 2 * ABANDONED_SECONDS)
+        assert sweep_round(job, "f", 0) == [old]
+        assert living.exists() and fresh.exists() and not old.parent.exists()
+
+
+def test_a_refused_update_goes_whatever_it_says_of_itself(tmp_path: Path):
+    """One without a manifest, or of another federation or a round to come, is recognised by no sweep."""
+    workdir = tmp_path / "work"
+    job = workdir / str(uuid.uuid4())
+    job.mkdir(parents=True)
+    refused = engine_directory(workdir, "update", kind="update", federation="other", round=9, transferred=True)
+    (refused / "manifest.json").unlink()
+    assert remove_transferred(job, refused) and not refused.parent.exists()
+    # What a job made, what lies elsewhere, and links to it are not copies of a transfer.
+    made = engine_directory(workdir, "update", kind="update", round=0)
+    elsewhere = engine_directory(tmp_path / "site", "update", kind="update", round=0, transferred=True)
+    linked = workdir / str(uuid.uuid4()) / str(uuid.uuid4()) / "update"
+    linked.parent.mkdir(parents=True)
+    linked.symlink_to(elsewhere)
+    above = workdir / str(uuid.uuid4()) / elsewhere.parent.name
+    above.parent.mkdir()
+    above.symlink_to(elsewhere.parent)
+    for path in (made, elsewhere, linked, above / "update"):
+        assert not remove_transferred(job, path) and path.exists()

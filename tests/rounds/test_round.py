@@ -332,12 +332,14 @@ SETTINGS = FacilitySettings(federation="test", facility="north", rounds=9, seed=
 
 
 @pytest.mark.parametrize("behind", [0, 1])
-def test_the_sweep_removes_only_our_old_models_and_updates(tmp_path: Path, behind: int):
+@pytest.mark.parametrize("transferred", [False, True], ids=["made by a job", "copied for a job"])
+def test_the_sweep_removes_only_our_old_models_and_updates(tmp_path: Path, behind: int, transferred: bool):
     work = tmp_path / "work"
     kept: list[Path] = []
 
     def put(name: str, parent: str | None = None, **values) -> Path:
-        directory = work / (parent or str(uuid.uuid4())) / name
+        holder = work / (parent or str(uuid.uuid4()))
+        directory = (holder / str(uuid.uuid4()) if transferred and not parent else holder) / name
         directory.mkdir(parents=True)
         (directory / "weights.bin").write_bytes(b"w")
         if values:

@@ -1,21 +1,31 @@
-"""Remove what the engine left behind: models and updates of rounds that are over.
+"""Remove what the engine left behind: models and updates of rounds that are over, and what killed steps began.
 
-StreamFlow gives every job and every transfer a directory of its own, named by a UUID, and never removes one. The
-caller recognises its own by their contents. Nothing else is touched: no directory of another user, no symbolic link,
-nothing elsewhere or deeper.
+StreamFlow gives every job two directories of its own, named by UUIDs: one that it works in, with what it makes, and one
+for its inputs, in which every transfer has a further one. It never removes any. The caller recognises its own by their
+contents. Nothing else is touched: no directory of another user, no symbolic link, nothing elsewhere or deeper.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
+import time
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
+ABANDONED_SECONDS = 3600.0
+"""Without a change, after which a temporary directory that nobody holds the lock of was left by a killed process."""
 
-def sweep_engine_directories(job_directory: Path, is_over: Callable[[Path], bool]) -> list[Path]:
+
+def sweep_engine_directories(job_directory: Path, is_over: Callable[[Path], bool], *, known_by: str) -> list[Path]:
     """Remove the models and updates beside `job_directory` that are over; returns them.
+
+    `known_by`: the file by which `is_over` recognises a directory. It goes last, so that one whose removal was cut
+    short is still recognised. Temporary directories of `facility.exchange.files.durable` whose makers were killed go,
+    too.
 
     Does nothing when `job_directory` is not named by a UUID: then no engine made it, and its neighbours are not ours.
     The job's own directory is left alone. Never raises for what it finds.
@@ -27,13 +37,72 @@ def sweep_engine_directories(job_directory: Path, is_over: Callable[[Path], bool
     for parent in _directories(job_directory.parent):
         if not _is_uuid(parent.name) or parent == job_directory:
             continue
-        over = [candidate for candidate in _directories(parent) if is_over(candidate)]
-        for candidate in over:
-            shutil.rmtree(candidate, ignore_errors=True)
-        removed += over
-        if over:
-            _remove_if_empty(parent)
+        transfers = [directory for directory in _directories(parent) if _is_uuid(directory.name)]
+        gone = []
+        for holder in (*transfers, parent):
+            over = [one for one in _directories(holder) if is_over(one)]
+            for one in over:
+                _remove(one, last=known_by)
+            abandoned = [one for one in _directories(holder) if _is_abandoned(one)]
+            for one in abandoned:
+                shutil.rmtree(one, ignore_errors=True)
+            gone += over + abandoned
+            if over or abandoned or (gone and holder == parent):
+                _remove_if_empty(holder)
+        removed += gone
     return removed
+
+
+def remove_transferred(job_directory: Path, directory: Path) -> bool:
+    """Remove an input that a transfer copied for this job, and that is of no use; returns whether it was one.
+
+    Whatever is in it, since a sender may have written anything or nothing. Inputs that lie elsewhere, and symbolic
+    links, by which engines hand over what is on the same machine, stay.
+    """
+    job_directory, directory = Path(job_directory).resolve(), Path(directory)
+    transfer = directory.parent
+    if not (_is_uuid(job_directory.name) and _is_uuid(transfer.name) and _is_uuid(transfer.parent.name)):
+        return False
+    here = job_directory.parent / transfer.parent.name / transfer.name / directory.name
+    if directory.is_symlink() or directory.resolve() != here:
+        return False
+    shutil.rmtree(directory, ignore_errors=True)
+    _remove_if_empty(transfer)
+    return True
+
+
+def _remove(directory: Path, *, last: str) -> None:
+    """Remove a directory, the file named `last` only once nothing else is in it."""
+    with suppress(OSError):
+        for name in os.listdir(directory):
+            path = directory / name
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            elif name != last:
+                path.unlink()
+        if os.listdir(directory) in ([last], []):
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def _is_abandoned(directory: Path) -> bool:
+    """Was that a temporary directory of a process that is gone? Where a file system's locks hold on one machine alone,
+    a living one on another is told by its changes."""
+    if not (directory.name.startswith(".") and directory.name.endswith(".tmp")):
+        return False
+    try:
+        newest = max(entry.stat(follow_symlinks=False).st_mtime for entry in (directory, *directory.rglob("*")))
+        if time.time() - newest < ABANDONED_SECONDS:
+            return False
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False  # its maker lives, or nothing can be locked there
+    finally:
+        os.close(descriptor)
+    return True
 
 
 def _remove_if_empty(directory: Path) -> None:
