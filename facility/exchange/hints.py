@@ -47,8 +47,12 @@ def dotted(path: Path, where: str = "") -> str:
 
 
 def allowed(hint: Any) -> str:
-    """What a hint allows, in words: `int`, `one of 'a', 'b'`, `a list`, `a mapping`."""
-    words = [_allowed(one) for one in _alternatives(hint) if one is not NoneType]
+    """What a hint allows, in words: `int`, `one of 'a', 'b'`, `a list`, `'all' or int (1 or more)`."""
+    alternatives = [one for one in _alternatives(hint) if one is not NoneType]
+    words = [_allowed(one) for one in alternatives]
+    if len(words) > 1:
+        ranges = [limits(one) for one in alternatives]
+        words = [f"{word} ({range})" if range else word for word, range in zip(words, ranges, strict=True)]
     return " or ".join(dict.fromkeys(words))
 
 
@@ -77,7 +81,7 @@ def _allowed(hint: Any) -> str:
             return f"one of {', '.join(map(repr, mark.names))}" + (", or a dotted path" if mark.own else "")
     origin, arguments = typing.get_origin(plain), typing.get_args(plain)
     if origin is Literal:
-        return f"one of {', '.join(map(repr, arguments))}"
+        return ("one of " if len(arguments) > 1 else "") + ", ".join(map(repr, arguments))
     if dataclasses.is_dataclass(plain) or (origin or plain) in (dict, Mapping):
         return "a mapping"
     if (origin or plain) in (list, tuple):

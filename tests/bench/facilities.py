@@ -70,7 +70,9 @@ def run(facilities: int, rounds: int, profile: Path | None = None) -> dict[str, 
         seconds, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
         done = Archive(read_federation(path).archive_path).history()
         if process.returncode or len(done) != rounds or any(r.status != "ok" for e in done for r in e.facilities):
-            raise SystemExit(f"{facilities} facilities did not end well: {(root / 'log').read_text()[-3000:]}")
+            said = (root / "log").read_text()
+            failed = said.partition(" ERROR ")[2][:3000]  # the first, with what follows it
+            raise SystemExit(f"{facilities} facilities did not end well: {failed or said[-3000:]}")
         return {
             "seconds": round(seconds, 1),
             "cpu_seconds": round(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, 1),

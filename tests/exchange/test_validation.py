@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from facility.exchange.errors import ConfigurationError
-from facility.exchange.validation import Positive, Share, parse, validated
+from facility.exchange.validation import AtLeastOne, Positive, Share, parse, validated
 
 
 @validated(frozen=True, kw_only=True)
@@ -39,6 +39,7 @@ class Outer:
     inner: Inner = field(default_factory=Inner)
     rows: list[Inner] = field(default_factory=list)
     maybe: Inner | None = None
+    part: Literal["all"] | AtLeastOne[int] | Share = "all"
     anything: dict[str, Any] = field(default_factory=dict)
 
 
@@ -54,12 +55,16 @@ class Outer:
         ({"name": "x", "half": 0.5}, "half is 0.5, expected 0 or more and less than 0.5"),
         ({"name": "x", "half": float("nan")}, "half is nan, expected a finite number, 0 or more and less than 0.5"),
         ({"name": "x", "kind": "c"}, "kind is 'c', expected one of 'a', 'b'"),
-        ({"name": "x", "weights": "even"}, "weights is 'even', expected one of 'equal' or a mapping"),
+        ({"name": "x", "weights": "even"}, "weights is 'even', expected 'equal' or a mapping"),
         ({"name": "x", "weights": {"k": 0}}, "weights.k is 0, expected more than 0"),
         ({"name": "x", "inner": {"count": 1.0}}, "inner.count is 1.0, expected int, more than 0"),
         ({"name": "x", "inner": {"count": 13}}, "inner: count is 13, expected luck"),
         ({"name": "x", "inner": 3}, "inner is 3, expected a mapping"),
         ({"name": "x", "maybe": 3}, "maybe is 3, expected a mapping"),
+        (
+            {"name": "x", "part": 0},
+            "part is 0, expected 'all' or int (1 or more) or float (more than 0 and at most 1)",
+        ),
         ({"name": "x", "inner": {"pairs": [[1], [2, "3"]]}}, "inner.pairs[1][1] is '3', expected int"),
         ({"name": "x", "inner": {"fixed": "12"}}, "inner.fixed is '12', expected a list"),
         (

@@ -201,6 +201,20 @@ def test_what_arrived_is_what_was_sent(finished, testbed):
                 verify_manifest(model.parent)
 
 
+def test_models_and_updates_of_rounds_that_are_over_are_gone(finished, testbed):
+    """A facility keeps the model that it received last, the coordinator no update that it has averaged."""
+    run, *_ = finished
+
+    def left(folder: Path, kind: str) -> list[int]:
+        found = [read_manifest(path.parent) for path in folder.rglob("manifest.json") if not path.parent.is_symlink()]
+        return sorted(one.round for one in found if one.federation == "rounds" and one.kind == kind)
+
+    for site in testbed.sites:
+        assert left(site.home / "work", "model") == [1], "that of the last round"
+    works = [path for path in run.file.parent.parent.rglob("coordinator") if path.parent.name == "work"]
+    assert len(works) == 1 and [number for number in left(works[0], "update") if number < 2] == []
+
+
 def test_no_key_is_in_a_job_script_or_log(finished, testbed):
     run, *_ = finished
     secret = testbed.key.read_text().splitlines()[1]
