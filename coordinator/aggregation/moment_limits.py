@@ -20,7 +20,12 @@ SLOWEST = 3
 
 
 def fresh(mean: float, received: float, kept: float) -> float:
-    """g of a parameter: what remains of a facility's mean second moment without the share of the received one."""
+    """g of a parameter: what remains of a facility's mean second moment without the share of the received one.
+
+    The mean itself where none was received.
+    """
+    if received <= 0:
+        return mean
     if kept >= 1.0:
         return 0.0
     return max(0.0, (mean - kept * received) / (1.0 - kept))
@@ -43,7 +48,7 @@ def least_share(kept: float) -> float:
 
 def agree(first: float, second: float, received: float, kept: float) -> bool:
     """Whether two facilities are so near that neither can be far from what an honest one has."""
-    if kept >= 1.0:  # then nothing is said of the round's gradients
+    if received > 0 and kept >= 1.0:  # then nothing is said of the round's gradients
         return False
     low, high = sorted(fresh(one, received, kept) for one in (first, second))
     return high <= LARGEST * low or high == 0

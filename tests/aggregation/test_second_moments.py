@@ -213,6 +213,8 @@ def test_what_is_left_of_received_moments_is_what_adamw_leaves(before: int, made
 def test_what_a_share_near_one_hides_is_not_believed():
     assert fresh(5.0, 1.0, 1.0) == 0 and not agree(1.0, 1e30, 1.0, 1.0)
     assert agree(0.0, 0.0, 0.0, 0.0) and not agree(0.0, 1e30, 0.0, 0.0)
+    assert fresh(5.0, 0.0, 0.995) == 5 and most_of([1.0, 1.0, 1e30], 0.0, 0.995) == LARGEST, "none was received"
+    assert agree(1.0, 9.0, 0.0, 1.0) and not agree(1.0, 11.0, 0.0, 0.995)
 
 
 @pytest.mark.parametrize("value", [1e30, 25.0, 0.0])
