@@ -6,6 +6,7 @@ started no thread: 50 ms a rank, not the seconds that an import takes, and yet e
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import runpy
@@ -17,6 +18,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from queue import Empty
 from typing import Any
 
 IMPORTED = ["tests.imported"]
@@ -35,15 +37,8 @@ def processes_that_stay_imported() -> Any:
     return context
 
 
-def _entry(
-    function: Callable[..., Any],
-    rank: int,
-    world: int,
-    port: int,
-    environment: dict[str, str],
-    arguments: tuple[Any, ...],
-    queue: Any,
-) -> None:
+def _join(rank: int, world: int, port: int, environment: dict[str, str]) -> None:
+    """Become a rank of a gloo group."""
     os.environ.clear()  # the server's is that of the first test
     os.environ.update(environment)
     os.environ.update(
@@ -54,6 +49,18 @@ def _entry(
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=world)
+
+
+def _entry(
+    function: Callable[..., Any],
+    rank: int,
+    world: int,
+    port: int,
+    environment: dict[str, str],
+    arguments: tuple[Any, ...],
+    queue: Any,
+) -> None:
+    _join(rank, world, port, environment)
     try:
         queue.put((rank, True, function(rank, world, *arguments)))
         code = 0
@@ -160,3 +167,88 @@ def run_distributed(function: Callable[..., Any], world: int, *arguments: Any, t
                 process.kill()
                 process.join()
     return [results[rank] for rank in range(world)]
+
+
+class StayingRanks:
+    """Ranks that stay for one call of a function after another: models are imported and the group is made once.
+
+    Where a rank dies or is silent, all are replaced before the next call. One alone joins no group.
+    """
+
+    def __init__(self, function: Callable[..., Any], world: int = 1) -> None:
+        """`function(rank, world, *arguments)` must be importable, and return what fails as what succeeds."""
+        self.function, self.world = function, world
+        self.processes: list[Any] = []
+
+    def __call__(self, *arguments: Any, timeout: float = 120, grace: float = 5) -> dict[int, Any]:
+        """What each rank returns, by rank; none of a rank that dies or is silent.
+
+        `timeout`: seconds until the first answer; `grace`: seconds from one answer to the next.
+        """
+        self._start()
+        answers: dict[int, Any] = {}
+        for requests in self.requests:
+            requests.put(arguments)
+        deadline = time.monotonic() + timeout
+        while len(answers) < self.world and time.monotonic() < deadline:
+            try:
+                rank, value = self.answers.get(timeout=0.2)
+            except Empty:
+                if not all(process.is_alive() for process in self.processes):
+                    deadline = min(deadline, time.monotonic() + 0.5)
+                continue
+            answers[rank] = value
+            deadline = time.monotonic() + grace
+        if len(answers) < self.world:
+            self.end()
+        return answers
+
+    def _start(self) -> None:
+        if self.processes and all(process.is_alive() for process in self.processes):
+            return
+        self.end()
+        context = processes_that_stay_imported()
+        self.answers = context.Queue()
+        self.requests = [context.Queue() for _ in range(self.world)]
+        port = free_port()
+        self.processes = [
+            context.Process(
+                target=_stay,
+                args=(self.function, rank, self.world, port, dict(os.environ), requests, self.answers),
+            )
+            for rank, requests in enumerate(self.requests)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def __enter__(self) -> StayingRanks:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+        self.processes = []
+
+
+def _stay(
+    function: Callable[..., Any],
+    rank: int,
+    world: int,
+    port: int,
+    environment: dict[str, str],
+    requests: Any,
+    answers: Any,
+) -> None:
+    """Answer each call until the process that asks is no more."""
+    if world > 1:
+        _join(rank, world, port, environment)
+    asking = multiprocessing.parent_process()
+    while asking is None or asking.is_alive():
+        with contextlib.suppress(Empty):
+            arguments = requests.get(timeout=5)
+            answers.put((rank, function(rank, world, *arguments)))
+    os._exit(0)

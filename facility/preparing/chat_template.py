@@ -8,14 +8,19 @@ Where the answers lie in the text is known in one of two ways:
 - the template marks them itself (`{% generation %} ... {% endgeneration %}`, transformers' own notation), or
 - the conversation up to the answer, with the generation prompt, is a prefix of the whole, and what follows up to the
   end of that turn is the answer. Templates that rewrite earlier turns (those that drop the reasoning of all but the
-  last answer) are refused for `all-turns`; `last-turn` still works with them.
+  last answer) are refused for `all-turns`; `last-turn` still works with them. An end-of-text token that a template
+  writes after the last message only (Phi-3) is no part of an earlier turn.
+
+What templates expect differs in two points, each found by trying: the content of a message is a text or a list of parts
+(templates of models that see images), and arguments of a tool call are an object or JSON text (DeepSeek).
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,16 +44,21 @@ class ChatTemplate:
     """Where it comes from, for messages."""
     variables: dict[str, str]
     """bos_token and so on."""
+    with_tools: str = ""
+    """Jinja of conversations with tools, where the tokenizer has one of its own for them (`tool_use`)."""
+    in_parts: bool = False
+    """Is the content of a message a list of parts?"""
 
     @property
     def sha256(self) -> str:
         """Digest of the template; empty where there is none."""
+        if self.with_tools:
+            return hashlib.sha256(json.dumps([self.source, self.with_tools]).encode()).hexdigest()
         return hashlib.sha256(self.source.encode()).hexdigest() if self.source else ""
 
-    @property
-    def marked(self) -> bool:
-        """Does the template itself say where answers are?"""
-        return MARKED.search(self.source) is not None
+    def source_for(self, tools: list[Any] | None) -> str:
+        """The template of a conversation, as transformers chooses it."""
+        return self.with_tools if self.with_tools and tools is not None else self.source
 
     def render(self, messages: list[Message], tools: list[Any] | None, *, prompt: bool = False) -> str:
         """The text of these messages; `prompt`: with the beginning of the next answer. Raises `DatasetError`."""
@@ -58,10 +68,24 @@ class ChatTemplate:
         """The text of a conversation and the places of the answers that bear loss. Raises `DatasetError`."""
         wanted = conversation.answers if loss == "all-turns" else conversation.answers[-1:]
         messages, tools = conversation.messages, conversation.tools
-        if self.marked and self._marks_just(conversation, wanted):
-            return self._render(messages, tools, prompt=False, spans=True)
-        text = self.render(messages, tools)
-        return text, [self._answer(text, messages, tools, number) for number in wanted]
+        if MARKED.search(self.source_for(tools)) and self._marks_just(conversation, wanted):
+            text, spans = self._render(messages, tools, prompt=False, spans=True)
+        else:
+            text = self.render(messages, tools)
+            spans = [self._answer(text, messages, tools, number) for number in wanted]
+        self._check_calls([messages[number] for number in wanted], "".join(text[begin:end] for begin, end in spans))
+        return text, spans
+
+    def _check_calls(self, answers: list[Message], written: str) -> None:
+        """Refuse a template that leaves calls out: such an answer would teach to say nothing."""
+        for answer in answers:
+            for call in answer.get("tool_calls") or ():
+                name = (call.get("function") or call).get("name")
+                if isinstance(name, str) and name not in written:
+                    raise DatasetError(
+                        f"the chat template of {self.origin} leaves out the call of the tool {name!r}: give a "
+                        "--chat-template that writes tool calls, or leave these conversations out"
+                    )
 
     def _marks_just(self, conversation: Conversation, wanted: list[int]) -> bool:
         """Are all answers wanted? A template's marks are not attributed to messages."""
@@ -83,6 +107,8 @@ class ChatTemplate:
             return begin, len(text)
         upto = self.render(messages[: number + 1], tools)
         if not text.startswith(upto):
+            upto = self._without_closing(upto, history, before, self.render(messages[: number + 1], tools, prompt=True))
+        if not upto or not text.startswith(upto):
             raise DatasetError(
                 f"the chat template of {self.origin} renders the answer in message {number} otherwise when others "
                 "follow: give a --chat-template that marks answers with {% generation %}, or train on the last answer "
@@ -90,7 +116,32 @@ class ChatTemplate:
             )
         return begin, len(upto)
 
+    def _without_closing(self, upto: str, history: str, before: str, prompted: str) -> str:
+        """A turn's text without the end-of-text token that closes the whole; empty where it closes the turn.
+
+        It closes the whole where a generation prompt takes its place, the same behind a question and behind an answer.
+        `before`, `prompted`: the texts `history` and `upto` with a generation prompt.
+        """
+        closing = self.variables.get("eos_token", "")
+        asked, turn = history.removesuffix(closing), upto.removesuffix(closing)
+        prompt = before[len(asked) :]
+        return turn if closing and prompt and before.startswith(asked) and prompted == turn + prompt else ""
+
     def _render(
+        self, messages: list[Message], tools: list[Any] | None, *, prompt: bool, spans: bool
+    ) -> tuple[str, Spans]:
+        """Render; where that fails with the arguments of tool calls as objects, with them as JSON text."""
+        if self.in_parts:
+            messages = [_in_parts(message) for message in messages]
+        try:
+            return self._rendered(messages, tools, prompt=prompt, spans=spans)
+        except DatasetError:
+            written = [_with_written_arguments(message) for message in messages]
+            if written == messages:
+                raise
+            return self._rendered(written, tools, prompt=prompt, spans=spans)
+
+    def _rendered(
         self, messages: list[Message], tools: list[Any] | None, *, prompt: bool, spans: bool
     ) -> tuple[str, Spans]:
         from jinja2.exceptions import TemplateError
@@ -101,7 +152,7 @@ class ChatTemplate:
             rendered: Any = render_jinja_template(
                 conversations=[messages],
                 tools=tools,
-                chat_template=self.source,
+                chat_template=self.source_for(tools),
                 return_assistant_tokens_mask=spans,
                 add_generation_prompt=prompt,
                 **values,
@@ -130,6 +181,24 @@ def _common(one: str, other: str) -> int:
     return next(i for i, (a, b) in enumerate(zip(one + "\0", other + "\1", strict=False)) if a != b)
 
 
+def _in_parts(message: Message) -> Message:
+    content = message.get("content")
+    return message | {"content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
+
+
+def _with_written_arguments(message: Message) -> Message:
+    """The message with objects among the arguments of its tool calls as JSON text, which is how OpenAI writes them."""
+
+    def written(call: Any) -> Any:
+        function = call.get("function")
+        if not isinstance(function, dict) or not isinstance(function.get("arguments"), dict):
+            return call
+        return call | {"function": function | {"arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+
+    calls = message.get("tool_calls")
+    return message | {"tool_calls": [written(call) for call in calls]} if isinstance(calls, list) else message
+
+
 def chat_template_of(tokenizer: Any, directory: Path, given: str | None) -> ChatTemplate:
     """The tokenizer's own template, the file `given`, or none at all. Raises `DatasetError`."""
     variables = {name: value for name, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
@@ -137,10 +206,43 @@ def chat_template_of(tokenizer: Any, directory: Path, given: str | None) -> Chat
         return ChatTemplate(source="", origin="no template", variables={})
     if given is not None:
         try:
-            return ChatTemplate(source=Path(given).read_text(encoding="utf-8"), origin=given, variables=variables)
+            source, origin, with_tools = Path(given).read_text(encoding="utf-8"), given, ""
         except (OSError, UnicodeDecodeError) as error:
             raise DatasetError(f"--chat-template {given} cannot be read: {error}") from None
-    own = tokenizer.chat_template
-    if isinstance(own, dict):
-        own = own.get("default")
-    return ChatTemplate(source=own or "", origin=f"the tokenizer in {directory}", variables=variables)
+    else:
+        own = tokenizer.chat_template or ""
+        named = own if isinstance(own, dict) else {"default": own}
+        source, origin = named.get("default", ""), f"the tokenizer in {directory}"
+        with_tools = named.get("tool_use", "")
+        if named and not source and any(named.values()):
+            raise DatasetError(
+                f"{origin} has chat templates named {', '.join(sorted(named))} and none named default: give "
+                "--chat-template FILE"
+            )
+    template = ChatTemplate(source=source, origin=origin, variables=variables, with_tools=with_tools)
+    return _that_writes_contents(template) if source else template
+
+
+def _that_writes_contents(template: ChatTemplate) -> ChatTemplate:
+    """The template, given contents as it writes them. Raises `DatasetError` where it writes neither form.
+
+    A template that goes through the parts of a content finds none in a text, and leaves the message empty.
+    """
+    asked, answered = "qvzxq", "zqxvz"
+    probe: list[Message] = [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
+    tried = (template, replace(template, in_parts=True))
+    silent = 0
+    for one in tried:
+        try:
+            text = one.render(probe, None)
+        except DatasetError:
+            continue  # it may ask for other roles, or refuse this form
+        if asked in text and answered in text:
+            return one
+        silent += 1
+    if silent:
+        raise DatasetError(
+            f"the chat template of {template.origin} leaves out what messages say, as text and as a list of parts: "
+            "give another --chat-template"
+        )
+    return template

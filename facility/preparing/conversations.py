@@ -86,13 +86,15 @@ class Conversation:
         return Conversation(messages=self.rejected, answers=answers, tools=self.tools, texts=self.rejected_texts)
 
     def to_json(self) -> str:
-        """The same conversation gives the same text; empty where nothing is to be learnt."""
+        """The same conversation gives the same text; empty where nothing is to be learnt.
+
+        Keys of tools and of arguments keep their order: templates write them as they come.
+        """
         if not self.answers:
             return ""
         return json.dumps(
             [self.messages, self.answers, self.tools, self.texts, self.rejected, self.rejected_texts],
             ensure_ascii=False,
-            sort_keys=True,
         )
 
 

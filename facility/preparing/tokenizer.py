@@ -22,6 +22,8 @@ FILES = (
     "tekken.json",
     "preprocessor_config.json",
 )
+NAMED_TEMPLATES = "additional_chat_templates"
+"""Folder of the chat templates that have a name, for instance that of conversations with tools."""
 MODELS = (".model", ".spm", ".tiktoken")
 UNLIMITED = 10**15
 """transformers writes 1e30 where a tokenizer knows no limit."""
@@ -50,6 +52,10 @@ def copy_tokenizer(source: Path, target: Path) -> None:
     target.mkdir()
     for path in tokenizer_files(source):
         shutil.copyfile(path, target / path.name)
+    if named := [path for path in sorted((source / NAMED_TEMPLATES).glob("*.jinja")) if path.is_file()]:
+        (target / NAMED_TEMPLATES).mkdir()
+        for path in named:
+            shutil.copyfile(path, target / NAMED_TEMPLATES / path.name)
 
 
 def load_tokenizer(directory: Path) -> Any:

@@ -29,3 +29,8 @@ def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
     of_text = [one for one in candidates if not any(word in one[1] for word in OTHER_SENSES)]
     _, name, blocks = max(of_text or candidates, key=lambda c: (c[0], -len(c[1])))
     return name, blocks
+
+
+def layers_of(block: nn.Module) -> list[nn.Module]:
+    """A block, or what it lists: a list of layers (Funnel) is never called, its layers are."""
+    return [layer for inner in block for layer in layers_of(inner)] if isinstance(block, nn.ModuleList) else [block]

@@ -100,7 +100,8 @@ class Names:
     """What a model's parameters and persistent buffers are called in a checkpoint."""
 
     disk: dict[str, str]
-    """Name in the model -> name of its local shards, saved state and updates; a tied parameter has one name."""
+    """Name in the model -> name of its local shards, saved state and updates; every name of a tied parameter has the
+    same."""
     repeats: dict[str, str]
     """Checkpoint tensors that repeat a tied parameter: their name -> the name it is loaded from."""
     conversion: Conversion
@@ -145,6 +146,8 @@ def names_of(model: Any, checkpoint: Checkpoint) -> Names:
             if parameter.requires_grad and not is_added(name):
                 saved[PREFIX + lora.name_on_disk(name)] = disk[name]
                 disk[name] = PREFIX + lora.name_on_disk(name)
+    for first, *others in aliases.values():
+        disk |= dict.fromkeys(others, disk[first])
     magnitudes = {disk[name]: adapted_weight(model, name, disk) for name in parameters if is_magnitude(name)}
     return Names(disk=disk, repeats=repeats, conversion=conversion, saved=saved, magnitudes=magnitudes)
 

@@ -212,6 +212,86 @@ def test_a_template_that_rewrites_history_trains_on_the_last_answer_only(tmp_pat
     assert len(documents(dataset)) == 2
 
 
+def encoded(tmp_path: Path, template: str, record: Any, loss: Any = "all-turns") -> list[str]:
+    """What bears loss in a conversation, answer by answer."""
+    from facility.preparing.chat_template import chat_template_of
+    from facility.preparing.tokenizer import load_tokenizer
+
+    directory = save_chat_tokenizer(tmp_path / f"tokenizer-{abs(hash(template))}", template=template)
+    found = chat_template_of(load_tokenizer(directory), directory, None)
+    text, spans = found.with_answers(conversation_of(record, "here"), loss)
+    return [text[begin:end] for begin, end in spans]
+
+
+def test_an_end_of_text_behind_the_last_message_is_no_part_of_earlier_answers(tmp_path: Path):
+    """Phi-3's template closes every text with it; gpt-oss ends its last answer alone with another token."""
+    record = {"messages": [{"role": r, "content": c} for r, c in zip(("user", "assistant") * 2, "abcd", strict=True)]}
+    phi, (chatml, _) = TEMPLATES["phi"][0], TEMPLATES["chatml"]
+    assert encoded(tmp_path, phi, record) == ["b<|close|>\n", "d<|close|>\n</s>"]
+    other = "(eos_token if loop.last and m.role == 'assistant' and not add_generation_prompt else '<end>')"
+    unlike = chatml.replace("'<|im_end|>\\n'", other)
+    assert unlike != chatml
+    with pytest.raises(DatasetError, match="otherwise when others follow"):
+        encoded(tmp_path, unlike, record)
+    assert encoded(tmp_path, unlike, record, "last-turn") == ["d</s>"]
+
+
+def test_templates_that_go_through_parts_are_given_parts(tmp_path: Path):
+    """Those of models that see images write nothing of a text: every answer would be empty."""
+    template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% for part in m.content %}"
+        "{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}{{ '<|im_end|>\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    )
+    record = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    assert encoded(tmp_path, template, record) == ["b<|im_end|>\n"]
+    with pytest.raises(DatasetError, match="leaves out what messages say"):
+        encoded(tmp_path, template.replace("part.text", "part.words"), record)
+
+
+def test_calls_are_written_as_the_template_takes_them_or_refused(tmp_path: Path):
+    """DeepSeek's template takes arguments as JSON text, most take an object; others leave calls out."""
+    head = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + (m.content or '') }}"
+    tail = "{{ '<|im_end|>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    called = {"type": "function", "function": {"name": "hour", "arguments": '{"zone": "è", "at": 1}'}}
+    record = {
+        "messages": [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "tool_calls": [called]},
+            {"role": "tool", "content": "12"},
+            {"role": "assistant", "content": "b"},
+        ]
+    }
+    body = "{% for c in m.tool_calls or [] %}{{ c.function.name + ' ' + ARGUMENTS }}{% endfor %}"
+    for arguments in ("c.function.arguments", "c.function.arguments | tojson"):
+        template = head + body.replace("ARGUMENTS", arguments) + tail
+        assert encoded(tmp_path, template, record) == ['hour {"zone": "è", "at": 1}<|im_end|>\n', "b<|im_end|>\n"]
+    with pytest.raises(DatasetError, match="leaves out the call of the tool 'hour'"):
+        encoded(tmp_path, head + tail, record)
+    assert encoded(tmp_path, head + tail, record, "last-turn") == ["b<|im_end|>\n"]
+
+
+def test_conversations_with_tools_take_the_template_that_a_tokenizer_has_for_them(tmp_path: Path):
+    from transformers import AutoTokenizer
+
+    directory = save_chat_tokenizer(tmp_path / "tokenizer")
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    plain = TEMPLATES["chatml"][0]
+    tokenizer.chat_template = {"default": plain, "tool_use": "{{ tools | tojson }}" + plain}
+    tokenizer.save_pretrained(directory)
+    records: list[Any] = chats(3)
+    records[1] |= {"tools": [{"type": "function", "function": {"name": "hour"}}]}
+    dataset = prepare(request_of(tmp_path / "a", records, tokenizer=directory, block_tokens=256)).dataset
+    loaded = AutoTokenizer.from_pretrained(dataset.tokenizer_directory)
+    wanted = [
+        loaded.apply_chat_template(r["messages"], tools=r.get("tools"), return_dict=False)  # type: ignore[call-overload]
+        for r in records
+    ]
+    assert [ids for ids, _ in documents(dataset)] == sorted(wanted)
+    alone = prepare(request_of(tmp_path / "b", records)).dataset
+    assert alone.manifest.chat_template_sha256 != dataset.manifest.chat_template_sha256
+
+
 @pytest.mark.parametrize(
     ("template", "sentence"),
     [

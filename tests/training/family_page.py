@@ -25,8 +25,8 @@ INTRODUCTION = """\
 # Families of models
 
 Every family of text models of transformers {version} that could be made tiny was trained for one step, as a facility
-trains it: whole and with LoRA's defaults, by one process, and where a row says so also on two ranks that share it by
-FSDP2 and in a pipeline of two stages. "yes": the weights of one process are those of a plain step of transformers'
+trains it: whole and with LoRA's defaults, by one process and, where that works, on two ranks that share it by FSDP2 and
+in a pipeline of two stages. "yes": the weights of one process are those of a plain step of transformers'
 own model (with adapters: of peft's) up to 2e-5, in a step of 1e-2, and the layouts' are those of the one process. "no":
 refused before anything is trained, with the sentence in the last column. These were tiny models in float32 on a CPU:
 the table says nothing of speed, of half precision, or of what a long training learns.

@@ -5,7 +5,7 @@
 
 A family is made tiny from its configuration class alone (`tests.training.shrink`), trained for one step as users train
 it, whole and with adapters, by one process, and compared to a plain step of transformers' or peft's own model; a sample
-also on two ranks, sharded and as a pipeline, compared to the one process. Each is tried in a process of its own.
+also on two ranks, sharded and as a pipeline, compared to the one process.
 """
 
 from __future__ import annotations
@@ -17,11 +17,9 @@ import shutil
 import sys
 import time
 from pathlib import Path
-from queue import Empty
 from tempfile import TemporaryDirectory
-from typing import Any
 
-from tests.distributed import processes_that_stay_imported
+from tests.distributed import StayingRanks
 from tests.training.family_page import COLUMNS, KINDS, TITLES, Row, page
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "families.md"
@@ -55,10 +53,13 @@ def datasets_in(place: Path) -> dict[str, Path]:
     return {path.name: path for path in (place / "data").iterdir()}
 
 
-def tried(place: Path, task: str, family: str) -> Row:
+def tried(rank: int, world: int, place: Path, task: str, family: str) -> Row:
     """What one process makes of a family, whole and with adapters: for each a word and a reason."""
+    import torch
+
     from tests.training.family_trial import verdict
 
+    torch.set_num_threads(1)
     row: Row = {}
     for kind, lora in KINDS.items():
         found = verdict(place / f"{task}-{family}-{kind}", task, family, datasets_in(place), lora=lora)
@@ -68,7 +69,7 @@ def tried(place: Path, task: str, family: str) -> Row:
     return row
 
 
-def in_layouts(place: Path, task: str, family: str, row: Row) -> Row:
+def in_layouts(ranks: StayingRanks, place: Path, task: str, family: str, row: Row) -> Row:
     """`row`, and what two ranks make of the family where one process works."""
     from tests.training.family_layouts import LAYOUTS, layout_verdict
     from tests.training.family_trial import dataset_for
@@ -77,47 +78,17 @@ def in_layouts(place: Path, task: str, family: str, row: Row) -> Row:
         trial = place / f"{task}-{family}-{kind}"
         for layout in LAYOUTS if row.get(kind, [""])[0] == "works" else ():
             dataset = dataset_for(task, trial / "model", datasets_in(place))
-            more = layout_verdict(trial, dataset, layout, lora=lora)
+            more = layout_verdict(ranks, trial, dataset, layout, lora=lora)
             row[f"{layout}-lora" if lora else layout] = [more.word, more.reason]
     return row
 
 
-def _entry(place: str, task: str, family: str, queue: Any) -> None:
-    import torch
-
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    torch.set_num_threads(1)
-    queue.put(tried(Path(place), task, family))
-    queue.close()
-    queue.join_thread()
-    os._exit(0)
-
-
-def in_a_process(place: Path, task: str, family: str) -> Row:
-    """`tried` in a fork of a server that has torch imported; a crash or a long silence is a result too."""
-    context = processes_that_stay_imported()
-    queue = context.Queue()
-    process = context.Process(target=_entry, args=(str(place), task, family, queue))
-    process.start()
-    end = time.monotonic() + SECONDS
-    row = None
-    while row is None and time.monotonic() < end and (process.is_alive() or not queue.empty()):
-        try:
-            row = queue.get(timeout=0.2)
-        except Empty:
-            continue
-    process.join(5)
-    if process.is_alive():
-        process.kill()
-    why = "no answer in time" if process.exitcode is None else f"the process ended with {process.exitcode}"
-    return row or {"one": ["wrong", why]}
-
-
-def family_row(place: Path, task: str, family: str, *, layouts: bool) -> Row:
+def family_row(one: StayingRanks, two: StayingRanks, place: Path, task: str, family: str, *, layouts: bool) -> Row:
+    """The row of a family; a crash or a long silence is a result too."""
     begun = time.monotonic()
-    row = in_a_process(place, task, family)
+    row = one(place, task, family, timeout=SECONDS).get(0, {"one": ["wrong", f"no answer in {SECONDS} s"]})
     if layouts:
-        row = in_layouts(place, task, family, row)
+        row = in_layouts(two, place, task, family, row)
     for kind in KINDS:
         shutil.rmtree(place / f"{task}-{family}-{kind}", ignore_errors=True)
     return {"task": task, "family": family} | row | {"seconds": round(time.monotonic() - begun, 1)}
@@ -129,11 +100,13 @@ def rows_of(results: Path) -> list[Row]:
 
 def try_all(results: Path, tasks: list[str], only: list[str], layouts: str) -> None:
     """Append a line to `results` for each family that has none yet, or none of the layouts that are asked for."""
+    from tests.training.family_layouts import one_rank
     from tests.training.family_trial import families
 
     known = {(row["task"], row["family"]): row for row in rows_of(results)}
     results.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory() as place:
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    with TemporaryDirectory() as place, StayingRanks(tried) as one, StayingRanks(one_rank, 2) as two:
         (Path(place) / "data").mkdir()
         material(Path(place) / "data")
         for task in tasks:
@@ -141,7 +114,7 @@ def try_all(results: Path, tasks: list[str], only: list[str], layouts: str) -> N
                 wanted = layouts == "all" or (layouts == "sample" and family in SAMPLE[task])
                 if (only and family not in only) or (not only and enough(known.get((task, family)), layouts=wanted)):
                     continue
-                row = family_row(Path(place), task, family, layouts=wanted)
+                row = family_row(one, two, Path(place), task, family, layouts=wanted)
                 with results.open("a") as file:
                     file.write(json.dumps(row) + "\n")
                 words = " ".join(f"{name}={row[name][0]}" for name in COLUMNS if name in row)

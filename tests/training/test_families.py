@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed import StayingRanks
+from tests.training.family_layouts import layout_verdict, one_rank
 from tests.training.family_page import COLUMNS, TITLES, table_line
 from tests.training.family_table import PAGE, material, rows_of, try_all
 from tests.training.family_trial import families, verdict
@@ -46,6 +48,24 @@ def test_what_cannot_be_trained_is_refused_with_its_reason(
     assert found.word == "refused" and re.search(why, found.reason), found
 
 
+def test_layouts_that_once_ended_in_a_traceback(tmp_path: Path):
+    """XLM-RoBERTa's head comes before the embedding that it is tied to; Funnel's blocks are lists of layers, which no
+    one calls; SqueezeBERT calls `forward` of its blocks, so that nothing gathers their weights."""
+    datasets = material(tmp_path)
+    cases = (
+        ("xlm-roberta", "pipeline", "works"),
+        ("funnel", "sharded", "works"),
+        ("squeezebert", "sharded", "refused"),
+    )
+    with StayingRanks(one_rank, 2) as ranks:
+        for family, layout, word in cases:
+            trial = tmp_path / family
+            assert verdict(trial, "masked", family, datasets).word == "works"
+            found = layout_verdict(ranks, trial, datasets["masked"], layout)
+            assert found.word == word, (family, found)
+    assert "calling the block" in found.reason
+
+
 def test_rows_without_an_end_of_text_are_refused_before_an_encoder_decoder_classifies_them(tmp_path: Path):
     datasets = material(tmp_path)
     found = verdict(tmp_path / "trial", "classes", "bart", datasets | {"ended": datasets["classes"]})
@@ -58,7 +78,7 @@ def test_rows_without_an_end_of_text_are_refused_before_an_encoder_decoder_class
 def test_every_family_is_as_the_documentation_says(tmp_path: Path, task: str):
     """No family ends in a traceback or a wrong result; the page tells of each what comes of it now."""
     results = tmp_path / "families.jsonl"
-    try_all(results, [task], [], layouts="sample")
+    try_all(results, [task], [], layouts="all")
     rows = rows_of(results)
     assert [row for row in rows if any(row.get(name, [""])[0] == "wrong" for name in COLUMNS)] == []
     written = {line.split("|")[1]: line for line in PAGE.read_text().split(TITLES[task])[1].splitlines() if "|" in line}

@@ -20,7 +20,7 @@ from facility.exchange.grid import Grid
 from facility.exchange.messages.settings import TrainingSettings
 from facility.training import lora
 from facility.training.batch_norm import check_batch_norms, statistics_names
-from facility.training.blocks import find_blocks
+from facility.training.blocks import find_blocks, layers_of
 from facility.training.data.tasks import Task
 from facility.training.head import ChunkedHead
 from facility.training.model import Attention, Names, build, names_of
@@ -120,13 +120,13 @@ def assemble(
         assert structure is not None
         tied_names = tied_to_embedding(skeleton, structure)
         stages = cut_stages(skeleton, structure, sharder, chunk_rows)
-        held = shards_of_stages(stages, names, tied_names)
+        in_first = {names[alias] for alias in tied_names.values()}
+        held = shards_of_stages(stages, names, in_first)
         buffers = [part for stage in stages.values() for part in buffers_of(stage.model, found)]
         quantized = [part for stage in stages.values() for part in quantized_shards(stage.model, names)]
         group, first_rank_only = tied_group(layout.grid, ranks, bool(tied_names))
-        originals = {names[alias] for alias in tied_names.values()} if first_rank_only else set()
         if group is not None:
-            tied = [p for p in held if p.trained and (p.copy or p.name in originals)]
+            tied = [p for p in held if p.trained and (p.copy or (first_rank_only and p.name in in_first))]
         compute = assemble_pipeline(stages, structure, task, sharder)
     return Assembly(
         compute=compute,
@@ -187,7 +187,7 @@ def assemble_whole(model: nn.Module, task: Task, sharder: Sharder, chunk_rows: i
     prepare_blocks(model, sharder.settings)
     compiled = sharder.settings.layout.compile
     chunked = ChunkedHead(model, chunk_rows, compiled=compiled) if chunk_rows else None
-    sharder.allocate(model, list(find_blocks(model)[1]), torch.float32)
+    sharder.allocate(model, layers_of(find_blocks(model)[1]), torch.float32)
     replicated = None
     if sharder.layout.copies:
         assert sharder.mesh is not None
@@ -256,15 +256,16 @@ def shards_of(model: nn.Module, names: dict[str, str]) -> list[LocalShard]:
     ]
 
 
-def shards_of_stages(stages: dict[int, Stage], names: dict[str, str], tied_names: dict[str, str]) -> list[LocalShard]:
-    """The same of a rank's stages; a tied head away from its embedding is a copy under the embedding's name."""
+def shards_of_stages(stages: dict[int, Stage], names: dict[str, str], in_first: set[str]) -> list[LocalShard]:
+    """The same of a rank's stages; a tied head away from its embedding is a copy under the embedding's name.
+
+    `in_first`: the names on disk of the embeddings that a head is tied to.
+    """
     held = []
     for stage in stages.values():
         for part in shards_of(stage.model, names):
-            alias = tied_names.get(part.name)
-            if alias is not None and stage.first > 0:
-                part = dataclasses.replace(part, name=names[alias], copy=True)
-            held.append(part)
+            away = stage.first > 0 and part.name in in_first
+            held.append(dataclasses.replace(part, copy=True) if away else part)
     return held
 
 
@@ -326,7 +327,7 @@ def prepare_blocks(model: nn.Module, settings: TrainingSettings) -> None:
     """Activation checkpointing and compilation of every block, before the model is cut and sharded."""
     from facility.training.parallel.recompute import recompute_in_backward
 
-    for block in find_blocks(model)[1]:
+    for block in layers_of(find_blocks(model)[1]):
         if settings.layout.activation_checkpointing != "none":
             recompute_in_backward(block, selective=settings.layout.activation_checkpointing == "selective")
         if settings.layout.compile:

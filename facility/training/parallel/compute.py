@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from facility.exchange.errors import InputError
 from facility.training.data.tasks import Batch, Task
 from facility.training.head import ChunkedHead
 from facility.training.monitor.clock import Clock
@@ -44,6 +45,20 @@ class Precision:
         return nullcontext() if self.off else torch.autocast(self.device.type, dtype=self.dtype)
 
 
+@contextmanager
+def refusing_unreached_shards(model: nn.Module) -> Iterator[None]:
+    """Raise `InputError` where a model uses weights of a block without calling the block, which gathers its shards."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" not in str(error):
+            raise
+        raise InputError(
+            f"{name} cannot be sharded: it uses weights of a block without calling the block, so that they are not "
+            "gathered; train it with layout.sharding NO_SHARD"
+        ) from None
+
+
 class Whole:
     """The whole model in one forward pass."""
 
@@ -73,7 +88,7 @@ class Whole:
         targets = batch.targets.to(self.device, non_blocking=True)
         if self.chunked is not None:
             self.chunked.targets = targets
-        with self.precision():
+        with self.precision(), refusing_unreached_shards(self.modules[0]):
             output = model(**inputs)
         logits = output.logits
         loss = logits.float().sum() if self.chunked is not None else self.task.loss_sum(logits, targets)

@@ -23,6 +23,8 @@ def shard(
 ) -> None:
     """Apply `fully_shard` in place. `reshard`: free a block's weights between forward and backward."""
     policy: dict[str, Any] = {"offload_policy": CPUOffloadPolicy()} if offload else {}
+    if empty := {parameter for parameter in root.parameters() if not parameter.numel()}:
+        policy["ignored_params"] = empty  # whose gradients torch cannot put together
     at_root = dict(policy)
     if compute_dtype != torch.float32:
         # Only the root's output is float32: a block's would not fit the half-precision head.
