@@ -53,6 +53,7 @@ def refusing_unreached_shards(model: nn.Module) -> Iterator[None]:
     except RuntimeError as error:
         if "mixed torch.Tensor and DTensor" not in str(error):
             raise
+        name = type(model).__name__.removeprefix("FSDP")
         raise InputError(
             f"{name} cannot be sharded: it uses weights of a block without calling the block, so that they are not "
             "gathered; train it with layout.sharding NO_SHARD"
