@@ -44,6 +44,8 @@ def choose_attention(
             f"{factory.__name__} knows no model for {type(config).__name__}: the received model does not fit the task "
             "that the dataset was prepared for"
         ) from None
+    if isinstance(kind, tuple):  # of several (DeiT), the one that config.json names, else the first
+        kind = next((one for one in kind if one.__name__ in (config.architectures or ())), kind[0])
     if not getattr(kind, "_supports_sdpa", False):
         return Attention(name="eager", reason=f"{kind.__name__} has neither sdpa nor flash attention in transformers")
     if device.type != "cuda":
@@ -74,6 +76,7 @@ def build(config: Any, factory: Any, attention: Attention) -> nn.Module:
     from accelerate import init_empty_weights
 
     config = copy.deepcopy(config)  # from_config(dtype=...) writes into it
+    config.architectures = config.architectures or []  # transformers looks there where a family has several classes
     config.use_cache = False  # with a cache, packed sequences silently lose their mask
     try:
         with init_empty_weights(include_buffers=False):

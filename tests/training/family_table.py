@@ -1,4 +1,4 @@
-"""Every family of text models that the pinned transformers knows, tried, and the table of what came of it.
+"""Every family of text models and image classifiers that the pinned transformers knows, tried, and a table of them.
 
     python -m tests.training.family_table            try what build/families.jsonl does not hold yet
     python -m tests.training.family_table --write    and write docs/reference/families.md
@@ -30,6 +30,7 @@ SAMPLE = {
     ),
     "masked": ("bert", "deberta-v2", "modernbert", "roberta"),
     "classes": ("llama", "qwen3", "bert", "distilbert", "modernbert"),
+    "images": ("vit", "resnet", "swin"),
 }
 """Unlike families, and those that a pipeline once trained wrongly: also tried on two ranks, unless all are."""
 SECONDS = 120
@@ -39,6 +40,8 @@ SECONDS = 120
 def material(place: Path) -> dict[str, Path]:
     """A dataset for each task; `ended`: of rows that end in an end-of-text token."""
     from tests.training.federation import write_dataset, write_masked_words
+    from tests.training.images import write_images
+    from tests.training.shrink import SIDE
     from tests.training.test_tasks import write_classes
 
     return {
@@ -46,6 +49,7 @@ def material(place: Path) -> dict[str, Path]:
         "masked": write_masked_words(place / "masked"),
         "classes": write_classes(place / "classes"),
         "ended": write_classes(place / "ended", end=1),
+        "images": write_images(place / "images", side=SIDE),
     }
 
 

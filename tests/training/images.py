@@ -27,10 +27,10 @@ PROCESSOR = {
 }
 
 
-def drawn(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Noisy images (count, 3, SIDE, SIDE) with a bright square, and where it is."""
+def drawn(count: int, seed: int, side: int = SIDE) -> tuple[np.ndarray, np.ndarray]:
+    """Noisy images (count, 3, side, side) with a bright square, and where it is."""
     draw = np.random.default_rng(seed)
-    values = draw.integers(0, 120, (count, 3, SIDE, SIDE)).astype(np.uint8)
+    values = draw.integers(0, 120, (count, 3, side, side)).astype(np.uint8)
     labels = draw.integers(0, len(CLASSES), count)
     for image, label in zip(values, labels, strict=True):
         row, column = draw.integers(0, SIDE - 5), label * 5
@@ -38,14 +38,21 @@ def drawn(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     return values, labels.astype(np.int32)
 
 
-def write_images(directory: Path, *, train: int = 40, validation: int = 10, seed: int = 0, **changes: Any) -> Path:
+def processor_of(side: int) -> dict[str, Any]:
+    """What makes a model's input of an image."""
+    return PROCESSOR | {"size": {"height": side, "width": side}}
+
+
+def write_images(
+    directory: Path, *, train: int = 40, validation: int = 10, seed: int = 0, side: int = SIDE, **changes: Any
+) -> Path:
     """A prepared dataset of drawn images."""
     directory.mkdir(parents=True)
     (directory / "image_processor").mkdir()
-    (directory / "image_processor" / FILE).write_text(json.dumps(PROCESSOR))
+    (directory / "image_processor" / FILE).write_text(json.dumps(processor_of(side)))
     splits = {}
     for name, count in (("train", train), ("validation", validation)):
-        values, labels = drawn(count, seed + (name == "validation") * 1000)
+        values, labels = drawn(count, seed + (name == "validation") * 1000, side)
         np.save(directory / f"{name}.npy", values.reshape(count, -1))
         np.save(directory / f"{name}.rows.npy", labels[:, None])
         splits[name] = SplitEntry(
@@ -66,8 +73,8 @@ def write_images(directory: Path, *, train: int = 40, validation: int = 10, seed
         "classes": CLASSES,
         "pixels": Pixels(
             channels=3,
-            height=SIDE,
-            width=SIDE,
+            height=side,
+            width=side,
             rescale=PROCESSOR["rescale_factor"],
             mean=PROCESSOR["image_mean"],
             std=PROCESSOR["image_std"],

@@ -98,6 +98,55 @@ def tiny(family: str, **changes: Any) -> Any:
     return kind(**(base | special | {k: v for k, v in changes.items() if k in known and k not in special} | always))
 
 
+SIDE = 32
+"""Height and width of the images that tiny image classifiers take."""
+IMAGE_RULES: list[tuple[str, Any]] = [
+    (r"^image_size$", SIDE),
+    (r"^patch_size$", 4),
+    (r"^window_size$", 2),
+    (r"^train_size$", [SIDE, SIDE]),
+]
+"""What fixes the size of images, beside `RULES`."""
+DEEP = r"^(depths?|num_block_repeats|n_attn_blocks|stage_num_blocks|stage_numb_of_layers)$"
+WIDE = r"^(hidden_sizes|neck_hidden_sizes|embed_dims?|base_attn_unit_dims|stage_\w+_channels|embedding_size)$"
+
+
+TWO_STAGES = {"depths": [1, 1], "num_heads": [2, 4], "embed_dim": 16, "window_size": 4}
+IMAGE_SPECIAL: dict[str, dict[str, Any]] = {"swin": TWO_STAGES, "donut-swin": TWO_STAGES}
+"""What an image family needs beside the rules: windows that fit the images of each stage."""
+
+
+def tiny_image(family: str, share: int, **changes: Any) -> Any:
+    """A small configuration of an image family: one block a stage, widths divided by `share`."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kind = CONFIG_MAPPING[family]
+    keys = image_keys(kind, share)
+    for name, inner in inner_kinds(kind).items():
+        keys[name] = image_keys(inner, share)
+    return kind(**(keys | IMAGE_SPECIAL.get(family, {}) | changes))
+
+
+def image_keys(kind: type, share: int) -> dict[str, Any]:
+    keys = {name: value for name, value in shrunk(kind).items() if not isinstance(value, dict)}
+    for name, parameter in inspect.signature(kind.__init__).parameters.items():  # type: ignore[misc]
+        default = parameter.default
+        if fixed := [value for pattern, value in IMAGE_RULES if re.search(pattern, name)]:
+            keys[name] = (
+                [fixed[0], fixed[0]] if isinstance(default, list | tuple) and name != "train_size" else fixed[0]
+            )
+        elif isinstance(default, list | tuple) and default and all(type(one) in (int, float) for one in default):
+            if re.search(DEEP, name):
+                keys[name] = [1] * len(default)
+            elif re.search(WIDE, name):
+                keys[name] = [max(1, one // share) for one in default]
+            elif "drop" in name:
+                keys[name] = [0.0] * len(default)
+        elif type(default) is int and re.search(WIDE, name):
+            keys[name] = max(1, default // share)
+    return keys
+
+
 SPECIAL: dict[str, dict[str, Any]] = {
     "codegen": {"rotary_dim": 8},
     "gptj": {"rotary_dim": 8},

@@ -137,3 +137,12 @@ def test_a_checkpoint_that_lacks_a_tensor_is_refused_before_any_job(tmp_path: Pa
     save_tensors(whole, [(n, t) for n, t in weights(whole).items() if n != "embed_out.weight"])
     with pytest.raises(CheckpointError, match=r"no tensor for 'lm_head.weight'"):
         check_names(whole)
+
+
+def test_a_quantised_checkpoint_is_refused_by_name(tmp_path: Path):
+    """Its scales lie in other tensors: trained without them, its numbers would be others."""
+    model = save_tiny(tmp_path / "model", "llama")
+    name = "model.layers.0.mlp.up_proj.weight"
+    save_tensors(model, [(n, t.to(torch.float8_e4m3fn) if n == name else t) for n, t in weights(model).items()])
+    with pytest.raises(CheckpointError, match=f"{name}' is stored as F8_E4M3: the checkpoint is quantised"):
+        check_names(model)

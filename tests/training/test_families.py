@@ -18,12 +18,13 @@ FEW = {
     "causal": ["gemma2", "qwen3_moe", "mamba", "bloom", "phimoe", "bart"],
     "masked": ["bert", "deberta-v2", "mobilebert", "mpnet"],
     "classes": ["qwen3", "bart", "distilbert", "deepseek_v3"],
+    "images": ["deit", "swin"],
 }
 """Unlike ones: of experts, without attention, encoder-decoders, and those that were once trained wrongly."""
 
 
 @pytest.mark.parametrize(
-    "task", ["causal", *(pytest.param(task, marks=pytest.mark.slow) for task in ("masked", "classes"))]
+    "task", ["causal", *(pytest.param(task, marks=pytest.mark.slow) for task in ("masked", "classes", "images"))]
 )
 def test_unlike_families_train_as_transformers_and_peft_do(tmp_path: Path, task: str):
     datasets = material(tmp_path)

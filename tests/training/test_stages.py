@@ -55,7 +55,7 @@ def test_blocks_that_share_a_weight_are_refused():
 
 @pytest.mark.nightly
 @pytest.mark.slow
-@pytest.mark.parametrize("task", list(TITLES))
+@pytest.mark.parametrize("task", sorted(set(TITLES) - {"images"}))
 def test_no_family_is_trained_wrongly_in_stages(task: str):
     """Each family has the whole model's logits and gradients, or is refused before it is cut."""
     found = {family: staged(task, family) for family in families(task)}

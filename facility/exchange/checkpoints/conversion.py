@@ -82,7 +82,7 @@ def conversion_of(model: Any, checkpoint: Checkpoint, own: Mapping[str, Any] | N
     """Map a Hugging Face model (of any device, also meta) to a checkpoint, as `from_pretrained` would.
 
     `own`: the model's state by name, where the model's own names carry additions (adapters) that the checkpoint lacks.
-    Raises `CheckpointError` where a stored tensor has another shape than the model asks for.
+    Raises `CheckpointError` where a stored tensor has another shape than the model asks for, or is quantised.
     """
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
@@ -99,6 +99,8 @@ def conversion_of(model: Any, checkpoint: Checkpoint, own: Mapping[str, Any] | N
         target, pattern = rename_source_key(name, renamings, converters, prefix, state)
         if target not in state and name in state:
             target, pattern = rename_source_key(name, [], [], prefix, state)
+        if target in state:
+            _check_not_quantized(checkpoint, name, state[target])
         if target not in state:
             unused.append(name)
         elif pattern is None:
@@ -117,6 +119,16 @@ def _transforms(model: Any) -> list[Any]:
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     return get_model_conversion_mapping(model)
+
+
+def _check_not_quantized(checkpoint: Checkpoint, name: str, parameter: Any) -> None:
+    """Refuse weights of 8 bits and fewer: their numbers mean nothing without scales, which lie in other tensors."""
+    dtype = checkpoint.tensors[name].dtype
+    if parameter.is_floating_point() and not dtype.startswith(("F16", "BF16", "F32", "F64")):
+        raise CheckpointError(
+            f"{checkpoint.directory}: tensor {name!r} is stored as {dtype}: the checkpoint is quantised, and is not "
+            "trained; take the published one in bfloat16, or dequantise this one in transformers and save it"
+        )
 
 
 def _check_shape(checkpoint: Checkpoint, name: str, target: str, shape: tuple[int, ...]) -> None:

@@ -45,6 +45,16 @@ class Precision:
         return nullcontext() if self.off else torch.autocast(self.device.type, dtype=self.dtype)
 
 
+def logits_of(output: Any, model: nn.Module) -> torch.Tensor:
+    """What a model says of each class or token. Raises `InputError` where it does not."""
+    if getattr(output, "logits", None) is None:
+        raise InputError(
+            f"{type(model).__name__} returns a {type(output).__name__} without logits: transformers has no head for it "
+            "that could be trained"
+        )
+    return output.logits
+
+
 @contextmanager
 def refusing_unreached_shards(model: nn.Module) -> Iterator[None]:
     """Raise `InputError` where a model uses weights of a block without calling the block, which gathers its shards."""
@@ -91,7 +101,7 @@ class Whole:
             self.chunked.targets = targets
         with self.precision(), refusing_unreached_shards(self.modules[0]):
             output = model(**inputs)
-        logits = output.logits
+        logits = logits_of(output, self.modules[0])
         loss = logits.float().sum() if self.chunked is not None else self.task.loss_sum(logits, targets)
         return loss, targets, output
 
