@@ -25,19 +25,19 @@ Row = dict[str, Any]
 INTRODUCTION = """\
 # Families of models
 
-Every family of text models and image classifiers of transformers {version} that could be made tiny was trained for one
-step, as a facility trains it: whole and with LoRA's defaults, by one process and, where that works, on two ranks that
-share it by FSDP2 and in a pipeline of two stages. "yes": the weights of one process are those of a plain step of
-transformers' own model (with adapters: of peft's) up to 2e-5, in a step of 1e-2, and the layouts' are those of the one
-process. "no": refused before anything is trained, with the sentence in the last column. These were tiny models in float32
-on a CPU: the table says nothing of speed, of half precision, or of what a long training learns.
+Every family of text models and image classifiers of transformers {version} that could be made tiny was trained for
+one step, as a facility trains it: whole and with LoRA's defaults, by one process and, where that works, on two ranks
+that share it by FSDP2 and in a pipeline of two stages. "yes": the weights of one process are those of a plain step of
+transformers' own model (with adapters: of peft's) up to 2e-5, in a step of 1e-2, and the layouts' are those of the
+one process. "no": refused before anything is trained, with the sentence in the last column. These were tiny models in
+float32 on a CPU: the table says nothing of speed, of half precision, or of what a long training learns.
 
 Image classifiers with batch norms differ in two points. Their norms over few numbers amplify rounding: "yes" of one
-process allows twice what float32 differs from float64 in the plain step. On two shards each rank normalises by its own
-images, so that no weights are compared.
+process allows twice what float32 differs from float64 in the plain step. On two shards each rank normalises by its
+own images, so that no weights are compared.
 
-Beside the rows, every family of text models is cut into two stages within one process: each has the logits and gradients
-of the whole model, or is refused before it is cut (`tests/training/test_stages.py`).
+Beside the rows, every family of text models is cut into two stages within one process: each has the logits and
+gradients of the whole model, or is refused before it is cut (`tests/training/test_stages.py`).
 
 Written by `python -m tests.training.family_table --write`."""
 

@@ -49,6 +49,7 @@ def test_what_cannot_be_trained_is_refused_with_its_reason(
     assert found.word == "refused" and re.search(why, found.reason), found
 
 
+@pytest.mark.slow
 def test_layouts_that_once_ended_in_a_traceback(tmp_path: Path):
     """XLM-RoBERTa's head comes before the embedding that it is tied to; Funnel's blocks are lists of layers, which no
     one calls; SqueezeBERT calls `forward` of its blocks, so that nothing gathers their weights."""
