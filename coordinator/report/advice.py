@@ -7,12 +7,17 @@ from collections.abc import Sequence
 
 ENDINGS: Sequence[tuple[str, str]] = (
     (
+        r"was not taken",
+        "the scheduler refused the job: correct what it names in `fill`, `options` or the template; `crossfed check` "
+        "tries it without a round",
+    ),
+    (
         r"OUT.OF.MEMORY|oom",
         "the scheduler ended the job for its memory: ask for more in `options` or the template, lower "
         "`micro_batch_sequences`, or shard over more ranks (`training.layout`)",
     ),
     (
-        r"TIMEOUT|DEADLINE|time.?limit|walltime",
+        r"TIMEOUT|DEADLINE|time.?limit|walltime|\bh_rt\b",
         "the job ran into its time limit: ask for more in `options`, lower `training.steps`, or set "
         "`training.limits.seconds` below it, so that the job saves its state in time and the round goes on from there",
     ),

@@ -127,7 +127,7 @@ def _refusal(name: str, number: int | None, reason: str, entries: Sequence[Entry
     lines = [f"  {name} is out of round {number}: {reason}."]
     job, ending = _ending(name, number, entries)
     if ending:
-        lines.append(f"  The scheduler's account: job {job or 'of that round'} {ending}.")
+        lines.append(f"  The scheduler's account: {f'job {job}' if job else 'the job of that round'} {ending}.")
     logs = [one for one in entries if one.kind == "log" and one.facility == name and one.round == number]
     if logs:
         lines.append("  The end of its log:")

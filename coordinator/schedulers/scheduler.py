@@ -20,6 +20,8 @@ OUTPUT_BYTES = 1 << 16
 """What is read of a job's output: its end."""
 FORGOTTEN = "FORGOTTEN"
 """State of a job whose id the scheduler says it does not know (any more)."""
+NOT_TAKEN = "REFUSED"
+"""State of a job that was submitted and not taken."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +61,8 @@ class Ending:
             return ""
         if self.state == FORGOTTEN:
             return f"ended, its exit code is not known ({self.detail}); what it left decides"
+        if self.state == NOT_TAKEN:
+            return f"was not taken: {self.detail}"
         return f"did not end well: {self.detail or self.state}" + (
             f"; its output is {self.output}" if self.output else ""
         )

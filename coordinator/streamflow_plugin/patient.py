@@ -2,7 +2,8 @@
 
 - A job has ended only when its scheduler says so (`coordinator.schedulers.scheduler`); anything else is asked again.
 - A job is submitted once: one of the same name that runs is waited for, one that waits is cancelled.
-- A job that was cancelled, ran out of time or failed ends as `skipped`, with the scheduler's words in the log.
+- A job that was not taken, was cancelled, ran out of time or failed ends as `skipped`, with the scheduler's words in
+  the log and as an event: its facility is absent from the round, and no other is held up.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from streamflow.deployment.wrapper import get_inner_location
 from streamflow.log_handler import logger
 
 from coordinator.archive.audit import VARIABLE as LOG
-from coordinator.events.event import VARIABLE, emit
+from coordinator.events.event import VARIABLE, emit, quoted
 from coordinator.schedulers.gated import Gated
-from coordinator.schedulers.scheduler import FORGOTTEN, BatchScheduler, Ending, Job
+from coordinator.schedulers.scheduler import FORGOTTEN, NOT_TAKEN, BatchScheduler, Ending, Job
 from coordinator.streamflow_plugin.job_progress import JobWatch, asking, interval
 from coordinator.streamflow_plugin.last_words import error_in
 from coordinator.streamflow_plugin.names import DATABASE
@@ -35,7 +36,7 @@ HELD_UP_SECONDS = 60.0
 BROKE = 255
 """Exit code of a line whose answer was lost, as ssh gives it; no scheduler answers so."""
 REFUSED = "refused-"
-"""Begins the id of a job that the facility's gate did not take."""
+"""Begins the id of a job that the scheduler, or the facility's gate, did not take."""
 
 T = TypeVar("T")
 may_be_repeated: ContextVar[bool] = ContextVar("may_be_repeated", default=True)
@@ -207,7 +208,8 @@ class PatientQueue(QueueManagerConnector):
         emit("ended", step=self._steps.get(job_id, ""), job=job_id, code=ending.step_code, problem=ending.problem)
         if ending.problem:
             said = self._errors.pop(job_id, "")
-            told = f"job {job_id} of {self.deployment_name} {ending.problem}" + (f": {said}" if said else "")
+            whose = "the job" if job_id.startswith(REFUSED) else f"job {job_id}"
+            told = f"{whose} of {self.deployment_name} {ending.problem}" + (f": {said}" if said else "")
             tell(told, logging.ERROR)
         return ending.step_code
 
@@ -219,8 +221,8 @@ class PatientQueue(QueueManagerConnector):
         if name:
             await self._make_way(name, location)
         job_id = await self._put(command, environment, job_name, location, workdir, **rest)
+        self._steps[job_id] = step
         if not job_id.startswith(REFUSED):
-            self._steps[job_id] = step
             emit("submitted", step=step, job=job_id)
             self._watch(job_id, workdir, location)
         return job_id
@@ -239,7 +241,9 @@ class PatientQueue(QueueManagerConnector):
                 text = await self._submit(command, environment, job_name, location, workdir, **rest)
             except WorkflowExecutionException as error:
                 silence = isinstance(error, ConnectionBroke) or self.scheduler.is_silence(str(error))
-                if not silence or self._now() > deadline:
+                if not silence:
+                    return self._not_taken(job_name, str(error))
+                if self._now() > deadline:
                     raise
                 tell(
                     f"{self.scheduler.title} of {self.deployment_name} takes no job now ({str(error)[-200:]}); "
@@ -261,7 +265,7 @@ class PatientQueue(QueueManagerConnector):
             return job_id
 
     async def _submit(self, command: str, environment, job_name: str, location, workdir, **rest) -> str:
-        """What the submission printed; at a gate that refuses, the id of a job that has ended without an update."""
+        """What the submission printed; at a gate that refuses, the id of a job that was not taken."""
         if self._gate is None:
             # A queue on this machine would hand the coordinator's own environment to the job.
             environment = (environment or {}) | dict.fromkeys((VARIABLE, LOG, DATABASE), "''")
@@ -287,9 +291,14 @@ class PatientQueue(QueueManagerConnector):
                 output=stdout if isinstance(stdout, str) else "",
             )
         except self._gate.refused as error:
-            refused = f"{REFUSED}{len(self._endings)}-{abs(hash(job_name))}"
-            self._endings[refused] = Ending(state="REFUSED", code=None, detail=str(error))
-            return refused
+            return self._not_taken(job_name, str(error))
+
+    def _not_taken(self, job_name: str, why: str) -> str:
+        """The id of a job that has ended before it was in a queue."""
+        refused = f"{REFUSED}{len(self._endings)}-{abs(hash(job_name))}"
+        said = " ".join(why.removeprefix(f"Error submitting job {job_name} to ").split())
+        self._endings[refused] = Ending(state=NOT_TAKEN, code=None, detail=quoted(said))
+        return refused
 
     def _name(self, location: ExecutionLocation) -> str | None:
         """The job name that federation.yml's rendering gives this facility."""

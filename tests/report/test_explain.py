@@ -83,6 +83,11 @@ DIVERGED = "tensor 'model.embed_tokens.weight' holds weights that are not finite
         ("NODE_FAIL, exit code 1", ABSENT, "a node failed"),
         ("CANCELLED, exit code 0, signal 15", ABSENT, "cancelled the job"),
         ("PREEMPTED, exit code 0, signal 15", ABSENT, "another job took its nodes"),
+        (
+            "exit status 137, failed 37  : qmaster enforced h_rt, h_cpu, or h_vmem limit",
+            ABSENT,
+            "time limit: ask for more",
+        ),
         ("", ABSENT, "ended from outside"),
         ("", KILLED, "needs more memory"),
         ("", DIVERGED, "lower `learning_rate`"),

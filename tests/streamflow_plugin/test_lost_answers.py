@@ -12,7 +12,9 @@ import pytest
 from streamflow.core.exception import WorkflowExecutionException
 from streamflow.deployment.shell import BaseShell
 
+from coordinator.report.advice import advice_for
 from coordinator.schedulers.slurm import Slurm
+from coordinator.streamflow_plugin import patient
 from coordinator.streamflow_plugin.ahead_queue import connector_for
 from coordinator.streamflow_plugin.bounded_reader import BoundedReader
 from coordinator.streamflow_plugin.patient import BROKE, ConnectionBroke, may_be_repeated
@@ -115,8 +117,6 @@ def test_a_lost_answer_about_jobs_is_silence_and_no_end():
 
 
 def test_a_submission_whose_answer_was_lost_is_looked_for_and_not_given_twice(monkeypatch):
-    from coordinator.streamflow_plugin import patient
-
     listed, submitted = [[], [SimpleNamespace(id="41")]], []
 
     async def submit(*_: Any, **__: Any) -> str:
@@ -134,10 +134,30 @@ def test_a_submission_whose_answer_was_lost_is_looked_for_and_not_given_twice(mo
     assert submitted == [1]
 
 
-def test_an_error_of_the_submission_itself_is_no_silence():
-    async def submit(*_: Any, **__: Any) -> str:
-        raise WorkflowExecutionException("sbatch: error: invalid account")
+def test_a_job_that_is_not_taken_is_an_ended_one_told_in_the_schedulers_words(monkeypatch):
+    """The round goes on without its facility, as with a job that failed; an exception would end the engine."""
+    events: list[dict[str, Any]] = []
+    monkeypatch.setattr(patient, "emit", lambda kind, **more: events.append({"kind": kind} | more))
+    asked: list[str] = []
 
-    made = queue(None, _submit=submit, _name=lambda _: "", connector=SimpleNamespace())
-    with pytest.raises(WorkflowExecutionException, match="invalid account"):
-        asyncio.run(made._run_batch_command("job", None, "/rounds/train_a/0", HERE))
+    async def submit(*_: Any, **__: Any) -> str:
+        raise WorkflowExecutionException(
+            "Error submitting job /rounds/train_a/0 to Slurm: sbatch: error: invalid account\nExiting."
+        )
+
+    async def run(**more: Any) -> Any:
+        asked.append(str(more))
+
+    more = {"_endings": {}, "_outputs": {}, "_errors": {}, "_steps": {}, "_watches": {}, "_scheduled_jobs": []}
+    made = queue(run, _submit=submit, _name=lambda _: "", connector=SimpleNamespace(), **more)
+    job_id = asyncio.run(made._run_batch_command("job", None, "/rounds/train_a/0", HERE))
+    made._scheduled_jobs.append(job_id)
+    assert asyncio.run(made._get_running_jobs(HERE)) == [] and asyncio.run(made._get_output(job_id, HERE)) == ""
+    assert asyncio.run(made._get_returncode(job_id, HERE)) == 7 and asked == [], "no queue is asked for it"
+    ended = next(one for one in events if one["kind"] == "ended")
+    assert ended["step"] == "/rounds/train_a"
+    assert ended["problem"] == "was not taken: Slurm: sbatch: error: invalid account Exiting."
+    told = next(one["text"] for one in events if one["kind"] == "problem")
+    assert told == "the job of facility_a was not taken: Slurm: sbatch: error: invalid account Exiting."
+    assert "refused the job" in advice_for("left no update", ended["problem"])
+    assert not any(one["kind"] == "submitted" for one in events)
