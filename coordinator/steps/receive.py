@@ -91,7 +91,7 @@ def receive(
     if update is None and late:
         return report.Failure(facility=facility, round=round, reason=late, kind="late")
     if update is None:
-        reason = "left no update: its job was cancelled, ran out of time, or lost its node"
+        reason = "left no update: its job was not taken, was cancelled, ran out of time, or lost its node"
         return report.Failure(facility=facility, round=round, reason=reason, kind="absent")
     sent = sent_in(model, earlier)
     try:

@@ -49,7 +49,7 @@ def test_a_round_under_way_says_what_each_facility_is_waited_for(federation: Fed
     journal.append("queued", time=now, facility="facility-00", round=3, job="7")
     journal.append("started", time=now, facility="facility-01", round=3)
     journal.append("verified", time=now, facility="facility-02", round=3)
-    reason = "left no update: its job was cancelled, ran out of time, or lost its node"
+    reason = "left no update: its job was not taken, was cancelled, ran out of time, or lost its node"
     journal.append("refused", time=now, facility="facility-03", round=3, reason=reason)
     text = said(federation, "round", "3")
     assert "facility-00: its job waits in the queue" in text and "facility-01: its job has begun" in text
@@ -69,7 +69,7 @@ def test_a_stuck_job_and_a_refused_login_are_named_until_they_pass(federation: F
     assert "will not begin" not in text and "crossfed login" not in text
 
 
-ABSENT = "left no update: its job was cancelled, ran out of time, or lost its node"
+ABSENT = "left no update: its job was not taken, was cancelled, ran out of time, or lost its node"
 UNSIGNED = "no valid signature of facility-00 over manifest.json by a key of allowed_signers"
 KILLED = "rank 1 was killed (SIGKILL): out of memory, or ended by the scheduler"
 DIVERGED = "tensor 'model.embed_tokens.weight' holds weights that are not finite: training diverged"
