@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +11,7 @@ import typer
 from rich.console import Console
 
 from coordinator.commands.app import RUN, FederationOption, app
-from facility.exchange.errors import InputError
+from facility.exchange.errors import ConfigurationError, InputError
 from facility.exchange.exit_codes import ExitCode
 
 
@@ -24,11 +25,15 @@ def check(
     ] = False,
 ) -> None:
     """Check what can be known before a job is submitted; each failing row comes with a fix. Exit 1 if one fails."""
+    from coordinator.config.federation import read_federation
     from coordinator.preflight.check import check as look
     from coordinator.preflight.check import show
+    from coordinator.preflight.last_check import remember
 
     console = Console(width=None if sys.stdout.isatty() else 160)
     rows = look(federation, link=link, submit=submit, told=lambda text: print(text, file=sys.stderr, flush=True))
+    with suppress(ConfigurationError):  # then the row on federation.yml fails
+        remember(read_federation(federation), federation, rows)
     raise typer.Exit(show(rows, as_json=as_json, console=console))
 
 
@@ -38,7 +43,7 @@ def run(
     quiet: Annotated[bool, typer.Option("--quiet", help="No live display; events as plain lines.")] = False,
     log: Annotated[Path | None, typer.Option(help="StreamFlow's whole log; default <workdir>/streamflow.log.")] = None,
     despite_check: Annotated[
-        bool, typer.Option("--despite-check", help="Run even when a check of the coordinator's own part fails.")
+        bool, typer.Option("--despite-check", help="Run even when a check here, or the last `crossfed check`, fails.")
     ] = False,
     accept: Annotated[
         bool, typer.Option("--accept", help="Go on though federation.yml has changed in what affects results.")
@@ -48,6 +53,7 @@ def run(
     from coordinator.config.federation import check_paths, read_federation
     from coordinator.engine.run import run_federation
     from coordinator.preflight.coordinator import failing_here
+    from coordinator.preflight.last_check import still_failing
 
     if not despite_check:
         described = read_federation(federation)
@@ -55,6 +61,8 @@ def run(
         if failing := failing_here(described):
             told = "; ".join(f"{row.check}: {row.found} ({row.fix})" for row in failing)
             raise InputError(f"{told}. Correct this, or run with --despite-check")
+        if told := still_failing(described, federation):
+            raise InputError(f"{told}. Correct this and check again, or run with --despite-check")
 
     raise typer.Exit(run_federation(federation, live=not quiet and sys.stdout.isatty(), log=log, accepted=accept))
 

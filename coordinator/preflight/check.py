@@ -1,4 +1,4 @@
-"""`crossfed check`: all checks possible before a node-hour is spent. Changes nothing; only `--submit` submits."""
+"""`crossfed check`: all checks possible before a node-hour is spent. Only `--submit` submits a job."""
 
 from __future__ import annotations
 

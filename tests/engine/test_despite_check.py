@@ -1,4 +1,5 @@
-"""`crossfed run` starts nothing while the coordinator's own checks fail, unless it is told to."""
+"""`crossfed run` starts nothing while the coordinator's own checks fail, or the last `crossfed check` did, unless it is
+told to."""
 
 from __future__ import annotations
 
@@ -10,6 +11,9 @@ from typer.testing import CliRunner
 
 from coordinator.cli import app
 from coordinator.engine import run
+from coordinator.preflight import check, coordinator
+from coordinator.preflight.row import Row, fail, ok
+from tests.federations import write_federation
 
 
 def test_a_failing_check_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -25,3 +29,45 @@ def test_a_failing_check_stops_the_run(tmp_path: Path, monkeypatch: pytest.Monke
     result = CliRunner().invoke(app, ["run", "-f", str(file)])
     assert not started and "model: " in str(result.exception) and "--despite-check" in str(result.exception)
     assert CliRunner().invoke(app, ["run", "-f", str(file), "--despite-check"]).exit_code == 0 and started == [file]
+
+
+def test_a_check_that_failed_stops_the_run_until_it_passes_or_the_file_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    file = write_federation(tmp_path, ["a", "b"])
+    rows: list[Row] = []
+    started: list[Path] = []
+    monkeypatch.setattr(check, "check", lambda *_, **__: rows)
+    monkeypatch.setattr(coordinator, "failing_here", lambda _: [])
+    monkeypatch.setattr(run, "run_federation", lambda file, **_: started.append(file) or 0)
+
+    def call(*words: str) -> str:
+        result = CliRunner().invoke(app, [*words, "-f", str(file)])
+        return str(result.exception)
+
+    def runs() -> bool:
+        before, said = len(started), call("run")
+        assert (len(started) > before) == (said in ("None", "0")), said
+        return len(started) > before
+
+    refused = fail("b", "job accepted", "the partition is not one of this cluster's", "correct it")
+    rows[:] = [ok("a", "dataset", "there"), refused]
+    call("check")
+    said = call("run")
+    assert "b, job accepted: the partition is not" in said and "--despite-check" in said and not started
+    call("run", "--despite-check")
+    assert len(started) == 1 and not runs()
+    rows[:] = [fail("b", "connection", "the certificate has expired", "crossfed login b")]
+    call("check")
+    assert runs(), "a run waits for a login by itself"
+    rows[:] = [refused] * 5
+    call("check")
+    assert "and 2 more" in call("run")
+    text = file.read_text()
+    file.write_text(text + "# corrected\n")
+    assert runs()
+    file.write_text(text)
+    assert not runs()
+    rows[:] = [ok("b", "job accepted", "yes")]
+    call("check")
+    assert runs() and not list((tmp_path / "work").iterdir())
