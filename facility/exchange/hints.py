@@ -10,6 +10,8 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
+from pydantic import BeforeValidator
+from pydantic_core import PydanticUndefined
 
 from facility.exchange.one_of import OneOf
 
@@ -48,6 +50,9 @@ def dotted(path: Path, where: str = "") -> str:
 
 def allowed(hint: Any) -> str:
     """What a hint allows, in words: `int`, `one of 'a', 'b'`, `a list`, `'all' or int (1 or more)`."""
+    for mark in _marks(hint):  # what is written may be more than what is kept, such as `true` for a mapping's defaults
+        if isinstance(mark, BeforeValidator) and mark.json_schema_input_type is not PydanticUndefined:
+            return allowed(mark.json_schema_input_type)
     alternatives = [one for one in _alternatives(hint) if one is not NoneType]
     words = [_allowed(one) for one in alternatives]
     if len(words) > 1:

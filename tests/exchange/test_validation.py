@@ -12,6 +12,7 @@ import pytest
 from annotated_types import Ge, Lt
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import BeforeValidator
 
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.validation import AtLeastOne, Positive, Share, parse, validated
@@ -40,6 +41,7 @@ class Outer:
     rows: list[Inner] = field(default_factory=list)
     maybe: Inner | None = None
     part: Literal["all"] | AtLeastOne[int] | Share = "all"
+    switch: Annotated[Inner | None, BeforeValidator(lambda given: given, json_schema_input_type=bool | Inner)] = None
     anything: dict[str, Any] = field(default_factory=dict)
 
 
@@ -61,6 +63,7 @@ class Outer:
         ({"name": "x", "inner": {"count": 13}}, "inner: count is 13, expected luck"),
         ({"name": "x", "inner": 3}, "inner is 3, expected a mapping"),
         ({"name": "x", "maybe": 3}, "maybe is 3, expected a mapping"),
+        ({"name": "x", "switch": 3}, "switch is 3, expected bool or a mapping"),
         (
             {"name": "x", "part": 0},
             "part is 0, expected 'all' or int (1 or more) or float (more than 0 and at most 1)",
