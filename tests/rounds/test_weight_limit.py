@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
+import uuid
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ from coordinator.steps.arrived import sort_out
 from coordinator.steps.start import start
 from facility.exchange.messages.report import read_failure
 from tests.aggregation.updates import write_update
+from tests.conftest import ROOT
 from tests.federations import write_federation
 from tests.pico import save_pico
 
@@ -44,8 +47,11 @@ def test_the_receive_step_refuses_an_excessive_claim_by_name(begun, tmp_path: Pa
     _, model = begun
     settings = dataclasses.replace(SETTINGS, claims=dataclasses.replace(SETTINGS.claims, action=action))
     (tmp_path / "coordinator.json").write_text(json.dumps(dataclasses.asdict(settings)))
+    job = tmp_path / "work" / str(uuid.uuid4())
+    job.mkdir(parents=True)
     for name, tokens, bad in (("a", 300, False), ("b", 301, refused)):
-        update = write_update(tmp_path / name, model, name, tokens=tokens)
+        transfer = job.with_name(str(uuid.uuid4())) / str(uuid.uuid4())
+        update = write_update(transfer / "update", model, name, tokens=tokens)
         command = [
             "coordinator.steps.receive",
             "--federation",
@@ -61,9 +67,12 @@ def test_the_receive_step_refuses_an_excessive_claim_by_name(begun, tmp_path: Pa
             "--out",
             tmp_path / f"{name}-received",
         ]
-        subprocess.run([sys.executable, "-m", *map(str, command)], check=True)
+        subprocess.run(
+            [sys.executable, "-m", *map(str, command)], check=True, cwd=job, env=os.environ | {"PYTHONPATH": str(ROOT)}
+        )
         failure = read_failure(tmp_path / f"{name}-received")
         assert (failure is not None) == bad
+        assert update.exists() != bad, "a copy of no use takes no room"
         if failure:
             assert (
                 failure.kind == "refused" and "claims 301 tokens in round 0, its settings allow 300" in failure.reason
