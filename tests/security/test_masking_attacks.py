@@ -13,13 +13,15 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from facility.exchange.errors import ConfigurationError, InputError
 from facility.exchange.masking.fixed_point import fixed_point
-from facility.exchange.masking.roster import Roster
+from facility.exchange.masking.roster import Roster, read_roster
 from facility.exchange.masking.streams import MaskBuffer
-from facility.exchange.masking.unmasking import read_answer, read_request, write_answer, write_request
+from facility.exchange.masking.unmasking import read_answer, read_request, shares_path, write_answer, write_request
 from facility.exchange.messages.manifest import read_manifest
 from facility.masking import answering
 from facility.masking.ledger import Entry, Ledger
+from facility.masking.mask_update import mask_update
 from facility.masking.masked_piece import Masker, Stored
+from facility.masking.private_keys import PrivateKeys
 from facility.masking.site_rules import SiteRules, site_rules
 from tests.aggregation import make
 from tests.masking.conftest import signers  # noqa: F401 (a fixture)
@@ -253,6 +255,39 @@ def test_shares_of_another_roster_are_that_facilitys_absence(begun):
     assert error(moved(federation, 0), mean_of(told, {"alpha": 1.0, "beta": 1.0})) < 1e-5
     rows = {row.facility: row.reason for row in federation.archive.read_round(0).facilities}
     assert "used before" in rows["gamma"]
+
+
+TOLD = [{"clip_norm": 1e-12}, {"maximum_share": 1.0}, {"weights": "equal"}, {"minimum_sum": 3}]
+
+
+@pytest.mark.parametrize("told", TOLD, ids=str)
+def test_facilities_that_were_told_to_weigh_or_clip_in_another_way_are_not_unmasked_together(
+    federation: Masking, told: dict[str, object]
+):
+    """All but alpha clip their steps to nothing, or weigh nothing: the sum of all would be alpha's update."""
+    roster = federation.roster([federation.keys(name) for name in federation.names])
+    moves, sent = steps(federation.names), {}
+    for name in federation.names:
+        settings = federation.masking if name == "alpha" else dataclasses.replace(federation.masking, **told)
+        sent[name] = federation.place("update")
+        read = read_roster(roster, settings, federation.signers)
+        mask_update(
+            federation.plain(name, moves[name]),
+            received=federation.model(0),
+            out=sent[name],
+            residual_out=sent[name].with_name("residual"),
+            member=PrivateKeys(state=federation.state(name)).of(read, name),
+            settings=settings,
+        )
+    request = federation.settle(roster, {name: federation.receive(name, sent[name]) for name in sent})
+    assert len(read_request(request).survivors) < 3, "an honest coordinator asks for no such sum"
+    for survivors in (["alpha", "beta", "gamma"], ["alpha", "beta"], ["beta", "gamma"]):
+        forged = asked(federation, request, survivors)
+        for name in survivors:
+            shares_path(forged, name).parent.mkdir(exist_ok=True)
+            shutil.copy(sent[name] / "shares.json", shares_path(forged, name))
+        with pytest.raises(InputError, match="or of another roster: they were used before"):
+            federation.answer("alpha", forged)
 
 
 def test_an_answer_to_another_request_does_not_count(begun):

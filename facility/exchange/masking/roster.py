@@ -5,8 +5,9 @@
     ROSTER/keys/NAME/manifest.json, manifest.json.sig
 
 Each key is signed by its facility and checked by every other against signers that it holds itself, so the coordinator
-cannot put its own keys in between. The digest of all of it goes into every mask and every share: facilities that were
-shown different rosters cannot be unmasked together.
+cannot put its own keys in between. The digest of all of it, and of each reader's own settings of secure aggregation,
+goes into every mask and every share: facilities that were shown different rosters, or were told to weigh or to clip in
+different ways, cannot be unmasked together.
 """
 
 from __future__ import annotations
@@ -112,6 +113,7 @@ class Roster:
     keys: dict[str, Keys]
     """By facility, sorted."""
     digest: str
+    """Of all of it, and of what the settings of secure aggregation have in common everywhere."""
 
     @property
     def members(self) -> list[str]:
@@ -165,7 +167,8 @@ def read_roster(directory: Path, settings: MaskingSettings, signers: Path) -> Ro
             f"{directory} asks for {found[0]} bits and threshold {found[1]}, the settings say {settings.bits} and "
             f"{settings.threshold}"
         )
-    text = json.dumps({"agreement": dataclasses.asdict(agreement), "keys": digests}, sort_keys=True)
+    every = {"agreement": dataclasses.asdict(agreement), "keys": digests, "settings": settings.common}
+    text = json.dumps(every, sort_keys=True)
     return Roster(agreement=agreement, keys=keys, digest=hashlib.sha256(text.encode()).hexdigest())
 
 

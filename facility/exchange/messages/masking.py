@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge
 
@@ -35,6 +35,19 @@ class MaskingSettings:
     """L2 norm to which this facility scales its step down; 0: off."""
     peer_signers: Line
     """Allowed-signers file at this facility with the key of every facility."""
+
+    @property
+    def common(self) -> dict[str, Any]:
+        """What must be equal at every facility, as JSON: all but where its own file of signers lies."""
+        return {
+            "bits": self.bits,
+            "threshold": self.threshold,
+            "minimum_sum": self.minimum_sum,
+            "facilities": sorted(self.facilities),
+            "weights": self.weights,
+            "maximum_share": float(self.maximum_share),
+            "clip_norm": float(self.clip_norm),
+        }
 
     def __post_init__(self) -> None:
         count = len(self.facilities)
