@@ -7,6 +7,7 @@ from typing import Any
 
 from coordinator.aggregation.rules.registry import RULES
 from coordinator.aggregation.server_optimizers.registry import SERVER_OPTIMIZERS
+from coordinator.schedulers.registry import describe as describe_schedulers
 from facility.exchange.messages.optimizers import OPTIMIZERS
 from facility.exchange.messages.settings import describe_codecs
 from facility.exchange.messages.sync import describe_policies
@@ -19,5 +20,6 @@ REGISTRIES: dict[str, Callable[[], list[dict[str, Any]]]] = {
     "Synchronisation policies": describe_policies,
     "Pipeline schedules": SCHEDULES.describe,
     "Delta codecs": describe_codecs,
+    "Schedulers": describe_schedulers,
 }
 """Title -> a function that describes every entry."""

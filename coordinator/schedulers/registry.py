@@ -8,7 +8,9 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import pkgutil
+import sys
 from functools import cache
+from typing import Any
 
 import coordinator.schedulers as package
 from coordinator.schedulers.scheduler import Scheduler
@@ -34,6 +36,19 @@ def schedulers() -> dict[str, Scheduler]:
             )
         found[one.name] = one
     return found
+
+
+def describe() -> list[dict[str, Any]]:
+    """Each one's `deployment.type` and the first line of its module, which names its manual, for documentation."""
+    return [
+        {
+            "name": name,
+            "summary": one.title,
+            "parameters": [],
+            "citation": (sys.modules[type(one).__module__].__doc__ or "").partition("\n")[0],
+        }
+        for name, one in sorted(schedulers().items())
+    ]
 
 
 def scheduler(name: str) -> Scheduler:

@@ -10,6 +10,7 @@ import pytest
 from coordinator.schedulers import registry
 from coordinator.schedulers.none import NoScheduler
 from coordinator.schedulers.scheduler import BatchScheduler
+from docs.generate import registries
 from facility.exchange.errors import ConfigurationError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,6 +20,14 @@ def test_ours_are_found():
     assert set(registry.schedulers()) == {"slurm", "pbs", "flux", "gridengine", "firecrest", "ssh"}
     with pytest.raises(ConfigurationError, match="expected one of .*slurm"):
         registry.scheduler("slrum")
+
+
+def test_the_reference_lists_every_one_with_its_manual():
+    page = registries().partition("## Schedulers")[2]
+    for name, one in registry.schedulers().items():
+        row = next(line for line in page.splitlines() if line.startswith(f"| `{name}` |"))
+        assert one.title in row
+    assert "slurm.schedmd.com" in page and "gridscheduler" in page
 
 
 def test_one_from_another_package_is_found(monkeypatch: pytest.MonkeyPatch):
