@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from coordinator.aggregation.rule_parameters import declared
 from coordinator.aggregation.rules.contract import MOMENTUM
 from coordinator.aggregation.rules.registry import RULES
 from coordinator.aggregation.server_optimizers.registry import SERVER_OPTIMIZERS
@@ -148,6 +150,13 @@ def test_help_and_documentation_follow_from_the_registry(outside: Path):
             values = settings.values_of(registry.get(entry["name"]))
             assert values == {parameter["name"]: parameter["default"] for parameter in entry["parameters"]}
             registry.load(entry["name"])
+
+
+@pytest.mark.parametrize("name", sorted(declared()))
+def test_a_parameter_of_several_rules_is_one_setting_with_defaults_of_its_own(name: str):
+    """One key stands for all, so that they may differ in nothing but the default."""
+    first, *others = declared()[name].values()
+    assert all(dataclasses.replace(other, default=first.default) == first for other in others)
 
 
 def test_parameters_of_shipped_rules_stand_beside_the_rule():
