@@ -39,8 +39,8 @@ test-all: env ## Everything: default suite, slow and longest laws, README and do
 slow: env ## The long laws: layouts, policies, faults, simulator beside reality. SLOW="FILE ...": these alone.
 	python -m pytest -n $(WORKERS) --dist loadgroup --timeout 900 $(SLOW) -m 'slow and not nightly and not testbed and not readme'
 
-nightly: env ## The longest: every family, every cause of a fault, further federations.
-	python -m pytest -n $(WORKERS) --dist loadgroup --timeout 3600 -m 'nightly and not testbed and not readme'
+nightly: env ## The longest: every family, every cause of a fault, further federations. NIGHTLY="FILE ...": these alone.
+	python -m pytest -n $(WORKERS) --dist loadgroup --timeout 3600 $(NIGHTLY) -m 'nightly and not testbed and not readme'
 
 testbed: env ## Two rounds over real sshd and real Slurm on this machine (root, Debian packages).
 	python -m pytest -m 'testbed and not slow'
