@@ -28,10 +28,10 @@ class ClosingSettings:
     late: Literal["wait", "carry", "drop"] = "carry"
     """An update that is not there when a round closes: `carry` lets its job go on and averages it in a later round,
     at the weight that `late_weight` says; `drop` discards it; `wait` closes no round without it."""
-    late_weight: Literal["staleness", "participation"] = "staleness"
-    """What an update counts beside `aggregation.weights`: `staleness`, (1 + rounds late) ** -staleness_exponent;
-    `participation`, the mean number of updates that facilities have delivered over its own facility's number, between
-    1/4 and 4, so that those that deliver often do not dominate."""
+    late_weight: Literal["staleness", "participation"] = "participation"
+    """What an update counts beside `aggregation.weights`: `participation`, the mean share of rounds in which facilities
+    have delivered over its own facility's share, between 1/4 and 4, so that those that deliver often do not dominate;
+    `staleness`, (1 + rounds late) ** -staleness_exponent."""
     away: NonNegative[float] = 300.0
     """Most seconds that a round waits, after its quorum, for a facility that cannot be reached: it has no job yet, and
     begins a later round from the newest model."""

@@ -155,8 +155,8 @@ def by_participation(round: Commit) -> AggregationSettings:
     """Weights in which facilities that have delivered often count less, in place of those by lateness."""
     kind, reports = round.aggregation.weights, round.arrived.reports
     own = kind if isinstance(kind, dict) else {name: _counted(report, kind) for name, report in reports.items()}
-    counts = delivered(round.archive.history(), reports)
-    weights = {name: own[name] * factor for name, factor in participation(counts, reports).items() if name in own}
+    shares = delivered(round.archive.history(), reports)
+    weights = {name: own[name] * factor for name, factor in participation(shares, reports).items() if name in own}
     if without := [name for name in sorted(weights) if not weights[name] > 0]:
         raise UpdateRefused(without[0], f"its weight is {weights[without[0]]:g} ({kind}), expected more than 0")
     return dataclasses.replace(round.aggregation, weights=weights, staleness_exponent=0.0)

@@ -152,9 +152,19 @@ class Learner:
                 parameter.copy_(value)
 
 
+@dataclass(frozen=True, kw_only=True)
+class SecondMoments:
+    """The mean of some facilities' second moments as it travels."""
+
+    mean: dict[str, Factors]
+    """By the position of the parameter, corrected for AdamW's bias."""
+    steps: int
+    """That those facilities' moments had seen, their mean."""
+
+
 @torch.no_grad()
-def share_second_moments(learners: list[Learner], weights: list[float], takers: list[Learner]) -> None:
-    """Give `takers` the weighted mean of the learners' second moments, as it travels: corrected for AdamW's bias."""
+def mean_second_moments(learners: list[Learner], weights: list[float]) -> SecondMoments:
+    """The weighted mean of the learners' second moments."""
     sent = []
     for learner, weight in zip(learners, weights, strict=True):
         factors, scale = {}, 1 / (1 - learner.local.betas[1] ** learner.adam_steps)
@@ -165,15 +175,19 @@ def share_second_moments(learners: list[Learner], weights: list[float], takers: 
             else:
                 factors[str(number)] = Factors(value.numpy().copy())
         sent.append((factors, weight))
-    mean = mean_of(sent)
     seen = max(1, round(sum(learner.adam_steps for learner in learners) / len(learners)))
-    for learner in takers:
-        if learner.adam_steps == 0:
-            learner.begin_moments(seen)
-        scale = 1 - learner.local.betas[1] ** learner.adam_steps
-        for number, parameter in enumerate(learner.parameters):
-            rebuilt = mean[str(number)].rebuilt(0, len(parameter)) * numpy.float32(scale)
-            learner.optimizer.state[parameter]["exp_avg_sq"].copy_(torch.from_numpy(rebuilt).reshape(parameter.shape))
+    return SecondMoments(mean=mean_of(sent), steps=seen)
+
+
+@torch.no_grad()
+def take_second_moments(learner: Learner, shared: SecondMoments) -> None:
+    """Go on from the second moments that came with the model."""
+    if learner.adam_steps == 0:
+        learner.begin_moments(shared.steps)
+    scale = 1 - learner.local.betas[1] ** learner.adam_steps
+    for number, parameter in enumerate(learner.parameters):
+        rebuilt = shared.mean[str(number)].rebuilt(0, len(parameter)) * numpy.float32(scale)
+        learner.optimizer.state[parameter]["exp_avg_sq"].copy_(torch.from_numpy(rebuilt).reshape(parameter.shape))
 
 
 @torch.no_grad()

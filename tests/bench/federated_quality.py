@@ -11,7 +11,8 @@ A Llama of 2 layers with tied embeddings (0.16 M parameters at width 64, 0.53 M 
 Experiment `it-cs`: pretrained on German and French (500 steps), then federated over Italian and Czech; `all-four`: the
 same, federated over all four; `random-it-cs`: Italian and Czech from random weights. `--experiment es+pl+nl+ru@de+fr
 --data DIR` federates over any languages of which DIR has LANGUAGE/train.jsonl and validation.jsonl, with a tokenizer of
-their own, from a base pretrained on those behind the `@` (none: random weights). Every run is kept in OUT/results.jsonl
+their own, from a base pretrained on those behind the `@` (none: random weights); `dealt:` before one gives each
+facility a share of every language in place of one language. Every run is kept in OUT/results.jsonl
 and not repeated, so the script can be stopped and started again. Table and plot: `federated_quality_report.py`; the
 table of `rule: auto`: `federated_quality_choose.py`. A model is trained on `--device`; the server computes on the CPU.
 """
@@ -45,7 +46,7 @@ from tests.bench.federated_sparseloco import SparseLoCo
 from tests.bench.quality_arms import ARMS, Arm, Cell, table
 from tests.bench.quality_further import further
 from tests.bench.quality_sizes import size_of
-from tests.bench.quality_texts import EXPERIMENTS, LANGUAGES, Experiment, experiment_of
+from tests.bench.quality_texts import EXPERIMENTS, LANGUAGES, Experiment, dealt, experiment_of
 from tests.bench.quality_workers import spread
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
@@ -184,6 +185,8 @@ def run(cell: Cell, *, out: Path, data: Path = DATA, device: str = "cpu") -> dic
     place = experiment.place(out)
     texts = texts_of(place, data, experiment.all_languages)
     chosen = {language: texts[language] for language in experiment.languages}
+    if experiment.dealt and cell.arm.kind != "pooled":
+        chosen = dealt(chosen)
     if experiment.base:
         model = base_model(place, texts, cell.seed, cell.width, device, experiment.base)
     else:

@@ -21,10 +21,11 @@ from tests.bench.federated_learner import (
     Local,
     Text,
     batches,
+    mean_second_moments,
     perplexity,
     rounded,
     share_first_moments,
-    share_second_moments,
+    take_second_moments,
     trained,
 )
 from tests.bench.federated_lora import train_components
@@ -120,7 +121,9 @@ class Federation:
         """Average the moments that travel, over the facilities of the round."""
         there, weights = [self.learners[who] for who in begun], list(begun.values())
         if self.local.optimizer_state == "shared":
-            share_second_moments(there, weights, list(self.learners.values()))
+            shared = mean_second_moments(there, weights)
+            for learner in self.learners.values():
+                take_second_moments(learner, shared)
         if self.local.first_moments == "mean":
             share_first_moments(there, weights, list(self.learners.values()))
 

@@ -8,20 +8,21 @@ All run the coordinator's own closing of rounds (`coordinator.streamflow_plugin.
 event to event: no engine, no transfers. `queues`: log-normal queues (sigma 1) whose median is as long as a round's
 training, and no lateness at all. `closing`: the same queues under every quorum, with and without `submit_ahead`, whose
 moment `coordinator.rounds.ahead_time` chooses from what each facility saw. `quality`: four languages at four
-facilities, one of which takes four times as long; models of 0.16 M parameters really trained (`federated_learner`),
-late updates rebased and weighed as the coordinator does, perplexity after equal time and after equal updates.
+facilities, one of which takes four times as long (`--random`: with queues as above); models of 0.16 M parameters
+really trained (`federated_learner`), late updates rebased and weighed as the coordinator does, perplexity after equal
+time and after equal updates. `--shared` is the default for pretrained models.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import dataclasses
 import json
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +34,25 @@ from coordinator.config.ahead import AheadSettings
 from coordinator.config.closing import ClosingSettings
 from coordinator.rounds.ahead_time import Seen, when_to_submit
 from coordinator.rounds.participation import participation
-from tests.bench.federated_learner import Learner, Local, batches, perplexity, rounded
+from tests.bench.federated_learner import (
+    Learner,
+    Local,
+    SecondMoments,
+    batches,
+    mean_second_moments,
+    perplexity,
+    rounded,
+    take_second_moments,
+)
 from tests.bench.federated_quality import base_model, texts_of
+from tests.bench.quality_texts import dealt
 from tests.reproductions.server_in_memory import Server
 from tests.streamflow_plugin.course import MOST_LATE, Course, course_of
 
 SLOW = 4.0
 LOCAL = Local(learning_rate=1e-3, batch=16)
 STEPS, ROUNDS = 10, 20
+WAITING = "waiting for all"
 
 
 def queues(rounds: int = 60, seeds: int = 8) -> dict[str, Any]:
@@ -70,10 +82,10 @@ def queues(rounds: int = 60, seeds: int = 8) -> dict[str, Any]:
 
 
 def closing(rounds: int = 40, seeds: int = 6) -> dict[str, Any]:
-    """Discounted updates a unit of time over those of waiting for all, and node time lost to waiting in jobs."""
+    """Updates a unit of time over those of waiting for all, and node time lost to waiting in jobs."""
     rows: dict[str, Any] = {}
     for facilities in (4, 8):
-        whole = [_course(None, facilities, seed, rounds, None)[0] for seed in range(seeds)]
+        whole = [_course(None, facilities, seed, rounds, None) for seed in range(seeds)]
         for ahead in (None, AheadSettings(wait=0.5), AheadSettings(wait=0.5, idle=0.2)):
             submitted = "" if ahead is None else f", submit_ahead idle {ahead.idle:g}"
             for quorum in (0.5, 0.625, 0.75, 0.875, "all"):
@@ -81,25 +93,27 @@ def closing(rounds: int = 40, seeds: int = 6) -> dict[str, Any]:
                     settings = ClosingSettings(quorum=quorum, grace=grace) if quorum != "all" else None  # type: ignore[arg-type]
                     label = f"{facilities} facilities, quorum {quorum}, grace {grace}{submitted}"
                     found = [_course(settings, facilities, seed, rounds, ahead) for seed in range(seeds)]
-                    over = [one[0] / all for one, all in zip(found, whole, strict=True)]
+                    over = [one[0] / waiting[0] for one, waiting in zip(found, whole, strict=True)]
+                    every = [one[1] / waiting[1] for one, waiting in zip(found, whole, strict=True)]
                     rows[label] = {
                         "useful": round(float(numpy.mean(over)), 3),
                         "useful_deviation": round(float(numpy.std(over)), 3),
-                        "idle": round(float(numpy.mean([one[1] for one in found])), 3),
+                        "all": round(float(numpy.mean(every)), 3),
+                        "idle": round(float(numpy.mean([one[2] for one in found])), 3),
                     }
     return {"closing": rows, "seeds": seeds}
 
 
 def _course(
     settings: ClosingSettings | None, facilities: int, seed: int, rounds: int, ahead: AheadSettings | None
-) -> tuple[float, float]:
-    """Discounted updates a unit of time, and the units that a job waited for its model."""
+) -> tuple[float, float, float]:
+    """Discounted updates a unit of time, all updates, and the units that a job waited for its model."""
     names = [f"f{number}" for number in range(facilities)]
     waits = numpy.random.default_rng(seed).lognormal(0.0, 1.0, (facilities, 4 * rounds * facilities))
     queue = Queued(names, waits, ahead)
     many = rounds * (facilities // settings.needed(facilities)) if settings else rounds
     course = course_of(settings, names, queue, many)
-    return course.useful() / course.closed[-1], queue.idle / queue.jobs
+    return course.useful() / course.closed[-1], course.updates / course.closed[-1], queue.idle / queue.jobs
 
 
 class Queued:
@@ -178,7 +192,7 @@ def scaled(settings: AggregationSettings, share: float, how: str) -> Aggregation
         return settings
     rate = settings.server_learning_rate * share
     momentum = settings.momentum**share if how == "both" else settings.momentum
-    return dataclasses.replace(settings, server_learning_rate=rate, momentum=momentum)
+    return replace(settings, server_learning_rate=rate, momentum=momentum)
 
 
 def learn(
@@ -189,16 +203,18 @@ def learn(
     seed: int,
     late_weight: str,
     outer: str = "whole",
+    local: Local = LOCAL,
 ) -> dict[str, float]:
     """Perplexity on each language's whole validation text after the course's last round. `outer`: as in `scaled`."""
     rounds, names = len(course.closed), list(texts)
     aggregation = AggregationSettings(rule=rule, guard=False, maximum_staleness=MOST_LATE)
     server, keys = Server(aggregation), [str(place) for place, _ in enumerate(model.parameters())]
     learners = {
-        name: Learner(model, batches(texts[name].train, LOCAL.batch, seed * 1000 + place), LOCAL, rounds * STEPS)
+        name: Learner(model, batches(texts[name].train, local.batch, seed * 1000 + place), local, rounds * STEPS)
         for place, name in enumerate(names)
     }
     sent = [rounded([p.detach() for p in model.parameters()])]
+    moments: list[SecondMoments | None] = [None]
     counts: dict[str, int] = {}
     for number, delivered in enumerate(course.delivered):
         updates, weights, staleness = {}, {}, {}
@@ -207,6 +223,8 @@ def learn(
         for name, began in sorted(delivered.items()):
             learner = learners[name]
             learner.load(sent[began])
+            if (shared := moments[began]) is not None:
+                take_second_moments(learner, shared)
             learner.step_number = began * STEPS  # the schedule spans the federation, as in the trainer
             learner.train(STEPS)
             own = zip(rounded([p.detach().clone() for p in learner.parameters]), sent[began], sent[number], strict=True)
@@ -218,48 +236,102 @@ def learn(
         server.settings = scaled(aggregation, len(delivered) / len(names), outer)
         following = server.step(base, updates, weights, staleness)
         sent.append([following[key].float() for key in keys])
+        if local.optimizer_state == "shared":
+            there = sorted(delivered)
+            moments.append(mean_second_moments([learners[one] for one in there], [weights[one] for one in there]))
+        else:
+            moments.append(None)
     learners[names[0]].load(sent[-1])
     judge = learners[names[0]].model
     return {name: round(perplexity(judge, text.validation), 4) for name, text in texts.items()}
 
 
-def quality(
-    out: Path, seeds: list[int], rules: list[str], late_weight: str, outer: str = "whole", only: Sequence[str] = ()
-) -> dict[str, Any]:
-    """Perplexity with one of four facilities four times slower, over that of waiting for all."""
-    torch.set_num_threads(1)
-    texts = texts_of(out)
-    names = list(texts)
+def slow_courses(names: Sequence[str]) -> dict[str, Course]:
+    """The last of the facilities takes four times as long as the others; a quorum of three in four."""
+    slow = names[-1]
 
     def seconds(name: str, _: int) -> float:
-        return SLOW if name == names[-1] else 1.0
+        return SLOW if name == slow else 1.0
 
-    whole = course_of(None, names, seconds, ROUNDS)
-    settings = ClosingSettings(quorum=3, grace=0.0)
-    by_rounds = {rounds: course_of(settings, names, seconds, rounds) for rounds in range(ROUNDS, 5 * ROUNDS)}
-    same_time = max((one for one in by_rounds.values() if one.closed[-1] <= whole.closed[-1]), key=lambda c: c.updates)
-    fewer = max((one for one in by_rounds.values() if one.updates <= whole.updates), key=lambda one: one.updates)
-    more = min((one for one in by_rounds.values() if one.updates >= whole.updates), key=lambda one: one.updates)
-    courses = {"waiting for all": whole, "equal time": same_time, "equal updates": fewer, "at least as many": more}
-    courses = {label: one for label, one in courses.items() if one is whole or not only or label in only}
-    found: dict[str, Any] = {
-        label: {"units": one.closed[-1], "rounds": len(one.closed), "updates": one.updates}
-        for label, one in courses.items()
+    return compared(lambda settings, rounds: course_of(settings, list(names), seconds, rounds), 0.75)
+
+
+def queued_courses(names: Sequence[str], seed: int) -> dict[str, Course]:
+    """Every job waits at random before it trains; a quorum of half, without and with jobs ahead of their model."""
+    waits = numpy.random.default_rng(seed).lognormal(0.0, 1.0, (len(names), 20 * ROUNDS))
+
+    def drawn(settings: ClosingSettings | None, rounds: int, ahead: AheadSettings | None = None) -> Course:
+        return course_of(settings, list(names), Queued(list(names), waits, ahead), rounds)
+
+    ahead = compared(
+        lambda settings, rounds: drawn(settings, rounds, AheadSettings(wait=0.5) if settings else None), 0.5
+    )
+    return compared(drawn, 0.5) | {f"{label}, submit_ahead": one for label, one in ahead.items() if label != WAITING}
+
+
+def compared(course: Callable[[ClosingSettings | None, int], Course], quorum: float) -> dict[str, Course]:
+    """Waiting for all, and a quorum without grace for as long and with as many updates (just fewer, just more)."""
+    whole, settings = course(None, ROUNDS), ClosingSettings(quorum=quorum, grace=0.0)
+    others = [course(settings, rounds) for rounds in range(ROUNDS, 5 * ROUNDS)]
+    return {
+        WAITING: whole,
+        "equal time": max((one for one in others if one.closed[-1] <= whole.closed[-1]), key=lambda one: one.updates),
+        "equal updates": max((one for one in others if one.updates <= whole.updates), key=lambda one: one.updates),
+        "at least as many": min((one for one in others if one.updates >= whole.updates), key=lambda one: one.updates),
     }
-    for rule in rules:
-        for seed in seeds:
-            model = base_model(out, texts, seed, 64)
+
+
+def quality(
+    out: Path,
+    seeds: list[int],
+    rules: list[str],
+    late_weight: str,
+    outer: str = "whole",
+    only: Sequence[str] = (),
+    *,
+    random: bool = False,
+    alike: bool = False,
+    shared: bool = False,
+) -> dict[str, Any]:
+    """Perplexity with one of four facilities four times slower, over that of waiting for all.
+
+    `random`: with random queues in place of it. `alike`: each facility has a share of every language. `shared`: second
+    moments are averaged between rounds.
+    """
+    torch.set_num_threads(1)
+    texts = texts_of(out)
+    names, trained = list(texts), dealt(texts) if alike else texts
+    local = replace(LOCAL, optimizer_state="shared", betas=(0.9, 0.99)) if shared else LOCAL
+    setup = [
+        *(["random queues"] if random else []),
+        *(["alike"] if alike else []),
+        *(["shared second moments"] if shared else []),
+    ]
+
+    found: dict[str, Any] = {"courses": [], "perplexity": []}
+    for seed in seeds:
+        courses = queued_courses(names, seed) if random else slow_courses(names)
+        courses = {label: one for label, one in courses.items() if label == WAITING or not only or label in only}
+        found["courses"].append(
+            {"seed": seed}
+            | {
+                label: {"units": round(one.closed[-1], 2), "rounds": len(one.closed), "updates": one.updates}
+                for label, one in courses.items()
+            }
+        )
+        model = base_model(out, texts, seed, 64)
+        for rule in rules:
             last = {
                 label: _kept(
-                    *(out, model, texts, one, label, rule, seed),
-                    *(("staleness", "whole") if one is whole else (late_weight, outer)),
+                    *(out, model, trained, one, label, rule, seed),
+                    *(("staleness", "whole") if label == WAITING else (late_weight, outer)),
+                    *(local, setup),
                 )
                 for label, one in courses.items()
             }
-            over = {label: round(value / last["waiting for all"], 4) for label, value in last.items()}
-            row = {"rule": rule, "seed": seed, "late_weight": late_weight, "outer": outer}
-            row |= {"last": last, "over_waiting": over}
-            found.setdefault("perplexity", []).append(row)
+            over = {label: round(value / last[WAITING], 4) for label, value in last.items()}
+            row = {"rule": rule, "seed": seed, "late_weight": late_weight, "outer": outer, "setup": setup}
+            found["perplexity"].append(row | {"last": last, "over_waiting": over})
     return found
 
 
@@ -273,18 +345,20 @@ def _kept(
     seed: int,
     late_weight: str,
     outer: str,
+    local: Local,
+    setup: Sequence[str],
 ) -> float:
     """Geometric mean of the languages' perplexities after one training, or after that of an earlier start.
 
     OUT/lateness.jsonl holds every one.
     """
     file, key = out / "lateness.jsonl", [label, rule, seed, *([late_weight] if late_weight != "staleness" else [])]
-    key += [f"outer {outer}"] if outer != "whole" else []
+    key += [*([f"outer {outer}"] if outer != "whole" else []), *setup]
     rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     if (row := next((row for row in rows if row["key"] == key), None)) is not None:
         return float(row["perplexity"])
     began = time.perf_counter()
-    languages = learn(model, texts, course, rule, seed, late_weight, outer)
+    languages = learn(model, texts, course, rule, seed, late_weight, outer, local)
     found = round(math.exp(sum(map(math.log, languages.values())) / len(languages)), 4)
     seconds = round(time.perf_counter() - began, 1)
     row = {"key": key, "perplexity": found, "languages": languages, "seconds": seconds}
@@ -301,11 +375,16 @@ def main() -> None:
     parser.add_argument("--rules", nargs="+", default=["mean", "nesterov", "heloco+nesterov"])
     parser.add_argument("--late-weight", choices=["staleness", "participation"], default="staleness")
     parser.add_argument("--outer", choices=["whole", "rate", "both"], default="whole", help="scaled by who delivered")
+    parser.add_argument("--random", action="store_true", help="queues in place of one slow facility")
+    parser.add_argument("--alike", action="store_true", help="each facility has a share of every language")
+    parser.add_argument("--shared", action="store_true", help="second moments are averaged, beta2 is 0.99")
     parser.add_argument("--only", nargs="+", default=[], metavar="COURSE", help="beside waiting; default: all")
     a = parser.parse_args()
     logging.disable(logging.WARNING)
     if a.what == "quality":
-        found = quality(a.out, a.seeds, a.rules, a.late_weight, a.outer, a.only)
+        found = quality(
+            a.out, a.seeds, a.rules, a.late_weight, a.outer, a.only, random=a.random, alike=a.alike, shared=a.shared
+        )
     else:
         found = queues() if a.what == "queues" else closing()
     print(json.dumps(found, indent=2))

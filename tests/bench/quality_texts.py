@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+import numpy
+
+from tests.bench.federated_learner import Text
 
 LANGUAGES = ("it", "cs", "de", "fr")
 """Of the named experiments; one tokenizer for all four."""
@@ -17,6 +22,8 @@ class Experiment:
     """Of the federation."""
     base: tuple[str, ...] = ("de", "fr")
     """Of the base model; none: random weights."""
+    dealt: bool = False
+    """Each facility trains on an equal share of every language, in place of one language."""
 
     @property
     def all_languages(self) -> tuple[str, ...]:
@@ -28,6 +35,24 @@ class Experiment:
         return out if self.all_languages == LANGUAGES else out / "+".join(sorted({*self.all_languages}))
 
 
+def dealt(texts: Mapping[str, Text], seed: int = 99) -> dict[str, Text]:
+    """As many facilities with text alike: each trains on a share of every language; validation stays as it was.
+
+    The blocks of each language are drawn without replacement, so that no block is at two facilities.
+    """
+    rng = numpy.random.default_rng(seed)
+    drawn = [(text.train, rng.permutation(len(text.train))) for text in texts.values()]
+    return {
+        name: Text(
+            train=numpy.concatenate([train[numpy.sort(order[place :: len(texts)])] for train, order in drawn]),
+            validation=text.validation,
+        )
+        for place, (name, text) in enumerate(texts.items())
+    }
+
+
+DEALT = "dealt:"
+"""Before an experiment's name: its text is dealt over its facilities."""
 EXPERIMENTS = {
     "it-cs": Experiment(languages=("it", "cs")),
     "all-four": Experiment(languages=LANGUAGES),
@@ -38,8 +63,11 @@ EXPERIMENTS = {
 def experiment_of(name: str) -> Experiment:
     """One of `EXPERIMENTS`, or `es+pl+nl`, `es+pl+nl@it+de` (with its base's languages), `es+pl+nl@` (random weights).
 
-    Raises `ValueError` where fewer than two languages are named.
+    `dealt:` before any of them deals the text over the facilities. Raises `ValueError` where fewer than two languages
+    are named.
     """
+    if name.startswith(DEALT):
+        return replace(experiment_of(name.removeprefix(DEALT)), dealt=True)
     if name in EXPERIMENTS:
         return EXPERIMENTS[name]
     languages, at, base = name.partition("@")

@@ -22,6 +22,7 @@ from coordinator.report.data import gather
 from coordinator.report.markdown import markdown
 from coordinator.report.page import page
 from coordinator.rounds.late import discounted
+from coordinator.rounds.participation import delivered, participation
 from coordinator.steps import commit
 from facility.exchange.checkpoints.adapters import A, B, is_factor
 from facility.exchange.checkpoints.begun_adapters import begun_factor
@@ -97,6 +98,18 @@ def test_every_update_is_used_once_in_the_round_in_which_it_arrives(durations: l
                 assert rows[name].staleness == number - starts[name]
                 assert math.isclose(rows[name].weight, own[name] / sum(own.values()), rel_tol=1e-9)
         assert {name: federation.used(name) for name in "abc"} == arrived
+
+
+def test_a_facility_that_joins_later_weighs_like_one_that_was_always_there(tmp_path: Path):
+    """Its share of the rounds that named it is whole; a slow facility's is not, and an update of it counts for more."""
+    federation = begun(tmp_path, names="abc", closing={"late_weight": "participation"})
+    for now in ("ab", "ab", "abc"):
+        federation.close(now)
+    history = federation.archive.history()
+    joined = [dataclasses.replace(one, facilities=[r for r in one.facilities if r.facility != "b"]) for one in history]
+    shares = delivered(joined, "abc")
+    assert shares == {"a": 1.0, "b": 1.0, "c": 0.5}
+    assert participation(shares, "abc") == pytest.approx({"a": 5 / 6, "b": 5 / 6, "c": 5 / 3})
 
 
 def _factor(weigh: str, late: int, counts: dict[str, int], name: str) -> float:
