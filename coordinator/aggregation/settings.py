@@ -110,7 +110,8 @@ class AggregationSettings:
     maximum_staleness: NonNegative[int] = 0
     """Rounds an update may be late; 0 refuses every update of another round."""
     staleness_exponent: NonNegative[float] = 0.5
-    """An update s rounds late counts (1 + s) ** -exponent of its weight."""
+    """An update s rounds late is worth (1 + s) ** -exponent of one in time: to `rounds.grace: auto`, and as its weight
+    unless `rounds.late_weight` is `participation`."""
     accumulate: Literal["float32", "float64"] = "float32"
     """Dtype of the sum."""
     output_dtype: Literal["keep", "bfloat16", "float16", "float32"] = "keep"

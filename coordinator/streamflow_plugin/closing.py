@@ -70,7 +70,7 @@ class Closing:
     def __init__(
         self, settings: ClosingSettings, *, rounds: int, facilities: int, most_late: int, exponent: float = 0.5
     ) -> None:
-        """`most_late`: rounds that an update may be late and still count; `exponent`: of the weight of late ones."""
+        """`most_late`: rounds that an update may be late and still count; `exponent`: of what late ones are worth."""
         self.settings, self.rounds = settings, rounds
         self.quorum, self.most_late, self.exponent = settings.needed(facilities), most_late, exponent
         self._carries = settings.late == "carry"
@@ -296,5 +296,5 @@ def closing_of_run(arguments: list[str] | None = None) -> Closing | None:
         rounds=settings.rounds,
         facilities=len(settings.facilities),
         most_late=settings.aggregation.maximum_staleness,
-        exponent=settings.aggregation.staleness_exponent if settings.closing.late_weight == "staleness" else 0.0,
+        exponent=settings.aggregation.staleness_exponent,
     )

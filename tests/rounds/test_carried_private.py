@@ -143,7 +143,7 @@ def begun(root: Path, keys: Path) -> Site:
         rounds=ROUNDS,
         facilities=list(NAMES),
         keep_rounds=0,
-        closing=ClosingSettings(quorum=1, grace=0.0, late="carry"),
+        closing=ClosingSettings(quorum=1, grace=0.0, late="carry", late_weight="staleness"),
         aggregation=aggregation,
         sending=SendingSettings(encoding="delta-int8", signing_key=str(keys / "f")),
         settings_sha256={name: sha256_of(site.settings_of(name)) for name in NAMES},
