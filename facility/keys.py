@@ -17,6 +17,7 @@ from facility.exchange.errors import ConfigurationError, exit_on_error
 from facility.exchange.files.durable import new_directory
 from facility.exchange.files.paths import resolve
 from facility.exchange.masking.roster import Keys, write_keys
+from facility.exchange.masking.walks import sequences_of, walk_of
 from facility.exchange.messages.settings import FacilitySettings, read_facility_settings
 from facility.masking.private_keys import PrivateKeys
 from facility.masking.site_rules import site_rules
@@ -31,7 +32,7 @@ def draw_keys(settings: FacilitySettings, dataset: Path, state: Path, round: int
         site_rules().check(settings.masking)
     if settings.masking is None or not training.signing_key:
         raise ConfigurationError("the settings ask for no secure aggregation, or name no training.signing_key")
-    sequences = training.steps * training.batch_sequences
+    sequences = sequences_of(training)
     block_tokens = open_dataset(dataset).manifest.block_tokens
     generation, public_key = PrivateKeys(state=state).draw(round)
     keys = Keys(
@@ -42,6 +43,7 @@ def draw_keys(settings: FacilitySettings, dataset: Path, state: Path, round: int
         public_key=public_key,
         samples=sequences,
         tokens=sequences * block_tokens,
+        walk=walk_of(settings),
     )
     with new_directory(out) as temporary:
         write_keys(temporary, keys, resolve(training.signing_key))

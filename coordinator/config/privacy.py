@@ -10,6 +10,7 @@ from annotated_types import Ge
 from coordinator.aggregation.settings import AUTOMATIC, AggregationSettings
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.masking.smallest_sum import least_for
+from facility.exchange.masking.walks import MOST_RATIO, sequences_of, unlike
 from facility.exchange.messages.privacy import DifferentialSettings
 from facility.exchange.messages.settings import TrainingSettings, check_differential
 from facility.exchange.text import Line
@@ -94,6 +95,7 @@ def check_privacy(
             f"sending.encoding is {model_encoding!r}, expected 'full' with privacy.secure_aggregation",
         )
     _check_aggregation(aggregation)
+    _check_alike(training)
     for name, one in training.items():
         _check_training(name, one, peer_signers[name])
 
@@ -148,6 +150,25 @@ def _check_aggregation(aggregation: AggregationSettings) -> None:
     for key, wrong, message in refused:
         if wrong:
             raise _error(f"aggregation.{key}", message)
+
+
+def _check_alike(training: Mapping[str, TrainingSettings]) -> None:
+    """What every facility checks before it masks (`facility.exchange.masking.walks`)."""
+    if (found := unlike(training)) is not None:
+        key, one, other = found
+        raise _error(
+            f"training.{key}",
+            f"training.{key} differs between {one!r} and {other!r}: with privacy.secure_aggregation expected the same "
+            "everywhere, for a sum of updates of unlike size shows the largest",
+        )
+    counts = {name: sequences_of(one) for name, one in training.items()}
+    least, most = min(counts, key=counts.__getitem__), max(counts, key=counts.__getitem__)
+    if counts[most] > MOST_RATIO * counts[least]:
+        raise _error(
+            "training.steps",
+            f"a round has {counts[most]} sequences (steps times batch_sequences) at {most!r} and {counts[least]} at "
+            f"{least!r}: with privacy.secure_aggregation expected at most {MOST_RATIO} times as many",
+        )
 
 
 def _check_training(name: str, training: TrainingSettings, peer_signers: str) -> None:

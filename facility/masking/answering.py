@@ -18,6 +18,7 @@ from facility.exchange.masking.unmasking import (
     request_digest,
     shares_path,
 )
+from facility.exchange.masking.walks import check_walks
 from facility.exchange.messages.masking import MaskingSettings
 from facility.masking.ledger import Entry, Ledger
 from facility.masking.private_keys import PrivateKeys
@@ -41,6 +42,7 @@ def _answer(request: Path, *, facility: str, settings: MaskingSettings, state: P
     check_size(roster, settings, least)
     check_survivors(asked, roster, least)
     member = PrivateKeys(state=state).of(roster, facility)
+    check_walks(roster, facility)
     sealed = [read_sealed(request, name, roster) for name in asked.survivors]
     digest = request_digest(request, asked, roster.digest)
     entry = Entry(

@@ -16,9 +16,11 @@ from facility.exchange.errors import ConfigurationError
 from facility.exchange.files.links import link_tree
 from facility.exchange.files.paths import resolve
 from facility.exchange.masking.roster import check_size, read_roster
+from facility.exchange.masking.walks import check_own, check_walks
 from facility.exchange.messages.manifest import read_manifest, run_of, with_run
 from facility.exchange.messages.settings import FacilitySettings
 from facility.exchange.messages.signatures import sign
+from facility.exchange.messages.steps import steps_asked
 from facility.masking.mask_update import check_base, mask_update
 from facility.masking.private_keys import Member, PrivateKeys
 from facility.masking.site_rules import site_rules
@@ -73,5 +75,8 @@ def masked(settings: FacilitySettings, state: Path, roster: Path | None, receive
     found = read_roster(roster, settings.masking, resolve(settings.masking.peer_signers))
     check_size(found, settings.masking, rules.least(settings.masking))
     member = PrivateKeys(state=state).of(found, settings.facility)
+    asked = steps_asked(read_manifest(received), settings.facility, most=settings.most_steps)
+    check_own(found.keys[settings.facility], settings, asked or 0)
+    check_walks(found, settings.facility)
     check_base(found, received)
     return Masked(settings=settings, state=state, member=member)

@@ -27,6 +27,11 @@ def described(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
+def unlike(**training: Any) -> list[dict[str, Any]]:
+    """Three facilities, the last of which trains otherwise."""
+    return [{"name": name, "dataset": "d"} for name in "ab"] + [{"name": "c", "dataset": "d", "training": training}]
+
+
 def read(tmp_path: Path, content: dict[str, Any]):
     path = tmp_path / "workflow" / "federation.yml"
     path.parent.mkdir(exist_ok=True)
@@ -63,6 +68,8 @@ def read(tmp_path: Path, content: dict[str, Any]):
             "known only after the round",
         ),
         ({"sending": {"encoding": "delta-int8"}}, "expected 'full'"),
+        ({"facilities": unlike(learning_rate=1e-9)}, "training.learning_rate differs between 'a' and 'c'"),
+        ({"facilities": unlike(steps=1, batch_sequences=1)}, "800 sequences .* at 'a' and 1 at 'c'"),
         ({"groups": {"minimum": 2}, "aggregation": {"allowed_signers": "s"}}, "masks cancel in the sum of one round"),
     ],
 )

@@ -103,8 +103,8 @@ class Masking:
         path.parent.mkdir(parents=True)
         return path
 
-    def keys(self, name: str, number: int = 0, *, signer: str | None = None) -> Path:
-        """The step `keys` of one facility."""
+    def keys(self, name: str, number: int = 0, *, signer: str | None = None, walk: str = "0" * 64) -> Path:
+        """The step `keys` of one facility that was told settings with the digest `walk`."""
         generation, public_key = PrivateKeys(state=self.state(name)).draw(number)
         count = self.tokens.get(name, 100)
         keys = Keys(
@@ -115,6 +115,7 @@ class Masking:
             public_key=public_key,
             samples=count,
             tokens=count,
+            walk=walk,
         )
         with new_directory(self.place("keys")) as out:
             write_keys(out, keys, self.signers.parent / (signer or name))

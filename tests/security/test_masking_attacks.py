@@ -290,6 +290,28 @@ def test_facilities_that_were_told_to_weigh_or_clip_in_another_way_are_not_unmas
             federation.answer("alpha", forged)
 
 
+def test_nobody_answers_for_facilities_that_were_told_to_train_otherwise(federation: Masking):
+    """All but alpha train with a learning rate of nearly nothing: the sum of all would be alpha's update."""
+    walks = {"alpha": "a" * 64, "beta": "b" * 64, "gamma": "b" * 64}
+    roster = federation.roster([federation.keys(name, walk=walks[name]) for name in federation.names])
+    moves = steps(federation.names)
+    sent = {name: federation.masked(name, roster, federation.plain(name, moves[name])) for name in federation.names}
+    request = federation.settle(roster, {name: federation.receive(name, sent[name]) for name in sent})
+    for name in federation.names:
+        with pytest.raises(InputError, match="was told other settings of training than"):
+            federation.answer(name, request)
+
+
+def test_nobody_answers_for_facilities_that_train_on_far_less(federation: Masking):
+    federation.tokens |= {"alpha": 1700}
+    roster = federation.roster([federation.keys(name) for name in federation.names])
+    moves = steps(federation.names)
+    sent = {name: federation.masked(name, roster, federation.plain(name, moves[name])) for name in federation.names}
+    request = federation.settle(roster, {name: federation.receive(name, sent[name]) for name in sent})
+    with pytest.raises(InputError, match="'beta' trains on 100 sequences in round 0 and 'alpha' on 1700"):
+        federation.answer("alpha", request)
+
+
 def test_an_answer_to_another_request_does_not_count(begun):
     federation, roster, received, _ = begun
     request = federation.settle(roster, received)

@@ -53,6 +53,8 @@ class Keys:
     """Sequences that it trains on in this round."""
     tokens: int
     """Those times the length of its blocks."""
+    walk: str
+    """Digest of what it was told that decides how far it trains (`walks.walk_of`)."""
     format: int = FORMAT
 
 
@@ -80,6 +82,7 @@ def read_keys(directory: Path, signers: Path) -> Keys:
         public_key=_hex(found, "public_key"),
         samples=found.whole("samples", least=1, most=MOST_CLAIM),
         tokens=found.whole("tokens", least=1, most=MOST_CLAIM),
+        walk=_hex(found, "walk"),
         format=found.whole("format", least=1, most=FORMAT),
     )
     if (keys.facility, keys.federation, keys.round) != (manifest.facility, manifest.federation, manifest.round):
