@@ -14,7 +14,8 @@ from statistics import median
 
 LARGEST = 10.0
 """Times the median facility's g of a parameter. Four languages, two of them known to the model, made them differ by up
-to 7 in 30 steps (a vector of norms; matrices by up to 4)."""
+to 7 in 30 steps (a vector of norms; matrices by up to 4), and as much in each of 30 rounds of ten steps; two languages
+by up to 10.5 in one of 150 rounds of two steps, 6.8 in rounds of ten."""
 SLOWEST = 3
 """A facility may have forgotten v as after so many times the median facility's steps."""
 

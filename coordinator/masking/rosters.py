@@ -12,6 +12,7 @@ from coordinator.rounds.weight_limit import weight_limit_of
 from facility.exchange.errors import CrossFedError, InputError
 from facility.exchange.files.paths import resolve
 from facility.exchange.masking.roster import Agreement, Keys, Roster, base_of, read_keys, read_roster, write_roster
+from facility.exchange.masking.walks import odd_ones
 from facility.exchange.messages.masking import MaskingSettings
 from facility.exchange.messages.report import read_failure
 from facility.exchange.messages.strict_json import clean
@@ -49,15 +50,18 @@ def make_roster(
     run, base_sha256, number = base_of(model)
     masking = settings_of(settings)
     found: dict[str, Path] = {}
+    read: dict[str, Keys] = {}
     refused: dict[str, str] = {}
     for path in keys:
         try:
             one = _usable(path, settings, model, number)
             if one.facility in found:
                 raise InputError(f"{one.facility!r} left keys twice")
-            found[one.facility] = path
+            found[one.facility], read[one.facility] = path, one
         except (CrossFedError, OSError) as error:
             refused[str(path)] = clean(str(error), 300)
+    for name, reason in odd_ones(read).items():
+        refused[str(found.pop(name))] = clean(reason, 300)
     agreement = Agreement(
         federation=settings.federation,
         run=run,

@@ -79,7 +79,7 @@ def test_every_server_optimizer_moves_as_with_the_plain_mean(tmp_path: Path, sig
 
 
 def test_weights_are_the_claims_of_the_signed_keys_capped(tmp_path: Path, signers: Path):
-    tokens = {"alpha": 100, "beta": 300, "gamma": 4000}
+    tokens = {"alpha": 100, "beta": 300, "gamma": 1600}
     federation = Masking(root=tmp_path, signers=signers, bits=32, tokens=tokens)
     told = steps(federation.names)
     federation.round(told)

@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
+from coordinator.masking.rosters import make_roster
 from facility.exchange.errors import ConfigurationError, InputError
 from facility.exchange.masking.fixed_point import fixed_point
 from facility.exchange.masking.roster import Roster, read_roster
 from facility.exchange.masking.streams import MaskBuffer
 from facility.exchange.masking.unmasking import read_answer, read_request, shares_path, write_answer, write_request
+from facility.exchange.masking.walks import check_walks
 from facility.exchange.messages.manifest import read_manifest
 from facility.masking import answering
 from facility.masking.ledger import Entry, Ledger
@@ -290,26 +292,48 @@ def test_facilities_that_were_told_to_weigh_or_clip_in_another_way_are_not_unmas
             federation.answer("alpha", forged)
 
 
-def test_nobody_answers_for_facilities_that_were_told_to_train_otherwise(federation: Masking):
-    """All but alpha train with a learning rate of nearly nothing: the sum of all would be alpha's update."""
-    walks = {"alpha": "a" * 64, "beta": "b" * 64, "gamma": "b" * 64}
-    roster = federation.roster([federation.keys(name, walk=walks[name]) for name in federation.names])
-    moves = steps(federation.names)
+def forged_roster(federation: Masking, keys: dict[str, Path]) -> Path:
+    """A coordinator's own, from keys that an honest one would not put together."""
+    roster = federation.roster(list(keys.values()))
+    for name, path in keys.items():
+        if not (roster / "keys" / name).exists():
+            shutil.copytree(path, roster / "keys" / name)
+    return roster
+
+
+@pytest.mark.parametrize(
+    ("claimed", "told", "words"),
+    [
+        (100, "a", "was told other settings of training than"),
+        (1700, "0", "trains on (100|1700) sequences in round 0 and .* expected at most 16 times as many"),
+    ],
+)
+def test_nobody_answers_for_facilities_that_were_told_to_train_otherwise(
+    federation: Masking, claimed: int, told: str, words: str
+):
+    """All but alpha train with a learning rate of nearly nothing, or hardly at all: the sum would be alpha's update."""
+    federation.tokens |= {"alpha": claimed}
+    keys = {n: federation.keys(n, walk=(told if n == "alpha" else "0") * 64) for n in federation.names}
+    roster, moves = forged_roster(federation, keys), steps(federation.names)
     sent = {name: federation.masked(name, roster, federation.plain(name, moves[name])) for name in federation.names}
     request = federation.settle(roster, {name: federation.receive(name, sent[name]) for name in sent})
     for name in federation.names:
-        with pytest.raises(InputError, match="was told other settings of training than"):
+        with pytest.raises(InputError, match=words):
             federation.answer(name, request)
 
 
-def test_nobody_answers_for_facilities_that_train_on_far_less(federation: Masking):
-    federation.tokens |= {"alpha": 1700}
-    roster = federation.roster([federation.keys(name) for name in federation.names])
-    moves = steps(federation.names)
-    sent = {name: federation.masked(name, roster, federation.plain(name, moves[name])) for name in federation.names}
-    request = federation.settle(roster, {name: federation.receive(name, sent[name]) for name in sent})
-    with pytest.raises(InputError, match="'beta' trains on 100 sequences in round 0 and 'alpha' on 1700"):
-        federation.answer("alpha", request)
+def test_a_facility_that_signs_other_settings_is_left_out_of_the_roster_and_the_round_goes_on(federation: Masking):
+    """Its lie is its own absence: the others mask among themselves."""
+    names = (*federation.names, "delta")
+    four = Masking(root=federation.root / "four", signers=federation.signers, names=names)
+    keys = [four.keys(name, walk=("d" if name == "delta" else "0") * 64) for name in names]
+    out = four.place("roster")
+    out.mkdir()
+    refused = make_roster(out, archive=four.archive, settings=four.settings, model=four.model(), keys=keys)
+    assert list(refused.values()) == ["'delta' signed other settings of training than most facilities"]
+    roster = four.read(out)
+    assert roster.members == list(federation.names)
+    check_walks(roster, "alpha")
 
 
 def test_an_answer_to_another_request_does_not_count(begun):

@@ -23,9 +23,9 @@ def dataset(tmp_path: Path) -> Path:
 
 
 def test_an_interrupted_round_ends_bit_for_bit_like_an_undisturbed_one(tmp_path: Path, pico_llama: Path, dataset: Path):
-    quiet = arguments(tmp_path / "quiet", pico_llama, dataset, steps=5)
+    quiet = arguments(tmp_path / "quiet", pico_llama, dataset, steps=60)
     rounds_in([("quiet", quiet)])
-    stopped = arguments(tmp_path / "stopped", pico_llama, dataset, steps=5)
+    stopped = arguments(tmp_path / "stopped", pico_llama, dataset, steps=60)
     codes = []
     for number in (signal.SIGTERM, signal.SIGUSR1, None):
         (process,) = started([*stopped, "--progress"], tmp_path / "said" / str(len(codes)))

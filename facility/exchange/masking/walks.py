@@ -11,7 +11,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Mapping
+from statistics import median_low
 from typing import Any
 
 from facility.exchange.errors import InputError
@@ -80,6 +82,29 @@ def check_walks(roster: Roster, facility: str) -> None:
                 f"{own.samples}, expected at most {MOST_RATIO} times as many: nothing is masked, for a sum of updates "
                 "of unlike size shows the largest"
             )
+
+
+def odd_ones(keys: Mapping[str, Keys]) -> dict[str, str]:
+    """Facilities with which the others would not mask, and why: without these, the rest passes `check_walks`.
+
+    What most were told counts; where as many were told one thing as another, nobody can say who is odd, and all stay.
+    Of amounts, the farthest from the median goes first.
+    """
+    refused: dict[str, str] = {}
+    counts = Counter(one.walk for one in keys.values()).most_common(2)
+    if len(counts) == 2 and counts[0][1] > counts[1][1]:
+        for name, one in keys.items():
+            if one.walk != counts[0][0]:
+                refused[name] = f"{name!r} signed other settings of training than most facilities"
+    left = {name: one.samples for name, one in keys.items() if name not in refused}
+    while left and max(left.values()) > MOST_RATIO * min(left.values()):
+        middle = median_low(left.values())
+        farthest = max(left, key=lambda name: max(left[name] / middle, middle / left[name]))
+        refused[farthest] = (
+            f"{farthest!r} trains on {left.pop(farthest)} sequences and the median facility on {middle}, expected at "
+            f"most {MOST_RATIO} times more or less between any two"
+        )
+    return refused
 
 
 def check_own(own: Keys, settings: FacilitySettings, steps: int = 0) -> None:
