@@ -20,7 +20,7 @@ class PipelineSchedule(Declaration):
     holds_all: bool = False
     """The activations of all micro-batches are in memory at once, not those of as many as there are stages."""
     torch_class: str = ""
-    """Name of the class in `torch.distributed.pipelining.schedules`."""
+    """Name of the class in `torch.distributed.pipelining.schedules`, or `package.module:Class` of one from these."""
 
 
 SCHEDULES = Registry(

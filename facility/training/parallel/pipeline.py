@@ -5,7 +5,9 @@ Only `facility.training.parallel.assemble` imports this, where a plan has stages
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,12 +16,32 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from facility.exchange.errors import ConfigurationError
-from facility.exchange.schedules.registry import SCHEDULES
+from facility.exchange.schedules.registry import SCHEDULES, PipelineSchedule
 from facility.training.data.tasks import Batch, Task
 from facility.training.monitor.clock import Clock
 from facility.training.parallel.compute import Precision
 from facility.training.parallel.split import Stage
 from facility.training.parallel.structure import ModelStructure
+
+
+def torch_class(schedule: PipelineSchedule) -> Any:
+    """The class that runs a schedule: torch's own of this name, or that of `package.module:Class`.
+
+    Raises `ConfigurationError` where there is none.
+    """
+    module, _, name = schedule.torch_class.rpartition(":")
+    try:
+        found = getattr(importlib.import_module(module) if module else torch_schedules, name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigurationError(
+            f"schedule {schedule.name} names torch_class {schedule.torch_class!r}: {error}; expected a class of "
+            "torch.distributed.pipelining.schedules, or package.module:Class"
+        ) from None
+    if not (isinstance(found, type) and issubclass(found, torch_schedules._PipelineSchedule)):
+        raise ConfigurationError(
+            f"schedule {schedule.name} names torch_class {schedule.torch_class!r}, which is none of torch's kind"
+        )
+    return found
 
 
 class Pipeline:
@@ -66,7 +88,7 @@ class Pipeline:
         for stage in built:  # what is not inside these is waiting for other stages: the bubble
             for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
                 setattr(stage, name, clock.timed("busy", getattr(stage, name)))
-        kind = getattr(torch_schedules, SCHEDULES.get(schedule).torch_class)
+        kind = torch_class(SCHEDULES.get(schedule))
         several = issubclass(kind, torch_schedules.PipelineScheduleMulti)
         try:
             self.schedule = kind(
