@@ -43,6 +43,14 @@ def test_pages_of_256_facilities_are_small_and_their_data_whole(many: dict[str, 
     assert json.loads(paths["json"].read_text()) == json.loads(json.dumps(many))
 
 
+@pytest.mark.parametrize("kind", sorted(FORMATS))
+def test_of_many_whose_times_are_unknown_there_is_a_report(many: dict[str, Any], tmp_path: Path, kind: str):
+    """No event of any facility: no timeline, and everything else."""
+    without = many | {"timeline": many["timeline"] | {"segments": [], "totals": {}}}
+    file = write_report(without, tmp_path / f"report.{kind}", kind)
+    assert "facility-0" in file.read_text()
+
+
 def test_each_table_has_those_that_need_attention(many: dict[str, Any]):
     small = for_display(many)
     speeds = [one["from_mbit_per_second"] for one in many["traffic"].values() if one["from_mbit_per_second"]]
