@@ -10,7 +10,7 @@ from annotated_types import Ge
 from coordinator.aggregation.settings import AUTOMATIC, AggregationSettings
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.masking.smallest_sum import least_for
-from facility.exchange.masking.walks import MOST_RATIO, sequences_of, unlike
+from facility.exchange.masking.walks import MOST_RATIO, far_apart, sequences_of, unlike
 from facility.exchange.messages.privacy import DifferentialSettings
 from facility.exchange.messages.settings import TrainingSettings, check_differential
 from facility.exchange.text import Line
@@ -162,8 +162,8 @@ def _check_alike(training: Mapping[str, TrainingSettings]) -> None:
             "everywhere, for a sum of updates of unlike size shows the largest",
         )
     counts = {name: sequences_of(one) for name, one in training.items()}
-    least, most = min(counts, key=counts.__getitem__), max(counts, key=counts.__getitem__)
-    if counts[most] > MOST_RATIO * counts[least]:
+    if far_apart(counts.values()):
+        least, most = min(counts, key=counts.__getitem__), max(counts, key=counts.__getitem__)
         raise _error(
             "training.steps",
             f"a round has {counts[most]} sequences (steps times batch_sequences) at {most!r} and {counts[least]} at "

@@ -159,9 +159,9 @@ def least_alike(participants: Sequence[Row]) -> list[Row]:
 
 
 def lanes_of(names: Sequence[str], totals: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """Lanes of the timeline in their order: all of few, of many those with most time idle or lost; `totals` has none
-    where no time of any facility is known."""
+    """Lanes of the timeline in their order: all of few, of many those with most time idle or lost, and none where
+    no time is known (`totals` is empty)."""
     if len(names) <= MOST_LANES:
         return list(names)
-    chosen = set(sorted(names, key=lambda name: -unused(totals.get(name, {"idle": 0.0})))[:MOST_LANES])
+    chosen = set(sorted(totals, key=lambda name: -unused(totals[name]))[:MOST_LANES])
     return [name for name in names if name in chosen]

@@ -12,7 +12,7 @@ import dataclasses
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from statistics import median_low
 from typing import Any
 
@@ -66,6 +66,12 @@ def sequences_of(training: TrainingSettings, steps: int = 0) -> int:
     return (steps or training.steps) * training.batch_sequences
 
 
+def far_apart(amounts: Iterable[int]) -> bool:
+    """Whether two of these amounts of sequences, all above 0, differ by more than `MOST_RATIO` times."""
+    every = list(amounts)
+    return max(every) > MOST_RATIO * min(every)
+
+
 def check_walks(roster: Roster, facility: str) -> None:
     """Raise `InputError` unless all members signed the same settings of training, and claim amounts of one order."""
     own = roster.keys[facility]
@@ -76,7 +82,7 @@ def check_walks(roster: Roster, facility: str) -> None:
                 "(learning rate, optimizer, schedule, clipping, adapters or what is federated): nothing is masked, "
                 "for a sum of updates of unlike size shows the largest; give all facilities the same"
             )
-        if max(own.samples, other.samples) > MOST_RATIO * min(own.samples, other.samples):
+        if far_apart((own.samples, other.samples)):
             raise InputError(
                 f"{name!r} trains on {other.samples} sequences in round {roster.agreement.round} and {facility!r} on "
                 f"{own.samples}, expected at most {MOST_RATIO} times as many: nothing is masked, for a sum of updates "
@@ -97,7 +103,7 @@ def odd_ones(keys: Mapping[str, Keys]) -> dict[str, str]:
             if one.walk != counts[0][0]:
                 refused[name] = f"{name!r} signed other settings of training than most facilities"
     left = {name: one.samples for name, one in keys.items() if name not in refused}
-    while left and max(left.values()) > MOST_RATIO * min(left.values()):
+    while left and far_apart(left.values()):
         middle = median_low(left.values())
         farthest = max(left, key=lambda name: max(left[name] / middle, middle / left[name]))
         refused[farthest] = (
@@ -118,7 +124,7 @@ def check_own(own: Keys, settings: FacilitySettings, steps: int = 0) -> None:
             f"{own.round}: nothing is masked; the next round draws keys anew"
         )
     sequences = sequences_of(settings.training, steps)
-    if max(sequences, own.samples) > MOST_RATIO * min(sequences, own.samples):
+    if far_apart((sequences, own.samples)):
         raise InputError(
             f"this round asks {own.facility!r} for {sequences} sequences and its signed keys claim {own.samples}, "
             f"expected at most {MOST_RATIO} times more or less: nothing is masked"
