@@ -11,6 +11,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from coordinator.adapter_serving import served_by_vllm
 from facility.exchange.checkpoints.adapters import is_adapter
 from facility.exchange.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from facility.exchange.errors import InputError
@@ -46,7 +47,8 @@ def export_adapter(model: Path, *, base: Path, out: Path, merged: bool = False) 
         if merged:
             write_merged(temporary / MERGED, adapted, base)
     written = f"{out}: {len(names)} adapter tensors of rank {configuration['r']}, loaded by peft over {base}"
-    return written + (f"; merged model in {out / MERGED}" if merged else "")
+    beside = f"; merged model in {out / MERGED}" if merged else ""
+    return f"{written}{beside}; {served_by_vllm(configuration, names)}"
 
 
 def read_configuration(file: Path) -> dict[str, Any]:

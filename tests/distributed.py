@@ -172,12 +172,14 @@ def run_distributed(function: Callable[..., Any], world: int, *arguments: Any, t
 class StayingRanks:
     """Ranks that stay for one call of a function after another: models are imported and the group is made once.
 
-    Where a rank dies or is silent, all are replaced before the next call. One alone joins no group.
+    Where a rank dies or is silent, all are replaced before the next call, and so are those that served `most_calls`:
+    each group that a call makes leaves a thread of gloo's in the process. One alone joins no group.
     """
 
-    def __init__(self, function: Callable[..., Any], world: int = 1) -> None:
+    def __init__(self, function: Callable[..., Any], world: int = 1, *, most_calls: int = 8) -> None:
         """`function(rank, world, *arguments)` must be importable, and return what fails as what succeeds."""
-        self.function, self.world = function, world
+        self.function, self.world, self.most_calls = function, world, most_calls
+        self.calls = 0
         self.processes: list[Any] = []
 
     def __call__(self, *arguments: Any, timeout: float = 120, grace: float = 5) -> dict[int, Any]:
@@ -185,7 +187,10 @@ class StayingRanks:
 
         `timeout`: seconds until the first answer; `grace`: seconds from one answer to the next.
         """
+        if self.calls >= self.most_calls:
+            self.end()
         self._start()
+        self.calls += 1
         answers: dict[int, Any] = {}
         for requests in self.requests:
             requests.put(arguments)
@@ -231,7 +236,7 @@ class StayingRanks:
         for process in self.processes:
             process.kill()
             process.join()
-        self.processes = []
+        self.processes, self.calls = [], 0
 
 
 def _stay(

@@ -28,6 +28,7 @@ from coordinator.certificates import certificates_watched
 from coordinator.config.described import described
 from coordinator.config.federation import Federation, check_paths, read_federation
 from coordinator.engine.console_log import shown_on
+from coordinator.engine.how_to_load import how_to_load
 from coordinator.engine.live import Snapshot, live_table
 from coordinator.engine.notify import Notifier
 from coordinator.engine.place import RunPlace, login_place, run_place
@@ -94,7 +95,8 @@ def _show_end(federation: Federation, archive: Archive, console: Console, code: 
     for line in remarks(data | {"aggregation": federation.chosen}):
         console.print(line, markup=False, highlight=False)
     if code == 0:
-        console.print(f"the model is [bold]{data['model']}[/bold] (AutoModelForCausalLM.from_pretrained)")
+        call = how_to_load(Path(data["model"]), base=str(archive.model_for(0)))
+        console.print(f"the model is [bold]{data['model']}[/bold] ({call})")
         console.print(f"the report is {archive.path / 'report.html'}")
         return 0
     reason = data["stopped"] or ended
