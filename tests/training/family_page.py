@@ -57,6 +57,12 @@ def page(rows: list[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def lines_of(text: str, task: str) -> dict[str, str]:
+    """Family -> its line of the task's own table in `text`, a page; families stand in several tables."""
+    own = text.split(f"## {TITLES[task]}\n")[1].split("\n## ")[0]
+    return {line.split("|")[1].strip(" `"): line for line in own.splitlines() if line.startswith("| `")}
+
+
 def counts(rows: list[Row]) -> str:
     words = [row["one"][0] for row in rows]
     told = f"{len(rows)} families: {words.count('works')} work, {words.count('refused')} are refused"

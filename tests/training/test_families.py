@@ -10,7 +10,7 @@ import pytest
 
 from tests.distributed import StayingRanks
 from tests.training.family_layouts import layout_verdict, one_rank
-from tests.training.family_page import COLUMNS, TITLES, table_line
+from tests.training.family_page import COLUMNS, TITLES, Row, lines_of, page, table_line
 from tests.training.family_table import PAGE, material, rows_of, try_all
 from tests.training.family_trial import families, verdict
 
@@ -83,12 +83,23 @@ def test_every_family_is_as_the_documentation_says(tmp_path: Path, task: str):
     try_all(results, [task], [], layouts="all")
     rows = rows_of(results)
     assert [row for row in rows if any(row.get(name, [""])[0] == "wrong" for name in COLUMNS)] == []
-    written = {line.split("|")[1]: line for line in PAGE.read_text().split(TITLES[task])[1].splitlines() if "|" in line}
+    written = lines_of(PAGE.read_text(), task)
     for row in rows:
         if row["one"][0] != "needs":
-            mine, theirs = (line.split("|")[2:8] for line in (table_line(row), written[f" `{row['family']}` "]))
+            mine, theirs = (line.split("|")[2:8] for line in (table_line(row), written[row["family"]]))
             tried = [name in row for name in COLUMNS]
             assert list(compress(mine, tried)) == list(compress(theirs, tried)), row
+
+
+def test_a_family_of_several_tasks_is_read_from_the_table_of_each():
+    rows: list[Row] = [
+        {"task": "causal", "family": "bart", "one": ["works", ""], "pipeline": ["works", ""]},
+        {"task": "classes", "family": "bart", "one": ["works", ""], "pipeline": ["refused", "why"]},
+    ]
+    for row in rows:
+        assert lines_of(page(rows), row["task"]) == {"bart": table_line(row)}
+    written = {task: lines_of(PAGE.read_text(), task) for task in TITLES}
+    assert min(map(len, written.values())) > 20 and written["causal"]["bart"] != written["classes"]["bart"]
 
 
 def test_the_table_is_of_the_pinned_transformers_and_names_no_wrong_result():
