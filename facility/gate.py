@@ -24,6 +24,7 @@ from facility.gating.grammar import Request
 from facility.gating.policy import STATE, Policy, read_policy
 from facility.gating.refusal import CODE, Refused
 from facility.gating.session import Session
+from facility.gating.several import check_others
 
 VERSION = 1
 """Of the requests and their answers."""
@@ -154,6 +155,8 @@ def check(policy_file: Path) -> str:
     policy: Policy = read_policy(policy_file)
     if not policy.coordinators.is_file():
         raise ConfigurationError(f"coordinators {policy.coordinators} does not exist", file=policy_file)
+    if home := os.environ.get("CROSSFED_HOME"):
+        check_others(policy_file, policy, Path(home))
     return f"{policy_file}: {policy.facility} in {', '.join(policy.federations)}, {len(policy.keys)} key(s)"
 
 
@@ -173,6 +176,8 @@ def main(argv: list[str] | None = None) -> int:
             print(check(arguments.policy))
             return 0
         policy = read_policy(arguments.policy)
+        if home := os.environ.get("CROSSFED_HOME"):
+            check_others(arguments.policy, policy, Path(home))
         state = arguments.policy.absolute().parent / STATE
         state.mkdir(mode=0o700, exist_ok=True)
         session = Session(policy=policy, key=arguments.key, state=state)

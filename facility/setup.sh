@@ -21,6 +21,7 @@ usage: bash facility/setup.sh [options] [-- arguments for `python -m facility.pr
   --no-self-check       leave the self-check out
   --gate KEY.pub        let this key of a coordinator in through the gate alone: a forced command that
                         does what <home>/policy.yml allows (docs/how-to/run-behind-a-gate.md)
+  --coordinator NAME    beside --gate, for a further coordinator: a gate of its own in <home>/gates/NAME
   --authorized-keys F   file that sshd reads for this account (default ~/.ssh/authorized_keys)
   -h, --help            this text
 
@@ -33,11 +34,11 @@ fail() { printf 'error: %s\n' "$*" >&2; exit 2; }
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 home=$HOME/crossfed python=python3 conda= as_is= torch=auto torch_index= wheelhouse= template= check=yes
-gate= authorized=$HOME/.ssh/authorized_keys
+gate= coordinator= authorized=$HOME/.ssh/authorized_keys
 modules=() fills=() prepare=()
 while [ $# -gt 0 ]; do
     case "$1" in
-        --home|--python|--module|--conda|--torch|--torch-index|--wheelhouse|--template|--fill|--gate|--authorized-keys)
+        --home|--python|--module|--conda|--torch|--torch-index|--wheelhouse|--template|--fill|--gate|--coordinator|--authorized-keys)
             [ $# -ge 2 ] || fail "$1 needs a value" ;;&
         --home) home=$2; shift 2 ;;
         --python) python=$2; shift 2 ;;
@@ -51,6 +52,7 @@ while [ $# -gt 0 ]; do
         --fill) fills+=(--fill "$2"); shift 2 ;;
         --no-self-check) check=; shift ;;
         --gate) gate=$2; shift 2 ;;
+        --coordinator) coordinator=$2; shift 2 ;;
         --authorized-keys) authorized=$2; shift 2 ;;
         -h|--help) usage; exit 0 ;;
         --) shift; prepare=("$@"); break ;;
@@ -63,6 +65,7 @@ case "$torch" in auto|cuda|rocm|cpu) ;; *) fail "--torch is '$torch', expected a
 [ -z "$template" ] || [ -f "$template" ] || fail "--template $template does not exist"
 
 [ -z "$gate" ] || ssh-keygen -lf "$gate" >/dev/null || fail "--gate $gate is not a public ssh key; ask the coordinator for one (*.pub)"
+[[ -z "$coordinator" || ( -n "$gate" && "$coordinator" =~ ^[A-Za-z0-9][A-Za-z0-9_-]*$ ) ]] || fail "--coordinator is '$coordinator', expected a name of letters, digits, _ and -, beside --gate"
 
 # A bundle says what it holds (crossfed bundle); what was altered or lost on the way is not installed.
 if [ -f "$here/../SHA256SUMS" ]; then
@@ -224,10 +227,12 @@ fi
 
 # 8. The gate: the coordinator's key runs one command of ours, whatever it asks for
 if [ -n "$gate" ]; then
+    place=$home${coordinator:+/gates/$coordinator}
+    mkdir -p "$place"
     print=$(ssh-keygen -lf "$gate" | cut -d' ' -f2)
-    if [ ! -f "$home/policy.yml" ]; then
-        sed -e "s|/home/alice/crossfed|$home|" -e "s|SHA256:[A-Za-z0-9+/]*|$print|" "$here/facility/policy-example.yml" >"$home/policy-example.yml"
-        fail "$home/policy.yml does not exist; $home/policy-example.yml explains every key: copy and edit it, then run this again"
+    if [ ! -f "$place/policy.yml" ]; then
+        sed -e "s|/home/alice/crossfed|$home|" -e "s|SHA256:[A-Za-z0-9+/]*|$print|" "$here/facility/policy-example.yml" >"$place/policy-example.yml"
+        fail "$place/policy.yml does not exist; $place/policy-example.yml explains every key: copy and edit it, then run this again"
     fi
     {
         echo '#!/bin/bash'
@@ -241,12 +246,12 @@ if [ -n "$gate" ]; then
         done
         echo "export PATH=$(quote "$PATH") CROSSFED_HOME=$(quote "$home") CROSSFED_STATE=$(quote "$home/state")"
         [ -z "${LD_LIBRARY_PATH:-}" ] || echo "export LD_LIBRARY_PATH=$(quote "$LD_LIBRARY_PATH")"
-        echo "exec $(quote "$run") -s -P -c $(quote 'import sys; sys.path.insert(0, sys.argv.pop(1)); from facility.gate import main; sys.exit(main())') $(quote "$here") --policy $(quote "$home/policy.yml") --key \"\$1\""
-    } >"$home/.crossfed-gate.new"
-    chmod 700 "$home/.crossfed-gate.new"
-    mv "$home/.crossfed-gate.new" "$home/crossfed-gate"
-    (cd "$home" && "$run" -m facility.gate --policy "$home/policy.yml" --check) || fail "$home/policy.yml is not sound; see above"
-    line="restrict,command=\"$home/crossfed-gate $print\" $(cut -d' ' -f1,2 "$gate")"
+        echo "exec $(quote "$run") -s -P -c $(quote 'import sys; sys.path.insert(0, sys.argv.pop(1)); from facility.gate import main; sys.exit(main())') $(quote "$here") --policy $(quote "$place/policy.yml") --key \"\$1\""
+    } >"$place/.crossfed-gate.new"
+    chmod 700 "$place/.crossfed-gate.new"
+    mv "$place/.crossfed-gate.new" "$place/crossfed-gate"
+    (cd "$home" && CROSSFED_HOME=$home CROSSFED_STATE=$home/state "$run" -m facility.gate --policy "$place/policy.yml" --check) || fail "$place/policy.yml is not sound; see above"
+    line="restrict,command=\"$place/crossfed-gate $print\" $(cut -d' ' -f1,2 "$gate")"
     body=$(cut -d' ' -f2 "$gate")
     mkdir -p "$(dirname "$authorized")"; touch "$authorized"
     if others=$(grep -F -- "$body" "$authorized" | grep -vxF -- "$line"); then
@@ -255,6 +260,6 @@ if [ -n "$gate" ]; then
     grep -qxF -- "$line" "$authorized" || printf '%s\n' "$line" >>"$authorized"
     chmod 600 "$authorized"
     case "$home" in *[\ \"\\]*) fail "--home $home holds blanks or quotes, which authorized_keys cannot quote" ;; esac
-    say "gate: $print may run $home/crossfed-gate and nothing else; its log is $home/gate/audit.jsonl"
+    say "gate: $print may run $place/crossfed-gate and nothing else; its log is $place/gate/audit.jsonl"
 fi
 say "done: $home"

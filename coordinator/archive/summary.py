@@ -162,9 +162,10 @@ def _blank(late: bool) -> list[str]:
 
 
 def has_accuracy(data: Mapping[str, Any]) -> bool:
-    """Does any facility tell how many of its predictions are right?"""
+    """Do most facilities that evaluated tell how many of their predictions are right? One alone may say anything."""
     rows = [row for entry in data["rounds"] for row in entry["facilities"]] + data["final_evaluation"]
-    return any(row.get("accuracy_received") is not None for row in rows)
+    told = [row.get("accuracy_received") is not None for row in rows if row.get("perplexity_received") is not None]
+    return 2 * sum(told) > len(told)
 
 
 def accuracies(row: Mapping[str, Any]) -> list[str]:

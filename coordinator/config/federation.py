@@ -38,6 +38,7 @@ from coordinator.config.resolution import (
 from coordinator.config.settings import RoundSettings
 from coordinator.config.yaml_lines import Lined
 from facility.exchange.errors import ConfigurationError
+from facility.exchange.messages.comparison import GLOBAL
 from facility.exchange.messages.settings import TrainingSettings
 from facility.exchange.messages.trainer import TrainerSettings
 from facility.exchange.text import DatasetPath, Line, Name
@@ -130,6 +131,12 @@ class FederationFile(RoundSettings):
         check_evaluation(self.evaluation, [one.name for one in self.facilities])
         seen: set[str] = set()
         for number, facility in enumerate(self.facilities):
+            if facility.name.lower() == GLOBAL:
+                raise ConfigurationError(
+                    f"facility {facility.name!r} has the name under which curves and tables show the global model; "
+                    "choose another",
+                    key=f"facilities[{number}].name",
+                )
             if facility.name.lower() in seen:
                 raise ConfigurationError(
                     f"facility {facility.name!r} is listed twice; names must differ (case does not count)",

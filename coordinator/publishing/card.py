@@ -14,6 +14,7 @@ from coordinator.config.federation import Federation
 from coordinator.publishing.names import public_names
 from coordinator.report.markdown import table
 from coordinator.report.page import cell, number, size, span
+from facility.exchange.messages.evaluation import VALIDATION
 
 SEEN = "Updates were sent as model weights to the coordinator, which can see each of them"
 NO_GUARANTEE = "no differential privacy was applied, so that a published model may reproduce what it was trained on."
@@ -58,9 +59,9 @@ def evaluations(data: Mapping[str, Any], names: Mapping[str, str]) -> list[EvalR
     return found + [
         EvalResult(
             task_type=_task_type(data),
-            dataset_type="private" if one["task"] == "validation" else one["task"],
+            dataset_type="private" if one["task"] == VALIDATION else one["task"],
             dataset_config=(where := names.get(one["facility"], one["facility"])),
-            dataset_name=f"validation data of {where}" if one["task"] == "validation" else one["task"],
+            dataset_name=f"validation data of {where}" if one["task"] == VALIDATION else one["task"],
             metric_type=one["metric"],
             metric_value=one["value"],
         )

@@ -23,6 +23,7 @@ from coordinator.report.drift import drift
 from coordinator.report.predictions import predictions
 from coordinator.report.timeline import Segment, segments, totals
 from facility import __version__
+from facility.exchange.messages.evaluation import VALIDATION
 from facility.exchange.messages.manifest import manifest_if_any
 
 FORMAT = 1
@@ -147,7 +148,7 @@ def _tasks(rows: Sequence[Row]) -> list[Row]:
 def _accuracy(row: Row) -> list[Row]:
     """The accuracy on a facility's validation data of the model that it received, as a score."""
     value = row.get("accuracy_received")
-    return [] if value is None else [{"task": "validation", "metric": "accuracy", "value": value, "stderr": None}]
+    return [] if value is None else [{"task": VALIDATION, "metric": "accuracy", "value": value, "stderr": None}]
 
 
 def comparison(rounds: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:

@@ -154,7 +154,7 @@ def script(session: Session, approved: Approved, directory: Path) -> str:
 
 def template(session: Session, *, login: bool = False) -> str:
     """The site's template, filled, as text in which only the command is missing; `login`: for this host itself."""
-    policy, place = session.policy, session.state.parent
+    policy, place = session.policy, session.home
     text, name = f"#!/bin/bash\n. '<home>/env.sh'\n{COMMAND}\n", "the template of this host"
     if policy.template and not login:
         path = find_template(policy.template, place)

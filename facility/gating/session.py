@@ -25,6 +25,11 @@ class Session:
     """The gate's own directory, outside of the workdir."""
 
     @property
+    def home(self) -> Path:
+        """Where setup.sh installed this facility; a gate by itself has its policy there."""
+        return Path(os.environ.get("CROSSFED_HOME") or self.state.parent)
+
+    @property
     def log(self) -> Path:
         return self.state / "audit.jsonl"
 

@@ -32,7 +32,7 @@ from facility.exchange.masking.shares import write_shares
 from facility.exchange.masking.streams import DTYPES, SEED_BYTES, places_of
 from facility.exchange.messages.manifest import Manifest, read_manifest, run_of, write_manifest
 from facility.exchange.messages.masking import DETAILS, ENCODING, MaskingSettings
-from facility.masking.masked_piece import Masker, Stored
+from facility.masking.masked_piece import RESTS, Masker, Stored
 from facility.masking.private_keys import Member
 from facility.masking.sharing import share_seeds
 
@@ -79,7 +79,7 @@ def mask_update(
                 TensorWriter(directory, layout_like(checkpoint, dict.fromkeys(sources, DTYPES[bits])), hashed=True)
             )
             rests = open_files.enter_context(
-                TensorWriter(rest_directory, layout_like(checkpoint, dict.fromkeys(sources, "F32")))
+                TensorWriter(rest_directory, layout_like(checkpoint, dict.fromkeys(sources, RESTS[bits])))
             )
             piece = piece_of(len(masks), bits)
             masker = Masker(masks, piece=piece, bits=bits, weight=weights[member.facility], factor=factor)
@@ -88,7 +88,7 @@ def mask_update(
                     sent, rest, squared = masker.mask(update_part, base_part, source.point, source.place + start)
                     check_finite(source, squared)
                     writer.write(name, start * sent.itemsize, as_bytes(sent))
-                    rests.write(name, start * 4, as_bytes(rest))
+                    rests.write(name, start * rest.itemsize, as_bytes(rest))
             digests = writer.digests()
         copy_companions(update, directory, leave=())
         write_shares(directory, share_seeds(member, own))

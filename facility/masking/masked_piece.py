@@ -9,9 +9,12 @@ import numpy as np
 
 from facility.exchange.checkpoints import native
 from facility.exchange.checkpoints.delta_parts import difference
-from facility.exchange.checkpoints.floats import Array, widen
+from facility.exchange.checkpoints.floats import STORAGE, Array, narrow, widen
 from facility.exchange.masking.fixed_point import FixedPoint
 from facility.exchange.masking.streams import UNSIGNED, MaskBuffer
+
+RESTS = {16: "BF16", 32: "F32"}
+"""safetensors dtype of what is not sent, by bits. bfloat16 keeps what 16 bits leave to a 512th of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,11 +35,12 @@ class Masker:
         self.signs = np.array([sign for sign, _ in masks], dtype=np.int8)
         self.weight, self.factor, self.bits = weight, np.float32(factor), bits
         self._streams = MaskBuffer(piece, bits, rows=len(masks))
-        self._sent, self._rest = np.empty(piece, UNSIGNED[bits]), np.empty(piece, np.float32)
+        self._sent, self._rest = np.empty(piece, UNSIGNED[bits]), np.empty(piece, STORAGE[RESTS[bits]])
         self._step, self._scratch = np.empty(piece, np.float32), np.empty(piece, np.float32)
+        self._left = np.empty(piece, np.float32)
 
     def mask(self, update: Stored, base: Stored | None, point: FixedPoint, place: int) -> tuple[Array, Array, float]:
-        """What is sent, what it leaves of the step, and the sum of squares of update - base.
+        """What is sent, what it leaves of the step (stored as `RESTS` says), and the sum of squares of update - base.
 
         `base` None: the step is the update. `place`: the piece's first element in the streams. Both arrays are
         overwritten by the next call.
@@ -80,7 +84,9 @@ class Masker:
             squared = difference(base.values, base.dtype, update.values, update.dtype, step, scratch)
         if self.factor != 1:
             np.multiply(step, self.factor, out=step)
-        point.encode(step, self.weight, rest, sent)
+        left = self._left[: len(sent)]
+        point.encode(step, self.weight, left, sent)
+        narrow(left, RESTS[self.bits], rest, scratch.view(np.uint32))
         for sign, stream in zip(self.signs, streams, strict=True):
             (np.add if sign > 0 else np.subtract)(sent, stream, out=sent)
         return squared

@@ -1,5 +1,10 @@
 """A facility's private keys by generation, and the seeds and seals that follow from them.
 
+Keys are of use only where they were drawn: a state directory that is restored from a backup has forgotten what was
+answered under them, and would answer once more for another sum. So a file lies beside them that is never written again.
+The time at which its inode changed last stands in each key, and nobody can set that back (inode(7)): in a restored copy
+it is the time of restoring.
+
 X25519 (RFC 7748), HKDF-SHA256 (RFC 5869), AES-256-GCM. Salt and associated data hold the roster's digest: what was
 sealed or masked under one roster means nothing under another.
 """
@@ -36,14 +41,28 @@ class PrivateKeys:
     def directory(self) -> Path:
         return Path(self.state) / "masking" / "keys"
 
+    @property
+    def place(self) -> Path:
+        """An empty file that says since when this directory is here."""
+        return self.directory.with_name("place")
+
+    def since(self) -> int | None:
+        """When the state directory came to be here: seconds, as some file systems keep no more; None: not known."""
+        try:
+            return int(self.place.stat().st_ctime)
+        except OSError:
+            return None
+
     def draw(self, round: int) -> tuple[str, str]:
         """A new pair: its generation, and the public key. Pairs of rounds before the last are forgotten."""
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         for path in self.directory.glob("*.json"):
             if json.loads(path.read_text())["round"] < round - 1:
                 path.unlink()
+        if self.since() is None:
+            write_bytes(self.place, b"", mode=0o600)
         generation, key = secrets.token_hex(32), X25519PrivateKey.generate()
-        value = {"round": round, "private_key": key.private_bytes_raw().hex()}
+        value = {"round": round, "private_key": key.private_bytes_raw().hex(), "since": self.since()}
         write_bytes(self.directory / f"{generation}.json", json.dumps(value).encode(), mode=0o600)
         return generation, key.public_key().public_bytes_raw().hex()
 
@@ -56,14 +75,21 @@ class PrivateKeys:
             )
         path = self.directory / f"{own.generation}.json"
         try:
-            private = X25519PrivateKey.from_private_bytes(bytes.fromhex(json.loads(path.read_text())["private_key"]))
+            value = json.loads(path.read_text())
+            private, since = X25519PrivateKey.from_private_bytes(bytes.fromhex(value["private_key"])), value["since"]
         except (OSError, ValueError, KeyError):
-            private = None
+            private = since = None
         if private is None or private.public_key().public_bytes_raw().hex() != own.public_key:
             raise InputError(
                 f"the roster of round {roster.agreement.round} holds keys of {facility!r} that are not in "
                 f"{self.directory}: they were used before, or CROSSFED_STATE differs between login node and jobs "
                 "(set it in env.sh)"
+            )
+        if since is None or since != self.since():
+            raise InputError(
+                f"{self.directory.parent} was restored or copied after {facility!r} drew its keys of round "
+                f"{roster.agreement.round}: what was answered under them may be forgotten, so they are used no more; "
+                "the next round draws keys anew"
             )
         return Member(facility=facility, roster=roster, key=private)
 

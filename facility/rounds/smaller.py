@@ -48,7 +48,7 @@ def make_smaller(
 
 
 def unsent(state: Path, round: int, settings: TrainingSettings, *, masked: bool = False) -> Path | None:
-    """The residual of messages before `round`: a float32 checkpoint of the tensors concerned; None if there is none."""
+    """The residual of messages before `round`: a checkpoint of the tensors concerned; None if there is none."""
     found = latest_before(_home(state), round) if masked or settings.encoding != "full" else None
     return found if found is not None and any(found.glob("*.safetensors")) else None
 

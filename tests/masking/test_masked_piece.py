@@ -13,7 +13,7 @@ from facility.exchange.checkpoints.delta_parts import READ
 from facility.exchange.masking.fixed_point import fixed_point
 from facility.exchange.masking.streams import UNSIGNED, MaskBuffer
 from facility.masking.mask_update import CACHE_BYTES, piece_of
-from facility.masking.masked_piece import Masker, Stored
+from facility.masking.masked_piece import RESTS, Masker, Stored
 
 COUNT, PLACE = 1337, 32
 """Elements: more than two runs of the C code, and no multiple of its lanes."""
@@ -55,11 +55,15 @@ def test_one_pass_is_the_passes_one_by_one(
         sent, rest, squared = masker.mask(after, before, point, PLACE)
         found[way] = sent.copy(), rest.copy(), squared
     assert np.array_equal(found["compiled"][0], found["passes"][0])
-    assert np.array_equal(found["compiled"][1].view(np.uint32), found["passes"][1].view(np.uint32))
+    assert found["compiled"][1].dtype == found["passes"][1].dtype == {16: np.uint16, 32: np.float32}[bits]
+    assert found["compiled"][1].tobytes() == found["passes"][1].tobytes()
     assert found["compiled"][2] == pytest.approx(found["passes"][2], rel=1e-5)
 
     whole = (widened(after) - widened(before) if before else widened(after)) * np.float32(factor)
     units = np.rint(np.clip(whole.astype(np.float64), -point.clip, point.clip) * (0.25 / point.scale))
+    rest = widened(Stored(values=found["compiled"][1], dtype=RESTS[bits]))
+    left = whole.astype(np.float64) - units * (point.scale / 0.25)
+    assert np.all(np.abs(rest - left) <= np.abs(left) * 2.0 ** {16: -8, 32: -24}[bits])
     total = units.astype(np.int64)
     for sign, seed in MASKS:
         total = total + sign * MaskBuffer(COUNT, bits).read(seed, PLACE, COUNT).astype(np.int64)

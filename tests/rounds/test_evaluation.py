@@ -130,6 +130,7 @@ def test_figures_are_taken_with_their_errors_and_nothing_else():
         {"results": [{"task": "a", "metric": "m"}]},
         {"results": [{"task": "a\x1b", "metric": "m", "value": 1.0}]},
         {"results": [{"task": "a", "metric": "m", "value": 1e300}]},
+        {"results": [{"task": "validation", "metric": "perplexity", "value": 1.01}]},
         {"results": [], "text": "x"},
     ],
 )

@@ -296,6 +296,51 @@ def what_a_client_sends_reaches_nothing(place: Path, setup: list[str]) -> None:
     assert not {"SBATCH_ACCOUNT", "CROSSFED_MINIMUM_SUM", "HF_HOME", "PYTHONPATH"} & set(found)
 
 
+def a_further_coordinator_has_a_gate_of_its_own(place: Path, setup: list[str]) -> None:
+    """Its own policy, workdir and log, and the same account of privacy; nothing in common by which it could come in."""
+    home, first = place / "home", json.loads((place / "home/policy.yml").read_text())
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", place / "other"], check=True)
+    told = subprocess.run(["ssh-keygen", "-lf", place / "other.pub"], capture_output=True, text=True, check=True)
+    gate = [*setup, "--gate", str(place / "other.pub"), "--authorized-keys", str(place / "authorized")]
+    gate += ["--coordinator", "ibis"]
+    own = home / "gates" / "ibis"
+    own.mkdir(parents=True)
+    good = first | {"federations": ["ibis"], "keys": [told.stdout.split()[1]], "workdir": str(place / "elsewhere")}
+    for change, reason in (
+        ({"federations": ["ibis", "heron"]}, "federations heron would come in by two gates"),
+        ({"keys": [*good["keys"], *first["keys"]]}, "would come in by two gates"),
+        ({"workdir": f"{first['workdir']}/below"}, "the workdir of the other"),
+        ({"dataset_epsilon": 4.0}, "dataset_epsilon is 4 and 0 for one dataset"),
+    ):
+        (own / "policy.yml").write_text(json.dumps(good | change))
+        made = subprocess.run(gate, capture_output=True, text=True)
+        assert made.returncode == 2 and reason in made.stdout + made.stderr, made.stdout + made.stderr
+        assert str(own) not in (place / "authorized").read_text()
+    (own / "policy.yml").write_text(json.dumps(good))
+    made = subprocess.run(gate, capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr
+    lines = (place / "authorized").read_text().splitlines()
+    assert len(lines) == 2 and lines[1].startswith(f'restrict,command="{own}/crossfed-gate SHA256:'), lines
+
+    def ask(program: Path, key: str) -> subprocess.CompletedProcess[str]:
+        sent = {"SSH_ORIGINAL_COMMAND": "crossfed-gate hello", "HOME": str(place)}
+        return subprocess.run([program, key], env=sent, capture_output=True, text=True)
+
+    hello = json.loads(ask(own / "crossfed-gate", good["keys"][0]).stdout)
+    assert (hello["federations"], hello["workdir"]) == (["ibis"], str(place / "elsewhere"))
+    assert "is not one of the policy's" in ask(own / "crossfed-gate", first["keys"][0]).stderr
+    assert "is not one of the policy's" in ask(home / "crossfed-gate", good["keys"][0]).stderr
+    assert (own / "gate/audit.jsonl").is_file()
+    states = {
+        line for at in (home, own) for line in (at / "crossfed-gate").read_text().splitlines() if "_STATE=" in line
+    }
+    assert len(states) == 1 and f"CROSSFED_STATE={home}/state" in states.pop(), "one account of a dataset's privacy"
+    (own / "policy.yml").write_text(json.dumps(good | {"federations": ["heron"]}))  # read anew for every request
+    closed = ask(own / "crossfed-gate", good["keys"][0])
+    assert closed.returncode == 2 and "the gate is closed" in closed.stderr
+    assert ask(home / "crossfed-gate", first["keys"][0]).returncode == 0, "the first one's stays open"
+
+
 def test_a_bundle_is_verified_before_it_is_installed(tmp_path: Path):
     out = tmp_path / "b"
 
@@ -349,7 +394,9 @@ def test_a_bundle_is_verified_before_it_is_installed(tmp_path: Path):
     (out / "SHA256SUMS").unlink()
     assert "has no SHA256SUMS" in refused()
     (out / "SHA256SUMS").write_bytes(kept)
-    what_a_client_sends_reaches_nothing(tmp_path, ["bash", str(out / "crossfed/facility/setup.sh"), *options])
+    setup = ["bash", str(out / "crossfed/facility/setup.sh"), *options]
+    what_a_client_sends_reaches_nothing(tmp_path, setup)
+    a_further_coordinator_has_a_gate_of_its_own(tmp_path, setup)
     assert not compiled.exists()
     tiny_wheel(out / "wheelhouse").rename(out / "wheelhouse/tiny_thing-1.3-py3-none-any.whl")
     tiny_wheel(out / "wheelhouse")

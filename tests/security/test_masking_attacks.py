@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+import subprocess
+import time
 from pathlib import Path
 
 import numpy as np
@@ -75,6 +77,25 @@ def test_new_keys_do_not_open_the_same_round_a_second_time(begun):
     request = federation.settle(second, two)
     with pytest.raises(InputError, match="would give away the difference"):
         federation.answer("alpha", request)
+
+
+def test_a_state_directory_that_was_restored_answers_for_no_round_that_it_may_have_forgotten(begun):
+    """Saved before the answer, put back after it: nothing in it says that there was one."""
+    federation, roster, received, _ = begun
+    request = federation.settle(roster, received)
+    state, saved = federation.state("alpha"), federation.root / "saved"
+    subprocess.run(["cp", "-a", state, saved], check=True)
+    federation.answer("alpha", request)
+    answered = Ledger(state=state).entries()
+    time.sleep(1.1)
+    shutil.rmtree(state)
+    subprocess.run(["cp", "-a", saved, state], check=True)
+    assert answered and not Ledger(state=state).entries()
+    with pytest.raises(InputError, match="was restored or copied after 'alpha' drew its keys of round 0"):
+        federation.answer("alpha", request)
+    keys = PrivateKeys(state=state)
+    generation, _ = keys.draw(1)
+    assert json.loads((keys.directory / f"{generation}.json").read_text())["since"] == keys.since(), "of use again"
 
 
 def test_what_is_answered_is_on_disk_before_the_answer_exists(begun, monkeypatch: pytest.MonkeyPatch):

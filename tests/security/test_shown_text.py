@@ -11,13 +11,15 @@ import pytest
 from rich.console import Console
 
 from coordinator.archive.rounds import Archive
-from coordinator.archive.summary import summary, table
+from coordinator.archive.summary import has_accuracy, summary, table
+from coordinator.config.federation import Facility, FederationFile
 from coordinator.engine.progress import Progress
 from coordinator.engine.run import _picture
 from coordinator.events.event import Event
 from coordinator.report import data as report_data
 from coordinator.report.write import write_report
 from coordinator.steps import report as report_step
+from facility.exchange.errors import ConfigurationError
 
 HOSTILE = {
     "a closing tag": "[/] [/red] [bold]",
@@ -96,3 +98,19 @@ def test_the_report_step_says_why_it_stopped_in_one_line(
     said = capsys.readouterr()
     assert said.err.count("\n") == 1 and len(said.err) < 3000
     assert "\x1b" not in said.err + said.out and "\x9b" not in said.err + said.out
+
+
+@pytest.mark.parametrize(("claims", "classifies"), [((0.5, None, None), False), ((0.5, 0.6, None), True)])
+def test_one_facility_that_claims_an_accuracy_makes_no_model_a_classifier(
+    claims: tuple[float | None, ...], classifies: bool
+):
+    """The model card's task, the report's columns and titles follow from this."""
+    rows = [row("") | {"perplexity_received": 2.0, "accuracy_received": claim} for claim in claims]
+    lost = [row("gone") | {"accuracy_received": None}]
+    assert has_accuracy({"rounds": [{"facilities": [*rows, *lost]}], "final_evaluation": []}) == classifies
+
+
+def test_no_facility_takes_the_global_models_place_in_curves_and_tables():
+    facilities = [Facility(name=name, dataset="data") for name in ("alpha", "Global")]
+    with pytest.raises(ConfigurationError, match="'Global' has the name under which curves"):
+        FederationFile(name="f", model="m", rounds=1, facilities=facilities)

@@ -158,12 +158,19 @@ void crossfed_widen(int64_t n, const void *stored, int kind, float *out)
     widen(stored, kind, 0, n, out);
 }
 
-/* float32 to bfloat16, to nearest, ties to even. Returns whether all of `out` is finite. */
+/* float32 to bfloat16 in the upper half, to nearest, ties to even. */
+static inline __attribute__((always_inline)) uint32_t nearest(float value)
+{
+    uint32_t bits = to_bits(value);
+    return bits + 0x7FFF + (bits >> 16 & 1);
+}
+
+/* float32 to bfloat16. Returns whether all of `out` is finite. */
 int crossfed_narrow(int64_t n, const float *restrict values, uint16_t *restrict out)
 {
     uint32_t largest = 0;
     for (int64_t i = 0; i < n; i++) {
-        uint32_t bits = to_bits(values[i]), rounded = bits + 0x7FFF + (bits >> 16 & 1);
+        uint32_t rounded = nearest(values[i]);
         out[i] = (uint16_t)(rounded >> 16);
         rounded &= 0x7FFF0000;
         largest = rounded > largest ? rounded : largest;
@@ -230,11 +237,14 @@ void crossfed_fixed32(int64_t n, double clip, double per_unit, double unit, cons
 }
 
 /* (update - base) times factor, as whole numbers within `clip`, plus or minus k streams: what is sent, and what the whole
- * numbers leave of the step. base NULL: the step is the update. Returns the sum of squares of update - base. */
-#define MASKED(NAME, WORD, SIGNED)                                                                                      \
+ * numbers leave of the step: in bfloat16 beside 16 bits, in float32 beside 32. base NULL: the step is the update. Returns
+ * the sum of squares of update - base. */
+#define HALF(value) (uint16_t)(nearest(value) >> 16)
+#define FULL(value) (value)
+#define MASKED(NAME, WORD, SIGNED, REST, STORED)                                                                        \
     double NAME(int64_t n, const void *update, int update_kind, const void *base, int base_kind, float factor,          \
                 double clip, double per_unit, double unit, int64_t k, const WORD *streams, int64_t stride,              \
-                const int8_t *signs, WORD *restrict out, float *restrict rest)                                          \
+                const int8_t *signs, WORD *restrict out, REST *restrict rest)                                           \
     {                                                                                                                   \
         float widened[RUN], steps[RUN];                                                                                 \
         double squared = 0, found;                                                                                      \
@@ -254,7 +264,7 @@ void crossfed_fixed32(int64_t n, double clip, double per_unit, double unit, cons
                     steps[i] *= factor;                                                                                 \
             for (int64_t i = 0; i < count; i++) {                                                                       \
                 double units = fixed(steps[i], clip, per_unit);                                                         \
-                rest[start + i] = (float)((double)steps[i] - units * unit);                                             \
+                rest[start + i] = STORED((float)((double)steps[i] - units * unit));                                     \
                 sent[i] = (WORD)(SIGNED)(int32_t)units;                                                                 \
             }                                                                                                           \
             for (int64_t row = 0; row < k; row++) {                                                                     \
@@ -270,8 +280,8 @@ void crossfed_fixed32(int64_t n, double clip, double per_unit, double unit, cons
         return squared;                                                                                                 \
     }
 
-MASKED(crossfed_masked16, uint16_t, int16_t)
-MASKED(crossfed_masked32, uint32_t, int32_t)
+MASKED(crossfed_masked16, uint16_t, int16_t, uint16_t, HALF)
+MASKED(crossfed_masked32, uint32_t, int32_t, float, FULL)
 
 /* Blocks of `block` values: the largest and the smallest of each, and of zero. */
 static inline void ends(const float *restrict values, int64_t n, float *high, float *low)

@@ -18,6 +18,8 @@ from facility.exchange.validation import AtLeastOne, NonNegative, Positive, vali
 
 SCORES = "scores"
 """Key in a manifest's `extra`."""
+VALIDATION = "validation"
+"""Stands for a facility's own validation data where scores of tasks are listed; no task has this name."""
 MOST_SCORES = 2000
 MOST_VALUE = 1e9
 TASK = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]*")
@@ -42,7 +44,7 @@ class EvaluationSettings:
     """After so long the evaluation is given up; the update is sent all the same."""
 
     def __post_init__(self) -> None:
-        if odd := next((task for task in self.tasks if not TASK.fullmatch(task)), None):
+        if odd := next((task for task in self.tasks if not TASK.fullmatch(task) or task == VALIDATION), None):
             raise ConfigurationError(f"tasks names {odd!r}, expected names of tasks such as arc_easy", key="tasks")
 
     def due(self, round: int, rounds: int) -> bool:
@@ -100,6 +102,8 @@ def scores_of(manifest: Manifest) -> dict[str, Any]:
 
 def _score(raw: Any) -> dict[str, Any]:
     found = Fields(raw=raw if isinstance(raw, dict) else {}, where=SCORES).only(["task", "metric", "value", "stderr"])
+    if found.text("task", longest=100) == VALIDATION:
+        raise ManifestError(f"{SCORES} names a task {VALIDATION!r}, which is what a facility's own data are called")
     stderr = None if found.raw.get("stderr") is None else found.number("stderr", most=MOST_VALUE)
     return {
         "task": found.text("task", longest=100),
