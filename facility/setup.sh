@@ -142,8 +142,9 @@ else why="you said so"; fi
 esac
 
 # 3. Packages: only when something they depend on changed
+PLACE='import platform, sys; libc, version = platform.libc_ver(); recent = libc == "glibc" and int(version.split(".")[1]) >= 28; print("%d.%d-%s" % (*sys.version_info[:2], platform.machine() if recent else "none"))'
 IMPORTS='import torch, transformers, safetensors, facility.round'
-stamp=$( { echo "$torch $torch_index $wheelhouse $run"; "$run" --version; cat "$here/pyproject.toml" "$here/constraints.txt"; } | cksum)
+stamp=$( { echo "$torch $torch_index $wheelhouse $run"; "$run" --version; cat "$here/pyproject.toml" "$here/constraints.txt" "$here/facility/requirements.lock"; } | cksum)
 if [ -n "$as_is" ]; then
     say "packages: those of $run, as they are"
 elif [ "$(cat "$home/.setup-stamp" 2>/dev/null)" = "$stamp" ]; then
@@ -161,14 +162,21 @@ PYTHON
     elif [ -n "$wheelhouse" ]; then
         "${pip[@]}" -r "$home/.requirements" --no-index --find-links "$wheelhouse" || fail "the wheelhouse lacks a package for $("$run" --version) on $(uname -m); bundle again with that --python-version and --platform"
     else
-        if [ -n "$torch_index" ] && ! "${pip[@]}" torch --index-url "$torch_index" --retries 1 --timeout 15; then
+        got=yes lock=$here/facility/requirements.lock
+        if grep -q "^# for:.* $("$run" -c "$PLACE")\( \|$\)" "$lock"; then
+            say "packages: by the digests in $lock; torch has none there, since its build is this site's choice"
+            "$run" -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps --only-binary=:all: --retries 2 -r "$lock" || got=
+        else
+            say "packages: $lock has no digests for $("$run" --version) on $(uname -m); the versions of constraints.txt, as the index has them"
+        fi
+        if [ -n "$got" ] && [ -n "$torch_index" ] && ! "${pip[@]}" torch --index-url "$torch_index" --retries 1 --timeout 15; then
             [ "$torch" = cpu ] || fail "torch for $torch cannot be had from $torch_index; name another by --torch-index"
             say "packages: $torch_index does not answer; taking the default index's torch, which runs on CPUs too"
         fi
-        if ! "${pip[@]}" -r "$home/.requirements" --retries 2; then
+        if [ -z "$got" ] || ! "${pip[@]}" -r "$home/.requirements" --retries 2; then
             base=$(command -v "$python")
-            [ -z "$conda" ] && PYTHONPATH=$here "$base" -c "$IMPORTS" 2>/dev/null || fail "pip could not install; on a host without internet use --wheelhouse (crossfed bundle makes one)"
-            say "packages: no index answers; using those of $base, which has what a facility needs (as --as-is does)"
+            [ -z "$conda" ] && PYTHONPATH=$here "$base" -c "$IMPORTS" 2>/dev/null || fail "pip could not install, or an index gave something else than the digests say; on a host without internet use --wheelhouse (crossfed bundle makes one)"
+            say "packages: no index gives what is asked for; using those of $base, which has what a facility needs (as --as-is does)"
             run=$base as_is=yes
         fi
     fi
