@@ -73,18 +73,14 @@ class PrivateKeys:
             raise InputError(
                 f"the roster of round {roster.agreement.round} has no keys of {facility!r}: its step `keys` failed"
             )
-        path = self.directory / f"{own.generation}.json"
-        try:
-            value = json.loads(path.read_text())
-            private, since = X25519PrivateKey.from_private_bytes(bytes.fromhex(value["private_key"])), value["since"]
-        except (OSError, ValueError, KeyError):
-            private = since = None
-        if private is None or private.public_key().public_bytes_raw().hex() != own.public_key:
+        drawn = self._drawn(own.generation)
+        if drawn is None or drawn[0].public_key().public_bytes_raw().hex() != own.public_key:
             raise InputError(
                 f"the roster of round {roster.agreement.round} holds keys of {facility!r} that are not in "
                 f"{self.directory}: they were used before, or CROSSFED_STATE differs between login node and jobs "
                 "(set it in env.sh)"
             )
+        private, since = drawn
         if since is None or since != self.since():
             raise InputError(
                 f"{self.directory.parent} was restored or copied after {facility!r} drew its keys of round "
@@ -92,6 +88,14 @@ class PrivateKeys:
                 "the next round draws keys anew"
             )
         return Member(facility=facility, roster=roster, key=private)
+
+    def _drawn(self, generation: str) -> tuple[X25519PrivateKey, int | None] | None:
+        """A private key and `since` at its time; None where it is not here."""
+        try:
+            value = json.loads((self.directory / f"{generation}.json").read_text())
+            return X25519PrivateKey.from_private_bytes(bytes.fromhex(value["private_key"])), value["since"]
+        except (OSError, ValueError, KeyError):
+            return None
 
 
 @dataclass(frozen=True, kw_only=True)
