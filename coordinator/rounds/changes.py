@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from coordinator.config.described import DIGESTS
+
 FROM_NOW = "holds from the next round on"
 
 
@@ -41,6 +43,15 @@ class Rule:
 
 
 SAME_RESULTS = "results do not change"
+IN_ROUNDS = re.compile(r"(closing|limits|even)\.")
+"""Keys that stand under `rounds` in federation.yml."""
+CLOSING = "closing."
+LATER = "rounds close without facilities that are late, whose updates are averaged in a later round"
+NEVER = "rounds close without facilities that are late, whose updates are discarded"
+WAITING = (
+    "rounds wait for all again; an update that is late at the change is discarded, and its facility begins with the "
+    "newest model"
+)
 STRETCHED = (
     "the learning rate's schedule spans all steps of all rounds: it is stretched, and goes on at the share that is done"
 )
@@ -77,8 +88,40 @@ RULES = (
         affects=False,
         follows="results do not change but for rounding",
     ),
+    Rule(
+        pattern=r"training\.(encoding|sparse_density)",
+        affects=True,
+        follows="updates are sent in another way from the next round on; what was left unsent is sent with them",
+    ),
     Rule(pattern=r"dataset", affects=True, follows="it trains on other data from the next round on"),
+    Rule(
+        pattern=r"deployment\.access",
+        affects=False,
+        follows=f"hosts, accounts or keys, which stand in federation.yml alone; {SAME_RESULTS}",
+    ),
+    Rule(
+        pattern=r"deployment\.job_script",
+        affects=False,
+        follows=f"the filled template: its jobs are started in another way; {SAME_RESULTS}",
+    ),
     Rule(pattern=r"deployment\..*", affects=False, follows=f"its jobs are started in another way; {SAME_RESULTS}"),
+    Rule(
+        pattern=r"trainer\.module",
+        affects=True,
+        follows="another program trains from the next round on; optimizers begin with new state",
+    ),
+    Rule(pattern=r"peer_signers|privacy\.peer_signers", affects=False, follows=FROM_NOW),
+    Rule(pattern=r"workdir", affects=False, follows="jobs that are late or still run are looked for there alone"),
+    Rule(
+        pattern=r"closing\.(quorum|grace|away)",
+        affects=True,
+        follows="rounds close at another time from the next one on; updates that are late are still averaged once",
+    ),
+    Rule(
+        pattern=r"closing\.late",
+        affects=True,
+        follows="holds for the next round, and for updates that are late at the change",
+    ),
     Rule(
         pattern=r"aggregation\.(server_optimizer|server_.*)",
         affects=True,
@@ -89,7 +132,8 @@ RULES = (
     Rule(pattern=r"stop\..*|limits\..*|final_evaluation", affects=False, follows="decides when the federation ends"),
     Rule(
         pattern=r"minimum_facilities|retries|come_backs|keep_rounds|carbon_g_per_kwh|trackers|progress_seconds|license"
-        r"|creators|funding|base_model|pretrained|submit_ahead.*|evaluation\..*|sending\.(signing_key|valid_hours)",
+        r"|creators|funding|title|base_model|pretrained|submit_ahead.*|public\..*|notify|evaluation\..*"
+        r"|sending\.(signing_key|valid_hours)",
         affects=False,
         follows=SAME_RESULTS,
     ),
@@ -105,12 +149,41 @@ def changes_of(before: Mapping[str, Any], now: Mapping[str, Any], *, done: int) 
     old, new = before.get("facilities", {}), now["facilities"]
     found = [_joins(name, done) for name in new if name not in old]
     found += [_leaves(name, done) for name in old if name not in new]
-    found += [
-        _rounds(change, new, done) if change.key == "rounds" else change
-        for change in _differing(before.get("federation", {}), now["federation"])
-    ]
-    own = {name: list(_differing(old[name], new[name])) for name in new if name in old}
-    return found + list(_common(own))
+    own = _closing(before.get("federation", {}), now["federation"])
+    found += [_rounds(change, new, done) if change.key == "rounds" else _placed(change) for change in own]
+    theirs = {name: list(_differing(old[name], new[name])) for name in new if name in old}
+    return found + list(_common(theirs))
+
+
+def _closing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
+    """Changes of the federation's own keys; from rounds that wait to rounds that do not, and back, is one."""
+    found = list(_differing(before, now))
+    old, new = ({key: one for key, one in data.items() if key.startswith(CLOSING)} for data in (before, now))
+    if bool(old) == bool(new):
+        return found
+    drops = new.get("closing.late") == "drop"
+    change = Change(
+        key="rounds.quorum",
+        before=_at_once(old),
+        now=_at_once(new),
+        follows=f"{NEVER if drops else LATER}, from the next one on" if new else WAITING,
+        affects=True,
+    )
+    return [change, *(one for one in found if not one.key.startswith(CLOSING))]
+
+
+def _at_once(closing: Mapping[str, Any]) -> str:
+    """`2 (grace 0, late carry)`."""
+    if not closing:
+        return "all"
+    values = {key.removeprefix(CLOSING): value for key, value in closing.items()}
+    others = ", ".join(f"{name} {values[name]}" for name in ("grace", "late") if name in values)
+    return f"{values.get('quorum', 'all')} ({others})"
+
+
+def _placed(change: Change) -> Change:
+    """Under its key of federation.yml."""
+    return _renamed(change, IN_ROUNDS.sub("rounds.", change.key))
 
 
 def _common(own: Mapping[str, Sequence[Change]]) -> Iterator[Change]:
@@ -133,7 +206,8 @@ def _renamed(change: Change, key: str) -> Change:
 def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Change]:
     for key in sorted({*before, *now}):
         old, new = before.get(key), now.get(key)
-        if old != new:
+        unknown = key not in before and (key in DIGESTS or new in ("", [], {}))  # of an archive of an earlier version
+        if old != new and not unknown:
             rule = next(rule for rule in RULES if re.fullmatch(rule.pattern, key))
             yield Change(key=key, before=old, now=new, follows=rule.follows, affects=rule.affects)
 

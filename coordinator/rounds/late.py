@@ -82,6 +82,17 @@ def remembered_job(workdir: Path, facility: str) -> LateJob | None:
         return None
 
 
+def forget_jobs(workdir: Path) -> list[LateJob]:
+    """For rounds that wait for all, or discard what is late: the jobs whose updates were still to come."""
+    names = [
+        path.name.removeprefix(JOB).removesuffix(".json") for path in (Path(workdir) / FOLDER).glob(f"{JOB}*.json")
+    ]
+    found = [job for name in sorted(names) if (job := remembered_job(workdir, name)) is not None]
+    for name in names:
+        forget_job(workdir, name)
+    return [job for job in found if job.handed is None]
+
+
 def forget_all(workdir: Path) -> None:
     """For a federation that begins anew in a work directory that was used before."""
     folder = Path(workdir) / FOLDER

@@ -18,7 +18,7 @@ from coordinator.config.settings import CoordinatorSettings, read_coordinator_se
 from coordinator.events.event import emit, failures_of
 from coordinator.events.outputs import write_outputs
 from coordinator.rounds.acceptance import take_over
-from coordinator.rounds.late import forget_all
+from coordinator.rounds.late import forget_all, forget_jobs
 from coordinator.rounds.order import OUTPUT, order
 from coordinator.steps.limits import NOTE as LIMITED
 from coordinator.steps.limits import UNDER_WAY, exceeded_in
@@ -57,6 +57,8 @@ def start(archive: Archive, model: Path, settings: CoordinatorSettings) -> tuple
     following = len(done)
     if not done and not archive.read_note(UNDER_WAY):  # an interrupted first round keeps its late jobs
         forget_all(Path.cwd().parent)
+    if settings.closing is None or settings.closing.late != "carry":
+        discard_late(Path.cwd().parent)
     sweep_round(Path.cwd(), settings.federation, following)  # no engine runs yet: a killed one left what is there
     current = archive.model_for(following)
     verify_whole(archive, following)
@@ -69,6 +71,17 @@ def start(archive: Archive, model: Path, settings: CoordinatorSettings) -> tuple
         return current, settings.rounds, True
     sent = to_compare(archive, settings)
     return (current, settings.rounds, False) if sent is None else (sent, settings.rounds, True)
+
+
+def discard_late(workdir: Path) -> None:
+    """Say which updates were late when `rounds` was changed: no round takes them any longer."""
+    for job in forget_jobs(workdir):
+        text = (
+            f"{job.facility}'s update of round {job.round} was late when rounds.quorum or rounds.late was changed: "
+            "it is discarded, and the facility begins with the newest model"
+        )
+        log.warning(text)
+        emit("problem", text=text)
 
 
 def goes_on(archive: Archive, settings: CoordinatorSettings, history: Sequence[RoundFile]) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from streamflow.core.data import DataType
+from streamflow.core.scheduling import Hardware, HardwareRequirement
 from streamflow.core.utils import get_entity_ids, get_job_tag
 from streamflow.core.workflow import Job, Token
 from streamflow.cwl.step import CWLTransferStep
@@ -33,14 +34,29 @@ async def storage_usages(context: Any, location: Any, hardware: Any) -> dict[str
     return dict.fromkeys(hardware.storage, 0)
 
 
+class AtOnce:
+    """Of a facility's job: no cores and no memory that others must free first.
+
+    What a round waits for is a queue or nothing. A facility on this machine that had to wait for a core would be
+    scheduled when others had ended, as the round closed, and would never begin.
+    """
+
+    def __init__(self, asked: HardwareRequirement | None) -> None:
+        self.asked = asked
+
+    def eval(self, job: Job) -> Hardware:
+        storage = {} if self.asked is None else self.asked.eval(job).storage
+        return Hardware(cores=0.0, memory=0.0, storage=dict(storage))
+
+
 def scheduling(original: Any) -> Any:
-    """`ScheduleStep._schedule`: a facility's job gets its directories' names; `Staged` makes them."""
+    """`ScheduleStep._schedule`: a facility's job gets its directories' names, at once; `Staged` makes them."""
 
     async def schedule(self: ScheduleStep, job: Job) -> None:
         if not all(target.deployment.name.startswith(FACILITY) for target in self.binding_config.targets):
             return await original(self, job=job)
         scheduler = self.workflow.context.scheduler
-        await scheduler.schedule(job, self.binding_config, self.hardware_requirement)
+        await scheduler.schedule(job, self.binding_config, AtOnce(self.hardware_requirement))
         allocation = scheduler.get_allocation(job.name)
         paths = get_path_processor(allocation.locations[0])
         for name in ("input_directory", "output_directory", "tmp_directory"):

@@ -17,6 +17,7 @@ from coordinator.config.federation import read_federation
 from coordinator.config.settings import CoordinatorSettings, read_coordinator_settings
 from coordinator.engine.render import write
 from coordinator.rounds.changes import Change, changes_of
+from coordinator.rounds.late import LateJob, remember_job, remembered_job
 from coordinator.steps.start import start
 from facility.exchange.errors import InputError
 from tests.aggregation.updates import write_update
@@ -140,3 +141,29 @@ def test_the_same_file_describes_the_same(tmp_path: Path):
     one, two = described(read_federation(path)), described(read_federation(path))
     assert one == two and not changes_of(one, two, done=0)
     assert "host" not in str(one)
+
+
+def test_what_was_late_when_rounds_began_to_wait_is_named_and_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    (tmp_path / "coordinator" / "step").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "coordinator" / "step")
+    workdir = tmp_path / "coordinator"
+    carrying = {"count": 4, "quorum": 1, "late": "carry"}
+    path = write_federation(tmp_path, ["a", "b"], rounds=carrying)
+    archive, settings = Archive(tmp_path / "archive"), settings_of(path)
+    model, _, _ = start(archive, tmp_path / "model", settings)
+    close(archive, model, [write_update(tmp_path / "a0", model, "a")], settings, 0)
+    remember_job(workdir, LateJob(facility="b", round=0, directory="/b"))
+    start(archive, tmp_path / "model", settings)
+    assert remembered_job(workdir, "b") is not None and not caplog.messages
+    raw = yaml.safe_load(path.read_text()) | {"rounds": 4}
+    path.write_text(yaml.safe_dump(raw))
+    waiting = settings_of(path)
+    with pytest.raises(InputError, match=r"rounds\.quorum: 1 \(grace auto, late carry\) -> all; rounds wait for all"):
+        start(archive, tmp_path / "model", waiting)
+    assert remembered_job(workdir, "b") is not None, "nothing changes before it is accepted"
+    archive.write_note("accepted", {"digest": digest_of(waiting.described)})
+    start(archive, tmp_path / "model", waiting)
+    assert remembered_job(workdir, "b") is None
+    assert any("b's update of round 0 was late when" in one for one in caplog.messages)
