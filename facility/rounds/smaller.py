@@ -10,6 +10,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from facility.exchange.checkpoints.checkpoint import ADAPTER
 from facility.exchange.checkpoints.delta import Encoded, encode
 from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.messages.settings import TrainingSettings
@@ -22,9 +23,10 @@ def make_smaller(
 ) -> Encoded | None:
     """Replace the directory `update` by its message in `settings.encoding`; None where that is `full`.
 
-    `update` was trained from `unsent`, so its difference to `model` holds what was not sent before.
+    The first adapters of a model without any differ from nothing that was received, and travel in full. `update` was
+    trained from `unsent`, so its difference to `model` holds what was not sent before.
     """
-    if settings.encoding == "full":
+    if settings.encoding == "full" or ((update / ADAPTER).is_file() and not (model / ADAPTER).is_file()):
         return None
     message = update.with_name(f".{update.name}.message")
     after = residual_path(state, round)
