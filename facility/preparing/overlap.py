@@ -18,7 +18,7 @@ import numpy
 from facility.dataset import DatasetError, SplitEntry
 from facility.preparing.sources import Document
 
-PIECE_BYTES = 32_000_000
+PIECE_BYTES = 8_000_000
 """Digests of training documents that are looked at at once."""
 OVERLAP_SHARE = 0.01
 """Share of the validation documents that may be in training too."""
@@ -44,12 +44,15 @@ class ContentDigests:
 
     def overlapping(self) -> int:
         """Number of validation documents whose content is in training."""
-        validation = numpy.frombuffer(self._validation, numpy.uint64)
-        found = numpy.zeros(len(validation), dtype=bool)
+        held, counts = numpy.unique(numpy.frombuffer(self._validation, numpy.uint64), return_counts=True)
+        found = numpy.zeros(len(held), dtype=bool)
         self._train.seek(0)
-        while piece := self._train.read(PIECE_BYTES):
-            found |= numpy.isin(validation, numpy.frombuffer(piece, numpy.uint64))
-        return int(found.sum())
+        while len(held) and (piece := self._train.read(PIECE_BYTES)):
+            digests = numpy.sort(numpy.frombuffer(piece, numpy.uint64))
+            places = numpy.searchsorted(held, digests)
+            places[places == len(held)] = 0
+            found[places[held[places] == digests]] = True
+        return int(counts[found].sum())
 
 
 def _digest(document: Document) -> int:
