@@ -206,7 +206,8 @@ def _renamed(change: Change, key: str) -> Change:
 def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Change]:
     for key in sorted({*before, *now}):
         old, new = before.get(key), now.get(key)
-        unknown = key not in before and (key in DIGESTS or new in ("", [], {}))  # of an archive of an earlier version
+        # of an archive of an earlier version, which did not hold the key
+        unknown = key not in before and (key in (*DIGESTS, "workdir") or new in ("", [], {}))
         if old != new and not unknown:
             rule = next(rule for rule in RULES if re.fullmatch(rule.pattern, key))
             yield Change(key=key, before=old, now=new, follows=rule.follows, affects=rule.affects)
