@@ -18,6 +18,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from facility.exchange.checkpoints.checkpoint import open_checkpoint
+from facility.exchange.checkpoints.step_norms import StepNorms
 from facility.exchange.errors import InputError
 from facility.exchange.files.durable import new_directory, write_json
 from facility.exchange.messages import progress, report
@@ -89,6 +91,8 @@ class Call:
         with new_directory(self.out) as out:
             if self.steps:
                 save(out)
+                if self.settings.step_norms:
+                    self._state_norms(out)
             report.write(
                 out,
                 report.Report(
@@ -113,6 +117,12 @@ class Call:
                 base_sha256=self.base.content_sha256,
             )
             write_manifest(out, manifest)
+
+    def _state_norms(self, out: Path) -> None:
+        """State the norm of the step, which saves the coordinator a reading of every update."""
+        with StepNorms(open_checkpoint(self.model)) as norms:
+            norms.read(open_checkpoint(out))
+            norms.write(out)
 
 
 def read_call(arguments: Sequence[str] | None = None) -> Call:

@@ -17,13 +17,13 @@ import numpy as np
 
 from coordinator.aggregation import lora
 from coordinator.aggregation.expected import Layout
+from coordinator.aggregation.factor_errors import FactorErrors
 from coordinator.aggregation.magnitudes import first_magnitudes, value_of
 from coordinator.aggregation.updates import Update
 from facility.exchange.checkpoints.adapters import (
     CONFIG,
     PREFIX,
     A,
-    adapts_parameter,
     is_adapter,
     is_factor,
     is_magnitude,
@@ -94,32 +94,18 @@ def layout_with(base: Checkpoint, adapters: Checkpoint, dtypes: Mapping[str, str
     return {f"model-{i:05d}-of-{len(files):05d}.safetensors": tensors for i, tensors in enumerate(files, start=1)}
 
 
-def errors(opened: Sequence[Update], weights: Sequence[float], parameters: Sequence[str] = ()) -> dict[str, Any]:
-    """How far the mean of the factors, and the best product of the same rank, are from the mean of the products."""
-    factors, products = [], []
-    for a, b in lora.pairs(opened[0].entries):
-        first, second = _values(opened, a), _values(opened, b)
-        if adapts_parameter(a.removeprefix(PREFIX).partition(A)[0], parameters):
-            continue  # the factors of many experts, whose product means nothing
-        mean_a, mean_b = (np.tensordot(np.asarray(weights), np.stack(values), 1) for values in (first, second))
-        factors.append(lora.relative_error(mean_a, mean_b, first, second, weights))
-        best = lora.mean_of_products(first, second, weights, first[0].shape[0])
-        products.append(lora.relative_error(*best, first, second, weights))
-    if not factors:
-        return {}
-    return {
-        "error_of_factors": {"mean": float(np.mean(factors)), "largest": max(factors)},
-        "error_of_product": {"mean": float(np.mean(products)), "largest": max(products)},
-    }
-
-
 def write_products(
-    opened: Sequence[Update], weights: Sequence[float], model: TensorWriter, master: TensorWriter | None
+    opened: Sequence[Update],
+    weights: Sequence[float],
+    model: TensorWriter,
+    master: TensorWriter | None,
+    errors: FactorErrors,
 ) -> None:
     """Write the refactorised mean of the products to the model, and in float32 to the master."""
     for a, b in lora.pairs(opened[0].entries):
         first, second = _values(opened, a), _values(opened, b)
         result = lora.mean_of_products(first, second, weights, first[0].shape[0])
+        errors.add(a, b, first, second, result)
         for name, values in zip((a, b), result, strict=True):
             _write_both(name, values, model, master)
     for name in opened[0].entries:

@@ -92,7 +92,7 @@ def describe(aggregation: Aggregation) -> RoundRecord:
         bytes_read=passed.bytes_read + (measured.bytes_read if measured else 0),
         bytes_written=passed.bytes_written,
         threads=threads_of(aggregation),
-        details=aggregation.plan.details | aggregation.walk | aggregation.moments,
+        details=aggregation.plan.details | aggregation.factor_errors | aggregation.walk | aggregation.moments,
     )
 
 

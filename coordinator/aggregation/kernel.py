@@ -50,6 +50,14 @@ class SeesSteps(Protocol):
         """`steps`: (updates, n), of the elements of a tensor from `begin` on."""
 
 
+class SeesValues(Protocol):
+    """Sees the values of every update, part by part and from any thread."""
+
+    def take(self, name: str, begin: int, values: Sequence[Array], dtypes: Sequence[str]) -> None:
+        """`values`: of each update as stored in its dtype, the elements of a tensor from `begin` on, in a buffer that
+        is used again."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Work:
     """One pass: what is read, what is computed, what is written."""
@@ -82,6 +90,8 @@ class Work:
     """Sees every (updates, n) block of steps, from any thread."""
     walk: SeesSteps | None = None
     """Makes the mean walk of the steps, where drift is corrected."""
+    values: SeesValues | None = None
+    """Sees what the updates hold."""
     hashed: Mapping[Path, StreamedDigest] = field(default_factory=dict)
     """Files of the base, the state and the updates that are hashed as they are read."""
     model: TensorWriter | None = None
@@ -217,6 +227,8 @@ def _span(work: Work, span: Span, files: Files, buffers: _Buffers) -> Passed:
     for begin in range(span.start, span.start + span.count, buffers.elements):
         count = min(buffers.elements, span.start + span.count - begin)
         part = _read(work, span.name, begin, count, files, buffers, result)
+        if work.values is not None:
+            work.values.take(span.name, begin, part.sources[1:], part.dtypes[1:])
         outputs = _Outputs(work, span.name, begin, count, buffers)
         for piece in pieces(count):
             step = _combined(part, piece, result)

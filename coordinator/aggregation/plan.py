@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from coordinator.aggregation import clipping
-from coordinator.aggregation.adapters import errors
 from coordinator.aggregation.round import Aggregation
 from coordinator.aggregation.rules.contract import (
     HISTOGRAMS,
@@ -84,9 +83,7 @@ def plan_round(aggregation: Aggregation) -> None:
     )
     details = {"capped_shares": aggregation.capped} if aggregation.capped else {}
     if aggregation.with_adapters:
-        told = aggregation.request.adapters
-        parameters = told.parameters if told is not None else ()
-        details |= {"lora": aggregation.settings.lora} | errors(aggregation.opened, aggregation.weights, parameters)
+        details |= {"lora": aggregation.settings.lora}
     aggregation.plan = dataclasses.replace(plan, details=plan.details | details)
 
 

@@ -13,6 +13,7 @@ from coordinator.aggregation.request import Request
 from coordinator.aggregation.rules.contract import Plan
 from coordinator.aggregation.settings import AggregationSettings
 from coordinator.aggregation.sources import Sources
+from coordinator.aggregation.unchanged import Linked
 from coordinator.aggregation.updates import Update
 from facility.exchange.checkpoints.checkpoint import Checkpoint, TensorEntry
 from facility.exchange.checkpoints.floats import Array
@@ -71,6 +72,10 @@ class Aggregation:
     """Of the next model, by tensor."""
     sources: Sources = field(default_factory=Sources)
     """What the writing pass verifies as it reads it."""
+    linked: dict[str, Linked] = field(default_factory=dict)
+    """Files of the next model that are those of the last one, by name."""
+    factor_errors: dict[str, Any] = field(default_factory=dict)
+    """What round.json says of the mean of adapters, where there are any."""
     walk: dict[str, Any] = field(default_factory=dict)
     """What round.json says of the mean walk, where drift is corrected."""
     moments: dict[str, Any] = field(default_factory=dict)

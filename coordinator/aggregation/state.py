@@ -3,6 +3,7 @@
 state/
   manifest.json      kind `state`, the round whose model this is the master of
   round.json         how it came about
+  unchanged.json     which files of the model were verified and did not change, where there are such files
   master/            a checkpoint: model.safetensors, or shards and index
   velocity/ ...      one per tensor of the server optimiser
 """

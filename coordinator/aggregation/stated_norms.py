@@ -30,7 +30,7 @@ class NotConfirmed(Exception):
 def stated_squares(aggregation: Aggregation) -> Array | None:
     """Squared norm of each opened update's step, as stated; None where one is not known, or norms do not suffice."""
     settings, opened = aggregation.settings, aggregation.opened
-    if aggregation.with_adapters or not norms_suffice(settings, len(opened)) or native.library() is None:
+    if not norms_suffice(settings, len(opened)) or native.library() is None:
         return None
     if any(entry.dtype not in native.KINDS for entry in aggregation.floats.values()):
         return None

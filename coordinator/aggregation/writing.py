@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from coordinator.aggregation import kernel
 from coordinator.aggregation.adapters import layout_with, settings_of, write_products
+from coordinator.aggregation.factor_errors import FactorErrors
 from coordinator.aggregation.mean_walk import make_mean_walk
 from coordinator.aggregation.plan import needs_momentum
 from coordinator.aggregation.record import ROUND, RoundRecord, write_record
@@ -21,11 +22,13 @@ from coordinator.aggregation.server_optimizers import plain
 from coordinator.aggregation.server_optimizers.registry import SERVER_OPTIMIZERS, build
 from coordinator.aggregation.sources import Sources
 from coordinator.aggregation.state import MASTER, fitting, open_state, seal
+from coordinator.aggregation.unchanged import known_files, link_unchanged, read_unchanged, write_unchanged
 from facility.exchange.checkpoints.adapters import CONFIG, write_adapter_config
-from facility.exchange.checkpoints.checkpoint import FLOATS, Checkpoint, open_checkpoint
+from facility.exchange.checkpoints.checkpoint import FLOATS, TensorEntry, expect, open_checkpoint
 from facility.exchange.checkpoints.companions import copy_companions
 from facility.exchange.checkpoints.writer import TensorWriter, layout_like
 from facility.exchange.files.durable import new_directory
+from facility.exchange.files.streamed_digest import StreamedDigest
 from facility.exchange.messages.manifest import Manifest, tensor_files, write_manifest
 
 OUTPUT = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
@@ -57,23 +60,31 @@ def write_tensors(aggregation: Aggregation, outputs: Outputs) -> None:
         for name, entry in aggregation.source.tensors.items()
     }
     with ExitStack() as stack:
-        layout = layout_with(whole, aggregation.source, aggregation.dtypes)
-        sealed = aggregation.sent is not None
-        model = stack.enter_context(TensorWriter(outputs.model, layout, whole.metadata, hashed=sealed))
+        layout, sent = layout_with(whole, aggregation.source, aggregation.dtypes), aggregation.sent
+        linked = link_unchanged(whole, sent, layout, aggregation.floats, outputs.model) if sent is not None else {}
+        aggregation.linked = linked
+        writer = TensorWriter(outputs.model, layout, whole.metadata, hashed=sent is not None, present=linked)
+        model, errors = stack.enter_context(writer), _factor_errors(aggregation)
         work = _work(aggregation, outputs, stack, model)
-        work = dataclasses.replace(work, walk=make_mean_walk(aggregation, outputs.model, outputs.state, stack))
+        walk = make_mean_walk(aggregation, outputs.model, outputs.state, stack)
+        work = dataclasses.replace(work, walk=walk, values=errors)
         if aggregation.with_adapters and settings.lora == "product":
-            assert aggregation.measured is not None
-            write_products(aggregation.opened, aggregation.weights, model, work.new_master)
+            assert aggregation.measured is not None and errors is not None
+            write_products(aggregation.opened, aggregation.weights, model, work.new_master, errors)
             aggregation.passed = aggregation.measured
         else:
             aggregation.passed = run_pass(aggregation, work)
-        for name in sorted(whole.tensors.keys() - aggregation.floats.keys()):
-            _copy_tensor(whole, name, model, aggregation.dtypes.get(name, whole.tensors[name].dtype))
+        aggregation.factor_errors = errors.describe() if errors is not None else {}
+        _copy_others(aggregation, model, {tensor.name for file in linked for tensor in layout[file]})
         aggregation.clock("stream")
         aggregation.sources.check()
         aggregation.verified.update(aggregation.sources.facilities.values())
         aggregation.written = _written(outputs, model, [work.new_master, *work.new_slots])
+        if sent is not None and aggregation.request.verify_base:
+            digests = {name: sent.files[one.source].sha256 for name, one in linked.items()}
+            aggregation.written[outputs.model] |= digests
+            if outputs.state is not None:
+                write_unchanged(outputs.state, outputs.model, linked, sent)
     aggregation.clock("hash")
     screen_afterwards(aggregation)
     copy_companions(whole.directory, outputs.model)
@@ -127,7 +138,9 @@ def _work(aggregation: Aggregation, outputs: Outputs, stack: ExitStack, model: T
     step, starts = build(settings.server_optimizer, aggregation.number, settings.values_of(optimizer))
     aggregation.sources = sources = Sources()
     if aggregation.request.verify_base and aggregation.sent is not None:
-        sources.promise(Path(aggregation.request.base), aggregation.sent, tensor_files(aggregation.sent))
+        known = known_files(aggregation.linked, aggregation.sent, read_unchanged(aggregation.request.state_in))
+        unknown = [name for name in tensor_files(aggregation.sent) if name not in known]
+        sources.promise(Path(aggregation.request.base), aggregation.sent, unknown)
     old = open_state(aggregation.request.state_in, aggregation.sent, [MASTER, *optimizer.slots], sources)
     if aggregation.request.verify_updates:
         sources.promise_updates(aggregation.opened, aggregation.verified)
@@ -151,6 +164,15 @@ def _work(aggregation: Aggregation, outputs: Outputs, stack: ExitStack, model: T
         new_master=writers[0] if writers else None,
         new_slots=writers[1:],
     )
+
+
+def _factor_errors(aggregation: Aggregation) -> FactorErrors | None:
+    """What finds the errors of adapters' means, as the updates are read; None where there are no adapters to see."""
+    if not aggregation.with_adapters or aggregation.request.unmasking is not None:
+        return None
+    told = aggregation.request.adapters
+    entries = [update.entries for update in aggregation.opened]
+    return FactorErrors(entries, aggregation.weights, told.parameters if told is not None else ())
 
 
 def _state_writers(
@@ -184,9 +206,22 @@ def _seal_model(aggregation: Aggregation, directory: Path, sent: Manifest) -> Ma
     )
 
 
-def _copy_tensor(checkpoint: Checkpoint, name: str, writer: TensorWriter, dtype: str) -> None:
-    """Take a tensor that is not federated from the base, streaming."""
-    entry = checkpoint.tensors[name]
+def _copy_others(aggregation: Aggregation, model: TensorWriter, linked: Collection[str]) -> None:
+    """Copy the tensors that are not federated, but the `linked` ones, and verify files that hold no others thereby."""
+    tensors, floats = aggregation.whole.tensors, aggregation.floats
+    read = {tensors[name].file for name in floats if name in tensors}
+    unread = [entry for entry in tensors.values() if entry.file not in read]
+    promised = aggregation.sources.hashed
+    hashed = {e.file: promised[e.file] for e in unread if e.file in promised and e.name not in linked}
+    expect(hashed, unread)
+    for entry in sorted(tensors.values(), key=lambda entry: (entry.file, entry.start)):
+        if entry.name not in floats and entry.name not in linked:
+            _copy_tensor(entry, model, aggregation.dtypes.get(entry.name, entry.dtype), hashed.get(entry.file))
+
+
+def _copy_tensor(entry: TensorEntry, writer: TensorWriter, dtype: str, hashed: StreamedDigest | None) -> None:
+    """Take a tensor that is not federated from the base, streaming; `hashed`: of its file, takes what is read."""
+    name = entry.name
     if dtype != entry.dtype:
         same = {name: entry}
         work = kernel.Work(base=same, updates=[same], coefficients=[1.0], statistics="off", model=writer)
@@ -195,4 +230,7 @@ def _copy_tensor(checkpoint: Checkpoint, name: str, writer: TensorWriter, dtype:
     with open(entry.file, "rb", buffering=0) as file:
         for offset in range(0, entry.size, COPY_BYTES):
             file.seek(entry.start + offset)
-            writer.write(name, offset, memoryview(file.read(min(COPY_BYTES, entry.size - offset))))
+            content = memoryview(file.read(min(COPY_BYTES, entry.size - offset)))
+            writer.write(name, offset, content)
+            if hashed is not None:
+                hashed.feed(entry.start + offset, content)

@@ -219,8 +219,8 @@ def _facility_settings(federation: Federation, facility: Facility) -> str:
 
 def _states_norms(federation: Federation, facility: Facility) -> bool:
     """Does the norm of a facility's step save the coordinator a reading of its update?"""
-    whole = facility.training.encoding == "full" and not facility.training.lora.rank and not federation.masks
-    return whole and norms_suffice(federation.aggregation, len(federation.facilities))
+    read_as_sent = facility.training.encoding == "full" and not federation.masks
+    return read_as_sent and norms_suffice(federation.aggregation, len(federation.facilities))
 
 
 def _evaluation(federation: Federation, facility: Facility) -> FacilityEvaluation:

@@ -17,11 +17,13 @@ from coordinator.aggregate import aggregate
 from coordinator.aggregation.record import RoundRecord
 from coordinator.aggregation.settings import AggregationSettings
 from coordinator.steps.receive import receive
+from facility.contract import Call
 from facility.exchange.checkpoints import native, step_norms
-from facility.exchange.checkpoints.checkpoint import open_checkpoint
+from facility.exchange.checkpoints.checkpoint import open_checkpoint, save_tensors
 from facility.exchange.checkpoints.delta import encode
 from facility.exchange.checkpoints.step_norms import NAME, StepNorms, read_step_norms
 from facility.exchange.messages.manifest import read_manifest, write_manifest
+from facility.exchange.messages.settings import FacilitySettings
 from tests.aggregation import make
 from tests.aggregation.test_reads_once import SLACK, read_by, size
 
@@ -173,6 +175,23 @@ def test_a_tensor_that_comes_in_another_order_is_not_stated(tmp_path: Path):
             norms.write(tmp_path / "out")
         assert not (tmp_path / "out" / NAME).exists()
     assert read_step_norms(update, open_checkpoint(update).tensors) is not None
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_trainer_of_ones_own_states_its_norm_where_it_is_asked_to(tmp_path: Path, asked: bool):
+    base, (update,) = a_round(tmp_path, 1)
+    settings = FacilitySettings(federation="test", facility="f00", rounds=3, seed=0, step_norms=asked)
+    folders = {name: tmp_path / name for name in ("dataset", "out", "state")}
+    call = Call(model=base, base=read_manifest(base), settings=settings, round=0, signals=[], **folders)
+    trained = make.read_all(update)
+    call.deliver(
+        lambda out: save_tensors(out, trained.items()), tokens=8, loss_received=2, loss_returned=1, training_loss=1
+    )
+    assert (tmp_path / "out" / NAME).exists() == asked
+    if asked:
+        tensors = open_checkpoint(update).tensors
+        told = read_step_norms(update, tensors)
+        assert told is not None and read_step_norms(tmp_path / "out", tensors) == told
 
 
 def test_nothing_is_stated_without_the_compiled_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

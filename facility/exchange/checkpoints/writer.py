@@ -10,7 +10,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,11 +91,18 @@ def write_index(directory: Path, layout: Layout) -> None:
 class TensorWriter:
     """Open files of the final size; `write` fills them. Closing checks nothing: write every byte.
 
-    `hashed`: the files' sha256 is made of what is written, for `digests`.
+    `hashed`: the files' sha256 is made of what is written, for `digests`. `present`: files of the layout that lie there
+    already; they get their places in the index, and are not written.
     """
 
     def __init__(
-        self, directory: Path, layout: Layout, metadata: Mapping[str, str] | None = None, *, hashed: bool = False
+        self,
+        directory: Path,
+        layout: Layout,
+        metadata: Mapping[str, str] | None = None,
+        *,
+        hashed: bool = False,
+        present: Collection[str] = (),
     ) -> None:
         self.directory = Path(directory)
         self.places: dict[str, tuple[int, int, Planned]] = {}
@@ -105,7 +112,8 @@ class TensorWriter:
         metadata = {"format": "pt"} if metadata is None else dict(metadata)
         try:
             for file, tensors in layout.items():
-                self._create(file, tensors, metadata)
+                if file not in present:
+                    self._create(file, tensors, metadata)
         except BaseException:
             self.close()
             raise

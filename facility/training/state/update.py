@@ -80,7 +80,7 @@ def write_update(
         broadcast(ranks, str(temporary))
         hashed = create_files(temporary, slots, headers)
         barrier(ranks)
-        norms = StepNorms(checkpoint) if settings.step_norms and not adapters.rank else None
+        norms = StepNorms(checkpoint) if settings.step_norms else None
         alone = ranks.world == 1
         with together(ranks):
             known = write_shards(
