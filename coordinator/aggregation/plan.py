@@ -81,7 +81,7 @@ def plan_round(aggregation: Aggregation) -> None:
         staleness=[update.staleness for update in aggregation.opened],
         round=aggregation.number,
     )
-    details = {"capped_shares": aggregation.capped} if aggregation.capped else {}
+    details: dict[str, Any] = {"capped_shares": aggregation.capped} if aggregation.capped else {}
     if aggregation.with_adapters:
         details |= {"lora": aggregation.settings.lora}
     aggregation.plan = dataclasses.replace(plan, details=plan.details | details)
