@@ -85,11 +85,14 @@ def test_the_base_is_one_file_in_all_rounds(tmp_path: Path, rounds: list[Path]):
 @pytest.mark.skipif(native.library() is None, reason="norms are stated by the compiled kernel")
 def test_a_round_of_adapters_reads_and_writes_adapters_alone(tmp_path: Path, rounds: list[Path]):
     base, state, folder = rounds[1] / "model", rounds[1] / "state", tmp_path / "2"
-    again, read = tmp_path / "again", read_by(lambda: a_round(folder, base, state, stating=True))
+    again, records = tmp_path / "again", list[RoundRecord]()
+    read = read_by(lambda: records.append(a_round(folder, base, state, stating=True)))
     made = read_by(lambda: [states(adapter_update(again / f"u{i}", adapters(i), base, "f"), base) for i in range(3)])
     sources = [state, *folder.glob("u*")]
     needed = sum(map(size, sources)) + (base / "model-00002-of-00002.safetensors").stat().st_size
     assert read - made <= needed + SLACK < needed + size(base)
+    (one,), values = records, sum(tensor.numel() for tensor in adapters(0).values())
+    assert one.bytes_read == 4 * values * (1 + 3 + 2), "model, three updates, master and velocity, in one pass"
 
 
 @linux
