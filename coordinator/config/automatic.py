@@ -28,11 +28,15 @@ class Situation:
     """Local steps a round: the facilities' geometric mean, rounded."""
     pretrained: bool
     """The model of round 0 was trained before."""
+    parameters: int | None = None
+    """Of the model; None: not known."""
 
     def distance(self, other: Situation) -> float:
-        """How unlike another federation is: factors of two in facilities, rounds and steps; 8 for the model's start."""
+        """How unlike another federation is: factors of two in facilities, rounds and steps, a quarter of those in
+        parameters where both are known; 8 for the model's start."""
         pairs = ((self.facilities, other.facilities), (self.rounds, other.rounds), (self.steps, other.steps))
-        return sum(abs(math.log2(a / b)) for a, b in pairs) + 8 * (self.pretrained != other.pretrained)
+        size = abs(math.log2(self.parameters / other.parameters)) if self.parameters and other.parameters else 0.0
+        return sum(abs(math.log2(a / b)) for a, b in pairs) + size / 4 + 8 * (self.pretrained != other.pretrained)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,13 +95,14 @@ def choose(situation: Situation, *, may_share: bool, table: tuple[MeasuredFedera
     if situation.facilities < 2:
         return Choice(aggregation={"rule": "mean"}, optimizer_state="personal", reason="a single facility: plain mean")
     rows = read_table() if table is None else table
-    row = min(rows, key=lambda one: (one.situation.distance(situation), -one.situation.rounds))
+    row = min(rows, key=lambda one: _order(one.situation, situation))
     allowed = {state: one for state, one in row.best.items() if may_share or state == "personal"}
     state, best = min(allowed.items(), key=lambda pair: pair[1].over_pooled)
     near = row.situation
     like = f"{near.facilities} facilities, {near.rounds} rounds of {near.steps} steps, a model " + (
         "trained before" if near.pretrained else "with random weights"
     )
+    like += f" of {near.parameters / 1e6:.2g} million parameters" if near.parameters else ""
     reason = (
         f"{_described(best.aggregation | best.training)}, {state} second moments: best of those measured in the most "
         f"similar federation ({like}), {best.over_pooled:.2f} of pooled training's perplexity (plain mean "
@@ -110,6 +115,11 @@ def choose(situation: Situation, *, may_share: bool, table: tuple[MeasuredFedera
         training=dict(best.training),
         row=near,
     )
+
+
+def _order(row: Situation, asked: Situation) -> tuple[float, int, int]:
+    """The row that counts comes first: the most similar; of such the one with most rounds, then the largest model."""
+    return row.distance(asked), -row.rounds, -(row.parameters or 0)
 
 
 def _described(settings: dict[str, Any]) -> str:

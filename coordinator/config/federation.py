@@ -31,6 +31,7 @@ from coordinator.config.publishing import Creator, PublicSettings
 from coordinator.config.resolution import (
     choice_of,
     looks_pretrained,
+    parameters_of,
     resolve_aggregation,
     resolve_training,
     with_measured,
@@ -261,11 +262,11 @@ def _chosen(federation: Federation, given: dict[str, Any], given_training: list[
         )
     if federation.masks or own:  # moments that are shared would be each facility's own, or another trainer's
         training = resolve_training(training, "personal")
-    pretrained = federation.pretrained
+    model, pretrained = federation.path(federation.model), federation.pretrained
     if pretrained is None:
-        pretrained = looks_pretrained(federation.path(federation.model))
+        pretrained = looks_pretrained(model)
     settings = federation.aggregation
-    choice = choice_of(training, federation.rounds, settings, pretrained=pretrained)
+    choice = choice_of(training, federation.rounds, settings, pretrained=pretrained, parameters=parameters_of(model))
     training = resolve_training(training, choice.optimizer_state)
     if settings.rule == AUTO:
         training = with_measured(training, given_training, choice)

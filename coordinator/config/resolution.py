@@ -70,18 +70,39 @@ def may_share(training: Sequence[TrainingSettings], settings: AggregationSetting
     )
 
 
-def situation_of(training: Sequence[TrainingSettings], rounds: int, *, pretrained: bool) -> Situation:
+def situation_of(
+    training: Sequence[TrainingSettings], rounds: int, *, pretrained: bool, parameters: int | None
+) -> Situation:
     """What `auto` looks at."""
     steps = math.exp(sum(math.log(one.steps) for one in training) / len(training))
-    return Situation(facilities=len(training), rounds=rounds, steps=max(1, round(steps)), pretrained=pretrained)
+    return Situation(
+        facilities=len(training),
+        rounds=rounds,
+        steps=max(1, round(steps)),
+        pretrained=pretrained,
+        parameters=parameters,
+    )
 
 
 def choice_of(
-    training: Sequence[TrainingSettings], rounds: int, settings: AggregationSettings, *, pretrained: bool
+    training: Sequence[TrainingSettings],
+    rounds: int,
+    settings: AggregationSettings,
+    *,
+    pretrained: bool,
+    parameters: int | None,
 ) -> Choice:
     """What `auto` means in this federation, and why."""
-    situation = situation_of(training, rounds, pretrained=pretrained)
+    situation = situation_of(training, rounds, pretrained=pretrained, parameters=parameters)
     return choose(situation, may_share=may_share(training, settings))
+
+
+def parameters_of(model: Path) -> int | None:
+    """How many values a checkpoint's tensors hold, from its headers; None where there is no model to read."""
+    try:
+        return sum(entry.elements for entry in open_checkpoint(model).tensors.values())
+    except (CrossFedError, OSError):
+        return None
 
 
 def looks_pretrained(model: Path) -> bool:

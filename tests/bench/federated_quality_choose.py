@@ -3,8 +3,9 @@
     python tests/bench/federated_quality_choose.py
 
 Reads `federated_quality.jsonl` beside this file (a copy of the benchmark's results.jsonl) and the rows of earlier runs
-in `federated_quality_earlier.json`. Compared are federations at one learning rate that differ in server optimizer and
-optimizer state alone; means over seeds of the perplexity over that of pooled training with the same seed and tokens.
+in `federated_quality_earlier.json` (0.16 M parameters). Compared are federations of one size of model at one learning
+rate that differ in server optimizer and optimizer state alone; means over seeds of the perplexity over that of pooled
+training with the same seed and tokens.
 """
 
 from __future__ import annotations
@@ -21,26 +22,26 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from coordinator.config.automatic import TABLE
+from tests.bench.quality_sizes import size_of
 from tests.bench.quality_texts import experiment_of
 
 HERE = Path(__file__).resolve().parent
 RESULTS, EARLIER = HERE / "federated_quality.jsonl", HERE / "federated_quality_earlier.json"
-RATE, WIDTH = 2e-3, 64
-"""The learning rate and the size of model that all rows have."""
-SEEDS = 3
+SEEDS = {64: 3, 384: 1}
+"""Widths of the models that have rows, and with how many seeds the plain mean must have been measured."""
 LOCAL = {"learning_rate", "optimizer_state", "warmup_steps", "betas"}
 """What may differ from the benchmark's defaults in a federation that `auto` could choose."""
 BETA1, BETA2 = 0.9, 0.95
 """AdamW's, unless an arm says otherwise."""
 
-Federation = tuple[str, str]
-"""Experiment and schedule."""
+Federation = tuple[str, str, int]
+"""Experiment, schedule and width of the model."""
 Way = tuple[str, str, str]
 """Aggregation settings as JSON, optimizer state, and settings of training that are not the defaults, as JSON."""
 Run = tuple[str, int]
 """Experiment and seed."""
-Situation = tuple[int, int, int, bool]
-"""Facilities, rounds, steps a round, and whether the model was trained before."""
+Situation = tuple[int, int, int, bool, int]
+"""Facilities, rounds, steps a round, whether the model was trained before, and its width."""
 Found = dict[Federation, dict[Way, dict[int, float]]]
 """Perplexity over pooled, by seed."""
 
@@ -49,16 +50,16 @@ def measured(results: Iterable[dict[str, Any]], earlier: Iterable[dict[str, Any]
     """Every comparable federation; rows of the results replace earlier ones of the same seed."""
     found: Found = defaultdict(lambda: defaultdict(dict))
     for row in earlier:
-        _add(found, row["experiment"], row["schedule"], row, dict(enumerate(row["over_pooled"], start=1)))
+        _add(found, (row["experiment"], row["schedule"], min(SEEDS)), row, dict(enumerate(row["over_pooled"], start=1)))
     rows = list(results)
     pooled = {_place(row["key"]): row["geometric_mean"] for row in rows if row["name"] == "pooled"}
     for row in rows:
         key = row["key"]
         against = pooled.get(_place(key))
-        other = {"codec", "unlike", "lora"} & set(key["arm"]) or key["width"] != WIDTH
+        other = {"codec", "unlike", "lora"} & set(key["arm"]) or key["width"] not in SEEDS
         if key["arm"]["aggregation"] is not None and against is not None and not other:
             over = {key["seed"]: row["geometric_mean"] / against}
-            _add(found, key["experiment"], key["schedule"], key["arm"], over)
+            _add(found, (key["experiment"], key["schedule"], key["width"]), key["arm"], over)
     return found
 
 
@@ -70,9 +71,9 @@ def _place(key: dict[str, Any]) -> tuple[Any, ...]:
     return key["experiment"], total, key["seed"], key["width"]
 
 
-def _add(found: Found, experiment: str, schedule: str, arm: dict[str, Any], over: dict[int, float]) -> None:
+def _add(found: Found, where: Federation, arm: dict[str, Any], over: dict[int, float]) -> None:
     local = arm["local"]
-    if set(local) <= LOCAL and local.get("learning_rate") == RATE:
+    if set(local) <= LOCAL and local.get("learning_rate") == size_of(where[2]).rate:
         beta1, beta2 = local.get("betas", (BETA1, BETA2))
         if beta1 != BETA1:
             return
@@ -82,16 +83,16 @@ def _add(found: Found, experiment: str, schedule: str, arm: dict[str, Any], over
             local.get("optimizer_state", "personal"),
             json.dumps(training),
         )
-        found[experiment, schedule][way] |= over
+        found[where][way] |= over
 
 
 def by_situation(found: Found) -> dict[Situation, dict[Way, dict[Run, float]]]:
     """Federations over other languages that are alike in all that `auto` looks at count together."""
     joined: dict[Situation, dict[Way, dict[Run, float]]] = defaultdict(lambda: defaultdict(dict))
-    for (experiment, schedule), ways in found.items():
+    for (experiment, schedule, width), ways in found.items():
         which = experiment_of(experiment)
         rounds, steps = map(int, schedule.split("x"))
-        situation = len(which.languages), rounds, steps, bool(which.base)
+        situation = len(which.languages), rounds, steps, bool(which.base), width
         for way, over in ways.items():
             joined[situation][way] |= {(experiment, seed): value for seed, value in over.items()}
     return joined
@@ -106,12 +107,13 @@ def mean_of(runs: dict[Run, float]) -> float:
 
 
 def row_of(situation: Situation, ways: dict[Way, dict[Run, float]]) -> dict[str, Any] | None:
-    """The table's row; None where the plain mean was measured with fewer than three seeds.
+    """The table's row; None where the plain mean was measured with too few seeds.
 
     No choice is worse than the plain mean, and none was measured in fewer runs than another of its optimizer state.
     """
     mean = json.dumps({"rule": "mean"}), "personal", "{}"
-    if len(ways.get(mean, ())) < SEEDS:
+    *federation, width = situation
+    if len(ways.get(mean, ())) < SEEDS[width]:
         return None
     plain = mean_of(ways[mean])
     best: dict[str, Any] = {}
@@ -122,7 +124,8 @@ def row_of(situation: Situation, ways: dict[Way, dict[Run, float]]) -> dict[str,
             best[state] = {"aggregation": json.loads(aggregation), "over_pooled": round(over, 4), "seeds": len(runs)}
             best[state] |= {"training": json.loads(training)} if training != "{}" else {}
     names = ("facilities", "rounds", "steps", "pretrained")
-    return {"situation": dict(zip(names, situation, strict=True)), "mean": round(plain, 4), "best": best}
+    where = dict(zip(names, federation, strict=True)) | {"parameters": size_of(width).parameters}
+    return {"situation": where, "mean": round(plain, 4), "best": best}
 
 
 def main() -> int:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 class Size:
     """A Llama with tied embeddings, and how its base is pretrained."""
 
+    parameters: int
+    """About so many."""
     layers: int = 2
     heads: int = 4
     pretraining_steps: int = 500
@@ -20,10 +22,11 @@ class Size:
 
 
 SIZES = {
-    64: Size(),
-    128: Size(),
+    64: Size(parameters=160_000),
+    128: Size(parameters=530_000),
     # The best rate goes about as 1 / width (Yang et al. 2022, arXiv 2203.03466): 8e-3 at 64 is 1.3e-3 here.
     384: Size(
+        parameters=11_000_000,
         layers=6,
         heads=6,
         pretraining_steps=1000,
@@ -32,9 +35,8 @@ SIZES = {
         rates=(5e-4, 2e-3, 4e-3),
     ),
 }
-"""0.16, 0.53 and 11 million parameters."""
 
 
 def size_of(width: int) -> Size:
-    """Another width has two layers."""
-    return SIZES.get(width, Size())
+    """Another width has two layers, whose matrices grow with its square."""
+    return SIZES.get(width) or Size(parameters=160_000 * width**2 // 64**2)

@@ -13,12 +13,11 @@ import pytest
 from coordinator.aggregation.settings import AggregationSettings
 from coordinator.config.automatic import TABLE, Choice, Measured, MeasuredFederation, Situation, choose, read_table
 from coordinator.config.federation import Federation, read_federation
-from coordinator.config.resolution import looks_pretrained, with_measured
+from coordinator.config.resolution import looks_pretrained, parameters_of, with_measured
 from facility.exchange.messages.settings import TrainingSettings
 from tests.pico import pico_config
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "tests" / "bench" / "federated_quality.jsonl"
 
 
 def situation(facilities: int = 2, rounds: int = 30, steps: int = 10, pretrained: bool = True) -> Situation:
@@ -94,25 +93,18 @@ facilities:
 """
 
 
-@pytest.mark.parametrize(("facilities", "experiment"), [(2, "it-cs"), (4, "all-four")])
-def test_at_11_million_parameters_no_server_optimizer_was_better_in_short_rounds_than_the_tables(
-    facilities: int, experiment: str
-):
-    """One seed, at the learning rate of that size and the default beta2. What the table takes in long rounds, and its
-    beta2, were not measured at that size."""
-    choice = choose(situation(facilities, 30, 10), may_share=True)
-    chosen = {"aggregation": choice.aggregation, "local": {"learning_rate": 1e-3, "optimizer_state": "shared"}}
-    found = {}
-    for row in map(json.loads, RESULTS.read_text().splitlines()):
-        key = row["key"]
-        here = (key["experiment"], key["schedule"], key["width"], key["seed"])
-        local = key["arm"]["local"]
-        if here != (experiment, "30x10", 384, 1) or key["arm"]["aggregation"] is None:
-            continue
-        if set(local) <= {"learning_rate", "optimizer_state"} and local["learning_rate"] == 1e-3:
-            found[json.dumps(key["arm"], sort_keys=True)] = row["geometric_mean"]
-    assert len(found) >= 4
-    assert found[json.dumps(chosen, sort_keys=True)] == min(found.values())
+@pytest.mark.parametrize(
+    ("parameters", "size"), [(160_000, 160_000), (1_000_000, 160_000), (2_000_000, 11_000_000), (10**10, 11_000_000)]
+)
+def test_the_shipped_table_has_rows_for_two_sizes_of_model_and_the_nearer_one_counts(parameters: int, size: int):
+    for facilities, rounds, steps in ((2, 30, 10), (2, 10, 30), (4, 30, 10), (4, 10, 30)):
+        asked = dataclasses.replace(situation(facilities, rounds, steps), parameters=parameters)
+        found = choose(asked, may_share=True).row
+        assert found == dataclasses.replace(asked, parameters=size)
+
+
+def test_a_model_that_cannot_be_read_takes_the_row_of_the_largest():
+    assert choose(situation(2), may_share=True).row == dataclasses.replace(situation(2), parameters=11_000_000)
 
 
 def read(tmp_path: Path, more: str = "", training: str = "") -> Federation:
@@ -168,7 +160,7 @@ def test_federations_over_other_languages_count_together(tmp_path: Path):
     command = [sys.executable, script, "--results", tmp_path / "results.jsonl", "--table", tmp_path / "table.json"]
     subprocess.run([*command, "--earlier", tmp_path / "none.json"], check=True, capture_output=True)
     (made,) = read_table(tmp_path / "table.json")
-    assert made.situation == situation(4, 10, 30) and made.mean == 2.0
+    assert made.situation == dataclasses.replace(situation(4, 10, 30), parameters=160_000) and made.mean == 2.0
     best = made.best["personal"]
     assert (best.over_pooled, best.seeds, best.training) == (1.2, 4, {"beta2": 0.99})
 
@@ -201,4 +193,6 @@ def test_a_new_model_is_told_from_a_trained_one(tmp_path: Path):
         next(p for n, p in model.named_parameters() if "norm" in n)[0] = 1.25
     model.save_pretrained(tmp_path / "trained")
     assert not looks_pretrained(tmp_path / "new")
+    assert parameters_of(tmp_path / "new") == sum(p.numel() for p in model.parameters())
+    assert parameters_of(tmp_path / "absent") is None
     assert looks_pretrained(tmp_path / "trained") and looks_pretrained(tmp_path / "absent")
