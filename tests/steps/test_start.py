@@ -9,6 +9,7 @@ import pytest
 
 from coordinator.archive.rewind import rewind
 from coordinator.archive.rounds import Archive
+from coordinator.config.closing import ClosingSettings
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.engine.run import going_on
 from coordinator.rounds.late import LateJob, remember_job, remembered_job
@@ -119,10 +120,11 @@ def test_a_first_round_that_was_interrupted_keeps_its_late_jobs_and_another_arch
     place.mkdir(parents=True)
     monkeypatch.chdir(place)
     model = save_pico(tmp_path / "model", dtype="bfloat16")
-    start(Archive(tmp_path / "archive"), model, SETTINGS)
+    settings = dataclasses.replace(SETTINGS, closing=ClosingSettings(quorum=1, late="carry"))
+    start(Archive(tmp_path / "archive"), model, settings)
     late = LateJob(facility="a", round=0, directory="/there/job")
     remember_job(place.parent, late)
-    start(Archive(tmp_path / "archive"), model, SETTINGS)
+    start(Archive(tmp_path / "archive"), model, settings)
     assert remembered_job(place.parent, "a") == late, "killed before the first round was complete"
-    start(Archive(tmp_path / "other"), model, SETTINGS)
+    start(Archive(tmp_path / "other"), model, settings)
     assert remembered_job(place.parent, "a") is None
