@@ -249,7 +249,7 @@ class Closing:
             reason = (
                 "its job of an earlier round still runs"
                 if work.busy
-                else "it was not reached before the round closed; it begins the next one from the newest model"
+                else "it could not be reached before the round closed; it begins the next one from the newest model"
             )
         else:
             self._pending[facility] = work
