@@ -17,6 +17,7 @@ from coordinator.preflight.row import Row, fail, ok, size, skipped, warning
 from facility.exchange.checkpoints.conversion import check_names
 from facility.exchange.checkpoints.families import refusal_of
 from facility.exchange.errors import CrossFedError, InputError
+from facility.exchange.files.links import can_link
 from facility.exchange.files.paths import shipped
 
 ME = "coordinator"
@@ -126,14 +127,15 @@ def _names(federation: Federation) -> Row:
 
 def _room(federation: Federation, model: ModelFigures) -> Row:
     """Is there room for what the archive and the work directory will hold, beyond what they hold now?"""
+    archive, work = _existing(federation.archive_path), _existing(federation.workdir_path)
     need = coordinator_disk(
         model,
         {facility.name: facility.training for facility in federation.facilities},
         rule=federation.aggregation.rule,
         rounds=federation.rounds,
         keep_rounds=federation.keep_rounds,
+        links=can_link(archive),
     )
-    archive, work = _existing(federation.archive_path), _existing(federation.workdir_path)
     if archive.stat().st_dev == work.stat().st_dev:
         places = {archive: need}
     else:
@@ -165,4 +167,5 @@ def _existing(folder: Path) -> Path:
 
 def _held(folder: Path) -> int:
     """Bytes of the weights that are there already: a run that goes on does not need their room again."""
-    return sum(path.stat().st_size for path in folder.rglob("*.safetensors")) if folder.is_dir() else 0
+    found = [path.stat() for path in folder.rglob("*.safetensors")] if folder.is_dir() else []
+    return sum({(one.st_dev, one.st_ino): one.st_size for one in found}.values())

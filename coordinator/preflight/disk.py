@@ -66,12 +66,19 @@ def facility_disk(model: ModelFigures, training: TrainingSettings, sending: str 
 
 
 def coordinator_disk(
-    model: ModelFigures, updates: dict[str, TrainingSettings], *, rule: str, rounds: int, keep_rounds: int
+    model: ModelFigures,
+    updates: dict[str, TrainingSettings],
+    *,
+    rule: str,
+    rounds: int,
+    keep_rounds: int,
+    links: bool = False,
 ) -> Disk:
     """`keep_rounds` models and the initial one, the next one, one update of each facility, one state and the next.
 
     `updates`: the training settings of each facility. An update that travels as a difference is there as it came and
-    decoded.
+    decoded. `links`: the archive's file system has hard links, so that what adapters leave unchanged is there once
+    (`coordinator.aggregation.unchanged`).
     """
     slots = SERVER_OPTIMIZERS.get(split_rule(rule)[1], "rule").slots
     in_flight = 0
@@ -83,11 +90,13 @@ def coordinator_disk(
     adapters = max((model.written(training) for training in updates.values() if training.lora.rank), default=0)
     trained = max((model.trained(training) for training in updates.values()), default=model.parameters)
     walk = max((model.mean_walk(training) for training in updates.values()), default=0)
+    shared = links and bool(updates) and all(training.lora.rank for training in updates.values())
+    following = (0 if shared else model.bytes) + adapters + walk
     return Disk(
         parts={
             "initial model": model.bytes,
-            f"models of {kept} rounds": kept * (model.bytes + adapters + walk),
-            "the next model": model.bytes + adapters + walk,
+            f"models of {kept} rounds": kept * following,
+            "the next model": following,
             IN_FLIGHT: in_flight,
             "server state, old and new": 2 * MASTER_BYTES * (1 + len(slots) + bool(walk)) * trained,
         }

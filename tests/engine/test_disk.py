@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,8 +13,9 @@ from coordinator.archive.rounds import Archive
 from coordinator.config.federation import Federation, read_federation
 from coordinator.engine.render import write
 from coordinator.memory.figures import model_figures
-from coordinator.preflight.coordinator import _room
+from coordinator.preflight.coordinator import _held, _room
 from coordinator.preflight.disk import IN_FLIGHT, coordinator_disk, facility_disk
+from facility.exchange.files.links import can_link
 from tests.engine.engines import streamflow
 from tests.federations import write_federation
 
@@ -53,7 +55,12 @@ def bounds(federation: Federation) -> tuple[int, int, int]:
     model = model_figures(federation.path(federation.model))
     training = {one.name: one.training for one in federation.facilities}
     coordinator = coordinator_disk(
-        model, training, rule=federation.aggregation.rule, rounds=federation.rounds, keep_rounds=federation.keep_rounds
+        model,
+        training,
+        rule=federation.aggregation.rule,
+        rounds=federation.rounds,
+        keep_rounds=federation.keep_rounds,
+        links=True,
     )
     facilities = [facility_disk(model, one) for one in training.values()]
     files = [one.parts["models"] + one.parts["update"] for one in facilities]
@@ -63,9 +70,11 @@ def bounds(federation: Federation) -> tuple[int, int, int]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_five_rounds_keep_the_bounds_of_two(tmp_path: Path):
+@pytest.mark.parametrize("adapters", [{}, {"lora": {"rank": 4}}], ids=["whole models", "adapters"])
+def test_five_rounds_keep_the_bounds_of_two(tmp_path: Path, adapters: dict[str, Any]):
     size = {"hidden_size": 96, "intermediate_size": 192, "vocab_size": 2048}
-    path = write_federation(tmp_path, ["a", "b"], training={"steps": 1}, rounds=5, keep_rounds=1, size=size)
+    training = {"steps": 1} | adapters
+    path = write_federation(tmp_path, ["a", "b"], training=training, rounds=5, keep_rounds=1, size=size)
     federation = read_federation(path)
     write(federation)
     archive, states, work = bounds(federation)
@@ -99,3 +108,18 @@ def test_a_disk_one_byte_below_the_bound_is_refused_before_the_first_job(
     row = _room(federation, model)
     assert (row.verdict == "ok") == (short == 0), row
     assert "the run needs up to" in row.found
+
+
+def test_what_several_rounds_share_is_held_once(tmp_path: Path):
+    first, second = tmp_path / "round-0000" / "base.safetensors", tmp_path / "round-0001" / "base.safetensors"
+    for path in (first, second):
+        path.parent.mkdir()
+    first.write_bytes(bytes(1000))
+    os.link(first, second)
+    second.with_name("adapters.safetensors").write_bytes(bytes(10))
+    assert _held(tmp_path) == 1010
+
+
+def test_whether_a_place_has_hard_links_is_found_out_there_and_leaves_nothing(tmp_path: Path):
+    assert can_link(tmp_path) and not list(tmp_path.iterdir())
+    assert not can_link(tmp_path / "absent")

@@ -69,6 +69,12 @@ def test_of_adapters_only_they_travel_and_only_they_have_a_state():
     there = coordinator_disk(model, {"a": one}, rule="mean", rounds=1, keep_rounds=1).parts
     assert there["the next model"] == 2 * parameters + 2 * trained
     assert there["server state, old and new"] == 2 * 4 * trained
+    linked = coordinator_disk(model, {"a": one}, rule="mean", rounds=9, keep_rounds=3, links=True)
+    assert linked.parts["initial model"] == 2 * parameters, "which all rounds share"
+    assert linked.parts["models of 3 rounds"] == 3 * linked.parts["the next model"] == 3 * 2 * trained
+    plain = {"a": TrainingSettings()}
+    kept = [coordinator_disk(model, plain, rule="mean", rounds=9, keep_rounds=3, links=one) for one in (True, False)]
+    assert kept[0] == kept[1], "a round changes all of a model that is trained whole"
 
 
 def test_the_adapters_counted_are_those_that_the_trainer_makes(tmp_path: Path):

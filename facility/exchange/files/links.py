@@ -4,7 +4,19 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from pathlib import Path
+
+
+def can_link(folder: Path) -> bool:
+    """Whether files in this existing directory can have two names; False where nothing can be written, either."""
+    try:
+        with tempfile.TemporaryDirectory(prefix=".crossfed-", dir=folder) as place:
+            (Path(place) / "one").touch()
+            os.link(Path(place) / "one", Path(place) / "two")
+    except OSError:
+        return False
+    return True
 
 
 def link_tree(source: Path, target: Path) -> None:
