@@ -152,12 +152,18 @@ def serve(session: Session, command: str | None) -> int:
 
 def check(policy_file: Path) -> str:
     """A line on a policy that can be used. Raises `ConfigurationError`."""
-    policy: Policy = read_policy(policy_file)
+    policy = _own_policy(policy_file)
     if not policy.coordinators.is_file():
         raise ConfigurationError(f"coordinators {policy.coordinators} does not exist", file=policy_file)
+    return f"{policy_file}: {policy.facility} in {', '.join(policy.federations)}, {len(policy.keys)} key(s)"
+
+
+def _own_policy(policy_file: Path) -> Policy:
+    """This gate's policy, which shares nothing with those of earlier gates. Raises `ConfigurationError`."""
+    policy = read_policy(policy_file)
     if home := os.environ.get("CROSSFED_HOME"):
         check_others(policy_file, policy, Path(home))
-    return f"{policy_file}: {policy.facility} in {', '.join(policy.federations)}, {len(policy.keys)} key(s)"
+    return policy
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -175,9 +181,7 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.check:
             print(check(arguments.policy))
             return 0
-        policy = read_policy(arguments.policy)
-        if home := os.environ.get("CROSSFED_HOME"):
-            check_others(arguments.policy, policy, Path(home))
+        policy = _own_policy(arguments.policy)
         state = arguments.policy.absolute().parent / STATE
         state.mkdir(mode=0o700, exist_ok=True)
         session = Session(policy=policy, key=arguments.key, state=state)

@@ -31,6 +31,7 @@ from coordinator.config.publishing import Creator, PublicSettings
 from coordinator.config.resolution import (
     choice_of,
     looks_pretrained,
+    model_at,
     parameters_of,
     resolve_aggregation,
     resolve_training,
@@ -262,7 +263,7 @@ def _chosen(federation: Federation, given: dict[str, Any], given_training: list[
         )
     if federation.masks or own:  # moments that are shared would be each facility's own, or another trainer's
         training = resolve_training(training, "personal")
-    model, pretrained = federation.path(federation.model), federation.pretrained
+    model, pretrained = model_at(federation.path(federation.model)), federation.pretrained
     if pretrained is None:
         pretrained = looks_pretrained(model)
     settings = federation.aggregation

@@ -12,7 +12,7 @@ import numpy as np
 
 from coordinator.aggregation.settings import AUTO, AggregationSettings
 from coordinator.config.automatic import Choice, Situation, choose
-from facility.exchange.checkpoints.checkpoint import TensorEntry, open_checkpoint, read_exactly
+from facility.exchange.checkpoints.checkpoint import Checkpoint, TensorEntry, open_checkpoint, read_exactly
 from facility.exchange.checkpoints.floats import STORAGE, widen
 from facility.exchange.errors import CrossFedError
 from facility.exchange.messages.optimizers import OPTIMIZERS
@@ -97,22 +97,28 @@ def choice_of(
     return choose(situation, may_share=may_share(training, settings))
 
 
-def parameters_of(model: Path) -> int | None:
-    """How many values a checkpoint's tensors hold, from its headers; None where there is no model to read."""
+def model_at(path: Path) -> Checkpoint | None:
+    """The headers of the model that a federation starts from; None where there is none to read."""
     try:
-        return sum(entry.elements for entry in open_checkpoint(model).tensors.values())
+        return open_checkpoint(path)
     except (CrossFedError, OSError):
         return None
 
 
-def looks_pretrained(model: Path) -> bool:
+def parameters_of(model: Checkpoint | None) -> int | None:
+    """How many values a model's tensors hold; None where there is no model."""
+    return None if model is None else sum(entry.elements for entry in model.tensors.values())
+
+
+def looks_pretrained(model: Checkpoint | None) -> bool:
     """Whether a checkpoint was trained: some normalisation weight is neither 0 nor 1, as every one is when new.
 
     True where there is no model, or no such weight, to decide by.
     """
+    if model is None:
+        return True
     try:
-        checkpoint = open_checkpoint(model)
-        norms = [entry for name, entry in checkpoint.tensors.items() if _is_norm(name, entry)]
+        norms = [entry for name, entry in model.tensors.items() if _is_norm(name, entry)]
         return not norms or any(not np.isin(_values(entry), (0.0, 1.0)).all() for entry in norms)
     except (CrossFedError, OSError):
         return True

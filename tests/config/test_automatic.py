@@ -13,7 +13,7 @@ import pytest
 from coordinator.aggregation.settings import AggregationSettings
 from coordinator.config.automatic import TABLE, Choice, Measured, MeasuredFederation, Situation, choose, read_table
 from coordinator.config.federation import Federation, read_federation
-from coordinator.config.resolution import looks_pretrained, parameters_of, with_measured
+from coordinator.config.resolution import looks_pretrained, model_at, parameters_of, with_measured
 from facility.exchange.messages.settings import TrainingSettings
 from tests.pico import pico_config
 
@@ -192,7 +192,7 @@ def test_a_new_model_is_told_from_a_trained_one(tmp_path: Path):
     with torch.no_grad():
         next(p for n, p in model.named_parameters() if "norm" in n)[0] = 1.25
     model.save_pretrained(tmp_path / "trained")
-    assert not looks_pretrained(tmp_path / "new")
-    assert parameters_of(tmp_path / "new") == sum(p.numel() for p in model.parameters())
-    assert parameters_of(tmp_path / "absent") is None
-    assert looks_pretrained(tmp_path / "trained") and looks_pretrained(tmp_path / "absent")
+    assert not looks_pretrained(model_at(tmp_path / "new"))
+    assert parameters_of(model_at(tmp_path / "new")) == sum(p.numel() for p in model.parameters())
+    assert parameters_of(model_at(tmp_path / "absent")) is None
+    assert looks_pretrained(model_at(tmp_path / "trained")) and looks_pretrained(model_at(tmp_path / "absent"))
