@@ -45,6 +45,11 @@ class ClosingSettings:
         return max(1, -int(-self.quorum * facilities // 1))
 
 
+def carries(closing: ClosingSettings | None) -> bool:
+    """Are updates averaged in a later round than they were made for?"""
+    return closing is not None and closing.late == "carry"
+
+
 def _as_text(value: Any) -> Any:
     """YAML reads a time with seconds as a time."""
     return str(value) if hasattr(value, "isoformat") else value

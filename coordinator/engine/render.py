@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 from coordinator.aggregation.plan import norms_suffice
+from coordinator.config.closing import carries
 from coordinator.config.deployments import job_template, streamflow_deployments, workflow_name
 from coordinator.config.described import described
 from coordinator.config.federation import Facility, Federation
@@ -67,7 +68,7 @@ def render(federation: Federation) -> dict[str, str]:
     }
     encoded = federation.sending.encoding != "full"
     evaluates = federation.evaluation.for_coordinator(names) is not None
-    archive = carries(federation) or federation.evaluation.matrix
+    archive = carries(federation.closing) or federation.evaluation.matrix
     workflow = round_workflow(names, encoded=encoded, archive=archive, evaluates=evaluates)
     files[f"{cwl}/round.cwl"] = _yaml(masked_round(workflow, names) if federation.masks else workflow)
     for facility in federation.facilities:
@@ -143,7 +144,7 @@ def coordinator_settings(federation: Federation) -> dict[str, Any]:
         facilities=[facility.name for facility in federation.facilities],
         sequences={facility.name: _sequences(federation, facility) for facility in federation.facilities},
         lora=federation.facilities[0].training.lora,
-        seed=federation.seed if carries(federation) and federation.facilities[0].training.lora.rank else 0,
+        seed=federation.seed if carries(federation.closing) and federation.facilities[0].training.lora.rank else 0,
         chosen=federation.chosen,
         largest_step=largest_step({one.name: one.training for one in federation.facilities})
         if federation.masks
@@ -158,7 +159,7 @@ def coordinator_settings(federation: Federation) -> dict[str, Any]:
         comparison=federation.evaluation.comparison(masked=bool(federation.masks)),
         **{key.name: getattr(federation, key.name) for key in dataclasses.fields(RoundSettings)},
     )
-    if carries(federation):
+    if carries(federation.closing):
         latest = max(settings.aggregation.maximum_staleness, behind(federation))
         aggregation = dataclasses.replace(settings.aggregation, maximum_staleness=latest)
         settings = dataclasses.replace(settings, aggregation=aggregation)
@@ -229,11 +230,6 @@ def _evaluation(federation: Federation, facility: Facility) -> FacilityEvaluatio
     if facility.deployment.type != "local" or not found.held_out:
         return found
     return dataclasses.replace(found, held_out=_for_a_step(federation.path(found.held_out)))
-
-
-def carries(federation: Federation) -> bool:
-    """Are updates averaged in a later round than they were made for?"""
-    return federation.closing is not None and federation.closing.late == "carry"
 
 
 def behind(federation: Federation) -> int:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from coordinator.config.closing import carries
 from coordinator.config.federation import Federation
-from coordinator.engine.render import behind, carries
+from coordinator.engine.render import behind
 from coordinator.preflight.row import Row, ok, warning
 
 
@@ -13,7 +14,7 @@ def check_waiting(federation: Federation) -> list[Row]:
     With n facilities that are alike and a quorum of q, every round averages q updates and a job spans n / q rounds.
     """
     closing, facilities = federation.closing, len(federation.facilities)
-    if closing is None or not carries(federation):
+    if closing is None or not carries(closing):
         return []
     usual, most = -(-facilities // closing.needed(facilities)) - 1, behind(federation)
     found = (

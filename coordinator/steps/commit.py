@@ -22,6 +22,7 @@ from coordinator.archive.best import best_round
 from coordinator.archive.rounds import CLIPS, Archive, RoundFile
 from coordinator.archive.sweep import sweep_round
 from coordinator.comparison.models import keep_updates
+from coordinator.config.closing import carries
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.events.event import emit
 from coordinator.report.trackers import track_round
@@ -197,7 +198,7 @@ def describe_round(round: Commit, directory: Path) -> None:
     history = archive.history()
     told = plausible(losses_by_model([*(entry.facilities for entry in history), rows]))
     losses = round.losses = global_losses(told)
-    if settings.closing is not None and settings.closing.late == "carry":
+    if carries(settings.closing):
         others = without_each(told, latest=True)
         decision = round.decision = decide(settings, until_known(losses), others, done=number + 1)
     else:

@@ -14,6 +14,7 @@ from coordinator.archive.best import best_round
 from coordinator.archive.rounds import Archive, RoundFile
 from coordinator.archive.sweep import sweep_round
 from coordinator.comparison.phases import following as to_compare
+from coordinator.config.closing import carries
 from coordinator.config.settings import CoordinatorSettings, read_coordinator_settings
 from coordinator.events.event import emit, failures_of
 from coordinator.events.outputs import write_outputs
@@ -57,7 +58,7 @@ def start(archive: Archive, model: Path, settings: CoordinatorSettings) -> tuple
     following = len(done)
     if not done and not archive.read_note(UNDER_WAY):  # an interrupted first round keeps its late jobs
         forget_all(Path.cwd().parent)
-    if settings.closing is None or settings.closing.late != "carry":
+    if not carries(settings.closing):
         discard_late(Path.cwd().parent)
     sweep_round(Path.cwd(), settings.federation, following)  # no engine runs yet: a killed one left what is there
     current = archive.model_for(following)
