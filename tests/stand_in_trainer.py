@@ -49,6 +49,7 @@ def main() -> int:
     verify_manifest(a.model)
     if (pace := a.dataset / "seconds").is_file():
         time.sleep(float(pace.read_text()))
+    print("step", flush=True)  # also to a coordinator that is gone
     with new_directory(a.out) as out:
         (out / "model.safetensors").write_bytes((a.model / "model.safetensors").read_bytes())
         figures = dict(

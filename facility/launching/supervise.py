@@ -243,8 +243,16 @@ class _Run:
                 rank.tail.append(text)
                 if rank.traceback_at is None and text.startswith("Traceback (most recent call last)"):
                     rank.traceback_at = time.monotonic()
-            self.out.write(prefix + line)
-        self.out.flush()
+        self._say(b"".join(prefix + line for line in lines))
+
+    def _say(self, data: bytes) -> None:
+        """Pass output on while it can be: a reader that is gone, such as a killed coordinator, ends no training."""
+        try:
+            self.out.write(data)
+            self.out.flush()
+        except OSError as error:
+            silence(self.out)
+            log.warning("output cannot be passed on any longer (%s): the ranks go on without", error)
 
     def drain(self) -> None:
         """What the ended ranks' pipes still hold; a stray grandchild that holds one open is not waited for."""
@@ -291,6 +299,12 @@ class _Run:
             if rank.process.stdout is not None:
                 rank.process.stdout.close()
         self.selector.close()
+
+
+def silence(stream: BinaryIO) -> None:
+    """Let everything that is written to a file descriptor's stream from now on go nowhere."""
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), stream.fileno())
 
 
 def _sentence(rank: _Rank, ranks: int) -> str:

@@ -33,6 +33,12 @@ if "deaf" in what:
 if "usr1" in what:
     signal.signal(signal.SIGUSR1, lambda *_: sys.exit(85))
     print("ready", flush=True)
+if "chatty" in what:
+    while not os.path.exists("unheard"):
+        time.sleep(0.05)
+    for _ in range(3):
+        print("step", flush=True); time.sleep(0.2)
+    open("done", "w").close()
 if "stay" in what:
     time.sleep(300)
 """
@@ -120,6 +126,16 @@ def test_signals_are_passed_on(tmp_path: Path):
         ready += "ready" in process.stdout.readline()
     process.send_signal(signal.SIGUSR1)
     assert finish(process)[0] == 85
+
+
+def test_a_round_whose_reader_is_gone_is_trained_to_its_end(tmp_path: Path):
+    """As a job on the coordinator's own machine, once `crossfed run` was killed."""
+    process = launch(tmp_path, ["--ranks", "1"], ["chatty"])
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.stdout.close()
+    (tmp_path / "unheard").touch()
+    assert process.wait(timeout=30) == 0 and (tmp_path / "done").is_file()
 
 
 def test_killing_the_launcher_leaves_nothing(tmp_path: Path):
