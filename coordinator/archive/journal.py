@@ -30,6 +30,7 @@ KINDS: Mapping[str, str] = {
     "transferred": "a directory has been copied from a facility; `what`, `bytes`, `seconds`",
     "verified": "an update is sound and may be averaged",
     "refused": "a facility's part of a round is lost; `reason`",
+    "late": "a round has closed without a facility whose job goes on, for a later round; `reason`",
     "log": "the last `lines` of the log of a job that failed",
     "averaging": "aggregation begins",
     "averaged": "a round is complete; `decision`",

@@ -169,6 +169,10 @@ class RoundFile:
     format: int = FORMAT
 
 
+CARRIED = "not done when the round closed: its job goes on, and its update is averaged in a later round"
+"""Reason in the row of a late facility whose work is not lost."""
+
+
 @dataclass(frozen=True)
 class Archive:
     """Access to one archive directory; holds no state of its own."""

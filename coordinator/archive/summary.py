@@ -17,7 +17,7 @@ from coordinator.archive.journal import Journal, waited_by_facility
 from coordinator.archive.many import NAMED, first_groups, grouped, kind_of, many, names_of
 from coordinator.archive.masked_rounds import masked_rounds, masked_sentence
 from coordinator.archive.privacy import latest_privacy, sentence
-from coordinator.archive.rounds import Archive, RoundFile
+from coordinator.archive.rounds import CARRIED, Archive, RoundFile
 from facility.exchange.messages.strict_json import clean
 from facility.exchange.perplexity import LARGEST_LOSS, perplexity
 
@@ -240,6 +240,8 @@ def remarks(data: dict[str, Any]) -> list[str]:
         if row.get("next_steps_reason", "").startswith("moved"):
             steps = _steps(row["next_steps"])
             told.append(f"steps from round {row['round'] + 1} on: {steps} ({shown(row['next_steps_reason'])})")
+    if any(row["reason"] == CARRIED for row in rows):
+        told.append(f"late: {CARRIED}, which the column for staleness tells")
     told += _waited(data.get("waited_node_seconds", {}))
     if data.get("limited"):
         best = data["best_round"]
@@ -283,6 +285,8 @@ def number(value: float | None) -> str:
 def _status(row: dict[str, Any]) -> str:
     """`ok`, with the round it is of if late and the facility's note if any, or why not; both are text."""
     status, reason, late = row["status"], row["reason"], row.get("staleness", 0)
+    if reason == CARRIED:
+        return f"[yellow]{status}[/yellow]"
     if status != "ok":
         return f"[red]{escape(status + ': ' + shown(reason))}[/red]"
     of = f", of round {row['round'] - late}" if late else ""

@@ -23,7 +23,7 @@ STALE_SECONDS = 30.0
 
 
 LAST_AT_WORK = 5
-STATES = ("waiting", "queued", "training", "receiving", "done")
+STATES = ("waiting", "queued", "training", "late", "receiving", "done")
 """Those that need no attention."""
 OTHERS = "out for other reasons: crossfed explain NAME"
 
@@ -93,7 +93,7 @@ def to_show(snapshot: Snapshot) -> tuple[list[str], dict[str, list[str]]]:
         return list(snapshot.facilities), {}
     states = {name: one.state for name, one in snapshot.facilities.items()}
     known = {name: next((state for state in STATES if told.startswith(state)), "") for name, told in states.items()}
-    at_work = [name for name, one in snapshot.facilities.items() if one.stage and known[name] == "training"]
+    at_work = [name for name, one in snapshot.facilities.items() if one.stage and known[name] in ("training", "late")]
     last = sorted(at_work, key=lambda name: -(snapshot.facilities[name].seconds_left or 0.0))[:LAST_AT_WORK]
     out = [name for name in snapshot.facilities if not known[name]]
     groups, rest = first_groups(grouped(out, lambda name: kind_of(states[name], name)))

@@ -10,6 +10,8 @@ from coordinator.engine.live import FacilityState, sentence
 from coordinator.engine.queues import facility_of
 from coordinator.events.event import Event
 
+LATE = "late"
+"""State of a facility whose round has closed while its job goes on."""
 WAITS_FOR_LOGIN = "waiting for login"
 """State of a facility that refuses the login."""
 LINE_SECONDS = 60.0
@@ -50,6 +52,8 @@ class Progress:
     problems: list[str] = field(default_factory=list)
     _told: dict[str, float] = field(default_factory=dict)
     """By facility: when its steps were last reported as a line."""
+    _late: dict[str, int] = field(default_factory=dict)
+    """By facility: the latest round that has closed while its job goes on."""
     _before_login: dict[str, str] = field(default_factory=dict)
     """By facility that refuses the login: its state before."""
 
@@ -79,6 +83,8 @@ class Progress:
     def _on_executing(self, event: Event) -> str | None:
         leaf = str(event["step"]).rpartition("/")[2]
         kind, _, name = leaf.partition("_")
+        if kind == "receive" and name in self._late and self._late[name] == self.round:
+            return None  # there is nothing to receive yet
         if name in self.states and kind in DOING:
             doing = self._at_work if kind == "train" else DOING[kind]
             self._set(name, doing)
@@ -136,6 +142,14 @@ class Progress:
     def _on_refused(self, event: Event) -> str:
         self._set(event["facility"], f"out: {event['reason']}")
         return f"{self.title}: goes on without {event['facility']}: {event['reason']}"
+
+    def _on_late(self, event: Event) -> str:
+        """Its job goes on, and with it what is known of it."""
+        name, self._late[event["facility"]] = event["facility"], int(event["round"])
+        if name in self.states and self.states[name] in ("training", "waiting"):
+            self.states[name] = self.live[name].state = LATE
+            self.since[name], self.live[name].since = self.clock(), self.wall()
+        return f"round {event['round']} closes without {name}: {event['reason']}"
 
     def _on_complete(self, event: Event) -> str:
         title, self.round, self.step = self.title, int(event["round"]) + 1, "between rounds"

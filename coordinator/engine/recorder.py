@@ -174,6 +174,9 @@ class Recorder:
         text = f"round {event['round']} is without {name}: {reason}"
         self.notifier.tell("lost", text, facility=name, round=event["round"])
 
+    def _on_late(self, event: Event) -> None:
+        self._append("late", event, event["facility"], reason=event["reason"])
+
     def _on_log(self, event: Event) -> None:
         self._append("log", event, event["facility"], lines=event["lines"])
 

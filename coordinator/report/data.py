@@ -14,7 +14,7 @@ from typing import Any
 from coordinator.archive.averaged import MEAN, averaged
 from coordinator.archive.journal import Entry, Journal
 from coordinator.archive.privacy import latest_privacy, summary_of
-from coordinator.archive.rounds import Archive
+from coordinator.archive.rounds import CARRIED, Archive
 from coordinator.archive.summary import remarks, shown, summary
 from coordinator.comparison.account import read_account
 from coordinator.comparison.matrix import SHADES, matrix
@@ -246,7 +246,10 @@ def _failures(rows: Sequence[Row], rounds: Sequence[Row], entries: Sequence[Entr
     attempts = {entry["round"]: entry["attempts"] for entry in rounds}
     found = []
     for row in rows:
-        if row["status"] != "ok":
+        if row["status"] == "late" and row["reason"] == CARRIED:
+            done = _used_later(row, rows)
+            found.append(_failure(row["round"], row["facility"], "late", "not done when the round closed", done))
+        elif row["status"] != "ok":
             times = attempts.get(row["round"], 1)
             done = "the round went on without it" + (f", after {times} attempts" if times > 1 else "")
             found.append(_failure(row["round"], row["facility"], row["status"], row["reason"], done))
@@ -268,6 +271,16 @@ def _failures(rows: Sequence[Row], rounds: Sequence[Row], entries: Sequence[Entr
         elif entry.kind == "repeated":
             found.append(_failure(entry.round, "", "repeated", reason, "the round was asked for again"))
     return found
+
+
+def _used_later(row: Row, rows: Sequence[Row]) -> str:
+    """What became of the update of a facility that was late."""
+    for one in rows:
+        if one["facility"] == row["facility"] and one["status"] == "ok":
+            made = one["round"] - one.get("staleness", 0)
+            if made <= row["round"] < one["round"]:
+                return f"its update of round {made} was averaged in round {one['round']}"
+    return "its update was not averaged, or not yet"
 
 
 def _failure(number: int | None, facility: str, status: str, reason: str, done: str) -> Row:

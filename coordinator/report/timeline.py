@@ -57,6 +57,8 @@ def segments(entries: Iterable[Entry], phases: Phases) -> list[Segment]:
         elif entry.facility:
             lanes.setdefault(entry.facility, _Lane(entry.facility, phases)).take(entry)
     for lane in lanes.values():
+        lane.give_up()
+        lane.late = False
         lane.close(last, lost=False)
     return sorted((one for lane in lanes.values() for one in lane.found), key=lambda one: (one.begin, one.facility))
 
@@ -71,6 +73,10 @@ class _Lane:
         self.started: float | None = None
         self.waits: float | None = None
         self.refused_login: float | None = None
+        self.late = False
+        """The job at work is of a round that has closed."""
+        self.killed: float | None = None
+        """When the run ended during the job at work; what became of that is told by what comes next."""
         self.round: int | None = None
         self.marks: list[tuple[float, str]] = []
 
@@ -80,12 +86,18 @@ class _Lane:
             self.round = entry.round
         match entry.kind:
             case "queued":
+                self.give_up()
                 self.queued, self.waits = now, None
             case "waited":
                 self._wait_in_job(now - seconds, now)
             case "started":
+                self.give_up()
                 self._leave_queue(now)
-                self.started, self.marks, self.waits = now, [], None
+                self.started, self.marks, self.waits, self.late = now, [], None, False
+            case "late":
+                self.late = True
+            case "verified" if self.started is not None:  # an earlier run's job, whose end nobody saw
+                self._end_job(min(now, self.started + (sum(self._told().values()) or now)))
             case "stage":
                 self.marks.append((now, STAGES.get(str(entry.detail.get("stage")), "train")))
             case "trained":
@@ -99,6 +111,7 @@ class _Lane:
                 self._add("transfer", now - seconds, now)
                 self.waits = now
             case "refused":
+                self.give_up()
                 mine = [one for one in self.found if one.round == entry.round and one.kind in ORDER]
                 self.found = [one for one in self.found if one not in mine]
                 self.found += [_as_lost(one) for one in mine]
@@ -110,17 +123,23 @@ class _Lane:
 
     def close(self, now: float, *, lost: bool) -> None:
         """A round or a run ends: whatever is open ends with it."""
-        if self.queued is not None:
+        if self.queued is not None and not self.late:
             self._leave_queue(now)
         if self.started is not None:
-            if lost:
-                self._add("lost", self.started, now)
-                self.started = None
-            else:
+            if lost and self.killed is None:
+                self.killed = now
+            elif not (lost or self.late or self.killed is not None):
                 self._end_job(now)
         if self.waits is not None:
             self._add("wait", self.waits, now)
         self.waits = None
+
+    def give_up(self) -> None:
+        """The job that was at work when the run ended has left nothing."""
+        if self.killed is not None and self.started is not None:
+            self._add("lost", self.started, self.killed)
+            self.started = None
+        self.killed = None
 
     def _wait_in_job(self, begin: float, end: float) -> None:
         """The wait of a job for its model takes the place of the facility's wait, and of nothing else."""
@@ -138,7 +157,7 @@ class _Lane:
             self.queued = None
 
     def _end_job(self, now: float) -> None:
-        told = self.phases.get((-1 if self.round is None else self.round, self.facility), {})
+        told, self.late, self.killed = self._told(), False, None
         begin = self.started
         if begin is None:  # never seen running: it was so short that the scheduler was not asked meanwhile
             queued = now if self.queued is None else self.queued
@@ -146,6 +165,10 @@ class _Lane:
             self._leave_queue(begin)
         self.found += self._parts(begin, now, told)
         self.started = None
+
+    def _told(self) -> Mapping[str, float]:
+        """What the job reports of itself, in the round that has its update."""
+        return self.phases.get((-1 if self.round is None else self.round, self.facility), {})
 
     def _parts(self, begin: float, end: float, told: Mapping[str, float]) -> list[Segment]:
         """A job's time by stage: as observed, else as it reported itself."""

@@ -15,7 +15,7 @@ from coordinator.aggregation.rebase import rebase
 from coordinator.aggregation.settings import AggregationSettings
 from coordinator.aggregation.verify import check_files, check_identity, check_update
 from coordinator.archive.audit import log_entry
-from coordinator.archive.rounds import Archive
+from coordinator.archive.rounds import CARRIED, Archive
 from coordinator.config.privacy import PrivacySettings
 from coordinator.config.settings import read_coordinator_settings
 from coordinator.events.event import emit
@@ -316,6 +316,8 @@ def main() -> int:
         report.write(temporary, failure)
     if arguments.update is not None:  # nothing in it says of which federation and round it is, or nothing that counts
         remove_transferred(Path.cwd(), arguments.update)
+    if failure.reason == CARRIED:  # told when the round closed, and nothing is lost
+        return 0
     log.warning("round %d goes on without %s: %s", arguments.round, arguments.facility, failure.reason)
     emit("refused", facility=arguments.facility, round=arguments.round, reason=failure.reason)
     if lines := failure.log_tail.splitlines()[-LOG_LINES:]:

@@ -23,8 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from streamflow.core.workflow import Status
+from streamflow.log_handler import logger
 
+from coordinator.archive.rounds import CARRIED
 from coordinator.config.closing import ClosingSettings
+from coordinator.events.event import emit
 from coordinator.rounds.late import (
     LateJob,
     discounted,
@@ -46,6 +49,7 @@ INPUT = "round"
 """Port of cwl/tools/train.cwl that holds the round's number."""
 PAUSE_SECONDS = 60.0
 """Between two tries to reach one."""
+DISCARDED = "not done when the round closed: its job goes on, and its update is discarded"
 KEPT_TIMES = 16
 """Rounds whose times are kept."""
 
@@ -253,11 +257,14 @@ class Closing:
             )
         else:
             self._pending[facility] = work
-            fate = "is averaged in a later round" if self._carries else "is discarded"
-            reason = f"not done when the round closed: its job goes on, and its update {fate}"
+            reason = CARRIED if self._carries else DISCARDED
             if self.workdir is not None and self._carries and work.directory and not work.searching:
                 remember_job(self.workdir, LateJob(facility=facility, round=work.round, directory=work.directory))
-        tell(f"round {number} closes without {facility}: {reason}")
+        if reason == CARRIED:
+            logger.warning(f"round {number} closes without {facility}: {reason}")
+            emit("late", facility=facility, round=number, reason=reason)
+        else:
+            tell(f"round {number} closes without {facility}: {reason}")
         if self.workdir is not None:
             write_late(self.workdir, number, facility, reason)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from coordinator.archive.rounds import CARRIED
 from coordinator.engine.progress import Progress
 from coordinator.events.event import KINDS, Event
 
@@ -25,6 +26,30 @@ def test_a_round_as_it_happens():
     assert progress.title == "round 1"
     progress.feed(event("complete", round=1, decision="all 2 rounds are done"))
     assert progress.title == "final evaluation"
+
+
+def test_a_late_facility_is_told_once_a_round_and_shown_with_what_its_job_says():
+    progress = Progress(["a"], rounds=3, clock=lambda: 0.0, wall=lambda: 100.0)
+    progress.feed(event("starting", round=0, model="/archive/initial/model"))
+    progress.feed(event("executing", step="/rounds/train_a"))
+    late = event("late", facility="a", round=0, reason=CARRIED)
+    assert progress.feed(late) == f"round 0 closes without a: {CARRIED}"
+    assert progress.feed(event("executing", step="/rounds/receive_a")) is None, "nothing to receive"
+    progress.feed(event("complete", round=0, decision="go on"))
+    said = event(
+        "progress",
+        step="/rounds/train_a",
+        stage="training",
+        done=1,
+        steps=4,
+        loss=2.0,
+        tokens_per_second=5.0,
+        seconds_left=9.0,
+    )
+    assert (
+        progress.feed(said) == "round 1: a: late for 0 s, step 1 of 4, loss 2.0000, 5 tokens/s, 9 s left, heard 0 s ago"
+    )
+    assert progress.feed(event("executing", step="/rounds/receive_a")) == "round 1: a receiving"
 
 
 def test_a_facility_of_another_name_changes_nothing():

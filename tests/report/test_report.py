@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.archive.journal import Journal
-from coordinator.archive.rounds import Archive, FacilityRow
+from coordinator.archive.rounds import CARRIED, Archive, FacilityRow
 from coordinator.comparison.matrix import forgotten
 from coordinator.report.charts import MOST_TITLES, Bar, log_ticks, shortened, ticks, timeline, whole_ticks
 from coordinator.report.data import gather
@@ -70,6 +70,48 @@ def test_a_run_that_was_killed_loses_the_job_under_way_and_a_login_that_was_refu
     journal.append("run_started", time=60.0)
     told = [(one.facility, one.kind, one.begin, one.end) for one in segments(journal.read(), {})]
     assert told == [("b", "login", 5.0, 25.0), ("a", "lost", 10.0, 60.0)]
+
+
+def test_a_late_job_is_drawn_to_its_end_whatever_rounds_and_runs_end_meanwhile(tmp_path: Path):
+    journal, who = Journal(tmp_path), {"facility": "slow"}
+    journal.append("started", time=0.0, round=0, **who)
+    journal.append("late", time=10.0, round=0, reason=CARRIED, **who)
+    journal.append("averaged", time=11.0, round=0, decision="go on")
+    journal.append("averaged", time=21.0, round=1, decision="go on")
+    journal.append("trained", time=30.0, round=2, code=0, **who)
+    journal.append("verified", time=31.0, round=2, **who)
+    journal.append("averaged", time=33.0, round=2, decision="go on")
+    # the same, and the run is killed: the next one finds what the job has left, and one that left nothing begins again
+    journal.append("started", time=40.0, round=3, **who)
+    journal.append("late", time=45.0, round=3, reason=CARRIED, **who)
+    journal.append("run_started", time=50.0)
+    journal.append("verified", time=70.0, round=4, **who)
+    journal.append("started", time=80.0, round=5, **who)
+    journal.append("run_started", time=90.0)
+    journal.append("started", time=95.0, round=5, **who)
+    found = segments(journal.read(), {(4, "slow"): {"load": 5.0, "train": 20.0}})
+    told = [(one.kind, one.begin, one.end) for one in found]
+    assert told == [
+        ("train", 0.0, 30.0),
+        ("wait", 30.0, 33.0),
+        ("load", 40.0, 45.0),
+        ("train", 45.0, 65.0),
+        ("lost", 80.0, 90.0),
+    ]
+
+
+def test_what_became_of_a_late_update_is_told_where_it_is_missed(tmp_path: Path):
+    archive = made_archive(tmp_path / "a", facilities=3, rounds=3)
+    for number, row in ((0, {"status": "late", "reason": CARRIED}), (1, {"status": "ok", "staleness": 1})):
+        path = archive.round_directory(number) / "round.json"
+        described = json.loads(path.read_text())
+        described["facilities"][0] |= row
+        path.write_text(json.dumps(described))
+    data = data_of(archive)
+    name = data["rounds"][0]["facilities"][0]["facility"]
+    (told,) = [one for one in data["failures"] if one["status"] == "late"]
+    assert told["facility"] == name and told["done"] == "its update of round 0 was averaged in round 1"
+    assert any(line.startswith("late: ") for line in data["remarks"])
 
 
 def test_the_wait_of_a_job_for_its_model_is_told_and_counted(tmp_path: Path):
