@@ -107,16 +107,16 @@ class Closing:
         """
         return self._directories.get(job.name)
 
-    def grace(self) -> float:
-        """Seconds after the quorum; `inf`: no limit."""
+    def grace(self, number: int) -> float:
+        """Seconds after the quorum of a round; `inf`: no limit. `auto` is learned of the rounds before it."""
         if self.settings.grace != "auto":
             return float(self.settings.grace)
-        rounds = [self._history[n] for n in sorted(self._history)]
+        rounds = [self._history[n] for n in sorted(self._history) if n < number]
         return best_grace(rounds, self.quorum, exponent=self.exponent, most_late=self.most_late)
 
-    def _closes_in(self, gate: Gate) -> float:
+    def _closes_in(self, gate: Gate, number: int) -> float:
         """Seconds from the quorum to the closing; `auto` is learned of facilities that begin with the round."""
-        grace = self.grace()
+        grace = self.grace(number)
         if self.settings.grace != "auto" or not math.isfinite(grace):
             return grace
         usual = usual_quorum([self._history[n] for n in sorted(self._history)], self.quorum)
@@ -283,7 +283,7 @@ class Closing:
             if facility not in gate.discounted:
                 gate.delivered.add(facility)
             if facility in gate.delivered and len(gate.delivered) == self.quorum:
-                grace = self._closes_in(gate)
+                grace = self._closes_in(gate, number)
                 self._after(gate.closed, grace)
                 self._after(gate.closed_to_unreached, min(grace, self.settings.away))
         return result

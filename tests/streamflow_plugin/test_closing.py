@@ -260,7 +260,13 @@ def test_a_facility_whose_update_was_refused_makes_no_quorum_in_the_round_that_i
 
 def test_what_was_learned_of_times_survives_the_engine(tmp_path: Path):
     run(closing_of(tmp_path, quorum=2, grace="auto"), [[2, 2, 100]] * 4)
-    assert closing_of(tmp_path, quorum=2, grace="auto").grace() < 80 * TICK
+    assert closing_of(tmp_path, quorum=2, grace="auto").grace(5) < 80 * TICK
+
+
+def test_by_itself_the_first_two_rounds_wait_for_all_and_later_ones_do_not():
+    engine = run(closing_of(quorum=2, grace="auto", rounds=5), [[2, 2, 40]] * 6)
+    assert [engine.handed["f2", number] for number in (0, 1)] == [0, 1], "the present round teaches nothing of itself"
+    assert engine.handed["f2", 2] is None, "too slow to be waited for"
 
 
 def test_without_the_setting_no_round_closes_early(tmp_path: Path):
