@@ -131,7 +131,7 @@ class OneRound:
         """Take this facility's own tensors out of the update, and encode it as the settings ask."""
         job = self.job
         if job.round >= job.settings.rounds:
-            return
+            return job.personal.name_received(job.trained, job.received)
         job.personal.take_out(job.trained, job.received, job.round)
         make_smaller(
             job.trained,

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import torch
 
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.messages.manifest import Manifest, read_manifest, verify_manifest, write_manifest
+from facility.rounds.job import Job
+from facility.rounds.one_round import OneRound
 from facility.rounds.personal import Personal
 from tests.aggregation.updates import write_update
 from tests.pico import save_pico
@@ -41,6 +45,25 @@ def test_the_head_stays_and_comes_back(tmp_path: Path):
     for name in open_checkpoint(following).tensors:
         if name != "lm_head.weight":
             assert torch.equal(open_checkpoint(mixed).read(name), open_checkpoint(following).read(name))
+
+
+def test_what_is_evaluated_with_tensors_of_its_own_names_the_model_that_was_received(tmp_path: Path):
+    """The coordinator knows that one alone, and refuses the evaluation of any other."""
+    personal = Personal(tmp_path / "state", HEAD)
+    received = model(tmp_path / "received")
+    personal.take_out(write_update(tmp_path / "update", received, "a", move=0.5), received, 0)
+    last = model(tmp_path / "last", seed=9, round=3)
+    mixed = read_manifest(personal.put_in(last, 3))
+    (tmp_path / "evaluated").mkdir()
+    told = Manifest(kind="update", federation="f", facility="a", round=3, base_sha256=mixed.content_sha256)
+    write_manifest(tmp_path / "evaluated", told)
+    evaluation = OneRound.__new__(OneRound)
+    settings = SimpleNamespace(rounds=3)
+    job = SimpleNamespace(round=3, settings=settings, personal=personal, trained=tmp_path / "evaluated", received=last)
+    evaluation.job = cast(Job, job)
+    evaluation.compress()
+    assert mixed.content_sha256 != read_manifest(last).content_sha256
+    assert verify_manifest(tmp_path / "evaluated").base_sha256 == read_manifest(last).content_sha256
 
 
 def test_a_round_done_again_starts_from_the_round_before(tmp_path: Path):
