@@ -284,11 +284,16 @@ def number(value: float | None) -> str:
 
 def _status(row: dict[str, Any]) -> str:
     """`ok`, with the round it is of if late and the facility's note if any, or why not; both are text."""
-    status, reason, late = row["status"], row["reason"], row.get("staleness", 0)
-    if reason == CARRIED:
-        return f"[yellow]{status}[/yellow]"
+    status, reason = row["status"], row["reason"]
     if status != "ok":
-        return f"[red]{escape(status + ': ' + shown(reason))}[/red]"
-    of = f", of round {row['round'] - late}" if late else ""
+        return f"[{'yellow' if reason == CARRIED else 'red'}]{escape(status_of(row))}[/]"
     note = row.get("note", "")
-    return f"ok{of} ([yellow]{escape(shown(note))}[/yellow])" if note else f"ok{of}"
+    return f"{status_of(row)} ([yellow]{escape(shown(note))}[/yellow])" if note else status_of(row)
+
+
+def status_of(row: Mapping[str, Any]) -> str:
+    """The status, with why a facility is missing, or the earlier round that its update was made for. Plain text."""
+    reason, late = row["reason"], row.get("staleness", 0)
+    if row["status"] != "ok" and reason != CARRIED:
+        return f"{row['status']}: {shown(reason)}" if reason else str(row["status"])
+    return f"{row['status']}, of round {row['round'] - late}" if late and row["status"] == "ok" else str(row["status"])

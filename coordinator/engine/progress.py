@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from coordinator.engine.live import FacilityState, sentence
+from coordinator.engine.live import FacilityState, sentence, span
 from coordinator.engine.queues import facility_of
 from coordinator.events.event import Event
 
@@ -85,6 +86,8 @@ class Progress:
         kind, _, name = leaf.partition("_")
         if kind == "receive" and name in self._late and self._late[name] == self.round:
             return None  # there is nothing to receive yet
+        if kind == "send" and self.states.get(name) == LATE:
+            return None  # a model that its job does not take
         if name in self.states and kind in DOING:
             doing = self._at_work if kind == "train" else DOING[kind]
             self._set(name, doing)
@@ -142,6 +145,11 @@ class Progress:
     def _on_refused(self, event: Event) -> str:
         self._set(event["facility"], f"out: {event['reason']}")
         return f"{self.title}: goes on without {event['facility']}: {event['reason']}"
+
+    def _on_quorum(self, event: Event) -> str:
+        seconds = float(event["seconds"])
+        stays = f"stays open for {span(seconds)}" if math.isfinite(seconds) else "waits for all"
+        return f"round {event['round']}: {event['delivered']} have delivered, the quorum; it {stays} ({event['why']})"
 
     def _on_late(self, event: Event) -> str:
         """Its job goes on, and with it what is known of it."""

@@ -33,6 +33,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "moved": ("facility", "way", "what", "bytes", "seconds"),
     "received": ("facility", "round"),
     "refused": ("facility", "round", "reason"),
+    "quorum": ("round", "delivered", "seconds", "why"),
     "late": ("facility", "round", "reason"),
     "log": ("facility", "round", "lines"),
     "complete": ("round", "decision"),

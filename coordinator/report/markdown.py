@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from coordinator.archive.masked_rounds import masked_sentence
-from coordinator.archive.summary import accuracies, any_late, has_accuracy, shown
+from coordinator.archive.summary import accuracies, any_late, has_accuracy, shown, status_of
 from coordinator.comparison.matrix import SHADES
 from coordinator.report.many import for_display
 from coordinator.report.page import (
@@ -76,7 +76,7 @@ def rounds(data: Mapping[str, Any]) -> list[str]:
         [
             entry["round"],
             row["facility"],
-            row["status"] + (f": {row['reason']}" if row["reason"] else ""),
+            status_of(row),
             f"{row['tokens']:,}",
             f"{row['seconds']:.1f}",
             f"{row['weight']:.3f}",

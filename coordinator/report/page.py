@@ -11,7 +11,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from coordinator.archive.summary import any_late, shown
+from coordinator.archive.summary import any_late, shown, status_of
 from coordinator.archive.summary import number as plain_number
 from coordinator.report.charts import COLOURS, LONG, Bar, Series, heat, line_chart, timeline
 from coordinator.report.many import MANY, for_display, lanes_of, least_alike
@@ -56,6 +56,7 @@ def page(data: Mapping[str, Any]) -> str:
         outliers=outliers(data),
         settings=json.dumps(data["settings"], indent=2, ensure_ascii=False),
         late=any_late(data),
+        status_of=status_of,
         waiting=any_waited(data),
         span=span,
         size=size,

@@ -75,7 +75,7 @@ class Closing:
         self, settings: ClosingSettings, *, rounds: int, facilities: int, most_late: int, exponent: float = 0.5
     ) -> None:
         """`most_late`: rounds that an update may be late and still count; `exponent`: of what late ones are worth."""
-        self.settings, self.rounds = settings, rounds
+        self.settings, self.rounds, self.facilities = settings, rounds, facilities
         self.quorum, self.most_late, self.exponent = settings.needed(facilities), most_late, exponent
         self._carries = settings.late == "carry"
         self._workdir: Path | None = None
@@ -284,9 +284,16 @@ class Closing:
                 gate.delivered.add(facility)
             if facility in gate.delivered and len(gate.delivered) == self.quorum:
                 grace = self._closes_in(gate, number)
+                self._tell_wait(number, grace)
                 self._after(gate.closed, grace)
                 self._after(gate.closed_to_unreached, min(grace, self.settings.away))
         return result
+
+    def _tell_wait(self, number: int, grace: float) -> None:
+        """How long the round stays open for those that are still to come, and why."""
+        if number < self.rounds - 1 and grace > 0 and self.quorum < self.facilities:
+            why = "rounds.grace" if self.settings.grace != "auto" else "rounds.grace is auto"
+            emit("quorum", round=number, delivered=self.quorum, seconds=grace, why=why)
 
     def _after(self, event: asyncio.Event, seconds: float) -> None:
         if math.isfinite(seconds):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from coordinator.archive.rounds import CARRIED
 from coordinator.engine.progress import Progress
 from coordinator.events.event import KINDS, Event
@@ -35,6 +37,7 @@ def test_a_late_facility_is_told_once_a_round_and_shown_with_what_its_job_says()
     late = event("late", facility="a", round=0, reason=CARRIED)
     assert progress.feed(late) == f"round 0 closes without a: {CARRIED}"
     assert progress.feed(event("executing", step="/rounds/receive_a")) is None, "nothing to receive"
+    assert progress.feed(event("executing", step="/rounds/send_a")) is None, "its job goes on with an older model"
     progress.feed(event("complete", round=0, decision="go on"))
     said = event(
         "progress",
@@ -50,6 +53,13 @@ def test_a_late_facility_is_told_once_a_round_and_shown_with_what_its_job_says()
         progress.feed(said) == "round 1: a: late for 0 s, step 1 of 4, loss 2.0000, 5 tokens/s, 9 s left, heard 0 s ago"
     )
     assert progress.feed(event("executing", step="/rounds/receive_a")) == "round 1: a receiving"
+
+
+def test_how_long_a_round_stays_open_after_its_quorum_is_told():
+    progress = Progress(["a", "b"], rounds=3, clock=lambda: 0.0)
+    for seconds, words in ((90.0, "stays open for 90 s"), (math.inf, "waits for all")):
+        told = progress.feed(event("quorum", round=1, delivered=1, seconds=seconds, why="rounds.grace is auto"))
+        assert told == f"round 1: 1 have delivered, the quorum; it {words} (rounds.grace is auto)"
 
 
 def test_a_facility_of_another_name_changes_nothing():
