@@ -5,12 +5,12 @@
     python tests/bench/aggregate.py --work DIR --growth
 
 Makes a Llama checkpoint (1.1 GB bfloat16 in four shards at the default size) and updates to it, reads everything once
-so that all contenders find it in the page cache, runs each contender as a process of its own and prints JSON: seconds
-(best of --repeat) and peak resident memory of the process. `io` reads and writes the same bytes with two threads and
-no arithmetic; `crossfed_nesterov` takes the outer step of the default rule too. --mergekit names a Python interpreter
-that has mergekit. --growth instead prints the peak memory of averaging 2 and 8 updates of 1.1 GB and 2 of 4.0 GB (hard
-links to the base: only their size matters; needs 10 GB). Masked updates: `masking.py`; updates that travel as
-differences: `delta.py`.
+so that all contenders find it in the page cache, runs each contender as a process of its own, turn about, and prints
+JSON: seconds (best of --repeat, and all) and peak resident memory of the process. `io` reads and writes the same bytes
+with two threads and no arithmetic; `crossfed_nesterov` takes the outer step of the default rule too. --mergekit names a
+Python interpreter that has mergekit. --growth instead prints the peak memory of averaging 2 and 8 updates of 1.1 GB and
+2 of 4.0 GB (hard links to the base: only their size matters; needs 10 GB). Masked updates: `masking.py`; updates that
+travel as differences: `delta.py`.
 """
 
 from __future__ import annotations
@@ -281,23 +281,27 @@ def main() -> None:
         "dtype": a.dtype,
         "model_bytes": sum(f.stat().st_size for f in base.glob("*.safetensors")),
     }
-    for name, command in contenders.items():
-        if a.only and name not in a.only:
-            continue
-        runs = []
-        for _ in range(a.repeat):
+    chosen = {name: command for name, command in contenders.items() if not a.only or name in a.only}
+    runs: dict[str, list[dict[str, object]]] = {name: [] for name in chosen}
+    off: dict[str, float] = {}
+    for _ in range(a.repeat):
+        for name, command in chosen.items():
             shutil.rmtree(out, ignore_errors=True)
             run = measured(command, {"HF_HUB_OFFLINE": "1"})
             output = str(run.pop("output", ""))
-            if name == "io" and "failed" not in run:
-                run["stream_seconds"] = round(float(output), 3)
-            elif name.startswith("crossfed") and "failed" not in run:
-                run |= {"phases": json.loads(output)["seconds"]}
-            runs.append(run)
-        best = min(runs, key=lambda run: run.get("seconds", 1e9))  # type: ignore[arg-type,return-value]
-        if name not in ("io", "crossfed_nesterov") and "failed" not in best and a.updates > 1:
-            best["off_the_rounded_mean"] = off_share(base, updates, out)
-        result[name] = best | {"all_seconds": [run.get("seconds") for run in runs]}
+            if "failed" not in run:
+                if name == "io":
+                    run["stream_seconds"] = round(float(output), 3)
+                elif name.startswith("crossfed"):
+                    run |= {"phases": json.loads(output)["seconds"]}
+                if name not in ("io", "crossfed_nesterov", *off) and a.updates > 1:
+                    off[name] = off_share(base, updates, out)
+            runs[name].append(run)
+    for name, all_runs in runs.items():
+        best = min(all_runs, key=lambda run: run.get("seconds", 1e9))  # type: ignore[arg-type,return-value]
+        if name in off:
+            best["off_the_rounded_mean"] = off[name]
+        result[name] = best | {"all_seconds": [run.get("seconds") for run in all_runs]}
     print(json.dumps(result, indent=2))
     shutil.rmtree(out, ignore_errors=True)
     if not a.keep:

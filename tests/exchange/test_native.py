@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -135,16 +136,48 @@ def test_without_a_compiler(tmp_path: Path):
         assert done.stdout == "None\n", done.stderr
 
 
-@compiled
-def test_a_folder_that_cannot_be_written_costs_a_compilation_a_process(monkeypatch: pytest.MonkeyPatch):
+@pytest.fixture
+def nothing_beside_the_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """The user's cache, where the folder of Python's compiled files may not be written."""
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     monkeypatch.setattr(native, "_digest", lambda compiler: "0" * 16)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     native.library.cache_clear()
-    try:
-        assert native.library() is not None
-        assert not (native.SOURCE.parent / "__pycache__" / f"native.{'0' * 16}.so").exists()
-    finally:
-        native.library.cache_clear()
+    yield tmp_path / "crossfed"
+    assert not (native.SOURCE.parent / "__pycache__" / NAME).exists()
+    native.library.cache_clear()
+
+
+NAME = f"native.{'0' * 16}.so"
+
+
+@compiled
+def test_an_installation_that_cannot_be_written_is_compiled_once_a_user(
+    nothing_beside_the_source: Path, monkeypatch: pytest.MonkeyPatch
+):
+    cache = nothing_beside_the_source
+    assert native.library() is not None
+    assert cache.stat().st_mode & 0o777 == 0o700 and [path.name for path in cache.iterdir()] == [NAME]
+    native.library.cache_clear()
+    monkeypatch.setattr(native, "_compiled", lambda *_: pytest.fail("compiled once more"))
+    assert native.library() is not None
+
+
+@compiled
+@pytest.mark.parametrize("fault", ["folder that others write", "folder that is a link", "file that others write"])
+def test_what_others_can_write_is_never_loaded(nothing_beside_the_source: Path, fault: str):
+    cache = nothing_beside_the_source
+    planted = b"not a library"
+    target = cache if "link" not in fault else cache.with_name("elsewhere")
+    target.mkdir(mode=0o700)
+    if "link" in fault:
+        cache.symlink_to(target)
+    (target / NAME).write_bytes(planted)
+    (target / NAME).chmod(0o666 if "file" in fault else 0o600)
+    target.chmod(0o777 if "folder that others" in fault else 0o700)
+    assert native.library() is not None
+    replaced = (target / NAME).read_bytes() != planted
+    assert replaced == ("file" in fault), "made anew in one's own folder, left alone in another's"
 
 
 @compiled

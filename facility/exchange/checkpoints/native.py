@@ -1,9 +1,11 @@
 """`native.c`, compiled where there is a C compiler; elsewhere numpy does the same work in more passes.
 
 The library is stored beside Python's own compiled files (`__pycache__`), named by the digest of source, compiler and
-processor, and is compiled by the first process that needs it. Where that folder cannot be written, each process
-compiles its own. The environment variable CROSSFED_NATIVE=0 turns it off. Elementwise results are bitwise identical
-either way; sums of products may differ in their last bits.
+processor, and is compiled by the first process that needs it. Where that folder cannot be written (an installation that
+several share, PYTHONDONTWRITEBYTECODE), it is stored in the user's cache (`$XDG_CACHE_HOME/crossfed`, else
+`~/.cache/crossfed`); where that is not this user's alone, either, each process compiles its own. The environment
+variable CROSSFED_NATIVE=0 turns it off. Elementwise results are bitwise identical either way; sums of products may
+differ in their last bits.
 
 Every function takes contiguous arrays of the lengths it names and checks nothing: the callers do.
 """
@@ -15,6 +17,7 @@ import hashlib
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -48,14 +51,45 @@ def library() -> ctypes.CDLL | None:
     try:
         if (folder / name).exists():
             return _load(folder / name)
-        if not sys.dont_write_bytecode:
-            folder.mkdir(exist_ok=True)
-            if os.access(folder, os.W_OK):
-                return _load(_compiled(compiler, folder, name))
+        if not sys.dont_write_bytecode and _made(folder):
+            return _load(_compiled(compiler, folder, name))
+        if (cache := _user_cache()) is not None:
+            stored = cache / name
+            return _load(stored if _ours_alone(stored) else _compiled(compiler, cache, name))
         with tempfile.TemporaryDirectory(prefix="crossfed-native-") as own:
             return _load(_compiled(compiler, Path(own), name))
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+def _made(folder: Path) -> bool:
+    """Whether files can be written there."""
+    try:
+        folder.mkdir(exist_ok=True)
+    except OSError:
+        return False
+    return os.access(folder, os.W_OK)
+
+
+def _user_cache() -> Path | None:
+    """A folder that nobody else writes to; None where there is none, and none can be made."""
+    stated = os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        folder = (Path(stated) if os.path.isabs(stated) else Path.home() / ".cache") / "crossfed"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except (OSError, RuntimeError):
+        return None
+    return folder if _ours_alone(folder) and os.access(folder, os.W_OK) else None
+
+
+def _ours_alone(path: Path) -> bool:
+    """Whether it is there, belongs to this user, is no link, and no other may write it."""
+    try:
+        status = path.lstat()
+    except OSError:
+        return False
+    linked = stat.S_ISLNK(status.st_mode)
+    return not linked and status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _digest(compiler: str) -> str:
