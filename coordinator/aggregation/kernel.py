@@ -80,7 +80,9 @@ class Work:
     """None: the step is added."""
     float64: bool = False
     statistics: str = "exact"
-    """`exact`, `sample` or `off`: whether the inner products of the steps are summed."""
+    """`exact`, `sample` or `off`: how many values count for inner products and for the norm of the round's step."""
+    products: bool = True
+    """Whether the inner products are summed; not where an earlier pass over the same updates did."""
     by_tensor: bool = False
     """Whether the inner products are also kept for every tensor."""
     momentum: bool = False
@@ -271,7 +273,7 @@ def _combined(part: _Part, piece: slice, result: Passed) -> tuple[Array, Array, 
     counted = work.statistics == "exact" or (work.statistics == "sample" and number % SAMPLE == 0)
     base, steps, combined = part.take(
         piece,
-        gram=result.gram if counted else None,
+        gram=result.gram if counted and work.products else None,
         coefficients=work.coefficients,
         rows=work.observe is not None or work.combine is not None or work.momentum or work.walk is not None,
         add=part.added,

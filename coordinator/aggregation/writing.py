@@ -159,6 +159,7 @@ def _work(aggregation: Aggregation, outputs: Outputs, stack: ExitStack, model: T
         momentum=needs_momentum(settings),
         float64=settings.accumulate == "float64",
         statistics=statistics,
+        products=aggregation.measured is None,
         hashed=sources.hashed,
         model=model,
         new_master=writers[0] if writers else None,

@@ -71,6 +71,52 @@ static void step_from(const float *restrict base, const void *stored, int kind, 
             total[i] += step[i] * *weight;
 }
 
+/* One update's or four updates' share of the weighted sum of (update - base), bfloat16 or float32, where no step is wanted:
+ * the same operations in the same order as `step_from` one by one, with the sum kept in registers. */
+#define SHARES(NAME, STORED, VALUE)                                                                                     \
+    static void NAME(const float *restrict base, const STORED *restrict a, const STORED *restrict b,                    \
+                     const STORED *restrict c, const STORED *restrict d, const float *weights, int64_t n, int first,    \
+                     float *restrict total)                                                                             \
+    {                                                                                                                   \
+        const float one = weights[0], two = weights[1], three = weights[2], four = weights[3];                          \
+        for (int64_t i = 0; i < n; i++) {                                                                               \
+            float share = (VALUE(a[i]) - base[i]) * one;                                                                \
+            float sum = first ? share : total[i] + share;                                                               \
+            sum += (VALUE(b[i]) - base[i]) * two;                                                                       \
+            sum += (VALUE(c[i]) - base[i]) * three;                                                                     \
+            total[i] = sum + (VALUE(d[i]) - base[i]) * four;                                                            \
+        }                                                                                                               \
+    }
+#define UPPER_HALF(stored) from_bits((uint32_t)(stored) << 16)
+#define AS_STORED(stored) (stored)
+SHARES(shares_bf16, uint16_t, UPPER_HALF)
+SHARES(shares_f32, float, AS_STORED)
+
+/* The weighted sum of k updates' steps, for the n elements from `start`. scratch: n values. */
+static void sum_of(const float *base, const void *const *updates, const int *kinds, int64_t k, int64_t start, int64_t n,
+                   const float *weights, float *scratch, float *total)
+{
+    int64_t row = 0;
+    while (row < k) {
+        int alike = k - row >= 4 && kinds[row] == kinds[row + 1] && kinds[row] == kinds[row + 2] &&
+                    kinds[row] == kinds[row + 3];
+        if (alike && kinds[row] == BF16) {
+            const uint16_t *const *raw = (const uint16_t *const *)updates + row;
+            shares_bf16(base, raw[0] + start, raw[1] + start, raw[2] + start, raw[3] + start, weights + row, n, row == 0,
+                        total);
+            row += 4;
+        } else if (alike && kinds[row] == F32) {
+            const float *const *raw = (const float *const *)updates + row;
+            shares_f32(base, raw[0] + start, raw[1] + start, raw[2] + start, raw[3] + start, weights + row, n, row == 0,
+                       total);
+            row += 4;
+        } else {
+            step_from(base, updates[row], kinds[row], start, n, weights + row, row == 0, scratch, total);
+            row++;
+        }
+    }
+}
+
 /* Inner products of x with `count` rows of at most RUN values; inlined with a constant `count`. */
 static inline __attribute__((always_inline)) void dots_of(const float *x, const float *rows, int64_t stride, int count,
                                                           int64_t n, double *out)
@@ -143,9 +189,12 @@ void crossfed_steps(int64_t n, int64_t k, const void *base, int base_kind, const
         float *rows = steps ? steps + start : scratch;
         float *b = widened + start, *total = sum + start;
         widen(base, base_kind, start, count, b);
-        for (int64_t row = 0; row < k; row++)
-            step_from(b, updates[row], kinds[row], start, count, weights ? weights + row : 0, row == 0, rows + row * apart,
-                      total);
+        if (weights && !steps && !gram)
+            sum_of(b, updates, kinds, k, start, count, weights, scratch, total);
+        else
+            for (int64_t row = 0; row < k; row++)
+                step_from(b, updates[row], kinds[row], start, count, weights ? weights + row : 0, row == 0,
+                          rows + row * apart, total);
         if (gram)
             add_products(rows, apart, k, count, gram);
         for (int64_t i = 0; add && i < count; i++)
