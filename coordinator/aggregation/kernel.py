@@ -37,7 +37,7 @@ from facility.exchange.files.streamed_digest import StreamedDigest
 
 READ = 4 * PIECE
 """Elements read at a time from each source: few enough that they are still in the cache when they are worked on."""
-READ_BYTES = 24 << 20
+READ_BYTES = 8 << 20
 """Buffer bytes of one thread for what it reads, whatever the number of updates (a piece of each at least)."""
 SAMPLE = 16
 """With sampled statistics, every N-th piece of each tensor counts, from its first on."""
