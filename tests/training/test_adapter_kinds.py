@@ -18,6 +18,7 @@ from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.layout import LoraSettings
 from facility.exchange.messages.report import read_report
 from facility.exchange.validation import parse
+from facility.training.lora import inject
 from tests.aggregation import make
 from tests.pico import save_pico
 from tests.training.families import save_tiny
@@ -144,3 +145,23 @@ def test_experts_that_a_model_does_not_have_are_refused(tmp_path: Path):
     lora = {"rank": 2, "parameters": BOTH}
     (said,) = rounds_in([("one", arguments(tmp_path / "one", model, dataset, lora=lora))], expect=2)["one"]
     assert "fits no fused experts of the model; it has none" in said
+
+
+def test_a_tied_head_is_refused_with_the_module_to_name_instead():
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=32, tie_word_embeddings=True, **sizes)
+
+    def injected(name: str) -> Any:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        model.tie_weights()
+        inject(model, parse(LoraSettings, {"rank": 2, "modules_to_save": [name]}), classifies=False)
+        return model
+
+    with pytest.raises(ConfigurationError, match="'lm_head'.*model.embed_tokens.*name 'embed_tokens' instead"):
+        injected("lm_head")
+    with pytest.raises(ConfigurationError, match="'nothing', which is not a module"):
+        injected("nothing")
+    assert injected("embed_tokens").model.embed_tokens.weight.requires_grad
