@@ -17,15 +17,19 @@ import dataclasses
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from facility.dataset import IMAGES, PreparedDataset
 from facility.exchange.errors import exit_on_error
 from facility.exchange.logs import add_log_options
 from facility.preparing.images.command import add_images, prepare_images_of, summary_of_images
+
+LINE_SECONDS = 30.0
+"""Between two lines of progress in a log."""
 
 if TYPE_CHECKING:
     from facility.preparing.build import Prepared
@@ -222,7 +226,10 @@ def add_running(arguments: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def progress_bar() -> Iterator[Callable[[str, float, int], None]]:
-    """A bar on stderr: share of all sources read, documents, current source."""
+    """Progress on stderr: share of all sources read, documents, current source; lines where it is no terminal."""
+    if not sys.stderr.isatty():
+        yield progress_lines(sys.stderr)
+        return
     from tqdm import tqdm
 
     form = "{desc}{percentage:3.0f}%|{bar}| {postfix[0]} documents [{elapsed}<{remaining}]"
@@ -242,6 +249,22 @@ def progress_bar() -> Iterator[Callable[[str, float, int], None]]:
     finally:
         for bar in bars:
             bar.close()
+
+
+def progress_lines(
+    out: TextIO, clock: Callable[[], float] = time.monotonic, seconds: float = LINE_SECONDS
+) -> Callable[[str, float, int], None]:
+    """Writes a line at most every so many seconds, the first after as many: for logs, which a bar would fill."""
+    told = clock()
+
+    def progress(source: str, share: float, documents: int) -> None:
+        nonlocal told
+        if clock() - told >= seconds:
+            told = clock()
+            where = f" ({source})" if source else ""
+            print(f"{share:.0%} read, {documents:,} documents{where}", file=out, flush=True)
+
+    return progress
 
 
 def summary(dataset: PreparedDataset, reused: bool) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import io
 import json
 import signal
 import subprocess
@@ -16,7 +17,7 @@ import pytest
 
 from facility.dataset import DatasetError, open_dataset
 from facility.exchange.errors import TryAgain
-from facility.prepare import main
+from facility.prepare import main, progress_bar, progress_lines
 from facility.preparing import build, encoding, reading, writing
 from facility.preparing.build import Request, prepare
 from facility.preparing.sources import Fields
@@ -356,3 +357,15 @@ def test_a_dead_worker_is_an_error_not_a_hang(request_: Request, monkeypatch: py
     with pytest.raises(TryAgain, match="one of 2 tokenising processes died"):
         prepare(change(request_, processes=2))
     assert not request_.out.exists()
+
+
+def test_a_log_gets_a_line_every_half_minute_and_no_carriage_return(capsys: pytest.CaptureFixture[str]):
+    out, now = io.StringIO(), {"now": 0.0}
+    progress = progress_lines(out, clock=lambda: now["now"])
+    for second in range(100):
+        now["now"] = float(second)
+        progress("law.jsonl", second / 100, 1000 * second)
+    assert out.getvalue().splitlines() == [f"{n}% read, {n},000 documents (law.jsonl)" for n in (30, 60, 90)]
+    with progress_bar() as told:  # pytest's stderr is no terminal
+        told("law.jsonl", 0.5, 10)
+    assert capsys.readouterr().err == ""
