@@ -57,6 +57,7 @@ def main() -> int:
         loss_received=received,
         loss_returned=trainer.evaluate()["eval_loss"] if call.steps else received,
         training_loss=trained,
+        task="causal-lm",
     )
     return 0
 

@@ -59,6 +59,7 @@ def main() -> int:
         loss_received=received,
         loss_returned=evaluate() if losses else received,
         training_loss=sum(losses) / len(losses) if losses else received,
+        task="causal-lm",
     )
     return 0
 

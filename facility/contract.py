@@ -15,8 +15,9 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.step_norms import StepNorms
@@ -27,6 +28,7 @@ from facility.exchange.messages.manifest import Manifest, verify_manifest, write
 from facility.exchange.messages.outcome import ENDING
 from facility.exchange.messages.settings import FacilitySettings, TrainingSettings, read_facility_settings
 from facility.exchange.perplexity import perplexity
+from facility.exchange.task_words import Task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +48,10 @@ class Call:
     """What this facility keeps between the rounds of this federation; it need not exist yet."""
     signals: list[int]
     """Signals that have asked this process to end."""
+    began: float = field(default_factory=time.monotonic)
+    """When the call was read, on this process's monotonic clock."""
+    stepped: list[float] = field(default_factory=list)
+    """When each step was reported, on the same clock."""
 
     @property
     def training(self) -> TrainingSettings:
@@ -68,6 +74,7 @@ class Call:
 
     def report_step(self, step: int, loss: float) -> None:
         """Replace `progress.json` after step number `step`, from 1, and print the step."""
+        self.stepped.append(time.monotonic())
         if self.first_rank:
             print(f"step {step}/{self.steps}: loss {loss:.4f}", flush=True)
             message = progress.JobProgress(step=step, steps=self.steps, loss=loss, time=round(time.time(), 3))
@@ -81,13 +88,16 @@ class Call:
         loss_received: float,
         loss_returned: float,
         training_loss: float,
+        task: Task | Literal["own"] = "own",
     ) -> None:
         """Make the update of the first rank: weights by `save(directory)` (not for an evaluation), report, manifest.
 
-        `tokens`: trained on in this round, by which the update is weighted.
+        `tokens`: trained on in this round, by which the update is weighted. `task`: what the losses are of, as
+        `facility.prepare` names it, so that tables show perplexities of text and images of images.
         """
         if not self.first_rank:
             return
+        ready = time.monotonic()
         with new_directory(self.out) as out:
             if self.steps:
                 save(out)
@@ -107,6 +117,9 @@ class Call:
                     training_loss=training_loss,
                     perplexity_received=perplexity(loss_received),
                     perplexity_returned=perplexity(loss_returned),
+                    seconds=self._seconds(ready),
+                    tokens_per_second=self._speed(tokens),
+                    details={report.TASK: task},
                 ),
             )
             manifest = Manifest(
@@ -117,6 +130,31 @@ class Call:
                 base_sha256=self.base.content_sha256,
             )
             write_manifest(out, manifest)
+
+    def _seconds(self, ready: float) -> report.Seconds:
+        """Wall time since the call: what precedes the first step, the steps, what follows them, and saving.
+
+        Without two reported steps all that is not saving counts as training, or as evaluation where nothing is trained.
+        """
+        save = time.monotonic() - ready
+        if not self.steps:
+            return report.Seconds(evaluate=ready - self.began, save=save)
+        if len(self.stepped) < 2:
+            return report.Seconds(train=ready - self.began, save=save)
+        one = (self.stepped[-1] - self.stepped[0]) / (len(self.stepped) - 1)
+        first = max(self.began, self.stepped[0] - one)
+        return report.Seconds(
+            load=first - self.began,
+            train=self.stepped[-1] - first,
+            evaluate=ready - self.stepped[-1],
+            save=save,
+        )
+
+    def _speed(self, tokens: int) -> float:
+        """Tokens a second between the first and the last step that were reported; 0: not known."""
+        if not self.steps or len(self.stepped) < 2 or self.stepped[-1] <= self.stepped[0]:
+            return 0.0
+        return tokens / self.steps * (len(self.stepped) - 1) / (self.stepped[-1] - self.stepped[0])
 
     def _state_norms(self, out: Path) -> None:
         """State the norm of the step, which saves the coordinator a reading of every update."""

@@ -24,6 +24,7 @@ import numpy
 
 from facility.exchange.errors import ConfigurationError, InputError
 from facility.exchange.messages.manifest import sha256_of
+from facility.exchange.task_words import Task
 from facility.exchange.validation import parse, validated
 
 FORMAT = 1
@@ -32,7 +33,6 @@ TOKENIZER = "tokenizer"
 IMAGE_PROCESSOR = "image_processor"
 IMAGES: Literal["image-classification"] = "image-classification"
 SPLITS = ("train", "validation")
-Task = Literal["causal-lm", "chat", "preference", "masked-lm", "classification", "image-classification"]
 Documents = Literal["joined", "separate", "padded"]
 LOSS, START = 1, 2
 """Marks of a token: it is to be predicted; a document (or the filling of a block) begins here."""

@@ -67,6 +67,8 @@ class FacilityRow:
     """Normalised weight in the mean."""
     staleness: int = 0
     """Rounds before this one that its update was made for; more than 0 where rounds do not wait."""
+    task: str = ""
+    """What its losses are of (`facility.exchange.task_words`); empty: not told."""
     tokens: int = 0
     samples: int = 0
     steps: int = 0

@@ -18,8 +18,10 @@ from coordinator.archive.many import NAMED, first_groups, grouped, kind_of, many
 from coordinator.archive.masked_rounds import masked_rounds, masked_sentence
 from coordinator.archive.privacy import latest_privacy, sentence
 from coordinator.archive.rounds import CARRIED, Archive, RoundFile
+from coordinator.archive.task import task_of
 from facility.exchange.messages.strict_json import clean
 from facility.exchange.perplexity import LARGEST_LOSS, perplexity
+from facility.exchange.task_words import TaskWords, words_of
 
 LONGEST_SHOWN = 2000
 """Characters."""
@@ -66,6 +68,7 @@ def summary(archive: Archive) -> dict[str, Any]:
         rounds.append(row)
     return {
         "archive": str(archive.path),
+        "task": task_of(archive, history),
         "rounds": rounds,
         "initial_perplexity": shown_perplexity(losses[0]) if history else None,
         "final_scores": evaluation.get("scores", {}) if after is not None else {},
@@ -101,37 +104,39 @@ def table(data: dict[str, Any]) -> Table:
     """A rich table of `summary`'s data; with a column for staleness where an update came late."""
     late = any_late(data)
     result = Table(title="rounds and facilities", title_justify="left")
-    answers = has_accuracy(data)
+    answers, words = has_accuracy(data), words_of(data.get("task", ""))
     left = ("facility", "status")
-    names = ("round", *left, "tokens", "seconds", "weight", *(["staleness"] if late else []))
+    names = ("round", *left, words.unit, "seconds", "weight", *(["staleness"] if late else []))
     more = ("accuracy received", "accuracy returned") if answers else ()
-    for name in (*names, "perplexity received", "perplexity returned", "global model", *more):
+    for name in (*names, f"{words.metric} received", f"{words.metric} returned", "global model", *more):
         result.add_column(name, justify="left" if name in left else "right")
     for entry in data["rounds"]:
         alone, together = to_show(entry["facilities"])
         if together:
-            end = "" if alone else number(entry["global_perplexity"])
+            end = "" if alone else words.text(entry["global_perplexity"])
             told = _middle_accuracies(together) if answers else []
-            result.add_row(str(entry["round"]), *_cells_of_many(together, late), end, *told, end_section=not alone)
+            result.add_row(
+                str(entry["round"]), *_cells_of_many(together, words, late), end, *told, end_section=not alone
+            )
         for place, row in enumerate(alone):
             last = place == len(alone) - 1
             result.add_row(
                 str(entry["round"]) if place == 0 and not together else "",
                 row["facility"],
                 _status(row),
-                f"{row['tokens']:,}",
-                f"{row['seconds']:.1f}",
+                f"{words.count(row):,}",
+                seconds_of(row["seconds"]),
                 f"{row['weight']:.3f}",
                 *([str(row.get("staleness", 0))] if late else []),
-                number(row["perplexity_received"]),
-                number(row["perplexity_returned"]),
-                number(entry["global_perplexity"]) if last else "",
+                words.text(row["perplexity_received"]),
+                words.text(row["perplexity_returned"]),
+                words.text(entry["global_perplexity"]) if last else "",
                 *(accuracies(row) if answers else []),
                 end_section=last,
             )
     alone, together = to_show(data["final_evaluation"])
     if together:
-        name, status, _, seconds, _, received, _ = _cells_of_many(together)
+        name, status, _, seconds, _, received, _ = _cells_of_many(together, words)
         told = _middle_accuracies(together) if answers else []
         result.add_row("final", name, status, "", seconds, *_blank(late), received, "", "", *told)
     for row in alone:
@@ -141,9 +146,9 @@ def table(data: dict[str, Any]) -> Table:
             row["facility"],
             status,
             "",
-            f"{row['seconds']:.1f}",
+            seconds_of(row["seconds"]),
             *_blank(late),
-            number(row["perplexity_received"]),
+            words.text(row["perplexity_received"]),
             "",
             "",
             *(accuracies(row) if answers else []),
@@ -198,10 +203,11 @@ def _what_happened(row: Mapping[str, Any]) -> tuple[object, ...]:
 
 
 def one_of(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One row for several: the first one's words, sums of tokens and weights, medians of the rest."""
+    """One row for several: the first one's words, sums of what was trained on and of weights, medians of the rest."""
     if len(rows) == 1:
         return rows[0]
     sums = {key: sum(row[key] for row in rows) for key in ("tokens", "weight")}
+    sums["samples"] = sum(row.get("samples", 0) for row in rows)
     speeds = {key: median_of(rows, key) or 0.0 for key in ("seconds", "tokens_per_second")}
     medians = {key: median_of(rows, key) for key in MEDIANS}
     return rows[0] | sums | speeds | medians | {"facility": names_of([row["facility"] for row in rows])}
@@ -213,17 +219,17 @@ def median_of(rows: Sequence[Mapping[str, Any]], key: str) -> float | None:
     return statistics.median(known) if known else None
 
 
-def _cells_of_many(rows: Sequence[dict[str, Any]], late: bool = False) -> list[str]:
-    """One line for facilities that are all well: sums of tokens and weights, medians of the rest."""
+def _cells_of_many(rows: Sequence[dict[str, Any]], words: TaskWords, late: bool = False) -> list[str]:
+    """One line for facilities that are all well: sums of what was trained on and of weights, medians of the rest."""
     return [
         f"{len(rows)} facilities",
         "ok (medians)",
-        f"{sum(row['tokens'] for row in rows):,}",
-        f"{median_of(rows, 'seconds') or 0.0:.1f}",
+        f"{sum(map(words.count, rows)):,}",
+        seconds_of(median_of(rows, "seconds") or 0.0),
         f"{sum(row['weight'] for row in rows):.3f}",
         *(["0"] if late else []),
-        number(median_of(rows, "perplexity_received")),
-        number(median_of(rows, "perplexity_returned")),
+        words.text(median_of(rows, "perplexity_received")),
+        words.text(median_of(rows, "perplexity_returned")),
     ]
 
 
@@ -276,6 +282,11 @@ def _waited(seconds: Mapping[str, float]) -> list[str]:
     most = sorted(seconds, key=lambda name: -seconds[name])[:NAMED]
     named = ", ".join(f"{shown(name)} {seconds[name] / 3600:.3g}" for name in most)
     return [f"{len(seconds)} facilities: {sum(seconds.values()) / 3600:.3g} {what} (most: {named})"]
+
+
+def seconds_of(seconds: float) -> str:
+    """Empty where a job told none: no job takes no time."""
+    return f"{seconds:.1f}" if seconds else ""
 
 
 def number(value: float | None) -> str:

@@ -28,7 +28,7 @@ def status(
         bool, typer.Option("--follow", help="Show each facility's job until the run ends; no login, no question.")
     ] = False,
 ) -> None:
-    """Print rounds, facilities and perplexities from the archive; with --queues also why jobs wait and what to do."""
+    """Print rounds, facilities and losses from the archive; with --queues also why jobs wait and what to do."""
     from coordinator.config.federation import read_federation
 
     described = read_federation(federation)

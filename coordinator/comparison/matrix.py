@@ -19,6 +19,7 @@ from facility.exchange.messages.comparison import (
     Interval,
     perplexities,
 )
+from facility.exchange.task_words import TEXT, TaskWords, capital
 
 TITLES = {INITIAL: "initial", GLOBAL: "global"}
 MASKED = (
@@ -48,8 +49,8 @@ def title(folder: str) -> str:
     return f"{name}'s update" if prefix == UPDATE_OF else f"{name} alone"
 
 
-def matrix(archive: Archive, settings: Mapping[str, Any], names: Sequence[str]) -> Row:
-    """The matrix, or {} before a facility has found anything. `settings`: of the report."""
+def matrix(archive: Archive, settings: Mapping[str, Any], names: Sequence[str], words: TaskWords = TEXT) -> Row:
+    """The matrix, or {} before a facility has found anything. `settings`: of the report; `words`: of its task."""
     account = read_account(archive) if archive.path.is_dir() else None
     if account is None or not any(account.figures.values()):
         return {}
@@ -75,8 +76,8 @@ def matrix(archive: Archive, settings: Mapping[str, Any], names: Sequence[str]) 
             for one in account.tasks.get(name, [])
         ],
         "summary": [*_summary(account.figures), *_chosen(account, averaged)],
-        "verdicts": [line for name in names for line in _verdicts(name, account.figures.get(name, []))]
-        + [line for name in names for line in forgotten(account.figures.get(name, []), held_out)],
+        "verdicts": [line for name in names for line in _verdicts(name, account.figures.get(name, []), words.nats)]
+        + [line for name in names for line in forgotten(account.figures.get(name, []), held_out, words.nats)],
         "gaps": {name: shown(reason) for name, reason in account.gaps.items()},
         "alone": _alone(account),
         "complete": account.over,
@@ -85,6 +86,7 @@ def matrix(archive: Archive, settings: Mapping[str, Any], names: Sequence[str]) 
             masked=bool((settings.get("privacy") or {}).get("secure_aggregation")),
             whole=any(one["model"] == title(INITIAL) for one in cells),
             averaged=bool(averaged),
+            words=words,
         ),
     }
 
@@ -98,15 +100,15 @@ def _chosen(account: Account, averaged: Sequence[str]) -> list[str]:
     return [line for folder in averaged if (line := sentence(account, int(folder.removeprefix(LAST_OF))))]
 
 
-def _caption(*, masked: bool, whole: bool, averaged: bool) -> str:
+def _caption(*, masked: bool, whole: bool, averaged: bool, words: TaskWords) -> str:
     """`masked`: models of single facilities were evaluated by themselves alone; `whole`: more than candidates for the
     final model were compared; `averaged`: the mean of the last models was."""
     models = ["the mean of the last models"] if averaged else []
     if whole:
         models = ["the initial model", *models, "every facility's own last update"]
-        models.append("models trained alone for as many tokens")
+        models.append(f"models trained alone for as many {words.unit}")
     told = f"{', '.join(models)}, and the global model"
-    text = f"Perplexity on each facility's validation data (rows) of {told}{SHADES}. Intervals: {METHOD}."
+    text = f"{capital(words.metric)} on each facility's validation data (rows) of {told}{SHADES}. Intervals: {METHOD}."
     return f"{text} {MASKED}" if masked and whole else text
 
 
@@ -152,13 +154,13 @@ def _against_own(name: str, figures: Sequence[Row]) -> dict[str, Mapping[str, fl
     return found
 
 
-def _verdicts(name: str, figures: Sequence[Row]) -> list[str]:
+def _verdicts(name: str, figures: Sequence[Row], nats: str) -> list[str]:
     """In sentences: the global model against this facility's own ones."""
     differences = _against_own(name, figures).items()
-    return [f"{name}: on its data the global model is {_compared(less, what)}." for what, less in differences]
+    return [f"{name}: on its data the global model is {_compared(less, what, nats)}." for what, less in differences]
 
 
-def forgotten(figures: Sequence[Row], held_out: str) -> list[str]:
+def forgotten(figures: Sequence[Row], held_out: str, nats: str = TEXT.nats) -> list[str]:
     """In sentences: the global model against the initial one on data that nobody trained on."""
     found = {one["model"]: one["against"] for one in figures if one["held_out"]}
     less = found.get(GLOBAL, {}).get(INITIAL)
@@ -166,7 +168,7 @@ def forgotten(figures: Sequence[Row], held_out: str) -> list[str]:
         less = _negated(more)
     if less is None:
         return []
-    return [f"{held_out}, which nobody trained on: the global model is {_compared(less, 'the initial one')}."]
+    return [f"{held_out}, which nobody trained on: the global model is {_compared(less, 'the initial one', nats)}."]
 
 
 def _summary(figures: Mapping[str, Sequence[Row]]) -> list[str]:
@@ -192,12 +194,12 @@ def _negated(less: Mapping[str, float]) -> dict[str, float]:
     return {"value": -less["value"], "low": -less["high"], "high": -less["low"]}
 
 
-def _compared(less: Mapping[str, float], what: str) -> str:
-    """A difference of losses to the model `what`, in words and in nats per token."""
+def _compared(less: Mapping[str, float], what: str, nats: str) -> str:
+    """A difference of losses to the model `what`, in words and in `nats`."""
     ends = f"[{less['low']:+.4f}, {less['high']:+.4f}]"
     words = _direction(less)
     joined = f"{words} from {what}" if words == "not told apart" else f"{words} than {what}"
-    return f"{joined}: {less['value']:+.4f} nats per token {ends}"
+    return f"{joined}: {less['value']:+.4f} {nats} {ends}"
 
 
 def _alone(account: Account) -> dict[str, Row]:

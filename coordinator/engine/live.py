@@ -60,6 +60,8 @@ class Snapshot:
     time: float
     expected_end: float = 0.0
     """When all rounds are expected to be complete; 0: not known."""
+    unit: str = "tokens"
+    """Of speeds."""
     ended: str = ""
     """Why the run ended; empty: it goes on."""
     facilities: dict[str, FacilityState] = field(default_factory=dict)
@@ -111,7 +113,7 @@ def live_table(snapshot: Snapshot, now: float | None = None) -> Table:
     now = time.time() if now is None else now
     title = ", ".join(filter(None, (f"{snapshot.heading}: {shown(snapshot.coordinator)}", _end(snapshot, now))))
     result = Table(title=escape(title), title_justify="left")
-    for name in ("facility", "state", "for", "step", "loss", "tokens/s", "time left", "last sign of life"):
+    for name in ("facility", "state", "for", "step", "loss", f"{snapshot.unit}/s", "time left", "last sign of life"):
         result.add_column(name, justify="left" if name in ("facility", "state") else "right")
     alone, together = to_show(snapshot)
     for name in alone:
@@ -126,7 +128,7 @@ def live_lines(snapshot: Snapshot, now: float | None = None) -> list[str]:
     """The same as plain lines."""
     now = time.time() if now is None else now
     alone, together = to_show(snapshot)
-    lines = [f"{name}: {sentence(snapshot.facilities[name], now)}" for name in alone]
+    lines = [f"{name}: {sentence(snapshot.facilities[name], now, snapshot.unit)}" for name in alone]
     lines += [f"{_whose(state, names)}: {shown(state)}" for state, names in together.items()]
     return [f"{snapshot.heading}: {line}" for line in [*lines, *filter(None, [_end(snapshot, now)])]]
 
@@ -145,12 +147,12 @@ def _end(snapshot: Snapshot, now: float) -> str:
     return f"all rounds are expected to be complete about {day}{time.strftime('%H:%M', moment)}"
 
 
-def sentence(one: FacilityState, now: float) -> str:
+def sentence(one: FacilityState, now: float, unit: str = "tokens") -> str:
     """One facility in a line of text."""
     state, span, step, loss, speed, left, heard = _cells(one, now)
     parts = [f"{state} for {span}", f"step {step}" if step else "", f"loss {loss}" if loss else ""]
     parts += [
-        f"{speed} tokens/s" if speed else "",
+        f"{speed} {unit}/s" if speed else "",
         f"{left} left" if left else "",
         f"heard {heard} ago" if heard else "",
     ]

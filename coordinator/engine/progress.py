@@ -50,6 +50,8 @@ class Progress:
     live: dict[str, FacilityState] = field(default_factory=dict)
     """The same with what running jobs say of themselves; its times are seconds since 1970."""
     wall: Callable[[], float] = time.time
+    unit: Callable[[], str] = lambda: "tokens"
+    """Of speeds."""
     problems: list[str] = field(default_factory=list)
     _told: dict[str, float] = field(default_factory=dict)
     """By facility: when its steps were last reported as a line."""
@@ -136,7 +138,7 @@ class Progress:
         if one.stage != "training" or self.clock() - self._told.get(name, -LINE_SECONDS) < LINE_SECONDS:
             return None
         self._told[name] = self.clock()
-        return f"{self.title}: {name}: {sentence(one, self.wall())}"
+        return f"{self.title}: {name}: {sentence(one, self.wall(), self.unit())}"
 
     def _on_received(self, event: Event) -> str:
         self._set(event["facility"], "done")

@@ -97,6 +97,7 @@ class Recorder:
                     heading=progress.heading,
                     coordinator=progress.step,
                     time=self._written,
+                    unit=progress.unit(),
                     expected_end=self._expected_end(),
                     ended=ended,
                     facilities=facilities,

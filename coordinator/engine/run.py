@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from coordinator.archive import task as tasks
 from coordinator.archive.audit import NAME as AUDIT_LOG
 from coordinator.archive.audit import VARIABLE as LOG
 from coordinator.archive.journal import Journal
@@ -42,6 +43,7 @@ from coordinator.rounds.acceptance import accept, changes_since, is_accepted, re
 from coordinator.streamflow_plugin.names import LOGINS, PROGRESS_SECONDS
 from facility.exchange.errors import InputError, TryAgain
 from facility.exchange.files.storage import unwritable
+from facility.exchange.task_words import words_of
 
 log = logging.getLogger("coordinator.engine")
 
@@ -73,7 +75,7 @@ def run_federation(file: Path, *, live: bool, log: Path | None = None, accepted:
             f"{federation.rounds} rounds{going_on(federation.rounds, done)}; StreamFlow's log is {log}"
         )
         names = [facility.name for facility in federation.facilities]
-        progress = Progress(names, federation.rounds)
+        progress = Progress(names, federation.rounds, unit=lambda: tasks.words(archive).live_unit)
         run = Run(
             federation=federation,
             progress=progress,
@@ -309,13 +311,20 @@ def _display(progress: Progress, archive: Archive, console: Console) -> Live:
 
 def _picture(progress: Progress, archive: Archive) -> Table:
     now = time.time()
-    result = live_table(
-        Snapshot(federation="", heading=progress.heading, coordinator=progress.step, time=now, facilities=progress.live)
-    )
     history = archive.history()
-    if history:
-        told = ", ".join(
-            f"{value:.3f}" for entry in history if (value := shown_perplexity(entry.global_loss)) is not None
+    words = words_of(tasks.task_of(archive, history))
+    result = live_table(
+        Snapshot(
+            federation="",
+            heading=progress.heading,
+            coordinator=progress.step,
+            time=now,
+            unit=words.live_unit,
+            facilities=progress.live,
         )
-        result.caption = f"global perplexity as received, round by round: {told}"
+    )
+    if history:
+        known = [value for entry in history if (value := shown_perplexity(entry.global_loss)) is not None]
+        told = ", ".join(map(words.text, known))
+        result.caption = f"global {words.metric} as received, round by round: {told}"
     return result

@@ -261,7 +261,7 @@ def _tokenizer(name: str, answer: dict[str, Any], model: ModelFigures | None) ->
 
 
 def _blocks(facility: Facility, answer: dict[str, Any], model: ModelFigures | None) -> list[Row]:
-    """Are the blocks short enough for the model, and enough for a batch and a perplexity? A row for each that fails."""
+    """Are the blocks short enough for the model, and enough for a batch and validation? A row for each that fails."""
     blocks, batch = answer["blocks"], facility.training.batch_sequences
     rows = []
     if model and model.positions and answer["block_tokens"] > model.positions:
@@ -281,7 +281,7 @@ def _blocks(facility: Facility, answer: dict[str, Any], model: ModelFigures | No
     if not blocks.get("validation"):
         rows.append(
             (
-                "there is no validation block, so no perplexity can be computed",
+                "there is no validation block, so no validation loss can be computed",
                 "prepare with --validation or a larger --validation-share",
             )
         )

@@ -8,13 +8,13 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from coordinator.archive.averaged import MEAN
-from coordinator.archive.summary import has_accuracy
 from coordinator.comparison.matrix import title_of_mean
 from coordinator.config.federation import Federation
 from coordinator.publishing.names import public_names
 from coordinator.report.markdown import table
 from coordinator.report.page import cell, number, size, span
 from facility.exchange.messages.evaluation import VALIDATION
+from facility.exchange.task_words import words_of
 
 SEEN = "Updates were sent as model weights to the coordinator, which can see each of them"
 NO_GUARANTEE = "no differential privacy was applied, so that a published model may reproduce what it was trained on."
@@ -39,21 +39,22 @@ def model_card(federation: Federation, data: Mapping[str, Any], files: Mapping[s
 
 
 def evaluations(data: Mapping[str, Any], names: Mapping[str, str]) -> list[EvalResult]:
-    """Perplexity of the published model on each facility's validation data, and its scores on tasks.
+    """Perplexity or loss of the published model on each facility's validation data, and its scores on tasks.
 
     `dataset_config` is who evaluated: results that differ in nothing else would be taken for figures of one data set.
     """
+    words = words_of(data.get("task", ""))
     found = [
         EvalResult(
             task_type=_task_type(data),
             dataset_type="private",
             dataset_config=(where := names.get(row["facility"], "a facility")),
             dataset_name=f"validation data of {where}",
-            metric_type="perplexity",
-            metric_value=round(row["perplexity_received"], 4),
+            metric_type=words.metric,
+            metric_value=round(value, 4),
         )
         for row in _received(data)
-        if row["status"] == "ok" and row["perplexity_received"] is not None
+        if row["status"] == "ok" and (value := words.figure(row["perplexity_received"])) is not None
     ]
     after = data["model_round"] + 1
     return found + [
@@ -84,14 +85,13 @@ def _received(data: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
 
 
 def _task_type(data: Mapping[str, Any]) -> str:
-    """Classifiers alone tell a share of right answers."""
-    return "image-classification" if has_accuracy(data) else "text-generation"
+    return words_of(data.get("task", "")).hub_task
 
 
 def _text(
     federation: Federation, data: Mapping[str, Any], names: Mapping[str, str], title: str, files: Mapping[str, str]
 ) -> str:
-    head = data["headline"]
+    head, words = data["headline"], words_of(data.get("task", ""))
     base = federation.base_model or "a model of the federation's own"
     results = evaluations(data, names)
     lines = [
@@ -101,7 +101,7 @@ def _text(
         f"facility trained on data that it did not give away, and a coordinator aggregated the updates.",
         "",
         f"- facilities: {', '.join(names.values())}",
-        f"- rounds: {head['rounds']}; tokens: {head['tokens']:,}; aggregation: {rule_of(data['similarity'])}",
+        f"- rounds: {head['rounds']}; {words.unit}: {words.count(head):,}; aggregation: {rule_of(data['similarity'])}",
         *_of_which_round(data),
         *(f"- SHA-256 of `{name}`: `{digest}`" for name, digest in files.items()),
         f"- in the federation's records, the crate and `reproduce.md` this model is `{model_digest(data)}`",
@@ -152,7 +152,7 @@ def _matrix(data: Mapping[str, Any], names: Mapping[str, str]) -> list[str]:
     return [
         "### Every model on every facility's data",
         "",
-        *table(["perplexity on the data of", *map(public, matrix["models"])], rows),
+        *table([f"{words_of(data.get('task', '')).metric} on the data of", *map(public, matrix["models"])], rows),
         f"In brackets: {matrix['method']}.",
         "",
     ]

@@ -29,16 +29,19 @@ def card(name: str, dataset: Mapping[str, Any], public: PublicSettings) -> dict[
     counts = {
         split: {key: one[key] for key in ("documents", "tokens", "blocks")} for split, one in dataset["splits"].items()
     }
+    images = dataset["task"] == "image-classification"
     told = "; ".join(
-        f"{split}: {one['documents']:,} documents, {one['tokens']:,} tokens" for split, one in counts.items()
+        f"{split}: {one['documents']:,} " + ("images" if images else f"documents, {one['tokens']:,} tokens")
+        for split, one in counts.items()
     )
+    blocks = "as images" if images else f"in blocks of {dataset['block_tokens']} tokens"
     return {
         "@context": CONTEXT,
         "@type": "sc:Dataset",
         "conformsTo": "http://mlcommons.org/croissant/1.0",
         "name": name.replace(" ", "-"),
-        "description": f"Training data of {name}, prepared for {dataset['task']} in blocks of "
-        f"{dataset['block_tokens']} tokens. It stays at the facility; this card holds counts and digests only. {told}.",
+        "description": f"Training data of {name}, prepared for {dataset['task']} {blocks}. "
+        f"It stays at the facility; this card holds counts and digests only. {told}.",
         "license": public.license or "not stated",
         "inLanguage": list(public.languages),
         "isAccessibleForFree": False,

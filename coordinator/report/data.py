@@ -25,6 +25,7 @@ from coordinator.report.timeline import Segment, segments, totals
 from facility import __version__
 from facility.exchange.messages.evaluation import VALIDATION
 from facility.exchange.messages.manifest import manifest_if_any
+from facility.exchange.task_words import capital, words_of
 
 FORMAT = 1
 PACKAGES = ("streamflow", "cwltool", "torch", "transformers", "safetensors", "numpy")
@@ -51,6 +52,7 @@ def gather(archive: Archive, *, federation: str, settings: Mapping[str, Any], ca
         "format": FORMAT,
         "federation": federation,
         "mode": MODE,
+        "task": rounds["task"],
         "made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "facilities": names,
         "rounds_wanted": settings.get("rounds", 0),
@@ -61,7 +63,7 @@ def gather(archive: Archive, *, federation: str, settings: Mapping[str, Any], ca
         "rounds": rounds["rounds"],
         "final_evaluation": rounds["final_evaluation"],
         "curves": _curves(rounds, names),
-        "matrix": matrix(archive, settings, names) or comparison(rounds, names),
+        "matrix": matrix(archive, settings, names, words_of(rounds["task"])) or comparison(rounds, names),
         "tasks": _tasks([*rows, *rounds["final_evaluation"], *_own_scores(rounds)]),
         "training_losses": _training_losses(rounds, names),
         "timeline": {
@@ -167,9 +169,10 @@ def comparison(rounds: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any
         cells += [{"data": name, "model": model, "perplexity": value} for model, value in told.items() if value]
     models = [model for model in ("initial", "own update", "final") if any(one["model"] == model for one in cells)]
     data = [name for name in names if any(one["data"] == name for one in cells)]
+    words = words_of(rounds["task"])
     caption = (
-        "Perplexity on each facility's validation data (rows) of the initial model, the facility's own last update "
-        f"and the final global model{SHADES}."
+        f"{capital(words.metric)} on each facility's validation data (rows) of the initial model, the facility's own "
+        f"last update and the final global model{SHADES}."
     )
     return {"data": data, "models": models, "cells": cells, "caption": caption} if len(models) > 1 else {}
 
@@ -335,6 +338,7 @@ def _headline(data: Mapping[str, Any], rows: Sequence[Row], found: Sequence[Segm
         "rounds": len(data["rounds"]),
         "facilities": len(data["facilities"]),
         "tokens": sum(row["tokens"] for row in rows),
+        "samples": sum(row.get("samples", 0) for row in rows),
         "perplexity_first": curve[0] if curve else None,
         "perplexity_last": curve[-1] if curve else None,
         "wall_seconds": round(max(one.end for one in found) - min(one.begin for one in found), 3) if found else 0.0,

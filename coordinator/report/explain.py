@@ -110,7 +110,7 @@ def _now(workdir: Path, name: str) -> list[str]:
         why = f": {shown(snapshot.ended)}" if snapshot.ended else ""
         return [f"  No run goes on; the last one ended {_when(snapshot.time)}{why}."]
     one = snapshot.facilities.get(name)
-    return [f"  Now: {sentence(one, time.time())} ({snapshot.heading})."] if one is not None else []
+    return [f"  Now: {sentence(one, time.time(), snapshot.unit)} ({snapshot.heading})."] if one is not None else []
 
 
 def _history(rows: Sequence[FacilityRow]) -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from coordinator.archive.masked_rounds import masked_sentence
-from coordinator.archive.summary import accuracies, any_late, has_accuracy, shown, status_of
+from coordinator.archive.summary import accuracies, any_late, has_accuracy, seconds_of, shown, status_of
 from coordinator.comparison.matrix import SHADES
 from coordinator.report.many import for_display
 from coordinator.report.page import (
@@ -14,6 +14,7 @@ from coordinator.report.page import (
     cell,
     figures,
     last_artefacts,
+    nats_number,
     normal_interval,
     number,
     outliers,
@@ -21,6 +22,7 @@ from coordinator.report.page import (
     span,
     used_kinds,
 )
+from facility.exchange.task_words import words_of
 
 
 def markdown(data: Mapping[str, Any]) -> str:
@@ -71,26 +73,26 @@ def markdown(data: Mapping[str, Any]) -> str:
 
 def rounds(data: Mapping[str, Any]) -> list[str]:
     """The section with a line for each facility and round."""
-    late, answers = any_late(data), has_accuracy(data)
+    late, answers, words = any_late(data), has_accuracy(data), words_of(data.get("task", ""))
     rows = [
         [
             entry["round"],
             row["facility"],
             status_of(row),
-            f"{row['tokens']:,}",
-            f"{row['seconds']:.1f}",
+            f"{words.count(row):,}",
+            seconds_of(row["seconds"]),
             f"{row['weight']:.3f}",
             *([row.get("staleness", 0)] if late else []),
-            number(row["perplexity_received"]),
-            number(row["perplexity_returned"]),
-            number(entry["global_perplexity"]),
+            nats_number(words, row["perplexity_received"]),
+            nats_number(words, row["perplexity_returned"]),
+            nats_number(words, entry["global_perplexity"]),
             *(accuracies(row) if answers else []),
         ]
         for entry in data["rounds"]
         for row in entry["facilities"]
     ]
-    head = ["round", "facility", "status", "tokens", "seconds", "weight", *(["staleness"] if late else [])]
-    head += ["received", "returned", "global"]
+    head = ["round", "facility", "status", words.unit, "seconds", "weight", *(["staleness"] if late else [])]
+    head += [f"{words.metric} received", "returned", "global"]
     head += ["accuracy received", "accuracy returned"] if answers else []
     return ["## Rounds", "", *chosen(data, "rounds"), *table(head, rows)]
 
@@ -175,7 +177,7 @@ def matrix(data: Mapping[str, Any]) -> list[str]:
     """The section that compares models on each facility's data."""
     models = data["matrix"]["models"]
     shown_rows = [[row, *(cell(data, row, model) for model in models)] for row in data["matrix"]["data"]]
-    lines = ["## Data × model (perplexity)", "", *table(["data", *models], shown_rows)]
+    lines = [f"## Data × model ({words_of(data.get('task', '')).metric})", "", *table(["data", *models], shown_rows)]
     lines += [_cell(data["matrix"].get("caption", "").replace(SHADES, "")), ""]
     told = [*data["matrix"].get("summary", []), *data["matrix"].get("verdicts", [])]
     lines += [f"- {_cell(line)}" for line in told] + [""]

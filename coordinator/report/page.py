@@ -11,11 +11,12 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from coordinator.archive.summary import any_late, shown, status_of
+from coordinator.archive.summary import accuracies, any_late, has_accuracy, seconds_of, shown, status_of
 from coordinator.archive.summary import number as plain_number
 from coordinator.report.charts import COLOURS, LONG, Bar, Series, heat, line_chart, timeline
 from coordinator.report.many import MANY, for_display, lanes_of, least_alike
 from coordinator.report.timeline import KINDS
+from facility.exchange.task_words import TaskWords, capital, words_of
 
 FEW = 8
 """Facilities that get a colour of their own in the legend."""
@@ -57,6 +58,12 @@ def page(data: Mapping[str, Any]) -> str:
         settings=json.dumps(data["settings"], indent=2, ensure_ascii=False),
         late=any_late(data),
         status_of=status_of,
+        words=words_of(data.get("task", "")),
+        accuracies=accuracies if has_accuracy(data) else None,
+        capital=capital,
+        seconds_of=seconds_of,
+        speed=speed,
+        nats_number=nats_number,
         waiting=any_waited(data),
         span=span,
         size=size,
@@ -66,11 +73,12 @@ def page(data: Mapping[str, Any]) -> str:
 
 def figures(data: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The headline: value and label."""
-    head = data["headline"]
-    found = [(f"{head['tokens']:,}", "tokens trained on")]
+    head, words = data["headline"], words_of(data.get("task", ""))
+    found = [(f"{words.count(head):,}", f"{words.unit} trained on")]
     if head["perplexity_first"] is not None:
-        change = f"{head['perplexity_first']:.4g} → {head['perplexity_last']:.4g}"
-        found.insert(0, (change, "perplexity of the global model"))
+        ends = [words.figure(head[key]) for key in ("perplexity_first", "perplexity_last")]
+        change = " → ".join("" if one is None else f"{one:.4g}" for one in ends)
+        found.insert(0, (change, f"{words.metric} of the global model"))
     found.append((span(head["wall_seconds"]), "from the first event to the last"))
     for key, label in (
         ("node_hours", "node-hours"),
@@ -109,18 +117,22 @@ def _legend(data: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _curves(data: Mapping[str, Any]) -> Markup:
-    curves, names = data["curves"], data["facilities"]
+    curves, names, words = data["curves"], data["facilities"], words_of(data.get("task", ""))
     series = []
     for place, name in enumerate(names):
         own, style = curves["facilities"].get(name, {}), _style(place, len(names))
-        received = [tuple(pair) for pair in own.get("received", [])]
-        returned = [tuple(pair) for pair in own.get("returned", [])]
+        received, returned = (points_of(words, own.get(kind, [])) for kind in ("received", "returned"))
         series.append(Series(name=f"{name}: as received", points=received, style=style))
         line = not received
         series.append(Series(name=f"{name}: own update", points=returned, style=f"{style} dashed", line=line))
-    series.append(Series(name="global model", points=[tuple(pair) for pair in curves["global"]], style="global"))
+    series.append(Series(name="global model", points=points_of(words, curves["global"]), style="global"))
     unit = "rounds completed" if data["mode"] == "rounds" else "rounds of the facility"
-    return line_chart([one for one in series if one.points], x_label=unit, y_label="perplexity")
+    return line_chart([one for one in series if one.points], x_label=unit, y_label=words.metric)
+
+
+def points_of(words: TaskWords, pairs: Sequence[Sequence[float]]) -> list[tuple[float, float]]:
+    """Points of a chart of what is shown of perplexities."""
+    return [(pair[0], value) for pair in pairs if (value := words.figure(pair[1])) is not None]
 
 
 def _training(data: Mapping[str, Any]) -> Markup:
@@ -137,7 +149,9 @@ def _training(data: Mapping[str, Any]) -> Markup:
         for place, name in enumerate(names)
         if name in told
     ]
-    return line_chart(series, x_label="optimizer steps of the facility", y_label="nats per prediction", height=260)
+    return line_chart(
+        series, x_label="optimizer steps of the facility", y_label=words_of(data.get("task", "")).nats, height=260
+    )
 
 
 def _matrix(data: Mapping[str, Any]) -> Markup:
@@ -145,7 +159,8 @@ def _matrix(data: Mapping[str, Any]) -> Markup:
     matrix = data["matrix"]
     if not matrix.get("cells"):
         return Markup("")
-    values = {(one["data"], one["model"]): float(one["perplexity"]) for one in matrix["cells"]}
+    words = words_of(data.get("task", ""))
+    values = {(one["data"], one["model"]): words.figure(float(one["perplexity"])) or 0.0 for one in matrix["cells"]}
     shades = {}
     for row in matrix["data"]:
         own = [value for (name, _), value in values.items() if name == row]
@@ -164,20 +179,22 @@ def _matrix(data: Mapping[str, Any]) -> Markup:
 
 
 def cell(data: Mapping[str, Any], row: str, model: str) -> str:
-    """Perplexity with its bootstrap interval."""
+    """What is shown of a loss, with its bootstrap interval."""
+    words = words_of(data.get("task", ""))
     for one in data["matrix"].get("cells", []):
         if (one["data"], one["model"]) == (row, model):
             interval = one.get("interval")
-            told = f" [{number(interval[0])}, {number(interval[1])}]" if interval else ""
-            return number(one["perplexity"]) + told
+            told = f" [{nats_number(words, interval[0])}, {nats_number(words, interval[1])}]" if interval else ""
+            return nats_number(words, one["perplexity"]) + told
     return ""
 
 
 def cells(data: Mapping[str, Any], row: str) -> list[tuple[str, str, str, str]]:
-    """Of one data set: model, perplexity, interval, and how its loss differs from the global model's.
+    """Of one data set: model, perplexity or loss, interval, and how its loss differs from the global model's.
 
     Of many facilities: the facility's own models, and the best of the others.
     """
+    words = words_of(data.get("task", ""))
     found = {one["model"]: one for one in data["matrix"]["cells"] if one["data"] == row}
     shown_models = [model for model in data["matrix"]["models"] if model in found]
     if len(data["facilities"]) > FEW:
@@ -188,20 +205,20 @@ def cells(data: Mapping[str, Any], row: str) -> list[tuple[str, str, str, str]]:
     return [
         (
             model,
-            number(found[model]["perplexity"]),
-            _ends(found[model].get("interval")),
+            nats_number(words, found[model]["perplexity"]),
+            _ends(words, found[model].get("interval")),
             _difference((found[model].get("loss_less") or {}).get("global")),
         )
         for model in shown_models
     ]
 
 
-def _ends(interval: Sequence[float] | None) -> str:
-    return f"{number(interval[0])} to {number(interval[1])}" if interval else ""
+def _ends(words: TaskWords, interval: Sequence[float] | None) -> str:
+    return f"{nats_number(words, interval[0])} to {nats_number(words, interval[1])}" if interval else ""
 
 
 def _difference(less: Sequence[float] | None) -> str:
-    """Better is positive here: nats per token less."""
+    """Better is positive here: nats less."""
     return f"{-less[0]:+.4f} [{-less[2]:+.4f}, {-less[1]:+.4f}]" if less else ""
 
 
@@ -309,6 +326,19 @@ def number(value: float | None) -> str:
     if abs(value) >= LONG:
         return f"{value:.3g}"
     return plain_number(value) if value < 100 else f"{value:,.1f}" if value < 1e4 else f"{value:,.0f}"
+
+
+def nats_number(words: TaskWords, told: float | None) -> str:
+    """What is shown where the report holds the perplexity `told`: four decimals of a loss."""
+    if words.exponential or told is None:
+        return number(told)
+    return words.text(told)
+
+
+def speed(words: TaskWords, row: Mapping[str, Any]) -> str:
+    """Per second, in three digits or more; '' where it is not known."""
+    value = words.speed(row)
+    return (f"{value:.3g}" if value < 100 else f"{value:,.0f}") if value else ""
 
 
 def span(seconds: float) -> str:

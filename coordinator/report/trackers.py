@@ -7,6 +7,7 @@ model.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import re
@@ -17,6 +18,8 @@ from statistics import fmean
 from typing import Any
 
 from coordinator.archive.rounds import FacilityRow, RoundFile
+from coordinator.archive.task import task_of_rows
+from facility.exchange.task_words import TaskWords, words_of
 
 FOLDER = "trackers"
 """In the archive: where trackers that write files write them."""
@@ -26,31 +29,32 @@ OFFLINE = {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
 
 def curves(entry: RoundFile) -> dict[str, dict[str, float]]:
     """Figures of one round by run: `global`, and each facility that took part."""
+    words = words_of(task_of_rows(entry.facilities))
     told: dict[str, dict[str, float | None]] = {
         "global": {
             "loss_received": entry.global_loss,
-            "tokens": float(sum(row.tokens for row in entry.facilities)),
+            words.unit: float(sum(words.count(dataclasses.asdict(row)) for row in entry.facilities)),
             "facilities": float(sum(row.status == "ok" for row in entry.facilities)),
             "update_norm": entry.aggregation.get("mean_norm"),
             "step_norm": entry.aggregation.get("step_norm"),
         }
     }
-    told |= {row.facility: _of_facility(row) for row in entry.facilities if row.status == "ok"}
+    told |= {row.facility: _of_facility(row, words) for row in entry.facilities if row.status == "ok"}
     return {
         name: {key: value for key, value in figures.items() if value is not None and math.isfinite(value)}
         for name, figures in told.items()
     }
 
 
-def _of_facility(row: FacilityRow) -> dict[str, float | None]:
+def _of_facility(row: FacilityRow, words: TaskWords) -> dict[str, float | None]:
     return {
         "loss_received": row.loss_received,
         "loss_returned": row.loss_returned,
         "loss_training": fmean(loss for _, loss in row.training_losses) if row.training_losses else None,
         "weight": row.weight,
-        "tokens": float(row.tokens),
-        "tokens_per_second": row.tokens_per_second,
-        "seconds": row.seconds,
+        words.unit: float(words.count(dataclasses.asdict(row))),
+        f"{words.unit}_per_second": words.speed(dataclasses.asdict(row)) or None,
+        "seconds": row.seconds or None,
         "energy_joules": row.usage.get("energy_joules"),
     }
 

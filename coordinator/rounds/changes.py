@@ -81,7 +81,7 @@ RULES = (
     Rule(
         pattern=r"training\.evaluation_sequences",
         affects=True,
-        follows="losses are of other validation data than before: perplexities cannot be compared across this round",
+        follows="losses are of other validation data than before: they cannot be compared across this round",
     ),
     Rule(
         pattern=r"training\.(ranks|threads|device|peak_flops|stall_seconds|tracker|trace|signing_key|limits\..*|layout\..*)",

@@ -59,7 +59,6 @@ def _early_end(settings: CoordinatorSettings, losses: Sequence[float | None]) ->
         reached = f"the global perplexity {math.exp(current):.3f} reached the target {stop.target_perplexity}"
         return Decision(proceed=False, reason=reached)
     if stop.patience and known and len(losses) - 1 - best_round >= stop.patience:
-        told = f"{math.exp(best):.3f}" if best < 700 else f"e^{best:.0f}"
-        reason = f"no better global perplexity for {stop.patience} rounds (best {told}, received by round {best_round})"
+        reason = f"no better global loss for {stop.patience} rounds (best {best:.4f}, received by round {best_round})"
         return Decision(proceed=False, reason=reason)
     return None

@@ -15,7 +15,13 @@ from facility.exchange.messages.evaluation import scores_of
 from facility.exchange.messages.loss_curve import loss_curve_of
 from facility.exchange.messages.lost_replicas import note_on
 from facility.exchange.messages.manifest import KEEPS, Manifest, read_manifest
-from facility.exchange.messages.report import MOST_COUNT, Failure, accuracies_of, predicted_memory_of
+from facility.exchange.messages.report import (
+    MOST_COUNT,
+    Failure,
+    accuracies_of,
+    predicted_memory_of,
+    task_told,
+)
 from facility.exchange.messages.strict_json import HEX
 from facility.exchange.messages.usage import usage_of
 
@@ -73,6 +79,7 @@ def _row(
         drift=drift.to_json() if (drift := drift_of(report)) is not None else {},
         staleness=late,
         weight=weights.get(name, 0.0),
+        task=task_told(report),
         tokens=report.tokens,
         samples=report.samples,
         steps=report.steps,

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from facility.dataset import SPLITS, DatasetError, Documents, SplitEntry, Task
+from facility.dataset import SPLITS, DatasetError, Documents, SplitEntry
 from facility.exchange.messages.manifest import sha256_of
+from facility.exchange.task_words import Task
 from facility.preparing.encoding import EncodedBatch, Encoding, encode_all
 from facility.preparing.marked import MarkedStream, WholeDocuments
 from facility.preparing.overlap import check_overlap

@@ -24,7 +24,6 @@ from facility.exchange.files.durable import write_json
 from facility.exchange.files.paths import resolve
 from facility.exchange.messages.comparison import GLOBAL, INITIAL, Figure, folders_of, with_figures, with_tasks
 from facility.exchange.messages.manifest import Manifest, read_manifest, sha256_of
-from facility.exchange.perplexity import perplexity
 from facility.training.bootstrap import BlockLosses, difference, interval
 from facility.training.data.loader import DataLoader
 from facility.training.prepare import load_weights
@@ -68,7 +67,7 @@ def compare(round: Round) -> tuple[list[Figure], list[dict[str, Any]]]:
             if round.engine.accuracy is not None:
                 scores.append(accuracy_score(folder, data, round.engine.accuracy, int(one.predictions.sum())))
             where = " on held-out data" if data.held_out else ""
-            log.info("%s%s: loss %.4f, perplexity %.2f", folder, where, one.mean, perplexity(one.mean))
+            log.info("%s%s: %s", folder, where, round.words.of_loss(one.mean))
     return figures, scores
 
 
@@ -174,4 +173,5 @@ def finish_comparison(round: Round, figures: list[Figure], scores: list[dict[str
         times.loaded - request.began,
         time.perf_counter() - times.loaded,
         add=add,
+        task=round.inputs.dataset.manifest.task,
     )

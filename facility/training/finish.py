@@ -39,6 +39,7 @@ def finish_evaluation(round: Round) -> None:
         times.loaded - request.began,
         times.evaluated - times.loaded,
         accuracy=round.progress.accuracy_received,
+        task=round.inputs.dataset.manifest.task,
     )
 
 
@@ -160,6 +161,7 @@ def measure(round: Round) -> dict[str, Any]:
         per_rank,
         training.peak_flops,
     )
+    details[reports.TASK] = inputs.dataset.manifest.task
     details |= reports.accuracies(received=round.progress.accuracy_received, returned=round.accuracy_returned)
     details |= {
         "tokens_per_second_steady": account.steady(round.step_ends, shape.batch_sequences * inputs.block_tokens),

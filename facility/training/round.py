@@ -17,8 +17,8 @@ from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.conversion import Conversion
 from facility.exchange.messages.privacy import WITHHELD
 from facility.exchange.messages.progress import Stage
-from facility.exchange.perplexity import perplexity
 from facility.exchange.seeds import derive
+from facility.exchange.task_words import TaskWords, words_of
 from facility.launching.replica_notes import ReplicaNote, note_replica
 from facility.sync.protocol import Synchroniser
 from facility.training.batch_norm import average_statistics
@@ -138,7 +138,7 @@ class Round:
         else:
             log.info("resuming after step %d of %d", self.progress.done, self.request.training.steps)
         loss = self.progress.loss_received
-        log.info("received: %s", figures_of(loss, self.progress.accuracy_received))
+        log.info("received: %s", figures_of(self.words, loss, self.progress.accuracy_received))
         self.times.evaluated = time.perf_counter()
 
     def evaluate(self) -> float:
@@ -249,6 +249,11 @@ class Round:
         log.warning("replicas %s finish the round without the others", ", ".join(map(str, members)))
 
     @property
+    def words(self) -> TaskWords:
+        """What its figures are called."""
+        return words_of(self.inputs.dataset.manifest.task)
+
+    @property
     def overall_step(self) -> int:
         """Steps since round 0, on average over the replicas: what the learning rate follows."""
         request = self.request
@@ -336,12 +341,12 @@ class Round:
             sent = [*self.engine.parts, *self.engine.assembly.statistics]
             round_in_place(sent, self.request.training.export_dtype)
         self.loss_returned, self.accuracy_returned = self.evaluate(), self.engine.accuracy
-        log.info("returned: %s", figures_of(self.loss_returned, self.accuracy_returned))
+        log.info("returned: %s", figures_of(self.words, self.loss_returned, self.accuracy_returned))
         self.times.evaluated_again = time.perf_counter()
         self.show("saving")
 
 
-def figures_of(loss: float, accuracy: float | None) -> str:
+def figures_of(words: TaskWords, loss: float, accuracy: float | None) -> str:
     """What an evaluation found, for the log."""
-    told = f"loss {loss:.4f}, perplexity {perplexity(loss):.2f}"
+    told = words.of_loss(loss)
     return told if accuracy is None else f"{told}, accuracy {accuracy:.4f}"

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from facility.exchange.files.durable import write_json
 from facility.exchange.messages.strict_json import Fields, read_json
 from facility.exchange.perplexity import LARGEST_LOSS
+from facility.exchange.task_words import KNOWN
 from facility.exchange.validation import validated
 
 FORMAT = 1
@@ -29,6 +30,8 @@ PREDICTED_MEMORY = "predicted_memory_bytes"
 """In `details`: what the largest rank was expected to need before anything was loaded, as `peak_memory_bytes`."""
 ACCURACIES = ("accuracy_received", "accuracy_returned")
 """In `details`: share of right answers on the validation data, of the model as received and as returned."""
+TASK = "task"
+"""In `details`: what the losses are of, one of `facility.exchange.task_words.KNOWN`."""
 MOST_REASON = 1000
 """Characters."""
 MOST_LOG = 20_000
@@ -136,6 +139,12 @@ def predicted_memory_of(report: Report) -> int:
     """The memory that the facility's largest rank was expected to need; 0: it says nothing that can be used."""
     told = report.details.get(PREDICTED_MEMORY)
     return told if type(told) is int and 0 < told <= MOST_COUNT else 0
+
+
+def task_told(report: Report) -> str:
+    """What the losses are of; '': it says nothing that is known."""
+    told = report.details.get(TASK)
+    return told if isinstance(told, str) and told in KNOWN else ""
 
 
 def accuracies(*, received: float | None, returned: float | None = None) -> dict[str, float]:

@@ -149,6 +149,7 @@ def write_evaluation(
     evaluate: float,
     add: Callable[[Path], None] = lambda directory: None,
     accuracy: float | None = None,
+    task: str = "",
 ) -> None:
     """Leave the final model's loss here as an update without weights. `add`: completes its manifest."""
     peak = max(gather(ranks, account.peak_memory_bytes(ranks)))
@@ -173,7 +174,7 @@ def write_evaluation(
                     seconds=reports.Seconds(load=load, evaluate=evaluate),
                     devices=[device_name(ranks.device)],
                     versions=account.versions(),
-                    details=reports.accuracies(received=accuracy),
+                    details=reports.accuracies(received=accuracy) | ({reports.TASK: task} if task else {}),
                 ),
             )
             manifests.write_manifest(

@@ -1,0 +1,45 @@
+"""What a federation trains its model to do, for the words of what is shown of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from coordinator.archive.rounds import Archive, FacilityRow, RoundFile
+from facility.exchange.errors import ManifestError
+from facility.exchange.messages.strict_json import read_json
+from facility.exchange.task_words import TaskWords, task_of_classes, words_of
+
+MOST_BYTES = 1 << 20
+"""Of config.json."""
+
+
+def task_of(archive: Archive, history: Iterable[RoundFile]) -> str:
+    """The task that most facilities told in these rounds; where none did, the one that the initial model is made for.
+
+    No single facility among several changes the words.
+    """
+    task = task_of_rows(row for entry in history for row in entry.facilities)
+    return task or _of_model(archive)
+
+
+def task_of_rows(rows: Iterable[FacilityRow]) -> str:
+    """The same of rows alone; '' where none tells it, or none has most of them."""
+    told = [row.task for row in rows if row.status == "ok"]
+    found = Counter(words_of(task) for task in told if task).most_common(1)
+    if not found or 2 * found[0][1] <= len(told):
+        return ""
+    return Counter(task for task in told if task and words_of(task) == found[0][0]).most_common(1)[0][0]
+
+
+def words(archive: Archive) -> TaskWords:
+    """The words of the federation that the archive holds, or is about to hold."""
+    return words_of(task_of(archive, archive.history()))
+
+
+def _of_model(archive: Archive) -> str:
+    try:
+        config = read_json(archive.path / "initial" / "model" / "config.json", most_bytes=MOST_BYTES)
+    except (OSError, ManifestError):
+        return ""
+    return task_of_classes(config.get("architectures"))
