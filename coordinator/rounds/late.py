@@ -82,11 +82,12 @@ def remembered_job(workdir: Path, facility: str) -> LateJob | None:
         return None
 
 
-def forget_jobs(workdir: Path) -> list[LateJob]:
-    """For rounds that wait for all, or discard what is late: the jobs whose updates were still to come."""
+def forget_jobs(workdir: Path, staying: Collection[str] = ()) -> list[LateJob]:
+    """The jobs whose updates were still to come, of all facilities but those that stay in rounds that carry them."""
     names = [
         path.name.removeprefix(JOB).removesuffix(".json") for path in (Path(workdir) / FOLDER).glob(f"{JOB}*.json")
     ]
+    names = [name for name in names if name not in staying]
     found = [job for name in sorted(names) if (job := remembered_job(workdir, name)) is not None]
     for name in names:
         forget_job(workdir, name)

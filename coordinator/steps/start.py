@@ -58,8 +58,7 @@ def start(archive: Archive, model: Path, settings: CoordinatorSettings) -> tuple
     following = len(done)
     if not done and not archive.read_note(UNDER_WAY):  # an interrupted first round keeps its late jobs
         forget_all(Path.cwd().parent)
-    if not carries(settings.closing):
-        discard_late(Path.cwd().parent)
+    discard_late(Path.cwd().parent, settings)
     sweep_round(Path.cwd(), settings.federation, following)  # no engine runs yet: a killed one left what is there
     current = archive.model_for(following)
     verify_whole(archive, following)
@@ -74,13 +73,13 @@ def start(archive: Archive, model: Path, settings: CoordinatorSettings) -> tuple
     return (current, settings.rounds, False) if sent is None else (sent, settings.rounds, True)
 
 
-def discard_late(workdir: Path) -> None:
-    """Say which updates were late when `rounds` was changed: no round takes them any longer."""
-    for job in forget_jobs(workdir):
-        text = (
-            f"{job.facility}'s update of round {job.round} was late when rounds.quorum or rounds.late was changed: "
-            "it is discarded, and the facility begins with the newest model"
-        )
+def discard_late(workdir: Path, settings: CoordinatorSettings) -> None:
+    """Say which updates were late when `rounds` was changed or their facility left: no round takes them any longer."""
+    for job in forget_jobs(workdir, settings.facilities if carries(settings.closing) else ()):
+        left = job.facility not in settings.facilities
+        when = "it left the federation" if left else "rounds.quorum or rounds.late was changed"
+        then = "it is discarded" + ("" if left else ", and the facility begins with the newest model")
+        text = f"{job.facility}'s update of round {job.round} was late when {when}: {then}"
         log.warning(text)
         emit("problem", text=text)
 

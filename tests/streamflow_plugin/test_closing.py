@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from streamflow.core.workflow import Status
 
 from coordinator.config.closing import ClosingSettings
-from coordinator.rounds.late import LateJob, discount, read_late, remembered_job
+from coordinator.rounds.late import LateJob, discount, forget_jobs, read_late, remember_job, remembered_job
 from coordinator.streamflow_plugin.closing import Closing, closing_of_run
 from coordinator.streamflow_plugin.errand import Errand
 
@@ -272,3 +272,10 @@ def test_by_itself_the_first_two_rounds_wait_for_all_and_later_ones_do_not():
 def test_without_the_setting_no_round_closes_early(tmp_path: Path):
     assert closing_of_run(["streamflow", "run", str(tmp_path / "streamflow.yml")]) is None
     assert closing_of_run(["crossfed", "check"]) is None
+
+
+def test_the_late_job_of_a_facility_that_left_is_forgotten_and_named(tmp_path: Path):
+    for name in ("left", "stays"):
+        remember_job(tmp_path, LateJob(facility=name, round=3, directory="/x"))
+    assert [job.facility for job in forget_jobs(tmp_path, ["stays"])] == ["left"]
+    assert remembered_job(tmp_path, "left") is None and remembered_job(tmp_path, "stays") is not None
