@@ -16,7 +16,7 @@ from coordinator.aggregation.server_optimizers import nesterov
 from coordinator.aggregation.settings import AggregationSettings
 from coordinator.aggregation.steps import Steps
 from facility.exchange.checkpoints import native
-from facility.exchange.checkpoints.floats import narrow, widen
+from facility.exchange.checkpoints.floats import STORAGE, narrow, widen
 from facility.exchange.delta_codecs import load_codec
 from tests.aggregation import make
 
@@ -58,15 +58,33 @@ def test_widening_every_number(monkeypatch: pytest.MonkeyPatch, dtype: str):
 
 
 @compiled
+@pytest.mark.parametrize("dtype", ["BF16", "F16"])
 @pytest.mark.parametrize("n", [1, 7, 1024, 100_001])
-def test_narrowing(monkeypatch: pytest.MonkeyPatch, n: int):
+def test_narrowing(monkeypatch: pytest.MonkeyPatch, n: int, dtype: str):
     def work():
-        out = np.empty(n, np.uint16)
-        narrow(values(n, n), "BF16", out, np.empty(n, np.uint32))
-        return out
+        out = np.empty(n, STORAGE[dtype])
+        given = values(n, n)
+        given[1::2] = np.random.default_rng(n).standard_normal(len(given[1::2])) * 1e-4
+        return narrow(given, dtype, out, np.empty(n, np.uint32)), out.view(np.uint16)
 
-    ours, theirs = both(monkeypatch, work)
-    assert np.array_equal(ours, theirs)
+    (finite, ours), (also, theirs) = both(monkeypatch, work)
+    assert finite == also and np.array_equal(ours, theirs)
+
+
+@compiled
+def test_halves_and_what_lies_between_them_are_rounded_as_numpy_rounds_them():
+    """Every float16, the middle of every two, and the floats beside those."""
+    halves = EVERY.view(np.float16).astype(np.float32)
+    halves = np.sort(halves[np.isfinite(halves)])
+    middle = (halves[:-1] + halves[1:]) / 2
+    largest = np.array([65520, np.nextafter(np.float32(65520), np.float32(0)), 3e38, np.inf], np.float32)
+    given = np.concatenate([halves, middle, *(np.nextafter(middle, np.float32(to)) for to in (-1e9, 1e9)), largest])
+    given = np.ascontiguousarray(np.concatenate([given, -given]))
+    out = np.empty(len(given), np.float16)
+    assert narrow(given[: len(halves)], "F16", out[: len(halves)], np.empty(len(halves), np.uint32))
+    assert not narrow(given, "F16", out, np.empty(len(given), np.uint32))
+    with np.errstate(over="ignore"):
+        assert np.array_equal(out.view(np.uint16), given.astype(np.float16).view(np.uint16))
 
 
 @compiled

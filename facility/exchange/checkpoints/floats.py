@@ -46,14 +46,16 @@ def narrow(values: Array, dtype: str, out: Array, scratch: Array) -> bool:
 
     float64 goes to bfloat16 by round-to-odd float32, so that it, too, is rounded only once (Boldo & Melquiond 2008).
     """
+    found = native.library() if values.flags.c_contiguous and out.flags.c_contiguous else None
     if dtype != "BF16":
+        if found is not None and dtype == "F16" and values.dtype == np.float32:
+            return bool(found.crossfed_narrow_half(len(values), native.address(values), native.address(out)))
         with np.errstate(over="ignore"):
             np.copyto(out, values, casting="same_kind")
         return bool(np.isfinite(out).all())
     if values.dtype == np.float64:
         values = to_odd_float32(values)
-    found = native.library()
-    if found is not None and values.flags.c_contiguous and out.flags.c_contiguous:
+    if found is not None and values.flags.c_contiguous:
         return bool(found.crossfed_narrow(len(values), native.address(values), native.address(out)))
     bits = values.view(np.uint32)
     np.right_shift(bits, 16, out=scratch)

@@ -227,6 +227,25 @@ int crossfed_narrow(int64_t n, const float *restrict values, uint16_t *restrict 
     return largest < 0x7F800000;
 }
 
+/* float32 to float16, to nearest, ties to even. Returns whether all of `out` is finite; what is not, NaN too, is written as
+ * infinity. */
+int crossfed_narrow_half(int64_t n, const float *restrict values, uint16_t *restrict out)
+{
+    uint32_t largest = 0;
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t bits = to_bits(values[i]), magnitude = bits & 0x7FFFFFFF;
+        /* From 2^-14 on the exponent's bias shrinks by 112; below, adding a half leaves what float16 holds in the last
+         * bits of a float, rounded by the addition. */
+        uint32_t normal = (magnitude - 0x38000000 + 0xFFF + (magnitude >> 13 & 1)) >> 13;
+        uint32_t subnormal = to_bits(from_bits(magnitude) + 0.5f) - 0x3F000000;
+        uint32_t rounded = magnitude < 0x38800000 ? subnormal : normal;
+        rounded = rounded > 0x7C00 ? 0x7C00 : rounded;
+        out[i] = (uint16_t)(rounded | (bits >> 16 & 0x8000));
+        largest = rounded > largest ? rounded : largest;
+    }
+    return largest < 0x7C00;
+}
+
 /* The outer step of DiLoCo: new_velocity = momentum velocity + step, new_master = master + rate (step + momentum new_velocity). */
 void crossfed_nesterov(int64_t n, float rate, float momentum, const float *restrict master, const float *restrict step,
                        const float *restrict velocity, float *restrict new_master, float *restrict new_velocity)

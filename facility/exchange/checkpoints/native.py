@@ -130,6 +130,7 @@ def _load(path: Path) -> ctypes.CDLL:
     for name, result, arguments in (
         ("widen", None, (size, pointer, number, pointer)),
         ("narrow", number, (size, pointer, pointer)),
+        ("narrow_half", number, (size, pointer, pointer)),
         ("products", None, (size, size, pointer, size, pointer)),
         (
             "steps",
