@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as torch_schedules
 
@@ -72,6 +72,15 @@ def torch_schedule(plan: Plan, row: int, micro_batches: int) -> Any:
     sizes=st.sampled_from([[1], [1, 2]]),
     schedules=st.lists(st.sampled_from(sorted(SCHEDULES.built_in)), min_size=1, max_size=3, unique=True),
     policies=st.sampled_from([[], ["partial_reduce", "adpsgd"]]),
+)
+@example(
+    seed=1,
+    devices=3,
+    blocks=2,
+    batch=16,
+    sizes=[1],
+    schedules=["gpipe"],
+    policies=["partial_reduce", "adpsgd"],
 )
 def test_every_plan_is_one_that_the_trainer_takes(
     seed: int,

@@ -27,6 +27,8 @@ def policy_of(problem: Problem, plan: Plan) -> tuple[Plan, str]:
     """The plan with the policy that is worth it, and why; the plan itself and "" where lockstep stays."""
     if plan.replicas < 2 or not problem.policies:
         return plan, ""
+    if plan.stages * plan.virtual_stages == 1 and len(set(plan.replica_micro_batches)) > 1:
+        return plan, "replicas wait for each other: without stages, unequal micro-batches train by all-reduce only"
     layout = layout_of(problem, plan)
     pairs = [(a, b) for row in plan.grid for a in row for b in row if a != b]
     costs = ExchangeCosts(
