@@ -21,7 +21,7 @@ from coordinator.archive.rounds import CARRIED, Archive, RoundFile
 from coordinator.archive.task import task_of
 from facility.exchange.messages.strict_json import clean
 from facility.exchange.perplexity import LARGEST_LOSS, perplexity
-from facility.exchange.task_words import TaskWords, words_of
+from facility.exchange.task_words import TEXT, TaskWords, words_of
 
 LONGEST_SHOWN = 2000
 """Characters."""
@@ -290,7 +290,7 @@ def seconds_of(seconds: float) -> str:
 
 
 def number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}" if value < 1e9 else f"{value:.3g}"
+    return TEXT.text(value)
 
 
 def _status(row: dict[str, Any]) -> str:
