@@ -42,7 +42,7 @@ def make_smaller(
         patterns=patterns,
     )
     if after.is_dir():
-        seal(after)
+        seal(after, done.residual_sha256)
     shutil.rmtree(update)
     message.rename(update)
     forget_residuals(state, round)

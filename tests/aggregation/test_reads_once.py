@@ -15,9 +15,12 @@ from coordinator.aggregation.settings import AggregationSettings
 from coordinator.aggregation.sources import DamagedUpdate
 from coordinator.aggregation.verify import check_update
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
+from facility.exchange.checkpoints.delta import decode, encode
+from facility.exchange.checkpoints.delta_parts import READ
 from facility.exchange.errors import ManifestError, UpdateRefused
 from facility.exchange.files import streamed_digest
 from facility.exchange.messages.manifest import read_manifest, verify_manifest
+from facility.rounds.sealed import UNCHANGED, flaw, seal
 from tests.aggregation import make
 
 SETTINGS = AggregationSettings(rule="mean+nesterov", weights="equal", **make.UNBOUNDED)
@@ -84,6 +87,32 @@ def test_an_update_is_read_once_when_it_arrives(second_round, monkeypatch):
     opened, told = open_checkpoint(base), read_manifest(base)
     found = read_by(lambda: check_update(update, opened, told, "f3", told.round))
     assert size(update) <= found <= size(update) + SLACK
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts by /proc/self/io")
+@pytest.mark.parametrize("encoding", ["delta-int8", "sparse"])
+def test_nothing_is_read_again_that_encoding_or_decoding_wrote(
+    second_round, monkeypatch, tmp_path: Path, encoding: str
+):
+    """But the message: its parts are not written in the order in which they lie in its file."""
+    monkeypatch.setattr(streamed_digest, "MOST_WAITING", 0)
+    base, _, (update, _) = second_round
+    message, residual, out = tmp_path / "message", tmp_path / "unsent", tmp_path / "decoded"
+
+    def encoded() -> None:
+        made = encode(full=update, reference=base, encoding=encoding, out=message, residual_out=residual)
+        seal(residual, made.residual_sha256)
+
+    found = read_by(encoded)
+    read = size(update) + size(base)
+    before = read + read // 8 if encoding == "sparse" else 3 * 2 * 2 * READ  # which values, or tensors, are sent
+    assert found <= before + read + size(message) + SLACK
+    assert size(residual) > 2 * SLACK
+    (residual / UNCHANGED).unlink()  # so that the digests are compared
+    assert flaw(residual) == ""
+    found = read_by(lambda: decode(message, reference=base, out=out))
+    assert found <= 2 * size(message) + size(base) + SLACK
+    assert verify_manifest(out).encoding == "full"
 
 
 @pytest.mark.parametrize("values", ["finite", "nan"])

@@ -44,6 +44,7 @@ from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from tests.bench.own_sshd import own_sshd
 from tests.engine.engines import streamflow
 from tests.federations import write_federation
+from tests.masking.federation import ssh_keys
 
 LOG = "CROSSFED_BYTES_LOG"
 TINY = 32
@@ -77,12 +78,20 @@ def run(
     training: dict[str, Any],
     changes: dict[str, Any],
     transfer: str,
+    masks: bool,
 ) -> tuple[dict[str, dict[str, float]], dict[str, int]]:
     """Bytes a call of each step in the last round's steady state, and the sizes of what moves."""
     size = {"hidden_size": hidden, "intermediate_size": 2 * hidden}
     names = [f"site{number}" for number in range(facilities)]
     changes = changes | {"rounds": rounds, "final_evaluation": False}
+    if masks:
+        changes |= _signed(signers := ssh_keys(root / "keys", names))
     path = write_federation(root, names, training={"steps": 1} | training, size=size, **changes)
+    if masks:
+        described = yaml.safe_load(path.read_text())
+        for one in described["facilities"]:
+            one["training"] = {"signing_key": str(signers.with_name(one["name"]))}
+        path.write_text(yaml.safe_dump(described, sort_keys=False))
     log = root / "bytes.jsonl"
     with ExitStack() as stack:
         sshd = None
@@ -131,17 +140,31 @@ def run(
     return calls, sizes
 
 
+def _signed(signers: Path) -> dict[str, Any]:
+    """What secure aggregation needs of federation.yml."""
+    privacy = {"secure_aggregation": True, "peer_signers": str(signers), "minimum_sum": 2}
+    return {"privacy": privacy, "aggregation": {"rule": "mean", "clip_ratio": 0, "allowed_signers": str(signers)}}
+
+
 def report(arguments: argparse.Namespace) -> dict[str, object]:
     measured = []
     training: dict[str, Any] = {"lora": {"rank": arguments.lora}} if arguments.lora else {}
     if arguments.encoding != "full":
         training |= {"encoding": arguments.encoding, "export_dtype": "float32"}
     changes: dict[str, Any] = {"aggregation": {"rule": arguments.rule}} if arguments.rule else {}
-    changes |= {"privacy": {"secure_aggregation": True}} if arguments.masks else {}
     for hidden in (arguments.hidden, TINY):
         with tempfile.TemporaryDirectory(prefix="crossfed-bytes-") as folder:
             measured.append(
-                run(Path(folder), hidden, arguments.facilities, arguments.rounds, training, changes, arguments.transfer)
+                run(
+                    Path(folder),
+                    hidden,
+                    arguments.facilities,
+                    arguments.rounds,
+                    training,
+                    changes,
+                    arguments.transfer,
+                    arguments.masks,
+                )
             )
     (large, sizes), (small, tiny) = measured
     steps = {step: {key: large[step][key] - small[step][key] for key in COUNTERS} for step in large}

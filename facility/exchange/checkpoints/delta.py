@@ -25,7 +25,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -62,6 +62,8 @@ class Encoded:
     """Tensors that did not travel."""
     relative_error: float
     """Root mean square of what was lost, over that of the differences."""
+    residual_sha256: dict[str, str] = field(default_factory=dict)
+    """Of the residual's files by name, made as they were written."""
 
 
 def encode(
@@ -96,8 +98,10 @@ def encode(
             if residual_out is not None:
                 kinds = {name: "F32" for name in sending.moved if old.tensors[name].dtype in FLOATS}
                 kept = stack.enter_context(new_directory(residual_out))
-                residual = files.enter_context(TensorWriter(kept, layout_like(old, kinds))) if kinds else None
+                if kinds:
+                    residual = files.enter_context(TensorWriter(kept, layout_like(old, kinds), hashed=True))
             squared, lost = _write(codec, sending, old, new, message, residual)
+            digests = residual.digests() if residual is not None else {}
         copy_companions(Path(full), directory, leave=())
         write_manifest(
             directory,
@@ -114,6 +118,7 @@ def encode(
         parameters=sum(entry.elements for entry in old.tensors.values() if entry.dtype in FLOATS),
         unchanged=len(old.tensors) - len(sending.sent),
         relative_error=math.sqrt(lost / squared) if squared else 0.0,
+        residual_sha256=digests,
     )
 
 

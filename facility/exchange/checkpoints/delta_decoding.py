@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -61,7 +61,8 @@ def decode(message: Path, *, reference: Path, out: Path, norms: bool = False) ->
         for name, entry in old.tensors.items()
     }
     with new_directory(out) as directory:
-        with StepNorms(old) as steps, TensorWriter(directory, layout_like(old, kinds), old.metadata) as writer:
+        layout = layout_like(old, kinds)
+        with StepNorms(old) as steps, TensorWriter(directory, layout, old.metadata, hashed=True) as writer:
             for name, entry in sorted(old.tensors.items()):
                 if entry.dtype not in FLOATS:
                     for offset, content in raw(stored.get(f"{name}::raw", entry)):
@@ -69,10 +70,11 @@ def decode(message: Path, *, reference: Path, out: Path, norms: bool = False) ->
                 else:
                     decoded = _decoded(codec, entry, name, stored, message)
                     _write_floats(writer, name, kinds[name], decoded, steps if norms else None)
+            digests = writer.digests()
         copy_companions(Path(message), directory, leave=(NORMS,))
         if norms:
             steps.write(directory)
-        return _describe(directory, manifest, old, message)
+        return _describe(directory, manifest, old, message, digests)
 
 
 def _write_floats(
@@ -91,7 +93,9 @@ def _write_floats(
         offset, start = offset + block.nbytes, start + len(values)
 
 
-def _describe(directory: Path, manifest: Manifest, old: Checkpoint, message: Path) -> Manifest:
+def _describe(
+    directory: Path, manifest: Manifest, old: Checkpoint, message: Path, digests: Mapping[str, str]
+) -> Manifest:
     """Write the manifest of the decoded directory. Raises `CheckpointError` where its sender has another result."""
     extra = {key: value for key, value in manifest.extra.items() if key not in ("reference_sha256", "decoded_sha256")}
     travelled = sum(entry.size for entry in manifest.files.values())
@@ -105,6 +109,7 @@ def _describe(directory: Path, manifest: Manifest, old: Checkpoint, message: Pat
             files={},
             extra=extra | {DECODED: manifest.encoding, "message_bytes": travelled},
         ),
+        digests,
     )
     wanted = manifest.extra.get("decoded_sha256")
     if wanted is not None and wanted != made.content_sha256:
