@@ -21,6 +21,7 @@ import yaml
 
 from coordinator.config.deployments import GATE, SYSTEM, federation_of
 from coordinator.config.firecrest import API
+from coordinator.events.event import quoted
 from coordinator.rounds.ahead import facilities_ahead
 from coordinator.schedulers.gated import Gated
 from coordinator.schedulers.registry import scheduler, schedulers
@@ -82,7 +83,13 @@ class Queue:
         return gone
 
     def _named(self, name: str) -> list[Job]:
-        return self.scheduler.read_listing(self._ask(self.scheduler.listing(name)))
+        text = self._ask(self.scheduler.listing(name))
+        try:
+            return self.scheduler.read_listing(text)
+        except Exception as error:  # whatever one facility answers is no matter of the others
+            raise TryAgain(
+                f"{self.facility}: its {self.scheduler.title} makes no sense: {quoted(str(error))}"
+            ) from None
 
     def _names(self, *, ahead: bool = True) -> list[str]:
         """Names of our jobs, quoted."""
@@ -98,9 +105,9 @@ class Queue:
             else:
                 text, code = _here(line)
         except Exception as error:
-            raise TryAgain(f"{self.facility} does not answer: {error or type(error).__name__}") from None
+            raise TryAgain(f"{self.facility} does not answer: {quoted(str(error)) or type(error).__name__}") from None
         if not self.scheduler.is_answer(text, code):
-            raise TryAgain(f"{self.facility}: `{command}` ended with code {code}: {text.strip()[-300:]}")
+            raise TryAgain(f"{self.facility}: `{command}` ended with code {code}: {quoted(text.strip()[-300:])}")
         return text
 
 

@@ -6,13 +6,12 @@ of jobs, each with `id`, `name`, `state`, `reason`, `code` and `signal`, taken f
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from typing import Any
 
 from coordinator.schedulers.gated import Requests
-from coordinator.schedulers.scheduler import FORGOTTEN, BatchScheduler, Ending, Job
+from coordinator.schedulers.scheduler import FORGOTTEN, BatchScheduler, Ending, Job, read_answer
 from coordinator.schedulers.slurm import SCHEDULER as SLURM
 
 NO_ANSWER = "firecrest does not answer"
@@ -25,7 +24,7 @@ class Firecrest(Requests, BatchScheduler):
 
     name, title, program = "firecrest", "FirecREST", "firecrest"
     connector = "coordinator.streamflow_plugin.shell_queue:ShellQueue"
-    job_id = re.compile(r"[A-Za-z0-9]+")
+    job_id = re.compile(r"[A-Za-z0-9]{1,40}")
     waiting = SLURM.waiting | {"Q", "H", "W", "T"}
     terminal = SLURM.terminal | {FINISHED}
     silent = (NO_ANSWER,)
@@ -35,7 +34,7 @@ class Firecrest(Requests, BatchScheduler):
     def read_listing(self, text: str) -> list[Job]:
         """Those of the list that have not ended."""
         found = [one for one in _jobs(text) if one["state"] not in self.terminal]
-        return [self.job(one["id"], one["state"], one["reason"]) for one in found]
+        return self.jobs((one["id"], one["state"], one["reason"]) for one in found)
 
     def read_states(self, text: str, code: int, ids: Sequence[str]) -> dict[str, str]:
         return {one["id"]: one["state"] for one in _jobs(text) if one["id"] in ids} if code == 0 else {}
@@ -96,10 +95,7 @@ def plain_job(raw: Any) -> dict[str, Any] | None:
 
 def _jobs(text: str) -> list[dict[str, Any]]:
     """Jobs of a request's answer; none where it is no such list."""
-    try:
-        found = json.loads(text)
-    except ValueError:
-        return []
+    found = read_answer(text)
     return [one for one in found if isinstance(one, dict) and "id" in one] if isinstance(found, list) else []
 
 

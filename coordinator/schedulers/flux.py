@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from coordinator.schedulers.partition import WORD, Partition, Wish, number
-from coordinator.schedulers.scheduler import FORGOTTEN, BatchScheduler, Ending, Job
+from coordinator.schedulers.scheduler import FORGOTTEN, BatchScheduler, Ending, Job, exit_code
 
 FIELDS = "{id} {returncode} {status} {result} {exception.type} {exception.note}"
 """What is asked of a job; without a return code as yet, its field is empty."""
+ROW = re.compile(r"([fƒ][A-Za-z0-9]{1,99}) +(-?[0-9]{1,10})? *([A-Z]+)(?: +[A-Z]+)?(?: +(.*))?")
+"""An answer's line: id, return code, status, result and what was said."""
 STOPPED = re.compile(r"^(?:(\S+): )?(Scheduling is stopped.*)$", re.MULTILINE)
 
 
@@ -22,7 +24,7 @@ class Flux(BatchScheduler):
     connector = "streamflow.deployment.connector.queue_manager:FluxConnector"
     limit_signal = "#flux: --signal=SIGUSR1@300s"
     survey = "flux queue list && flux queue status && flux resource list"
-    job_id = re.compile(r"[fƒ]\w+")
+    job_id = re.compile(r"[fƒ][A-Za-z0-9]{1,99}")
     waiting = frozenset({"DEPEND", "PRIORITY", "SCHED"})
     terminal = frozenset({"COMPLETED", "FAILED", "CANCELED", "TIMEOUT"})
     silent = ("unable to connect to flux", "flux_open:")
@@ -116,13 +118,13 @@ class Flux(BatchScheduler):
         returned, _, said = self._lines(text)[_id(id)]
         by_itself = state in ("COMPLETED", "FAILED") and "exec" not in said.split()[:1]
         detail = f"{state}, exit code {returned}" + (f" ({said})" if said else "")
-        return Ending(state=state, code=int(returned) if by_itself and returned else None, detail=detail)
+        return Ending(state=state, code=exit_code(returned) if by_itself else None, detail=detail)
 
     def _lines(self, text: str) -> dict[str, tuple[str, str, str]]:
         """Return code (or ''), status and what was said of each job."""
         found = {}
         for line in text.splitlines():
-            match = re.fullmatch(r"([fƒ]\w+) +(-?\d+)? *([A-Z]+)(?: +[A-Z]+)?(?: +(.*))?", line.strip())
+            match = ROW.fullmatch(line.strip())
             if match:
                 found[_id(match[1])] = (match[2] or "", match[3], (match[4] or "").strip())
         return found

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from coordinator.schedulers.partition import WORD, Partition, Wish, number, words
 from coordinator.schedulers.scheduler import FORGOTTEN, BatchScheduler, Ending, Job
 
-GONE = re.compile(r"do not exist:\s*\n\s*(\d+)")
-ROW = re.compile(r"^ *(\d+) +[\d.]+ +\S+ +\S+ +([A-Za-z]{1,6}) ", re.MULTILINE)
+GONE = re.compile(r"do not exist:\s*\n\s*([0-9]{1,20})\b")
+ROW = re.compile(r"^ *([0-9]{1,20}) +[\d.]+ +\S+ +\S+ +([A-Za-z]{1,6}) ", re.MULTILINE)
 ON_ONE_HOST = "$pe_slots"
 """`allocation_rule` of sge_pe(5) that keeps all slots of a job on one host."""
 FLUSHED_SECONDS = 30
@@ -75,7 +75,7 @@ class GridEngine(BatchScheduler):
         return code == 0 or "does not exist" in text
 
     def read_listing(self, text: str) -> list[Job]:
-        rows = re.findall(r"^(\d+) ([A-Za-z]{1,6})$", text, re.MULTILINE)
+        rows = re.findall(r"^([0-9]{1,20}) ([A-Za-z]{1,6})$", text, re.MULTILINE)
         return [Job(id=id, state=state, began=self.has_begun(state), reason=_reason(state)) for id, state in rows]
 
     def has_begun(self, state: str) -> bool:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from collections.abc import Sequence
 from typing import Any
 
 from coordinator.schedulers.partition import WORD, Partition, Wish, number
-from coordinator.schedulers.scheduler import FORGOTTEN, BatchScheduler, Ending, Job
+from coordinator.schedulers.scheduler import FORGOTTEN, BatchScheduler, Ending, Job, exit_code, read_answer
 
 ANSWERS = (0, 35, 153)
 """Exit codes of qstat that are answers: success, job finished, unknown id. A server that is down gives 255."""
@@ -72,8 +71,8 @@ class PBS(BatchScheduler):
             state, held = str(fields.get("job_state", "")), f"held={fields.get('Hold_Types', '')} "
             if state and state not in self.terminal:
                 reason = (held if state == "H" else "") + str(fields.get("comment", ""))
-                found.append(self.job(id, state, reason.strip()))
-        return found
+                found.append((id, state, reason.strip()))
+        return self.jobs(found)
 
     def read_partitions(self, text: str) -> list[Partition]:
         """Queues of `qstat -Q`; PBS does not say which nodes serve which, so every queue shows the largest."""
@@ -140,15 +139,15 @@ class PBS(BatchScheduler):
             return Ending(
                 state=FORGOTTEN, code=None, detail="PBS keeps no history of jobs" if none_kept else "PBS forgot it"
             )
-        if fields.get("job_state") not in self.terminal:
+        if (state := str(fields.get("job_state", ""))) not in self.terminal:
             return None
         status = fields.get("Exit_status")
         host, _, path = str(fields.get("Output_Path", "")).partition(":")
         said = str(fields.get("comment", ""))
         detail = f"exit status {status}" if status is not None else "it never ran"
         return Ending(
-            state=str(fields["job_state"]),
-            code=None if status is None else int(status),
+            state=state,
+            code=exit_code(status),
             detail=f"{detail} ({said})" if said else detail,
             output=path or host,
         )
@@ -166,11 +165,9 @@ def _hours(clock: str) -> float:
 
 def _jobs(text: str) -> dict[str, dict[str, Any]]:
     """`Jobs` of an answer of `qstat -Fjson`, complaints around it left out."""
-    start, end = text.find("{"), text.rfind("}")
-    try:
-        return dict(json.loads(text[start : end + 1], strict=False).get("Jobs", {}))
-    except (ValueError, AttributeError, TypeError):
-        return {}
+    found = read_answer(text)
+    jobs = found.get("Jobs") if isinstance(found, dict) else None
+    return {id: one for id, one in jobs.items() if isinstance(one, dict)} if isinstance(jobs, dict) else {}
 
 
 SCHEDULER = PBS()

@@ -2,20 +2,27 @@
 
 A job has ended only when the scheduler itself names a terminal state for it, or says that it does not know the id. No
 answer, an empty answer and an unknown state are silence: they are asked again and never count as an end.
+
+An answer is another institution's text: ids are plain words of limited length that no command takes for an option, and
+states, reasons and details are one printable line.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from coordinator.schedulers.partition import Partition, Wish
 from facility.exchange.messages.outcome import Outcome
+from facility.exchange.messages.strict_json import clean, printable
 
+LONGEST_STATE, LONGEST_REASON, LONGEST_PATH = 40, 400, 4096
+"""Characters."""
 OUTPUT_BYTES = 1 << 16
 """What is read of a job's output: its end."""
 FORGOTTEN = "FORGOTTEN"
@@ -35,6 +42,10 @@ class Job:
     reason: str = ""
     """Why it waits, in the scheduler's words."""
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "state", clean(self.state, LONGEST_STATE))
+        object.__setattr__(self, "reason", clean(self.reason, LONGEST_REASON))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
@@ -48,6 +59,11 @@ class Ending:
     """The scheduler's words about it."""
     output: str = ""
     """File with what the job printed, where the scheduler names it."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "detail", clean(self.detail, LONGEST_REASON))
+        if not self.output.startswith("/") or len(self.output) > LONGEST_PATH or not printable(self.output):
+            object.__setattr__(self, "output", "")
 
     @property
     def step_code(self) -> int:
@@ -68,6 +84,22 @@ class Ending:
         )
 
 
+def exit_code(told: object) -> int | None:
+    """A scheduler's word for an exit code; None: it is no whole number of at most ten digits."""
+    return int(str(told)) if re.fullmatch(r"-?[0-9]{1,10}", str(told)) else None
+
+
+def read_answer(text: str) -> Any:
+    """The JSON in a scheduler's answer, complaints before and after an object left out; None where it is none."""
+    start, end = text.find("{"), text.rfind("}")
+    for part in (text, text[start : end + 1]):
+        try:
+            return json.loads(part, strict=False)
+        except (ValueError, RecursionError):
+            continue
+    return None
+
+
 def step_code(code: int | None) -> int:
     """A job's exit code as the workflow knows it: 0, or 7 for everything else."""
     return code if code in (Outcome.DONE, Outcome.SKIPPED) else int(Outcome.SKIPPED)
@@ -82,8 +114,8 @@ class Scheduler(ABC):
     """As its users write it."""
     waiting: ClassVar[frozenset[str]] = frozenset()
     """States of a job that has not begun."""
-    job_id: ClassVar[re.Pattern[str]] = re.compile(r"\d[\w.\[\]@%,-]*")
-    """What a line of a listing begins with; banners and complaints do not."""
+    job_id: ClassVar[re.Pattern[str]] = re.compile(r"[0-9][A-Za-z0-9_.\[\]@%,-]{0,99}")
+    """What a line of a listing begins with; banners and complaints do not. It begins no option of a command."""
     advice: ClassVar[Sequence[tuple[str, str]]] = ()
     """Patterns of reasons that mark a stuck job, and what to do; any other reason is ordinary waiting."""
 
@@ -112,9 +144,13 @@ class Scheduler(ABC):
         found = []
         for line in text.splitlines():
             words = line.split(maxsplit=2)
-            if len(words) >= 2 and self.job_id.fullmatch(words[0]) and words[1].isupper():
-                found.append(self.job(words[0], words[1], "".join(words[2:]).strip()))
-        return found
+            if len(words) >= 2 and words[1].isupper():
+                found.append((words[0], words[1], "".join(words[2:]).strip()))
+        return self.jobs(found)
+
+    def jobs(self, rows: Iterable[tuple[str, str, str]]) -> list[Job]:
+        """Those of rows of id, state and reason whose id is one of this scheduler's."""
+        return [self.job(*row) for row in rows if self.job_id.fullmatch(row[0])]
 
     def job(self, id: str, state: str, reason: str) -> Job:
         """A job in the queue; the reason counts only while it waits."""

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from coordinator.schedulers.partition import WORD, Partition, Wish, number, words
-from coordinator.schedulers.scheduler import FORGOTTEN, BatchScheduler, Ending
+from coordinator.schedulers.scheduler import FORGOTTEN, BatchScheduler, Ending, exit_code
 
 UNKNOWN = "invalid job id"
 
@@ -117,24 +117,22 @@ class Slurm(BatchScheduler):
     def read_ending(self, text: str, code: int, id: str) -> Ending | None:
         fields = dict(word.split("=", 1) for word in text.split() if "=" in word)
         if fields.get("JobId") == id and "JobState" in fields:
-            state, exit_code = fields["JobState"], fields.get("ExitCode", "0:0")
-            return self._ending(state, exit_code, fields.get("StdOut", ""))
-        accounted = re.findall(r"^([A-Z_]+)[^|\n]*\|(\d+:\d+)$", text, re.MULTILINE)
+            return self._ending(fields["JobState"], fields.get("ExitCode", "0:0"), fields.get("StdOut", ""))
+        accounted = re.findall(r"^([A-Z_]+)[^|\n]*\|([0-9]{1,10}:[0-9]{1,10})$", text, re.MULTILINE)
         if accounted:
-            state, exit_code = accounted[-1]
-            return self._ending(state, exit_code, "")
+            return self._ending(*accounted[-1], "")
         if UNKNOWN in text.lower():
             return Ending(state=FORGOTTEN, code=None, detail="Slurm does not know it any more")
         return None
 
-    def _ending(self, state: str, exit_code: str, output: str) -> Ending | None:
-        """`exit_code` is Slurm's `code:signal`: a cancelled job has code 0 too."""
+    def _ending(self, state: str, told: str, output: str) -> Ending | None:
+        """`told` is Slurm's `code:signal`: a cancelled job has code 0 too."""
         if state not in self.terminal:
             return None
-        code, _, number = exit_code.partition(":")
+        code, _, number = told.partition(":")
         how = f"{state}, exit code {code}" + (f", signal {number}" if number not in ("", "0") else "")
         by_itself = state == "COMPLETED" or state == "FAILED" and number in ("", "0")
-        return Ending(state=state, code=int(code) if by_itself else None, detail=how, output=output)
+        return Ending(state=state, code=exit_code(code) if by_itself else None, detail=how, output=output)
 
     def read_partitions(self, text: str) -> list[Partition]:
         """A partition of unlike nodes has several lines: the kind of which there are most nodes counts."""

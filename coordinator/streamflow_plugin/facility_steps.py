@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import errno
 import inspect
+import logging
+import sqlite3
 from pathlib import Path
 from typing import Any
 
+from streamflow.core.exception import FailureHandlingException
 from streamflow.core.utils import get_entity_ids, get_tag
 from streamflow.core.workflow import CommandOutput, Job, Port, Status, Token
 from streamflow.cwl import command as cwl_command
@@ -35,7 +38,7 @@ from coordinator.streamflow_plugin.closing import INPUT, Closing, closing_of_run
 from coordinator.streamflow_plugin.errand import Errand
 from coordinator.streamflow_plugin.lanes import TransferFailed
 from coordinator.streamflow_plugin.listings import PARAMETERS, unlisted
-from coordinator.streamflow_plugin.patient import step_of
+from coordinator.streamflow_plugin.patient import step_of, tell
 from coordinator.streamflow_plugin.staging import Staged, scheduling, storage_usages, unmoved
 from coordinator.streamflow_plugin.targets import check_target
 from coordinator.streamflow_plugin.this_run import RoundAtFacility, this_round
@@ -50,6 +53,14 @@ TRAIN = "train_"
 """Begins the name of a facility's training step."""
 OUR_FAULT = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO)
 """Errors of this machine: no facility's, so that they end the run as before."""
+
+
+def ours(error: Exception) -> bool:
+    """True for what ends the run, since it is no facility's: this machine's disk, memory or database, an engine that
+    ends. Whatever else the work for a facility raises (a scheduler that names no job, answers that make no sense or
+    none for an hour) is that facility's absence."""
+    known = isinstance(error, FailureHandlingException | sqlite3.Error | MemoryError)
+    return known or isinstance(error, OSError) and error.errno in OUR_FAULT
 
 
 def is_facility(deployment: str) -> bool:
@@ -84,14 +95,22 @@ def executing(original: Any, closing: Closing | None, copying: Any = None) -> An
             return await original(self, job)
         workdir = Path(context.deployment_manager.config_map[COORDINATOR].workdir)
         this_round.set(round_of(job, workdir))
-        if closing is None:
-            result = await original(self, job)
-        else:
-            closing.workdir = workdir
-            staged = Staged(self.step, job, copying)
-            result = await closing.run(job, errand_of(staged, lambda: original(self, staged.job)))
-            if result is None:
-                return CWLCommandOutput(value=None, status=Status.COMPLETED, exit_code=int(Outcome.SKIPPED))
+        absent = CWLCommandOutput(value=None, status=Status.COMPLETED, exit_code=int(Outcome.SKIPPED))
+        try:
+            if closing is None:
+                result = await original(self, job)
+            else:
+                closing.workdir = workdir
+                staged = Staged(self.step, job, copying)
+                result = await closing.run(job, errand_of(staged, lambda: original(self, staged.job)))
+                if result is None:
+                    return absent
+        except Exception as error:
+            if ours(error):
+                raise
+            facility = step_of(job.name).rpartition("/")[2].partition("_")[2]
+            tell(f"{facility} is left out of the round: {error or type(error).__name__}", logging.ERROR)
+            return absent
         if result.status is not Status.COMPLETED:
             logger.error(f"job {job.name} ended with code {result.exit_code}: the round goes on without its facility")
         # Nothing but the code is taken over, so that no other kind of output can name files either.
@@ -191,7 +210,7 @@ def transferring(original: Any, closing: Closing | None) -> Any:
         try:
             return await original(self, job, token)
         except Exception as error:
-            if isinstance(error, OSError) and error.errno in OUR_FAULT:
+            if ours(error):
                 raise
             logger.error(f"FAILED copy of the update of {source}, which is left out of the round: {error}")
             return Token(value=None, tag=token.tag)
