@@ -25,7 +25,7 @@ from facility.masking.mask_update import check_base, mask_update
 from facility.masking.private_keys import Member, PrivateKeys
 from facility.masking.site_rules import site_rules
 from facility.rounds.finished import Finished
-from facility.rounds.smaller import forget_residuals, residual_path
+from facility.rounds.smaller import keep_residual, residual_path
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class Masked:
         residual = residual_path(self.state, round)
         shutil.rmtree(residual, ignore_errors=True)
         mask_update(update, received=received, out=out, residual_out=residual, member=self.member, settings=masking)
-        forget_residuals(self.state, round)
+        keep_residual(self.state, round)
         with_run(out, run_of(read_manifest(received)))
         sign(out, resolve(self.settings.training.signing_key))
         kept.keep(own_key, round, out)

@@ -8,6 +8,7 @@ difference only (error feedback as usual) makes many local steps take the same w
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 from facility.exchange.checkpoints.checkpoint import ADAPTER
@@ -41,11 +42,9 @@ def make_smaller(
         density=settings.sparse_density,
         patterns=patterns,
     )
-    if after.is_dir():
-        seal(after, done.residual_sha256)
+    keep_residual(state, round, done.residual_sha256)
     shutil.rmtree(update)
     message.rename(update)
-    forget_residuals(state, round)
     return done
 
 
@@ -60,8 +59,11 @@ def residual_path(state: Path, round: int) -> Path:
     return _home(state) / f"round-{round}"
 
 
-def forget_residuals(state: Path, round: int) -> None:
-    """Remove those of rounds before `round`, but the last: it is needed if this round is repeated."""
+def keep_residual(state: Path, round: int, known: Mapping[str, str] | None = None) -> None:
+    """Seal what `round` left unsent, and remove those of rounds before, but the last: it is needed if this round is
+    repeated. `known`: digests of files hashed as they were written."""
+    if (directory := residual_path(state, round)).is_dir():
+        seal(directory, known)
     kept = by_round(_home(state))
     for number in sorted(number for number in kept if number < round)[:-1]:
         shutil.rmtree(kept[number], ignore_errors=True)

@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 
 from coordinator.aggregation.server_optimizers.registry import SERVER_OPTIMIZERS
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
+from facility.exchange.errors import InputError
 from facility.exchange.messages.manifest import read_manifest
+from facility.exchange.messages.settings import FacilitySettings, TrainingSettings
+from facility.masking.private_keys import PrivateKeys
+from facility.rounds.masked import Masked
+from facility.rounds.sealed import check_kept, flaw
+from facility.rounds.smaller import unsent
 from tests.aggregation import make
 from tests.masking.federation import Masking, error, mean_of, moved, steps
 
@@ -145,6 +151,29 @@ def test_the_same_request_is_asked_again_and_answered_again_after_too_few_answer
     assert federation.close(again, {}, answers)[1:] == (1, True)
     assert error(moved(federation, 0), mean_of(told, dict.fromkeys(federation.names, 1.0))) < 1e-5
     assert not (federation.archive.path / "unmasking").exists()
+
+
+def test_the_residual_beside_a_masked_update_is_sealed_and_an_altered_one_is_told_and_not_used(
+    tmp_path: Path, signers: Path
+):
+    federation = Masking(root=tmp_path, signers=signers)
+    roster = federation.roster([federation.keys(name) for name in federation.names])
+    state, plain = federation.state("alpha"), federation.plain("alpha", steps(federation.names)["alpha"])
+    training = TrainingSettings(signing_key=str(signers.parent / "alpha"))
+    settings = FacilitySettings(
+        federation="test", facility="alpha", rounds=9, seed=0, training=training, masking=federation.masking
+    )
+    member = PrivateKeys(state=state).of(federation.read(roster), "alpha")
+    Masked(settings=settings, state=state, member=member).make(
+        plain, received=federation.model(), key="k", out=tmp_path / "update"
+    )
+    residual = unsent(state, 1, training, masked=True)
+    assert residual is not None and flaw(residual) == "" and check_kept(state, 1) == []
+    (weights,) = residual.glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-1] + b"?")
+    for _ in range(2):
+        with pytest.raises(InputError, match=f"{weights.name} was altered, which round 1 goes on from"):
+            check_kept(state, 1)
 
 
 def test_what_fixed_point_takes_is_the_residual(tmp_path: Path, signers: Path):
