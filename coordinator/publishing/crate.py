@@ -18,6 +18,7 @@ from rocrate.rocrate import ROCrate
 
 from coordinator.config.federation import Federation
 from coordinator.publishing.card import published_name
+from coordinator.publishing.names import slug
 from facility import __version__
 from facility.exchange.files.durable import write_text
 from facility.exchange.files.paths import shipped
@@ -172,7 +173,6 @@ def _training(
 ) -> Any:
     """One facility's part of one round."""
     place = names.get(row["facility"], row["facility"])
-    slug = place.replace(" ", "-")
     ok = row["status"] == "ok"
     begin, end = times.get(f"{number} {row['facility']}", times.get("", ("", "")))
     properties: dict[str, Any] = {
@@ -187,13 +187,15 @@ def _training(
         properties["result"] = {"@id": _weights(crate, f"update of {place}, round {number}", digest).id}
     if not ok:
         properties["error"] = row["status"]
-    return crate.add(ContextEntity(crate, f"#round-{number}-{slug}", properties=properties))
+    return crate.add(ContextEntity(crate, f"#round-{number}-{slug(place)}", properties=properties))
 
 
 def _weights(crate: ROCrate, name: str, digest: str) -> Any:
     """Weights that are named by their digest and are not in the crate."""
     identifier = f"urn:sha256:{digest}" if digest else f"#{name.replace(' ', '-').replace(',', '')}"
     if (found := crate.dereference(identifier)) is not None:
+        if name not in (also := [found["name"], *found.get("alternateName", [])]):
+            found["alternateName"] = [*also[1:], name]  # the same weights: no name of one facility for another's alone
         return found
     properties = {"@type": "CreativeWork", "name": name} | ({"sha256": digest, "identifier": digest} if digest else {})
     return crate.add(ContextEntity(crate, identifier, properties=properties))
@@ -234,12 +236,12 @@ def _license(crate: ROCrate, license: str) -> Any:
 
 
 def _person(crate: ROCrate, name: str, orcid: str, affiliation: str) -> Any:
-    identifier = f"https://orcid.org/{orcid}" if orcid else f"#{name.replace(' ', '-')}"
+    identifier = f"https://orcid.org/{orcid}" if orcid else f"#person-{slug(name)}"
     properties: dict[str, Any] = {"name": name}
     if affiliation:
         place = crate.add(
             ContextEntity(
-                crate, f"#{affiliation.replace(' ', '-')}", properties={"@type": "Organization", "name": affiliation}
+                crate, f"#institution-{slug(affiliation)}", properties={"@type": "Organization", "name": affiliation}
             )
         )
         properties["affiliation"] = {"@id": place.id}
@@ -247,7 +249,7 @@ def _person(crate: ROCrate, name: str, orcid: str, affiliation: str) -> Any:
 
 
 def _site(crate: ROCrate, name: str) -> Any:
-    identifier = f"#site-{name.replace(' ', '-')}"
+    identifier = f"#site-{slug(name)}"
     found = crate.dereference(identifier)
     properties = {"@type": "Organization", "name": name}
     return found if found is not None else crate.add(ContextEntity(crate, identifier, properties=properties))

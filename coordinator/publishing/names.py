@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping
 
@@ -9,11 +10,18 @@ from coordinator.config.federation import Federation
 
 
 def public_names(federation: Federation) -> dict[str, str]:
-    """Published name by name, in the order of federation.yml."""
+    """Published name by name, in the order of federation.yml. No number makes the name of another facility."""
+    taken = {one.name.lower() for one in federation.facilities}
+    numbers = (number for number in itertools.count(1) if slug(f"facility {number}") not in taken)
     return {
         one.name: one.name if one.public.named else f"facility {number}"
-        for number, one in enumerate(federation.facilities, start=1)
+        for one, number in zip(federation.facilities, numbers, strict=False)
     }
+
+
+def slug(name: str) -> str:
+    """A published name as it stands in file names and identifiers."""
+    return name.replace(" ", "-")
 
 
 SHORT = 4

@@ -13,7 +13,7 @@ from coordinator.config.federation import Federation, read_federation
 from coordinator.publishing.card import model_card
 from coordinator.publishing.crate import write_compact, write_crate
 from coordinator.publishing.croissant import card
-from coordinator.publishing.names import public_names, renamed
+from coordinator.publishing.names import public_names, renamed, slug
 from coordinator.publishing.reproduce import write_reproduction
 from coordinator.publishing.sbom import bill_of_materials
 from coordinator.report.make import data_of
@@ -109,4 +109,4 @@ def _cards(crate: Path, federation: Federation, names: Mapping[str, str], data: 
         if one.public.dataset_card and told:
             (crate / "croissant").mkdir(exist_ok=True)
             shown = names[one.name]
-            write_json(crate / "croissant" / f"{shown.replace(' ', '-')}.json", card(shown, told[-1], one.public))
+            write_json(crate / "croissant" / f"{slug(shown)}.json", card(shown, told[-1], one.public))

@@ -206,8 +206,8 @@ def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
 
 
 def _cell(value: Any) -> str:
-    """Text that may come from a facility, harmless in Markdown."""
+    """Text that may come from a facility, harmless in Markdown: no markup, and no link, be it a bare address."""
     text = "" if value is None else shown(value)
-    for mark in ("\\", "|", "<", "[", "*"):
-        text = text.replace(mark, f"\\{mark}")
+    for mark in ("\\", "|", "<", "[", "*", "`", "&", "@", "://", "www."):
+        text = text.replace(mark, f"{mark[:-1]}\\{mark[-1]}")
     return text

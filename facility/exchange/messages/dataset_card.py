@@ -11,6 +11,7 @@ from typing import Any
 from facility.exchange.errors import ManifestError
 from facility.exchange.messages.manifest import Manifest, with_extra
 from facility.exchange.messages.strict_json import Fields
+from facility.exchange.task_words import KNOWN
 
 DATASET = "dataset"
 """Key in a manifest's `extra`."""
@@ -57,7 +58,7 @@ def dataset_of(manifest: Manifest) -> dict[str, Any]:
             counts = {key: told.whole(key, most=MOST_COUNT) for key in ("blocks", "documents", "tokens")}
             splits[name] = counts | {"sha256": told.digest("sha256")}
         return {
-            "task": found.text("task", longest=40),
+            "task": found.one_of("task", "", KNOWN),
             "block_tokens": found.whole("block_tokens", most=10**9),
             "splits": splits,
         }

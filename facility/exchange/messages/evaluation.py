@@ -104,6 +104,9 @@ def _score(raw: Any) -> dict[str, Any]:
     found = Fields(raw=raw if isinstance(raw, dict) else {}, where=SCORES).only(["task", "metric", "value", "stderr"])
     if found.text("task", longest=100) == VALIDATION:
         raise ManifestError(f"{SCORES} names a task {VALIDATION!r}, which is what a facility's own data are called")
+    for name in ("task", "metric"):
+        if not TASK.fullmatch(found.text(name, longest=100)):
+            raise ManifestError(f"{SCORES} has a {name} that is no name such as arc_easy or acc_norm")
     stderr = None if found.raw.get("stderr") is None else found.number("stderr", most=MOST_VALUE)
     return {
         "task": found.text("task", longest=100),

@@ -1,0 +1,90 @@
+"""What a facility tells lands in model card, crate and Croissant cards as text under its own name, or not at all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.archive.rounds import Archive
+from coordinator.publishing.publish import publish
+from coordinator.report.markdown import table
+from facility.exchange.messages.dataset_card import dataset_of
+from facility.exchange.messages.evaluation import scores_of
+from facility.exchange.messages.manifest import Manifest
+from tests.publishing.made import made_federation
+
+EVIL = [
+    "](http://e.example) <b>",
+    "<script>alert(1)</script>",
+    "`x` | y",
+    "acc\u202ecca",
+    "../../x",
+    "file:///x",
+    "\x1b[2J",
+]
+
+
+def told(**extra: Any) -> Manifest:
+    return Manifest(kind="update", federation="f", round=0, extra=extra)
+
+
+@pytest.mark.parametrize("text", EVIL)
+def test_what_a_facility_tells_is_no_markup_and_no_link_in_what_is_published(text: str):
+    counts = {"blocks": 1, "documents": 2, "tokens": 3, "sha256": "a" * 64}
+    sound = {"task": "causal-lm", "block_tokens": 16, "splits": {"train": counts}}
+    assert dataset_of(told(dataset=sound)) == sound
+    assert dataset_of(told(dataset=sound | {"task": text})) == {}
+    assert dataset_of(told(dataset=sound | {"splits": {text: counts}})) == {}
+    score = {"task": "arc_easy", "metric": "acc_norm", "value": 0.5, "stderr": None}
+    assert scores_of(told(scores={"results": [score]})) == {"results": [score]}
+    for key in ("task", "metric"):
+        assert scores_of(told(scores={"results": [score | {key: text}]})) == {}
+
+
+def test_a_cell_of_a_table_is_text():
+    said = "`code` &lt;b&gt; http://e.example www.e.example a@e.example [x](y) | <b> *c*"
+    line = table(["a"], [[said]])[2]
+    for mark in ("://", "www.e", "a@", " [x]", " <b>", " |  ", " &lt", " `", " *c"):
+        assert mark not in line.removesuffix(" |"), (mark, line)
+    assert line.replace("\\", "") == f"| {said} |"
+
+
+def changed(root: Path, change: Callable[[list[dict[str, Any]]], None]) -> None:
+    """Every archived round's rows of facilities, changed."""
+    archive = Archive(root / "archive")
+    for number in range(3):
+        path = archive.round_directory(number) / "round.json"
+        record = json.loads(path.read_text())
+        change(record["facilities"])
+        path.write_text(json.dumps(record))
+
+
+def test_no_facility_stands_in_anothers_place_in_the_crate(tmp_path: Path):
+    """One is called as another would be that wants no name; two return the same weights; a person is called `run`."""
+
+    def change(rows: list[dict[str, Any]]) -> None:
+        for row in rows:
+            row["facility"] = {"facility-00": "facility-2"}.get(row["facility"], row["facility"])
+            row["dataset"] = rows[0]["dataset"]
+        for row in rows[:2]:
+            row["update_sha256"] = "c" * 64
+
+    path = made_federation(tmp_path)
+    text = path.read_text().replace("facility-00", "facility-2").replace("Josiah Carberry", "run")
+    text = text.replace('"orcid": "0000-0002-1825-0097", ', "").replace("Brown University", "crossfed")
+    path.write_text(text.replace("{name: facility-01,", "{name: facility-01, public: {dataset_card: true},"))
+    changed(tmp_path, change)
+    crate = publish(path, tmp_path / "out") / "crate"
+    assert [one.name for one in sorted((crate / "croissant").iterdir())] == ["facility-2.json", "facility-3.json"]
+    graph = json.loads((crate / "ro-crate-metadata.json").read_text())["@graph"]
+    entities = {one["@id"]: one for one in graph}
+    assert len(entities) == len(graph) and not [one for one in entities if ".." in one or one.startswith("file:")]
+    assert {one for one in entities if one.startswith("#site-")} == {f"#site-facility-{n}" for n in (2, 3, 4)}
+    assert entities["#run"]["@type"] == "CreateAction" and entities["#crossfed"]["@type"] == "SoftwareApplication"
+    assert entities["#person-run"]["name"] == "run" and entities["#institution-crossfed"]["name"] == "crossfed"
+    same = entities[f"urn:sha256:{'c' * 64}"]
+    assert {"update of facility-2, round 0", "update of facility 3, round 0"} <= {same["name"], *same["alternateName"]}
