@@ -17,6 +17,7 @@ from typing import Any
 
 from facility.exchange.errors import InputError
 from facility.exchange.files.storage import is_storage, sentence
+from facility.exchange.messages.strict_json import seen
 
 VARIABLE = "CROSSFED_EVENTS"
 """Environment variable with the file's path; unset: no events are written."""
@@ -89,7 +90,8 @@ def _harmless(value: Any) -> Any:
 
 def quoted(text: str) -> str:
     """Text of another machine as it may be shown: on one line, without control characters, of limited length."""
-    shown = " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
+    begin = seen(text[: 16 * QUOTED_CHARACTERS])
+    shown = " ".join("".join(letter if letter.isprintable() else " " for letter in begin).split())
     return shown if len(shown) <= QUOTED_CHARACTERS else f"{shown[:QUOTED_CHARACTERS]} [...]"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 import time
 from pathlib import Path
@@ -11,11 +12,12 @@ import pytest
 from rich.console import Console
 
 from coordinator.archive.rounds import Archive
-from coordinator.archive.summary import has_accuracy, summary, table
+from coordinator.archive.summary import has_accuracy, shown, summary, table
 from coordinator.config.federation import Facility, FederationFile
+from coordinator.engine.live import Snapshot, live_table
 from coordinator.engine.progress import Progress
 from coordinator.engine.run import _picture
-from coordinator.events.event import Event
+from coordinator.events.event import Event, quoted
 from coordinator.report import data as report_data
 from coordinator.report.write import write_report
 from coordinator.steps import report as report_step
@@ -71,6 +73,31 @@ def test_tables_show_reasons_as_text(case: str, tmp_path: Path):
     if case != "30 MB":
         assert text.replace("\n", "").count(reason[:4].replace("\x1b", "?")) >= 3
     assert time.monotonic() - begun < 20
+
+
+MARKS = {
+    "above": "e" + "\u0301" * 5000,
+    "around": "x\u0489" * 2 + "\u0489" * 300,
+    "selectors": "a" + "\ufe0f\U000e0100" * 99,
+}
+UNSEEN = {"filler": "\u3164" * 100, "blank": "\u2800" * 100, "joiner": "\u200b\u2060\ufeff", "override": "\u202eb"}
+
+
+@pytest.mark.parametrize("text", (MARKS | UNSEEN).values(), ids=(MARKS | UNSEEN).keys())
+def test_no_letter_grows_over_the_lines_of_others_or_is_not_seen(text: str):
+    live = Progress(["odd", "sound"], 2)
+    line = live.feed(Event(kind="refused", fields={"facility": "odd", "round": 0, "reason": quoted(text)}))
+    told = {"facility": "sound", "host": "h", "reason": quoted(text)}
+    pages = [line, live.feed(Event(kind="login_refused", fields=told)), shown(text), printed(live_table(_now(live)))]
+    for page in pages:
+        assert page is not None and not re.search("[\u3164\u2800\ufe0f\u200b\u2060\ufeff\u202e]", page)
+        runs = re.sub("[^\u0300-\u036f\u0489]+", " ", page).split()
+        assert max(map(len, runs), default=0) <= 3
+    assert shown("Zür\u0301ich \u05e9\u05c1\u05bc ไม่ได้ 東京") == "Zür\u0301ich \u05e9\u05c1\u05bc ไม่ได้ 東京"
+
+
+def _now(live: Progress) -> Snapshot:
+    return Snapshot(federation="f", heading="h", coordinator="c", time=time.time(), facilities=live.live)
 
 
 @pytest.mark.parametrize("case", HOSTILE)

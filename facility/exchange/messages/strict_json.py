@@ -30,6 +30,10 @@ LONGEST_TEXT = 64 << 10
 LONGEST_NAME = 500
 UNPRINTABLE = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
 """Unicode categories not allowed in text: controls, invisible marks, lone surrogates, line and paragraph separators."""
+UNSEEN = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2800\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]")
+"""Letters and marks that leave nothing, or a blank, on a screen (Unicode: Default_Ignorable_Code_Point; U+2800)."""
+MOST_MARKS = 3
+"""Marks above and below one letter; more of them grow over the lines beside it."""
 HEX = re.compile(r"[0-9a-f]{64}")
 
 T = TypeVar("T")
@@ -69,9 +73,23 @@ def clean(text: str, longest: int = 1000, *, lines: bool = False) -> str:
     kept = "\n\t" if lines else ""
     if len(text) > longest:
         text = f"{text[: longest * 2 // 3]}...{text[-(longest // 3) :]}"
+    text = seen(text)
     if not lines:
         text = " ".join(text.split())
     return "".join(c if c in kept or unicodedata.category(c) not in UNPRINTABLE else "?" for c in text)
+
+
+def seen(text: str) -> str:
+    """Text whose letters all show, each within its own line: unseen ones become `?`, surplus marks on one are left
+    out."""
+    if text.isascii():
+        return text
+    kept, marks = [], 0
+    for letter in UNSEEN.sub("?", text):
+        marks = marks + 1 if unicodedata.category(letter) in ("Mn", "Me") else 0
+        if marks <= MOST_MARKS:
+            kept.append(letter)
+    return "".join(kept)
 
 
 def printable(text: str) -> bool:
