@@ -120,7 +120,8 @@ class Slurm(BatchScheduler):
             return self._ending(fields["JobState"], fields.get("ExitCode", "0:0"), fields.get("StdOut", ""))
         accounted = re.findall(r"^([A-Z_]+)[^|\n]*\|([0-9]{1,10}:[0-9]{1,10})$", text, re.MULTILINE)
         if accounted:
-            return self._ending(*accounted[-1], "")
+            state, told = accounted[-1]
+            return self._ending(state, told, "")
         if UNKNOWN in text.lower():
             return Ending(state=FORGOTTEN, code=None, detail="Slurm does not know it any more")
         return None
