@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from coordinator.archive.rounds import Archive, FacilityRow, RoundFile
 from facility.exchange.errors import ManifestError
 from facility.exchange.messages.strict_json import read_json
-from facility.exchange.task_words import TaskWords, task_of_classes, words_of
+from facility.exchange.task_words import task_of_classes, words_of
 
 MOST_BYTES = 1 << 20
 """Of config.json."""
@@ -30,11 +30,6 @@ def task_of_rows(rows: Iterable[FacilityRow]) -> str:
     if not found or 2 * found[0][1] <= len(told):
         return ""
     return Counter(task for task in told if task and words_of(task) == found[0][0]).most_common(1)[0][0]
-
-
-def words(archive: Archive) -> TaskWords:
-    """The words of the federation that the archive holds, or is about to hold."""
-    return words_of(task_of(archive, archive.history()))
 
 
 def _of_model(archive: Archive) -> str:

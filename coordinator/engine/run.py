@@ -19,7 +19,6 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from coordinator.archive import task as tasks
 from coordinator.archive.audit import NAME as AUDIT_LOG
 from coordinator.archive.audit import VARIABLE as LOG
 from coordinator.archive.journal import Journal
@@ -29,6 +28,7 @@ from coordinator.certificates import certificates_watched
 from coordinator.config.described import described
 from coordinator.config.federation import Federation, check_paths, read_federation
 from coordinator.engine.console_log import shown_on
+from coordinator.engine.history import History
 from coordinator.engine.how_to_load import how_to_load
 from coordinator.engine.live import Snapshot, live_table
 from coordinator.engine.notify import Notifier
@@ -43,7 +43,6 @@ from coordinator.rounds.acceptance import accept, changes_since, is_accepted, re
 from coordinator.streamflow_plugin.names import LOGINS, PROGRESS_SECONDS
 from facility.exchange.errors import InputError, TryAgain
 from facility.exchange.files.storage import unwritable
-from facility.exchange.task_words import words_of
 
 log = logging.getLogger("coordinator.engine")
 
@@ -75,11 +74,13 @@ def run_federation(file: Path, *, live: bool, log: Path | None = None, accepted:
             f"{federation.rounds} rounds{going_on(federation.rounds, done)}; StreamFlow's log is {log}"
         )
         names = [facility.name for facility in federation.facilities]
-        progress = Progress(names, federation.rounds, unit=lambda: tasks.words(archive).live_unit)
+        history = History(archive)
+        progress = Progress(names, federation.rounds, unit=lambda: history.words().live_unit)
         run = Run(
             federation=federation,
             progress=progress,
             archive=archive,
+            history=history,
             place=place,
             lock=lock,
             sink=sink,
@@ -202,6 +203,7 @@ class Run:
     federation: Federation
     progress: Progress
     archive: Archive
+    history: History
     place: RunPlace
     lock: int
     """File descriptor of the lock, which StreamFlow inherits."""
@@ -240,7 +242,7 @@ def _follow(run: Run, live: bool) -> tuple[int, str]:
         try:
             with (
                 certificates_watched(federation.facilities, expiring=recorder.expiring),
-                _display(run.progress, archive, run.console) if live else nullcontext(),
+                _display(run.progress, run.history, run.console) if live else nullcontext(),
             ):
                 code, reason = supervisor.run()
                 return code, reason
@@ -303,16 +305,15 @@ def _stopped_by_signals(supervisor: Supervisor) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _display(progress: Progress, archive: Archive, console: Console) -> Live:
+def _display(progress: Progress, history: History, console: Console) -> Live:
     return Live(
-        get_renderable=lambda: _picture(progress, archive), console=console, refresh_per_second=2, transient=True
+        get_renderable=lambda: _picture(progress, history), console=console, refresh_per_second=2, transient=True
     )
 
 
-def _picture(progress: Progress, archive: Archive) -> Table:
+def _picture(progress: Progress, history: History) -> Table:
     now = time.time()
-    history = archive.history()
-    words = words_of(tasks.task_of(archive, history))
+    rounds, words = history.rounds(), history.words()
     result = live_table(
         Snapshot(
             federation="",
@@ -323,8 +324,8 @@ def _picture(progress: Progress, archive: Archive) -> Table:
             facilities=progress.live,
         )
     )
-    if history:
-        known = [value for entry in history if (value := shown_perplexity(entry.global_loss)) is not None]
+    if rounds:
+        known = [value for entry in rounds if (value := shown_perplexity(entry.global_loss)) is not None]
         told = ", ".join(map(words.text, known))
         result.caption = f"global {words.metric} as received, round by round: {told}"
     return result

@@ -150,7 +150,9 @@ def report(arguments: argparse.Namespace) -> dict[str, object]:
     measured = []
     training: dict[str, Any] = {"lora": {"rank": arguments.lora}} if arguments.lora else {}
     if arguments.encoding != "full":
-        training |= {"encoding": arguments.encoding, "export_dtype": "float32"}
+        training |= {"encoding": arguments.encoding}
+    if arguments.encoding != "full" or arguments.masks:
+        training |= {"export_dtype": "float32"}
     changes: dict[str, Any] = {"aggregation": {"rule": arguments.rule}} if arguments.rule else {}
     for hidden in (arguments.hidden, TINY):
         with tempfile.TemporaryDirectory(prefix="crossfed-bytes-") as folder:

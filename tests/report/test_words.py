@@ -15,6 +15,7 @@ from coordinator.archive.rounds import Archive, FacilityRow
 from coordinator.archive.summary import summary, table
 from coordinator.archive.task import task_of, task_of_rows
 from coordinator.comparison.matrix import matrix
+from coordinator.engine.history import History
 from coordinator.engine.live import FacilityState, Snapshot, live_lines, live_table
 from coordinator.engine.progress import Progress
 from coordinator.engine.run import _picture
@@ -77,7 +78,7 @@ def test_every_surface_speaks_of_what_the_task_counts(tmp_path: Path, task: str)
     progress = Progress(["a"], 2)
     surfaces = {
         "table": printed(table(summary(archive))),
-        "terminal": printed(_picture(progress, archive)),
+        "terminal": printed(_picture(progress, History(archive))),
         "page": visible(page(data)),
         "markdown": markdown(data).partition("## Versions")[0],
         "matrix": str(matrix(archive, {}, data["facilities"], words)["verdicts"]),

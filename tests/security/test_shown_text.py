@@ -14,6 +14,7 @@ from rich.console import Console
 from coordinator.archive.rounds import Archive
 from coordinator.archive.summary import has_accuracy, shown, summary, table
 from coordinator.config.federation import Facility, FederationFile
+from coordinator.engine.history import History
 from coordinator.engine.live import Snapshot, live_table
 from coordinator.engine.progress import Progress
 from coordinator.engine.run import _picture
@@ -67,7 +68,7 @@ def test_tables_show_reasons_as_text(case: str, tmp_path: Path):
     reason, begun = HOSTILE[case], time.monotonic()
     live = Progress(["odd"], 2)
     live.feed(Event(kind="refused", fields={"facility": "odd", "round": 0, "reason": reason}))
-    text = printed(table(federation(reason, tmp_path)), _picture(live, Archive(tmp_path)))
+    text = printed(table(federation(reason, tmp_path)), _picture(live, History(Archive(tmp_path))))
     assert text.isascii() or all(letter == "\n" or letter.isprintable() for letter in text)
     assert "\x1b" not in text and len(text) < 200_000
     if case != "30 MB":
