@@ -14,8 +14,9 @@ from coordinator.engine.render import stale
 from coordinator.memory.figures import ModelFigures, model_figures
 from coordinator.preflight.disk import IN_FLIGHT, Disk, coordinator_disk
 from coordinator.preflight.row import Row, fail, ok, size, skipped, warning
-from facility.exchange.checkpoints.conversion import check_names
+from facility.exchange.checkpoints.conversion import check_names, model_of
 from facility.exchange.checkpoints.families import refusal_of
+from facility.exchange.checkpoints.tied_modules import refusal_of_tied
 from facility.exchange.errors import CrossFedError, InputError
 from facility.exchange.files.links import can_link
 from facility.exchange.files.paths import shipped
@@ -29,7 +30,7 @@ def check_here(federation: Federation, *, names: bool = True) -> tuple[list[Row]
     model_row, model = _model(federation)
     rows.append(model_row)
     if model is not None:
-        rows += [_names(federation)] * names + [_room(federation, model)]
+        rows += [*(_fitting(federation) if names else []), _room(federation, model)]
     if differing := stale(federation):
         rows.append(
             warning(
@@ -50,7 +51,7 @@ def failing_here(federation: Federation) -> list[Row]:
     rows, model = check_here(federation, names=False)
     failing = [row for row in rows if row.verdict == "fail"]
     if not failing and model is not None and not Archive(federation.archive_path).rounds():
-        failing = [row for row in [_names(federation)] if row.verdict == "fail"]
+        failing = [row for row in _fitting(federation) if row.verdict == "fail"]
     return failing
 
 
@@ -123,6 +124,24 @@ def _names(federation: Federation) -> Row:
         return fail(ME, "model family", reason, "docs/reference/families.md lists the families that were tried")
     other = f"; {len(conversion.unused)} tensors of no parameter are sent on as they are" if conversion.unused else ""
     return ok(ME, "tensor names", f"{len(conversion.same) + len(conversion.pieces)} parameters and buffers{other}")
+
+
+def _fitting(federation: Federation) -> list[Row]:
+    """Does the class that config.json names fit the stored tensors, and each facility's adapters that class?"""
+    names = _names(federation)
+    return [names, *(_saved(federation) if names.verdict == "ok" else [])]
+
+
+def _saved(federation: Federation) -> list[Row]:
+    """Facilities whose `modules_to_save` name a module that has no weight of its own: their jobs would refuse it."""
+    asked = {one.name: names for one in federation.facilities if (names := one.training.lora.modules_to_save)}
+    model = model_of(federation.path(federation.model)) if asked else None
+    reasons = [(name, refusal_of_tied(model, module)) for name, modules in asked.items() for module in modules]
+    return [
+        fail(name, "adapters", reason, "correct training.lora.modules_to_save in federation.yml")
+        for name, reason in reasons
+        if reason
+    ]
 
 
 def _room(federation: Federation, model: ModelFigures) -> Row:

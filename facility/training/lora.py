@@ -21,9 +21,9 @@ from facility.exchange.checkpoints.adapters import (
     is_added,
     is_factor,
     is_magnitude,
-    saves,
     targeted,
 )
+from facility.exchange.checkpoints.tied_modules import refusal_of_tied, saves_parameter
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.layout import LoraSettings
 from facility.training.blocks import find_blocks
@@ -151,33 +151,14 @@ def inject(model: nn.Module, settings: LoraSettings, *, classifies: bool) -> Non
     saved = [name for name, _ in model.named_parameters() if not is_added(name) and saves_parameter(name, wanted)]
     for name in settings.modules_to_save:
         if not any(saves_parameter(found, [name]) for found in saved):
-            if shared := shared_with(model, name):
-                raise ConfigurationError(
-                    f"training.lora.modules_to_save names {name!r}, whose weight is that of {shared} "
-                    f"(tie_word_embeddings): name {shared.rpartition('.')[2]!r} instead, which trains both"
-                )
+            if reason := refusal_of_tied(model, name):
+                raise ConfigurationError(reason)
             raise ConfigurationError(
                 f"training.lora.modules_to_save names {name!r}, which is not a module of it outside its adapters; "
                 f"its heads are {', '.join(sorted({n.partition('.')[0] for n, _ in model.named_children()}))}"
             )
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_added(name) or name in saved)
-
-
-def shared_with(model: nn.Module, wanted: str) -> str:
-    """The module that holds the weight of the named one, too; '' where the weight is its own."""
-    holders: dict[int, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        module = name.rpartition(".")[0]
-        other = holders.setdefault(id(parameter), module)
-        if other != module and saves(module, [wanted]):
-            return other
-    return ""
-
-
-def saves_parameter(name: str, wanted: Sequence[str]) -> bool:
-    """Whether a parameter belongs to a module that is saved; adapted layers have their adapters instead."""
-    return ".base_layer." not in name and saves(name.rpartition(".")[0], wanted)
 
 
 def name_on_disk(name: str) -> str:

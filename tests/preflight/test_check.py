@@ -17,25 +17,29 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from coordinator.cli import app
 from coordinator.config.deployments import Deployment
-from coordinator.config.federation import Facility
+from coordinator.config.federation import Facility, read_federation
 from coordinator.memory.figures import ModelFigures
 from coordinator.memory.need import needed_bytes, parts_of, smallest_ranks
 from coordinator.preflight import check as checking
 from coordinator.preflight import remote
 from coordinator.preflight.check import check
+from coordinator.preflight.coordinator import check_here, failing_here
 from coordinator.preflight.cost import check_memory
 from coordinator.preflight.remote import ssh_command
 from coordinator.preflight.row import Row
 from coordinator.preflight.scheduler import flux_refusal, wanted_hours, wanted_nodes
 from facility.exchange.checkpoints.tokenizer import tokenizer_digest
+from facility.exchange.errors import ConfigurationError
 from facility.exchange.memory.rank import RankLayout
 from facility.exchange.messages.layout import LayoutSettings, LoraSettings
 from facility.exchange.messages.settings import TrainingSettings
 from facility.exchange.validation import parse
+from facility.training.lora import inject
 from tests.pico import save_pico
 from tests.preparing.corpora import save_bert_tokenizer
 from tests.schedulers.recordings import recorded
@@ -153,6 +157,25 @@ def test_a_sound_federation_passes_and_submits_nothing(site: Site):
     assert job.startswith("#!/bin/bash\n") and "#SBATCH --account=proj42\n" in job and "streamflow" not in job
     spoken = (site.root / "site" / "ssh-arguments").read_text()
     assert "BatchMode=yes" in spoken and "StrictHostKeyChecking=yes" in spoken
+
+
+def test_a_tied_head_to_save_is_told_before_a_job_in_the_words_of_the_job(site: Site):
+    """The embedding's own name is taken, and so is the head of a model that is not tied."""
+    base = "steps: 2, batch_sequences: 4"
+    site.edit(base, base + ", lora: {rank: 2, modules_to_save: [lm_head]}")
+    federation = read_federation(site.file)
+    assert failing_here(federation) == []
+    shutil.rmtree(site.root / "model")
+    save_pico(site.root / "model", tie_word_embeddings=True)
+    (row,) = failing_here(federation)
+    assert (row.subject, row.check) == ("far", "adapters")
+    tied = AutoModelForCausalLM.from_pretrained(site.root / "model")
+    with pytest.raises(ConfigurationError) as refused:
+        inject(tied, federation.facilities[0].training.lora, classifies=False)
+    assert row.found == str(refused.value) and "name 'embed_tokens' instead" in row.found
+    assert row in check_here(federation)[0]
+    site.edit("[lm_head]", "[embed_tokens]")
+    assert failing_here(read_federation(site.file)) == []
 
 
 Mistake = tuple[str, Callable[[Site], object], str, str]

@@ -251,10 +251,21 @@ def check_names(directory: Path) -> Conversion:
 
     Raises `CheckpointError` where a parameter would be left without values, or transformers knows no such model.
     """
+    checkpoint, model = open_checkpoint(directory), model_of(directory)
+    conversion = conversion_of(model, checkpoint)
+    if names := lacking(model, conversion):
+        raise CheckpointError(describe_missing(checkpoint, names))
+    return conversion
+
+
+def model_of(directory: Path) -> Any:
+    """The model that a checkpoint's config.json names, on the meta device and with its weights tied.
+
+    Raises `CheckpointError` where transformers knows no such model.
+    """
     import torch
     import transformers
 
-    checkpoint = open_checkpoint(directory)
     try:
         config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
@@ -268,10 +279,7 @@ def check_names(directory: Path) -> Conversion:
     with torch.device("meta"):
         model = kind.from_config(config) if named.startswith("AutoModel") else kind._from_config(config)
     model.tie_weights()
-    conversion = conversion_of(model, checkpoint)
-    if names := lacking(model, conversion):
-        raise CheckpointError(describe_missing(checkpoint, names))
-    return conversion
+    return model
 
 
 def describe_missing(checkpoint: Checkpoint, missing: Sequence[str]) -> str:

@@ -1,0 +1,42 @@
+"""Modules that are to be trained whole beside adapters and hold no weight of their own.
+
+The coordinator asks before a federation starts, the trainer when it adds the adapters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from facility.exchange.checkpoints.adapters import saves
+
+
+def saves_parameter(name: str, wanted: Sequence[str]) -> bool:
+    """Whether a parameter belongs to a module that is saved; adapted layers have their adapters instead."""
+    return ".base_layer." not in name and saves(name.rpartition(".")[0], wanted)
+
+
+def refusal_of_tied(model: Any, wanted: str) -> str:
+    """Why a name of `training.lora.modules_to_save` cannot be trained in this model; empty: it is not tied.
+
+    A module that holds a parameter of its own beside the tied one, such as a bias, is trained for that.
+    """
+    if any(saves_parameter(name, [wanted]) for name, _ in model.named_parameters()):
+        return ""
+    if not (shared := shared_with(model, wanted)):
+        return ""
+    return (
+        f"training.lora.modules_to_save names {wanted!r}, whose weight is that of {shared} "
+        f"(tie_word_embeddings): name {shared.rpartition('.')[2]!r} instead, which trains both"
+    )
+
+
+def shared_with(model: Any, wanted: str) -> str:
+    """The module that holds the weight of the named one, too; '' where the weight is its own."""
+    holders: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        module = name.rpartition(".")[0]
+        other = holders.setdefault(id(parameter), module)
+        if other != module and saves(module, [wanted]):
+            return other
+    return ""
