@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +13,12 @@ import pytest
 from coordinator.archive.rounds import Archive
 from coordinator.publishing.publish import publish
 from coordinator.report.markdown import table
+from facility.exchange.errors import ManifestError
+from facility.exchange.messages.comparison import tasks_of
 from facility.exchange.messages.dataset_card import dataset_of
 from facility.exchange.messages.evaluation import scores_of
 from facility.exchange.messages.manifest import Manifest
+from facility.rounds.evaluation import scores_in
 from tests.publishing.made import made_federation
 
 EVIL = [
@@ -43,6 +47,18 @@ def test_what_a_facility_tells_is_no_markup_and_no_link_in_what_is_published(tex
     assert scores_of(told(scores={"results": [score]})) == {"results": [score]}
     for key in ("task", "metric"):
         assert scores_of(told(scores={"results": [score | {key: text}]})) == {}
+        with pytest.raises(ManifestError):
+            tasks_of(told(comparison={"tasks": [score | {key: text, "model": "global"}]}), ["global"])
+
+
+def test_every_figure_that_lm_eval_makes_is_taken():
+    """Names as its tasks and filters have them: gsm8k, humaneval, squad."""
+    keys = ["acc,none", "exact_match,strict-match", "exact_match,flexible-extract", "pass@1,create_test", "f1,none"]
+    made = scores_in({"gsm8k": dict.fromkeys(keys, 0.5), "leaderboard_math_hard": {"rouge1_max,none": 0.25}})
+    results = [dataclasses.asdict(score) for score in made]
+    assert len(results) == 6 and scores_of(told(scores={"results": results})) == {"results": results}
+    tasks = [{"model": "global"} | one for one in results]
+    assert tasks_of(told(comparison={"tasks": tasks}), ["global"]) == tasks
 
 
 def test_a_cell_of_a_table_is_text():

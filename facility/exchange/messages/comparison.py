@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from facility.exchange.errors import ManifestError
-from facility.exchange.messages.evaluation import MOST_SCORES, MOST_VALUE
+from facility.exchange.messages.evaluation import MOST_SCORES, SCORE, score_of
 from facility.exchange.messages.manifest import Manifest, read_manifest, with_extra
 from facility.exchange.messages.report import MOST_COUNT, MOST_LOSS
 from facility.exchange.messages.strict_json import Fields
@@ -201,15 +201,8 @@ def tasks_of(manifest: Manifest, expected: Collection[str]) -> list[dict[str, An
 
 
 def _score(found: Fields, expected: Collection[str]) -> dict[str, Any]:
-    found.only(["model", "task", "metric", "value", "stderr"])
-    told = found.raw.get("stderr")
-    return {
-        "model": found.one_of("model", "", expected),
-        "task": found.text("task", longest=100),
-        "metric": found.text("metric", longest=100),
-        "value": found.number("value", least=-MOST_VALUE, most=MOST_VALUE),
-        "stderr": None if told is None else found.number("stderr", most=MOST_VALUE),
-    }
+    found.only(["model", *SCORE])
+    return {"model": found.one_of("model", "", expected)} | score_of(found)
 
 
 def alone_of(manifest: Manifest) -> Alone:

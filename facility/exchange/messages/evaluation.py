@@ -20,9 +20,13 @@ SCORES = "scores"
 """Key in a manifest's `extra`."""
 VALIDATION = "validation"
 """Stands for a facility's own validation data where scores of tasks are listed; no task has this name."""
+SCORE = ("task", "metric", "value", "stderr")
+"""Fields of a score."""
 MOST_SCORES = 2000
 MOST_VALUE = 1e9
 TASK = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]*")
+METRIC = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:@%+-]*(?: \([A-Za-z0-9][A-Za-z0-9_.:-]*\))?")
+"""As lm-eval calls it, and its filter in brackets: `exact_match (strict-match)`, `pass@1 (create_test)`."""
 
 
 @validated(frozen=True, kw_only=True)
@@ -68,7 +72,7 @@ class Score:
 
     task: str
     metric: str
-    """As lm-eval calls it, without its filter."""
+    """As lm-eval calls it, with its filter in brackets where there is one."""
     value: float
     stderr: float | None = None
 
@@ -101,12 +105,18 @@ def scores_of(manifest: Manifest) -> dict[str, Any]:
 
 
 def _score(raw: Any) -> dict[str, Any]:
-    found = Fields(raw=raw if isinstance(raw, dict) else {}, where=SCORES).only(["task", "metric", "value", "stderr"])
+    return score_of(Fields(raw=raw if isinstance(raw, dict) else {}, where=SCORES).only(SCORE))
+
+
+def score_of(found: Fields) -> dict[str, Any]:
+    """The fields `SCORE` of a facility's score. Raises `ManifestError` where a name is no name, a number none."""
     if found.text("task", longest=100) == VALIDATION:
-        raise ManifestError(f"{SCORES} names a task {VALIDATION!r}, which is what a facility's own data are called")
-    for name in ("task", "metric"):
-        if not TASK.fullmatch(found.text(name, longest=100)):
-            raise ManifestError(f"{SCORES} has a {name} that is no name such as arc_easy or acc_norm")
+        raise ManifestError(
+            f"{found.where} names a task {VALIDATION!r}, which is what a facility's own data are called"
+        )
+    for name, plain in (("task", TASK), ("metric", METRIC)):
+        if not plain.fullmatch(found.text(name, longest=100)):
+            raise ManifestError(f"{found.where} has a {name} that is no name such as arc_easy or acc_norm")
     stderr = None if found.raw.get("stderr") is None else found.number("stderr", most=MOST_VALUE)
     return {
         "task": found.text("task", longest=100),
