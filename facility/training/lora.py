@@ -65,7 +65,7 @@ def names_of_experts(family: str) -> frozenset[str]:
 
 
 def targets_of(model: nn.Module, settings: LoraSettings) -> list[str]:
-    """Full names of the layers that get an adapter. Raises `ConfigurationError` where none fits."""
+    """Full names of the layers that get an adapter. Raises `ConfigurationError` where a target fits none."""
     blocks, _ = find_blocks(model)
     family = getattr(getattr(model, "config", None), "model_type", "")
     inside = [(name, module) for name, module in model.named_modules() if name.startswith(blocks + ".")]
@@ -99,10 +99,12 @@ def targets_of(model: nn.Module, settings: LoraSettings) -> list[str]:
             f"training.lora.targets {settings.targets} name out_proj, whose weight a {family} model uses without "
             "calling the layer: an adapter there would do nothing; name others, such as in_proj and x_proj"
         )
-    if not chosen:
+    odd = [target for target in settings.targets if not targeted_any(linear, target)]
+    if odd or not chosen:
         ends = sorted({name.rpartition(".")[2] for name in linear})
         raise ConfigurationError(
-            f"training.lora.targets {settings.targets} fit no linear layer of {blocks}; their names end in {ends}"
+            f"training.lora.targets name {odd}, which fit no linear layer of {blocks}: their names end in {ends}; a "
+            "head is trained whole, by training.lora.modules_to_save"
         )
     return chosen
 

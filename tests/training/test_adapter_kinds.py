@@ -147,21 +147,31 @@ def test_experts_that_a_model_does_not_have_are_refused(tmp_path: Path):
     assert "fits no fused experts of the model; it has none" in said
 
 
-def test_a_tied_head_is_refused_with_the_module_to_name_instead():
+def injected(**settings: Any) -> Any:
+    """A tied model of one block with adapters."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = LlamaConfig(vocab_size=32, tie_word_embeddings=True, **sizes)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=32, tie_word_embeddings=True, **sizes))
+    model.tie_weights()
+    inject(model, parse(LoraSettings, {"rank": 2} | settings), classifies=False)
+    return model
 
-    def injected(name: str) -> Any:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-        model.tie_weights()
-        inject(model, parse(LoraSettings, {"rank": 2, "modules_to_save": [name]}), classifies=False)
-        return model
 
+@pytest.mark.parametrize("odd", ["lm_head", "embed_tokens", "q_pro", "proj"])
+def test_a_target_that_fits_nothing_is_named_beside_others_that_fit(odd: str):
+    """peft adapts those that fit and says nothing of the rest."""
+    with pytest.raises(ConfigurationError, match=rf"name \['{odd}'\], which fit no linear layer .*modules_to_save"):
+        injected(targets=["q_proj", odd])
+    names = [name for name, _ in injected(targets=["q_proj"]).named_parameters() if ".lora_" in name]
+    adapted = {name.partition(".lora_")[0] for name in names}
+    assert adapted == {"model.layers.0.self_attn.q_proj"}
+
+
+def test_a_tied_head_is_refused_with_the_module_to_name_instead():
     with pytest.raises(ConfigurationError, match="'lm_head'.*model.embed_tokens.*name 'embed_tokens' instead"):
-        injected("lm_head")
+        injected(modules_to_save=["lm_head"])
     with pytest.raises(ConfigurationError, match="'nothing', which is not a module"):
-        injected("nothing")
-    assert injected("embed_tokens").model.embed_tokens.weight.requires_grad
+        injected(modules_to_save=["nothing"])
+    assert injected(modules_to_save=["embed_tokens"]).model.embed_tokens.weight.requires_grad
