@@ -108,7 +108,7 @@ def executing(original: Any, closing: Closing | None, copying: Any = None) -> An
         except Exception as error:
             if ours(error):
                 raise
-            facility = step_of(job.name).rpartition("/")[2].partition("_")[2]
+            _, facility = _kind_and_facility(job)
             tell(f"{facility} is left out of the round: {error or type(error).__name__}", logging.ERROR)
             return absent
         if result.status is not Status.COMPLETED:
@@ -120,9 +120,15 @@ def executing(original: Any, closing: Closing | None, copying: Any = None) -> An
     return execute
 
 
+def _kind_and_facility(job: Job) -> tuple[str, str]:
+    """`train` and `a` of a job of the step `/rounds/train_a`."""
+    kind, _, facility = step_of(job.name).rpartition("/")[2].partition("_")
+    return kind, facility
+
+
 def round_of(job: Job, workdir: Path) -> RoundAtFacility | None:
     """Which round of which facility a job is for; None for other steps than training."""
-    kind, _, facility = step_of(job.name).rpartition("/")[2].partition("_")
+    kind, facility = _kind_and_facility(job)
     if f"{kind}_" != TRAIN or INPUT not in job.inputs:
         return None
     return RoundAtFacility(facility=facility, number=int(job.inputs[INPUT].value), workdir=workdir)

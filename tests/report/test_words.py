@@ -7,6 +7,7 @@ import json
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -126,9 +127,17 @@ def test_one_facility_among_several_changes_no_word():
     assert task_of_rows([row("a", "preference"), row("b", "preference", "refused")]) == "preference"
     told = {name: 1.0 for name in ("loss_received", "loss_returned", "training_loss")}
     one = report.Report(
-        federation="f", facility="a", round=0, samples=1, tokens=1, steps=1,
-        perplexity_received=2.7, perplexity_returned=2.7, details={"task": "<script>"}, **told,
-    )  # fmt: skip
+        federation="f",
+        facility="a",
+        round=0,
+        samples=1,
+        tokens=1,
+        steps=1,
+        perplexity_received=2.7,
+        perplexity_returned=2.7,
+        details={"task": "<script>"},
+        **told,
+    )
     assert report.task_told(one) == "" and report.task_told(dataclasses.replace(one, details={"task": ["chat"]})) == ""
 
 
@@ -147,10 +156,9 @@ def test_before_any_report_the_models_class_says_what_is_counted(tmp_path: Path,
 
 
 def test_an_own_trainers_seconds_are_told_and_none_are_shown_as_none(tmp_path: Path):
-    call = Call(
-        model=tmp_path, base=None, dataset=tmp_path, settings=None, round=0, out=tmp_path, state=tmp_path,
-        signals=[], began=10.0, stepped=[14.0, 16.0, 18.0],
-    )  # type: ignore[arg-type]  # fmt: skip
+    places: dict[str, Any] = {name: tmp_path for name in ("model", "dataset", "out", "state")}
+    rest: dict[str, Any] = {"base": None, "settings": None, "round": 0, "signals": []}
+    call = Call(**places, **rest, began=10.0, stepped=[14.0, 16.0, 18.0])
     object.__setattr__(call, "settings", type("S", (), {"training": type("T", (), {"steps": 3}), "rounds": 2})())
     seconds = call._seconds(20.0)
     assert (seconds.load, seconds.train, seconds.evaluate) == (2.0, 6.0, 2.0)
