@@ -1,23 +1,27 @@
 """What this facility has answered: one set of survivors for each round and for each model, written before the answer.
 
-Two sums of the same steps over different facilities give away their difference. So a second request for the same round,
-or for steps from the same model, is answered only if it names the same survivors; and a second one under the same keys
-only if it is the same to the byte.
+Two sums of the same steps over different facilities give away their difference, and sums over the same facilities under
+other weights or clips are as many equations for the same few unknowns. So a second request for the same round, or for
+steps from the same model, is answered only if it names the same survivors, which count the same and are clipped alike;
+and a second one under the same keys only if it is the same to the byte.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import fcntl
+import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from facility.exchange.errors import InputError
 from facility.exchange.files.durable import fsync_directory
+from facility.exchange.masking.roster import Roster
+from facility.exchange.messages.masking import MaskingSettings
 
 NAME = "answered.jsonl"
 
@@ -33,6 +37,8 @@ class Entry:
     request: str
     """Digest."""
     survivors: list[str]
+    weighing: str = ""
+    """Digest of what each of them counts and how all are clipped (`weighing_of`); '': noted before this was kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,9 +90,34 @@ def conflict(earlier: Entry, asked: Entry) -> str:
     if earlier.generation == asked.generation and earlier.request != asked.request:
         return f"another request was answered under the same keys (round {earlier.round})"
     same_round = (earlier.run, earlier.round) == (asked.run, asked.round)
-    if (same_round or earlier.base_sha256 == asked.base_sha256) and earlier.survivors != asked.survivors:
+    if not same_round and earlier.base_sha256 != asked.base_sha256:
+        return ""
+    if earlier.survivors != asked.survivors:
         return (
             f"round {asked.round} was answered for the sum over {', '.join(earlier.survivors)}; a second sum, over "
             f"{', '.join(asked.survivors)}, would give away the difference"
         )
+    same_sum = earlier.weighing == asked.weighing if earlier.weighing else earlier.request == asked.request
+    if not same_sum:
+        return (
+            f"round {asked.round} was answered for another weighted sum over {', '.join(earlier.survivors)}: sums of "
+            "the same updates under other weights, amounts of training, clips or bits would give away single ones"
+        )
     return ""
+
+
+def weighing_of(roster: Roster, survivors: Sequence[str], settings: MaskingSettings) -> str:
+    """Digest of all that turns the steps of the survivors into their sum, but for masks and for one common factor."""
+    weights = roster.weights(settings.weights, settings.maximum_share)
+    largest = max(weights[name] for name in survivors)
+    agreement = roster.agreement
+    told = {
+        "weights": {name: f"{weights[name] / largest:.9e}" for name in survivors},
+        "samples": {name: roster.keys[name].samples for name in survivors},
+        "walk": sorted({roster.keys[name].walk for name in survivors}),
+        "clip_norm": float(settings.clip_norm),
+        "bits": agreement.bits,
+        "clips": agreement.clips,
+        "default_clip": agreement.default_clip,
+    }
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()

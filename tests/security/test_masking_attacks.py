@@ -79,6 +79,39 @@ def test_new_keys_do_not_open_the_same_round_a_second_time(begun):
         federation.answer("alpha", request)
 
 
+@pytest.mark.parametrize("what", ["weights", "claims", "clip_norm", "clips"])
+def test_a_second_sum_of_the_same_updates_under_other_weights_is_refused(begun, what: str):
+    """Three sums over the same three facilities, weighed in three ways, are three equations for their three updates."""
+    federation, roster, received, told = begun
+    federation.answer("alpha", federation.settle(roster, received))
+    shutil.rmtree(federation.archive.path / "unmasking")
+    if what == "weights":
+        federation.tokens["gamma"] = 150
+    elif what == "claims":
+        federation.tokens |= dict.fromkeys(federation.names, 90)
+    elif what == "clip_norm":
+        federation.privacy["clip_norm"] = 1e-3
+    else:
+        federation.largest_step /= 2
+    second = federation.roster([federation.keys(name) for name in federation.names])
+    sent = {name: federation.masked(name, second, federation.plain(name, told[name])) for name in federation.names}
+    request = federation.settle(second, sent)
+    assert read_request(request).survivors == list(federation.names)
+    with pytest.raises(InputError, match="another weighted sum over alpha, beta, gamma"):
+        federation.answer("alpha", request)
+    federation.answer("beta", request)  # it answered for no sum yet
+
+
+def test_the_same_round_is_answered_again_under_new_keys_where_nothing_else_changed(begun):
+    federation, roster, received, told = begun
+    federation.answer("alpha", federation.settle(roster, received))
+    shutil.rmtree(federation.archive.path / "unmasking")
+    second = federation.roster([federation.keys(name) for name in federation.names])
+    sent = {name: federation.masked(name, second, federation.plain(name, told[name])) for name in federation.names}
+    answers = [federation.answer(name, request := federation.settle(second, sent)) for name in federation.names]
+    assert federation.close(request, sent, answers)[2]
+
+
 def test_a_state_directory_that_was_restored_answers_for_no_round_that_it_may_have_forgotten(begun):
     """Saved before the answer, put back after it: nothing in it says that there was one."""
     federation, roster, received, _ = begun
@@ -131,6 +164,8 @@ def test_one_entry_forbids_another_set_for_the_round_and_for_the_model(tmp_path:
         with pytest.raises(InputError, match="difference"):
             ledger.record(dataclasses.replace(entry, generation="h", survivors=["a", "c"], **change))
     ledger.record(dataclasses.replace(entry, run="x", round=4, base_sha256="n", generation="h", survivors=["a", "c"]))
+    with pytest.raises(InputError, match="another weighted sum"):  # a line of before weights were noted
+        ledger.record(dataclasses.replace(entry, generation="i", request="other", weighing="w"))
 
 
 def test_a_sum_over_fewer_than_the_threshold_is_refused(begun):
