@@ -59,7 +59,10 @@ def start(archive: Archive, model: Path, settings: CoordinatorSettings) -> tuple
     if not done and not archive.read_note(UNDER_WAY):  # an interrupted first round keeps its late jobs
         forget_all(Path.cwd().parent)
     discard_late(Path.cwd().parent, settings)
-    sweep_round(Path.cwd(), settings.federation, following)  # no engine runs yet: a killed one left what is there
+    behind = (
+        settings.aggregation.maximum_staleness
+    )  # jobs of a killed engine go on, and local ones read their models here
+    sweep_round(Path.cwd(), settings.federation, following, behind=behind)
     current = archive.model_for(following)
     verify_whole(archive, following)
     if goes_on(archive, settings, history):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 import uuid
@@ -13,10 +14,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from coordinator.aggregation.settings import AggregationSettings
+from coordinator.archive.rounds import Archive
 from coordinator.archive.sweep import sweep_round
+from coordinator.config.closing import ClosingSettings
+from coordinator.config.settings import CoordinatorSettings
+from coordinator.steps.start import start
 from facility.exchange.files.durable import new_directory
 from facility.exchange.files.sweep import ABANDONED_SECONDS, remove_transferred
 from facility.exchange.messages.manifest import Manifest, write_manifest
+from tests.archive.test_archive import close
 from tests.examples import examples
 
 
@@ -50,6 +57,29 @@ def test_what_is_needed_stays_and_what_is_over_goes(tmp_path_factory, done: int,
     assert [path.exists() for path in models] == [round >= done for round in rounds]
     assert others.exists() and job.exists()
     assert all(not path.parent.exists() for path in removed), "empty directories go with what they held"
+
+
+def test_a_run_that_goes_on_leaves_models_to_jobs_of_a_killed_one(
+    tmp_path: Path, pico_llama: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A facility on the coordinator's machine reads its model where the start step was handed it, by a link."""
+    job = tmp_path / "work" / str(uuid.uuid4())
+    job.mkdir(parents=True)
+    monkeypatch.chdir(job)
+    closing = ClosingSettings(quorum=1, late="carry")
+    aggregation = AggregationSettings(maximum_staleness=2)
+    carrying = CoordinatorSettings(
+        federation="f", rounds=9, facilities=["a"], closing=closing, aggregation=aggregation, keep_rounds=3
+    )
+    archive = Archive(tmp_path / "archive")
+    start(archive, pico_llama, carrying)
+    for number in range(4):
+        close(archive, number)
+    models = [engine_directory(job.parent, "model", kind="model", round=number) for number in range(5)]
+    assert start(archive, pico_llama, carrying)[1] == 4
+    assert [path.exists() for path in models] == [False, False, True, True, True]
+    start(archive, pico_llama, dataclasses.replace(carrying, closing=None, aggregation=AggregationSettings()))
+    assert [path.exists() for path in models] == [False, False, False, False, True]
 
 
 def test_nothing_is_removed_beside_a_directory_that_no_engine_made(tmp_path: Path):
