@@ -59,10 +59,8 @@ def start(archive: Archive, model: Path, settings: CoordinatorSettings) -> tuple
     if not done and not archive.read_note(UNDER_WAY):  # an interrupted first round keeps its late jobs
         forget_all(Path.cwd().parent)
     discard_late(Path.cwd().parent, settings)
-    behind = (
-        settings.aggregation.maximum_staleness
-    )  # jobs of a killed engine go on, and local ones read their models here
-    sweep_round(Path.cwd(), settings.federation, following, behind=behind)
+    # No engine runs yet, so what a killed one left goes, but for models that its late jobs may still read here.
+    sweep_round(Path.cwd(), settings.federation, following, behind=settings.aggregation.maximum_staleness)
     current = archive.model_for(following)
     verify_whole(archive, following)
     if goes_on(archive, settings, history):
