@@ -127,6 +127,18 @@ class LaterLoss:
 
 
 @validated(frozen=True, kw_only=True)
+class Wait:
+    """How long a round stayed open to facilities that were still to come when its quorum had delivered."""
+
+    quorum: int
+    """Facilities."""
+    seconds: float | None
+    """None: until all were done."""
+    learned: bool = False
+    """Whether `grace: auto` chose it."""
+
+
+@validated(frozen=True, kw_only=True)
 class RoundFile:
     """`round.json`."""
 
@@ -147,6 +159,8 @@ class RoundFile:
     scores: dict[str, Any] = field(default_factory=dict)
     """`results` on tasks of the model that it received, found by the coordinator itself, and perhaps `problem`."""
     attempts: int = 1
+    wait: Wait | None = None
+    """None: the quorum is all, or fewer than it delivered before all had ended."""
     outer_factor: float = 1.0
     """What the guard multiplied the server learning rate by."""
     guard: str = ""

@@ -63,6 +63,7 @@ def summary(archive: Archive) -> dict[str, Any]:
         row["global_perplexity"], row["global_perplexity_over"] = shown_perplexity(made), over
         row |= {"outer_factor": entry.outer_factor, "guard": entry.guard, "changes": entry.changes}
         row["next_steps"], row["next_steps_reason"] = entry.next_steps, entry.next_steps_reason
+        row["wait"] = None if entry.wait is None else dataclasses.asdict(entry.wait)
         row["scores"] = entry.scores
         row["facilities"] = [dataclasses.asdict(facility) for facility in entry.facilities]
         rounds.append(row)
@@ -248,6 +249,7 @@ def remarks(data: dict[str, Any]) -> list[str]:
             told.append(f"steps from round {row['round'] + 1} on: {steps} ({shown(row['next_steps_reason'])})")
     if any(row["reason"] == CARRIED for row in rows):
         told.append(f"late: {CARRIED}, which the column for staleness tells")
+    told += _left_open([row["wait"] for row in data["rounds"] if row.get("wait")])
     told += _waited(data.get("waited_node_seconds", {}))
     if data.get("limited"):
         best = data["best_round"]
@@ -263,6 +265,15 @@ def _budgets(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
         return list(told.values())
     least = sorted(found, key=lambda name: found[name]["epsilon"] - found[name]["spent"])[:NAMED]
     return [*(told[name] for name in least), f"privacy of {len(found) - NAMED} more: more of epsilon is left"]
+
+
+def _left_open(waits: Sequence[Mapping[str, Any]]) -> list[str]:
+    """How long rounds stayed open after their quorum where that was learned: the median, the shortest, the longest."""
+    learned = sorted(one["seconds"] for one in waits if one["learned"])
+    if not learned:
+        return []
+    seconds = f"{statistics.median(learned):,.0f} s (median; {learned[0]:,.0f} to {learned[-1]:,.0f})"
+    return [f"rounds.grace is auto: {len(learned)} of {len(waits)} rounds stayed open for {seconds} after their quorum"]
 
 
 def _steps(steps: Mapping[str, int]) -> str:

@@ -12,11 +12,13 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from coordinator.archive.rounds import Wait
 from facility.exchange.files.durable import write_json
 
 FOLDER = "late"
 LONGEST = 300
 TIMES = "times.json"
+WAIT = "wait.json"
 JOB = "job-"
 DISCOUNTED = "discounted.json"
 
@@ -97,7 +99,7 @@ def forget_jobs(workdir: Path, staying: Collection[str] = ()) -> list[LateJob]:
 def forget_all(workdir: Path) -> None:
     """For a federation that begins anew in a work directory that was used before."""
     folder = Path(workdir) / FOLDER
-    for path in [*folder.glob(f"{JOB}*.json"), folder / TIMES, folder / DISCOUNTED]:
+    for path in [*folder.glob(f"{JOB}*.json"), folder / TIMES, folder / WAIT, folder / DISCOUNTED]:
         path.unlink(missing_ok=True)
 
 
@@ -126,6 +128,19 @@ def read_times(workdir: Path) -> dict[int, dict[str, float]]:
         raw = json.loads((Path(workdir) / FOLDER / TIMES).read_text())
         return {int(number): {str(name): float(one) for name, one in told.items()} for number, told in raw.items()}
     return {}
+
+
+def write_wait(workdir: Path, round: int, wait: Wait | None) -> None:
+    """Note how long the round stays open from its quorum on; None: it has begun, and nothing is known of that yet."""
+    write_json(_folder(workdir) / WAIT, {"round": round, "wait": None if wait is None else asdict(wait)})
+
+
+def read_wait(job_directory: Path, round: int) -> Wait | None:
+    """What was noted of this round. `job_directory`: of a coordinator's step."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        raw = json.loads((Path(job_directory).parent / FOLDER / WAIT).read_text())
+        return Wait(**raw["wait"]) if raw["round"] == round and raw["wait"] is not None else None
+    return None
 
 
 def _folder(workdir: Path) -> Path:

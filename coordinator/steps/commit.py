@@ -28,6 +28,7 @@ from coordinator.events.event import emit
 from coordinator.report.trackers import track_round
 from coordinator.rounds.acceptance import drop_told
 from coordinator.rounds.acceptance import told as changes_told
+from coordinator.rounds.late import read_wait
 from coordinator.rounds.participation import delivered, participation
 from coordinator.rounds.verification import verified_as_averaged
 from coordinator.rounds.weight_limit import Capped, cap
@@ -216,6 +217,7 @@ def describe_round(round: Commit, directory: Path) -> None:
         ended=not decision.proceed and number + 1 < settings.rounds,
         broken=decision.broken,
         attempts=round.attempt,
+        wait=read_wait(Path.cwd(), number) if settings.closing else None,
         outer_factor=round.watched.factor,
         guard=round.watched.reason,
         scores=round.arrived.scores,

@@ -25,7 +25,7 @@ from typing import Any
 from streamflow.core.workflow import Status
 from streamflow.log_handler import logger
 
-from coordinator.archive.rounds import CARRIED
+from coordinator.archive.rounds import CARRIED, Wait
 from coordinator.config.closing import ClosingSettings
 from coordinator.events.event import emit
 from coordinator.rounds.late import (
@@ -39,6 +39,7 @@ from coordinator.rounds.late import (
     remembered_job,
     write_late,
     write_times,
+    write_wait,
 )
 from coordinator.streamflow_plugin.errand import Errand, Work
 from coordinator.streamflow_plugin.grace import best_grace, closes_after, usual_quorum
@@ -133,6 +134,8 @@ class Closing:
         attempt = job.name.rpartition("/")[2]
         if attempt not in self._gates:
             self._gates[attempt] = Gate(discounted=discounted(self.workdir, number) if self.workdir else set())
+            if self.workdir is not None:
+                write_wait(self.workdir, number, None)
         gate = self._gates[attempt]
         work = self._work(number, errand)
         while True:
@@ -290,7 +293,13 @@ class Closing:
         return result
 
     def _tell_wait(self, number: int, grace: float) -> None:
-        """How long the round stays open for those that are still to come, and why."""
+        """How long the round stays open for those that are still to come, and why; also to the step that commits it."""
+        if self.workdir is not None and number < self.rounds and self.quorum < self.facilities:
+            last = number == self.rounds - 1 or not math.isfinite(grace)
+            wait = Wait(
+                quorum=self.quorum, seconds=None if last else grace, learned=self.settings.grace == "auto" and not last
+            )
+            write_wait(self.workdir, number, wait)
         if number < self.rounds - 1 and grace > 0 and self.quorum < self.facilities:
             why = "rounds.grace" if self.settings.grace != "auto" else "rounds.grace is auto"
             emit("quorum", round=number, delivered=self.quorum, seconds=grace, why=why)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.archive.rounds import Archive, FacilityRow, RoundFile
-from coordinator.archive.summary import summary
+from coordinator.archive.rounds import Archive, FacilityRow, RoundFile, Wait
+from coordinator.archive.summary import remarks, summary
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.steps.start import start
 from facility.exchange.errors import InputError, ManifestError
@@ -125,3 +125,15 @@ def test_the_summary_gives_a_round_the_perplexity_of_the_model_it_made(tmp_path:
     data = summary(archive)
     assert data["initial_perplexity"] == 1.0
     assert [entry["global_perplexity"] for entry in data["rounds"]] == [pytest.approx(2.718281828), None]
+
+
+def test_what_auto_chose_as_the_grace_is_told_of_the_rounds_that_learned_it(tmp_path: Path, pico_llama: Path):
+    archive = Archive(tmp_path / "archive")
+    start(archive, pico_llama, SETTINGS)
+    close(archive, 0, wait=Wait(quorum=2, seconds=None))
+    assert not any("grace" in line for line in remarks(summary(archive)))
+    close(archive, 1, wait=Wait(quorum=2, seconds=90.0, learned=True))
+    close(archive, 2, wait=Wait(quorum=2, seconds=30.0, learned=True))
+    assert summary(archive)["rounds"][0]["wait"] == {"quorum": 2, "seconds": None, "learned": False}
+    told = "rounds.grace is auto: 2 of 3 rounds stayed open for 60 s (median; 30 to 90) after their quorum"
+    assert told in remarks(summary(archive))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from coordinator.archive.rounds import Archive, FacilityRow
+from coordinator.archive.rounds import Archive, FacilityRow, Wait
 from coordinator.config.federation import read_federation
 from coordinator.engine.render import write
 from coordinator.rounds.late import LateJob, remembered_job
@@ -67,6 +67,7 @@ def test_rounds_close_without_the_slow_one_whose_updates_count_later(tmp_path: P
     for entry in history:
         assert sum(row.status == "ok" for row in entry.facilities) >= 2, "a quorum"
     assert all(row.status == "ok" for row in history[-1].facilities), "the last round waits for all"
+    assert history[0].wait == Wait(quorum=2, seconds=0.0) and history[-1].wait == Wait(quorum=2, seconds=None)
     assert len(used(rows, "slow")) < 5 and took < 5 * SLOW, "rounds did not wait for the slow one"
     late = [row for row in rows if row.staleness]
     assert late, "an update of an earlier round was averaged"

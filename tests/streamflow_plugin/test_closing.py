@@ -15,8 +15,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from streamflow.core.workflow import Status
 
+from coordinator.archive.rounds import Wait
 from coordinator.config.closing import ClosingSettings
-from coordinator.rounds.late import LateJob, discount, forget_jobs, read_late, remember_job, remembered_job
+from coordinator.rounds.late import (
+    LateJob,
+    discount,
+    forget_all,
+    forget_jobs,
+    read_late,
+    read_wait,
+    remember_job,
+    remembered_job,
+)
 from coordinator.streamflow_plugin.closing import Closing, closing_of_run
 from coordinator.streamflow_plugin.errand import Errand
 
@@ -261,6 +271,35 @@ def test_a_facility_whose_update_was_refused_makes_no_quorum_in_the_round_that_i
 def test_what_was_learned_of_times_survives_the_engine(tmp_path: Path):
     run(closing_of(tmp_path, quorum=2, grace="auto"), [[2, 2, 100]] * 4)
     assert closing_of(tmp_path, quorum=2, grace="auto").grace(5) < 80 * TICK
+
+
+def test_the_step_that_commits_a_round_is_told_how_long_it_was_open(tmp_path: Path):
+    """As of each round's end, as a step of the coordinator reads it from its own directory."""
+    told: dict[int, Wait | None] = {}
+
+    class Committing(Engine):
+        async def everything(self, closing: Closing) -> None:
+            count = closing.rounds
+            for number in range(count + 1):
+                await asyncio.gather(*(self._step(closing, name, number) for name in NAMES))
+                told[number] = read_wait(tmp_path / "a-job", number)
+
+    asyncio.run(Committing(World([[2, 2, 40]] * 6)).everything(closing_of(tmp_path, quorum=2, grace="auto", rounds=5)))
+    until_all = Wait(quorum=2, seconds=None)
+    assert [told[number] for number in (0, 1, 4)] == [until_all] * 3, "learning, learning and the last"
+    for number in (2, 3):
+        wait = told[number]
+        assert wait is not None and wait.learned and wait.seconds is not None and 0 <= wait.seconds < 60 * TICK
+    assert told[5] is None and read_wait(tmp_path / "a-job", 3) is None, "an evaluation; another round"
+    asyncio.run(
+        Committing(World([[2, 2, 40]], failing={(0, 0), (0, 1)})).everything(
+            closing_of(tmp_path, quorum=2, grace=3 * TICK, rounds=2)
+        )
+    )
+    assert told[0] is None, "there was no quorum, and the note of an earlier run is gone"
+    forget_all(tmp_path)
+    asyncio.run(Committing(World([[2, 2, 40]])).everything(closing_of(tmp_path, quorum=2, grace=3 * TICK, rounds=2)))
+    assert told[0] == Wait(quorum=2, seconds=3 * TICK)
 
 
 def test_by_itself_the_first_two_rounds_wait_for_all_and_later_ones_do_not():
