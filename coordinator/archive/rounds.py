@@ -107,6 +107,8 @@ class FacilityRow:
     """What the job used (`facility.exchange.messages.usage`); empty: not reported."""
     scores: dict[str, Any] = field(default_factory=dict)
     """`results` on tasks of the model that it received, and perhaps `problem`."""
+    unasked: str = ""
+    """Which scores it told that nobody asked for, and are left out; empty: none."""
     dataset: dict[str, Any] = field(default_factory=dict)
     """Counts and digests of its dataset, where it allows them to be published."""
     privacy: dict[str, Any] = field(default_factory=dict)

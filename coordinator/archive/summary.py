@@ -189,8 +189,8 @@ def to_show(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[
     came late or have a note are shown by name, and of many of these one row for all to which the same happened."""
     if not many(rows):
         return list(rows), []
-    odd = [row for row in rows if row["status"] != "ok" or row.get("note") or row.get("staleness")]
-    sound = [row for row in rows if row["status"] == "ok" and not row.get("note") and not row.get("staleness")]
+    odd = [row for row in rows if row["status"] != "ok" or note_of(row) or row.get("staleness")]
+    sound = [row for row in rows if row["status"] == "ok" and not note_of(row) and not row.get("staleness")]
     told, rest = first_groups(grouped(odd, _what_happened))
     merged = [one_of(group) for group in told]
     if rest:
@@ -199,7 +199,7 @@ def to_show(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[
 
 
 def _what_happened(row: Mapping[str, Any]) -> tuple[object, ...]:
-    told = (kind_of(str(row.get(key) or ""), row["facility"]) for key in ("reason", "note"))
+    told = (kind_of(text, row["facility"]) for text in (str(row.get("reason") or ""), note_of(row)))
     return row["status"], row.get("staleness", 0), *told
 
 
@@ -305,12 +305,17 @@ def number(value: float | None) -> str:
 
 
 def _status(row: dict[str, Any]) -> str:
-    """`ok`, with the round it is of if late and the facility's note if any, or why not; both are text."""
+    """`ok`, with the round it is of if late and what is noted of it if anything, or why not; both are text."""
     status, reason = row["status"], row["reason"]
     if status != "ok":
         return f"[{'yellow' if reason == CARRIED else 'red'}]{escape(status_of(row))}[/]"
-    note = row.get("note", "")
+    note = note_of(row)
     return f"{status_of(row)} ([yellow]{escape(shown(note))}[/yellow])" if note else status_of(row)
+
+
+def note_of(row: Mapping[str, Any]) -> str:
+    """What a person is to know of a facility whose update counted: what it noted, and what of it was left out."""
+    return "; ".join(str(row[key]) for key in ("note", "unasked") if row.get(key))
 
 
 def status_of(row: Mapping[str, Any]) -> str:

@@ -157,9 +157,11 @@ def _take_figures(
         expected = expected_of(sent, name)
         found = [dataclasses.asdict(one) for one in figures_of(manifest, expected)]
         figures[name] = _renewed(figures.get(name, []), found)
-        tasks[name] = _renewed(tasks.get(name, []), tasks_of(manifest, expected))
-        if lacking := _lacking(manifest, expected, {one["model"] for one in found}):
-            gaps[name] = lacking
+        scores, objection = _asked_scores(settings, name, tasks_of(manifest, expected))
+        tasks[name] = _renewed(tasks.get(name, []), scores)
+        lacking = _lacking(manifest, expected, {one["model"] for one in found})
+        if told := "; ".join(filter(None, (lacking, objection))):
+            gaps[name] = told
     for name, failure in answers.failures.items():
         gaps[name] = f"not evaluated there: {', '.join(folders)}: {failure.reason}"
     tries = account.tries + 1
@@ -183,6 +185,19 @@ def _take_figures(
         account = choose(archive, settings.comparison, account)
     places = f"{len(answers.updates)} of {len(settings.facilities)} facilities"
     return account, f"{len(folders)} models evaluated at {places} (part {account.batch} of {count})"
+
+
+def _asked_scores(
+    settings: CoordinatorSettings, name: str, told: list[dict[str, Any]]
+) -> tuple[list[dict[str, Any]], str]:
+    """The scores of models on tasks that a facility told; none, with why, where nobody asked for them."""
+    if settings.asked_tasks is None or not told:
+        return told, ""
+    objection = settings.asked_tasks.objection(name, told, round=settings.rounds, rounds=settings.rounds)
+    if objection:
+        log.warning("comparison of models: %s", objection)
+        emit("problem", text=f"comparison of models: {objection}")
+    return ([] if objection else told), objection
 
 
 def _lacking(told: Manifest, expected: Sequence[str], found: Collection[str]) -> str:

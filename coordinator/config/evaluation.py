@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import field
 from typing import Any
 
 from facility.exchange.errors import ConfigurationError
-from facility.exchange.messages.evaluation import EvaluationSettings, FacilityEvaluation
+from facility.exchange.messages.evaluation import EvaluationSettings, FacilityEvaluation, is_due
 from facility.exchange.text import DatasetPath, Line, Name
 from facility.exchange.validation import AtLeastOne, NonNegative, validated
 
 COORDINATOR = "coordinator"
 """In place of a facility's name."""
+MOST_NAMED = 3
+"""Tasks that a sentence names."""
 
 
 @validated(frozen=True, kw_only=True)
@@ -43,6 +46,32 @@ class ComparisonSettings:
     """False where nothing is compared but candidates for the final model."""
     last_models: NonNegative[int] = 0
     """Global models of the last rounds whose mean is such a candidate; 0: none."""
+
+
+@validated(frozen=True, kw_only=True)
+class AskedTasks:
+    """Whom the federation asks for scores on tasks, and in which rounds: no others' are believed."""
+
+    facilities: list[Name] = field(default_factory=list)
+    """Facilities whose jobs evaluate models on tasks."""
+    every: AtLeastOne[int] = 1
+    """Rounds between two evaluations; the final model is always evaluated."""
+
+    def objection(self, facility: str, told: Sequence[Mapping[str, Any]], *, round: int, rounds: int) -> str:
+        """Why the scores that a facility told of a round are left out; '' where they are what it was asked for.
+
+        Names of tasks are not compared: lm-eval tells those of a group under the names of its parts.
+        """
+        if facility not in self.facilities:
+            why = "no task was asked of it"
+        elif not is_due(self.every, round, rounds):
+            why = f"round {round} is not due for evaluation (evaluation.every is {self.every})"
+        else:
+            return ""
+        tasks = sorted({str(one["task"]) for one in told})
+        more = f" and {len(tasks) - MOST_NAMED} more" if len(tasks) > MOST_NAMED else ""
+        named = f" ({', '.join(tasks[:MOST_NAMED])}{more})" if tasks else ""
+        return f"scores on tasks{named} that {facility} told are left out: {why}"
 
 
 @validated(frozen=True, kw_only=True)
@@ -99,6 +128,11 @@ class EvaluationPlan(EvaluationSettings):
         if self.facility in ("all", name):
             values = {key.name: getattr(self, key.name) for key in dataclasses.fields(EvaluationSettings)}
         return FacilityEvaluation(held_out=held_out, own_models=masked and self.matrix, **values)
+
+    def asked(self, names: Collection[str]) -> AskedTasks:
+        """Which of the facilities `names` are asked for scores on tasks, and when."""
+        facilities = [name for name in names if self.for_facility(name, masked=False).tasks]
+        return AskedTasks(facilities=facilities, every=self.every)
 
     def comparison(self, *, masked: bool) -> ComparisonSettings | None:
         """What follows the last round; None where no models are compared. `masked`: updates are."""

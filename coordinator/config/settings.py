@@ -11,7 +11,7 @@ from pydantic import BeforeValidator
 from coordinator.aggregation.settings import AggregationSettings
 from coordinator.config.ahead import AheadSettings
 from coordinator.config.closing import ClosingSettings, EvenSettings, LimitSettings, Rounds, count_of
-from coordinator.config.evaluation import ComparisonSettings
+from coordinator.config.evaluation import AskedTasks, ComparisonSettings
 from coordinator.config.privacy import PrivacySettings
 from facility.exchange.delta_codecs import Encoding
 from facility.exchange.messages.evaluation import EvaluationSettings
@@ -129,6 +129,8 @@ class CoordinatorSettings(RoundSettings):
     """Of the federation, from which adapters begin; where late updates of adapters are averaged, else not there."""
     evaluation: EvaluationSettings | None = None
     """The tasks that the coordinator evaluates models on itself; absent: none."""
+    asked_tasks: AskedTasks | None = None
+    """The facilities that evaluate models on tasks; absent: not known, and whatever scores they tell are taken."""
     comparison: ComparisonSettings | None = None
     """The models that are compared after the last round; absent: none."""
     chosen: str = ""

@@ -156,6 +156,7 @@ def coordinator_settings(federation: Federation) -> dict[str, Any]:
         steps={one.name: one.training.steps for one in federation.facilities} if federation.even else {},
         described=described(federation),
         evaluation=federation.evaluation.for_coordinator([facility.name for facility in federation.facilities]),
+        asked_tasks=federation.evaluation.asked([facility.name for facility in federation.facilities]),
         comparison=federation.evaluation.comparison(masked=bool(federation.masks)),
         **{key.name: getattr(federation, key.name) for key in dataclasses.fields(RoundSettings)},
     )

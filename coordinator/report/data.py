@@ -79,7 +79,7 @@ def gather(archive: Archive, *, federation: str, settings: Mapping[str, Any], ca
         "masking": rounds.get("masking", {}),
         "similarity": _similarity(archive),
         "remarks": remarks(rounds | {"aggregation": settings.get("chosen", "")}),
-        "failures": _failures(rows, rounds["rounds"], entries),
+        "failures": [*_failures(rows, rounds["rounds"], entries), *_left_out(jobs)],
         "settings": settings,
         "versions": _versions(rows),
         "artefacts": _artefacts(archive),
@@ -274,6 +274,15 @@ def _failures(rows: Sequence[Row], rounds: Sequence[Row], entries: Sequence[Entr
         elif entry.kind == "repeated":
             found.append(_failure(entry.round, "", "repeated", reason, "the round was asked for again"))
     return found
+
+
+def _left_out(rows: Sequence[Row]) -> list[Row]:
+    """What facilities told that nobody had asked them for."""
+    return [
+        _failure(row["round"], row["facility"], "not asked for", shown(row["unasked"]), "left out")
+        for row in rows
+        if row.get("unasked")
+    ]
 
 
 def _used_later(row: Row, rows: Sequence[Row]) -> str:

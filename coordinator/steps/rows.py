@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 
 from coordinator.archive.privacy import told_privacy
 from coordinator.archive.rounds import Archive, FacilityRow
 from coordinator.config.settings import CoordinatorSettings
+from coordinator.events.event import emit
 from coordinator.steps.arrived import Arrived
 from coordinator.steps.send import Outgoing, bytes_of, outgoing
 from facility.exchange.messages.dataset_card import dataset_of
@@ -25,6 +27,7 @@ from facility.exchange.messages.report import (
 from facility.exchange.messages.strict_json import HEX
 from facility.exchange.messages.usage import usage_of
 
+log = logging.getLogger(__name__)
 MOST_DEVICES = 16
 """Names of devices kept of a facility's report."""
 
@@ -38,10 +41,24 @@ def rows_of(
     left_out: dict[str, str],
 ) -> list[FacilityRow]:
     """A row for every facility that answered, by name."""
-    return [
+    rows = [
         _row(name, number, arrived, weights, left_out, outgoing(archive, settings, name, number))
         for name in sorted({*arrived.reports, *arrived.failures})
     ]
+    return [_as_asked(row, settings) for row in rows]
+
+
+def _as_asked(row: FacilityRow, settings: CoordinatorSettings) -> FacilityRow:
+    """The row without scores that nobody asked for, whose place a sentence takes, which is told as well."""
+    if settings.asked_tasks is None or not row.scores:
+        return row
+    round, told = row.round - row.staleness, row.scores.get("results", [])
+    objection = settings.asked_tasks.objection(row.facility, told, round=round, rounds=settings.rounds)
+    if not objection:
+        return row
+    log.warning("round %d: %s", row.round, objection)
+    emit("problem", text=f"round {row.round}: {objection}")
+    return dataclasses.replace(row, scores={}, unasked=objection)
 
 
 def _row(

@@ -29,6 +29,11 @@ METRIC = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:@%+-]*(?: \([A-Za-z0-9][A-Za-z0-9_
 """As lm-eval calls it, and its filter in brackets: `exact_match (strict-match)`, `pass@1 (create_test)`."""
 
 
+def is_due(every: int, round: int, rounds: int) -> bool:
+    """True when a model is evaluated on tasks in this round: every so many rounds, and the final one always."""
+    return round >= rounds or round % every == 0
+
+
 @validated(frozen=True, kw_only=True)
 class EvaluationSettings:
     """Tasks of EleutherAI's lm-eval, run on the received global model in a facility's own job, without a network."""
@@ -53,7 +58,7 @@ class EvaluationSettings:
 
     def due(self, round: int, rounds: int) -> bool:
         """True when the model that this round receives is to be evaluated."""
-        return bool(self.tasks) and (round >= rounds or round % self.every == 0)
+        return bool(self.tasks) and is_due(self.every, round, rounds)
 
 
 @validated(frozen=True, kw_only=True)
