@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from coordinator.memory.figures import IN_A_BLOCK, ModelFigures, is_matrix_of_a_block
+from facility.exchange.checkpoints.adapter_targets import STATE_SPACE
 from facility.exchange.checkpoints.adapters import HEADS, A, B, is_adapter, is_factor, saves, targeted
 from facility.exchange.memory.units import Dimensions, Weight
 from facility.exchange.messages.settings import TrainingSettings
@@ -17,8 +18,6 @@ EMBEDDING = re.compile(r"(^|\.)(embed(?!_out)\w*|wte|wpe|word_embeddings|tok_emb
 """In the names of what stands before the first block."""
 HEAD = re.compile(r"(^|\.)(lm_head|embed_out|score|classifier)\.weight$")
 """Linear layers behind the last block."""
-STATE_SPACE = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
-"""Families whose base stays in float32, since kernels use weights without calling their layers."""
 
 
 def dimensions_of(model: ModelFigures) -> Dimensions:

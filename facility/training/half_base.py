@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from facility.exchange.checkpoints.adapter_targets import STATE_SPACE
 from facility.exchange.checkpoints.checkpoint import Checkpoint, torch_dtype
 from facility.exchange.messages.settings import TrainingSettings
-from facility.training.lora import STATE_SPACE
 from facility.training.model import names_of
 from facility.training.quantized_base import frozen_layers
 

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from facility.exchange.checkpoints.blocks import find_blocks
 from facility.exchange.errors import CrossFedError, InputError, TryAgain
 from facility.exchange.memory.rank import RankLayout, rank_memory
 from facility.exchange.memory.units import Dimensions, Weight, memory_of_units
 from facility.exchange.messages.settings import TrainingSettings
-from facility.training.blocks import find_blocks
 from facility.training.devices import free_bytes
 from facility.training.parallel.arrange import Layout
 from facility.training.parallel.structure import ModelStructure

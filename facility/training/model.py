@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from facility.exchange.checkpoints.adapters import MAGNITUDE, PREFIX, is_added, is_magnitude
+from facility.exchange.checkpoints.blocks import find_blocks
 from facility.exchange.checkpoints.checkpoint import Checkpoint
 from facility.exchange.checkpoints.conversion import Conversion, conversion_of, describe_missing, lacking
 from facility.exchange.errors import CheckpointError, InputError
 from facility.training import lora
-from facility.training.blocks import find_blocks
 from facility.training.dora import Adapted
 
 

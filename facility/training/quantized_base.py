@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from facility.exchange.checkpoints.adapter_targets import STATE_SPACE
 from facility.exchange.checkpoints.adapters import is_added
+from facility.exchange.checkpoints.blocks import find_blocks
 from facility.exchange.errors import ConfigurationError, InputError
 from facility.exchange.messages.layout import QUANTIZED_BLOCK
 from facility.exchange.messages.settings import TrainingSettings
-from facility.training.blocks import find_blocks
-from facility.training.lora import STATE_SPACE
 from facility.training.quantized_linear import QuantizedLinear
 from facility.training.shards import LocalShard, shard_of
 

@@ -246,12 +246,13 @@ def lacking(model: Any, conversion: Conversion, plain: Callable[[str], str] = st
     return [names[0] for names in aliases.values() if filled.isdisjoint(names)]
 
 
-def check_names(directory: Path) -> Conversion:
+def check_names(directory: Path, model: Any = None) -> Conversion:
     """Map a checkpoint to the model that its config.json names, without memory for either.
 
-    Raises `CheckpointError` where a parameter would be left without values, or transformers knows no such model.
+    `model`: that model, as `model_of` built it; None: it is built here. Raises `CheckpointError` where a parameter
+    would be left without values, or transformers knows no such model.
     """
-    checkpoint, model = open_checkpoint(directory), model_of(directory)
+    checkpoint, model = open_checkpoint(directory), model_of(directory) if model is None else model
     conversion = conversion_of(model, checkpoint)
     if names := lacking(model, conversion):
         raise CheckpointError(describe_missing(checkpoint, names))

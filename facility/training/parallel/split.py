@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from facility.exchange.checkpoints.blocks import find_blocks
 from facility.exchange.errors import InputError
-from facility.training.blocks import find_blocks
 from facility.training.head import ChunkedHead
 from facility.training.parallel.structure import (
     ModelStructure,

@@ -1,0 +1,132 @@
+"""`crossfed check` refuses adapters that the jobs would refuse, in their words, and no others."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from coordinator.config.federation import read_federation
+from coordinator.preflight import coordinator
+from coordinator.preflight.coordinator import check_here, failing_here
+from facility.exchange.checkpoints import conversion
+from facility.exchange.checkpoints.conversion import model_of
+from facility.exchange.errors import CrossFedError
+from facility.exchange.messages.layout import LoraSettings
+from facility.exchange.validation import parse
+from facility.training.lora import inject
+from facility.training.model import Attention, build, read_config
+from tests.pico import save_pico
+from tests.training.families import save_tiny
+
+MODELS: dict[str, Callable[[Path], Path]] = {
+    "llama": save_pico,
+    "gpt2": partial(save_pico, family="gpt2"),
+    **{family: partial(save_tiny, family=family) for family in ("qwen3_moe", "laguna", "mamba")},
+}
+
+
+def described(folder: Path, model: Path, lora: dict[str, Any]) -> Any:
+    """A federation of one facility that trains adapters of the model."""
+    path = folder / "federation.yml"
+    path.write_text(
+        f"name: f\nmodel: {model}\nrounds: 1\ntraining: {{steps: 1, lora: {json.dumps({'rank': 2} | lora)}}}\n"
+        "facilities:\n  - {name: far, dataset: d}\n"
+    )
+    return read_federation(path)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return {name: save(folder / name) for name, save in MODELS.items()}
+
+
+def add_adapters(model: Path, lora: dict[str, Any]) -> None:
+    """Add the adapters as the trainer does, to the model that it builds."""
+    skeleton = build(read_config(model), AutoModelForCausalLM, Attention(name="eager", reason="on the meta device"))
+    inject(skeleton, parse(LoraSettings, {"rank": 2} | lora), classifies=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "lora", "word"),
+    [
+        ("llama", {"targets": ["q_proj", "lm_head"]}, "['lm_head']"),
+        ("llama", {"targets": ["q_pro"]}, "['q_pro']"),
+        ("llama", {"targets": ["q_proj", "input_layernorm"]}, "['input_layernorm']"),
+        ("llama", {"targets": ["self_attn"]}, "['self_attn']"),
+        ("llama", {"targets": ["all-linear"]}, "['all-linear']"),
+        ("llama", {"targets": [".*_proj"]}, "['.*_proj']"),
+        ("llama", {"parameters": ["experts.down_proj"]}, "fits no fused experts"),
+        ("gpt2", {"targets": ["c_attn", "q_proj"]}, "['q_proj']"),
+        ("qwen3_moe", {"targets": ["q_proj", "gate_proj"]}, "for its fused experts"),
+        ("qwen3_moe", {"parameters": ["experts.down_pro"]}, "fits no fused experts"),
+        ("laguna", {"targets": ["shared_experts.up_proj"]}, "could not load"),
+        ("mamba", {"targets": ["x_proj", "out_proj"]}, "would do nothing"),
+        ("mamba", {"targets": ["norm"]}, "['norm']"),
+    ],
+)
+def test_targets_that_fit_nothing_are_told_before_a_job_in_the_words_of_the_job(
+    tmp_path: Path, models: dict[str, Path], name: str, lora: dict[str, Any], word: str
+):
+    with pytest.raises(CrossFedError) as refused:
+        add_adapters(models[name], lora)
+    federation = described(tmp_path, models[name], lora)
+    (row,) = failing_here(federation)
+    assert (row.subject, row.check, row.found) == ("far", "adapters", str(refused.value)) and word in row.found
+    assert row in check_here(federation)[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "lora"),
+    [
+        *((name, {}) for name in MODELS),
+        ("llama", {"targets": ["q_proj", "self_attn.v_proj"]}),
+        ("llama", {"targets": ["model.layers.1.mlp.up_proj"], "modules_to_save": ["lm_head"]}),
+        ("llama", {"rank": 0, "targets": ["nothing"], "modules_to_save": ["nothing"]}),
+        ("gpt2", {"targets": ["c_attn"]}),
+        ("qwen3_moe", {"targets": ["q_proj"], "parameters": ["experts.gate_up_proj", "experts.down_proj"]}),
+        ("mamba", {"targets": ["x_proj", "in_proj"]}),
+    ],
+)
+def test_what_the_job_takes_is_not_refused_before(
+    tmp_path: Path, models: dict[str, Path], name: str, lora: dict[str, Any]
+):
+    if lora.get("rank", 2):
+        add_adapters(models[name], lora)
+    assert failing_here(described(tmp_path, models[name], lora)) == []
+
+
+def test_the_model_is_built_once_for_names_ties_and_targets(
+    tmp_path: Path, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+):
+    built = []
+
+    def counted(directory: Path) -> Any:
+        built.append(directory)
+        return model_of(directory)
+
+    for module in (coordinator, conversion):
+        monkeypatch.setattr(module, "model_of", counted)
+    lora = {"targets": ["q_proj"], "modules_to_save": ["lm_head"]}
+    assert failing_here(described(tmp_path, models["llama"], lora)) == []
+    assert len(built) == 1
+
+
+@pytest.mark.parametrize(("absent", "row"), [("transformers", "tensor names"), ("peft", "adapters")])
+def test_without_a_library_the_check_is_skipped_and_the_run_not_refused(
+    tmp_path: Path, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch, absent: str, row: str
+):
+    for name in [name for name in sys.modules if name.partition(".")[0] == absent]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, absent, None)
+    federation = described(tmp_path, models["llama"], {"targets": ["nothing"]})
+    assert failing_here(federation) == []
+    (told,) = [one for one in check_here(federation)[0] if one.verdict == "skipped"]
+    assert told.check == row and absent in told.found
