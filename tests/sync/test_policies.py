@@ -26,8 +26,8 @@ def by_hand(weights: list[float], steps: int = STEPS) -> torch.Tensor:
 
 @pytest.mark.parametrize("policy", sorted(POLICIES.built_in))
 def test_every_policy_ends_with_one_model(policy: str):
-    # Where not all average together, much depends on who is ahead: a pause keeps a busy core from running one replica to
-    # its end first.
+    # Where not all average together, much depends on who is ahead: a pause keeps a busy core from running one replica
+    # to its end first.
     pause = 0.005 if policy in ("adpsgd", "partial_reduce") else 0.0
     results = run_fleet(partial(solve, pause=pause), 3, settings_of(policy=policy, every=4), STEPS)
     for result in results[1:]:
