@@ -19,6 +19,7 @@ from coordinator.comparison.candidates import candidates, choose
 from coordinator.comparison.models import batches, compared, drop, keep, make_batch, make_order
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.events.event import emit
+from coordinator.rounds.unasked import objection_to
 from facility.exchange.errors import ManifestError
 from facility.exchange.messages.comparison import (
     ALONE,
@@ -157,8 +158,10 @@ def _take_figures(
         expected = expected_of(sent, name)
         found = [dataclasses.asdict(one) for one in figures_of(manifest, expected)]
         figures[name] = _renewed(figures.get(name, []), found)
-        scores, objection = _asked_scores(settings, name, tasks_of(manifest, expected))
-        tasks[name] = _renewed(tasks.get(name, []), scores)
+        scores, objection = tasks_of(manifest, expected), ""
+        if scores:
+            objection = objection_to(settings, name, scores, round=settings.rounds, where="comparison of models")
+        tasks[name] = _renewed(tasks.get(name, []), [] if objection else scores)
         lacking = _lacking(manifest, expected, {one["model"] for one in found})
         if told := "; ".join(filter(None, (lacking, objection))):
             gaps[name] = told
@@ -185,19 +188,6 @@ def _take_figures(
         account = choose(archive, settings.comparison, account)
     places = f"{len(answers.updates)} of {len(settings.facilities)} facilities"
     return account, f"{len(folders)} models evaluated at {places} (part {account.batch} of {count})"
-
-
-def _asked_scores(
-    settings: CoordinatorSettings, name: str, told: list[dict[str, Any]]
-) -> tuple[list[dict[str, Any]], str]:
-    """The scores of models on tasks that a facility told; none, with why, where nobody asked for them."""
-    if settings.asked_tasks is None or not told:
-        return told, ""
-    objection = settings.asked_tasks.objection(name, told, round=settings.rounds, rounds=settings.rounds)
-    if objection:
-        log.warning("comparison of models: %s", objection)
-        emit("problem", text=f"comparison of models: {objection}")
-    return ([] if objection else told), objection
 
 
 def _lacking(told: Manifest, expected: Sequence[str], found: Collection[str]) -> str:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 
 from coordinator.archive.privacy import told_privacy
 from coordinator.archive.rounds import Archive, FacilityRow
 from coordinator.config.settings import CoordinatorSettings
-from coordinator.events.event import emit
+from coordinator.rounds.unasked import objection_to
 from coordinator.steps.arrived import Arrived
 from coordinator.steps.send import Outgoing, bytes_of, outgoing
 from facility.exchange.messages.dataset_card import dataset_of
@@ -27,7 +26,6 @@ from facility.exchange.messages.report import (
 from facility.exchange.messages.strict_json import HEX
 from facility.exchange.messages.usage import usage_of
 
-log = logging.getLogger(__name__)
 MOST_DEVICES = 16
 """Names of devices kept of a facility's report."""
 
@@ -50,15 +48,11 @@ def rows_of(
 
 def _as_asked(row: FacilityRow, settings: CoordinatorSettings) -> FacilityRow:
     """The row without scores that nobody asked for, whose place a sentence takes, which is told as well."""
-    if settings.asked_tasks is None or not row.scores:
+    if not row.scores:
         return row
-    round, told = row.round - row.staleness, row.scores.get("results", [])
-    objection = settings.asked_tasks.objection(row.facility, told, round=round, rounds=settings.rounds)
-    if not objection:
-        return row
-    log.warning("round %d: %s", row.round, objection)
-    emit("problem", text=f"round {row.round}: {objection}")
-    return dataclasses.replace(row, scores={}, unasked=objection)
+    told, where = row.scores.get("results", []), f"round {row.round}"
+    objection = objection_to(settings, row.facility, told, round=row.round - row.staleness, where=where)
+    return dataclasses.replace(row, scores={}, unasked=objection) if objection else row
 
 
 def _row(

@@ -294,14 +294,15 @@ class Closing:
 
     def _tell_wait(self, number: int, grace: float) -> None:
         """How long the round stays open for those that are still to come, and why; also to the step that commits it."""
-        if self.workdir is not None and number < self.rounds and self.quorum < self.facilities:
-            last = number == self.rounds - 1 or not math.isfinite(grace)
-            wait = Wait(
-                quorum=self.quorum, seconds=None if last else grace, learned=self.settings.grace == "auto" and not last
-            )
+        if self.quorum == self.facilities or number >= self.rounds:
+            return
+        auto, last = self.settings.grace == "auto", number == self.rounds - 1
+        limited = not last and math.isfinite(grace)
+        if self.workdir is not None:
+            wait = Wait(quorum=self.quorum, seconds=grace if limited else None, learned=auto and limited)
             write_wait(self.workdir, number, wait)
-        if number < self.rounds - 1 and grace > 0 and self.quorum < self.facilities:
-            why = "rounds.grace" if self.settings.grace != "auto" else "rounds.grace is auto"
+        if not last and grace > 0:
+            why = "rounds.grace is auto" if auto else "rounds.grace"
             emit("quorum", round=number, delivered=self.quorum, seconds=grace, why=why)
 
     def _after(self, event: asyncio.Event, seconds: float) -> None:
