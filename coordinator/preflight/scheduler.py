@@ -9,7 +9,7 @@ from coordinator.config.deployments import Deployment
 from coordinator.preflight.remote import Answer, run
 from coordinator.preflight.row import Row, fail, ok, warning
 from coordinator.preflight.submission import try_job
-from coordinator.schedulers.directives import directive, nodes_asked
+from coordinator.schedulers.directives import directive, hours_asked, nodes_asked
 from coordinator.schedulers.registry import scheduler
 from coordinator.schedulers.scheduler import BatchScheduler
 from facility.exchange.messages.strict_json import clean
@@ -248,24 +248,7 @@ def wanted_nodes(deployment: Deployment, template: str) -> tuple[int, int]:
 
 def wanted_hours(deployment: Deployment, template: str) -> float:
     """Time limit of one job in hours; 0 where nothing says."""
-    text = str(
-        deployment.options.get("time")
-        or deployment.options.get("timeLimit")
-        or (deployment.options.get("resources") or {}).get("walltime")
-        or directive(template, r"--time[= ](\S+)")
-        or directive(template, r"walltime=(\S+)")
-        or directive(template, r"--time-limit[= ](\S+)")
-        or directive(template, r"h_rt=(\S+)")
-        or ""
-    )
-    if found := re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text):  # Flux
-        return float(found.group(1)) * {"s": 1 / 3600, "m": 1 / 60, "h": 1.0, "d": 24.0}[found.group(2)]
-    days, dash, clock = text.rpartition("-")  # Slurm: minutes, minutes:seconds, h:m:s, days-h, days-h:m, days-h:m:s
-    if not re.fullmatch(r"\d+(:\d+){0,2}", clock):
-        return 0.0
-    numbers = [float(part) for part in clock.split(":")]
-    units = (1.0, 1 / 60, 1 / 3600) if dash or len(numbers) == 3 else (1 / 60, 1 / 3600)
-    return 24 * float(days or 0) + sum(number * unit for number, unit in zip(numbers, units, strict=False))
+    return hours_asked(deployment.options, template)
 
 
 def _dashed(name: str) -> str:

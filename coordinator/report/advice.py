@@ -7,6 +7,11 @@ from collections.abc import Sequence
 
 ENDINGS: Sequence[tuple[str, str]] = (
     (
+        r"taken for lost",
+        "the queue reports a job as running long after its time limit: give the site's staff the job's number, and "
+        "see with the scheduler's own command whether it is gone; the next round submits a new one",
+    ),
+    (
         r"was not taken",
         "the scheduler refused the job: correct what it names in `fill`, `options` or the template; `crossfed check` "
         "tries it without a round",

@@ -21,6 +21,8 @@ TIMES = "times.json"
 WAIT = "wait.json"
 JOB = "job-"
 DISCOUNTED = "discounted.json"
+LOST = "lost-"
+"""Begins the notes of `coordinator.rounds.lost`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +101,13 @@ def forget_jobs(workdir: Path, staying: Collection[str] = ()) -> list[LateJob]:
 def forget_all(workdir: Path) -> None:
     """For a federation that begins anew in a work directory that was used before."""
     folder = Path(workdir) / FOLDER
-    for path in [*folder.glob(f"{JOB}*.json"), folder / TIMES, folder / WAIT, folder / DISCOUNTED]:
+    for path in [
+        *folder.glob(f"{JOB}*.json"),
+        *folder.glob(f"{LOST}*.json"),
+        folder / TIMES,
+        folder / WAIT,
+        folder / DISCOUNTED,
+    ]:
         path.unlink(missing_ok=True)
 
 

@@ -26,6 +26,34 @@ def nodes_asked(options: Mapping[str, Any], template: str) -> int:
     return int(last) if last.isdecimal() else 0
 
 
+def hours_asked(options: Mapping[str, Any], template: str) -> float:
+    """Time limit of one job in hours; 0 where nothing says."""
+    resources = options.get("resources") or {}
+    seconds = str(  # PBS and grid engine: a plain number is seconds
+        resources.get("walltime")
+        or directive(template, r"walltime=([^\s,]+)")
+        or directive(template, r"h_rt=([^\s,]+)")
+    )
+    if seconds.isdecimal():
+        return float(seconds) / 3600
+    text = str(
+        options.get("time")
+        or options.get("timeLimit")
+        or directive(template, r"--time[= ](\S+)")
+        or directive(template, r"--time-limit[= ](\S+)")
+        or directive(template, r"#(?:SBATCH|flux:)(?: .*)? -t ?(\S+)")
+        or seconds
+    )
+    if found := re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text):  # Flux
+        return float(found.group(1)) * {"s": 1 / 3600, "m": 1 / 60, "h": 1.0, "d": 24.0}[found.group(2)]
+    days, dash, clock = text.rpartition("-")  # Slurm: minutes, minutes:seconds, h:m:s, days-h, days-h:m, days-h:m:s
+    if not re.fullmatch(r"\d+(:\d+){0,2}", clock) or not re.fullmatch(r"\d*", days):
+        return 0.0
+    numbers = [float(part) for part in clock.split(":")]
+    units = (1.0, 1 / 60, 1 / 3600) if dash or len(numbers) == 3 else (1 / 60, 1 / 3600)
+    return 24 * float(days or 0) + sum(number * unit for number, unit in zip(numbers, units, strict=False))
+
+
 def _chunks(select: str) -> str:
     """Chunks of a PBS `select`, each of which is on one node: `2:ncpus=8+4:ncpus=2` has six."""
     counts = [re.match(r"\d+", part) for part in select.split("+")] if select else []

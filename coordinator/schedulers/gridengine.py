@@ -82,6 +82,10 @@ class GridEngine(BatchScheduler):
         """Every state of a waiting job has a q: qw, hqw, Eqw, Rq (qstat(1), "state")."""
         return "q" not in state
 
+    def limit_runs(self, state: str) -> bool:
+        """Not while it is suspended, by hand (s), by its queue (S) or by a threshold (T)."""
+        return super().limit_runs(state) and not set(state) & set("sST")
+
     def query(self, ids: Sequence[str]) -> str:
         each = f'for id in {" ".join(ids)}; do qstat -j "$id" 2>&1 | grep -A 1 "do not exist:"; done; true'
         return f'qstat -u "$(id -un)" && {{ {each}; }}'

@@ -25,6 +25,7 @@ class PBS(BatchScheduler):
     survey = "pbsnodes -a && qstat -Q && qstat -Bf && qstat -Qf"
     waiting = frozenset("QHW")
     terminal = frozenset("FXC")
+    suspended = frozenset("STU")
     silent = (
         "cannot connect to server",
         "couldn't connect to cluster",

@@ -29,6 +29,8 @@ FORGOTTEN = "FORGOTTEN"
 """State of a job whose id the scheduler says it does not know (any more)."""
 NOT_TAKEN = "REFUSED"
 """State of a job that was submitted and not taken."""
+OVERDUE = "OVERDUE"
+"""State of a job that its scheduler reports as running long after its time limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +81,8 @@ class Ending:
             return f"ended, its exit code is not known ({self.detail}); what it left decides"
         if self.state == NOT_TAKEN:
             return f"was not taken: {self.detail}"
+        if self.state == OVERDUE:
+            return f"was taken for lost: {self.detail}"
         return f"did not end well: {self.detail or self.state}" + (
             f"; its output is {self.output}" if self.output else ""
         )
@@ -178,6 +182,8 @@ class BatchScheduler(Scheduler):
     """StreamFlow's connector that submits, as `module:class`."""
     terminal: ClassVar[frozenset[str]]
     """States from which a job does not come back."""
+    suspended: ClassVar[frozenset[str]] = frozenset()
+    """Further states of a job that has begun and whose time limit stands still."""
     silent: ClassVar[Sequence[str]]
     """Words (lower case) by which a command says that nobody answered; anything else is an answer."""
     limit_signal: ClassVar[str] = ""
@@ -248,6 +254,10 @@ class BatchScheduler(Scheduler):
     def ended(self, states: Mapping[str, str], ids: Iterable[str]) -> list[str]:
         """Those of `ids` for which the scheduler named an end."""
         return [one for one in ids if states.get(one) in self.terminal or states.get(one) == FORGOTTEN]
+
+    def limit_runs(self, state: str) -> bool:
+        """True for the state of a job whose time limit runs: it has begun, and is neither suspended nor over."""
+        return self.has_begun(state) and state not in {*self.suspended, *self.terminal, FORGOTTEN}
 
     def is_silence(self, text: str) -> bool:
         """True when a command failed because nobody answered, not because of what was asked."""

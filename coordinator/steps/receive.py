@@ -20,6 +20,7 @@ from coordinator.config.privacy import PrivacySettings
 from coordinator.config.settings import read_coordinator_settings
 from coordinator.events.event import emit
 from coordinator.rounds.late import read_late
+from coordinator.rounds.lost import read_lost
 from coordinator.rounds.verification import verified_as_averaged
 from coordinator.rounds.weight_limit import WeightLimit, weight_limit_of
 from coordinator.steps.answers import (
@@ -76,6 +77,7 @@ def receive(
     masks: PrivacySettings | None = None,
     adapters: LoraSettings | None = None,
     late: str = "",
+    lost: str = "",
     earlier: Earlier | None = None,
     content: bool = True,
 ) -> report.Failure | None:
@@ -84,14 +86,14 @@ def receive(
     An update that travelled as a difference becomes a whole one at `decoded`. One whose report claims more than
     `weight_limit` is refused. With `masks` it must be masked, and hold the tensors of `adapters`, if any. A late one,
     of an earlier round, becomes at `decoded` what it would be had it started from `model`; `earlier`: what the archive
-    knows of rounds before. `late`: why nothing came of a facility that the round did not wait for. `content`: look at
-    its tensors, too, and do not leave that to the averaging. Whatever an update holds, what comes back names `facility`
-    and `round` as given here.
+    knows of rounds before. `late`: why nothing came of a facility that the round did not wait for; `lost`: of one whose
+    job was taken for lost. `content`: look at its tensors, too, and do not leave that to the averaging. Whatever an
+    update holds, what comes back names `facility` and `round` as given here.
     """
     if update is None and late:
         return report.Failure(facility=facility, round=round, reason=late, kind="late")
     if update is None:
-        reason = "left no update: its job was not taken, was cancelled, ran out of time, or lost its node"
+        reason = lost or "left no update: its job was not taken, was cancelled, ran out of time, or lost its node"
         return report.Failure(facility=facility, round=round, reason=reason, kind="absent")
     sent = sent_in(model, earlier)
     try:
@@ -301,6 +303,7 @@ def main() -> int:
         masks=settings.masks,
         adapters=settings.lora,
         late=read_late(Path.cwd(), arguments.round, arguments.facility) if settings.closing else "",
+        lost=read_lost(Path.cwd(), arguments.round, arguments.facility),
         earlier=earlier,
         content=not verified_as_averaged(settings),
     )

@@ -19,7 +19,7 @@ from streamflow.deployment.connector.queue_manager import QueueManagerConnector
 
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.rounds.ahead import remembered_placeholder
-from coordinator.schedulers.directives import nodes_asked
+from coordinator.schedulers.directives import hours_asked, nodes_asked
 from coordinator.schedulers.scheduler import BatchScheduler, Job
 from coordinator.streamflow_plugin.gate import GatedSSHConnector, GateRefused
 from coordinator.streamflow_plugin.handing_over import ByGate, ByShell, Submission
@@ -114,16 +114,15 @@ class AheadQueue(PatientQueue):
             await self._ahead.drop(self._place)
         await super().undeploy(external)
 
-    async def shell_line(self, location: ExecutionLocation, line: str) -> tuple[str, int]:
-        return await self._shell(location, line)
-
     async def answer_to(
         self, location: ExecutionLocation, command: str, read: Callable[[str, int], bool | None]
     ) -> bool:
         return await self._ask(location, command, read)
 
     async def states_of(self, ids: list[str], location: ExecutionLocation) -> dict[str, str]:
-        return await self._states(ids, location)
+        states = await self._states(ids, location)
+        self._overdue.see(states)  # a job's limit runs while it waits for its model
+        return states
 
     async def placeholders(self, location: ExecutionLocation) -> list[Job]:
         name = self._name(self._beside(location))
@@ -151,6 +150,13 @@ class AheadQueue(PatientQueue):
             return 0
         service = self.services.get(location.service) if location.service else None
         return nodes_asked(vars(service) if service else {}, self.template_map.get_command("", location.service))
+
+    def limit_of(self, location: ExecutionLocation) -> float:
+        if isinstance(self._gate, GatedSSHConnector):  # its template is the site's own
+            return 0.0
+        service = self.services.get(location.service) if location.service else None
+        template = self.template_map.get_command("", location.service)
+        return 3600 * hours_asked(vars(service) if service else {}, template)
 
     def template_of(self, location: ExecutionLocation) -> str:
         service = self.services.get(location.service) if location.service else None

@@ -2,6 +2,8 @@
 
 - A job has ended only when its scheduler says so (`coordinator.schedulers.scheduler`); anything else is asked again.
 - A job is submitted once: one of the same name that runs is waited for, one that waits is cancelled.
+- A job that runs far beyond its time limit, as its scheduler says, is cancelled and taken for lost
+  (`coordinator.streamflow_plugin.overdue`).
 - A job that was not taken, was cancelled, ran out of time or failed ends as `skipped`, with the scheduler's words in
   the log and as an event: its facility is absent from the round, and no other is held up.
 """
@@ -13,6 +15,7 @@ import logging
 import shlex
 from collections.abc import Callable, Collection, MutableSequence
 from contextvars import ContextVar
+from functools import cached_property
 from typing import Any, ClassVar, TypeVar, cast
 
 from streamflow.core.deployment import ExecutionLocation
@@ -24,10 +27,11 @@ from streamflow.log_handler import logger
 from coordinator.archive.audit import VARIABLE as LOG
 from coordinator.events.event import VARIABLE, emit, quoted
 from coordinator.schedulers.gated import Gated
-from coordinator.schedulers.scheduler import FORGOTTEN, NOT_TAKEN, BatchScheduler, Ending, Job
+from coordinator.schedulers.scheduler import FORGOTTEN, NOT_TAKEN, OVERDUE, BatchScheduler, Ending, Job
 from coordinator.streamflow_plugin.job_progress import JobWatch, asking, interval
 from coordinator.streamflow_plugin.last_words import error_in
 from coordinator.streamflow_plugin.names import DATABASE
+from coordinator.streamflow_plugin.overdue import Overdue, forget_lost, note_lost
 
 PATIENCE_SECONDS = 3600.0
 """How long a scheduler may be silent."""
@@ -66,6 +70,10 @@ class PatientQueue(QueueManagerConnector):
         """Step by job."""
         self._begun: set[str] = set()
         self._watches: dict[str, asyncio.Task[None]] = {}
+
+    @cached_property
+    def _overdue(self) -> Overdue:
+        return Overdue(self)
 
     @property
     def _gate(self) -> Any:
@@ -130,15 +138,17 @@ class PatientQueue(QueueManagerConnector):
         return states
 
     async def _get_running_jobs(self, location: ExecutionLocation) -> Collection[str]:
-        ids = [one for one in self._scheduled_jobs if not one.startswith(REFUSED)]
+        ids = [one for one in self._scheduled_jobs if not one.startswith(REFUSED) and one not in self._endings]
         if not ids:
             return []
         if "jobs" in self._jobs_cache:
             return self._jobs_cache["jobs"]
+        asked = self._overdue.now()
         states = await self._states(ids, location)
         self._note_begins(states)
+        self._overdue.see(states)
         self._note_silence([one for one in ids if one not in states])
-        ended = self.scheduler.ended(states, ids)
+        ended = [*self.scheduler.ended(states, ids), *await self._lost(states.keys(), location, asked)]
         self._jobs_cache["jobs"] = found = [one for one in ids if one not in ended]
         return found
 
@@ -148,6 +158,20 @@ class PatientQueue(QueueManagerConnector):
             if one not in self._begun and self.scheduler.has_begun(state) and state != FORGOTTEN:
                 self._begun.add(one)
                 emit("began", step=self._steps.get(one, ""), job=one)
+
+    async def _lost(self, jobs: Collection[str], location: ExecutionLocation, asked: float) -> list[str]:
+        """Those of `jobs` that are overdue: cancelled, and ended as far as their round is concerned."""
+        for one in jobs:
+            if (ending := await self._overdue.ending(one, self._scheduled_jobs.get(one, location), asked)) is not None:
+                self._endings[one] = ending
+        return [one for one in jobs if one in self._endings]
+
+    async def shell_line(self, location: ExecutionLocation, line: str) -> tuple[str, int]:
+        return await self._shell(location, line)
+
+    def limit_of(self, location: ExecutionLocation) -> float:
+        """Seconds that a job may run, as it asks for; 0 where nothing here says."""
+        return 0.0
 
     def _watch(self, job_id: str, directory: str | None, location: ExecutionLocation) -> None:
         """Begin to look at a job's progress, where anybody wants to know."""
@@ -211,6 +235,8 @@ class PatientQueue(QueueManagerConnector):
             whose = "the job" if job_id.startswith(REFUSED) else f"job {job_id}"
             told = f"{whose} of {self.deployment_name} {ending.problem}" + (f": {said}" if said else "")
             tell(told, logging.ERROR)
+            if ending.state == OVERDUE:
+                note_lost(told)
         return ending.step_code
 
     async def _run_batch_command(
@@ -218,6 +244,7 @@ class PatientQueue(QueueManagerConnector):
     ) -> str:
         name, step = self._name(location), step_of(job_name)
         emit("executing", step=step)
+        forget_lost()
         if name:
             await self._make_way(name, location)
         job_id = await self._put(command, environment, job_name, location, workdir, **rest)
@@ -318,10 +345,14 @@ class PatientQueue(QueueManagerConnector):
         """Deal with jobs that an earlier run left: cancel those that wait, wait for those that run.
 
         A job that runs to its end leaves a finished update at the facility, which the next job then returns at once.
-        `spare`: a job that is left alone.
+        `spare`: a job that is left alone. Raises where a job that was taken for lost stays in the queue.
         """
         told: set[str] = set()
+        lost: set[str] = set()
+        asked = self._overdue.now()
         while jobs := [one for one in await self._jobs_named(name, location) if one.id != spare]:
+            self._overdue.see({job.id: job.state for job in jobs})
+            await self._overdue.make_way(jobs, location, asked, lost)
             for job in jobs:
                 if not job.began:
                     logger.info(f"cancelling job {job.id} ({name}), which an earlier run left waiting")
@@ -330,6 +361,7 @@ class PatientQueue(QueueManagerConnector):
                     logger.info(f"job {job.id} ({name}) of an earlier run is {job.state.lower()}: waiting for its end")
                     told.add(job.id)
             await asyncio.sleep(min(self.pollingInterval, 5))
+            asked = self._overdue.now()
 
     async def settle(self, location: ExecutionLocation, directory: str) -> None:
         """Wait for the end of jobs that an earlier run left running; those that wait in the queue are cancelled."""

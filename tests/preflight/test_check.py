@@ -543,6 +543,11 @@ def test_ssh_reads_the_files_that_the_engine_reads(tmp_path: Path, monkeypatch: 
         ({}, "#PBS -l select=2:ncpus=8:ngpus=1+4:ncpus=2+ncpus=1\n", (7, 1), 0.0),
         ({}, "#SBATCH -N 2-3 --exclusive\n", (3, 0), 0.0),
         ({}, "#flux: --nodes=5\n#flux: --time-limit=30m\n", (5, 0), 0.5),
+        ({}, "#SBATCH -N 1 -t 90\n", (1, 0), 1.5),
+        ({}, "#SBATCH --time=UNLIMITED\n", (1, 0), 0.0),
+        ({}, "#PBS -l select=1\n#PBS -l walltime=5400,mem=4gb\n", (1, 0), 1.5),
+        ({}, "#PBS -t 1-10\n#PBS -l select=1\n", (1, 0), 0.0),
+        ({}, "#$ -l h_rt=1800\n", (1, 0), 0.5),
         ({}, "echo --nodes=9\n", (1, 0), 0.0),
     ],
 )

@@ -14,6 +14,7 @@ from coordinator.schedulers.firecrest import SCHEDULER as FIRECREST
 from coordinator.schedulers.registry import scheduler, schedulers
 from coordinator.schedulers.scheduler import BatchScheduler
 from coordinator.schedulers.slurm import SCHEDULER as SLURM
+from tests.conftest import ROOT
 from tests.engine.engines import streamflow
 from tests.security.attacked import HONEST, attacked_federation, rows_of
 
@@ -106,3 +107,44 @@ def test_a_scheduler_that_names_no_job_or_an_odd_end_is_its_facilitys_absence(tm
     assert rows[HONEST].status == "ok", rows
     assert all(rows[name].status != "ok" for name in behaviours), rows
     assert "nameless is left out of the round: sbatch" in result.stdout
+
+
+OVERDUE = """
+import sys
+if any(word.endswith("/streamflow") for word in sys.orig_argv):
+    from coordinator.streamflow_plugin import overdue
+    overdue.GRACE_SECONDS = 3.0
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_queue_that_says_for_ever_that_a_job_runs_is_its_facilitys_absence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Under StreamFlow, with seconds in place of half an hour: the round waited for as long as the queue said so."""
+    programs, patch = tmp_path / "engine" / "bin", tmp_path / "patch"
+    programs.mkdir(parents=True)
+    patch.mkdir()
+    (patch / "sitecustomize.py").write_text(OVERDUE)
+    monkeypatch.setenv("PYTHONPATH", f"{patch}{os.pathsep}{ROOT}")
+    cancelled = tmp_path / "cancelled"
+    endless = {
+        "sbatch": "cat > /dev/null; echo 7",
+        "squeue": 'case "$*" in *"-n "*) ;; *) echo 7 RUNNING;; esac',
+        "scancel": f'echo "$*" >> {cancelled}',
+    }
+    for name, text in endless.items():
+        (programs / name).write_text(f"#!/bin/bash\n{text}\n")
+        os.chmod(programs / name, 0o755)
+    template = tmp_path / "job.sh"
+    template.write_text("#!/bin/bash\n#SBATCH --time=00:00:02\n{{ streamflow_command }}\n")
+    deployment = {"type": "slurm", "template": str(template), "workdir": str(tmp_path / "site")}
+    path = attacked_federation(tmp_path / "fed", {"endless": {}}, deployment=deployment, minimum_facilities=1)
+    result = streamflow(path, tmp_path / "engine", timeout=100)
+    assert result.returncode == 0, result.stdout[-3000:]
+    rows = rows_of(path)
+    assert rows[HONEST].status == "ok" and rows["endless"].status == "absent", rows
+    assert "was taken for lost: Slurm says that it still runs 0:00:" in rows["endless"].reason, rows
+    assert rows["endless"].reason in " ".join(result.stdout.split())
+    assert cancelled.read_text().startswith("7")

@@ -1,0 +1,33 @@
+"""Notes that tell the receive step of a round why a facility's job was taken for lost."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from coordinator.rounds.late import FOLDER, LONGEST, LOST
+from facility.exchange.files.durable import write_json
+from facility.exchange.messages.strict_json import clean
+
+
+def write_lost(workdir: Path, round: int, facility: str, reason: str) -> None:
+    """`workdir`: the coordinator's work directory, above those of its jobs."""
+    path = _path(workdir, round, facility)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, {"reason": reason})
+
+
+def read_lost(job_directory: Path, round: int, facility: str) -> str:
+    """The reason, or '' where the job was not taken for lost. `job_directory`: of a coordinator's step."""
+    try:
+        return clean(str(json.loads(_path(Path(job_directory).parent, round, facility).read_text())["reason"]), LONGEST)
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
+def drop_lost(workdir: Path, round: int, facility: str) -> None:
+    _path(workdir, round, facility).unlink(missing_ok=True)
+
+
+def _path(workdir: Path, round: int, facility: str) -> Path:
+    return Path(workdir) / FOLDER / f"{LOST}{round}-{facility}.json"

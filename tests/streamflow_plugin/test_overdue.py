@@ -1,0 +1,289 @@
+"""A queue that reports a job as running for ever: that job is taken for lost, and no other."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from streamflow.core.exception import WorkflowExecutionException
+
+from coordinator.report.advice import advice_for
+from coordinator.rounds.late import forget_all
+from coordinator.rounds.lost import read_lost
+from coordinator.schedulers.firecrest import SCHEDULER as FIRECREST
+from coordinator.schedulers.scheduler import FORGOTTEN, BatchScheduler
+from coordinator.steps.receive import receive
+from coordinator.streamflow_plugin import overdue, patient
+from coordinator.streamflow_plugin.ahead_queue import connector_for
+from coordinator.streamflow_plugin.gate import GatedSSHConnector
+from coordinator.streamflow_plugin.overdue import GONE_SECONDS, Overdue
+from coordinator.streamflow_plugin.this_run import RoundAtFacility, this_round
+from tests.schedulers.wording import ENDED, PENDING, RUNNING, WORDINGS
+from tests.streamflow_plugin.course import JumpingLoop
+
+LIMITS = {
+    "slurm": "#SBATCH --time=01:00:00",
+    "pbs": "#PBS -l walltime=01:00:00",
+    "flux": "#flux: --time-limit=1h",
+    "gridengine": "#$ -l h_rt=3600",
+}
+HOUR, MOST = 3600.0, 2.5 * 3600.0
+"""What jobs ask for, and after how long they are taken for lost."""
+PLACE: Any = SimpleNamespace(
+    service="train", name="login", deployment="facility-b", wraps="login", local=False, environment={}
+)
+
+
+class NoCache(dict):
+    """In place of one that forgets by the real clock."""
+
+    def __contains__(self, key: object) -> bool:
+        return False
+
+
+class Site:
+    """A login node and its queue, on a clock that jumps. Asked for several jobs at once, it says nothing."""
+
+    def __init__(self, folder: Path, name: str, template: str) -> None:
+        self.loop, self.wording = JumpingLoop(), WORDINGS[name]
+        self.states: dict[str, Callable[[float], str]] = {}
+        """State by job and time; '': not in the queue."""
+        self.cancelled: list[str] = []
+        self.at_cancel: Callable[[str], Any] = lambda id: None
+        self.made = 0
+        (folder / "job.sh").write_text(f"#!/bin/bash\n{template}\n{{{{ streamflow_command }}}}\n")
+        login: Any = SimpleNamespace(run=self.run, deployment_name="facility-b-login")
+        services = {"train": {"file": "job.sh", "jobName": "crossfed-f-b"}}
+        self.queue: Any = connector_for(self.wording.scheduler)(
+            "facility-b", str(folder), login, None, services=services, maxConcurrentJobs=2, pollingInterval=60
+        )
+        self.queue._jobs_cache = NoCache()
+        self.queue._submit = self.submit
+
+    async def submit(self, *_: Any, **__: Any) -> str:
+        self.made += 1
+        return self.wording.id(100 + self.made)
+
+    async def run(self, location: Any, command: list[str], **_: Any) -> tuple[str, int]:
+        line, scheduler = " ".join(command), self.wording.scheduler
+        for id, state in self.states.items():
+            if scheduler.cancel_ids([id]) in line:
+                self.cancelled.append(id)
+                if (waits := self.at_cancel(id)) is not None:
+                    await waits
+                return "", 0
+            if scheduler.query([id]) in line:
+                return self.wording.asked(id, state(self.loop.now))
+        if scheduler.listing("crossfed-f-b") in line:
+            there = {id: found for id, state in self.states.items() if (found := state(self.loop.now))}
+            return self.wording.listed(there), 0
+        return "", 0
+
+    async def job(self, number: int = 0) -> int:
+        """StreamFlow's own submitting and polling of one job; its step's code."""
+        answer = await self.queue.run(
+            PLACE, ["train"], workdir="/w", job_name=f"/rounds/train_b/0.{number}", stdout=asyncio.subprocess.STDOUT
+        )
+        return int(answer[1])
+
+    def within(self, seconds: float, *tasks: Any) -> None:
+        """So much time passes."""
+        self.loop.run_until_complete(asyncio.wait(tasks, timeout=seconds) if tasks else asyncio.sleep(seconds))
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Site]]:
+    made: list[Site] = []
+
+    def make(name: str = "slurm", template: str | None = None) -> Site:
+        made.append(Site(tmp_path, name, LIMITS[name] if template is None else template))
+        return made[-1]
+
+    yield make
+    this_round.set(None)
+    for one in made:
+        for task in asyncio.all_tasks(one.loop):
+            task.cancel()
+        one.within(1)
+        one.loop.close()
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    told: list[dict[str, Any]] = []
+    for module in (patient, overdue):
+        monkeypatch.setattr(module, "emit", lambda kind, **more: told.append({"kind": kind} | more))
+    return told
+
+
+@pytest.mark.parametrize("name", sorted(LIMITS))
+def test_a_job_that_runs_for_ever_ends_alone_is_cancelled_and_is_its_facilitys_absence(
+    site: Callable[..., Site], events: list[dict[str, Any]], tmp_path: Path, name: str
+):
+    world = site(name)
+    overdue_job, other = world.wording.id(101), world.wording.id(102)
+    began = 10 * HOUR  # however long the queue was
+    world.states = {
+        overdue_job: lambda now: PENDING if now < began else RUNNING,
+        other: lambda now: PENDING if now < began + 2 * HOUR else RUNNING,
+    }
+    world.queue._make_way = lambda *_: asyncio.sleep(0)
+    this_round.set(RoundAtFacility(facility="b", number=3, workdir=tmp_path / "work"))
+    first, second = (world.loop.create_task(world.job(number)) for number in (1, 2))
+    this_round.set(None)
+    world.within(began + MOST, first)
+    assert not first.done() and world.cancelled == []
+    world.within(300, first)
+    assert first.result() == 7 and world.cancelled == [overdue_job]
+    world.within(HOUR, second)
+    assert not second.done() and world.cancelled == [overdue_job], "the facility's other job goes on"
+    title = world.wording.scheduler.title
+    said = f"job {overdue_job} of facility-b was taken for lost: {title} says that it still runs 2:3"
+    text = next(one["text"] for one in events if one["kind"] == "problem" and "lost" in one["text"])
+    assert text.startswith(said) and text.endswith(" after it was seen to begin, though it asked for 1:00:00")
+    ended = next(one for one in events if one["kind"] == "ended")
+    assert ended["step"] == "/rounds/train_b" and "site's staff" in advice_for("left no update", ended["problem"])
+    assert (reason := read_lost(tmp_path / "work" / "a-job", 3, "b")) == text
+    nothing: Any = None
+    row = receive(update=None, facility="b", round=3, model=nothing, evaluation=False, settings=nothing, lost=reason)
+    assert row is not None and (row.kind, row.reason) == ("absent", text), "as the round's table has it"
+    assert read_lost(tmp_path / "work" / "a-job", 4, "b") == ""
+    forget_all(tmp_path / "work")
+    assert read_lost(tmp_path / "work" / "a-job", 3, "b") == ""
+
+
+def test_a_facility_that_does_not_answer_the_cancellation_is_absent_all_the_same(site: Callable[..., Site]):
+    world = site()
+    world.states = {"101": lambda now: RUNNING}
+    world.queue._make_way = lambda *_: asyncio.sleep(0)
+    world.at_cancel = lambda id: asyncio.sleep(1e9)
+    task = world.loop.create_task(world.job())
+    world.within(MOST + 300, task)
+    assert task.result() == 7 and world.cancelled == ["101"]
+
+
+def test_a_job_that_ends_late_but_within_bounds_has_the_end_that_its_scheduler_says(site: Callable[..., Site]):
+    world = site("pbs")
+    id = world.wording.id(101)
+    world.states = {id: lambda now: RUNNING if now < MOST - 120 else ENDED}
+    world.queue._make_way = lambda *_: asyncio.sleep(0)
+    world.queue._ask = lambda *_: asyncio.sleep(0, patient.Ending(state="F", code=0))
+    task = world.loop.create_task(world.job())
+    world.within(MOST + HOUR, task)
+    assert task.result() == 0 and world.cancelled == []
+
+
+@pytest.mark.parametrize("template", ["", "#SBATCH --time=UNLIMITED"])
+def test_a_job_whose_limit_nothing_says_runs_as_long_as_its_queue_says(site: Callable[..., Site], template: str):
+    world = site(template=template)
+    world.states = {"101": lambda now: RUNNING}
+    world.queue._make_way = lambda *_: asyncio.sleep(0)
+    task = world.loop.create_task(world.job())
+    world.within(100 * HOUR, task)
+    assert not task.done() and world.cancelled == []
+
+
+def test_the_limit_is_the_options_before_the_templates_and_behind_a_gate_not_known(site: Callable[..., Site]):
+    world = site()
+    assert world.queue.limit_of(PLACE) == HOUR
+    world.queue.services["train"].time = "30"
+    assert world.queue.limit_of(PLACE) == HOUR / 2
+    world.queue.connector = object.__new__(GatedSSHConnector)
+    assert world.queue.limit_of(PLACE) == 0
+
+
+@pytest.mark.parametrize("goes", [True, False], ids=["ends", "stays"])
+def test_a_job_of_an_earlier_run_that_runs_for_ever_is_cancelled_and_holds_no_round(
+    site: Callable[..., Site], events: list[dict[str, Any]], tmp_path: Path, goes: bool
+):
+    """Its begin is not known: it counts from the first look of this run."""
+    world = site()
+    world.states = {"77": lambda now: "" if goes and world.cancelled else RUNNING}
+    this_round.set(RoundAtFacility(facility="b", number=0, workdir=tmp_path / "work"))
+    task = world.loop.create_task(world.queue._make_way("crossfed-f-b", PLACE))
+    world.within(MOST, task)
+    assert not task.done() and world.cancelled == []
+    world.within(GONE_SECONDS + 60, task)
+    assert task.done() and world.cancelled == ["77"]
+    assert sum("it is cancelled" in one.get("text", "") for one in events) == 1
+    if goes:
+        assert task.result() is None
+        return
+    with pytest.raises(WorkflowExecutionException, match="Slurm of facility-b says that job 77 still runs"):
+        task.result()
+    assert "no other job is submitted beside it" in read_lost(tmp_path / "work" / "a-job", 0, "b")
+    again = world.loop.create_task(world.queue._make_way("crossfed-f-b", PLACE))
+    world.within(60, again)
+    assert again.exception() is not None and world.cancelled == ["77", "77"], "the next round waits no ten minutes"
+
+
+def test_the_time_that_a_job_waits_for_its_model_counts(site: Callable[..., Site]):
+    world = site()
+    world.states = {"101": lambda now: RUNNING}
+    world.loop.run_until_complete(world.queue.states_of(["101"], PLACE))  # submitted ahead
+    world.queue._make_way = lambda *_: asyncio.sleep(0)
+    world.within(2 * HOUR)
+    task = world.loop.create_task(world.job())
+    world.within(HOUR / 2 + 300, task)
+    assert task.result() == 7 and world.cancelled == ["101"]
+
+
+def ends(scheduler: BatchScheduler, answers: list[tuple[float, str]], asked: float) -> bool:
+    """Whether a job is overdue at a question put at `asked`, after these answers and their times."""
+    loop = JumpingLoop()
+
+    async def nothing(*_: Any) -> tuple[str, int]:
+        return "", 0
+
+    queue: Any = SimpleNamespace(
+        scheduler=scheduler, deployment_name="facility-b", limit_of=lambda _: HOUR, shell_line=nothing
+    )
+
+    async def judged() -> bool:
+        times = Overdue(queue)
+        for at, state in answers:
+            loop.now = at
+            times.see({"1": state})
+        return await times.ending("1", PLACE, asked) is not None
+
+    try:
+        return loop.run_until_complete(judged())
+    finally:
+        loop.close()
+
+
+SEEN = [
+    ("slurm", "RUNNING", "PENDING"),
+    ("slurm", "RUNNING", "REQUEUED"),
+    ("slurm", "COMPLETING", "SUSPENDED"),
+    ("pbs", "R", "Q"),
+    ("pbs", "E", "S"),
+    ("flux", "RUN", "SCHED"),
+    ("gridengine", "r", "Rq"),
+    ("gridengine", "dr", "S"),
+    ("firecrest", "RUNNING", "PENDING"),
+]
+
+
+@pytest.mark.parametrize(("name", "runs", "waits"), SEEN)
+def test_a_job_that_was_requeued_or_suspended_begins_anew(name: str, runs: str, waits: str):
+    scheduler = FIRECREST if name == "firecrest" else WORDINGS[name].scheduler
+    assert ends(scheduler, [(0, runs), (MOST + 1, runs)], MOST + 1) and not ends(scheduler, [(0, runs)], MOST)
+    answers = [(0.0, runs), (MOST, waits), (MOST + 60, runs)]
+    assert not ends(scheduler, answers, MOST + 60 + MOST)
+    assert ends(scheduler, answers, MOST + 60 + MOST + 1)
+
+
+def test_an_unknown_state_runs_and_an_ended_one_does_not():
+    slurm = WORDINGS["slurm"].scheduler
+    assert ends(slurm, [(0, "NOVEL")], MOST + 1)
+    assert not ends(slurm, [(0, "RUNNING"), (1, FORGOTTEN)], MOST + 1)
+    assert not ends(slurm, [(0, "RUNNING"), (1, "COMPLETED")], MOST + 1)
+
+
+def test_an_answer_that_took_long_is_judged_by_the_time_of_its_question():
+    assert not ends(WORDINGS["slurm"].scheduler, [(0, "RUNNING"), (MOST + HOUR, "RUNNING")], asked=MOST - 60)
