@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""What `--max-lora-rank` takes; 16 where nobody gives it."""
+"""What `--max-lora-rank` takes; vLLM's default is 16."""
 FACTOR = re.compile(r"base_model\.model\.(?P<layer>.+)\.lora_[AB]\.weight")
 EXPERTS, INNER = ".experts", ".experts.base_layer"
 """Of one layer's fused experts: where peft keeps the factors of `down_proj`, and of `gate_up_proj`."""

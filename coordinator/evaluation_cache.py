@@ -3,7 +3,7 @@
     python -m coordinator.evaluation_cache TASK [TASK ...] [--include DIR]
 
 loads the tasks, which fetches their data into $HF_HOME. `crossfed bundle --eval` runs it twice: with the network, then
-without, so that a bundle that lacks something is noticed where it can be mended.
+without, so that an incomplete bundle is noticed where it can be completed.
 """
 
 from __future__ import annotations

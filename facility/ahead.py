@@ -30,7 +30,7 @@ OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 class Ended:
-    """Whether a signal has told the job to end. Its handler takes no lock: the loop it interrupts may hold it."""
+    """Whether a signal has asked the job to end. Its handler takes no lock: the loop it interrupts may hold it."""
 
     told = False
 
@@ -68,7 +68,7 @@ def give_up(directory: Path) -> None:
 
 
 def check_private(path: Path) -> None:
-    """Raise `ConfigurationError` unless the directory or file is this account's, and nobody else may write it."""
+    """Raise `ConfigurationError` unless the directory or file is this account's, and writable by no other."""
     found = path.lstat()
     plain = stat.S_ISDIR(found.st_mode) or stat.S_ISREG(found.st_mode)
     if not plain or found.st_uid != os.getuid() or found.st_mode & OTHERS:

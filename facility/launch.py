@@ -37,7 +37,7 @@ FOR_EVER = 1e9
 
 
 def tasks_here(environ: Mapping[str, str] = os.environ) -> Tasks:
-    """Who this process is. Raises `ConfigurationError`."""
+    """This process's place among the job's tasks. Raises `ConfigurationError`."""
     file = next((environ[name] for one in ALLOCATIONS for name in one.host_file if environ.get(name)), None)
     text = Path(file).read_text() if file and Path(file).is_file() else None
     return read_tasks(environ, text)

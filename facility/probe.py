@@ -74,7 +74,7 @@ def dataset(path: Path) -> dict[str, Any]:
 
 
 def images(told: DatasetManifest) -> dict[str, Any]:
-    """What facilities with images must have alike; nothing for text. Classes are told as a digest."""
+    """What facilities with images must have alike; nothing for text. Classes are reported as a digest."""
     if told.pixels is None:
         return {}
     names = json.dumps(told.classes, ensure_ascii=True).encode()

@@ -1,4 +1,4 @@
-"""DoRA's magnitudes before anybody trained them: the norms of the rows of the base's weights."""
+"""DoRA's magnitudes before any training: the norms of the rows of the base's weights."""
 
 from __future__ import annotations
 

@@ -6,8 +6,8 @@ memory at a time.
 Every facility's next steps are divided by their root, whatever the clipping of steps makes of an update. So among three
 facilities and more one's are scaled down where what its gradients added is more than `LARGEST` times the median of
 all, parameter by parameter, and raised where less is left of the received ones than can be
-(`coordinator.aggregation.moment_limits`). Of two that differ by more nobody can say which is wrong: such a parameter's
-are not sent, and each goes on with its own.
+(`coordinator.aggregation.moment_limits`). Between two facilities that differ by more there is no way to
+say which is wrong: moments of such a parameter are not sent, and each facility keeps its own.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from facility.exchange.checkpoints.second_moments import (
 
 log = logging.getLogger(__name__)
 LEAST_FACILITIES = 3
-"""Of which a median says who is out of line."""
+"""From this number on a median identifies the outlier."""
 KEY, APART = "second_moments_scaled", "second_moments_apart"
 """In the round's details: how many parameters' were scaled down or raised, by facility; and how many were not sent,
 since two facilities' alone were there and too far apart."""

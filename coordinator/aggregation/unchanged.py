@@ -46,7 +46,7 @@ class Linked:
     source: str
     """Its name in the last model."""
     identity: FileIdentity
-    """Before anybody read it."""
+    """Identity of the file before it was first read."""
 
 
 def identity_of(file: Path) -> FileIdentity:

@@ -1,14 +1,14 @@
-"""Whose walks the next mean walk holds, and how it is made of the last one and the updates of the round.
+"""Plans the next mean walk (SCAFFOLD's server control variate) from the last one and the updates of the round.
 
 With a the mean walk as it was sent and a_i the walk of facility i in it, a corrected update's step d_i over the sum of
 its learning rates r_i is w_i + a - a_i, where w_i is its new walk; an update without a correction gives w_i alone. So
 
     mean' = mean + sum of weight_i (d_i / r_i - a) over the corrected ones + sum of weight_j d_j / r_j over new ones
 
-keeps the exact mean, each walk with the weight that its facility had beside the others when it joined, and no
-facility's walk has to be known (the server's control variate of SCAFFOLD, arXiv 1910.06378, algorithm 1, lines 16 and
-17). Facilities that are absent or late stay in the mean with their last walk. Where a facility's own walk is lost, the
-mean begins anew.
+keeps the exact mean, each walk with the weight that its facility had beside the others when it joined, and the
+coordinator needs to know no facility's walk (SCAFFOLD, arXiv 1910.06378, algorithm 1, lines 16 and 17). Facilities that
+are absent or late stay in the mean with their last walk. Where a facility has lost its own walk, the mean starts again
+from zero.
 
 Every facility is moved by the mean, whatever the clipping of steps makes of its own. So a step that is far longer over
 its learning rates than the median one is not counted; and each facility compares the correction with its own walk

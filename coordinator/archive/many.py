@@ -31,8 +31,8 @@ def many(found: Collection[object]) -> bool:
 
 
 def grouped(found: Iterable[T], key: Callable[[T], object]) -> list[list[T]]:
-    """What stands in one line: each of few by itself, in their order; of many those with the same key together, largest
-    group first and equally large ones in their order."""
+    """Groups for one line each: few items stay single, in their order; many are grouped by key, the largest group
+    first, equally large ones in their order."""
     every = list(found)
     if not many(every):
         return [[one] for one in every]

@@ -26,7 +26,7 @@ def latest_privacy(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any
 
 
 def summary_of(told: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Over all facilities: data are disjoint, so the largest epsilon is everybody's; empty where none is told."""
+    """Over all facilities: data are disjoint, so the largest epsilon holds for all; empty where none is reported."""
     if not told:
         return {}
     return {

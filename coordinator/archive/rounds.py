@@ -68,7 +68,7 @@ class FacilityRow:
     staleness: int = 0
     """Rounds before this one that its update was made for; more than 0 where rounds do not wait."""
     task: str = ""
-    """What its losses are of (`facility.exchange.task_words`); empty: not told."""
+    """What its losses are of (`facility.exchange.task_words`); empty: not reported."""
     tokens: int = 0
     samples: int = 0
     steps: int = 0
@@ -90,7 +90,7 @@ class FacilityRow:
     received_bytes: int = 0
     """Of its update as it travelled."""
     training_losses: list[tuple[int, float]] = field(default_factory=list)
-    """Step, counted from 1, and mean training loss of the steps since the pair before; empty: not told."""
+    """Step, counted from 1, and mean training loss of the steps since the pair before; empty: not reported."""
     phases: dict[str, float] = field(default_factory=dict)
     """Seconds at the facility by phase: load, train, evaluate, save."""
     loss_returned: float | None = None
@@ -108,13 +108,13 @@ class FacilityRow:
     scores: dict[str, Any] = field(default_factory=dict)
     """`results` on tasks of the model that it received, and perhaps `problem`."""
     unasked: str = ""
-    """Which scores it told that nobody asked for, and are left out; empty: none."""
+    """Scores it reported without being asked, which are left out; empty: none."""
     dataset: dict[str, Any] = field(default_factory=dict)
     """Counts and digests of its dataset, where it allows them to be published."""
     privacy: dict[str, Any] = field(default_factory=dict)
-    """Its privacy budget (`facility.exchange.messages.privacy.PrivacyReport`); empty: none told."""
+    """Its privacy budget (`facility.exchange.messages.privacy.PrivacyReport`); empty: none reported."""
     drift: dict[str, Any] = field(default_factory=dict)
-    """Its correction of drift (`facility.exchange.messages.drift.DriftReport`); empty: none told."""
+    """Its correction of drift (`facility.exchange.messages.drift.DriftReport`); empty: none reported."""
     holds: str = ""
     """Digest of the model that it said to keep; empty: none."""
 
@@ -151,7 +151,7 @@ class RoundFile:
     global_loss_over: list[str] = field(default_factory=list)
     """Facilities whose figures of this round count in `global_loss`."""
     later_losses: dict[str, LaterLoss] = field(default_factory=dict)
-    """By number of an earlier round: its `global_loss` as it is known since late updates told theirs."""
+    """By number of an earlier round: its `global_loss`, including losses that late updates reported."""
     decision: str
     """`go on`, or why this was the last round."""
     ended: bool = False

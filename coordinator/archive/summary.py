@@ -168,7 +168,7 @@ def _blank(late: bool) -> list[str]:
 
 
 def has_accuracy(data: Mapping[str, Any]) -> bool:
-    """Do most facilities that evaluated tell how many of their predictions are right? One alone may say anything."""
+    """True if most facilities that evaluated reported an accuracy: a single facility does not decide it."""
     rows = [row for entry in data["rounds"] for row in entry["facilities"]] + data["final_evaluation"]
     told = [row.get("accuracy_received") is not None for row in rows if row.get("perplexity_received") is not None]
     return 2 * sum(told) > len(told)
@@ -296,7 +296,7 @@ def _waited(seconds: Mapping[str, float]) -> list[str]:
 
 
 def seconds_of(seconds: float) -> str:
-    """Empty where a job told none: no job takes no time."""
+    """Empty where a job reported none: a job never takes zero seconds."""
     return f"{seconds:.1f}" if seconds else ""
 
 

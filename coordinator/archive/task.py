@@ -15,7 +15,7 @@ MOST_BYTES = 1 << 20
 
 
 def task_of(archive: Archive, history: Iterable[RoundFile]) -> str:
-    """The task that most facilities told in these rounds; where none did, the one that the initial model is made for.
+    """The task that most facilities reported in these rounds; without any report, the initial model's.
 
     No single facility among several changes the words.
     """
@@ -24,7 +24,7 @@ def task_of(archive: Archive, history: Iterable[RoundFile]) -> str:
 
 
 def task_of_rows(rows: Iterable[FacilityRow]) -> str:
-    """The same of rows alone; '' where none tells it, or none has most of them."""
+    """The same from rows alone; '' if none reports it, or none has a majority."""
     told = [row.task for row in rows if row.status == "ok"]
     found = Counter(words_of(task) for task in told if task).most_common(1)
     if not found or 2 * found[0][1] <= len(told):

@@ -34,7 +34,7 @@ Row = dict[str, Any]
 
 
 def title_of_mean(count: int) -> str:
-    """What a reader calls the mean of so many last models."""
+    """The title of the mean of the last `count` models."""
     return f"mean of the last {count}"
 
 
@@ -161,7 +161,7 @@ def _verdicts(name: str, figures: Sequence[Row], nats: str) -> list[str]:
 
 
 def forgotten(figures: Sequence[Row], held_out: str, nats: str = TEXT.nats) -> list[str]:
-    """In sentences: the global model against the initial one on data that nobody trained on."""
+    """Sentences that compare the global model with the initial one on held-out data."""
     found = {one["model"]: one["against"] for one in figures if one["held_out"]}
     less = found.get(GLOBAL, {}).get(INITIAL)
     if less is None and (more := found.get(INITIAL, {}).get(GLOBAL)) is not None:

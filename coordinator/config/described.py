@@ -1,4 +1,4 @@
-"""What a federation.yml asks for, as flat plain data: what a later start compares with, to tell what has changed."""
+"""What a federation.yml asks for, as flat plain data: a later start compares with it to find what has changed."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class ComparisonSettings:
     alone: bool = False
     """True where facilities train alone as well."""
     held_out: str = ""
-    """Facility that has data which nobody trains on; empty: none."""
+    """Facility that has the held-out data, which no facility trains on; empty: none."""
     held_out_name: str = ""
     updates: bool = True
     """False where the coordinator cannot see single updates: each facility then evaluates its own itself."""

@@ -1,6 +1,6 @@
 """A run's private directory below the federation's work directory: StreamFlow's database, temporary files, events.
 
-Made anew for every run and removed at its end, so that two federations of one account, or of two accounts on one login
+Created for every run and removed at its end, so that two federations of one account, or of two accounts on one login
 node, share nothing.
 """
 

@@ -1,4 +1,4 @@
-"""The supervisor's side: a private file made anew for a run, and its events as they come."""
+"""The supervisor's side: a new private file for each run, and its events as they arrive."""
 
 from __future__ import annotations
 

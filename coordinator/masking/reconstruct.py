@@ -1,7 +1,7 @@
-"""From the facilities' answers to the seeds that take the masks off a sum; wrong shares are found and have a name.
+"""From the facilities' answers to the seeds that take the masks off a sum; wrong shares are found and attributed.
 
 Every seed has a commitment by the facility whose seed it is. Shares that do not give what was committed to are tried
-in other combinations of `threshold`; who gave a share that does not lie on the polynomial is left out from then on.
+in other combinations of `threshold`; a facility whose share does not lie on the polynomial is left out from then on.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ ROUNDS = 5
 
 
 def sound_rows(rows: Iterable[FacilityRow], name: str) -> list[FacilityRow]:
-    """The latest rows of a facility from which a pace can be told."""
+    """The latest rows of a facility that are fit for estimating its pace."""
     own = [row for row in rows if row.facility == name and row.status == "ok"]
     return [row for row in own if row.steps > 0 and row.tokens_per_second > 0][-ROUNDS:]
 

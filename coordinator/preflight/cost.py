@@ -107,7 +107,7 @@ def check_link(facility: Facility, deployment: Deployment, model: ModelFigures, 
 
 
 def check_hours(facility: Facility, deployment: Deployment, rounds: int, template: str) -> Row:
-    """At most so many node-hours, if every job runs to its limit."""
+    """The most node-hours that can be charged: every job runs to its limit."""
     nodes, gpus = wanted_nodes(deployment, template)
     hours = wanted_hours(deployment, template)
     if not hours:

@@ -190,7 +190,7 @@ def _quantized(facility: Facility, answer: dict[str, Any]) -> list[Row]:
 
 
 def _trainer(name: str, answer: dict[str, Any], trainer: TrainerSettings | None) -> list[Row]:
-    """Whether a trainer of one's own is installed; no row for CrossFed's, or where a gate's policy decides."""
+    """Whether the federation's own trainer is installed; no row for CrossFed's, or where a gate's policy decides."""
     if trainer is None or "trainer" not in answer:
         return []
     if problem := clean(str(answer["trainer"]), 200):

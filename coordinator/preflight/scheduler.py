@@ -102,7 +102,7 @@ def _slurm(name: str, deployment: Deployment, job: str) -> Row:
         name,
         "job accepted",
         f"sbatch --test-only refuses the job: {said}",
-        "mend the template or `options:`; the words are Slurm's",
+        "correct the template or `options:`; the words are Slurm's",
     )
 
 

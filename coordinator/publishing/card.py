@@ -41,7 +41,7 @@ def model_card(federation: Federation, data: Mapping[str, Any], files: Mapping[s
 def evaluations(data: Mapping[str, Any], names: Mapping[str, str]) -> list[EvalResult]:
     """Perplexity or loss of the published model on each facility's validation data, and its scores on tasks.
 
-    `dataset_config` is who evaluated: results that differ in nothing else would be taken for figures of one data set.
+    `dataset_config` names the facility that evaluated: otherwise results would be taken for figures of one data set.
     """
     words = words_of(data.get("task", ""))
     found = [

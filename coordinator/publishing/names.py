@@ -20,7 +20,7 @@ def public_names(federation: Federation) -> dict[str, str]:
 
 
 def slug(name: str) -> str:
-    """A published name as it stands in file names and identifiers."""
+    """The form of a published name in file names and identifiers."""
     return name.replace(" ", "-")
 
 

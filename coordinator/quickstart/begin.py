@@ -151,7 +151,7 @@ def _told(survey: Survey) -> str:
 
 
 def _connect(dialog: Dialog, name: str, login: Deployment) -> Behind | None:
-    """Test the login; returns what a gate there tells, None for a shell. Raises `TryAgain`.
+    """Test the login; returns a gate's summary of its policy, None for a shell. Raises `TryAgain`.
 
     An unknown host key is accepted only by its fingerprint.
     """

@@ -71,7 +71,7 @@ def quickstart(
     file = begin(request, Dialog(given=pairs("--answer", answer or []), yes=yes))
     console = Console(width=None if sys.stdout.isatty() else 160)
     code = show(look(file, link=False), as_json=False, console=console)
-    print(f"next: cd {folder} && crossfed run" if code == 0 else "mend what fails, then give the same command again")
+    print(f"next: cd {folder} && crossfed run" if code == 0 else "fix what fails, then run the same command again")
     raise typer.Exit(code)
 
 

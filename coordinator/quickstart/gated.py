@@ -1,4 +1,4 @@
-"""A site that lets us in by its gate: what that tells of the site's policy stands in place of a survey."""
+"""A site behind a gate: the gate's summary of the site's policy replaces the survey."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LIMITS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Behind:
-    """A policy, as far as a gate tells it; another institution's words, of which only the expected form is used."""
+    """A policy as reported by a gate. It is another institution's text: only fields of the expected form are used."""
 
     facility: str
     federations: tuple[str, ...]
@@ -48,7 +48,7 @@ class Behind:
 
 
 def ask_gate(login: Deployment) -> Behind | None:
-    """What the gate tells; None where none answers, or what answers is none."""
+    """The gate's summary; None if nothing answers, or what answers is no gate."""
     told = gate.told_of(gate.ask(login, "hello"))
     if told is None:
         return None

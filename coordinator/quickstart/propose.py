@@ -17,7 +17,7 @@ HOURS = 2.0
 GENERAL = ("slurm", "pbs", "flux", "gridengine", "ssh")
 """Templates of schedulers, not of sites."""
 ALIASES = {"mn5": "marenostrum5", "lxp": "meluxina", "it4i": "karolina", "macc": "deucalion", "izum": "vega"}
-"""Other words by which a site's login node tells which template is its own."""
+"""Other words in the names of login nodes, each with the template of its site."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class Proposal:
 
 
 def site_template(host: str) -> str:
-    """The shipped template of the site that the login node's name tells, else ''."""
+    """The shipped template of the site that the login node's name indicates, else ''."""
     labels = re.findall(r"[a-z0-9]+", host.lower())
     for name in shipped_templates():
         known = {name, *(alias for alias, of in ALIASES.items() if of == name)}

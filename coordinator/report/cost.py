@@ -11,7 +11,7 @@ JOULES_PER_KWH = 3.6e6
 
 
 def costs(rows: Sequence[dict[str, Any]], names: Sequence[str], carbon: float) -> dict[str, Any]:
-    """`facilities` and `total`; a figure is None where nobody reported it. `carbon`: g CO2e per kWh, 0: unknown."""
+    """`facilities` and `total`; None: no facility reported the figure. `carbon`: g CO2e per kWh, 0: unknown."""
     by_name = {name: _sum([row for row in rows if row["facility"] == name], carbon) for name in names}
     told = list(by_name.values())
     total: dict[str, Any] = {key: _added([one[key] for one in told]) for key in ("node_hours", "gpu_hours", "kwh")}

@@ -30,14 +30,14 @@ from facility.exchange.task_words import capital, words_of
 FORMAT = 1
 PACKAGES = ("streamflow", "cwltool", "torch", "transformers", "safetensors", "numpy")
 VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+!~-]{0,59}")
-"""Of a package's name and version as a facility tells them: nothing else goes into files that people act upon."""
+"""Form of a package's name and version as facilities report them: other text is not copied into files."""
 MODE = "rounds"
 
 Row = dict[str, Any]
 
 
 def gather(archive: Archive, *, federation: str, settings: Mapping[str, Any], carbon: float = 0.0) -> dict[str, Any]:
-    """The report's data. `settings`: what the federation was asked to do; `carbon`: g CO2e per kWh, 0: not told."""
+    """The report's data. `settings`: what the federation was asked to do; `carbon`: g CO2e per kWh, 0: unknown."""
     rounds = summary(archive)
     entries = Journal(archive.path).read()
     names = _names(rounds, entries, settings)
@@ -277,7 +277,7 @@ def _failures(rows: Sequence[Row], rounds: Sequence[Row], entries: Sequence[Entr
 
 
 def _left_out(rows: Sequence[Row]) -> list[Row]:
-    """What facilities told that nobody had asked them for."""
+    """Scores that facilities reported without being asked."""
     return [
         _failure(row["round"], row["facility"], "not asked for", shown(row["unasked"]), "left out")
         for row in rows

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def drift(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """By facility that told of it: rounds, those with a correction, its part of the steps, and why the last had none.
+    """By reporting facility: rounds, corrected rounds, the correction's share of the steps, and why the last had none.
 
     The part is the norm of the correction over that of what the facility walked by itself, in the first and in the
     latest round that was corrected.

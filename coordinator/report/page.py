@@ -329,7 +329,7 @@ def number(value: float | None) -> str:
 
 
 def nats_number(words: TaskWords, told: float | None) -> str:
-    """What is shown where the report holds the perplexity `told`: four decimals of a loss."""
+    """What is shown in place of the perplexity `told`: the loss with four decimals."""
     if words.exponential or told is None:
         return number(told)
     return words.text(told)

@@ -7,8 +7,8 @@ from typing import Any
 
 
 def predictions(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Memory of the largest rank by facility, of the round in which it needed most; facilities that told nothing are
-    left out. `ratio`: measured over predicted; None where nothing was predicted."""
+    """Memory of the largest rank by facility, of the round in which it needed most; facilities that reported nothing
+    are left out. `ratio`: measured over predicted; None where nothing was predicted."""
     found = {}
     for name in names:
         own = [row for row in rows if row["facility"] == name and row.get("peak_memory_bytes")]

@@ -76,7 +76,7 @@ class _Lane:
         self.late = False
         """The job at work is of a round that has closed."""
         self.killed: float | None = None
-        """When the run ended during the job at work; what became of that is told by what comes next."""
+        """When the run ended while the job was running; later events say what became of the job."""
         self.round: int | None = None
         self.marks: list[tuple[float, str]] = []
 

@@ -90,7 +90,7 @@ def _log(name: str, folder: Path, federation: str, entry: RoundFile) -> None:
 
 
 def _arguments(name: str, run: str, folder: Path) -> dict[str, Any]:
-    """What each tracker wants to be told so that all rounds of one run stay together."""
+    """Each tracker's arguments that keep all rounds in one run."""
     if name == "wandb":
         return {"run_name": "crossfed", "id": run, "name": run, "resume": "allow", "dir": str(folder)}
     if name == "mlflow":

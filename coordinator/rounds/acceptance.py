@@ -1,4 +1,4 @@
-"""Whether a start may go on with a federation.yml that was changed, and how the archive tells of it."""
+"""Whether a start may proceed with a changed federation.yml, and how the archive records the change."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NOTE = "federation"
 ACCEPTED = "accepted"
 """Note of the archive: the digest of a description whose changes were accepted."""
 PENDING = "changes"
-"""Note of the archive: changes that the next round's file will tell."""
+"""Note of the archive: changes that the next round's file will record."""
 
 
 def changes_since(archive: Archive, described: Mapping[str, Any]) -> list[Change]:

@@ -1,6 +1,6 @@
 """What the coordinator remembers of late facilities on its disk: jobs whose update is still to come, and notes.
 
-A note tells the receive step of a round that closed without a facility why it left nothing. A late job is remembered
+A note gives the receive step of a round that closed without a facility the reason. A late job is remembered
 until its update was used, so that a coordinator that is killed finds it again.
 """
 
@@ -99,7 +99,7 @@ def forget_jobs(workdir: Path, staying: Collection[str] = ()) -> list[LateJob]:
 
 
 def forget_all(workdir: Path) -> None:
-    """For a federation that begins anew in a work directory that was used before."""
+    """For a new federation in a work directory that an earlier one used."""
     folder = Path(workdir) / FOLDER
     for path in [
         *folder.glob(f"{JOB}*.json"),

@@ -1,4 +1,4 @@
-"""Notes that tell the receive step of a round why a facility's job was taken for lost."""
+"""Notes from which the receive step learns why a facility's job was taken for lost."""
 
 from __future__ import annotations
 

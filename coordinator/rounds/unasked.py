@@ -1,4 +1,4 @@
-"""Scores on tasks that nobody asked a facility for, of a round's model and of compared models alike."""
+"""Scores on tasks that a facility was not asked for, of a round's model and of compared models alike."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 def objection_to(
     settings: CoordinatorSettings, facility: str, told: Sequence[Mapping[str, Any]], *, round: int, where: str
 ) -> str:
-    """Why the scores that a facility told of a round are left out; '' where they are not.
+    """Why the scores that a facility reported in a round are left out; '' if they are not.
 
     The log and the run say it as well, after the words of `where`.
     """

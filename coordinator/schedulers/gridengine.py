@@ -44,7 +44,7 @@ class GridEngine(BatchScheduler):
         'for pe in $(qconf -spl); do qconf -sp "$pe"; done'
     )
     advice = (
-        (r"E.*", "it could not be started: `qstat -j {id}` shows the error; mend it, then `qmod -cj {id}` there"),
+        (r"E.*", "it could not be started: `qstat -j {id}` shows the error; fix it, then `qmod -cj {id}` there"),
         (r"h.*", "it is held: `qrls {id}` there, or a job it depends on must end first"),
     )
 
@@ -161,7 +161,7 @@ class GridEngine(BatchScheduler):
 
 
 def _reason(state: str) -> str:
-    """Why it waits, as far as its state tells."""
+    """Why it waits, as far as its state shows."""
     return state if "q" in state and ("E" in state or "h" in state) else ""
 
 

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,:/@+=%-]{0,99}")
-"""What may stand in a scheduler's directive; a site's answer with anything else in a name is not used."""
+"""Names allowed in a scheduler's directive; a site's answer with any other name is not used."""
 MOST = 10_000_000
 
 
@@ -67,5 +67,5 @@ def number(text: str) -> int:
 
 
 def words(text: str, separator: str | None = None) -> list[str]:
-    """The words of a site's text that may stand in a directive; others are left out."""
+    """The words of a site's text that are allowed in a directive; others are left out."""
     return [word for word in (part.strip() for part in text.split(separator)) if WORD.fullmatch(word)]

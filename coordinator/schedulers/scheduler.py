@@ -185,7 +185,7 @@ class BatchScheduler(Scheduler):
     suspended: ClassVar[frozenset[str]] = frozenset()
     """Further states of a job that has begun and whose time limit stands still."""
     silent: ClassVar[Sequence[str]]
-    """Words (lower case) by which a command says that nobody answered; anything else is an answer."""
+    """Words (lower case) in a command's error that mean the scheduler did not answer; anything else is an answer."""
     limit_signal: ClassVar[str] = ""
     """Directive by which a job is warned before its time limit; '': the scheduler sends TERM by itself."""
     output_file: ClassVar[str] = ""
@@ -193,7 +193,7 @@ class BatchScheduler(Scheduler):
 
     trial: ClassVar[str] = ""
     """Command that has the scheduler judge the job script on its standard input and takes no job; '': it has none."""
-    trial_advice: ClassVar[str] = "mend the template; the words are the scheduler's"
+    trial_advice: ClassVar[str] = "correct the template; the words are the scheduler's"
     """What to do where it refuses the script."""
     survey: ClassVar[str] = ""
     """Shell line that prints the scheduler's partitions and the account's rights, for `crossfed quickstart`; fails
@@ -260,7 +260,7 @@ class BatchScheduler(Scheduler):
         return self.has_begun(state) and state not in {*self.suspended, *self.terminal, FORGOTTEN}
 
     def is_silence(self, text: str) -> bool:
-        """True when a command failed because nobody answered, not because of what was asked."""
+        """True when a command failed because the scheduler did not answer, not because of the request."""
         return any(words in text.lower() for words in self.silent)
 
     def read_id(self, text: str) -> str:

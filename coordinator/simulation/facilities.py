@@ -112,7 +112,7 @@ class _Sites:
         return finish_times(now, np.full(len(who), self.model), self.download[who], self.capacity)
 
     def _returned(self, trained: Array, who: NDArray[np.intp], back: NDArray[np.bool_]) -> Array:
-        """When the updates of those who come `back` are at their coordinator."""
+        """Times at which the updates of facilities that come `back` are at their coordinator."""
         end = trained.copy()
         if not self.update or not back.any():
             return end
@@ -227,7 +227,7 @@ def simulate_federation(federation: Federation, *, timeline_rounds: int = 0) -> 
 
 
 def _asynchronous(federation: Federation, sites: _Sites) -> FederationResult:
-    """Nobody waits, so every facility's turns follow from themselves alone (each transfer has its own end's speed)."""
+    """No facility waits for another, so turns are independent (each transfer has the speed of its own link)."""
     count, wanted = federation.size, federation.size * federation.rounds
     sites.capacity = float("inf")
     who = np.arange(count)

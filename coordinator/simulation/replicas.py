@@ -47,7 +47,7 @@ class ExchangeCosts:
     member_seconds: float = 0.0
     """Each member of a group beyond the second adds."""
     decision_seconds: float = 0.0
-    """From announcing oneself to hearing of one's group, when it is formed at once."""
+    """Seconds from a replica's announcement to the news of its group, when that forms at once."""
     new_group_seconds: float = 0.0
     """Building the process group of members that have none in the cache."""
     hidden_seconds: float = 0.0

@@ -75,7 +75,7 @@ def check_evaluation(update: Path, sent: Sent, facility: str, round: int) -> Non
 
 
 def check_no_weights(update: Path, facility: str) -> None:
-    """Refuse a single facility's weights where nobody else may see them."""
+    """Refuse weights of a single facility where secure aggregation hides them."""
     told = read_manifest(update)
     if told.parameters or any(name.endswith(".safetensors") for name in told.files):
         raise UpdateRefused(

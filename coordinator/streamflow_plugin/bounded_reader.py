@@ -1,4 +1,4 @@
-"""What an open shell at a facility answers: bounded, and a lost connection is told apart from any other error."""
+"""What an open shell at a facility answers: bounded, and a lost connection is distinguished from any other error."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ class Errand:
 
     facility: str
     reach: Callable[[], Awaitable[None]]
-    """Returns once the facility answers. Nothing is lost where nobody waits for it any longer."""
+    """Returns once the facility answers; may be cancelled at any time."""
     execute: Callable[[], Awaitable[Any]]
     """Sends the model, runs the job to its end, and returns what the engine's own `execute` returns."""
     directory: Callable[[], str]
@@ -38,15 +38,15 @@ class Work:
     searching: bool = False
     """A job of an earlier run is being looked for."""
     after: Work | None = None
-    """Work of an earlier round that must end first, and whose update nobody wants."""
+    """Work of an earlier round that must end first, and whose update is not used."""
     task: asyncio.Future[Any] = field(default_factory=asyncio.Future)
 
     @property
     def busy(self) -> bool:
-        """A job that nobody wants any longer still runs there."""
+        """True while a job whose result is no longer needed runs there."""
         return self.after is not None and not self.after.task.done()
 
     @property
     def replaceable(self) -> bool:
-        """True while another round may begin it anew with a newer model and lose nothing."""
+        """True while a later round may restart it with a newer model without losing work."""
         return not (self.reached.is_set() or self.searching or self.task.done())

@@ -1,9 +1,9 @@
 """Restrict the output of a facility's step to one directory or nothing; all else that it writes is ignored.
 
-StreamFlow 0.2.0rc3 takes a `cwl.output.json` in a job's directory for the step's outputs, whoever left it there, and
+StreamFlow 0.2.0rc3 takes any `cwl.output.json` in a job's directory for the step's outputs, and
 copies files to the `basename` in it (docs/streamflow-output-path-traversal.md). Here the steps of facilities cannot
 have such a file, their output is one directory of a fixed name, and whatever fails in fetching it is that facility's
-absence: the receive step is told the reason, and the round goes on.
+absence: the receive step gets the reason, and the round goes on.
 """
 
 from __future__ import annotations

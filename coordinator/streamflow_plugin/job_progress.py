@@ -29,7 +29,7 @@ Ask = Callable[[list[str]], Awaitable[str | None]]
 
 
 def interval() -> float:
-    """Seconds between two looks; 0: nobody watches."""
+    """Seconds between two looks; 0: progress is not followed."""
     try:
         return max(0.0, float(os.environ.get(PROGRESS_SECONDS, "0")))
     except ValueError:
@@ -69,7 +69,7 @@ class JobWatch:
         """Asks when the job will begin."""
 
     async def run(self, seconds: float) -> None:
-        """Look every so many seconds, for ever. A look that fails is passed over: others tell of a lost connection."""
+        """Look at every interval, for ever. A look that fails is ignored: a lost connection is reported elsewhere."""
         asked = -ESTIMATE_SECONDS
         clock = asyncio.get_running_loop().time
         while True:
@@ -105,7 +105,7 @@ class JobWatch:
 
 @asynccontextmanager
 async def watched(watch: JobWatch):
-    """Run `watch` beside the block, where anybody wants to know."""
+    """Run `watch` beside the block, if progress is followed."""
     seconds = interval()
     task = asyncio.create_task(watch.run(seconds)) if seconds else None
     try:

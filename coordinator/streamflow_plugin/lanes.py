@@ -25,7 +25,7 @@ CHANNELS = 2
 STALL_SECONDS = 120.0
 """A connection that moves nothing for so long counts as broken."""
 LEAST_BYTES_PER_SECOND = 20_000
-"""What comes slower than this for a whole piece is given up: a facility that sends byte by byte holds nobody up."""
+"""A piece that arrives more slowly is given up: a facility that sends byte by byte delays no other."""
 ATTEMPTS = 10
 """Times one piece may break before the transfer is given up; waiting for a lost host is the connection's own matter."""
 BROKEN = (asyncssh.Error, ConnectionError, BrokenPipeError, asyncio.TimeoutError, asyncio.IncompleteReadError)

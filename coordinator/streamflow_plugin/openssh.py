@@ -22,7 +22,7 @@ ALWAYS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Login:
-    """One ssh host and who we are there."""
+    """One ssh host and the account there."""
 
     host: str
     """Name or address, with `:port` where it is not 22."""

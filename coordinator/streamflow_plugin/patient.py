@@ -153,7 +153,7 @@ class PatientQueue(QueueManagerConnector):
         return found
 
     def _note_begins(self, states: dict[str, str]) -> None:
-        """Tell once of each job that has left the queue."""
+        """Report each job that has left the queue, once."""
         for one, state in states.items():
             if one not in self._begun and self.scheduler.has_begun(state) and state != FORGOTTEN:
                 self._begun.add(one)
@@ -174,7 +174,7 @@ class PatientQueue(QueueManagerConnector):
         return 0.0
 
     def _watch(self, job_id: str, directory: str | None, location: ExecutionLocation) -> None:
-        """Begin to look at a job's progress, where anybody wants to know."""
+        """Begin to follow a job's progress, if it is shown."""
         if not (seconds := interval()) or not directory:
             return
         ask = asking(self, location)
@@ -189,7 +189,7 @@ class PatientQueue(QueueManagerConnector):
         self._watches[job_id] = asyncio.create_task(watch.run(seconds))
 
     def _note_silence(self, silent: list[str]) -> None:
-        """Tell when a scheduler says nothing of jobs, once, and when it has said nothing for too long."""
+        """Report a scheduler that says nothing of jobs, once; fail when it has said nothing for too long."""
         now = self._now()
         since = self._silent_since
         for gone in since.keys() - set(silent):

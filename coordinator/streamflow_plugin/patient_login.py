@@ -65,7 +65,7 @@ class PatientLogin:
                     return connection
 
     def tell_unreachable(self, host: str, error: BaseException) -> None:
-        """Once while it lasts: the connection is tried again by whoever needs it."""
+        """Reported once while it lasts; every later use tries the connection again."""
         if not self._unreachable:
             self._unreachable = True
             logger.warning(f"{host} cannot be reached ({error}): trying again")

@@ -34,7 +34,7 @@ class Piece:
 
 
 def piece_size(entries: Iterable[Entry], streams: int) -> int:
-    """Bytes of a piece for so many streams."""
+    """Bytes of a piece for a number of streams."""
     total = sum(entry.size for entry in entries)
     return max(LEAST_BYTES, min(MOST_BYTES, -(-total // (streams * TURNS))))
 

@@ -3,8 +3,8 @@
     none -> placed (queued, then waiting in the job) -> handed over: a round's job like any other
                                                      -> ended without a round -> none, or placed again
 
-Who decides is one file in a directory made for the job (`facility.exchange.messages.ahead`): a round is handed over,
-or not, whatever becomes of the connection or of this process. A job that has a round is never handed another, and a
+One file in a directory made for the job decides (`facility.exchange.messages.ahead`): a round is handed over or not,
+whatever becomes of the connection or of this process. A job that has a round is never handed another, and a
 facility whose job cannot take a round gets a job as always.
 """
 

@@ -319,7 +319,7 @@ class ParallelSSHConnector(SSHConnector):
         )
 
     def _moved(self, way: str, path: str, size: int, start: float) -> None:
-        """Tell of a finished transfer."""
+        """Report a finished transfer."""
         name = self.deployment_name.removeprefix(FACILITY)
         seconds = round(time.monotonic() - start, 3)
         emit("moved", facility=name, way=way, what=Path(path).name, bytes=size, seconds=seconds)
@@ -344,8 +344,8 @@ def largest_update(model: Path) -> int | None:
 def tethered(command: str) -> str:
     """A shell line that runs `command` in a session of its own and ends all of it once the connection is gone.
 
-    sshd leaves a command without terminal running when its client vanishes; the client's end of the standard input is
-    what tells. TERM first, KILL after 20 s.
+    sshd leaves a command without terminal running when its client vanishes; the end of the standard input is the
+    sign. TERM first, KILL after 20 s.
     """
     return (
         f"exec 3<&0; setsid bash -c {shlex.quote(command)} </dev/null 3<&- & job=$!; "
@@ -368,7 +368,7 @@ def _speed(size: int, start: float) -> str:
 
 
 def _tell(way: str) -> Callable[[int], None]:
-    """A line in the log every 15 s, so that whoever watches it sees a long transfer move."""
+    """Log a line every 15 s, so that a long transfer is seen to move."""
     total, last = 0, time.monotonic()
 
     def moved(size: int) -> None:

@@ -8,7 +8,7 @@ directory, with its own environment and output. FD is a socket of the engine's (
 comes as JSON with the descriptor for its output, and on which its exit code goes back. When the engine is gone, this
 process ends, and steps at work go on, as processes of their own would.
 
-Only modules of CrossFed are run, and the only one who can ask is the process that made the socket.
+Only modules of CrossFed are run, and only the process that made the socket can ask for them.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ BROKE = 255
 PIPE_BYTES = 1 << 20
 """Asked for each pipe; a system may give less."""
 END_SECONDS = 10.0
-"""For a process to end once it is told to."""
+"""Seconds for a process to end after SIGTERM."""
 NO_SPLICE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
@@ -232,7 +232,7 @@ class _Pipe:
             fcntl.fcntl(self.writer, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
 
     def give(self, end: int) -> None:
-        """Close an end that another process, or nobody, holds from now on."""
+        """Close an end that this process no longer needs."""
         with self._lock:
             if end in self._open:
                 self._open.remove(end)

@@ -249,7 +249,7 @@ class SystemSSHConnector(ParallelSSHConnector):
         return self._get_ssh_context_factory(place).get(command=command, **rest)
 
     def try_again(self) -> None:
-        """Nothing to do: attempts are counted for each command anew."""
+        """Nothing to do: attempts are counted per command."""
 
     def lanes(self, location: ExecutionLocation) -> list[Any]:
         return super().lanes(location)[:STREAMS]

@@ -82,7 +82,7 @@ class FirstComeScheduler(DefaultScheduler):
                 self._leave(*place)
 
     def _leave(self, request: Request, future: asyncio.Future[None]) -> None:
-        """Out of the queue; who is first now asks, since there may be room for more than one."""
+        """Leave the queue; the first of those left asks again, since there may be room for more than one."""
         queue = self._waiting[request]
         queue.remove(future)
         if queue:

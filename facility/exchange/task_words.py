@@ -34,12 +34,12 @@ class TaskWords:
     by_row: bool = False
     """Are rows of the dataset counted, and not their tokens?"""
     live_unit: str = "tokens"
-    """Of a running job's speed, which is told before its rows are counted."""
+    """Unit of a running job's speed, which is reported before its rows are counted."""
     hub_task: str = "text-generation"
     """Hugging Face's name of the task."""
 
     def figure(self, told: float | None) -> float | None:
-        """What is shown where a message holds the perplexity `told`; None: nothing is known, or no loss has it."""
+        """What is shown for the reported perplexity `told`; None: unknown, or not a possible perplexity."""
         if told is None or self.exponential:
             return told
         return math.log(told) if told > 0 else None

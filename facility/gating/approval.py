@@ -46,7 +46,7 @@ class Approved:
     head: str
     """Of the coordinator's audit log, as the order holds it."""
     roster: Path | None = None
-    """Who masks with whom, where the settings ask for secure aggregation."""
+    """The roster, where the settings ask for secure aggregation."""
 
     def logged(self) -> dict[str, Any]:
         """What the audit log says of it."""

@@ -1,4 +1,4 @@
-"""`policy.yml`: what this site lets a coordinator do. Owned and written by the site; read anew for every request.
+"""`policy.yml`: what this site lets a coordinator do. Owned and written by the site; read again for every request.
 
 Parsed without pydantic, since the gate starts for every command: PyYAML's nodes give the line of every error. Unknown
 keys, aliases and values of another type are errors, and a gate without a sound policy refuses everything.

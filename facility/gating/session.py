@@ -1,4 +1,4 @@
-"""One request's surroundings: the policy, who asks, and the files that the gate keeps."""
+"""The context of one request: the policy, the coordinator that asks, and the files that the gate keeps."""
 
 from __future__ import annotations
 

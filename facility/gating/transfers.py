@@ -28,9 +28,9 @@ MOST_SMALL = 64 << 20
 MOST_FILES = 20_000
 MOST_NAMES = 16 << 20
 ARRIVED = "crossfed-arrived"
-"""Printed after a piece, so that a connection that broke is told from one that delivered."""
+"""Printed after a piece, to distinguish a connection that delivered from one that broke."""
 NOT_YET = 1
-"""Exit code of a question for the progress of a job that has told none so far: nothing failed."""
+"""Exit code of a request for the progress of a job that has reported none so far: nothing failed."""
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 

@@ -52,7 +52,7 @@ class Notes:
         return self.wait(lambda: self.read(name), seconds, f"{whose} did not write {self.directory / name}.json")
 
     def gather(self, tasks: int, task: int, value: Any, seconds: float) -> list[Any]:
-        """Tell `value` and wait for every task's. Raises `TryAgain` after `seconds`."""
+        """Write `value` and wait for every task's. Raises `TryAgain` after `seconds`."""
         self.write(f"task-{task}", value)
 
         def all_values() -> list[Any] | None:

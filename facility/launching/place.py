@@ -1,4 +1,4 @@
-"""Who this process is among a job's nodes and ranks: one pure function over the environment.
+"""This process's place among a job's nodes and ranks: one pure function over the environment.
 
 Nothing is asked of a scheduler and nothing is sent: with one task a rank, all numbers stand in the environment; with
 one task a node, the ranks per node must be known too, from the scheduler, from `--ranks`, or reported by each node in a
@@ -35,7 +35,7 @@ class Tasks:
     """What the environment says of the processes that the scheduler started."""
 
     scheduler: str
-    """Who started this task: a table's name, or `none`."""
+    """What started this task: a table's name, or `none`."""
     task: int
     tasks: int
     node: int

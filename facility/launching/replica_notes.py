@@ -26,7 +26,7 @@ class ReplicaNote:
 
 
 def note_replica(rank: int, note: ReplicaNote) -> None:
-    """Tell this rank's launcher, if it was started by one; `rank` as RANK says."""
+    """Write this rank's replica for its launcher, if there is one; `rank` as in RANK."""
     if directory := os.environ.get(DIRECTORY):
         write_json(_file(Path(directory), rank), asdict(note))
 

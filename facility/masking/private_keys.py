@@ -2,7 +2,7 @@
 
 Keys are of use only where they were drawn: a state directory that is restored from a backup has forgotten what was
 answered under them, and would answer once more for another sum. So a file lies beside them that is never written again.
-The time at which its inode changed last stands in each key, and nobody can set that back (inode(7)): in a restored copy
+The time at which its inode changed last stands in each key, which cannot be set back (inode(7)): in a restored copy
 it is the time of restoring.
 
 X25519 (RFC 7748), HKDF-SHA256 (RFC 5869), AES-256-GCM. Salt and associated data hold the roster's digest: what was

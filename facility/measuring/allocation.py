@@ -174,7 +174,7 @@ def _gathered(ranks: Ranks, value: Any) -> list[Any]:
 
 
 def _address() -> str:
-    """This host's address as others see it, without asking anybody."""
+    """This host's address as others see it, found without sending anything."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # TEST-NET-1: nothing is sent by connecting a datagram socket

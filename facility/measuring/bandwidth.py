@@ -66,7 +66,7 @@ def measure_bandwidth(
 ) -> Bandwidth:
     """Grow the message until its time stands out of the noise, then take the fastest of some.
 
-    `flow`: seconds of a message of so many bytes; `agree`: a number on which both sides go on, the sender's.
+    `flow`: seconds of a message of a number of bytes; `agree`: makes both sides use the sender's number.
     Raises `TryAgain` where the clock does not advance.
     """
     size, flows = SMALLEST, list[float]()

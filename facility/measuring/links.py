@@ -107,7 +107,7 @@ def _meet(wire: Wire, a: int, b: int, settings: LinkSettings, latency: torch.Ten
 
 
 def _round_trips(wire: Wire, a: int, b: int, settings: LinkSettings) -> Trips:
-    """Seconds of a ping and its answer; both sides agree on them (rank a tells)."""
+    """Seconds of a ping and its answer; both sides use those of rank a."""
     ball = torch.zeros(SMALL // 8, dtype=torch.int64, device=wire.device)
     trips = []
     for _ in range(settings.pings + 2):

@@ -34,7 +34,7 @@ class Pretended:
 
     emulation: Emulation
     memory_factors: tuple[float, ...] = ()
-    """Free memory of rank r counts as so many times what it is; ranks beyond the list: 1."""
+    """Factor on the free memory of rank r; ranks beyond the list: 1."""
     links: PretendedLinks
 
     def memory_factor(self, rank: int) -> float:

@@ -15,7 +15,7 @@ ALONE = 8
 
 
 def rounds(count: int) -> list[list[Pair]]:
-    """Every pair of 0..count-1 exactly once; in a round nobody appears twice."""
+    """Every pair of 0..count-1 exactly once; no number twice in a round."""
     players: list[int | None] = [*range(count)]
     if count % 2:
         players.append(None)

@@ -78,9 +78,9 @@ class Request:
     validation_share: float = 0.05
     """Share of the documents that is held out, evenly spread, where `validation` is empty."""
     train_samples: int = 0
-    """At most so many documents; 0: all."""
+    """Most documents to take; 0: all."""
     validation_samples: int = 0
-    """At most so many documents; 0: all."""
+    """Most documents to take; 0: all."""
     near_duplicates: float = 0.0
     """Leave out documents whose similarity to an earlier one is this or more, in (0, 1]; 0: none is."""
     salt: Path | None = None

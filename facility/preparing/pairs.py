@@ -1,6 +1,6 @@
 """Pairs of answers, one pair a block: the one that was chosen, then the one that was rejected, then filling.
 
-Both begin with the prompt. Each is a document of its own: it attends to itself only and its positions begin anew.
+Both begin with the prompt. Each is a document of its own: it attends to itself only and its positions start at 0.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 The arrays of a data set grow in `.NAME.part` beside it; every `SAVE_SECONDS` they are forced to disk and `state.json`
 says how far they came. The next run of the same request reads the sources from their beginning again, which costs
-little, and encodes only what is not written yet. A request that differs, or sources that changed, begin anew.
+little, and encodes only what is not written yet. A request that differs, or sources that changed, start
+again from nothing.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Part:
         self.writers: dict[str, dict[str, Any] | None] = dict.fromkeys(SPLITS, None)
         """State of each split's writer; None: it begins."""
         self.lengths: dict[str, Counter[int]] = {split: Counter() for split in SPLITS}
-        """How many documents have so many tokens."""
+        """Number of documents by number of tokens."""
         self._saved = time.monotonic()
         self._load()
 

@@ -2,8 +2,8 @@
 
 One facility writes them (`--share-signatures`), the other leaves out what they match (`--drop-signatures`), both with
 the same salt, which the coordinator does not have. A signature is a document's MinHash (`near_duplicates`) over
-shingles hashed with that salt. Who holds file and salt can test whether a text that it has, or guesses, is nearly in
-the other's corpus, and how many of its documents are alike; it can read no text from them. Without the salt the numbers
+shingles hashed with that salt. A holder of file and salt can test whether a text that it has, or guesses, is nearly in
+the other's corpus, and how many of its documents are alike; no text can be read from them. Without the salt the numbers
 say how many documents there are, and which of them are alike.
 
 FILE    safetensors: `signatures`, uint32 of shape (documents, 128); metadata: format, and a check of the salt
@@ -54,7 +54,7 @@ def read_salt(path: Path) -> bytes:
 
 
 def check_of(key: bytes) -> str:
-    """What tells one salt from another without telling the salt."""
+    """Distinguishes one salt from another without revealing it."""
     return hashlib.blake2b(b"check", digest_size=8, key=key).hexdigest()
 
 

@@ -81,7 +81,7 @@ class Source:
 
     @property
     def size(self) -> int:
-        """Bytes of a file, rows of a dataset; 0 where nobody knows."""
+        """Bytes of a file, rows of a dataset; 0 if unknown."""
         if self.path is not None:
             return self.path.stat().st_size
         return len(self.dataset) if hasattr(self.dataset, "__len__") else 0

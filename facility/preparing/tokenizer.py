@@ -70,7 +70,7 @@ def load_tokenizer(directory: Path) -> Any:
 
 
 def length_limit(tokenizer: Any, *directories: Path) -> tuple[int, str] | None:
-    """Tokens that the tokenizer, or a model's `config.json` in one of `directories`, allows, and who says so."""
+    """The limit on tokens of the tokenizer, or of a model's `config.json` in `directories`, and where it stands."""
     limits: list[tuple[int, str]] = []
     if 0 < tokenizer.model_max_length < UNLIMITED:
         limits.append((int(tokenizer.model_max_length), "the tokenizer's model_max_length"))

@@ -71,7 +71,7 @@ class OwnModel:
         return done
 
     def advance(self, update: Path, rounds: int) -> None:
-        """Make the trained `update` the model after so many rounds; forgets the one before."""
+        """Make the trained `update` the model after `rounds` rounds; removes the one before."""
         before = read_manifest(self.model(rounds - 1))
         tokens = before.extra.get(TOKENS, 0) + reports.read_report(update).tokens
         self._appear(update, rounds, tokens=tokens, run=run_of(before))
@@ -108,9 +108,9 @@ class OwnModel:
 
 
 def train_alone(job: Job, received: Manifest) -> Ending:
-    """The first task's part: one more round, unless all are done; then what is to be told of it.
+    """The first task's part: one more round, unless all are done; then the report of it.
 
-    Where updates are masked the model stays here, to be evaluated here, and what is told holds no weights.
+    Where updates are masked the model stays here, is evaluated here, and the report holds no weights.
     """
     if job.settings.differential is not None:
         raise InputError(

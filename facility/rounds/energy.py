@@ -37,7 +37,7 @@ class Reading:
     time: float
     counters: Mapping[str, Mapping[str, float]]
     ranges: Mapping[str, float] = field(default_factory=dict)
-    """Joules after which a RAPL counter begins anew."""
+    """Joules at which a RAPL counter wraps around."""
 
 
 def read_counters(*, job: str, whole_job: bool) -> Reading:
@@ -144,7 +144,7 @@ def _sacct(job: str) -> dict[str, float]:
 
 
 def _pm_counters(path: Path | None = None) -> dict[str, float]:
-    """`12345 J 1700000000 us`, of `PM_COUNTER` unless told."""
+    """`12345 J 1700000000 us`, of `PM_COUNTER` by default."""
     try:
         return {"node": float((path or PM_COUNTER).read_text().split()[0])}
     except (OSError, ValueError, IndexError):

@@ -24,7 +24,7 @@ from facility.rounds.personal import Personal
 from facility.rounds.smaller import unsent
 
 GO, DONE, FAILED = "train", "done", "failed"
-"""What the first task tells the others."""
+"""What the first task writes for the others."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from facility.exchange.messages.settings import FacilitySettings
 
 OWN_MODELS = "own_models"
-"""In the state: models of this facility that nobody else may see (`facility.rounds.own_models`)."""
+"""In the state: models that stay at this facility (`facility.rounds.own_models`)."""
 
 
 def default_directory(settings: FacilitySettings, dataset: Path) -> Path:

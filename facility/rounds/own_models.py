@@ -1,4 +1,4 @@
-"""This facility's own models for the comparison after the last round, where masks keep them from everybody else.
+"""This facility's own models for the comparison after the last round, where masks hide them from all others.
 
 Its last update is kept unmasked in its state, as that round's own job left it, and the model that it trained alone lies
 there anyway. Both are evaluated where they are, on this facility's own data, and only figures leave.
@@ -65,7 +65,7 @@ def own_update(state: Path, round: int) -> tuple[Path, str]:
 
 
 def own_training(state: Path, rounds: int) -> tuple[Path, str]:
-    """The model after so many rounds alone, and why it cannot be evaluated, or ''."""
+    """The model after `rounds` rounds alone, and why it cannot be evaluated, or ''."""
     own = OwnModel(state)
     if own.rounds != rounds:
         return state, f"the model trained alone for {rounds} rounds is not here; {own.rounds or 0} rounds were trained"

@@ -16,7 +16,7 @@ from facility.exchange.messages.comparison import LEVEL, RESAMPLES, Interval
 
 SEED = 0
 AT_ONCE = 50
-"""Resamples drawn together: memory for so many times the blocks."""
+"""Resamples drawn together: memory for this many times the blocks."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -72,14 +72,14 @@ def compare(round: Round) -> tuple[list[Figure], list[dict[str, Any]]]:
 
 
 def models_of(request: RoundRequest, told: Manifest) -> dict[str, Path]:
-    """Every model to evaluate, by name: those received, then the facility's own, which nobody else may see."""
+    """Every model to evaluate, by name: those received, then the facility's own, which stay there."""
     assert request.bundle is not None
     own = sorted(request.own_models.iterdir()) if request.own_models is not None else []
     return {name: request.bundle / name for name in folders_of(told)} | {path.name: path for path in own}
 
 
 def accuracy_score(folder: str, data: Data, accuracy: float, predictions: int) -> dict[str, Any]:
-    """The accuracy of one model on one data set, with the standard error of a share of so many predictions."""
+    """The accuracy of one model on one data set, with the standard error of a share of `predictions`."""
     task = "held-out data" if data.held_out else "validation"
     stderr = math.sqrt(accuracy * (1 - accuracy) / predictions)
     return {"model": folder, "task": task, "metric": "accuracy", "value": accuracy, "stderr": stderr}
@@ -99,7 +99,7 @@ def figure(folder: str, data: Data, one: BlockLosses, others: dict[str, BlockLos
 
 
 def data_sets(round: Round) -> list[Data]:
-    """The facility's own validation data, and the data that nobody trained on, where the settings name some."""
+    """The facility's own validation data, and the held-out data, where the settings name some."""
     setup, request = round.setup, round.request
     own = request.dataset
     found = [Data(loader=setup.loader, held_out=False, digest=digest_of(own, setup.loader.evaluated))]

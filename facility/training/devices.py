@@ -1,4 +1,4 @@
-"""Who a device is and what memory it has free."""
+"""A device's name and its free memory."""
 
 from __future__ import annotations
 

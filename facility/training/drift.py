@@ -8,8 +8,8 @@ mean over the facilities the corrections cancel: they walk closer together, and 
 The own walk is kept with the optimizer's state of its round; the mean comes with the model and names the round whose
 walk of this facility it holds (`facility.exchange.checkpoints.mean_walk`).
 
-A facility that lies can put any vector into the mean, and others would follow it at every step. So a correction that is
-far longer than the own walk is not made. The coordinator sees that, and the mean begins anew.
+A facility that lies can put any vector into the mean, and others would follow it at every step. So a correction that
+is far longer than the facility's own walk is not applied. The coordinator sees that, and the mean restarts from zero.
 """
 
 from __future__ import annotations

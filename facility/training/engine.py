@@ -231,7 +231,7 @@ class Engine:
 
     @torch.no_grad()
     def evaluate_blocks(self, batches: Iterable[tuple[int, Batch]], blocks: int) -> tuple[np.ndarray, np.ndarray]:
-        """Summed loss and predictions of each of so many blocks, from batches of one block each; alike on each rank.
+        """Summed loss and predictions of each block, from batches of one block each; equal on all ranks.
 
         `accuracy` is that of all blocks.
         """

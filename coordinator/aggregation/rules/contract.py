@@ -1,4 +1,4 @@
-"""What an aggregation rule is: one file of this package, or of anybody's, with a declaration and a function.
+"""What an aggregation rule is: one file, of this package or of any other, with a declaration and a function.
 
     DECLARATION = AggregationRule(
         name="scaled_mean",

@@ -1,4 +1,4 @@
-"""What a server optimizer is: one file of this package, or of anybody's, with a declaration and a function."""
+"""What a server optimizer is: one file, of this package or of any other, with a declaration and a function."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ def read_exactly(descriptor: int, buffer: memoryview, offset: int, file: Path) -
 
 
 def expect(hashed: Mapping[Path, StreamedDigest], entries: Iterable[TensorEntry]) -> None:
-    """Tell the digests of these tensors' files what of the files will go by: the tensors, and nothing else."""
+    """Announce to the files' digests which bytes will be read: those of the tensors, and no others."""
     ranges: dict[Path, list[tuple[int, int]]] = {}
     for entry in entries:
         ranges.setdefault(entry.file, []).append((entry.start, entry.start + entry.size))

@@ -72,7 +72,7 @@ def _made(folder: Path) -> bool:
 
 
 def _user_cache() -> Path | None:
-    """A folder that nobody else writes to; None where there is none, and none can be made."""
+    """A cache folder that only this user can write; None if it neither exists nor can be made."""
     stated = os.environ.get("XDG_CACHE_HOME", "")
     try:
         folder = (Path(stated) if os.path.isabs(stated) else Path.home() / ".cache") / "crossfed"

@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 ABANDONED_SECONDS = 3600.0
-"""Without a change, after which a temporary directory that nobody holds the lock of was left by a killed process."""
+"""Seconds without a change after which a temporary directory without a lock counts as left by a killed process."""
 
 
 def sweep_engine_directories(job_directory: Path, is_over: Callable[[Path], bool], *, known_by: str) -> list[Path]:
@@ -85,8 +85,8 @@ def _remove(directory: Path, *, last: str) -> None:
 
 
 def _is_abandoned(directory: Path) -> bool:
-    """Was that a temporary directory of a process that is gone? Where a file system's locks hold on one machine alone,
-    a living one on another is told by its changes."""
+    """True for a temporary directory of a process that is gone. Where a file system's locks hold on one machine alone,
+    recent changes show that a process on another still uses it."""
     if not (directory.name.startswith(".") and directory.name.endswith(".tmp")):
         return False
     try:

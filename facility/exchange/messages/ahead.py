@@ -1,6 +1,6 @@
 """What passes between a job that waits for its round and the coordinator, in a directory made for that job.
 
-`command` decides what the job does, and whoever makes the file first decides: the coordinator, by a link to the
+`command` decides what the job does, and the first to make the file decides: the coordinator, by a link to the
 round's command, or the job, by a link to `exit 0` once it has waited for long enough. link(2) fails where the name
 exists, so that the tasks of a job, on whatever node, and the coordinator agree. `waited.json` is the job's account.
 """

@@ -1,9 +1,9 @@
 """What follows the last round where models are compared: two further kinds of model directory, and what comes back.
 
 `models`: a directory of several models, one folder each, for a facility to evaluate on its own validation data.
-`alone`: the order to train alone for one more round, from the initial model, which lies in it where somebody needs it.
+`alone`: the order to train alone for one more round, from the initial model, which it contains where needed.
 Both are named by the manifest's `kind`, so that they are signed, verified and staged as any model is. With secure
-aggregation nobody may see a facility's own models: it evaluates them where they lie, and only figures leave.
+aggregation a facility's own models stay with it: it evaluates them in place, and only figures leave.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Figure:
     model: str
     """Folder of the model."""
     held_out: bool = False
-    """True on the data that nobody trained on, false on the facility's own validation data."""
+    """True on the held-out data, false on the facility's own validation data."""
     loss: Interval
     """Mean over predictions, nats."""
     blocks: int
@@ -85,7 +85,7 @@ class Alone:
 
 @dataclass(frozen=True, kw_only=True)
 class OwnModels:
-    """Models that a facility has and nobody else may see; it evaluates them beside those that it is sent."""
+    """Models that stay at a facility; it evaluates them beside those that it is sent."""
 
     update: int | None = None
     """Round of its last update that counted; None: none did."""

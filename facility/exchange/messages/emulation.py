@@ -58,7 +58,7 @@ class Emulation(Stalls):
 
     @property
     def active(self) -> bool:
-        """Does it slow anybody down?"""
+        """True if any rank is slowed down."""
         return bool(self.probability and self.seconds) or any(f != 1 for f in self.factors) or bool(self.trace)
 
     def factor(self, worker: int, at_seconds: float = 0.0) -> float:

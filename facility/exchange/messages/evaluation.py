@@ -30,7 +30,7 @@ METRIC = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:@%+-]*(?: \([A-Za-z0-9][A-Za-z0-9_
 
 
 def is_due(every: int, round: int, rounds: int) -> bool:
-    """True when a model is evaluated on tasks in this round: every so many rounds, and the final one always."""
+    """True when a model is evaluated on tasks in this round: at every interval of rounds, and the final one always."""
     return round >= rounds or round % every == 0
 
 

@@ -25,7 +25,7 @@ def loss_curve(losses: Sequence[float]) -> Curve:
 
 
 def loss_curve_of(report: Report) -> Curve:
-    """What a facility's report tells; [] where it tells nothing, or nothing possible."""
+    """The loss curve in a facility's report; [] if there is none, or an impossible one."""
     told = report.details.get(KEY)
     if not isinstance(told, list) or len(told) > MOST_POINTS:
         return []

@@ -58,7 +58,7 @@ class Manifest:
     round: int
     """Round this directory belongs to: a model is the *input* of its round, an update its result."""
     facility: str | None = None
-    """Who made an update, or the one that a model is addressed to; None for a model of all facilities."""
+    """Facility that made an update, or to which a model is addressed; None for a model of all facilities."""
     base_sha256: str | None = None
     """Digest (`content_sha256`) of the model that an update started from."""
     encoding: str = "full"

@@ -154,7 +154,7 @@ def accuracies(*, received: float | None, returned: float | None = None) -> dict
 
 
 def accuracies_of(report: Report) -> tuple[float | None, float | None]:
-    """The accuracy of the received and the returned model; None: not told, or no share."""
+    """The accuracy of the received and the returned model; None: not reported, or outside 0 to 1."""
     received, returned = (_share(report.details.get(name)) for name in ACCURACIES)
     return received, returned
 

@@ -1,4 +1,5 @@
-"""When a replica is likely to come again: the record of its steps, from an exchange to its next announcement."""
+"""When a replica is likely to be ready again, from the record of its steps (each from an exchange to the next
+announcement)."""
 
 from __future__ import annotations
 
@@ -6,19 +7,19 @@ from dataclasses import dataclass, field
 from statistics import median
 
 REMEMBERED = 31
-"""Steps of which the record is kept: enough for a median that stalls do not move and to tell who stalls often, few
+"""Length of the record in steps: enough for a median that rare stalls do not move and to recognise frequent ones, few
 enough to follow a change."""
 SPREAD = 0.03
 """Part of its usual step by which a member may come later than usual and still be waited for, at least."""
 STRETCHED = (1.0, 1.5, 2.2, 3.3, 5.0)
-"""Times that: how late may still be as good as here. What a machine's noise adds to a step is not what a stall does."""
+"""Multiples of that spread: the latenesses considered, from a machine's noise to a stall."""
 BEFORE = 0.1, 5.0
-"""Late steps and steps that count as made before the record: most steps are not late, and who begins together is not to
-part before anything is known."""
+"""Prior of the chance to be late, as late steps and steps: most steps are not late, and replicas that begin together
+stay together until something is known."""
 MOST = 0.25
-"""Part of its usual step that one waits for another, at most."""
+"""Longest wait for another replica, as part of the waiting one's usual step."""
 FIRST = 0.2
-"""Part of the time that a member's first step took for which it waits for others that are at theirs."""
+"""Wait after the first step for replicas that still make theirs, as part of that step's time."""
 
 
 @dataclass(kw_only=True)
@@ -33,13 +34,13 @@ class Arrivals:
     usual: float | None = None
     """Seconds that a step usually takes; None without a record. The median: rare stalls do not count."""
     lateness: list[float] = field(default_factory=lambda: [0.0] * len(STRETCHED))
-    """Seconds over the usual, ascending: from each on a step might be called late. The first is told from how much
-    shorter than usual steps sometimes are, for stalls only ever make a step longer."""
+    """Thresholds of lateness: seconds over the usual, ascending. The first is estimated from how much shorter than
+    usual steps are sometimes, since a stall only makes a step longer."""
     chances: list[float] = field(default_factory=lambda: [BEFORE[0] / BEFORE[1]] * len(STRETCHED))
-    """That a step is later than each, by the record and `BEFORE`: never 0."""
+    """Estimated chance that a step is later than each threshold, by the record and the prior: never 0."""
 
     def left(self, now: float) -> None:
-        """The next step begins: its group was formed, or (told later) its exchange is over."""
+        """The next step begins: its group was formed, or (reported later) its exchange is over."""
         self.since = now
 
     def came(self, now: float) -> None:
@@ -65,7 +66,7 @@ class Arrivals:
 
 
 def patient(mine: Arrivals, theirs: Arrivals, patience: float) -> tuple[float, float]:
-    """Seconds that one may wait for the other, and how much later than usual the other may be for that.
+    """Seconds that one replica may wait for the other, and how much later than usual the other may be for that.
 
     A wait pays for the steps that both then make together, until one is late again: `patience` of a usual step each,
     `MOST` of one in all. A replica is late if it arrives later than the other would wait, so the two values depend on

@@ -48,7 +48,7 @@ class PairScheduler(GroupScheduler):
         return super().join(member, now, returning=returning, rounds=rounds)
 
     def pairing(self, iteration: int) -> list[list[Member]]:
-        """Who belongs together in an iteration, among the active members."""
+        """The pairs of an iteration, among the active members."""
         order = sorted(self.active, key=lambda m: uniform(self.seed, "pair", iteration, str(m)))
         return [order[i : i + 2] for i in range(0, len(order), 2)]
 

@@ -21,8 +21,8 @@ class GroupLimits:
     """P: for N members, the union of groups is connected at least every P x N updates, and members that are ahead wait
     for that; 1: every group is all members; 0: no bound."""
     minimum: AtLeastOne[int] = 2
-    """Members of a group at least (fewer only when nobody else can come); 1: a member whose window has passed goes on
-    alone."""
+    """Fewest members of a group (fewer only when no other member can come); 1: a member whose window has passed
+    proceeds alone."""
     maximum: NonNegative[int] = 0
     """Members of a group at most, except to keep the bound; 0: no limit."""
     window_seconds: NonNegative[float] = 0.001
@@ -45,7 +45,7 @@ class GroupRules(GroupLimits):
     """How groups form."""
 
     patience: NonNegative[float] = 0.0
-    """A member waits for others whose own steps say that they will come soon: so long a part of its usual step for each
+    """How long a member waits for others that are expected soon, by their record: this part of its usual step for each
     step that both are likely to make before one of them is late again. 0: the windows below are used. Members without
     a record wait by the windows in any case."""
     window_minimum_seconds: NonNegative[float] = 0.00001
@@ -72,7 +72,7 @@ class GroupRules(GroupLimits):
 
 
 def keeper_of(members: Sequence[AnyMember], returning: Sequence[AnyMember]) -> AnyMember:
-    """The member that keeps what its group leaves: the first that is up to date."""
+    """The member that caches its group's gradient: the first that is up to date."""
     return next((m for m in members if m not in returning), members[0])
 
 
@@ -92,7 +92,7 @@ class Group:
     waits: tuple[float, ...]
     """Seconds since each member announced itself."""
     connected: bool
-    """Did this group make the union of groups connected?"""
+    """True if this group made the union of groups connected."""
     final: bool
     """The exact average over all that ends a phase."""
     reason: str
@@ -101,23 +101,23 @@ class Group:
     together: int = 1
     """How many groups in a row these members have been in together, with no other member, this one included."""
     step_scale: float = 1.0
-    """Mean rounds / own rounds (within the limit), on average over those that contribute; 1 without debiasing. A common
-    step of a group that averages parameters alike and gradients by `weights` is to be so many times as long: then
-    what each member makes of updates moves the mean of all replicas as much in total as any other's."""
+    """Mean rounds / own rounds (within the limit), on average over those that contribute; 1 without debiasing. A group
+    that averages parameters equally and gradients by `weights` multiplies its common step by this: then every member's
+    updates move the mean of all replicas by the same total."""
     partner: Member | None = None
-    """Gossip: the peer whose parameters the single member asks for. Relay: who hands on what an earlier group left, to
-    the first of `members`. Neither waits."""
+    """Gossip: the peer whose parameters the single member asks for. Relay: the member that passes an earlier
+    group's gradient on, to the first of `members`. Neither waits."""
     after: int = 0
     """Relay: number of the group that `partner` hands on."""
 
     @property
     def pairs(self) -> bool:
-        """Does its only member average parameters with `partner`?"""
+        """True if its only member averages parameters with `partner`."""
         return self.after > 0 and len(self.members) == 1
 
     @property
     def keeper(self) -> Member:
-        """Who keeps what the group leaves."""
+        """The member that caches the group's gradient for later groups."""
         return keeper_of(self.members, self.returning)
 
     def __len__(self) -> int:

@@ -33,7 +33,7 @@ class MemberState:
     together: int = 0
     """How many groups in a row that group's members had been together."""
     kept: int | None = None
-    """Number of the group whose leavings it may hand on."""
+    """Number of the group whose cached gradient it may pass on."""
     taker: int = 0
     """Number of the group of the last one that averages with it while it computes."""
     arrivals: Arrivals = field(default_factory=Arrivals)
@@ -91,7 +91,7 @@ class GroupState:
         return self._members[member].rounds
 
     def may_hold(self, wanted: bool) -> bool:
-        """May members be held back until the bound's connection can be made? Asked with True before, told False after.
+        """True if members may be held back until the bound's connection is made; `wanted`: True before, False after.
 
         Here: always. A subclass may refuse: then a group closes all the same, and the bound is made up for as soon as
         it agrees.

@@ -12,12 +12,13 @@ Machine Learning Training via Partial Reduce", SIGMOD 2021. Different here, on p
 - the bound is strict: between two moments at which the union of the groups was connected lie at most P x N updates;
   a period ends as soon as its union is connected, so an early connection is never wasted;
 - a connecting group needs one member of each component, not all;
-- once half of the bound is gone, a member in a small component does not go alone: otherwise somebody slow that happens
-  to come alone makes all others wait for its next time (one worker 5x slower: 3.5 becomes 4.4 times all-reduce);
-- a first arrival waits for those who are expected soon, by how long their steps usually take, and for nobody else:
-  the longer, the more rarely both are late, for it is by lateness that they part again. Where all are steady this ends
-  in groups of all, where stalls are frequent hardly anybody waits (a fixed window either misses those who come a moment
-  later, or is waited in vain by everybody who is alone);
+- once half of the bound is used, a member in a small component does not proceed alone: otherwise a slow member that
+  happens to arrive alone makes all others wait for its next arrival (one worker 5x slower: 3.5 becomes 4.4 times
+  all-reduce);
+- a first arrival waits only for members that are expected soon, by the usual length of their steps; the more rarely
+  both are late, the longer it waits, since lateness is what separates them again. Where all are steady, groups of all
+  form; where stalls are frequent, waits are rare (a fixed window either misses members that arrive a moment later, or
+  delays every member that is alone);
 - members leave and come back; one that comes back first receives (weight 0) and then contributes;
 - contributions are debiased: weight = mean rounds / own rounds, within a limit; a group also says by how much its
   common step is to be longer (`step_scale`), so that parameters themselves need no weights.
@@ -70,7 +71,7 @@ class GroupScheduler(GroupState):
     def exchanged(self, member: Member, now: float) -> None:
         """`member` has done with its group's exchange and begins its next step; forms no group.
 
-        Without this event the exchange counts with the step, and who comes late by it is not waited for.
+        Without this event the exchange counts as part of the step, and a member that it makes late is not waited for.
         """
         if member in self._members and member not in self._pending:
             arrivals = self._members[member].arrivals
@@ -136,7 +137,7 @@ class GroupScheduler(GroupState):
         if len(pending) < self.rules.minimum and not everybody:
             return None
         if all(self._members[m].returning for m in pending) and not everybody:
-            return None  # somebody up to date must take part
+            return None  # a member that is up to date must take part
         chosen = self._choose(pending, self.rules.maximum or len(pending))
         if not everybody and len(chosen) == 1 and self._apart(chosen[0], active) and self.may_hold(True):
             return None
@@ -151,7 +152,7 @@ class GroupScheduler(GroupState):
         return self._close(chosen, now, "another stage is being connected")
 
     def _worth_waiting(self, pending: list[Member], active: tuple[Member, ...], now: float) -> float:
-        """Until when those that are here wait for company."""
+        """Time until which the members that are ready wait for others."""
         first = self._members[pending[0]]
         came = self._pending[pending[0]]
         if self.rules.patience and first.rounds == 1:
@@ -182,9 +183,9 @@ class GroupScheduler(GroupState):
         return self._served + len(chosen) <= (self.rules.bound - 1) * len(active)
 
     def _apart(self, member: Member, active: tuple[Member, ...]) -> bool:
-        """Is half of the bound gone and `member` still in a small part of the whole? Then it waits for company.
+        """True if half of the bound is used and `member` is still in a small component: then it waits for others.
 
-        Otherwise somebody slow that happens to come alone makes all wait for its next time when the bound is reached.
+        Otherwise a slow member that happens to arrive alone makes all wait for its next arrival at the bound.
         """
         if self.rules.bound == 0 or 2 * self._served <= (self.rules.bound - 1) * len(active):
             return False

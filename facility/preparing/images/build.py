@@ -70,9 +70,9 @@ class ImageRequest:
     validation_share: float = 0.05
     """Share of the images that is held out, evenly spread, where `validation` is empty."""
     train_samples: int = 0
-    """At most so many images; 0: all."""
+    """Most images to take; 0: all."""
     validation_samples: int = 0
-    """At most so many images; 0: all."""
+    """Most images to take; 0: all."""
     limits: ImageLimits = dataclasses.field(default_factory=ImageLimits)
     skip_unreadable: bool = False
     """Leave out images that cannot be decoded, and count them."""
@@ -264,6 +264,6 @@ def held_out(index: int, share: float) -> bool:
 
 
 def together(items: Iterator[T], count: int) -> Iterator[list[T]]:
-    """The items in lists of so many."""
+    """The items in lists of `count`."""
     while found := list(islice(items, count)):
         yield found

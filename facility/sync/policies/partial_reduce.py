@@ -19,10 +19,10 @@ the weights are those of the parameters, for want of anything else.
 A replica announces itself when its first gradients are final, and they are sent while the backward pass computes the
 others (as SDPipe asks for a group at the first exchange of the backward pass). Parameters wait for its end.
 
-`relay`: a step along one replica's gradient is noisy, and waiting for more costs time. So a group of whose members none
-was in the group before takes that group's gradient along, as if one member more had come, and a replica that would go
-on alone also averages parameters with a member of it, as in AD-PSGD (`stale_gradients.StaleGradientCache`). Nobody
-waits: the other computes meanwhile and takes its half of the difference at its next group.
+`relay`: a step along one replica's gradient is noisy, and waiting for more costs time. So a group that
+shares no member with the group before adds that group's gradient, as if it had one member more, and a replica that
+would proceed alone also averages parameters with a member of it, as in AD-PSGD (`stale_gradients.StaleGradientCache`).
+Neither waits: the other computes meanwhile and takes its half of the difference at its next group.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class Decision:
     stop: bool
     """The budget of updates is spent."""
     pause: bool
-    """Somebody asked for a pause: no further step after this exchange."""
+    """True if a pause was requested: no further step after this exchange."""
 
     @property
     def keeper(self) -> int:

@@ -84,7 +84,7 @@ def begin_state(optimizer: torch.optim.Optimizer | None) -> None:
 
 
 def zero(tensors: Iterable[torch.Tensor]) -> None:
-    """Begin anew."""
+    """Set all values to 0."""
     for tensor in tensors:
         tensor.zero_()
 

@@ -103,7 +103,7 @@ class Journal:
             self.included[member] = self.updates[member] + standing
 
     def event(self, kind: str, replica: int, at: float, reason: str) -> None:
-        """Membership: a replica left or came back, after so many steps, of which so many are in the average."""
+        """Membership: a replica left or came back; recorded with its steps and how many of them are in the average."""
         log.warning("replica %d %s: %s", replica, kind, reason)
         told = {
             "replica": replica,

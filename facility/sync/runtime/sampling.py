@@ -1,11 +1,11 @@
-"""Which sequences a replica sees when replicas go at speeds of their own. Explicit, because data are not alike.
+"""Which sequences a replica sees when replicas proceed at different speeds: explicit, since data are not alike.
 
 - contiguous: replica r has the r-th of N shares, one after the other: most unlike (a corpus in order of source);
 - strided: replica r has sequences r, r + N, r + 2N, ...: alike, and no sequence twice in an epoch;
 - reshuffled: every replica goes through everything in an order of its own: alike, sequences meet several replicas
   (what the convergence proofs of gossip assume).
 
-A share is shuffled anew every epoch, and followed by the next epoch without a gap.
+A share is shuffled again every epoch, and followed by the next epoch without a gap.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Documents that share a block are trained as if each were alone: what a model must do for that, and whether it does.
 
-transformers keeps documents apart where a model builds its attention mask from positions that begin anew. Which
-families do is nowhere declared, and one that does not trains without an error. So the model at hand is asked: the loss
-of a document must not change with the document before it, and must be that of the document alone.
+transformers keeps documents apart where a model builds its attention mask from positions that restart at 0. Which
+families do is not declared anywhere, and one that does not trains without an error. So the model at hand is tested: the
+loss of a document must not change with the document before it, and must be that of the document alone.
 """
 
 from __future__ import annotations

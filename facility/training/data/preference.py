@@ -24,7 +24,7 @@ EXTRA = 2
 
 
 class Preference(TextTask):
-    """Tell a chosen answer from a rejected one."""
+    """Preference pairs: the chosen answer against the rejected one (DPO)."""
 
     separate = True
 

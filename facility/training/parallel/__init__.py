@@ -1,1 +1,1 @@
-"""Who holds what: replicas x stages x shards of one model over the ranks of one facility."""
+"""The layout: replicas x stages x shards of one model over the ranks of one facility."""

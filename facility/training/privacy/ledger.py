@@ -1,7 +1,7 @@
 """What this facility has released of its data: a line for each noised step and validation figure, written before.
 
-A line is on disk before its noise is used. A crash between the two counts what nobody saw; nothing that anybody saw is
-ever left out. An attempt that is taken up again, or made once more, adds to the lines that are there.
+A line is on disk before its noise is used. A crash between the two counts a release that did not happen; a release that
+happened is never left out. An attempt that is taken up again, or made once more, adds to the lines that are there.
 """
 
 from __future__ import annotations

@@ -151,7 +151,7 @@ class PrivateTraining:
         return chosen
 
     def step(self, rate: Callable[[], float]) -> StepResult:
-        """One noised step on a fresh Poisson sample; its loss is not told."""
+        """One noised step on a fresh Poisson sample; its loss is not reported."""
         if self.steps_left <= 0:
             raise OutOfBudget("the noise of this round was calibrated for the steps that were taken: no further one is")
         self.steps_left -= 1

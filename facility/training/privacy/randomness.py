@@ -1,8 +1,8 @@
-"""Randomness that nobody outside this process can know: what samples the units and what noises their sum.
+"""Randomness unknown outside this process: it samples the units and makes the noise of their sum.
 
-The federation's seed is public, and whoever knows the noise can subtract it. So a key is drawn from the operating
+The federation's seed is public, and noise that is known can be subtracted. So a key is drawn from the operating
 system (`os.urandom`) by every process at every start, and AES-256 in counter mode makes the bits of it. The generators
-of torch and NumPy are not made against somebody who wants to predict them. Normal values are made in float64 by the
+of torch and NumPy are not made to resist prediction. Normal values are made in float64 by the
 transform of G. Box and M. Muller (1958). They are not exact in their last bits (I. Mironov, "On significance of the
 least significant bits for differential privacy", CCS 2012): as with all of DP-SGD's implementations, the guarantee is
 one about real numbers.

@@ -37,7 +37,7 @@ class Units:
 
 
 def units_of(dataset: PreparedDataset, split: str, unit: Unit, *, most: int) -> Units:
-    """The units of a split; `most`: pieces of a unit. Raises `InputError` where documents cannot be told apart."""
+    """The units of a split; `most`: pieces of a unit. Raises `InputError` where document boundaries are unknown."""
     check_unit(dataset, unit)
     if dataset.manifest.documents == "joined" or dataset.manifest.task == "classification":
         return whole_blocks(len(dataset.split(split)), dataset.manifest.block_tokens)
