@@ -177,6 +177,9 @@ class RoundFile:
     """Steps that the next round asks of each facility, where they are evened out; else empty."""
     next_steps_reason: str = ""
     """Why these."""
+    next_end: float = 0.0
+    """Seconds from the new model to when the next round is expected to end, where jobs take steps until then; else
+    0."""
     changes: list[str] = field(default_factory=list)
     """What was changed in federation.yml since the round before, and what followed from it."""
     aggregation: dict[str, Any] = field(default_factory=dict)

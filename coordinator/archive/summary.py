@@ -63,6 +63,7 @@ def summary(archive: Archive) -> dict[str, Any]:
         row["global_perplexity"], row["global_perplexity_over"] = shown_perplexity(made), over
         row |= {"outer_factor": entry.outer_factor, "guard": entry.guard, "changes": entry.changes}
         row["next_steps"], row["next_steps_reason"] = entry.next_steps, entry.next_steps_reason
+        row["next_end"] = entry.next_end
         row["wait"] = None if entry.wait is None else dataclasses.asdict(entry.wait)
         row["scores"] = entry.scores
         row["facilities"] = [dataclasses.asdict(facility) for facility in entry.facilities]
@@ -234,6 +235,16 @@ def _cells_of_many(rows: Sequence[dict[str, Any]], words: TaskWords, late: bool 
     ]
 
 
+def _elastic(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Fewest and most steps of each facility, where jobs took as many as fitted."""
+    taken: dict[str, list[int]] = {}
+    for row in rows:
+        if row["status"] == "ok" and row["steps"]:
+            taken.setdefault(row["facility"], []).append(row["steps"])
+    told = (f"{shown(name)} {min(steps):,} to {max(steps):,}" for name, steps in sorted(taken.items()))
+    return f"steps that fitted until the expected end of their round: {', '.join(told)}"
+
+
 def remarks(data: dict[str, Any]) -> list[str]:
     """How the federation was aggregated, privacy budgets, and what the guard did, as lines below the table."""
     chosen = [f"aggregation: {shown(data['aggregation'])}"] if data.get("aggregation") else []
@@ -247,6 +258,8 @@ def remarks(data: dict[str, Any]) -> list[str]:
         if row.get("next_steps_reason", "").startswith("moved"):
             steps = _steps(row["next_steps"])
             told.append(f"steps from round {row['round'] + 1} on: {steps} ({shown(row['next_steps_reason'])})")
+    if any(row.get("next_end") for row in data["rounds"]):
+        told.append(_elastic(rows))
     if any(row["reason"] == CARRIED for row in rows):
         told.append(f"late: {CARRIED}, which the column for staleness tells")
     told += _left_open([row["wait"] for row in data["rounds"] if row.get("wait")])

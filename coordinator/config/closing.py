@@ -83,13 +83,15 @@ class LimitSettings:
 class EvenSettings:
     """Part of `rounds:`: how many steps each facility takes in a round."""
 
-    steps: Literal["fixed", "auto"] = "fixed"
+    steps: Literal["fixed", "auto", "elastic"] = "fixed"
     """`auto`: with every round the steps that let all facilities end together, by their measured speed, queue and
-    transfers; as many samples in all as `training.steps` asks for, which the learning rate's schedule follows too."""
+    transfers; as many samples in all as `training.steps` asks for, which the learning rate's schedule follows too.
+    `elastic`: the same, but each job decides when it begins, from the time that is left until the round is expected to
+    end: one that left its queue early takes more steps, one that was held there fewer (`coordinator.steps.elastic`)."""
     least_steps: Annotated[float, Gt(0), Le(1)] = 0.25
-    """With `auto`: the fewest, as a share of a facility's `training.steps`."""
+    """With `auto` and `elastic`: the fewest, as a share of a facility's `training.steps`."""
     most_steps: Annotated[float, Ge(1)] = 4.0
-    """With `auto`: the most, as a multiple of them."""
+    """With `auto` and `elastic`: the most, as a multiple of them."""
 
     def bounds(self, steps: int) -> tuple[int, int]:
         """Fewest and most for a facility whose settings ask for `steps`."""

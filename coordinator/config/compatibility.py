@@ -172,7 +172,7 @@ def check_comparison(evaluation: EvaluationPlan, settings: RoundSettings, *, oth
     if evaluation.alone and even:
         raise _error(
             "evaluation.alone",
-            "evaluation.alone trains as many tokens alone as in the rounds, and rounds.steps: auto changes their steps "
+            "evaluation.alone trains as many tokens alone as in the rounds, and rounds.steps changes their steps "
             "from round to round: remove one of them",
         )
 

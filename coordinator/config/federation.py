@@ -257,8 +257,8 @@ def _chosen(federation: Federation, given: dict[str, Any], given_training: list[
     own = check_trainers({one.name: (federation.trainer_of(one), one.training) for one in federation.facilities})
     if own and federation.even is not None:
         raise ConfigurationError(
-            "rounds.steps is 'auto', but a facility has a trainer of its own, which takes the steps of its settings; "
-            "remove one of them",
+            f"rounds.steps is {federation.even.steps!r}, but a facility has a trainer of its own, which takes the "
+            "steps of its settings; remove one of them",
             key="rounds",
         )
     if federation.masks or own:  # moments that are shared would be each facility's own, or another trainer's
@@ -286,8 +286,8 @@ def _even(described: Rounds | None, declared: FederationFile) -> EvenSettings | 
         return None
     if declared.privacy is not None:
         raise ConfigurationError(
-            "rounds.steps is 'auto' with privacy: what an update gives away, and masked updates' weights, are agreed "
-            "from the settings' steps before a round; remove one of them",
+            f"rounds.steps is {described.steps!r} with privacy: what an update gives away, and masked updates' "
+            "weights, are agreed from the settings' steps before a round; remove one of them",
             key="rounds",
         )
     return EvenSettings(steps=described.steps, least_steps=described.least_steps, most_steps=described.most_steps)

@@ -44,6 +44,11 @@ def pace_of(
 
 def queue_waits(entries: Sequence[Entry]) -> dict[str, float]:
     """By facility, the median wait of its latest jobs in their queue, in seconds."""
+    return _medians(every_wait(entries))
+
+
+def every_wait(entries: Sequence[Entry]) -> dict[str, list[float]]:
+    """By facility, the waits of its jobs in their queue in seconds, oldest first."""
     since: dict[str, float] = {}
     waits: dict[str, list[float]] = {}
     for entry in entries:
@@ -51,17 +56,22 @@ def queue_waits(entries: Sequence[Entry]) -> dict[str, float]:
             since[entry.facility] = entry.time
         elif entry.kind == "started" and entry.facility in since:
             waits.setdefault(entry.facility, []).append(entry.time - since.pop(entry.facility))
-    return _medians(waits)
+    return waits
 
 
 def moving_times(entries: Sequence[Entry]) -> dict[str, float]:
     """By facility, the median seconds that the model takes there and the update back."""
+    there, back = times_there_and_back(entries)
+    return {name: there.get(name, 0.0) + back.get(name, 0.0) for name in {*there, *back}}
+
+
+def times_there_and_back(entries: Sequence[Entry]) -> tuple[dict[str, float], dict[str, float]]:
+    """By facility, the median seconds of the model's way there, and of the update's back."""
     times: dict[str, dict[str, list[float]]] = {"sent": {}, "transferred": {}}
     for entry in entries:
         if entry.kind in times:
             times[entry.kind].setdefault(entry.facility, []).append(float(entry.detail.get("seconds", 0.0)))
-    there, back = _medians(times["sent"]), _medians(times["transferred"])
-    return {name: there.get(name, 0.0) + back.get(name, 0.0) for name in {*there, *back}}
+    return _medians(times["sent"]), _medians(times["transferred"])
 
 
 def _medians(values: Mapping[str, Sequence[float]]) -> dict[str, float]:

@@ -167,6 +167,8 @@ def unrepeatable(federation: Federation, names: Mapping[str, str], data: Mapping
             found.append(f"federation.yml was changed before round {entry['round']} (`history.json` says how)")
         if entry.get("next_steps_reason", "").startswith("moved"):
             found.append(f"from round {entry['round'] + 1} on facilities took numbers of steps that follow their speed")
+        if entry.get("next_end"):
+            found.append(f"in round {entry['round'] + 1} jobs took the steps that their queues left time for")
     if data["model_round"] < len(data["rounds"]) - 1:
         found.append("a deadline or a budget ended the run, and the best of its models was published")
     planned = [names[one.name] for one in federation.facilities if one.training.layout.plan]

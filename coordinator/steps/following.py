@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from pathlib import Path
 
 from coordinator.archive.journal import Journal
 from coordinator.archive.rounds import Archive, RoundFile
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.steps.decide import Decision
+from coordinator.steps.elastic import ends_ahead
 from coordinator.steps.even import steps_ahead
 from coordinator.steps.limits import Exceeded, exceeded_in
 from facility.exchange.messages.manifest import with_extra
+from facility.exchange.messages.steps import ENDS
 from facility.exchange.messages.steps import KEY as STEPS
 
 
 def asks_ahead(archive: Archive, settings: CoordinatorSettings, round_file: RoundFile, directory: Path) -> RoundFile:
-    """Say in the new model how many steps each facility is to take, where steps are evened out."""
+    """Say in the new model how many steps each facility is to take, or until when, where steps are evened out."""
     if settings.even is None:
         return round_file
-    entries = Journal(archive.path).read()
-    ahead = steps_ahead(settings.even, settings.steps, [*archive.history(), round_file], entries)
+    entries, history = Journal(archive.path).read(), [*archive.history(), round_file]
+    ahead = steps_ahead(settings.even, settings.steps, history, entries)
+    ends = ends_ahead(settings.even, settings.steps, history, entries)
     for name in ("model", "message"):
         if (directory / name).is_dir():
             with_extra(directory / name, STEPS, ahead.steps)
-    return dataclasses.replace(round_file, next_steps=ahead.steps, next_steps_reason=ahead.reason)
+            if ends is not None:
+                with_extra(directory / name, ENDS, ends.told(time.time()))
+    seconds = 0.0 if ends is None else round(ends.seconds, 3)
+    return dataclasses.replace(round_file, next_steps=ahead.steps, next_steps_reason=ahead.reason, next_end=seconds)
 
 
 def within(

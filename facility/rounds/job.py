@@ -11,7 +11,6 @@ from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.messages.comparison import ALONE, MODELS
 from facility.exchange.messages.manifest import read_manifest
 from facility.exchange.messages.settings import FacilitySettings
-from facility.exchange.messages.steps import steps_asked
 from facility.launch import launch, limits_from
 from facility.launching.notes import Notes
 from facility.launching.place import Tasks
@@ -22,6 +21,7 @@ from facility.rounds.masked import unmasked_path
 from facility.rounds.models import Models, digest_of
 from facility.rounds.personal import Personal
 from facility.rounds.smaller import unsent
+from facility.rounds.steps import steps_of
 
 GO, DONE, FAILED = "train", "done", "failed"
 """What the first task writes for the others."""
@@ -118,9 +118,7 @@ def work_of_round(job: Job) -> Work:
         out=job.trained,
         state=job.state,
         unsent=ahead if trains else None,
-        steps=steps_asked(read_manifest(a.model), job.settings.facility, most=job.settings.most_steps)
-        if trains
-        else None,
+        steps=steps_of(job.state, job.settings, read_manifest(a.model), a.round) if trains else None,
         own_models=found if job.kind == MODELS and (found := compared_place(job.state)).is_dir() else None,
     )
 

@@ -30,6 +30,7 @@ from facility.rounds.models import Models, digest_of, tell
 from facility.rounds.own_models import gather_own_models, keep_own_update
 from facility.rounds.sealed import check_kept
 from facility.rounds.smaller import make_smaller
+from facility.rounds.steps import decide_steps
 from facility.rounds.sweep import forget_earlier, sweep
 
 log = logging.getLogger(__name__)
@@ -114,6 +115,8 @@ class OneRound:
             self.missing = gather_own_models(job.state, self.received, job.settings.facility)
         clear(job.trained)
         job.trained.parent.mkdir(parents=True, exist_ok=True)
+        if job.round < job.settings.rounds:
+            decide_steps(job.state, job.settings, self.received, job.round)
 
     def train(self) -> Ending:
         """Train on the ranks of this task, and check the update if there is one."""

@@ -22,7 +22,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,11 @@ import torch
 
 from coordinator.aggregation.settings import AggregationSettings
 from coordinator.config.ahead import AheadSettings
-from coordinator.config.closing import ClosingSettings
+from coordinator.config.closing import ClosingSettings, EvenSettings
+from coordinator.planning.budget import FacilityPace
 from coordinator.rounds.ahead_time import Seen, when_to_submit
 from coordinator.rounds.participation import participation
+from coordinator.steps.elastic import WINDOW, Elastic, common_end
 from tests.bench.federated_learner import (
     Learner,
     Local,
@@ -52,7 +54,25 @@ from tests.streamflow_plugin.course import MOST_LATE, Course, course_of
 SLOW = 4.0
 LOCAL = Local(learning_rate=1e-3, batch=16)
 STEPS, ROUNDS = 10, 20
+EVEN, UNIT = EvenSettings(steps="elastic"), 100
+"""Elastic steps, of which a unit of training has so many."""
 WAITING = "waiting for all"
+HOW = ((0.0, False), ("auto", False), (0.0, True))
+"""Grace, and whether steps are elastic."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """Of one course."""
+
+    useful: float
+    """Units of training a unit of time, each at the discount of its lateness."""
+    all: float
+    """Without it."""
+    idle: float
+    """Units that a job waited for its model."""
+    units: float
+    """Of training in an update."""
 
 
 def queues(rounds: int = 60, seeds: int = 8) -> dict[str, Any]:
@@ -89,46 +109,107 @@ def closing(rounds: int = 40, seeds: int = 6) -> dict[str, Any]:
         for ahead in (None, AheadSettings(wait=0.5), AheadSettings(wait=0.5, idle=0.2)):
             submitted = "" if ahead is None else f", submit_ahead idle {ahead.idle:g}"
             for quorum in (0.5, 0.625, 0.75, 0.875, "all"):
-                for grace in (0.0, "auto") if quorum != "all" else (0.0,):
+                for grace, elastic in HOW if quorum != "all" else [one for one in HOW if one[0] != "auto"]:
                     settings = ClosingSettings(quorum=quorum, grace=grace) if quorum != "all" else None  # type: ignore[arg-type]
                     label = f"{facilities} facilities, quorum {quorum}, grace {grace}{submitted}"
-                    found = [_course(settings, facilities, seed, rounds, ahead) for seed in range(seeds)]
-                    over = [one[0] / waiting[0] for one, waiting in zip(found, whole, strict=True)]
-                    every = [one[1] / waiting[1] for one, waiting in zip(found, whole, strict=True)]
-                    rows[label] = {
-                        "useful": round(float(numpy.mean(over)), 3),
-                        "useful_deviation": round(float(numpy.std(over)), 3),
-                        "all": round(float(numpy.mean(every)), 3),
-                        "idle": round(float(numpy.mean([one[2] for one in found])), 3),
-                    }
+                    found = [
+                        _course(settings, facilities, seed, rounds, ahead, elastic=elastic) for seed in range(seeds)
+                    ]
+                    rows[label + (", elastic" if elastic else "")] = _compared(found, whole)
     return {"closing": rows, "seeds": seeds}
 
 
+def _compared(found: list[Figures], whole: list[Figures]) -> dict[str, float]:
+    """Means over seeds, of updates and of training as multiples of waiting for all."""
+    over = [one.useful / waiting.useful for one, waiting in zip(found, whole, strict=True)]
+    return {
+        "useful": round(float(numpy.mean(over)), 3),
+        "useful_deviation": round(float(numpy.std(over)), 3),
+        "all": round(float(numpy.mean([one.all / waiting.all for one, waiting in zip(found, whole, strict=True)])), 3),
+        "idle": round(float(numpy.mean([one.idle for one in found])), 3),
+        "units_an_update": round(float(numpy.mean([one.units for one in found])), 3),
+    }
+
+
 def _course(
-    settings: ClosingSettings | None, facilities: int, seed: int, rounds: int, ahead: AheadSettings | None
-) -> tuple[float, float, float]:
-    """Discounted updates a unit of time, all updates, and the units that a job waited for its model."""
+    settings: ClosingSettings | None,
+    facilities: int,
+    seed: int,
+    rounds: int,
+    ahead: AheadSettings | None,
+    *,
+    elastic: bool = False,
+) -> Figures:
     names = [f"f{number}" for number in range(facilities)]
     waits = numpy.random.default_rng(seed).lognormal(0.0, 1.0, (facilities, 4 * rounds * facilities))
-    queue = Queued(names, waits, ahead)
+    queue = Queued(names, waits, ahead, elastic=elastic)
     many = rounds * (facilities // settings.needed(facilities)) if settings else rounds
     course = course_of(settings, names, queue, many)
-    return course.useful() / course.closed[-1], course.updates / course.closed[-1], queue.idle / queue.jobs
+    delivered = [
+        (1 + number - began, queue.units[name, began])
+        for number, by in enumerate(course.delivered)
+        for name, began in by.items()
+    ]
+    units = sum(one for _, one in delivered)
+    return Figures(
+        useful=sum(one * late**-0.5 for late, one in delivered) / course.closed[-1],
+        all=units / course.closed[-1],
+        idle=queue.idle / queue.jobs,
+        units=units / course.updates,
+    )
 
 
 class Queued:
-    """Seconds from when a facility has its model to the end of one unit of training, in a job that may be ahead."""
+    """Seconds from when a facility has its model to the end of its training, in a job that may be ahead.
 
-    def __init__(self, names: list[str], waits: Any, ahead: AheadSettings | None) -> None:
+    `elastic`: a job trains until the round is expected to end, by `coordinator.steps.elastic` from the facilities'
+    latest waits and within the default bounds; else for one unit.
+    """
+
+    def __init__(self, names: list[str], waits: Any, ahead: AheadSettings | None, *, elastic: bool = False) -> None:
         self.waits, self.ahead = {name: iter(row) for name, row in zip(names, waits, strict=True)}, ahead
         self.seen, self.began = {name: Seen() for name in names}, dict.fromkeys(names, -1.0)
         self.idle, self.jobs = 0.0, 0
+        self.elastic = elastic
+        self.left: dict[str, list[float]] = {name: [] for name in names}
+        """By facility, what was left of the queue once the model was there."""
+        self.units: dict[tuple[str, int], float] = {}
+        """Training by facility and round."""
+        self.ends: dict[int, float] = {}
+        """By round, when it is expected to end, in units after its beginning."""
 
-    def __call__(self, name: str, _: int) -> float:
+    def __call__(self, name: str, number: int) -> float:
         now = asyncio.get_running_loop().time()
+        if number not in self.ends:
+            self.ends[number] = self._end()
         queued = self._queued(name, now)
+        self.left[name].append(queued)
         self.began[name], self.jobs = now + queued, self.jobs + 1
-        return 1.0 + queued
+        units = 1.0
+        if self.elastic and math.isfinite(end := self.ends[number]):
+            units = min(max(end - queued, EVEN.least_steps), EVEN.most_steps)
+        self.units[name, number] = units
+        return units + queued
+
+    def _end(self) -> float:
+        """As the coordinator expects it; inf while a facility has not been timed."""
+        if not all(self.left.values()):
+            return math.inf
+        least, most = EVEN.bounds(UNIT)
+        facilities = [
+            Elastic(
+                pace=FacilityPace(name=name, seconds_per_step=1 / UNIT, samples_per_step=1.0),
+                waits=left[-WINDOW:],
+                least=least,
+                most=most,
+            )
+            for name, left in self.left.items()
+        ]
+        return common_end(facilities, UNIT * len(facilities))
+
+    def _latest(self, name: str) -> float:
+        """Units of a facility's latest training."""
+        return next(units for (one, _), units in reversed(self.units.items()) if one == name)
 
     def _draw(self, name: str) -> float:
         waits = float(next(self.waits[name]))
@@ -141,10 +222,10 @@ class Queued:
         if self.ahead is None or before < 0:
             return self._draw(name)
         choice = when_to_submit(self.seen[name], wait=self.ahead.wait, idle=self.ahead.idle)
-        self.seen[name] = self.seen[name].with_span(now - before).with_run(1.0)
+        self.seen[name] = self.seen[name].with_span(now - before).with_run(self._latest(name))
         if choice.after is None:
             return self._draw(name)
-        placed = before + (choice.after if math.isfinite(choice.after) else 1.0)
+        placed = before + (choice.after if math.isfinite(choice.after) else self._latest(name))
         while placed < now:
             begins = placed + self._draw(name)
             if begins >= now:

@@ -2,16 +2,61 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
 from facility.exchange.messages.manifest import Manifest
 
 KEY = "steps"
 """In a manifest's `extra`: steps by facility. Absent: what the facility's settings say."""
+ENDS = "ends"
+"""In a manifest's `extra`: by facility, when its training is to end (`End`). Absent: after its steps."""
 MOST = 10**9
+
+
+@dataclass(frozen=True, kw_only=True)
+class End:
+    """When the training of one facility in one round is to end, so that all facilities' do."""
+
+    time: float
+    """Seconds since 1970."""
+    seconds_per_step: float
+    least: int
+    """Steps of a job that begins too late."""
+    most: int
+    """Steps of one that begins early."""
+
+    def steps_from(self, now: float) -> int:
+        """Steps of a training that begins at `now`, seconds since 1970."""
+        room = math.floor(min(max((self.time - now) / self.seconds_per_step, 0.0), float(MOST)))
+        return min(max(room, self.least), self.most)
 
 
 def steps_asked(manifest: Manifest, facility: str, *, most: int = MOST) -> int | None:
     """What this facility is asked for; None where nothing is, or nothing that it agreed to: `most`, by its settings."""
     asked = manifest.extra.get(KEY)
     steps = asked.get(facility) if isinstance(asked, dict) else None
-    possible = isinstance(steps, int) and not isinstance(steps, bool) and 1 <= steps <= min(most, MOST)
-    return steps if possible else None
+    return steps if _possible(steps, most) else None
+
+
+def end_asked(manifest: Manifest, facility: str, *, most: int = MOST) -> End | None:
+    """When this facility's training is to end; None where nothing, or nothing sensible or agreed to, is said of it."""
+    asked = manifest.extra.get(ENDS)
+    told = asked.get(facility) if isinstance(asked, dict) else None
+    if not isinstance(told, dict) or set(told) != {"time", "seconds_per_step", "least", "most"}:
+        return None
+    numbers = [told["time"], told["seconds_per_step"]]
+    if not all(isinstance(n, int | float) and not isinstance(n, bool) and 0 < n < 1e12 for n in numbers):
+        return None
+    if not _possible(told["least"], most) or not _possible(told["most"], most) or told["least"] > told["most"]:
+        return None
+    return End(
+        time=float(told["time"]),
+        seconds_per_step=float(told["seconds_per_step"]),
+        least=told["least"],
+        most=told["most"],
+    )
+
+
+def _possible(steps: object, most: int) -> bool:
+    return isinstance(steps, int) and not isinstance(steps, bool) and 1 <= steps <= min(most, MOST)

@@ -1,0 +1,120 @@
+"""Until when the jobs of the next round train: `rounds: {steps: elastic}`.
+
+Where queues vary, steps that are agreed before the queue leave the nodes of those that began early idle, and everybody
+waits for those that began late. So the round's end is agreed instead, and each job takes as many steps as fit until
+then, within the stated bounds: the partial work of FedProx (Li et al. 2020, "Federated Optimization in Heterogeneous
+Networks", MLSys, section 3.2) by the time that is left (TimelyFL: Zhang et al. 2023, arXiv 2304.06947, section 3). The
+end is the earliest at which as many samples as the settings ask for are expected, over the waits that each facility's
+queue was seen to take: the budget of `coordinator.planning.budget` with the queue as an empirical distribution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean
+from typing import Any
+
+from coordinator.archive.journal import Entry
+from coordinator.archive.rounds import RoundFile
+from coordinator.config.closing import EvenSettings
+from coordinator.planning.budget import FacilityPace
+from coordinator.planning.pace import every_wait, pace_of, sound_rows, times_there_and_back
+from facility.exchange.messages.steps import End
+
+WINDOW = 8
+"""Latest waits of a facility that count."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Elastic:
+    """A facility whose steps follow its queue."""
+
+    pace: FacilityPace
+    """With `fixed_seconds` of everything but queue and steps."""
+    waits: Sequence[float]
+    """Seconds in the queue, one at least, each as likely as the others."""
+    least: int
+    most: int
+    there_seconds: float = 0.0
+    """Of the fixed seconds, those before the job: the model's way there."""
+
+    def samples_until(self, seconds: float) -> float:
+        """Expected samples of a round that ends `seconds` after its model was made."""
+        room = seconds - self.pace.fixed_seconds
+        steps = (min(max((room - wait) / self.pace.seconds_per_step, self.least), self.most) for wait in self.waits)
+        return fmean(steps) * self.pace.samples_per_step
+
+    def until(self, seconds: float) -> float:
+        """The end for a job that counts its steps as it begins: loading, evaluating, saving and the update's way back
+        are still ahead of it."""
+        return seconds - (self.pace.fixed_seconds - self.there_seconds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ends:
+    """When a round is to end."""
+
+    seconds: float
+    """After its model was made."""
+    facilities: Mapping[str, Elastic]
+
+    def told(self, now: float) -> dict[str, dict[str, Any]]:
+        """By facility, what its job is told, for a model that is made at `now`, seconds since 1970."""
+        return {
+            name: asdict(
+                End(
+                    time=round(now + one.until(self.seconds), 3),
+                    seconds_per_step=one.pace.seconds_per_step,
+                    least=one.least,
+                    most=one.most,
+                )
+            )
+            for name, one in self.facilities.items()
+        }
+
+
+def common_end(facilities: Sequence[Elastic], samples: float) -> float:
+    """The earliest end, in seconds after the model, at which so many samples are expected of all together.
+
+    No samples are expected earlier than the least that each takes anyway, nor more than its most.
+    """
+    most = sum(one.most * one.pace.samples_per_step for one in facilities)
+    wanted = min(samples, most)
+
+    def done(seconds: float) -> float:
+        return sum(one.samples_until(seconds) for one in facilities)
+
+    low = min(one.pace.fixed_seconds + min(one.waits) for one in facilities)
+    high = max(one.pace.fixed_seconds + max(one.waits) + one.most * one.pace.seconds_per_step for one in facilities)
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (low, middle) if done(middle) >= wanted * (1 - 1e-12) else (middle, high)
+    return high
+
+
+def ends_ahead(
+    even: EvenSettings, nominal: Mapping[str, int], history: Sequence[RoundFile], entries: Sequence[Entry]
+) -> Ends | None:
+    """When the next round is to end; None where it is not asked for, or no two facilities were timed.
+
+    A facility of which no sound round is known takes the steps of its settings.
+    """
+    rows = [row for entry in history for row in entry.facilities]
+    known = {name: found for name in nominal if (found := sound_rows(rows, name))}
+    if even.steps != "elastic" or len(known) < 2:
+        return None
+    waits, (there, back) = every_wait(entries), times_there_and_back(entries)
+    facilities = {}
+    for name, found in known.items():
+        moving = there.get(name, 0.0) + back.get(name, 0.0)
+        least, most = even.bounds(nominal[name])
+        facilities[name] = Elastic(
+            pace=pace_of(name, found, moving_seconds=moving),
+            waits=waits.get(name, [0.0])[-WINDOW:],
+            least=least,
+            most=most,
+            there_seconds=there.get(name, 0.0),
+        )
+    wanted = sum(nominal[name] * one.pace.samples_per_step for name, one in facilities.items())
+    return Ends(seconds=common_end(list(facilities.values()), wanted), facilities=facilities)

@@ -1,0 +1,190 @@
+"""Steps that follow each job's own queue: laws over random queues and paces, and the way to the trainer."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coordinator.archive.journal import Entry
+from coordinator.archive.rounds import Archive
+from coordinator.config.closing import EvenSettings
+from coordinator.config.federation import read_federation
+from coordinator.config.settings import CoordinatorSettings
+from coordinator.planning.budget import FacilityPace
+from coordinator.steps.elastic import Elastic, common_end, ends_ahead
+from coordinator.steps.start import start
+from facility.exchange.errors import ConfigurationError
+from facility.exchange.messages.manifest import read_manifest
+from facility.exchange.messages.report import Seconds, read_report, write
+from facility.exchange.messages.settings import FacilitySettings
+from facility.exchange.messages.steps import MOST, End, end_asked
+from facility.rounds.steps import NAME, decide_steps, steps_of
+from tests.aggregation.updates import write_update
+from tests.federations import write_federation
+from tests.pico import save_pico
+from tests.steps.test_aggregate_step import close
+from tests.steps.test_even import Speed, entry
+
+ELASTIC = EvenSettings(steps="elastic")
+WAITS = st.lists(st.floats(0, 500), min_size=1, max_size=8)
+
+
+def facilities(paces: list[tuple[float, float, list[float]]], steps: int) -> list[Elastic]:
+    least, most = ELASTIC.bounds(steps)
+    return [
+        Elastic(
+            pace=FacilityPace(
+                name=str(number), seconds_per_step=seconds, samples_per_step=8, fixed_seconds=fixed, minimum_steps=0
+            ),
+            waits=waits,
+            least=least,
+            most=most,
+        )
+        for number, (seconds, fixed, waits) in enumerate(paces)
+    ]
+
+
+@given(
+    paces=st.lists(st.tuples(st.floats(0.1, 10), st.floats(0, 60), WAITS), min_size=2, max_size=5),
+    steps=st.integers(4, 200),
+)
+def test_the_end_is_the_earliest_at_which_as_many_samples_are_expected(paces: Any, steps: int):
+    found = facilities(paces, steps)
+    wanted = 8 * steps * len(found)
+    end = common_end(found, wanted)
+    assert sum(one.samples_until(end) for one in found) == pytest.approx(wanted, rel=1e-6)
+    assert sum(one.samples_until(end * 0.99) for one in found) < wanted, "an earlier end is not enough"
+
+
+@given(seconds=st.floats(0.1, 10), wait=st.floats(0, 500), steps=st.integers(4, 200))
+def test_where_no_queue_varies_everybody_takes_the_steps_of_the_settings(seconds: float, wait: float, steps: int):
+    alike = facilities([(seconds, 10.0, [wait])] * 3, steps)
+    end = common_end(alike, 8 * steps * 3)
+    assert end == pytest.approx(10.0 + wait + steps * seconds)
+
+
+@given(
+    time=st.floats(1, 1e11),
+    pace=st.floats(1e-3, 1e4),
+    bounds=st.tuples(st.integers(1, 500), st.integers(1, 500)).map(sorted),
+    begins=st.floats(0, 1e11),
+)
+def test_a_job_takes_what_fits_until_the_end_within_its_bounds(time: float, pace: float, bounds: Any, begins: float):
+    end = End(time=time, seconds_per_step=pace, least=bounds[0], most=bounds[1])
+    steps = end.steps_from(begins)
+    assert bounds[0] <= steps <= bounds[1]
+    if bounds[0] < steps:
+        assert begins + steps * pace <= time * (1 + 1e-12), "it ends in time"
+    if steps < bounds[1]:
+        assert begins + (steps + 1) * pace > time * (1 - 1e-12), "and no step more would fit"
+
+
+def test_queues_of_the_past_say_when_the_next_round_ends():
+    """Both train 100 s in 100 steps; a waited 0 and 80 s, b always 40 s: as many samples, so both train till 150."""
+    entries = []
+    for number, waits in enumerate([(0.0, 40.0), (80.0, 40.0)]):
+        for name, wait in zip("ab", waits, strict=True):
+            entries.append(Entry(time=1000.0 * number, kind="queued", facility=name))
+            entries.append(Entry(time=1000.0 * number + wait, kind="started", facility=name))
+    speeds = {"a": Speed(1.0), "b": Speed(1.0)}
+    nominal = {"a": 100, "b": 100}
+    history = [entry(0, speeds, nominal)]
+    ends = ends_ahead(ELASTIC, nominal, history, entries)
+    assert ends is not None and ends.seconds == pytest.approx(10 + 40 + 100)
+    told = ends.told(5000.0)
+    assert told["a"] == {"time": 5140.0, "seconds_per_step": 1.0, "least": 25, "most": 400}
+    assert End(**told["a"]).steps_from(5000.0) == 140 and End(**told["a"]).steps_from(5080.0) == 60
+    assert ends_ahead(EvenSettings(steps="auto"), nominal, history, entries) is None
+    assert ends_ahead(ELASTIC, nominal | {"new": 70}, history, entries).facilities.keys() == {"a", "b"}  # type: ignore[union-attr]
+    assert ends_ahead(ELASTIC, {"a": 100}, history, entries) is None
+
+
+GOOD = {"time": 5000.0, "seconds_per_step": 2.0, "least": 1, "most": 8}
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        None,
+        5,
+        {},
+        GOOD | {"time": float("nan")},
+        GOOD | {"time": True},
+        GOOD | {"seconds_per_step": 0},
+        GOOD | {"seconds_per_step": -1.0},
+        GOOD | {"time": 10**400},
+        GOOD | {"least": 0},
+        GOOD | {"least": 9},
+        GOOD | {"most": MOST + 1},
+        GOOD | {"most": 11},
+        GOOD | {"most": 7.0},
+        GOOD | {"more": 1},
+    ],
+)
+def test_a_facility_takes_no_end_that_cannot_be(tmp_path: Path, told: Any):
+    model = save_pico(tmp_path / "model")
+    archive = Archive(tmp_path / "archive")
+    start(archive, model, CoordinatorSettings(federation="f", rounds=1, facilities=["a"]))
+    manifest = read_manifest(archive.model_for(0))
+    assert end_asked(dataclasses.replace(manifest, extra={"ends": {"a": told}}), "a", most=10) is None
+    assert end_asked(dataclasses.replace(manifest, extra={"ends": {"a": GOOD}}), "a", most=10) == End(**GOOD)  # type: ignore[arg-type]
+    assert end_asked(dataclasses.replace(manifest, extra={"ends": [GOOD]}), "a", most=10) is None
+
+
+def test_a_round_that_goes_on_keeps_the_steps_with_which_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    archive = Archive(tmp_path / "archive")
+    start(archive, save_pico(tmp_path / "model"), CoordinatorSettings(federation="f", rounds=9, facilities=["a"]))
+    plain = read_manifest(archive.model_for(0))
+    received = dataclasses.replace(plain, extra=plain.extra | {"ends": {"a": GOOD}, "steps": {"a": 3}})
+    settings = FacilitySettings(federation="f", facility="a", rounds=9, seed=1, most_steps=8)
+    state, now = tmp_path / "state", [4990.0]
+    monkeypatch.setattr("facility.rounds.steps.time.time", lambda: now[0])
+    decide_steps(state, settings, received, 4)
+    assert steps_of(state, settings, received, 4) == 5
+    now[0] = 9999.0
+    decide_steps(state, settings, received, 4)
+    assert steps_of(state, settings, received, 4) == 5, "a requeue later, and every other task"
+    other = dataclasses.replace(received, files={})
+    assert other.content_sha256 != received.content_sha256
+    for manifest, round in ((received, 5), (other, 4)):
+        decide_steps(state, settings, manifest, round)
+        assert steps_of(state, settings, manifest, round) == 1, "another round, another model"
+    (state / NAME).write_text("{")
+    assert steps_of(state, settings, received, 4) is None, "then the settings' own"
+    careful = dataclasses.replace(settings, most_steps=7)
+    assert steps_of(state, careful, received, 4) == 3, "an end beyond what it agreed to is no end"
+
+
+def timed_update(directory: Path, model: Path, name: str) -> Path:
+    """An update whose report says how fast the facility was."""
+    update = write_update(directory, model, name)
+    told = read_report(update)
+    write(update, dataclasses.replace(told, tokens_per_second=50.0, seconds=Seconds(load=2.0, train=8.0)))
+    return update
+
+
+def test_the_model_of_the_next_round_carries_the_end(tmp_path: Path):
+    archive = Archive(tmp_path / "archive")
+    settings = CoordinatorSettings(
+        federation="f", rounds=3, facilities=["a", "b"], even=ELASTIC, steps={"a": 4, "b": 4}
+    )
+    model, _, _ = start(archive, save_pico(tmp_path / "model", dtype="bfloat16"), settings)
+    assert end_asked(read_manifest(model), "a") is None, "of the first round nothing is known"
+    following, _, _ = close(archive, model, [timed_update(tmp_path / name, model, name) for name in "ab"], settings)
+    found = archive.read_round(0)
+    end = end_asked(read_manifest(following), "a")
+    assert end is not None and (end.least, end.most) == (1, 16)
+    assert found.next_end > 0 and set(found.next_steps) == {"a", "b"}, "the plan for a facility of an earlier version"
+
+
+def test_it_is_refused_where_steps_are_agreed_before(tmp_path: Path):
+    rounds = {"count": 3, "steps": "elastic"}
+    assert read_federation(write_federation(tmp_path, ["a", "b"], rounds=rounds)).even == ELASTIC
+    with pytest.raises(ConfigurationError, match="'elastic' with privacy"):
+        privacy = {"secure_aggregation": True}
+        read_federation(write_federation(tmp_path / "p", ["a", "b", "c"], rounds=rounds, privacy=privacy))
