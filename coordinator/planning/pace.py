@@ -44,11 +44,6 @@ def pace_of(
 
 def queue_waits(entries: Sequence[Entry]) -> dict[str, float]:
     """By facility, the median wait of its latest jobs in their queue, in seconds."""
-    return _medians(every_wait(entries))
-
-
-def every_wait(entries: Sequence[Entry]) -> dict[str, list[float]]:
-    """By facility, the waits of its jobs in their queue in seconds, oldest first."""
     since: dict[str, float] = {}
     waits: dict[str, list[float]] = {}
     for entry in entries:
@@ -56,7 +51,28 @@ def every_wait(entries: Sequence[Entry]) -> dict[str, list[float]]:
             since[entry.facility] = entry.time
         elif entry.kind == "started" and entry.facility in since:
             waits.setdefault(entry.facility, []).append(entry.time - since.pop(entry.facility))
-    return waits
+    return _medians(waits)
+
+
+def times_outside(entries: Sequence[Entry], rows: Iterable[FacilityRow]) -> dict[str, list[float]]:
+    """By facility, the seconds that each of its jobs was out for beside those that its report tells, oldest first.
+
+    From its submission to its end as it was noticed here: its queue, its template's own commands, and the start of its
+    program, which no scheduler tells apart.
+    """
+    told = {(row.facility, row.round - row.staleness): row.seconds for row in rows if row.status == "ok"}
+    since: dict[str, tuple[int | None, float]] = {}
+    found: dict[str, list[float]] = {}
+    for entry in entries:
+        if entry.kind == "queued":
+            since[entry.facility] = entry.round, entry.time
+        elif entry.kind == "transferred" and entry.facility in since:
+            round, began = since.pop(entry.facility)
+            seconds = told.get((entry.facility, round))
+            if seconds is not None:
+                outside = entry.time - float(entry.detail.get("seconds", 0.0)) - began - seconds
+                found.setdefault(entry.facility, []).append(max(0.0, outside))
+    return found
 
 
 def moving_times(entries: Sequence[Entry]) -> dict[str, float]:

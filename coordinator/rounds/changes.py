@@ -118,6 +118,11 @@ RULES = (
         follows="rounds close at another time from the next one on; updates that are late are still averaged once",
     ),
     Rule(
+        pattern=r"even(\..*)?",
+        affects=True,
+        follows="from the next round on facilities take other numbers of steps, over the same part of the schedule",
+    ),
+    Rule(
         pattern=r"closing\.late",
         affects=True,
         follows="holds for the next round, and for updates that are late at the change",

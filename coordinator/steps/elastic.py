@@ -19,7 +19,7 @@ from coordinator.archive.journal import Entry
 from coordinator.archive.rounds import RoundFile
 from coordinator.config.closing import EvenSettings
 from coordinator.planning.budget import FacilityPace
-from coordinator.planning.pace import every_wait, pace_of, sound_rows, times_there_and_back
+from coordinator.planning.pace import pace_of, sound_rows, times_outside, times_there_and_back
 from facility.exchange.messages.steps import End
 
 WINDOW = 8
@@ -33,7 +33,7 @@ class Elastic:
     pace: FacilityPace
     """With `fixed_seconds` of everything but queue and steps."""
     waits: Sequence[float]
-    """Seconds in the queue, one at least, each as likely as the others."""
+    """Seconds until a job works, one at least, each as likely as the others."""
     least: int
     most: int
     there_seconds: float = 0.0
@@ -104,7 +104,7 @@ def ends_ahead(
     known = {name: found for name in nominal if (found := sound_rows(rows, name))}
     if even.steps != "elastic" or len(known) < 2:
         return None
-    waits, (there, back) = every_wait(entries), times_there_and_back(entries)
+    waits, (there, back) = times_outside(entries, rows), times_there_and_back(entries)
     facilities = {}
     for name, found in known.items():
         moving = there.get(name, 0.0) + back.get(name, 0.0)

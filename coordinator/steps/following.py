@@ -13,7 +13,7 @@ from coordinator.steps.decide import Decision
 from coordinator.steps.elastic import ends_ahead
 from coordinator.steps.even import steps_ahead
 from coordinator.steps.limits import Exceeded, exceeded_in
-from facility.exchange.messages.manifest import with_extra
+from facility.exchange.messages.manifest import read_manifest, with_extra
 from facility.exchange.messages.steps import ENDS
 from facility.exchange.messages.steps import KEY as STEPS
 
@@ -32,6 +32,22 @@ def asks_ahead(archive: Archive, settings: CoordinatorSettings, round_file: Roun
                 with_extra(directory / name, ENDS, ends.told(time.time()))
     seconds = 0.0 if ends is None else round(ends.seconds, 3)
     return dataclasses.replace(round_file, next_steps=ahead.steps, next_steps_reason=ahead.reason, next_end=seconds)
+
+
+def ends_anew(archive: Archive, settings: CoordinatorSettings) -> None:
+    """Say in the newest model until when its round trains, as a run begins: what it says is of an earlier run's clock.
+
+    Where steps are no longer elastic it says nothing.
+    """
+    history = archive.history()
+    if not history:
+        return
+    even = settings.even
+    ends = None if even is None else ends_ahead(even, settings.steps, history, Journal(archive.path).read())
+    directory = archive.round_directory(history[-1].round)
+    for path in (directory / "model", directory / "message"):
+        if path.is_dir() and (ends is not None or ENDS in read_manifest(path).extra):
+            with_extra(path, ENDS, {} if ends is None else ends.told(time.time()))
 
 
 def within(

@@ -21,6 +21,7 @@ from coordinator.events.outputs import write_outputs
 from coordinator.rounds.acceptance import take_over
 from coordinator.rounds.late import forget_all, forget_jobs
 from coordinator.rounds.order import OUTPUT, order
+from coordinator.steps.following import ends_anew
 from coordinator.steps.limits import NOTE as LIMITED
 from coordinator.steps.limits import UNDER_WAY, exceeded_in
 from facility.exchange.errors import InputError, ManifestError, exit_on_error
@@ -66,6 +67,7 @@ def start(archive: Archive, model: Path, settings: CoordinatorSettings) -> tuple
     if goes_on(archive, settings, history):
         before = archive.read_note(UNDER_WAY)
         interrupted = before.get("round") == following
+        ends_anew(archive, settings)
         archive.write_note(UNDER_WAY, {"round": following, "since": time.time(), "whole": not interrupted})
         return current, following, True
     if settings.final_evaluation and archive.read_note("evaluation").get("after_round") != done[-1]:

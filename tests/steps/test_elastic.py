@@ -84,18 +84,22 @@ def test_a_job_takes_what_fits_until_the_end_within_its_bounds(time: float, pace
         assert begins + (steps + 1) * pace > time * (1 - 1e-12), "and no step more would fit"
 
 
-def test_queues_of_the_past_say_when_the_next_round_ends():
-    """Both train 100 s in 100 steps; a waited 0 and 80 s, b always 40 s: as many samples, so both train till 150."""
-    entries = []
-    for number, waits in enumerate([(0.0, 40.0), (80.0, 40.0)]):
-        for name, wait in zip("ab", waits, strict=True):
-            entries.append(Entry(time=1000.0 * number, kind="queued", facility=name))
-            entries.append(Entry(time=1000.0 * number + wait, kind="started", facility=name))
+def test_times_of_the_past_say_when_the_next_round_ends():
+    """Both report 110 s, 100 of them in 100 steps. a was out for 0 and 80 s more, b for 40: as many samples, so the
+    round takes 150 s."""
+    entries, history = [], []
     speeds = {"a": Speed(1.0), "b": Speed(1.0)}
     nominal = {"a": 100, "b": 100}
-    history = [entry(0, speeds, nominal)]
+    for number, waits in enumerate([(0.0, 40.0), (80.0, 40.0)]):
+        history.append(entry(number, speeds, nominal))
+        for name, wait in zip("ab", waits, strict=True):
+            began = 1000.0 * number
+            came = Entry(
+                time=began + wait + 112.0, kind="transferred", facility=name, round=number, detail={"seconds": 2.0}
+            )
+            entries += [Entry(time=began, kind="queued", facility=name, round=number), came]
     ends = ends_ahead(ELASTIC, nominal, history, entries)
-    assert ends is not None and ends.seconds == pytest.approx(10 + 40 + 100)
+    assert ends is not None and ends.seconds == pytest.approx(40 + 10 + 100 + 2)
     told = ends.told(5000.0)
     assert told["a"] == {"time": 5140.0, "seconds_per_step": 1.0, "least": 25, "most": 400}
     assert End(**told["a"]).steps_from(5000.0) == 140 and End(**told["a"]).steps_from(5080.0) == 60
@@ -168,7 +172,7 @@ def timed_update(directory: Path, model: Path, name: str) -> Path:
     return update
 
 
-def test_the_model_of_the_next_round_carries_the_end(tmp_path: Path):
+def test_the_model_of_the_next_round_carries_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     archive = Archive(tmp_path / "archive")
     settings = CoordinatorSettings(
         federation="f", rounds=3, facilities=["a", "b"], even=ELASTIC, steps={"a": 4, "b": 4}
@@ -180,6 +184,14 @@ def test_the_model_of_the_next_round_carries_the_end(tmp_path: Path):
     end = end_asked(read_manifest(following), "a")
     assert end is not None and (end.least, end.most) == (1, 16)
     assert found.next_end > 0 and set(found.next_steps) == {"a", "b"}, "the plan for a facility of an earlier version"
+
+    monkeypatch.setattr("coordinator.steps.following.time.time", lambda: end.time + 86400)
+    again, number, proceed = start(archive, tmp_path / "model", settings)
+    moved = end_asked(read_manifest(again), "a")
+    assert (number, proceed) == (1, True) and moved is not None
+    assert end.time + 86400 < moved.time < end.time + 86400 + found.next_end, "a run that goes on counts from its start"
+    start(archive, tmp_path / "model", dataclasses.replace(settings, even=None, steps={}))
+    assert end_asked(read_manifest(again), "a") is None, "no longer elastic"
 
 
 def test_it_is_refused_where_steps_are_agreed_before(tmp_path: Path):
