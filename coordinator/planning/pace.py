@@ -54,24 +54,26 @@ def queue_waits(entries: Sequence[Entry]) -> dict[str, float]:
     return _medians(waits)
 
 
-def times_outside(entries: Sequence[Entry], rows: Iterable[FacilityRow]) -> dict[str, list[float]]:
-    """By facility, the seconds that each of its jobs was out for beside those that its report tells, oldest first.
+def times_beside_training(entries: Sequence[Entry], rows: Iterable[FacilityRow]) -> dict[str, list[float]]:
+    """By facility, the seconds of each of its jobs from submission to end in which it did not train, oldest first.
 
-    From its submission to its end as it was noticed here: its queue, its template's own commands, and the start of its
-    program, which no scheduler tells apart.
+    Its queue, its template's own commands, the start of its program, loading, evaluating and saving.
     """
-    told = {(row.facility, row.round - row.staleness): row.seconds for row in rows if row.status == "ok"}
-    since: dict[str, tuple[int | None, float]] = {}
+    trained = {
+        (row.facility, row.round - row.staleness): row.tokens / row.tokens_per_second
+        for row in rows
+        if row.status == "ok" and row.tokens_per_second > 0
+    }
+    since: dict[str, tuple[int, float]] = {}
     found: dict[str, list[float]] = {}
     for entry in entries:
-        if entry.kind == "queued":
+        if entry.kind == "queued" and entry.round is not None:
             since[entry.facility] = entry.round, entry.time
         elif entry.kind == "transferred" and entry.facility in since:
-            round, began = since.pop(entry.facility)
-            seconds = told.get((entry.facility, round))
-            if seconds is not None:
-                outside = entry.time - float(entry.detail.get("seconds", 0.0)) - began - seconds
-                found.setdefault(entry.facility, []).append(max(0.0, outside))
+            number, began = since.pop(entry.facility)
+            if (seconds := trained.get((entry.facility, number))) is not None:
+                beside = entry.time - float(entry.detail.get("seconds", 0.0)) - began - seconds
+                found.setdefault(entry.facility, []).append(max(0.0, beside))
     return found
 
 

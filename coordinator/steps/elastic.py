@@ -11,7 +11,7 @@ queue was seen to take: the budget of `coordinator.planning.budget` with the que
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import Any
 
@@ -19,7 +19,7 @@ from coordinator.archive.journal import Entry
 from coordinator.archive.rounds import RoundFile
 from coordinator.config.closing import EvenSettings
 from coordinator.planning.budget import FacilityPace
-from coordinator.planning.pace import pace_of, sound_rows, times_outside, times_there_and_back
+from coordinator.planning.pace import pace_of, sound_rows, times_beside_training, times_there_and_back
 from facility.exchange.messages.steps import End
 
 WINDOW = 8
@@ -31,24 +31,21 @@ class Elastic:
     """A facility whose steps follow its queue."""
 
     pace: FacilityPace
-    """With `fixed_seconds` of everything but queue and steps."""
+    """With the `fixed_seconds` of both ways."""
     waits: Sequence[float]
-    """Seconds until a job works, one at least, each as likely as the others."""
+    """Seconds of a job beside training, its queue included; one at least, each as likely as the others."""
     least: int
     most: int
-    there_seconds: float = 0.0
-    """Of the fixed seconds, those before the job: the model's way there."""
+    back_seconds: float = 0.0
+    """Of the update's way back."""
+    own_seconds: float = 0.0
+    """Of loading, evaluating and saving: what a job counts that has not measured what comes beside its training."""
 
     def samples_until(self, seconds: float) -> float:
         """Expected samples of a round that ends `seconds` after its model was made."""
         room = seconds - self.pace.fixed_seconds
         steps = (min(max((room - wait) / self.pace.seconds_per_step, self.least), self.most) for wait in self.waits)
         return fmean(steps) * self.pace.samples_per_step
-
-    def until(self, seconds: float) -> float:
-        """The end for a job that counts its steps as it begins: loading, evaluating, saving and the update's way back
-        are still ahead of it."""
-        return seconds - (self.pace.fixed_seconds - self.there_seconds)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +61,9 @@ class Ends:
         return {
             name: asdict(
                 End(
-                    time=round(now + one.until(self.seconds), 3),
+                    time=round(now + self.seconds - one.back_seconds, 3),
                     seconds_per_step=one.pace.seconds_per_step,
+                    beside=round(one.own_seconds, 3),
                     least=one.least,
                     most=one.most,
                 )
@@ -104,17 +102,19 @@ def ends_ahead(
     known = {name: found for name in nominal if (found := sound_rows(rows, name))}
     if even.steps != "elastic" or len(known) < 2:
         return None
-    waits, (there, back) = times_outside(entries, rows), times_there_and_back(entries)
+    waits, (there, back) = times_beside_training(entries, rows), times_there_and_back(entries)
     facilities = {}
     for name, found in known.items():
         moving = there.get(name, 0.0) + back.get(name, 0.0)
         least, most = even.bounds(nominal[name])
+        pace = pace_of(name, found)
         facilities[name] = Elastic(
-            pace=pace_of(name, found, moving_seconds=moving),
-            waits=waits.get(name, [0.0])[-WINDOW:],
+            pace=replace(pace, fixed_seconds=moving),
+            waits=waits.get(name, [pace.fixed_seconds])[-WINDOW:],
             least=least,
             most=most,
-            there_seconds=there.get(name, 0.0),
+            back_seconds=back.get(name, 0.0),
+            own_seconds=pace.fixed_seconds,
         )
     wanted = sum(nominal[name] * one.pace.samples_per_step for name, one in facilities.items())
     return Ends(seconds=common_end(list(facilities.values()), wanted), facilities=facilities)

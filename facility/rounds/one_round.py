@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from pathlib import Path
 
 from facility.dataset import NAME as DATASET
@@ -14,6 +15,7 @@ from facility.exchange.messages.comparison import ALONE, MODELS, folders_of, wit
 from facility.exchange.messages.dataset_card import with_dataset
 from facility.exchange.messages.manifest import NAME, read_manifest, run_of, verify_manifest, with_head, with_run
 from facility.exchange.messages.outcome import Outcome
+from facility.exchange.messages.report import read_report
 from facility.exchange.messages.signatures import sign
 from facility.exchange.messages.usage import with_usage
 from facility.launching.supervise import Ending
@@ -30,7 +32,7 @@ from facility.rounds.models import Models, digest_of, tell
 from facility.rounds.own_models import gather_own_models, keep_own_update
 from facility.rounds.sealed import check_kept
 from facility.rounds.smaller import make_smaller
-from facility.rounds.steps import decide_steps
+from facility.rounds.steps import decide_steps, remember_beside
 from facility.rounds.sweep import forget_earlier, sweep
 
 log = logging.getLogger(__name__)
@@ -62,6 +64,8 @@ class OneRound:
         """How the update is masked; None: it is sent as it is."""
         self.missing: dict[str, str] = {}
         """Models of this facility's own that cannot be evaluated, and why."""
+        self.decided: float | None = None
+        """When this job decided how many steps it takes, in seconds since 1970; None: it did not."""
 
     def sweep(self) -> None:
         """Remove jobs of earlier rounds."""
@@ -116,7 +120,7 @@ class OneRound:
         clear(job.trained)
         job.trained.parent.mkdir(parents=True, exist_ok=True)
         if job.round < job.settings.rounds:
-            decide_steps(job.state, job.settings, self.received, job.round)
+            self.decided = decide_steps(job.state, job.settings, self.received, job.round)
 
     def train(self) -> Ending:
         """Train on the ranks of this task, and check the update if there is one."""
@@ -173,6 +177,8 @@ class OneRound:
         if job.settings.training.signing_key:
             sign(job.out, resolve(job.settings.training.signing_key))
         self.finished.keep(self.key, job.round, job.out)
+        if self.decided is not None:
+            remember_beside(job.state, time.time() - self.decided - read_report(job.out).seconds.train)
         forget_earlier(job.state, job.round)
         clear(compared_place(job.state))
 

@@ -6,6 +6,8 @@ import json
 import logging
 import time
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 from facility.exchange.files.durable import write_json
 from facility.exchange.messages.manifest import Manifest
@@ -15,26 +17,40 @@ from facility.exchange.messages.steps import end_asked, steps_asked
 log = logging.getLogger(__name__)
 
 NAME = "steps.json"
-"""In the facility's state: the steps of the round at work where they depend on when its job began."""
+"""In the facility's state: the steps of the round at work where they depend on when its job began, and what its latest
+jobs took beside training."""
+LATEST = 5
+"""Jobs that count."""
 
 
-def decide_steps(state: Path, settings: FacilitySettings, received: Manifest, round: int) -> None:
-    """Decide how many steps a round takes that is to end at a stated time, unless an earlier job of it has.
+def decide_steps(state: Path, settings: FacilitySettings, received: Manifest, round: int) -> float | None:
+    """Decide how many steps a round takes that is to end at a stated time; returns when, in seconds since 1970.
 
-    A round that goes on after a pause or a requeue thus keeps the steps with which it began, and every task of a job
-    reads the same number.
+    None where nothing is to be decided or an earlier job of the round has: a round that goes on after a pause or a
+    requeue keeps the steps with which it began, and every task of a job reads the same number.
     """
     end = end_asked(received, settings.facility, most=settings.most_steps)
     if end is None or _decided(state, received, round) is not None:
-        return
+        return None
     now = time.time()
-    steps = end.steps_from(now)
+    known = _beside(state)
+    beside = median(known) if known else end.beside
+    steps = end.steps_from(now, beside)
     state.mkdir(parents=True, exist_ok=True)
-    write_json(state / NAME, {"round": round, "model": received.content_sha256, "steps": steps})
+    write_json(state / NAME, {"round": round, "model": received.content_sha256, "steps": steps, "beside": known})
     log.info(
-        "round %d takes %d steps of %.3g s: the round is expected to end in %.0f s (%d to %d are allowed)",
-        *(round, steps, end.seconds_per_step, end.time - now, end.least, end.most),
+        "round %d takes %d steps of %.3g s: it is to end in %.0f s, of which %.0f s go beside training (%d to %d steps "
+        "are allowed)",
+        *(round, steps, end.seconds_per_step, end.time - now, beside, end.least, end.most),
     )
+    return now
+
+
+def remember_beside(state: Path, seconds: float) -> None:
+    """Keep how long a job took from its decision to its update beside training, for the decisions to come."""
+    told = _read(state)
+    if told:
+        write_json(state / NAME, told | {"beside": [*_beside(state), max(0.0, seconds)][-LATEST:]})
 
 
 def steps_of(state: Path, settings: FacilitySettings, received: Manifest, round: int) -> int | None:
@@ -45,10 +61,18 @@ def steps_of(state: Path, settings: FacilitySettings, received: Manifest, round:
 
 
 def _decided(state: Path, received: Manifest, round: int) -> int | None:
+    told = _read(state)
+    same = (told.get("round"), told.get("model")) == (round, received.content_sha256)
+    return int(told["steps"]) if same else None
+
+
+def _beside(state: Path) -> list[float]:
+    return [float(one) for one in _read(state).get("beside", [])]
+
+
+def _read(state: Path) -> dict[str, Any]:
     try:
         told = json.loads((state / NAME).read_text())
     except (OSError, ValueError):
-        return None
-    if not isinstance(told, dict) or (told.get("round"), told.get("model")) != (round, received.content_sha256):
-        return None
-    return int(told["steps"])
+        return {}
+    return told if isinstance(told, dict) else {}

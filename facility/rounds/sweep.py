@@ -21,9 +21,12 @@ def sweep(job_directory: Path, settings: FacilitySettings, round: int, received:
     """Remove this federation's models and this facility's updates of rounds before `round` beside `job_directory`.
 
     Directories of several models have the number of the final evaluation; those that are not the one `received` go.
-    Another facility may share that directory. Where facilities do not wait for one another it may be behind: so many
-    rounds longer models stay. Returns what was removed.
+    After an early end that number is larger than the round of the model that is evaluated, which stays: what counts is
+    the round of the model received. Another facility may share that directory. Where facilities do not wait for one
+    another it may be behind: so many rounds longer models stay. Returns what was removed.
     """
+    if received is not None and received.kind == "model":
+        round = min(round, received.round)
 
     def is_over(directory: Path) -> bool:
         if (manifest := manifest_if_any(directory)) is None:

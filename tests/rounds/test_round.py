@@ -382,6 +382,23 @@ def test_the_sweep_removes_only_our_old_models_and_updates(tmp_path: Path, behin
     assert after == {path: digest for path, digest in before.items() if not any(path.is_relative_to(o) for o in old)}
 
 
+@pytest.mark.parametrize("behind", [0, 2])
+def test_the_sweep_keeps_the_model_that_is_evaluated_after_an_early_end(tmp_path: Path, behind: int):
+    """A deadline or a budget ended the federation before its last round: the final evaluation has the number of rounds,
+    and its model that of the round that was to follow."""
+    done = SETTINGS.rounds - 3
+    job = tmp_path / str(uuid.uuid4())
+    job.mkdir()
+    places = {}
+    for number in range(done + 1):
+        directory = tmp_path / str(uuid.uuid4()) / str(uuid.uuid4()) / "model"
+        directory.mkdir(parents=True)
+        write_manifest(directory, Manifest(kind="model", federation=SETTINGS.federation, round=number))
+        places[number] = directory
+    sweep(job, replace(SETTINGS, behind=behind), SETTINGS.rounds, read_manifest(places[done]))
+    assert {number for number, path in places.items() if path.exists()} == set(range(max(0, done - behind), done + 1))
+
+
 def test_the_sweep_does_nothing_where_no_engine_made_the_directory(tmp_path: Path):
     victim = tmp_path / str(uuid.uuid4()) / "model"
     victim.mkdir(parents=True)

@@ -23,7 +23,7 @@ from facility.exchange.messages.manifest import read_manifest
 from facility.exchange.messages.report import Seconds, read_report, write
 from facility.exchange.messages.settings import FacilitySettings
 from facility.exchange.messages.steps import MOST, End, end_asked
-from facility.rounds.steps import NAME, decide_steps, steps_of
+from facility.rounds.steps import NAME, decide_steps, remember_beside, steps_of
 from tests.aggregation.updates import write_update
 from tests.federations import write_federation
 from tests.pico import save_pico
@@ -75,7 +75,7 @@ def test_where_no_queue_varies_everybody_takes_the_steps_of_the_settings(seconds
     begins=st.floats(0, 1e11),
 )
 def test_a_job_takes_what_fits_until_the_end_within_its_bounds(time: float, pace: float, bounds: Any, begins: float):
-    end = End(time=time, seconds_per_step=pace, least=bounds[0], most=bounds[1])
+    end = End(time=time, seconds_per_step=pace, beside=0.0, least=bounds[0], most=bounds[1])
     steps = end.steps_from(begins)
     assert bounds[0] <= steps <= bounds[1]
     if bounds[0] < steps:
@@ -85,8 +85,8 @@ def test_a_job_takes_what_fits_until_the_end_within_its_bounds(time: float, pace
 
 
 def test_times_of_the_past_say_when_the_next_round_ends():
-    """Both report 110 s, 100 of them in 100 steps. a was out for 0 and 80 s more, b for 40: as many samples, so the
-    round takes 150 s."""
+    """Both train 100 s in 100 steps. Beside it a needed 10 and 90 s, b 50, and 2 s for the way back: as many samples
+    are expected in rounds of 152 s."""
     entries, history = [], []
     speeds = {"a": Speed(1.0), "b": Speed(1.0)}
     nominal = {"a": 100, "b": 100}
@@ -101,14 +101,15 @@ def test_times_of_the_past_say_when_the_next_round_ends():
     ends = ends_ahead(ELASTIC, nominal, history, entries)
     assert ends is not None and ends.seconds == pytest.approx(40 + 10 + 100 + 2)
     told = ends.told(5000.0)
-    assert told["a"] == {"time": 5140.0, "seconds_per_step": 1.0, "least": 25, "most": 400}
+    assert told["a"] == {"time": 5150.0, "seconds_per_step": 1.0, "beside": 10.0, "least": 25, "most": 400}
     assert End(**told["a"]).steps_from(5000.0) == 140 and End(**told["a"]).steps_from(5080.0) == 60
+    assert End(**told["a"]).steps_from(5000.0, beside=50.0) == 100, "the job knows better"
     assert ends_ahead(EvenSettings(steps="auto"), nominal, history, entries) is None
     assert ends_ahead(ELASTIC, nominal | {"new": 70}, history, entries).facilities.keys() == {"a", "b"}  # type: ignore[union-attr]
     assert ends_ahead(ELASTIC, {"a": 100}, history, entries) is None
 
 
-GOOD = {"time": 5000.0, "seconds_per_step": 2.0, "least": 1, "most": 8}
+GOOD = {"time": 5000.0, "seconds_per_step": 2.0, "beside": 0.0, "least": 1, "most": 8}
 
 
 @pytest.mark.parametrize(
@@ -120,6 +121,7 @@ GOOD = {"time": 5000.0, "seconds_per_step": 2.0, "least": 1, "most": 8}
         GOOD | {"time": float("nan")},
         GOOD | {"time": True},
         GOOD | {"seconds_per_step": 0},
+        GOOD | {"beside": -1.0},
         GOOD | {"seconds_per_step": -1.0},
         GOOD | {"time": 10**400},
         GOOD | {"least": 0},
@@ -148,16 +150,22 @@ def test_a_round_that_goes_on_keeps_the_steps_with_which_it_began(tmp_path: Path
     settings = FacilitySettings(federation="f", facility="a", rounds=9, seed=1, most_steps=8)
     state, now = tmp_path / "state", [4990.0]
     monkeypatch.setattr("facility.rounds.steps.time.time", lambda: now[0])
-    decide_steps(state, settings, received, 4)
+    assert decide_steps(state, settings, received, 4) == 4990.0
     assert steps_of(state, settings, received, 4) == 5
     now[0] = 9999.0
-    decide_steps(state, settings, received, 4)
+    assert decide_steps(state, settings, received, 4) is None
     assert steps_of(state, settings, received, 4) == 5, "a requeue later, and every other task"
     other = dataclasses.replace(received, files={})
     assert other.content_sha256 != received.content_sha256
     for manifest, round in ((received, 5), (other, 4)):
         decide_steps(state, settings, manifest, round)
         assert steps_of(state, settings, manifest, round) == 1, "another round, another model"
+    now[0] = 4990.0
+    for seconds in (4.0, 2.0, 900.0):
+        remember_beside(state, seconds)
+    assert steps_of(state, settings, other, 4) == 1, "of the round at work nothing changes"
+    assert decide_steps(state, settings, received, 6) == 4990.0
+    assert steps_of(state, settings, received, 6) == 3, "10 s, of which 4 usually go beside training"
     (state / NAME).write_text("{")
     assert steps_of(state, settings, received, 4) is None, "then the settings' own"
     careful = dataclasses.replace(settings, most_steps=7)
@@ -189,7 +197,7 @@ def test_the_model_of_the_next_round_carries_the_end(tmp_path: Path, monkeypatch
     again, number, proceed = start(archive, tmp_path / "model", settings)
     moved = end_asked(read_manifest(again), "a")
     assert (number, proceed) == (1, True) and moved is not None
-    assert end.time + 86400 < moved.time < end.time + 86400 + found.next_end, "a run that goes on counts from its start"
+    assert moved.time == pytest.approx(end.time + 86400 + found.next_end), "a run that goes on counts from its start"
     start(archive, tmp_path / "model", dataclasses.replace(settings, even=None, steps={}))
     assert end_asked(read_manifest(again), "a") is None, "no longer elastic"
 

@@ -16,19 +16,22 @@ MOST = 10**9
 
 @dataclass(frozen=True, kw_only=True)
 class End:
-    """When the training of one facility in one round is to end, so that all facilities' do."""
+    """When the job of one facility in one round is to end, so that all facilities' do."""
 
     time: float
     """Seconds since 1970."""
     seconds_per_step: float
+    beside: float
+    """Seconds that loading, evaluating and saving are expected to take."""
     least: int
     """Steps of a job that begins too late."""
     most: int
     """Steps of one that begins early."""
 
-    def steps_from(self, now: float) -> int:
-        """Steps of a training that begins at `now`, seconds since 1970."""
-        room = math.floor(min(max((self.time - now) / self.seconds_per_step, 0.0), float(MOST)))
+    def steps_from(self, now: float, beside: float | None = None) -> int:
+        """Steps of a job that decides at `now`, seconds since 1970. `beside`: seconds, where the job knows better."""
+        left = self.time - now - (self.beside if beside is None else beside)
+        room = math.floor(min(max(left / self.seconds_per_step, 0.0), float(MOST)))
         return min(max(room, self.least), self.most)
 
 
@@ -43,16 +46,19 @@ def end_asked(manifest: Manifest, facility: str, *, most: int = MOST) -> End | N
     """When this facility's training is to end; None where nothing, or nothing sensible or agreed to, is said of it."""
     asked = manifest.extra.get(ENDS)
     told = asked.get(facility) if isinstance(asked, dict) else None
-    if not isinstance(told, dict) or set(told) != {"time", "seconds_per_step", "least", "most"}:
+    if not isinstance(told, dict) or set(told) != {"time", "seconds_per_step", "beside", "least", "most"}:
         return None
-    numbers = [told["time"], told["seconds_per_step"]]
-    if not all(isinstance(n, int | float) and not isinstance(n, bool) and 0 < n < 1e12 for n in numbers):
+    numbers = [told["time"], told["seconds_per_step"], told["beside"]]
+    if not all(isinstance(n, int | float) and not isinstance(n, bool) and 0 <= n < 1e12 for n in numbers):
+        return None
+    if told["seconds_per_step"] <= 0:
         return None
     if not _possible(told["least"], most) or not _possible(told["most"], most) or told["least"] > told["most"]:
         return None
     return End(
         time=float(told["time"]),
         seconds_per_step=float(told["seconds_per_step"]),
+        beside=float(told["beside"]),
         least=told["least"],
         most=told["most"],
     )
