@@ -101,7 +101,7 @@ class Call:
         with new_directory(self.out) as out:
             if self.steps:
                 save(out)
-                if self.settings.step_norms:
+                if self.settings.norms_of_whole:
                     self._state_norms(out)
             report.write(
                 out,

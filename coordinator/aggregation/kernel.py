@@ -15,25 +15,23 @@ sharding. What half precision cannot carry stays in m and is sent when it has gr
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from coordinator.aggregation.rules.contract import Combine
-from coordinator.aggregation.server_optimizers.contract import Step
 from coordinator.aggregation.steps import Steps, add_products
 from coordinator.aggregation.streams import PIECE, Files, Span, pieces, spans_of
 from coordinator.aggregation.unmasking import Unmasking
+from coordinator.aggregation.work import Malformed, NotFinite, Passed, Work
 from facility.exchange.checkpoints.checkpoint import ITEM_BYTES, TensorEntry
+from facility.exchange.checkpoints.encoded import EncodedTensor
 from facility.exchange.checkpoints.floats import STORAGE, Array, narrow, widen
 from facility.exchange.checkpoints.running_statistics import is_running_statistic
 from facility.exchange.checkpoints.writer import TensorWriter
-from facility.exchange.errors import InputError
-from facility.exchange.files.streamed_digest import StreamedDigest
+from facility.exchange.errors import CheckpointError
 
 READ = 4 * PIECE
 """Elements read at a time from each source: few enough that they are still in the cache when they are worked on."""
@@ -41,94 +39,6 @@ READ_BYTES = 8 << 20
 """Buffer bytes of one thread for what it reads, whatever the number of updates (a piece of each at least)."""
 SAMPLE = 16
 """With sampled statistics, every N-th piece of each tensor counts, from its first on."""
-
-
-class SeesSteps(Protocol):
-    """Sees the steps of every update, piece by piece and from any thread."""
-
-    def take(self, name: str, begin: int, steps: Array) -> None:
-        """`steps`: (updates, n), of the elements of a tensor from `begin` on."""
-
-
-class SeesValues(Protocol):
-    """Sees the values of every update, part by part and from any thread."""
-
-    def take(self, name: str, begin: int, values: Sequence[Array], dtypes: Sequence[str]) -> None:
-        """`values`: of each update as stored in its dtype, the elements of a tensor from `begin` on, in a buffer that
-        is used again."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Work:
-    """One pass: what is read, what is computed, what is written."""
-
-    base: Mapping[str, TensorEntry]
-    """The federated floating-point tensors of the model that was sent."""
-    updates: Sequence[Mapping[str, TensorEntry]]
-    """By facility, in the fixed order."""
-    coefficients: Sequence[float] | None = None
-    """Linear combination; None: `combine` works value by value, or nothing is combined."""
-    combine: Combine | None = None
-    unmasking: Unmasking | None = None
-    """The updates are masked: this makes the step of the round from them, and no step of one update exists."""
-    master: Mapping[str, TensorEntry] = field(default_factory=dict)
-    """Tensors absent here start from the base."""
-    slots: Sequence[Mapping[str, TensorEntry]] = ()
-    """The server optimiser's tensors of the round before, by slot; absent ones start from `slot_starts`."""
-    slot_starts: Sequence[float] = ()
-    step: Step | None = None
-    """None: the step is added."""
-    float64: bool = False
-    statistics: str = "exact"
-    """`exact`, `sample` or `off`: how many values count for inner products and for the norm of the round's step."""
-    products: bool = True
-    """Whether the inner products are summed; not where an earlier pass over the same updates did."""
-    by_tensor: bool = False
-    """Whether the inner products are also kept for every tensor."""
-    momentum: bool = False
-    """The first slot is the server optimizer's momentum, and the rule looks at it: a pass that writes nothing measures
-    the steps' inner products with it by tensor, `combine` gets it as the last row of its steps."""
-    observe: Callable[[Array], None] | None = None
-    """Sees every (updates, n) block of steps, from any thread."""
-    walk: SeesSteps | None = None
-    """Makes the mean walk of the steps, where drift is corrected."""
-    values: SeesValues | None = None
-    """Sees what the updates hold."""
-    hashed: Mapping[Path, StreamedDigest] = field(default_factory=dict)
-    """Files of the base, the state and the updates that are hashed as they are read."""
-    model: TensorWriter | None = None
-    new_master: TensorWriter | None = None
-    new_slots: Sequence[TensorWriter] = ()
-
-
-@dataclass(kw_only=True)
-class Passed:
-    """What a pass found out."""
-
-    gram: Array
-    """Inner products of the updates' steps, (updates, updates), float64."""
-    by_tensor: dict[str, Array] = field(default_factory=dict)
-    """The same for each tensor, where it is asked for."""
-    along_momentum: dict[str, Array] = field(default_factory=dict)
-    """Inner products of each update's step, and last of the momentum itself, with the momentum, by tensor."""
-    step_squared: float = 0.0
-    """Squared L2 norm of the master's change."""
-    elements: int = 0
-    counted: int = 0
-    """Elements behind `gram` and `step_squared`."""
-    bytes_read: int = 0
-    bytes_written: int = 0
-
-
-class NotFinite(InputError):
-    """A value of the next model is NaN or infinity, or does not fit its dtype; `update` says whose fault it is."""
-
-    def __init__(self, name: str, dtype: str, update: int | None) -> None:
-        self.name, self.dtype, self.update = name, dtype, update
-        super().__init__(
-            f"tensor {name!r} of the next model holds NaN or infinity, or does not fit {dtype}: "
-            "an update diverged, or the server learning rate is too large"
-        )
 
 
 class _Buffers:
@@ -245,11 +155,13 @@ def _read(work: Work, name: str, begin: int, count: int, files: Files, buffers: 
     """The same elements of every source."""
     base, updates = work.base[name], len(work.updates)
     entries = [source.get(name) for source in (work.base, *work.updates, work.master, *work.slots)]
-    arrays = [
-        None if entry is None else files.read(entry, begin, count, buffer)
-        for entry, buffer in zip(entries, buffers.raw, strict=True)
-    ]
-    result.bytes_read += sum(count * ITEM_BYTES[entry.dtype] for entry in entries if entry is not None)
+    arrays: list[Array | None] = []
+    for number, (entry, buffer) in enumerate(zip(entries, buffers.raw, strict=True)):
+        if isinstance(entry, EncodedTensor):
+            arrays.append(_decoded(entry, begin, number - 1, arrays[0], files, buffer))
+        else:
+            arrays.append(None if entry is None else files.read(entry, begin, count, buffer))
+    result.bytes_read += sum(_bytes_of(entry, count) for entry in entries if entry is not None)
     master = arrays[1 + updates]
     return _Part(
         work=work,
@@ -263,6 +175,24 @@ def _read(work: Work, name: str, begin: int, count: int, files: Files, buffers: 
         buffers=buffers,
         added=work.model is not None and work.coefficients is not None and work.step is None and master is None,
     )
+
+
+def _decoded(
+    entry: EncodedTensor, begin: int, update: int, base: Array | None, files: Files, buffer: memoryview
+) -> Array:
+    """Elements of an update that travelled as a difference to the base. Raises `Malformed`."""
+    assert base is not None
+    try:
+        return files.decode(entry, begin, base, buffer)
+    except CheckpointError as error:
+        raise Malformed(update, str(error)) from None
+
+
+def _bytes_of(entry: TensorEntry, count: int) -> int:
+    """Bytes in a file of `count` elements of a tensor; of an encoded one on average."""
+    if isinstance(entry, EncodedTensor):
+        return sum(one.size for one in entry.fields.values()) * count // max(1, entry.elements)
+    return count * ITEM_BYTES[entry.dtype]
 
 
 def _combined(part: _Part, piece: slice, result: Passed) -> tuple[Array, Array, bool]:

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from coordinator.aggregation.kernel import Passed
 from coordinator.aggregation.request import Request
 from coordinator.aggregation.rules.contract import Plan
 from coordinator.aggregation.settings import AggregationSettings
 from coordinator.aggregation.sources import Sources
 from coordinator.aggregation.unchanged import Linked
 from coordinator.aggregation.updates import Update
+from coordinator.aggregation.work import Passed
 from facility.exchange.checkpoints.checkpoint import Checkpoint, TensorEntry
 from facility.exchange.checkpoints.floats import Array
 from facility.exchange.errors import InputError, UpdateRefused

@@ -21,6 +21,7 @@ from coordinator.aggregation.state import fitting, open_state
 from coordinator.aggregation.stated_norms import confirm, stated_squares
 from coordinator.aggregation.updates import Update, weights_of
 from coordinator.aggregation.verify import check_finite, check_unaltered
+from coordinator.aggregation.work import Malformed, NotFinite, Passed, Work
 from facility.exchange.checkpoints import magnitudes
 from facility.exchange.checkpoints.checkpoint import TensorEntry
 from facility.exchange.errors import UpdateRefused
@@ -90,12 +91,12 @@ def threads_of(aggregation: Aggregation) -> int:
     return aggregation.request.threads or (1 if many else min(2, os.cpu_count() or 1))
 
 
-def run_pass(aggregation: Aggregation, work: kernel.Work) -> kernel.Passed:
+def run_pass(aggregation: Aggregation, work: Work) -> Passed:
     """A pass over the tensors, whose faults name the facility."""
     opened = aggregation.opened
     try:
         passed = kernel.run(work, threads=threads_of(aggregation))
-    except kernel.NotFinite as error:
+    except NotFinite as error:
         verify_sources(aggregation.request)
         look_into(aggregation, opened)
         if error.update is None:
@@ -103,6 +104,9 @@ def run_pass(aggregation: Aggregation, work: kernel.Work) -> kernel.Passed:
         raise UpdateRefused(
             opened[error.update].facility, f"tensor {error.name!r} holds NaN, infinity or absurdly large values"
         ) from None
+    except Malformed as error:
+        look_into(aggregation, opened)
+        raise UpdateRefused(opened[error.update].facility, str(error)) from None
     for update, squared in zip(opened, passed.gram.diagonal(), strict=True):
         if not math.isfinite(squared):
             verify_sources(aggregation.request)
@@ -159,7 +163,7 @@ def _measure(aggregation: Aggregation) -> None:
     sources = Sources()
     if aggregation.request.verify_updates:
         sources.promise_updates(aggregation.opened, aggregation.verified)
-    work = kernel.Work(
+    work = Work(
         base=aggregation.floats,
         updates=[update.entries for update in aggregation.opened],
         float64=aggregation.settings.accumulate == "float64",

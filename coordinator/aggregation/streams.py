@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from facility.exchange.checkpoints.checkpoint import ITEM_BYTES, TensorEntry, expect, read_exactly
-from facility.exchange.checkpoints.floats import STORAGE, Array
+from facility.exchange.checkpoints.encoded import EncodedTensor, add_difference, stored_of
+from facility.exchange.checkpoints.floats import STORAGE, Array, widen
 from facility.exchange.checkpoints.spans import PIECE, SPAN
 from facility.exchange.files.streamed_digest import StreamedDigest
 from facility.exchange.masking.streams import DTYPES, UNSIGNED
@@ -58,22 +59,34 @@ class Files:
         self._hashers = ThreadPoolExecutor(min(HASHERS, os.cpu_count() or 1)) if self._hashed else None
         self._under_way = threading.local()
 
-    def open(self, entries: Sequence[TensorEntry]) -> None:
+    def open(self, entries: Iterable[TensorEntry]) -> None:
         """The files of these tensors, which are all that is read of them."""
-        for entry in entries:
+        stored = [one for entry in entries for one in stored_of(entry)]
+        for entry in stored:
             if entry.file not in self._descriptors:
                 self._descriptors[entry.file] = os.open(entry.file, os.O_RDONLY)
-        expect(self._hashed, entries)
+        expect(self._hashed, stored)
 
     def read(self, entry: TensorEntry, start: int, count: int, buffer: memoryview) -> Array:
         """Elements of a tensor into `buffer`, as an array of the storage dtype that lives in it."""
         item = ITEM_BYTES[entry.dtype]
         view = buffer[: count * item]
-        read_exactly(self._descriptors[entry.file], view, entry.start + start * item, entry.file)
-        if self._hashers is not None and (digest := self._hashed.get(entry.file)) is not None:
-            feeding = self._hashers.submit(digest.feed, entry.start + start * item, view)
-            self._under_way.__dict__.setdefault("futures", []).append(feeding)
+        self._read(entry, start * item, view)
         return np.frombuffer(view, STORED[entry.dtype])
+
+    def decode(self, entry: EncodedTensor, start: int, base: Array, buffer: memoryview) -> Array:
+        """The same of an encoded tensor; `base`: the same elements of its reference, as stored."""
+        values = np.frombuffer(buffer[: len(base) * ITEM_BYTES[entry.dtype]], STORED[entry.dtype])
+        widen(base, entry.reference.dtype, values)
+        add_difference(entry, start, values, self._read)
+        return values
+
+    def _read(self, entry: TensorEntry, offset: int, view: memoryview) -> None:
+        """Bytes of a stored tensor, which are hashed until `settle`."""
+        read_exactly(self._descriptors[entry.file], view, entry.start + offset, entry.file)
+        if self._hashers is not None and (digest := self._hashed.get(entry.file)) is not None:
+            feeding = self._hashers.submit(digest.feed, entry.start + offset, view)
+            self._under_way.__dict__.setdefault("futures", []).append(feeding)
 
     def settle(self) -> None:
         """Wait until what this thread has read is hashed."""
@@ -88,6 +101,8 @@ class Files:
 
     def will_need(self, entry: TensorEntry, start: int, count: int) -> None:
         """Tell the kernel to read ahead, so that the disk works while the arithmetic does."""
+        if isinstance(entry, EncodedTensor):  # a message is small
+            return
         item = ITEM_BYTES[entry.dtype]
         os.posix_fadvise(
             self._descriptors[entry.file], entry.start + start * item, count * item, os.POSIX_FADV_WILLNEED

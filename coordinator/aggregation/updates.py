@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from coordinator.aggregation.settings import AggregationSettings
-from coordinator.aggregation.verify import check_identity, check_tokenizer
-from facility.exchange.checkpoints.checkpoint import Checkpoint, TensorEntry, open_checkpoint
+from coordinator.aggregation.verify import check_identity, check_tokenizer, open_update
+from facility.exchange.checkpoints.checkpoint import Checkpoint, TensorEntry
 from facility.exchange.errors import CheckpointError, ConfigurationError, InputError, UpdateRefused
 from facility.exchange.messages.manifest import NAME, Manifest, read_manifest
 from facility.exchange.messages.masking import DETAILS, ENCODING
@@ -82,7 +82,7 @@ def _open(
         if report and report.facility != facility:
             raise UpdateRefused(facility, f"its report.json is of facility {report.facility!r}")
         staleness = _staleness(directory, manifest, base_manifest, facility, settings)
-        checkpoint = open_checkpoint(directory)
+        checkpoint = open_update(directory, manifest, base.directory, base_manifest)
         check_tokenizer(base.directory, directory, facility)
     except UpdateRefused:
         raise

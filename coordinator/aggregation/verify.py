@@ -16,13 +16,14 @@ from facility.exchange.checkpoints.checkpoint import (
     TensorEntry,
     expect,
     open_checkpoint,
-    read_exactly,
 )
 from facility.exchange.checkpoints.companions import EXECUTABLE
-from facility.exchange.checkpoints.floats import STORAGE, widen
+from facility.exchange.checkpoints.encoded import Opened, open_message, stored_of, values_of
+from facility.exchange.checkpoints.floats import widen
 from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.checkpoints.running_statistics import VARIANCE
 from facility.exchange.checkpoints.second_moments import Factors, has_factors, read_factors
+from facility.exchange.delta_codecs import CODECS
 from facility.exchange.errors import CheckpointError, ManifestError, UpdateRefused
 from facility.exchange.files.streamed_digest import StreamedDigest
 from facility.exchange.messages.layout import LoraSettings
@@ -37,7 +38,6 @@ from facility.exchange.messages.manifest import (
 from facility.exchange.messages.report import read_failure, read_report
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "preprocessor_config.json")
-CHUNK = 4 << 20
 
 
 def check_update(
@@ -72,7 +72,7 @@ def check_update(
                 f"report.json is of {report.facility!r} and round {report.round}, the manifest of round "
                 f"{manifest.round}",
             )
-        update = open_checkpoint(directory)
+        update = open_update(directory, manifest, base.directory, base_manifest)
         patterns = patterns or Patterns()
         if adapters is not None and (manifest.encoding == "lora") != (adapters.rank > 0):
             wanted = "adapters" if adapters.rank else "a whole model"
@@ -92,6 +92,16 @@ def check_update(
     except (UpdateRefused, CheckpointError) as error:
         check_unaltered(directory, facility)
         raise error if isinstance(error, UpdateRefused) else UpdateRefused(facility, str(error)) from None
+
+
+def open_update(directory: Path, manifest: Manifest | None, base: Path, base_manifest: Manifest | None) -> Checkpoint:
+    """The tensors of an update as it came: whole, or a difference to the model in the directory `base`.
+
+    Raises `CheckpointError`.
+    """
+    if manifest is not None and base_manifest is not None and manifest.encoding in CODECS.names():
+        return open_message(directory, manifest, base, base_manifest)
+    return open_checkpoint(directory)
 
 
 def check_unaltered(directory: Path, facility: str) -> None:
@@ -183,40 +193,41 @@ def check_tokenizer(base: Path, update: Path, facility: str) -> None:
 
 def check_variances(entries: Mapping[str, TensorEntry], facility: str) -> None:
     """Refuse running variances below zero: a mean below zero would be a model that no facility can use."""
-    for name, entry in entries.items():
-        if not name.endswith(VARIANCE) or entry.dtype not in FLOATS or not entry.elements:
-            continue
-        raw = np.empty(entry.elements, STORAGE[entry.dtype])
-        with open(entry.file, "rb") as file:
-            read_exactly(file.fileno(), raw.data.cast("B"), entry.start, entry.file)
-        values = np.empty(entry.elements, np.float64)
-        widen(raw, entry.dtype, values)
-        if bool((values < 0).any()):
-            raise UpdateRefused(facility, f"tensor {name!r} holds a variance below zero")
+    with Opened() as read:
+        for name, entry in entries.items():
+            if not name.endswith(VARIANCE) or entry.dtype not in FLOATS:
+                continue
+            for raw in values_of(entry, read):
+                values = np.empty(len(raw), np.float64)
+                widen(raw, entry.dtype, values)
+                if bool((values < 0).any()):
+                    raise UpdateRefused(facility, f"tensor {name!r} holds a variance below zero")
 
 
 def check_finite(
     entries: dict[str, TensorEntry], facility: str, hashed: Mapping[Path, StreamedDigest] | None = None
 ) -> None:
-    """Refuse NaN and infinity in any floating-point tensor, in the order on disk; `hashed` takes what is read."""
-    buffer = bytearray(CHUNK)
-    descriptors: dict[Path, int] = {}
-    floats = {name: entry for name, entry in entries.items() if entry.dtype in FLOATS}
-    expect(hashed or {}, floats.values())
-    try:
-        for name, entry in sorted(floats.items(), key=lambda item: (item[1].file, item[1].start)):
-            if entry.file not in descriptors:
-                descriptors[entry.file] = os.open(entry.file, os.O_RDONLY)
-            for offset in range(0, entry.size, CHUNK):
-                view = memoryview(buffer)[: min(CHUNK, entry.size - offset)]
-                read_exactly(descriptors[entry.file], view, entry.start + offset, entry.file)
-                if hashed and entry.file in hashed:
-                    hashed[entry.file].feed(entry.start + offset, view)
-                if not _finite(np.frombuffer(view, STORAGE[entry.dtype]), entry.dtype):
-                    raise UpdateRefused(facility, f"tensor {name!r} holds NaN or infinity")
-    finally:
-        for descriptor in descriptors.values():
-            os.close(descriptor)
+    """Refuse NaN and infinity in any floating-point tensor, in the order on disk; `hashed` takes what is read.
+
+    Refuses encoded tensors that cannot be decoded, too.
+    """
+    floats = [(name, entry) for name, entry in entries.items() if entry.dtype in FLOATS]
+    floats.sort(key=lambda item: min((one.file, one.start) for one in stored_of(item[1]) or [item[1]]))
+    expect(hashed or {}, [one for _, entry in floats for one in stored_of(entry)])
+    with Opened() as opened:
+
+        def read(entry: TensorEntry, offset: int, buffer: memoryview) -> None:
+            opened(entry, offset, buffer)
+            if hashed and entry.file in hashed:
+                hashed[entry.file].feed(entry.start + offset, buffer)
+
+        for name, entry in floats:
+            try:
+                finite = all(_finite(values, entry.dtype) for values in values_of(entry, read))
+            except CheckpointError as error:
+                raise UpdateRefused(facility, str(error)) from None
+            if not finite:
+                raise UpdateRefused(facility, f"tensor {name!r} holds NaN or infinity")
 
 
 def _finite(raw: np.ndarray, dtype: str) -> bool:

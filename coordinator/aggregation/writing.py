@@ -23,6 +23,7 @@ from coordinator.aggregation.server_optimizers.registry import SERVER_OPTIMIZERS
 from coordinator.aggregation.sources import Sources
 from coordinator.aggregation.state import MASTER, fitting, open_state, seal
 from coordinator.aggregation.unchanged import known_files, link_unchanged, read_unchanged, write_unchanged
+from coordinator.aggregation.work import Work
 from facility.exchange.checkpoints.adapters import CONFIG, write_adapter_config
 from facility.exchange.checkpoints.checkpoint import FLOATS, TensorEntry, expect, open_checkpoint
 from facility.exchange.checkpoints.companions import copy_companions
@@ -131,7 +132,7 @@ def seal_outputs(aggregation: Aggregation, outputs: Outputs, record: RoundRecord
     return record
 
 
-def _work(aggregation: Aggregation, outputs: Outputs, stack: ExitStack, model: TensorWriter) -> kernel.Work:
+def _work(aggregation: Aggregation, outputs: Outputs, stack: ExitStack, model: TensorWriter) -> Work:
     """The pass that combines the updates, moves the master and writes both."""
     settings, floats, unmasking = aggregation.settings, aggregation.floats, aggregation.request.unmasking
     optimizer = SERVER_OPTIMIZERS.get(settings.server_optimizer)
@@ -146,7 +147,7 @@ def _work(aggregation: Aggregation, outputs: Outputs, stack: ExitStack, model: T
         sources.promise_updates(aggregation.opened, aggregation.verified)
     writers = _state_writers(aggregation, outputs.state, stack, [MASTER, *optimizer.slots])
     statistics = "off" if aggregation.measured and settings.statistics != "exact" else settings.statistics
-    return kernel.Work(
+    return Work(
         base=floats,
         updates=[update.entries for update in aggregation.opened],
         coefficients=aggregation.plan.coefficients if unmasking is None else None,
@@ -225,7 +226,7 @@ def _copy_tensor(entry: TensorEntry, writer: TensorWriter, dtype: str, hashed: S
     name = entry.name
     if dtype != entry.dtype:
         same = {name: entry}
-        work = kernel.Work(base=same, updates=[same], coefficients=[1.0], statistics="off", model=writer)
+        work = Work(base=same, updates=[same], coefficients=[1.0], statistics="off", model=writer)
         kernel.run(work, threads=1)
         return
     with open(entry.file, "rb", buffering=0) as file:

@@ -33,6 +33,7 @@ from coordinator.engine.masked_workflow import (
     masking_settings,
 )
 from coordinator.engine.round_workflow import round_workflow
+from coordinator.rounds.verification import averages_encoded
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.files.durable import write_text
 from facility.exchange.files.paths import CHECKOUT, shipped
@@ -221,8 +222,8 @@ def _facility_settings(federation: Federation, facility: Facility) -> str:
 
 def _states_norms(federation: Federation, facility: Facility) -> bool:
     """Does the norm of a facility's step save the coordinator a reading of its update?"""
-    read_as_sent = facility.training.encoding == "full" and not federation.masks
-    return read_as_sent and norms_suffice(federation.aggregation, len(federation.facilities))
+    read_as_sent = facility.training.encoding == "full" or averages_encoded(federation)
+    return read_as_sent and not federation.masks and norms_suffice(federation.aggregation, len(federation.facilities))
 
 
 def _evaluation(federation: Federation, facility: Facility) -> FacilityEvaluation:

@@ -15,6 +15,7 @@ from coordinator.engine.render import stale
 from coordinator.memory.figures import ModelFigures, model_figures
 from coordinator.preflight.disk import IN_FLIGHT, Disk, coordinator_disk
 from coordinator.preflight.row import Row, fail, ok, size, skipped, warning
+from coordinator.rounds.verification import averages_encoded
 from facility.exchange.checkpoints.adapter_targets import parameters_of, targets_of
 from facility.exchange.checkpoints.conversion import check_names, model_of
 from facility.exchange.checkpoints.families import refusal_of
@@ -172,6 +173,7 @@ def _room(federation: Federation, model: ModelFigures) -> Row:
         rounds=federation.rounds,
         keep_rounds=federation.keep_rounds,
         links=can_link(archive),
+        decoded=not averages_encoded(federation),
     )
     if archive.stat().st_dev == work.stat().st_dev:
         places = {archive: need}

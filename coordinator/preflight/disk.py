@@ -73,19 +73,21 @@ def coordinator_disk(
     rounds: int,
     keep_rounds: int,
     links: bool = False,
+    decoded: bool = True,
 ) -> Disk:
     """`keep_rounds` models and the initial one, the next one, one update of each facility, one state and the next.
 
-    `updates`: the training settings of each facility. An update that travels as a difference is there as it came and
-    decoded. `links`: the archive's file system has hard links, so that what adapters leave unchanged is there once
-    (`coordinator.aggregation.unchanged`).
+    `updates`: the training settings of each facility. An update that travels as a difference is there as it came, and
+    `decoded` as well where it is not averaged so (`coordinator.rounds.verification`). `links`: the archive's file
+    system has hard links, so that what adapters leave unchanged is there once (`coordinator.aggregation.unchanged`).
     """
     slots = SERVER_OPTIMIZERS.get(split_rule(rule)[1], "rule").slots
     in_flight = 0
     for training in updates.values():
         whole = model.written(training)
         encoded = training.encoding != "full"
-        in_flight += whole + (model.travelling(whole, training.encoding, training.sparse_density) if encoded else 0)
+        in_flight += model.travelling(whole, training.encoding, training.sparse_density) if encoded else 0
+        in_flight += whole if decoded or not encoded else 0
     kept = min(rounds, keep_rounds) if keep_rounds else rounds
     adapters = max((model.written(training) for training in updates.values() if training.lora.rank), default=0)
     trained = max((model.trained(training) for training in updates.values()), default=model.parameters)

@@ -21,7 +21,7 @@ from coordinator.config.settings import read_coordinator_settings
 from coordinator.events.event import emit
 from coordinator.rounds.late import read_late
 from coordinator.rounds.lost import read_lost
-from coordinator.rounds.verification import verified_as_averaged
+from coordinator.rounds.verification import averaged_as_encoded, verified_as_averaged
 from coordinator.rounds.weight_limit import WeightLimit, weight_limit_of
 from coordinator.steps.answers import (
     Sent,
@@ -80,10 +80,12 @@ def receive(
     lost: str = "",
     earlier: Earlier | None = None,
     content: bool = True,
+    encoded: bool = False,
 ) -> report.Failure | None:
     """None when `update` may take part in the round, else why not. Raises only for our own model's faults.
 
-    An update that travelled as a difference becomes a whole one at `decoded`. One whose report claims more than
+    An update that travelled as a difference becomes a whole one at `decoded`, unless it is of this round and `encoded`
+    says that it is averaged as it came. One whose report claims more than
     `weight_limit` is refused. With `masks` it must be masked, and hold the tensors of `adapters`, if any. A late one,
     of an earlier round, becomes at `decoded` what it would be had it started from `model`; `earlier`: what the archive
     knows of rounds before. `late`: why nothing came of a facility that the round did not wait for; `lost`: of one whose
@@ -111,7 +113,18 @@ def receive(
                 check_answer(update, sent, facility, round, adapters, masked=masks is not None)
         else:
             check_training(
-                update, sent, facility, round, settings, decoded, weight_limit, masks, adapters, earlier, content
+                update,
+                sent,
+                facility,
+                round,
+                settings,
+                decoded,
+                weight_limit,
+                masks,
+                adapters,
+                earlier,
+                content,
+                encoded,
             )
     except (UpdateRefused, InputError) as error:
         return report.Failure(facility=facility, round=round, reason=clean(str(error)), kind="refused")
@@ -166,6 +179,7 @@ def check_training(
     adapters: LoraSettings | None = None,
     earlier: Earlier | None = None,
     content: bool = True,
+    encoded: bool = False,
 ) -> None:
     """Raise `UpdateRefused`, or another `InputError`, unless the update may be averaged."""
     manifest = read_manifest(update)
@@ -175,7 +189,7 @@ def check_training(
     if manifest.round < round:
         assert earlier is not None and decoded is not None, "a late update needs the archive and a place"
         started = started_late(manifest, facility, earlier)
-    if manifest.encoding in CODECS.names():
+    if manifest.encoding in CODECS.names() and not (encoded and started == sent.directory):
         assert decoded is not None, "an encoded update needs a place to be decoded at"
         norms = norms_suffice(settings, settings.screen.minimum_updates)
         decode(update, reference=started, out=decoded, norms=norms)
@@ -306,6 +320,7 @@ def main() -> int:
         lost=read_lost(Path.cwd(), arguments.round, arguments.facility),
         earlier=earlier,
         content=not verified_as_averaged(settings),
+        encoded=averaged_as_encoded(settings),
     )
     log_received(arguments.update, arguments.facility, arguments.round, settings.aggregation, failure)
     if failure is None:

@@ -147,6 +147,7 @@ class OneRound:
             round=job.round,
             settings=job.settings.training,
             patterns=job.personal.patterns,
+            norms=job.settings.step_norms,
         )
 
     def describe(self) -> None:

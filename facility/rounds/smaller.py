@@ -20,12 +20,20 @@ from facility.rounds.sealed import seal
 
 
 def make_smaller(
-    update: Path, *, model: Path, state: Path, round: int, settings: TrainingSettings, patterns: Patterns
+    update: Path,
+    *,
+    model: Path,
+    state: Path,
+    round: int,
+    settings: TrainingSettings,
+    patterns: Patterns,
+    norms: bool = False,
 ) -> Encoded | None:
     """Replace the directory `update` by its message in `settings.encoding`; None where that is `full`.
 
     The first adapters of a model without any differ from nothing that was received, and travel in full. `update` was
-    trained from `unsent`, so its difference to `model` holds what was not sent before.
+    trained from `unsent`, so its difference to `model` holds what was not sent before. `norms`: state the norm of the
+    step that the message decodes to.
     """
     if settings.encoding == "full" or ((update / ADAPTER).is_file() and not (model / ADAPTER).is_file()):
         return None
@@ -41,6 +49,7 @@ def make_smaller(
         residual_out=after,
         density=settings.sparse_density,
         patterns=patterns,
+        norms=norms,
     )
     keep_residual(state, round, done.residual_sha256)
     shutil.rmtree(update)

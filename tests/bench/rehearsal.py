@@ -47,6 +47,7 @@ from coordinator.config.federation import read_federation
 from coordinator.engine.render import write
 from coordinator.memory.figures import model_figures
 from coordinator.preflight.disk import coordinator_disk, facility_disk
+from coordinator.rounds.verification import averages_encoded
 from facility.exchange.messages.layout import LoraSettings
 from tests.bench.large_models import SHAPES, Shape, write_adapters, write_model, write_sparse_base
 from tests.bench.watch import Watch, descendants, used
@@ -130,6 +131,7 @@ def stated_bound(path: Path) -> dict[str, int]:
         rule=described.aggregation.rule,
         rounds=described.rounds,
         keep_rounds=described.keep_rounds,
+        decoded=not averages_encoded(described),
     )
     each = [facility_disk(model, training).bytes for training in updates.values()]
     return {"coordinator": whole.bytes, "a_facility": max(each)}

@@ -81,7 +81,7 @@ def test_a_facility_that_goes_takes_its_settings_along(tmp_path: Path):
         ("ab", {}, False),
         ("ab", {"aggregation": {"clip_norm": 1.0}}, True),
         ("abc", {"aggregation": {"rule": "krum"}}, False),
-        ("abc", {"training": {"encoding": "delta-int8", "export_dtype": "float32"}}, False),
+        ("abc", {"training": {"encoding": "delta-int8", "export_dtype": "float32"}}, True),
         ("abc", {"training": {"lora": {"rank": 2}}}, True),
         ("abc", {"training": {"lora": {"rank": 2}}, "aggregation": {"lora": "product"}}, False),
     ],

@@ -12,12 +12,15 @@ import torch
 from coordinator.aggregation.settings import AggregationSettings
 from coordinator.archive.rounds import Archive
 from coordinator.config.settings import CoordinatorSettings, StopSettings
+from coordinator.rounds.verification import averaged_as_encoded
 from coordinator.steps.aggregate import close_round
 from coordinator.steps.arrived import sort_out
 from coordinator.steps.receive import receive
 from coordinator.steps.start import start
-from facility.exchange.checkpoints.checkpoint import open_checkpoint
+from facility.exchange.checkpoints.checkpoint import open_checkpoint, read_header
+from facility.exchange.checkpoints.delta import FILE, encode
 from facility.exchange.messages import report
+from facility.exchange.messages.manifest import read_manifest, write_manifest
 from facility.exchange.messages.report import Failure
 from tests.aggregation.updates import write_update
 from tests.pico import save_pico
@@ -78,6 +81,48 @@ def test_a_failed_facility_is_told_and_the_round_goes_on(begun: tuple[Archive, P
     close(archive, model, [write_update(tmp_path / "a", model, "a"), failure(tmp_path / "b", "b")])
     rows = {row.facility: row for row in archive.read_round(0).facilities}
     assert (rows["b"].status, rows["b"].reason, rows["a"].weight) == ("failed", "the node burnt down", 1.0)
+
+
+def test_a_message_that_cannot_be_decoded_is_the_absence_of_its_facility(begun: tuple[Archive, Path], tmp_path: Path):
+    """The receive step hands differences on as they came; only the pass that averages them sees what they hold."""
+    archive, model = begun
+    settings = dataclasses.replace(SETTINGS, facilities=["a", "b", "c"])
+    assert averaged_as_encoded(settings)
+    messages = []
+    for name in "abc":
+        full = write_update(tmp_path / f"full-{name}", model, name, move=0.02)
+        encode(full=full, reference=model, out=tmp_path / name, encoding="delta-int8", norms=True)
+        if name == "b":
+            damage(tmp_path / name)
+        told = receive(
+            update=tmp_path / name,
+            facility=name,
+            round=0,
+            model=model,
+            evaluation=False,
+            settings=settings.aggregation,
+            content=False,
+            encoded=True,
+        )
+        assert told is None, told
+        messages.append(tmp_path / name)
+    _, number, proceed = close(archive, model, messages, settings)
+    assert (number, proceed) == (1, True)
+    rows = {row.facility: row for row in archive.read_round(0).facilities}
+    assert (rows["b"].status, rows["b"].weight) == ("refused", 0.0) and "a scale is negative" in rows["b"].reason
+    assert rows["a"].weight == rows["c"].weight == 0.5
+    message = sum(entry.size for entry in read_manifest(messages[0]).files.values())
+    assert rows["a"].received_bytes == message < 0.7 * open_checkpoint(model).bytes
+
+
+def damage(message: Path) -> None:
+    """Make the first scale NaN, as a facility would that means harm: with a manifest that fits."""
+    entries, _ = read_header(message / FILE)
+    scale = next(entry for name, entry in entries.items() if name.endswith("::scale"))
+    with open(message / FILE, "r+b") as file:
+        file.seek(scale.start)
+        file.write(b"\xff\xff\xff\xff")
+    write_manifest(message, dataclasses.replace(read_manifest(message), files={}))
 
 
 def test_a_facility_that_ran_out_of_time_is_asked_again(begun: tuple[Archive, Path], tmp_path: Path):

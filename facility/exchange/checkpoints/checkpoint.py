@@ -150,6 +150,12 @@ def expect(hashed: Mapping[Path, StreamedDigest], entries: Iterable[TensorEntry]
             hashed[file].expect(found)
 
 
+def in_file_order(checkpoint: Checkpoint, tensors: Mapping[str, TensorEntry] | None = None) -> list[TensorEntry]:
+    """The tensors of a checkpoint, or those of the same names in `tensors`, in the order of its bytes on disk."""
+    ordered = sorted(checkpoint.tensors.values(), key=lambda entry: (entry.file.name, entry.start, entry.name))
+    return [(tensors or checkpoint.tensors)[entry.name] for entry in ordered]
+
+
 def read_header(file: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     """Parse one safetensors header; every offset is checked against the file's size before it is believed."""
     file = Path(file)

@@ -31,13 +31,15 @@ from pathlib import Path
 import numpy as np
 
 from facility.exchange.checkpoints import magnitudes
-from facility.exchange.checkpoints.checkpoint import FLOATS, Checkpoint, TensorEntry, open_checkpoint
+from facility.exchange.checkpoints.checkpoint import FLOATS, Checkpoint, TensorEntry, in_file_order, open_checkpoint
 from facility.exchange.checkpoints.codecs import PART
 from facility.exchange.checkpoints.companions import copy_companions
 from facility.exchange.checkpoints.delta_decoding import decode
 from facility.exchange.checkpoints.delta_parts import FILE, as_bytes, difference, parts, raw
-from facility.exchange.checkpoints.floats import Array
+from facility.exchange.checkpoints.floats import Array, widen
 from facility.exchange.checkpoints.patterns import Patterns
+from facility.exchange.checkpoints.step_norms import NAME as NORMS
+from facility.exchange.checkpoints.step_norms import StepNorms
 from facility.exchange.checkpoints.writer import Planned, TensorWriter, layout_like
 from facility.exchange.delta_codecs import Codec, load_codec
 from facility.exchange.errors import CheckpointError, ConfigurationError
@@ -76,12 +78,13 @@ def encode(
     residual_out: Path | None = None,
     density: float = SPARSE_DENSITY,
     patterns: Patterns | None = None,
+    norms: bool = False,
 ) -> Encoded:
     """Write the message `out` for the directory `full`; `out` and `residual_out` must not exist.
 
     `values`: a checkpoint with the same tensors in more precision than `full` (a float32 master). `density`: share of
     the values that a codec sends that selects. A tensor may be absent from `full` when `patterns` say that it is not
-    federated.
+    federated. `norms`: write step_norms.json beside the message of an update, of the step that it decodes to.
     """
     if not 0 < density <= 1:
         raise ConfigurationError(f"density is {density}, expected more than 0 and at most 1")
@@ -93,16 +96,22 @@ def encode(
         directory = stack.enter_context(new_directory(out))
         sending = _plan(codec, old, new, density)
         with ExitStack() as files:
-            message = files.enter_context(TensorWriter(directory, {FILE: sending.planned}, {"format": "pt"}))
+            message = files.enter_context(
+                TensorWriter(directory, {FILE: sending.planned}, {"format": "pt"}, hashed=True, as_listed=True)
+            )
             residual = None
             if residual_out is not None:
                 kinds = {name: "F32" for name in sending.moved if old.tensors[name].dtype in FLOATS}
                 kept = stack.enter_context(new_directory(residual_out))
                 if kinds:
                     residual = files.enter_context(TensorWriter(kept, layout_like(old, kinds), hashed=True))
-            squared, lost = _write(codec, sending, old, new, message, residual)
-            digests = residual.digests() if residual is not None else {}
-        copy_companions(Path(full), directory, leave=())
+            with StepNorms(old) as steps:
+                squared, lost = _write(codec, sending, old, new, message, residual, steps if norms else None)
+                steps.unmoved(old.tensors[name] for name in old.tensors.keys() - set(sending.moved))
+            digests, made = residual.digests() if residual is not None else {}, message.digests()
+        copy_companions(Path(full), directory, leave=(NORMS,))
+        if norms:
+            steps.write(directory)
         write_manifest(
             directory,
             dataclasses.replace(
@@ -111,6 +120,7 @@ def encode(
                 files={},
                 extra=manifest.extra | {"reference_sha256": base.content_sha256},
             ),
+            made,
         )
         size = (directory / FILE).stat().st_size
     return Encoded(
@@ -129,6 +139,7 @@ def _write(
     new: dict[str, TensorEntry],
     message: TensorWriter,
     residual: TensorWriter | None,
+    norms: StepNorms | None,
 ) -> tuple[float, float]:
     """Write what the plan says, part by part; returns the sums of squares of the differences and of what was lost."""
     squared = lost = 0.0
@@ -139,20 +150,31 @@ def _write(
                 message.write(f"{name}::raw", offset, content)
             continue
         places = {suffix: 0 for suffix, _, _ in codec.fields(0, 0)}
-        for start, step, length in _differences(entry, new[name]):
+        for start, base, step, length in _differences(entry, new[name]):
             squared += length
-            missed = step
+            missed, arrives = step, None
             if name in sending.sent:
                 stored = codec.encode(step, sending.limit)
                 for suffix, array in stored.items():
                     message.write(f"{name}::{suffix}", places[suffix], as_bytes(array))
                     places[suffix] += array.nbytes
-                missed = codec.decode(stored, len(step))
-                np.subtract(step, missed, out=missed)
+                arrives = codec.decode(stored, len(step))
+                missed = step - arrives
+            if norms is not None:
+                _take_norm(norms, entry, start, base, arrives)
             lost += float(np.vdot(missed, missed))
             if residual is not None:
                 residual.write(name, start * 4, as_bytes(missed))
     return squared, lost
+
+
+def _take_norm(norms: StepNorms, entry: TensorEntry, start: int, base: Array, arrives: Array | None) -> None:
+    """Add the step of a part of an update as it is decoded: the difference that arrives, added to the reference."""
+    values = np.empty(len(base), np.float64 if entry.dtype == "F64" else np.float32)
+    widen(base, entry.dtype, values)
+    if arrives is not None:
+        np.add(values, arrives, out=values)
+    norms.take(entry.name, "F64" if entry.dtype == "F64" else "F32", start, values, base)
 
 
 def encode_model(
@@ -240,7 +262,8 @@ def _plan(codec: Codec, old: Checkpoint, new: dict[str, TensorEntry], density: f
     limit = _limit(old, new, density) if codec.selection is not None else 0.0
     planned: list[Planned] = []
     moved: list[str] = []
-    for name, entry in sorted(old.tensors.items()):
+    for entry in in_file_order(old):
+        name = entry.name
         if entry.dtype not in FLOATS:
             if new[name].dtype != entry.dtype:
                 raise CheckpointError(
@@ -251,7 +274,7 @@ def _plan(codec: Codec, old: Checkpoint, new: dict[str, TensorEntry], density: f
                 moved.append(name)
             continue
         differs, codes = False, 0
-        for _, step, length in _differences(entry, new[name]):
+        for _, _, step, length in _differences(entry, new[name]):
             differs = differs or length > 0 or bool(step.any())  # squares of the tiniest values vanish
             if codec.selection is not None:
                 codes += codec.selection.length(step, limit)
@@ -272,14 +295,14 @@ def _limit(old: Checkpoint, new: dict[str, TensorEntry], density: float) -> floa
     for name, entry in old.tensors.items():
         if entry.dtype in FLOATS:
             width, seen = PART if entry.elements <= PART else PART // STRIDE, np.zeros(magnitudes.BINS, np.int64)
-            for _, step, _ in _differences(entry, new[name], width):
+            for _, _, step, _ in _differences(entry, new[name], width):
                 seen += magnitudes.histogram(step)
             counts += seen * (entry.elements / max(1, seen.sum()))
     return magnitudes.threshold(counts, density, smallest=1)
 
 
-def _differences(old: TensorEntry, new: TensorEntry, width: int = PART) -> Iterator[tuple[int, Array, float]]:
-    """(first element, new - old in float32, its sum of squares) for the first `width` values of each part.
+def _differences(old: TensorEntry, new: TensorEntry, width: int = PART) -> Iterator[tuple[int, Array, Array, float]]:
+    """(first element, old as stored, new - old in float32, its sum of squares): the first `width` values of each part.
 
     The array is used again for the next part.
     """
@@ -289,4 +312,4 @@ def _differences(old: TensorEntry, new: TensorEntry, width: int = PART) -> Itera
         squared = difference(base, old.dtype, update, new.dtype, values, widened[: len(values)])
         if not math.isfinite(squared):
             raise CheckpointError(f"{new.file}: tensor {new.name!r} holds NaN, infinity or absurdly large values")
-        yield start, values, squared
+        yield start, base, values, squared

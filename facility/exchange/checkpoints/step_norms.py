@@ -7,15 +7,15 @@ SPAN of elements, in the arithmetic and the order of the coordinator's kernel, s
 The coordinator does not trust it: it plans with these numbers, measures the same sums as it averages, and where one bit
 differs it discards what it wrote and plans with what it measured. A wrong statement changes no model; it costs a pass.
 
-Where an update travelled as a difference, the coordinator writes this file itself as it decodes the message: it has the
-base and the update in memory then.
+An update that travels as a difference states the step that it decodes to, as it is encoded. Where the coordinator has
+to decode the message to files, it writes this file itself: it has the base and the update in memory then.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -80,6 +80,12 @@ class StepNorms:
             done += count
         self._position[name] = start + done
 
+    def unmoved(self, entries: Iterable[TensorEntry]) -> None:
+        """Take tensors of the base that the update holds unchanged."""
+        for entry in entries:
+            if entry.dtype in FLOATS:
+                self._squares[entry.name] = [0.0] * math.ceil(entry.elements / SPAN)
+
     def read(self, update: Checkpoint) -> None:
         """Take all tensors of an update that is on disk."""
         buffer = np.empty(READ * 4, np.uint8).data
@@ -136,7 +142,7 @@ class StepNorms:
 
 
 def read_step_norms(directory: Path, tensors: Mapping[str, TensorEntry]) -> Squares | None:
-    """What an update states of these tensors; None where it states nothing, or not for all of them."""
+    """What an update states of these tensors; None where it states nothing, or not for all that are floating point."""
     try:
         found = Fields(raw=read_json(directory / NAME, most_bytes=MOST_BYTES), where=str(directory / NAME))
         if found.whole("format") != FORMAT or found.whole("span") != SPAN:
@@ -146,6 +152,8 @@ def read_step_norms(directory: Path, tensors: Mapping[str, TensorEntry]) -> Squa
         return None
     squares: Squares = {}
     for name, entry in tensors.items():
+        if entry.dtype not in FLOATS:
+            continue
         values = stated.get(entry.name, [])  # a tied weight may be in the update under its other name
         if not isinstance(values, list) or len(values) != math.ceil(entry.elements / SPAN):
             return None

@@ -92,7 +92,8 @@ class TensorWriter:
     """Open files of the final size; `write` fills them. Closing checks nothing: write every byte.
 
     `hashed`: the files' sha256 is made of what is written, for `digests`. `present`: files of the layout that lie there
-    already; they get their places in the index, and are not written.
+    already; they get their places in the index, and are not written. `as_listed`: tensors lie in the file in the order
+    of the layout, for a file that is written and read in that order only; else the widest dtype comes first.
     """
 
     def __init__(
@@ -103,11 +104,12 @@ class TensorWriter:
         *,
         hashed: bool = False,
         present: Collection[str] = (),
+        as_listed: bool = False,
     ) -> None:
         self.directory = Path(directory)
         self.places: dict[str, tuple[int, int, Planned]] = {}
         self._descriptors: list[int] = []
-        self._hashed = hashed
+        self._hashed, self._as_listed = hashed, as_listed
         self._digests: dict[int, StreamedDigest] = {}
         metadata = {"format": "pt"} if metadata is None else dict(metadata)
         try:
@@ -121,7 +123,9 @@ class TensorWriter:
 
     def _create(self, file: str, tensors: Sequence[Planned], metadata: Mapping[str, str]) -> None:
         # Widest dtype first keeps every tensor aligned, as the reference implementation orders them.
-        ordered = sorted(tensors, key=lambda t: (-ITEM_BYTES[t.dtype], t.name))
+        ordered = list(tensors)
+        if not self._as_listed:
+            ordered.sort(key=lambda t: (-ITEM_BYTES[t.dtype], t.name))
         header, starts, size = header_of(ordered, metadata)
         descriptor = os.open(self.directory / file, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
         self._descriptors.append(descriptor)

@@ -252,6 +252,11 @@ class FacilitySettings:
     """Differential privacy of the training; absent: none."""
     format: int = FORMAT
 
+    @property
+    def norms_of_whole(self) -> bool:
+        """Whether the program that trains states the norm of its step; of a difference, its encoding states it."""
+        return self.step_norms and self.training.encoding == "full"
+
     def __post_init__(self) -> None:
         if self.differential is not None:
             check_differential(self.training, dataset_card=self.dataset_card)

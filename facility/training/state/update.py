@@ -80,7 +80,7 @@ def write_update(
         broadcast(ranks, str(temporary))
         hashed = create_files(temporary, slots, headers)
         barrier(ranks)
-        norms = StepNorms(checkpoint) if settings.step_norms else None
+        norms = StepNorms(checkpoint) if settings.norms_of_whole else None
         alone = ranks.world == 1
         with together(ranks):
             known = write_shards(

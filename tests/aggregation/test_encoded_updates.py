@@ -1,0 +1,269 @@
+"""Averaging messages gives the bits of decoding them to files first, reads each once, and writes nothing of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from coordinator.aggregate import aggregate
+from coordinator.aggregation.record import RoundRecord
+from coordinator.aggregation.settings import AggregationSettings
+from coordinator.aggregation.sources import DamagedUpdate
+from coordinator.steps.receive import receive
+from facility.exchange.checkpoints import native
+from facility.exchange.checkpoints.checkpoint import open_checkpoint
+from facility.exchange.checkpoints.delta import FILE, decode, encode
+from facility.exchange.checkpoints.encoded import EncodedTensor, Opened, add_difference, open_message, values_of
+from facility.exchange.checkpoints.step_norms import NAME as NORMS
+from facility.exchange.errors import CheckpointError, UpdateRefused
+from facility.exchange.files import streamed_digest
+from facility.exchange.messages.manifest import read_manifest, write_manifest
+from tests.aggregation import make
+from tests.aggregation.test_delta import rewritten
+from tests.aggregation.test_reads_once import SLACK, read_by, size
+from tests.aggregation.test_stated_norms import alike, resealed, without_statements
+
+SHAPES: dict[str, tuple[int, ...]] = {"b.odd": (777,), "a.large": (2100, 2003), "c.part": (65536,), "d.one": (1,)}
+"""One is more than a span, one fills a part, two fill no block."""
+ENCODINGS = ("delta-int8", "delta-int4", "sparse")
+MEAN = AggregationSettings(rule="mean+nesterov")
+
+
+def a_round(root: Path, count: int, encoding: str, dtype: torch.dtype = torch.bfloat16) -> tuple[Path, list[Path]]:
+    """A model in several files and `count` messages to it that state their norms; one tensor does not move."""
+    start = make.random_tensors(0, SHAPES, dtype) | {"e.still": torch.ones(1000, dtype=dtype), "f.n": torch.arange(3)}
+    base, messages = make.model(root / "base", start, shard_bytes=8_000_000), []
+    for i in range(count):
+        moved = {n: start[n].float() for n in ("e.still",)} | {"f.n": start["f.n"]}
+        moved |= make.moved({name: start[name].float() for name in SHAPES}, i + 1, 1e-3 * (1 + 0.1 * i))
+        full = make.update(root / f"full{i}", moved, base=base, facility=f"f{i}", tokens=100 + i)
+        messages.append(root / f"message{i}")
+        encode(full=full, reference=base, out=messages[-1], encoding=encoding, norms=True)
+    return base, messages
+
+
+def decoded(root: Path, base: Path, messages: list[Path]) -> list[Path]:
+    found = []
+    for message in messages:
+        found.append(root / f"decoded-{message.name}")
+        decode(message, reference=base, out=found[-1], norms=True)
+    return found
+
+
+def combined(root: Path, base: Path, updates: list[Path], **more: Any) -> tuple[dict[str, str], RoundRecord]:
+    more = {"settings": MEAN, "verify_base": True, "verify_updates": True} | more
+    root.mkdir()
+    record = aggregate(base=base, updates=updates, out=root / "model", state_out=root / "state", **more)
+    return {part: read_manifest(root / part).content_sha256 for part in ("model", "state")}, record
+
+
+def same(root: Path, base: Path, messages: list[Path], **more: Any) -> tuple[RoundRecord, RoundRecord]:
+    """The records from messages and from decoded updates, of equal models, states and rounds."""
+    there, record = combined(root / "from-messages", base, messages, **more)
+    wanted, plain = combined(root / "from-files", base, decoded(root, base, messages), **more)
+    assert there == wanted
+    assert alike(record) == alike(plain)
+    return record, plain
+
+
+@pytest.mark.parametrize(
+    ("encoding", "dtype", "threads"),
+    [("delta-int8", torch.bfloat16, 2), ("delta-int4", torch.float32, 1), ("sparse", torch.float16, 2)],
+    ids=str,
+)
+def test_the_model_is_that_of_decoded_updates_to_the_last_bit(
+    tmp_path: Path, encoding: str, dtype: torch.dtype, threads: int, caplog: pytest.LogCaptureFixture
+):
+    base, messages = a_round(tmp_path, 3, encoding, dtype)
+    with caplog.at_level(logging.WARNING):
+        record, plain = same(tmp_path, base, messages, threads=threads)
+    assert record.bytes_read < 0.6 * plain.bytes_read
+    assert min(record.details["clip_factors"].values()) < 1
+    assert "states a squared norm" not in caplog.text, "what the encoder states is what the pass measures"
+
+
+@pytest.mark.parametrize("rule", ["krum", "median", "ties+fedadam", "mean"])
+@pytest.mark.parametrize("encoding", ["delta-int8", "sparse"])
+def test_whatever_the_rule_and_its_passes(tmp_path: Path, encoding: str, rule: str):
+    base, messages = a_round(tmp_path, 4, encoding)
+    same(tmp_path, base, messages, settings=AggregationSettings(rule=rule))
+
+
+@pytest.mark.parametrize("more", [{"accumulate": "float64"}, {"statistics": "off"}, {"exclude": ["a.*"]}], ids=str)
+def test_whatever_is_summed_how(tmp_path: Path, more: dict[str, Any]):
+    base, messages = a_round(tmp_path, 2, "delta-int8")
+    same(tmp_path, base, messages, settings=AggregationSettings(rule="mean", **more))
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_without_the_compiled_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str):
+    monkeypatch.setattr(native, "library", lambda: None)
+    base, messages = a_round(tmp_path, 3, encoding)
+    assert not (messages[0] / NORMS).exists()
+    same(tmp_path, base, messages)
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_parts_are_decoded_in_any_order(tmp_path: Path, encoding: str):
+    """As threads take them; also the parts of a codec whose places follow from the parts before."""
+    base, (message,) = a_round(tmp_path, 1, encoding)
+    (whole,) = decoded(tmp_path, base, [message])
+    wanted = make.read_all(whole)
+    tensors = open_message(message, read_manifest(message), base, read_manifest(base)).tensors
+
+    entry = tensors["a.large"]
+    assert isinstance(entry, EncodedTensor)
+    old = make.read_all(base)["a.large"].float().numpy().reshape(-1)
+    with Opened() as read:
+        for start in (40 * 65536, 3 * 65536, 0, 63 * 65536):
+            values = old[start : start + 3 * 65536].copy()
+            add_difference(entry, start, values, read)
+            assert np.array_equal(values, wanted["a.large"].numpy().reshape(-1)[start : start + 3 * 65536])
+        for name, one in tensors.items():
+            if name != "f.n":
+                assert np.array_equal(np.concatenate(list(values_of(one, read))), wanted[name].numpy().reshape(-1))
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_what_an_encoder_states_of_its_step_is_what_two_passes_measure(tmp_path: Path, encoding: str):
+    base, messages = a_round(tmp_path, 3, encoding)
+    stated, record = combined(tmp_path / "stated", base, messages)
+    without_statements(messages)
+    measured, plain = combined(tmp_path / "measured", base, messages)
+    assert stated == measured and alike(record) == alike(plain)
+    assert record.bytes_read * 1.9 < plain.bytes_read or native.library() is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts by /proc/self/io")
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_a_message_is_read_once_and_nothing_of_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str
+):
+    """Also where nothing fits into what a digest may hold back but the scales of a part."""
+    base, messages = a_round(tmp_path, 3, encoding)
+    monkeypatch.setattr(streamed_digest, "MOST_WAITING", 2 << 20)
+
+    def written() -> int:
+        return int(Path("/proc/self/io").read_text().split("wchar: ")[1].split()[0])
+
+    for message in messages:
+        assert read_by(lambda message=message: receive_it(message, base, tmp_path)) < SLACK
+    before = written()
+    found = read_by(lambda: combined(tmp_path / "next", base, messages, threads=1))
+    needed = sum(map(size, (base, *messages)))
+    assert needed <= found <= needed + SLACK
+    made = size(tmp_path / "next" / "model") + size(tmp_path / "next" / "state")
+    assert made <= written() - before <= made + SLACK
+
+
+def receive_it(message: Path, base: Path, root: Path, *, taken: bool = True) -> str:
+    told = receive(
+        update=message,
+        facility=read_manifest(message).facility or "",
+        round=0,
+        model=base,
+        evaluation=False,
+        decoded=root / "not-made",
+        settings=MEAN,
+        content=False,
+        encoded=True,
+    )
+    assert (told is None) == taken, told
+    assert not (root / "not-made").exists()
+    return "" if told is None else told.reason
+
+
+def odd(message: Path, out: Path, change: Callable[[dict[str, Any]], None]) -> Path:
+    """The message with its stored tensors changed, signed off by its sender."""
+    rewritten(message, out, change)
+    for name in ("config.json", "report.json", NORMS):
+        shutil.copyfile(message / name, out / name)
+    return resealed(out)
+
+
+def _flipped(arrays: dict[str, Any]) -> None:
+    """A scale that is not finite; of a codec that selects, one value more than it has codes for."""
+    name = next(n for n in ("a.large::scale", "a.large::kept") if n in arrays)
+    dtype, shape, raw = arrays[name]
+    raw = raw.copy()
+    if name.endswith("scale"):
+        raw[:4] = 0xFF
+    else:
+        place = int(np.flatnonzero(raw[:8000] != 0xFF)[0])
+        raw[place : place + 2] = 0xFF
+    arrays[name] = (dtype, shape, raw)
+
+
+def _past_the_end(arrays: dict[str, Any]) -> None:
+    dtype, shape, raw = arrays["b.odd::kept"]
+    raw = raw.copy()
+    raw[-1] |= 0x80
+    arrays["b.odd::kept"] = (dtype, shape, raw)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "change"),
+    [("delta-int8", _flipped), ("delta-int4", _flipped), ("sparse", _flipped), ("sparse", _past_the_end)],
+)
+def test_what_no_encoder_writes_is_found_by_the_pass_and_blamed_on_its_sender(
+    tmp_path: Path, encoding: str, change: Callable[[dict[str, Any]], None]
+):
+    base, messages = a_round(tmp_path, 3, encoding)
+    bad = [messages[0], odd(messages[1], tmp_path / "bad", change), messages[2]]
+    receive_it(bad[1], base, tmp_path)
+    with pytest.raises(DamagedUpdate, match="malformed|too short|too long") as refusal:
+        combined(tmp_path / "one", base, bad, drop_refused=True)
+    assert refusal.value.facility == "f1"
+    with pytest.raises(UpdateRefused, match="malformed|too short|too long") as refused:
+        combined(tmp_path / "two", base, bad, verify_updates=False)
+    assert refused.value.facility == "f1"
+    for name in ("one", "two"):
+        assert not list((tmp_path / name).iterdir())
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("place", [-3, -70_000, 200], ids=["end", "middle", "header"])
+def test_a_message_that_was_altered_on_its_way_is_refused_as_altered(tmp_path: Path, encoding: str, place: int):
+    base, messages = a_round(tmp_path, 3, encoding)
+    with open(messages[1] / FILE, "r+b") as file:
+        file.seek(place, 2 if place < 0 else 0)
+        file.write(b"\xff\xff\xff")
+    if place > 0:
+        assert "another sha256" in receive_it(messages[1], base, tmp_path, taken=False)
+        return
+    with pytest.raises(DamagedUpdate, match="another sha256") as refusal:
+        combined(tmp_path / "one", base, messages, drop_refused=True)
+    assert refusal.value.facility == "f1"
+
+
+def test_layout_and_reference_are_checked_on_arrival(tmp_path: Path):
+    base, (message,) = a_round(tmp_path, 1, "delta-int8")
+
+    def stranger(arrays: dict[str, Any]) -> None:
+        arrays["x::q"] = ("I8", (3,), np.zeros(3, np.uint8))
+
+    strange = odd(message, tmp_path / "strange", stranger)
+    assert "belong to no tensor of the reference" in receive_it(strange, base, tmp_path, taken=False)
+    other = make.model(tmp_path / "other", make.moved(make.read_all(base), 9))
+    assert "it started from another model" in receive_it(message, other, tmp_path, taken=False)
+    told = dataclasses.replace(read_manifest(message), files={}, base_sha256=None)
+    write_manifest(message, told)  # what it is a difference to is checked whatever else it says
+    assert "send it in full" in receive_it(message, other, tmp_path, taken=False)
+
+
+def test_an_encoded_tensor_is_never_read_as_it_is_stored(tmp_path: Path):
+    """Code that does not know of encodings gets an error, not the bytes of something else."""
+    base, (message,) = a_round(tmp_path, 1, "delta-int8")
+    opened = open_message(message, read_manifest(message), base, read_manifest(base))
+    assert opened.dtypes() == {"F32": 5, "I64": 1} and opened.parameters == open_checkpoint(base).parameters
+    with pytest.raises(CheckpointError, match="truncated"):
+        opened.read("b.odd")
