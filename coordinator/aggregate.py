@@ -23,7 +23,6 @@ from coordinator.aggregation.run import run
 from coordinator.aggregation.server_optimizers.registry import SERVER_OPTIMIZERS
 from coordinator.aggregation.settings import AggregationSettings
 from coordinator.aggregation.unmasking import Unmasking
-from coordinator.config.yaml_lines import Lined
 from facility.exchange.errors import ConfigurationError, exit_on_error
 from facility.exchange.logs import add_log_options
 from facility.exchange.messages.layout import LoraSettings
@@ -89,6 +88,8 @@ def read_settings(path: Path | None = None, rule: str | None = None, weights: st
     overrides = ({"rule": rule} if rule else {}) | ({"weights": weights} if weights else {})
     if path is None:
         return parse(AggregationSettings, {"rule": "mean"} | overrides)
+    from coordinator.config.yaml_lines import Lined  # 2 MB that an aggregation in a step does not need
+
     lined = Lined(Path(path))
     whole = isinstance(lined.data, dict) and not lined.data.keys().isdisjoint(("aggregation", "facilities"))
     raw, where = (lined.data.get("aggregation", {}), "aggregation") if whole else (lined.data, "")

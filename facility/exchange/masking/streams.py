@@ -10,9 +10,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from cryptography.hazmat.primitives.ciphers import Cipher
-from cryptography.hazmat.primitives.ciphers.algorithms import AES
-from cryptography.hazmat.primitives.ciphers.modes import CTR
 
 from facility.exchange.checkpoints.floats import Array
 
@@ -59,7 +56,16 @@ class MaskBuffer:
         encryptor, at = self._streams.get(seed, (None, -1))
         if at != start * item:  # pieces mostly follow one another, and a cipher is costly to set up
             first, skip = divmod(start * item, BLOCK)
-            encryptor = Cipher(AES(seed), CTR(first.to_bytes(BLOCK, "big"))).encryptor()
+            encryptor = _encryptor(seed, first)
             encryptor.update(bytes(skip))
         encryptor.update_into(self._zeros[: count * item], space)
         self._streams[seed] = encryptor, (start + count) * item
+
+
+def _encryptor(seed: bytes, first: int) -> Any:
+    """The cipher from block `first` on."""
+    from cryptography.hazmat.primitives.ciphers import Cipher  # 6 MB that an aggregation without masks does not need
+    from cryptography.hazmat.primitives.ciphers.algorithms import AES
+    from cryptography.hazmat.primitives.ciphers.modes import CTR
+
+    return Cipher(AES(seed), CTR(first.to_bytes(BLOCK, "big"))).encryptor()
