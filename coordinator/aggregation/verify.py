@@ -18,6 +18,7 @@ from facility.exchange.checkpoints.checkpoint import (
     open_checkpoint,
 )
 from facility.exchange.checkpoints.companions import EXECUTABLE
+from facility.exchange.checkpoints.delta_parts import FILE
 from facility.exchange.checkpoints.encoded import Opened, open_message, stored_of, values_of
 from facility.exchange.checkpoints.floats import widen
 from facility.exchange.checkpoints.patterns import Patterns
@@ -64,6 +65,8 @@ def check_update(
         check_files(directory, facility)
         later = tensor_files(read_manifest(directory))
         manifest = verify_manifest(directory, later=later)
+        if manifest.encoding in CODECS.names() and later != [FILE]:
+            raise UpdateRefused(facility, f"it holds tensors in {sorted(later)}, expected {FILE} alone")
         check_identity(manifest, base_manifest, facility, round, maximum_staleness=maximum_staleness)
         report = read_report(directory)
         if (report.facility, report.round) != (facility, manifest.round):

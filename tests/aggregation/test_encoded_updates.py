@@ -253,6 +253,10 @@ def test_layout_and_reference_are_checked_on_arrival(tmp_path: Path):
 
     strange = odd(message, tmp_path / "strange", stranger)
     assert "belong to no tensor of the reference" in receive_it(strange, base, tmp_path, taken=False)
+    (strange / FILE).unlink()
+    for name in (FILE, "model.safetensors"):
+        shutil.copyfile(message / FILE, strange / name)
+    assert "expected delta.safetensors alone" in receive_it(resealed(strange), base, tmp_path, taken=False)
     other = make.model(tmp_path / "other", make.moved(make.read_all(base), 9))
     assert "it started from another model" in receive_it(message, other, tmp_path, taken=False)
     told = dataclasses.replace(read_manifest(message), files={}, base_sha256=None)

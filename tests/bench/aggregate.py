@@ -1,16 +1,17 @@
 """Time, memory and exactness of the aggregation step beside other tools, on one machine in one run.
 
     python tests/bench/aggregate.py --work DIR [--mergekit PYTHON] [--updates 4] [--dtype bfloat16] [--layers 16]
-        [--repeat 3]
+        [--repeat 3] [--norms]
     python tests/bench/aggregate.py --work DIR --growth
 
 Makes a Llama checkpoint (1.1 GB bfloat16 in four shards at the default size) and updates to it, reads everything once
 so that all contenders find it in the page cache, runs each contender as a process of its own, turn about, and prints
 JSON: seconds (best of --repeat, and all) and peak resident memory of the process. `io` reads and writes the same bytes
-with two threads and no arithmetic; `crossfed_nesterov` takes the outer step of the default rule too. --mergekit names a
-Python interpreter that has mergekit. --growth instead prints the peak memory of averaging 2 and 8 updates of 1.1 GB and
-2 of 4.0 GB (hard links to the base: only their size matters; needs 10 GB). Masked updates: `masking.py`; updates that
-travel as differences: `delta.py`.
+with two threads and no arithmetic; `crossfed_nesterov` takes the outer step of the default rule too. With --norms
+updates state the norms of their steps, as those of facilities do; `crossfed_measured` is the same without. --mergekit
+names a Python interpreter that has mergekit. --growth instead prints the peak memory of averaging 2 and 8 updates of
+1.1 GB and 2 of 4.0 GB (hard links to the base: only their size matters; needs 10 GB). Masked updates: `masking.py`;
+updates that travel as differences: `delta.py`.
 """
 
 from __future__ import annotations
@@ -138,6 +139,17 @@ def make(directory: Path, layers: int, updates: int, dtype: str = "bfloat16") ->
     return paths
 
 
+def state_norms(base: Path, updates: list[Path]) -> None:
+    """Write step_norms.json into every update."""
+    from facility.exchange.checkpoints.checkpoint import open_checkpoint
+    from facility.exchange.checkpoints.step_norms import StepNorms
+
+    for update in updates:
+        with StepNorms(open_checkpoint(base)) as norms:
+            norms.read(open_checkpoint(update))
+            norms.write(update)
+
+
 def measured(command: list[str], environment: dict[str, str] | None = None) -> dict[str, object]:
     """Wall and CPU seconds and peak resident megabytes of one process.
 
@@ -223,6 +235,7 @@ def main() -> None:
     p.add_argument("--layers", type=int, default=16, help="layers of the model; 16 is 1.1 GB, 66 is 4 GB (default 16)")
     p.add_argument("--repeat", type=int, default=3, help="runs of each contender (default 3)")
     p.add_argument("--only", nargs="*", help="contenders by name (default: all)")
+    p.add_argument("--norms", action="store_true", help="updates state their norms, as those of facilities do")
     p.add_argument("--keep", action="store_true", help="leave the checkpoints for another run")
     p.add_argument("--growth", action="store_true", help="peak memory against updates and size, nothing else")
     a = p.parse_args()
@@ -261,6 +274,14 @@ def main() -> None:
         "crossfed_nesterov": [*ours, "--settings", str(settings) + ".nesterov"],
         "plain_script": [sys.executable, "-c", PLAIN, str(base), str(out), *map(str, updates), *weights],
     }
+    if a.norms:
+        bare = [a.work / "bare" / update.name for update in updates]
+        for update, copy in zip(updates, bare, strict=True):
+            shutil.rmtree(copy, ignore_errors=True)
+            shutil.copytree(update, copy, copy_function=os.link)
+        without = dict(zip(map(str, updates), map(str, bare), strict=True))
+        contenders["crossfed_measured"] = [without.get(word, word) for word in ours] + ["--settings", str(settings)]
+        state_norms(base, updates)
     mean = {"weights": named, "rule": "mean"}
     settings.write_text(json.dumps(mean))
     Path(str(settings) + ".sampled").write_text(json.dumps(mean | {"statistics": "sample"}))
