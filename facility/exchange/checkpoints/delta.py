@@ -13,9 +13,9 @@ What the codec loses is kept at the sender (`residual_out`): error feedback, F. 
 S. P. Karimireddy et al., ICML 2019, arXiv 1901.09847. Here it is no addition to the next difference: a
 facility's next training begins from it (`facility.rounds.smaller`).
 
-An update is decoded to float32, so that half precision does not take away what the codec carried; the coordinator mostly
-does so as it averages, without a decoded file (`facility.exchange.checkpoints.encoded`). A model is decoded
-to the reference's dtypes, and its message states the digest of the result, which the receiver checks.
+An update is decoded to float32, so that half precision does not take away what the codec carried; the coordinator does
+that as it averages, mostly without a decoded file (`facility.exchange.checkpoints.encoded`). A model is decoded to the
+reference's dtypes, and its message states the digest of the result, which the receiver checks.
 """
 
 from __future__ import annotations
