@@ -21,6 +21,7 @@ from facility.exchange.checkpoints.companions import EXECUTABLE
 from facility.exchange.checkpoints.delta_parts import FILE
 from facility.exchange.checkpoints.encoded import Opened, open_message, stored_of, values_of
 from facility.exchange.checkpoints.floats import widen
+from facility.exchange.checkpoints.moments import StoredMoments, has_moments, shapes_in
 from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.checkpoints.running_statistics import VARIANCE
 from facility.exchange.checkpoints.second_moments import Factors, has_factors, read_factors
@@ -89,6 +90,7 @@ def check_update(
             matched = match_tensors(base, update, facility, federated=patterns.federated)
         check_tokenizer(base.directory, directory, facility)
         read_second_moments(directory, update, facility)
+        check_moments(directory, update, facility)
         check_variances(matched, facility)
         if content:
             check_content(directory, manifest, later, matched, facility)
@@ -123,6 +125,16 @@ def check_content(
     check_finite(matched, facility, hashed)
     for name in names:
         check_digest(directory, manifest, name, hashed[directory / name].finish())
+
+
+def check_moments(directory: Path, update: Checkpoint, facility: str) -> None:
+    """Read the moments of an update that travel value by value. Raises `UpdateRefused` for what no optimizer has."""
+    if not has_moments(directory):
+        return
+    try:
+        StoredMoments(directory, shapes_in(update)).check()
+    except CheckpointError as error:
+        raise UpdateRefused(facility, f"its moments cannot be used: {error}") from None
 
 
 def read_second_moments(directory: Path, update: Checkpoint, facility: str) -> tuple[dict[str, Factors], float] | None:

@@ -12,6 +12,7 @@ from coordinator.aggregation import kernel
 from coordinator.aggregation.adapters import layout_with, settings_of, write_products
 from coordinator.aggregation.factor_errors import FactorErrors
 from coordinator.aggregation.mean_walk import make_mean_walk
+from coordinator.aggregation.moments import write_mean_moments
 from coordinator.aggregation.plan import needs_momentum
 from coordinator.aggregation.record import ROUND, RoundRecord, write_record
 from coordinator.aggregation.request import Request
@@ -90,6 +91,7 @@ def write_tensors(aggregation: Aggregation, outputs: Outputs) -> None:
     screen_afterwards(aggregation)
     copy_companions(whole.directory, outputs.model)
     write_second_moments(aggregation, outputs.model)
+    write_mean_moments(aggregation, outputs.model)
     if aggregation.with_adapters and not (outputs.model / CONFIG).exists():
         told = settings_of(aggregation.opened, aggregation.request.adapters)
         write_adapter_config(outputs.model, told, aggregation.source.tensors)

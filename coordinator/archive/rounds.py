@@ -89,6 +89,8 @@ class FacilityRow:
     sent_bytes: int = 0
     received_bytes: int = 0
     """Of its update as it travelled."""
+    moments_bytes: int = 0
+    """Of both, those of optimizer moments that facilities average."""
     training_losses: list[tuple[int, float]] = field(default_factory=list)
     """Step, counted from 1, and mean training loss of the steps since the pair before; empty: not reported."""
     phases: dict[str, float] = field(default_factory=dict)

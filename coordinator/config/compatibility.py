@@ -64,6 +64,12 @@ def check_trainers(described: Mapping[str, tuple[TrainerSettings, TrainingSettin
                 f"optimizer_state of facility {name!r} is 'shared', but facility {others[0]!r} has a trainer of its "
                 "own, whose moments nobody knows: set it to 'personal' or 'auto'",
             )
+        if others and training.first_moments != "off":
+            raise _error(
+                "training.first_moments",
+                f"first_moments of facility {name!r} is 'mean', but facility {others[0]!r} has a trainer of its own, "
+                "whose moments nobody knows: set it to 'off'",
+            )
         if others and training.drift_correction:
             raise _error(
                 "training.drift_correction",
@@ -82,6 +88,16 @@ def check_adapters(aggregation: AggregationSettings, training: Mapping[str, Trai
                 f"aggregation.lora is 'product', but facility {name!r} trains adapters of fused experts "
                 f"(lora.parameters {one.lora.parameters}), whose factors hold all experts: expected 'factors'",
             )
+
+
+def check_moments(training: Mapping[str, TrainingSettings]) -> None:
+    """Raise `ConfigurationError`, with the key, where facilities would average moments in unlike ways."""
+    sharing = {name: one for name, one in training.items() if one.optimizer_state == "shared" or one.travelling_moments}
+    for key in ("optimizer_state_form", "optimizer_state_every"):
+        by_value = {getattr(one, key): name for name, one in sharing.items()}
+        if len(by_value) > 1:
+            told = " and ".join(f"{value!r} for {name!r}" for value, name in by_value.items())
+            raise _error(f"training.{key}", f"{key} is {told}; expected the same at all facilities that share moments")
 
 
 def check_drift(aggregation: AggregationSettings, training: Mapping[str, TrainingSettings], *, masked: bool) -> None:

@@ -19,6 +19,7 @@ from coordinator.config.compatibility import (
     check_comparison,
     check_drift,
     check_evaluation,
+    check_moments,
     check_quorum,
     check_trainers,
 )
@@ -231,6 +232,7 @@ def _build(lined: Lined) -> Federation:
     described = {one.name: one.training for one in federation.facilities}
     check_adapters(federation.aggregation, described)
     check_drift(federation.aggregation, described, masked=bool(federation.masks))
+    check_moments(described)
     if federation.privacy is not None:
         check_privacy(
             federation.privacy,

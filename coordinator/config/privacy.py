@@ -191,6 +191,12 @@ def _check_training(name: str, training: TrainingSettings, peer_signers: str) ->
             f"training.optimizer_state of {name!r} is 'shared', which sends each facility's own moments; expected "
             f"'personal' {secure}",
         )
+    if training.first_moments != "off":
+        raise _error(
+            "training.first_moments",
+            f"training.first_moments of {name!r} is 'mean', which sends each facility's own moments; expected 'off' "
+            f"{secure}",
+        )
     if training.lora.dora:
         raise _error(
             "training.lora.dora",

@@ -13,6 +13,7 @@ from typing import Any
 from facility.exchange.checkpoints.adapters import HEADS, is_adapter, saves, targeted
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.image_processor import image_processor_digest
+from facility.exchange.checkpoints.moments import sent_bytes as moments_sent
 from facility.exchange.checkpoints.tokenizer import tokenizer_digest
 from facility.exchange.delta_codecs import FULL, declared_codec
 from facility.exchange.memory.units import state_bytes
@@ -55,22 +56,29 @@ class ModelFigures:
         Without `targets` every matrix in a block counts as a linear layer; without `modules_to_save` a classifier's
         head is saved, as the trainer does. A model that holds adapters has them trained as they are.
         """
-        lora = training.lora
-        if not lora.rank or not self.shapes:
+        if not training.lora.rank or not self.shapes:
             return self.parameters
-        if own := [shape for name, shape in self.shapes.items() if is_adapter(name)]:
-            return sum(map(math.prod, own))
-        saved, total = lora.modules_to_save or HEADS, 0
+        return sum(map(math.prod, self.trained_shapes(training)))
+
+    def trained_shapes(self, training: TrainingSettings) -> list[tuple[int, ...]]:
+        """Of the tensors that are trained; empty where they are not known."""
+        lora = training.lora
+        if not lora.rank:
+            return [tuple(shape) for shape in self.shapes.values()]
+        if own := [tuple(shape) for name, shape in self.shapes.items() if is_adapter(name)]:
+            return own
+        saved = lora.modules_to_save or HEADS
+        found: list[tuple[int, ...]] = []
         for name, shape in self.shapes.items():
             module = name.rpartition(".")[0]
             if saves(module, saved):
-                total += math.prod(shape)
+                found.append(tuple(shape))
             elif is_matrix_of_a_block(name, shape):
-                factors = lora.rank * sum(shape) + (shape[0] if lora.dora else 0)
-                total += factors if not lora.targets or targeted(module, lora.targets) else 0
+                if not lora.targets or targeted(module, lora.targets):
+                    found += [(lora.rank, shape[1]), (shape[0], lora.rank), *([(shape[0],)] if lora.dora else [])]
             elif targeted(name, lora.parameters) and len(shape) == 3:
-                total += lora.rank * shape[0] * sum(shape[1:])
-        return total
+                found += [(lora.rank * shape[0], size) for size in shape[1:]]
+        return found
 
     def written(self, training: TrainingSettings) -> int:
         """Bytes of an update as the trainer writes it."""
@@ -85,6 +93,15 @@ class ModelFigures:
     def mean_walk(self, training: TrainingSettings) -> int:
         """Bytes of the mean walk that comes with a model from the second round on, where drift is corrected."""
         return MEAN_WALK_BYTES * self.trained(training) if training.drift_correction else 0
+
+    def moments(self, training: TrainingSettings) -> int:
+        """Bytes of the moments that travel each way, in a round in which they do; 0 where the shapes are not known."""
+        return moments_sent(
+            self.trained_shapes(training),
+            shared=training.optimizer_state == "shared",
+            form=training.optimizer_state_form,
+            first=training.first_moments == "mean",
+        )
 
     def travelling(self, full: int, encoding: str, density: float) -> int:
         """Bytes on the link of a checkpoint that takes `full` bytes whole."""

@@ -79,10 +79,12 @@ def check_link(facility: Facility, deployment: Deployment, model: ModelFigures, 
     """Send a little over ssh and scale it to a round's models."""
     training = facility.training
     there = model.travelling(model.received(training), sending.encoding, sending.sparse_density)
-    walk = model.mean_walk(training)
-    there += walk
-    told = f"{size(there)} there{f' ({size(walk)} of it the mean walk)' if walk else ''}"
-    back = model.travelling(model.written(training), training.encoding, training.sparse_density)
+    walk, moments = model.mean_walk(training), model.moments(training)
+    there += walk + moments
+    back = moments + model.travelling(model.written(training), training.encoding, training.sparse_density)
+    named = ((walk, "the mean walk"), (moments, "moments"))
+    parts = ", ".join(f"{size(amount)} of it {what}" for amount, what in named if amount)
+    told = f"{size(there)} there{f' ({parts})' if parts else ''}"
     if not deployment.host:
         return ok(facility.name, "link", f"{told} and {size(back)} back a round, on this machine")
     began = time.monotonic()

@@ -50,13 +50,17 @@ def facility_disk(model: ModelFigures, training: TrainingSettings, sending: str 
     moments = round(moments_bytes(training) * trained) if training.keep_optimizer else 0
     walk = WALK_BYTES if training.drift_correction else 0
     paused = round((MASTER_BYTES + moments_bytes(training) - walk) * trained)
+    moments_sent = model.moments(training)
     update = model.written(training)
     encoded = training.encoding != "full"
     return Disk(
         parts={
-            "models": (2 if sending == "full" else 3) * (model.received(training) + model.mean_walk(training)),
-            "update": update,
-            "its encoded form": model.travelling(update, training.encoding, training.sparse_density) if encoded else 0,
+            "models": (2 if sending == "full" else 3)
+            * (model.received(training) + model.mean_walk(training) + moments_sent),
+            "update": update + moments_sent,
+            "its encoded form": moments_sent + model.travelling(update, training.encoding, training.sparse_density)
+            if encoded
+            else 0,
             "residuals": 2 * MASTER_BYTES * trained if encoded else 0,
             "optimizer state": moments,
             "state of the walk that is corrected by": moments if walk else 0,
@@ -88,12 +92,14 @@ def coordinator_disk(
         encoded = training.encoding != "full"
         in_flight += model.travelling(whole, training.encoding, training.sparse_density) if encoded else 0
         in_flight += whole if decoded or not encoded else 0
+        in_flight += model.moments(training) * (2 if decoded and encoded else 1)
     kept = min(rounds, keep_rounds) if keep_rounds else rounds
     adapters = max((model.written(training) for training in updates.values() if training.lora.rank), default=0)
     trained = max((model.trained(training) for training in updates.values()), default=model.parameters)
     walk = max((model.mean_walk(training) for training in updates.values()), default=0)
+    moments = max((model.moments(training) for training in updates.values()), default=0)
     shared = links and bool(updates) and all(training.lora.rank for training in updates.values())
-    following = (0 if shared else model.bytes) + adapters + walk
+    following = (0 if shared else model.bytes) + adapters + walk + moments
     return Disk(
         parts={
             "initial model": model.bytes,

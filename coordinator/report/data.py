@@ -210,6 +210,7 @@ def _traffic(rows: Sequence[Row], entries: Sequence[Entry], names: Sequence[str]
             # A round that is under way has events and no rows yet; a run without events has rows alone.
             "to_bytes": max(sum(row.get("sent_bytes", 0) for row in own), int(moved[name, "sent"][0])),
             "from_bytes": max(sum(row.get("received_bytes", 0) for row in own), int(moved[name, "transferred"][0])),
+            "moments_bytes": sum(row.get("moments_bytes", 0) for row in own),
             "to_mbit_per_second": _speed(*moved[name, "sent"]),
             "from_mbit_per_second": _speed(*moved[name, "transferred"]),
         }

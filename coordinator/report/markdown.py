@@ -106,6 +106,7 @@ def traffic(data: Mapping[str, Any]) -> list[str]:
             number(one["to_mbit_per_second"]),
             size(one["from_bytes"]),
             number(one["from_mbit_per_second"]),
+            size(one["moments_bytes"]),
         ]
         for name, one in data["traffic"].items()
     ]
@@ -113,7 +114,7 @@ def traffic(data: Mapping[str, Any]) -> list[str]:
         "## Traffic",
         "",
         *chosen(data, "traffic"),
-        *table(["facility", "sent", "Mbit/s", "received", "Mbit/s"], moved),
+        *table(["facility", "sent", "Mbit/s", "received", "Mbit/s", "of these, moments"], moved),
     ]
 
 

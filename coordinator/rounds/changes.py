@@ -61,7 +61,11 @@ RULES = (
     Rule(
         pattern=r"training\.(optimizer|optimizer_parameters.*)", affects=True, follows="optimizers begin with new state"
     ),
-    Rule(pattern=r"training\.(keep_optimizer|optimizer_state)", affects=True, follows=FROM_NOW),
+    Rule(
+        pattern=r"training\.(keep_optimizer|optimizer_state|optimizer_state_form|optimizer_state_every|first_moments)",
+        affects=True,
+        follows=FROM_NOW,
+    ),
     Rule(
         pattern=r"training\.drift_correction",
         affects=True,

@@ -10,6 +10,7 @@ from coordinator.config.settings import CoordinatorSettings
 from coordinator.rounds.unasked import objection_to
 from coordinator.steps.arrived import Arrived
 from coordinator.steps.send import Outgoing, bytes_of, outgoing
+from facility.exchange.checkpoints.companions import MOMENTS
 from facility.exchange.messages.dataset_card import dataset_of
 from facility.exchange.messages.drift import drift_of
 from facility.exchange.messages.evaluation import scores_of
@@ -63,12 +64,20 @@ def _row(
     quarantined: dict[str, str],
     sent: Outgoing,
 ) -> FacilityRow:
-    row = FacilityRow(round=number, facility=name, status="ok", sent=str(sent), sent_bytes=sent.bytes)
+    row = FacilityRow(
+        round=number,
+        facility=name,
+        status="ok",
+        sent=str(sent),
+        sent_bytes=sent.bytes,
+        moments_bytes=sent.moments_bytes,
+    )
     if (update := arrived.updates.get(name)) is not None:
         manifest = read_manifest(update)
         row = dataclasses.replace(
             row,
             received_bytes=_travelled(manifest),
+            moments_bytes=row.moments_bytes + bytes_of(manifest, MOMENTS),
             update_sha256=manifest.content_sha256,
             usage=usage_of(manifest),
             scores=scores_of(manifest),

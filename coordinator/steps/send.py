@@ -12,6 +12,7 @@ import argparse
 import logging
 import shutil
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from coordinator.archive.rounds import Archive
 from coordinator.config.settings import CoordinatorSettings, SendingSettings, read_coordinator_settings
 from coordinator.rounds.order import order_or_tell
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
+from facility.exchange.checkpoints.companions import MOMENTS
 from facility.exchange.checkpoints.delta import encode_model
 from facility.exchange.delta_codecs import FULL, declared_codec
 from facility.exchange.errors import CrossFedError, exit_on_error
@@ -53,10 +55,15 @@ class Outgoing:
     def bytes(self) -> int:
         return bytes_of(read_manifest(self.path))
 
+    @property
+    def moments_bytes(self) -> int:
+        return bytes_of(read_manifest(self.path), MOMENTS)
 
-def bytes_of(manifest: Manifest) -> int:
-    """All files of the directory."""
-    return sum(entry.size for entry in manifest.files.values())
+
+def bytes_of(manifest: Manifest, folders: Sequence[str] = ()) -> int:
+    """All files of the directory, or those in `folders` of it."""
+    files = manifest.files.items()
+    return sum(entry.size for name, entry in files if not folders or name.partition("/")[0] in folders)
 
 
 def outgoing(archive: Archive, settings: CoordinatorSettings, facility: str, number: int) -> Outgoing:

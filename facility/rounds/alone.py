@@ -32,6 +32,7 @@ MODEL = "model-"
 FEDERATED = {
     "encoding": "full",
     "optimizer_state": "personal",
+    "first_moments": "off",
     "drift_correction": False,
     "proximal": 0.0,
     "signing_key": "",

@@ -21,7 +21,7 @@ from facility.training.devices import device_name
 from facility.training.drift import KIND, is_in
 from facility.training.processes.ranks import gather, together
 from facility.training.round import Round
-from facility.training.state import second_moments, state
+from facility.training.state import moments, second_moments, state
 from facility.training.state.update import outgoing_parts, outgoing_tensors, write_evaluation, write_update
 
 log = logging.getLogger(__name__)
@@ -71,19 +71,27 @@ def finish_round(round: Round) -> None:
 
 
 def add_files(round: Round, figures: dict[str, Any], directory: Path) -> None:
-    """What an update holds beside its tensors: the report, and second moments where facilities share them."""
+    """What an update holds beside its tensors: the report, and the moments that facilities average."""
     reports.write(directory, report_of(round, figures))
-    request = round.request
-    if request.training.optimizer_state == "shared":
+    request, training = round.request, round.request.training
+    steps = round.progress.optimizer_steps
+    before, kept = max(0, steps - training.steps), request.state / f"round-{request.round}"
+    federated = Patterns(tuple(request.settings.include), tuple(request.settings.exclude))
+    if not training.sends_moments(request.round):
+        return
+    if training.optimizer_state == "shared":
         second_moments.write_outgoing(
             directory,
-            request.state / f"round-{request.round}",
-            beta2=request.training.beta2,
-            steps=round.progress.optimizer_steps,
-            before=max(0, round.progress.optimizer_steps - request.training.steps),
-            federated=Patterns(tuple(request.settings.include), tuple(request.settings.exclude)),
+            kept,
+            beta2=training.beta2,
+            steps=steps,
+            before=before,
+            federated=federated,
             held=held_in_memory(round),
+            matrices=training.optimizer_state_form == "factors",
         )
+    if training.travelling_moments:
+        moments.write_outgoing(directory, kept, training, steps=steps, before=before, federated=federated)
 
 
 def take_walk(round: Round) -> drift.DriftReport | None:

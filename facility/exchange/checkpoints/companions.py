@@ -25,7 +25,8 @@ EXECUTABLE = (
 TENSORS = (".safetensors",)
 OWN = ("manifest.json", "manifest.json.sig")
 """Files that describe one directory only and are never copied."""
-FOLDERS = ("second_moments", "mean_walk")
+MOMENTS = ("second_moments", "moments")
+FOLDERS = (*MOMENTS, "mean_walk")
 """Folders that belong to a checkpoint (modules of these names in `facility.exchange.checkpoints`)."""
 OF_A_ROUND = ("round.json", "report.json", *FOLDERS)
 """Files and folders that describe one round."""

@@ -15,6 +15,8 @@ class InnerOptimizer(Declaration):
     """Bytes of state a trained parameter, at most, for predictions of memory and disk."""
     shares_second_moments: bool = False
     """True if every parameter has a second moment of its own, which `optimizer_state: shared` averages."""
+    first_moments: tuple[str, ...] = ()
+    """Kinds of state that are running means of gradients, which `first_moments: mean` averages."""
 
 
 OPTIMIZERS = Registry(

@@ -24,6 +24,7 @@ DECLARATION = InnerOptimizer(
     needs=("beta1, beta2, epsilon and weight_decay of `training:`",),
     state_bytes=8.0,
     shares_second_moments=True,
+    first_moments=("exp_avg",),
 )
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

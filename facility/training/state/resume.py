@@ -10,7 +10,7 @@ import torch
 from facility.training.engine import Engine
 from facility.training.processes.ranks import Ranks, together
 from facility.training.request import RoundRequest
-from facility.training.state import second_moments, state
+from facility.training.state import moments, second_moments, state
 
 
 @dataclass(kw_only=True)
@@ -103,6 +103,11 @@ def restore(
         with together(ranks):
             progress.optimizer_steps, _ = second_moments.take_over(
                 request.model, engine.optimizer, engine.parts, beta2=training.beta2, steps=progress.optimizer_steps
+            )
+    if training.travelling_moments:
+        with together(ranks):
+            progress.optimizer_steps = moments.take_over(
+                request.model, engine.optimizer, engine.parts, training, steps=progress.optimizer_steps
             )
     return progress
 

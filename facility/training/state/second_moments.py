@@ -46,10 +46,12 @@ def write_outgoing(
     before: int,
     federated: Patterns,
     held: Mapping[str, torch.Tensor],
+    matrices: bool = True,
 ) -> None:
     """Write `update`/second_moments from the optimizer state in `state`; nothing before the first step.
 
-    `before`: of the `steps`, those before this round.
+    `before`: of the `steps`, those before this round. `matrices`: as row and column means; else vectors' alone are
+    written here (`facility.training.state.moments` has the rest).
 
     `held`: what was written there and is still in memory, so that it is not read again.
 
@@ -64,8 +66,10 @@ def write_outgoing(
         name: factors_of_values(entry.shape, _reader(held[key]), scale) if key in held else factors_of(entry, scale)
         for key, entry in sorted(stored.items())
         if (name := key.removeprefix(STORED)) != key and federated.federated(name)
-        if name in sent and sent[name].shape == entry.shape
+        if name in sent and sent[name].shape == entry.shape and (matrices or len(entry.shape) < 2)
     }
+    if not factors and not matrices:
+        return
     write_factors(update, factors, steps=steps, kept=kept_share(beta2, before=before, steps=steps))
 
 

@@ -1,0 +1,126 @@
+"""Moments that facilities average value by value: sent with the update, taken over from the received model.
+
+Second moments of matrices where `optimizer_state_form` is not `factors`; first moments where `first_moments` is `mean`.
+They are made from the state directory that was just written, in which they lie whole, and every rank takes over the
+rows that it holds: every layout sends and reads the same bytes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from facility.exchange.checkpoints.checkpoint import TensorEntry, open_checkpoint, read_exactly
+from facility.exchange.checkpoints.floats import Array
+from facility.exchange.checkpoints.moments import (
+    BLOCKS,
+    FIRST,
+    Moment,
+    Rows,
+    StoredMoments,
+    block_means,
+    has_moments,
+    matrix,
+    shapes_in,
+    write_moments,
+)
+from facility.exchange.checkpoints.patterns import Patterns
+from facility.exchange.checkpoints.second_moments import kept_share
+from facility.exchange.messages.optimizers import OPTIMIZERS
+from facility.exchange.messages.settings import TrainingSettings
+from facility.training.optimizers.protocol import Optimizer
+from facility.training.shards import LocalShard
+
+SECOND = "exp_avg_sq"
+DECAYS = {"exp_avg": "beta1", SECOND: "beta2"}
+"""Which setting each kind of AdamW's state decays by; another kind's is its optimizer's own `momentum`."""
+
+
+def decay(training: TrainingSettings, kind: str) -> float:
+    """By which a kind of the optimizer's state decays in a step."""
+    if kind in DECAYS:
+        return float(getattr(training, DECAYS[kind]))
+    return float(OPTIMIZERS.get(training.optimizer).values(training.optimizer_parameters)["momentum"])
+
+
+def first_kinds(training: TrainingSettings) -> tuple[str, ...]:
+    """The kinds of state that first moments are, where they are averaged; empty: they are not."""
+    return OPTIMIZERS.get(training.optimizer).first_moments if training.first_moments == "mean" else ()
+
+
+def write_outgoing(
+    update: Path, state: Path, training: TrainingSettings, *, steps: int, before: int, federated: Patterns
+) -> None:
+    """Write `update`/moments from the optimizer state in `state`; nothing before the first step.
+
+    `before`: of the `steps`, those before this round. What leaves the facility is as in `second_moments`.
+    """
+    if steps == 0:
+        return
+    stored, sent = open_checkpoint(state), open_checkpoint(update).tensors
+    by_value = training.optimizer_state == "shared" and training.optimizer_state_form != "factors"
+    forms = dict.fromkeys(first_kinds(training), FIRST)
+    forms |= {SECOND: training.optimizer_state_form} if by_value else {}
+    found: dict[Moment, Rows] = {}
+    for key, entry in sorted(stored.tensors.items()):
+        kind, _, name = key.partition(".")
+        form = forms.get(kind)
+        if form is None or not federated.federated(name) or name not in sent or sent[name].shape != entry.shape:
+            continue
+        if form == FIRST or len(entry.shape) > 1:
+            moment = Moment(name=name, form=form, shape=tuple(entry.shape))
+            found[moment] = _rows_of(entry, moment, 1.0 / (1.0 - decay(training, kind) ** steps))
+    kept = kept_share(training.beta2, before=before, steps=steps) if by_value else 0.0
+    write_moments(update, found, steps=steps, kept=kept)
+
+
+def _rows_of(entry: TensorEntry, moment: Moment, scale: float) -> Rows:
+    """Rows of a stored float32 tensor, times `scale`, as the moment's form has them."""
+    width = matrix(moment.shape)[1]
+
+    def read(first: int, count: int) -> Array:
+        values = np.empty((count, width), np.float32)
+        descriptor = os.open(entry.file, os.O_RDONLY)
+        try:
+            read_exactly(descriptor, values.data.cast("B"), entry.start + first * width * 4, entry.file)
+        finally:
+            os.close(descriptor)
+        values *= np.float32(scale)
+        return block_means(values) if moment.form == BLOCKS else values
+
+    return read
+
+
+@torch.no_grad()
+def take_over(
+    model: Path, optimizer: Optimizer, parts: Sequence[LocalShard], training: TrainingSettings, *, steps: int
+) -> int:
+    """Put the moments that came with the model in the place of this facility's own; returns the step count.
+
+    Only those that the settings ask for. A facility without state of its own (`steps` is 0) begins with the others'
+    second moments and step count, as with row and column means; its first moments begin at zero where it has no second
+    ones, which would be too small for them.
+    """
+    if not has_moments(model):
+        return steps
+    found = StoredMoments(model, shapes_in(open_checkpoint(model)) | {part.name: part.shape for part in parts})
+    shared = training.optimizer_state == "shared" and any(not first for _, first in found.moments)
+    own = steps or (max(1, round(found.steps)) if shared else 0)
+    kinds = dict.fromkeys(first_kinds(training), True) | ({SECOND: False} if shared else {})
+    if own == 0:
+        return 0
+    for part in parts:
+        for held in optimizer.shards(part):
+            kind = held.name.partition(".")[0]
+            moment = found.moments.get((part.name, kinds[kind])) if kind in kinds else None
+            if moment is not None and held.tensor.numel():
+                count = len(held.tensor) if part.shape else 1
+                values = found.whole(moment, part.first, count) * np.float32(1.0 - decay(training, kind) ** own)
+                held.tensor.copy_(torch.from_numpy(values).reshape(held.tensor.shape))
+        if "step" in (state := optimizer.state[part.tensor]):
+            state["step"].fill_(float(own))
+    return own
