@@ -15,6 +15,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
+from facility.exchange.checkpoints.moments import BLOCKS, block_means, decoded, encoded, spread
 from facility.exchange.checkpoints.second_moments import Factors, mean_of
 
 
@@ -45,7 +46,13 @@ class Local:
     """FedProx's mu; 0 is off."""
     keep_optimizer: bool = True
     optimizer_state: str = "personal"
-    """`shared`: second moments are averaged between rounds, as row and column means; first moments stay personal."""
+    """`shared`: second moments are averaged between rounds; first moments stay personal."""
+    form: str = "factors"
+    """How second moments of matrices travel: one of `training.optimizer_state_form`."""
+    every: int = 1
+    """Rounds from one averaging of moments to the next."""
+    blend: float = 1.0
+    """Share of the averaged second moments in what a facility goes on from; the rest are its own."""
     first_moments: str = "off"
     """`mean`: first moments are averaged between rounds, in full."""
     along: float = 0.0
@@ -162,6 +169,17 @@ class SecondMoments:
     """That those facilities' moments had seen, their mean."""
 
 
+def by_value(value: numpy.ndarray, form: str) -> numpy.ndarray:
+    """A matrix's second moments as they are read from what is sent, one a value or a block."""
+    return decoded(form, encoded(form, block_means(value) if form == BLOCKS else value))
+
+
+def whole(mean: numpy.ndarray, form: str, width: int) -> numpy.ndarray:
+    """What is read from the mean that is sent, one for each value."""
+    received = decoded(form, encoded(form, mean))
+    return spread(received, width) if form == BLOCKS else received
+
+
 @torch.no_grad()
 def mean_second_moments(learners: list[Learner], weights: list[float]) -> SecondMoments:
     """The weighted mean of the learners' second moments."""
@@ -170,7 +188,9 @@ def mean_second_moments(learners: list[Learner], weights: list[float]) -> Second
         factors, scale = {}, 1 / (1 - learner.local.betas[1] ** learner.adam_steps)
         for number, parameter in enumerate(learner.parameters):
             value = learner.optimizer.state[parameter]["exp_avg_sq"].cpu() * scale
-            if parameter.ndim > 1:
+            if parameter.ndim > 1 and learner.local.form != "factors":
+                factors[str(number)] = Factors(by_value(value.flatten(1).numpy(), learner.local.form).ravel())
+            elif parameter.ndim > 1:
                 factors[str(number)] = Factors(value.flatten(1).mean(1).numpy(), value.flatten(1).mean(0).numpy())
             else:
                 factors[str(number)] = Factors(value.numpy().copy())
@@ -186,8 +206,14 @@ def take_second_moments(learner: Learner, shared: SecondMoments) -> None:
         learner.begin_moments(shared.steps)
     scale = 1 - learner.local.betas[1] ** learner.adam_steps
     for number, parameter in enumerate(learner.parameters):
-        rebuilt = shared.mean[str(number)].rebuilt(0, len(parameter)) * numpy.float32(scale)
-        learner.optimizer.state[parameter]["exp_avg_sq"].copy_(torch.from_numpy(rebuilt).reshape(parameter.shape))
+        mean = shared.mean[str(number)]
+        if parameter.ndim > 1 and learner.local.form != "factors":
+            width = parameter[0].numel()
+            rebuilt = whole(mean.rows.reshape(len(parameter), -1), learner.local.form, width) * numpy.float32(scale)
+        else:
+            rebuilt = mean.rebuilt(0, len(parameter)) * numpy.float32(scale)
+        own = learner.optimizer.state[parameter]["exp_avg_sq"]
+        own.lerp_(torch.from_numpy(rebuilt).reshape(parameter.shape).to(own.device), learner.local.blend)
 
 
 @torch.no_grad()

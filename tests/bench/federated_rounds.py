@@ -114,7 +114,8 @@ class Federation:
                 arrived[who] = values
         if self.drift.on:
             self.drift.end(self.sent, self.learners, begun)
-        self.share(begun)
+        if number % self.local.every == 0:
+            self.share(begun)
         return arrived
 
     def share(self, begun: Mapping[str, float]) -> None:

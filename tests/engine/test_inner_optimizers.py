@@ -12,13 +12,14 @@ from coordinator.config.federation import read_federation
 from coordinator.engine.render import write
 from facility.exchange.checkpoints.adapters import A, is_factor
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
+from facility.exchange.checkpoints.moments import FIRST, StoredMoments, shapes_in
 from tests.engine.engines import streamflow
 from tests.federations import write_federation
 
 OWN = {
-    "a": {"optimizer": "muon"},
+    "a": {"optimizer": "muon", "first_moments": "mean"},
     "b": {"optimizer": "adafactor", "lora": {"rank": 4, "trained_rank": 2}},
-    "c": {},
+    "c": {"first_moments": "mean"},
 }
 
 
@@ -42,3 +43,9 @@ def test_muon_adafactor_and_adamw_train_adapters_of_differing_ranks_together(tmp
     factors = open_checkpoint(archive.model_for(2))
     ranks = {factors.tensors[name].shape[0] for name in factors.tensors if is_factor(name) and A in name}
     assert ranks == {4}
+    # Momenta of Muon and first moments of AdamW are means of gradients: averaged, and sent with the next model.
+    first = StoredMoments(archive.model_for(1), shapes_in(open_checkpoint(archive.model_for(1))))
+    assert {moment.form for moment in first.moments.values()} == {FIRST} and len(first.moments) > len(ranks)
+    sent = {row.facility: row.moments_bytes for row in history[0].facilities}
+    assert sent["b"] == 0 < min(sent["a"], sent["c"])
+    assert min(row.moments_bytes for row in history[1].facilities) > 0  # they came with the model of this round

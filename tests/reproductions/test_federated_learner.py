@@ -114,6 +114,31 @@ def test_what_brings_facilities_together_changes_nothing_where_all_are_the_same(
     assert ends[0] == pytest.approx(ends[1], rel=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("shared", "same"),
+    [({"form": "full"}, True), ({"form": "int8"}, False), ({"every": 3}, True), ({"blend": 0.0}, True)],
+)
+def test_second_moments_of_facilities_that_are_the_same_are_their_own(model, text, monkeypatch, shared, same):
+    """In full exactly; in a byte a value nearly; and where they are shared after the last round alone, or not taken."""
+    from tests.bench import federated_rounds
+
+    monkeypatch.setattr(federated_rounds, "batches", lambda blocks, size, seed: batches(blocks, size, 7))
+    ends = [
+        federate(
+            model,
+            {"a": text, "b": text},
+            rounds=3,
+            steps=2,
+            local=dataclasses.replace(LOCAL, **local),
+            seed=1,
+            evaluate_rounds=set(),
+            aggregation=AggregationSettings(rule="mean"),
+        ).perplexities[-1]["a"]
+        for local in ({}, {"optimizer_state": "shared"} | shared)
+    ]
+    assert ends[0] == pytest.approx(ends[1], rel=1e-6 if same else 1e-2) and (same or ends[0] != ends[1])
+
+
 def test_momentum_within_rounds_walks_on_in_the_direction_of_the_last_round(model, text: Text):
     local = dataclasses.replace(LOCAL, along=0.5)
     drift, learner = Drift(local), Learner(model, batches(text.train, 4, 1), local, 12)
