@@ -64,6 +64,10 @@ def read(tmp_path: Path, content: dict[str, Any]):
             "each facility's own moments",
         ),
         (
+            {"training": {"export_dtype": "float32", "signing_key": "k", "first_moments": "mean"}},
+            "sends each facility's own moments",
+        ),
+        (
             {"training": {"export_dtype": "float32", "signing_key": "k", "sync": {"policy": "diloco"}}},
             "known only after the round",
         ),

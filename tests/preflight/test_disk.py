@@ -5,8 +5,12 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+from coordinator.config.deployments import Deployment
+from coordinator.config.federation import Facility
+from coordinator.config.settings import SendingSettings
 from coordinator.memory.figures import ModelFigures, model_figures
 from coordinator.memory.need import needed_bytes
+from coordinator.preflight.cost import check_link
 from coordinator.preflight.disk import coordinator_disk, facility_disk
 from facility.exchange.messages.layout import LoraSettings
 from facility.exchange.messages.settings import TrainingSettings
@@ -33,6 +37,21 @@ def test_correcting_drift_takes_a_walk_with_every_state_and_a_byte_a_parameter_w
     assert there[1] - there[0] == (2 + 1) * P + 2 * 4 * P
     assert MODEL.mean_walk(drift) == P and MODEL.mean_walk(plain) == 0
     assert needed_bytes(MODEL, drift, 10, 1) - needed_bytes(MODEL, plain, 10, 1) == 4 * P
+
+
+def test_moments_that_travel_are_with_every_model_and_update_and_are_told_with_the_link():
+    shapes = {"a.weight": (16, 60), "a.bias": (64,)}
+    model = dataclasses.replace(MODEL, shapes=shapes)
+    plain = TrainingSettings(optimizer_state="personal")
+    shared = dataclasses.replace(plain, optimizer_state="shared")
+    both = dataclasses.replace(shared, optimizer_state_form="int8", first_moments="mean")
+    for one, size in ((plain, 0), (shared, 4 * 76 + 4 * 64), (both, 960 + 4 * 16 + 4 * 64 + 2 * P)):
+        assert model.moments(one) == size
+        assert facility_disk(model, one).bytes - facility_disk(model, plain).bytes == 3 * size
+        there = [coordinator_disk(model, {"a": o}, rule="mean", rounds=5, keep_rounds=2).bytes for o in (plain, one)]
+        assert there[1] - there[0] == (2 + 1 + 1) * size
+    row = check_link(Facility(name="a", dataset="/d", training=both), Deployment(), model, SendingSettings())
+    assert "5.38 kB there (3.33 kB of it moments) and 5.38 kB back a round" in row.found, row
 
 
 def test_the_coordinator_does_not_need_more_for_more_rounds():

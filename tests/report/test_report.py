@@ -340,6 +340,10 @@ def test_figures_are_sums_of_what_was_reported(tmp_path: Path):
     ok = [row for row in rows if row["status"] == "ok"]
     digests = {one["sha256"] for one in data["artefacts"]}
     assert {row["update_sha256"] for row in ok} <= digests
+    for name, one in data["traffic"].items():
+        moved = [row["moments_bytes"] for row in rows if row["facility"] == name]
+        assert one["moments_bytes"] == sum(moved) and any(moved)
+    assert "of these, moments" in markdown(data) and "of these, moments" in page(data)
     assert {one["status"] for one in data["failures"]} == {"failed"} and len(data["failures"]) == len(rows) - len(ok)
 
 
