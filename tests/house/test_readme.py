@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.archive.rounds import Archive
 from coordinator.config.federation import read_federation
 from tests.conftest import ROOT
 from tests.house import tree
@@ -64,6 +65,11 @@ def test_the_commands_of_the_readme_run_as_written(tmp_path: Path):
     assert f"all {rounds} rounds are done" in shown and "the model is" in shown
     perplexities = [float(x) for x in re.findall(r"│\s+([\d.]+) │$", shown, re.M)]
     assert len(perplexities) == rounds and perplexities == sorted(perplexities, reverse=True), shown
+    rows = [row for entry in Archive(clone / ".crossfed" / "demo" / "archive").history() for row in entry.facilities]
+    for name in {row.facility for row in rows}:  # no facility gets worse from one round to the next
+        told = [row.perplexity_received for row in rows if row.facility == name]
+        received = [one for one in told if one is not None]
+        assert len(received) >= rounds and received == sorted(received, reverse=True), (name, received)
     again = run("\n".join(second).replace(".venv/", f"{environment}/"), clone, variables)
     assert "COMPLETED workflow execution" in again
     assert f"{rounds} of {rounds} rounds" in run("python -m coordinator.cli status", clone, variables)
