@@ -14,6 +14,7 @@ from coordinator.aggregation.moments import APART, KEY
 from coordinator.aggregation.settings import AggregationSettings
 from coordinator.aggregation.verify import check_update
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
+from facility.exchange.checkpoints.delta import decode, encode
 from facility.exchange.checkpoints.moments import (
     BLOCKS,
     FIRST,
@@ -86,6 +87,16 @@ def test_the_mean_is_weighted_and_goes_out_with_the_model_in_the_same_form(
         expected = decoded(form, encoded(form, mean)).reshape(mean.shape)
         assert np.allclose(found.read(moment, 0, moment.rows), expected, rtol=1e-6, atol=0), moment
     verify_manifest(tmp_path / "next")
+
+
+def test_they_travel_with_encoded_updates(model: Path, tmp_path: Path):
+    update = write_update(tmp_path / "a", model, "a")
+    with_moments(update, INT8)
+    encode(full=update, reference=model, out=tmp_path / "message", encoding="delta-int8")
+    decode(tmp_path / "message", reference=model, out=tmp_path / "decoded")
+    file = Path(FOLDER) / "model.safetensors"
+    assert (tmp_path / "decoded" / file).read_bytes() == (update / file).read_bytes()
+    check_update(tmp_path / "decoded", open_checkpoint(model), read_manifest(model), "a", 0)
 
 
 def test_who_brings_none_takes_no_part_and_without_any_the_next_model_has_none(model: Path, tmp_path: Path):
