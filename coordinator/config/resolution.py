@@ -18,7 +18,7 @@ from facility.exchange.errors import CrossFedError
 from facility.exchange.messages.optimizers import OPTIMIZERS
 from facility.exchange.messages.settings import TrainingSettings
 
-OUTER = ("rule", "server_learning_rate", "momentum", "momentum_warmup")
+OUTER = ("rule", "server_learning_rate", "momentum", "momentum_warmup", "momentum_friction")
 """Keys of `aggregation:` that `auto` chooses, unless they are given."""
 
 

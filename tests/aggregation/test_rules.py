@@ -263,12 +263,19 @@ def test_the_default_is_dilocos_step_and_a_rule_by_itself_is_plain():
     # Steps of 1 with momentum 0, 1/4, 2/5: v = 1, 1.25, 1.5;  w += 1, 1 + 1.25 / 4, 1 + 1.5 * 2 / 5
     # and with 0.8 from the first: v = 1, 1.8, 2.44;  w += 1.8, 2.44, 2.952
     constant = AggregationSettings(momentum_warmup=False)
-    for settings, moves in ((default, [1, 1.3125, 1.6]), (constant, [1.8, 2.44, 2.952])):
+    # and with t / (t + 1), 0, 1/2, 2/3: v = 1, 1.5, 2;  w += 1, 1 + 1.5 / 2, 1 + 2 * 2 / 3
+    sooner = AggregationSettings(momentum_friction=1.0)
+    for settings, moves in (
+        (default, [1, 1.3125, 1.6]),
+        (constant, [1.8, 2.44, 2.952]),
+        (sooner, [1, 1.75, 7 / 3]),
+    ):
         w, slots = f32(0), [f32(0)]
         for number, move in enumerate(moves):
             before, (w, slots) = w, optimizer_of(settings, number)[0](w, f32(1), slots)
             np.testing.assert_allclose(w - before, move, rtol=1e-6)
     assert [nesterov.momentum_of(n, 0.8) for n in (0, 3, 12, 1000)] == [0, 0.5, 0.8, 0.8]
+    assert [nesterov.momentum_of(n, 0.8, 1.0) for n in (0, 1, 3, 9)] == [0, 0.5, 0.75, 0.8]
     for rule in ("mean", "median", "krum"):
         outer, starts = optimizer_of(AggregationSettings(rule=rule), 3)
         assert outer(f32(10), f32(1), [])[0].tolist() == [11] and starts == ()

@@ -4,10 +4,10 @@ A. Douillard et al., "DiLoCo: distributed low-communication training of language
 algorithm 1, with the form of Nesterov momentum of I. Sutskever et al. 2013 that PyTorch's SGD uses:
 v = mu v + step,  w = w + eta (step + mu v).
 
-The momentum grows with the rounds, t / (t + 3) in round t = 0, 1, ..., up to mu: Y. Nesterov's own sequence, as
+The momentum grows with the rounds, t / (t + r) in round t = 0, 1, ..., up to mu. r = 3 is Y. Nesterov's own sequence, as
 written in W. Su, S. Boyd, E. Candes, "A differential equation for modeling Nesterov's accelerated gradient method",
-JMLR 17 (2016), arXiv 1503.01243, eq. 1. The steps of the first rounds predict later ones poorly, above all from random
-weights.
+JMLR 17 (2016), arXiv 1503.01243, eq. 1, who call r the friction. The steps of the first rounds predict later ones
+poorly, above all from random weights; over ten rounds r = 3 spends half of them on that, and r = 1 less.
 """
 
 from __future__ import annotations
@@ -41,8 +41,14 @@ DECLARATION = ServerOptimizer(
         Parameter(
             name="momentum_warmup",
             default=True,
-            text="nesterov: momentum t / (t + 3) in round t = 0, 1, ... until it reaches `momentum`; "
+            text="nesterov: momentum t / (t + `momentum_friction`) in round t = 0, 1, ... until it reaches `momentum`; "
             "false: from the first round on.",
+        ),
+        Parameter(
+            name="momentum_friction",
+            default=3.0,
+            above=0,
+            text="nesterov: how slowly the momentum grows, where it does: it is a half in the round of this number.",
         ),
     ),
     slots=("velocity",),
@@ -54,9 +60,9 @@ def starts() -> tuple[float]:
     return (0.0,)
 
 
-def momentum_of(round: int, momentum: float) -> float:
+def momentum_of(round: int, momentum: float, friction: float = 3.0) -> float:
     """Momentum in round `round`, counted from 0."""
-    return min(momentum, round / (round + 3))
+    return min(momentum, round / (round + friction))
 
 
 def apply(master: A, step: A, slots: Sequence[A], *, learning_rate: float, momentum: float) -> tuple[A, list[A]]:
@@ -73,8 +79,9 @@ def build(
     server_learning_rate: float,
     momentum: float,
     momentum_warmup: bool,
+    momentum_friction: float,
 ) -> tuple[Step, tuple[float, ...]]:
     """The step function and the first velocity."""
     if momentum_warmup:
-        momentum = momentum_of(round, momentum)
+        momentum = momentum_of(round, momentum, momentum_friction)
     return partial(apply, learning_rate=server_learning_rate, momentum=momentum), starts()
