@@ -73,17 +73,7 @@ def _row(
         moments_bytes=sent.moments_bytes,
     )
     if (update := arrived.updates.get(name)) is not None:
-        manifest = read_manifest(update)
-        row = dataclasses.replace(
-            row,
-            received_bytes=_travelled(manifest),
-            moments_bytes=row.moments_bytes + bytes_of(manifest, MOMENTS),
-            update_sha256=manifest.content_sha256,
-            usage=usage_of(manifest),
-            scores=scores_of(manifest),
-            dataset=dataset_of(manifest),
-            holds=_digest(manifest.extra.get(KEEPS)),
-        )
+        row = _with_manifest(row, read_manifest(update))
     if name in arrived.failures or name in quarantined:
         failure = arrived.failures.get(name) or Failure(
             facility=name, round=number, reason=quarantined[name], kind="refused"
@@ -120,6 +110,20 @@ def _row(
         perplexity_returned=report.perplexity_returned,
         accuracy_received=None if late else received,
         accuracy_returned=returned,
+    )
+
+
+def _with_manifest(row: FacilityRow, manifest: Manifest) -> FacilityRow:
+    """The row with what an update's manifest says."""
+    return dataclasses.replace(
+        row,
+        received_bytes=_travelled(manifest),
+        moments_bytes=row.moments_bytes + bytes_of(manifest, MOMENTS),
+        update_sha256=manifest.content_sha256,
+        usage=usage_of(manifest),
+        scores=scores_of(manifest),
+        dataset=dataset_of(manifest),
+        holds=_digest(manifest.extra.get(KEEPS)),
     )
 
 

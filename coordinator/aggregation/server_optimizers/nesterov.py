@@ -4,9 +4,9 @@ A. Douillard et al., "DiLoCo: distributed low-communication training of language
 algorithm 1, with the form of Nesterov momentum of I. Sutskever et al. 2013 that PyTorch's SGD uses:
 v = mu v + step,  w = w + eta (step + mu v).
 
-The momentum grows with the rounds, t / (t + r) in round t = 0, 1, ..., up to mu. r = 3 is Y. Nesterov's own sequence, as
-written in W. Su, S. Boyd, E. Candes, "A differential equation for modeling Nesterov's accelerated gradient method",
-JMLR 17 (2016), arXiv 1503.01243, eq. 1, who call r the friction. The steps of the first rounds predict later ones
+The momentum grows with the rounds, t / (t + r) in round t = 0, 1, ..., up to mu. r = 3 is Y. Nesterov's own sequence,
+as written in W. Su, S. Boyd, E. Candes, "A differential equation for modeling Nesterov's accelerated gradient method",
+JMLR 17 (2016), arXiv 1503.01243, eq. 1, whose damping is r / t. The steps of the first rounds predict later ones
 poorly, above all from random weights; over ten rounds r = 3 spends half of them on that, and r = 1 less.
 """
 
