@@ -149,6 +149,24 @@ def larger_steps() -> list[tuple[str, Arm]]:
         inner("beta2 0.99", betas=SLOW),
         inner("server rate 1.4, constant momentum, beta2 0.99", large | fixed, betas=SLOW),
         inner("server rate 1.4, beta2 0.99", large, betas=SLOW),
+        inner("server rate 1.4, momentum t / (t + 1), beta2 0.99", large | {"momentum_friction": 1.0}, betas=SLOW),
+    ]
+
+
+def forms() -> list[tuple[str, Arm]]:
+    """How second moments travel and how often, a blend with a facility's own, and first moments beside them."""
+    large = {"server_learning_rate": 1.2}
+
+    def one(name: str, **local: Any) -> tuple[str, Arm]:
+        return inner(f"server rate 1.2, beta2 0.99, {name}", large, betas=SLOW, **local)
+
+    return [
+        one("in full", form="full"),
+        one("a byte a value", form="int8"),
+        one("in blocks", form="blocks"),
+        one("half blended with own", blend=0.5),
+        one("every third round", every=3),
+        one("first moments too", first_moments="mean"),
     ]
 
 
@@ -190,6 +208,7 @@ def parts() -> list[list[Group]]:
             ([TWO_LONG], larger_steps()[:2]),
             ([TWO_SHORT, FOUR_SHORT], larger_steps()[1:3]),
             ([FOUR_LONG], larger_steps()[3:]),
+            ([TWO_LONG], forms()),
         ],
     ]
 
