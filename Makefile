@@ -40,6 +40,7 @@ slow: env ## The long laws: layouts, policies, faults, simulator beside reality.
 	python -m pytest -n $(WORKERS) --dist loadgroup --timeout 900 $(SLOW) -m 'slow and not nightly and not testbed and not readme'
 
 nightly: env ## The longest: every family, every cause of a fault, further federations. NIGHTLY="FILE ...": these alone.
+	CROSSFED_FAMILIES=$(abspath build/families-nightly.jsonl) \
 	python -m pytest -n $(WORKERS) --dist loadgroup --timeout 3600 $(NIGHTLY) -m 'nightly and not testbed and not readme'
 
 testbed: env ## Two rounds over real sshd and real Slurm on this machine (root, Debian packages).

@@ -63,6 +63,12 @@ def lines_of(text: str, task: str) -> dict[str, str]:
     return {line.split("|")[1].strip(" `"): line for line in own.splitlines() if line.startswith("| `")}
 
 
+def untried_of(text: str, task: str) -> set[str]:
+    """Families that the page lists below the task's table, as not tried."""
+    own = text.split(f"## {TITLES[task]}\n")[1].split("\n## ")[0]
+    return {line.split("`")[1] for line in own.splitlines() if line.startswith("- `")}
+
+
 def counts(rows: list[Row]) -> str:
     words = [row["one"][0] for row in rows]
     told = f"{len(rows)} families: {words.count('works')} work, {words.count('refused')} are refused"

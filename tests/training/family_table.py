@@ -1,6 +1,6 @@
 """Every family of text models and image classifiers that the pinned transformers knows, tried, and a table of them.
 
-    python -m tests.training.family_table            try what build/families.jsonl does not hold yet
+    python -m tests.training.family_table            try what build/families.jsonl does not hold of this code
     python -m tests.training.family_table --write    and write docs/reference/families.md
 
 A family is made tiny from its configuration class alone (`tests.training.shrink`), trained for one step as users train
@@ -11,18 +11,25 @@ also on two ranks, sharded and as a pipeline, compared to the one process.
 from __future__ import annotations
 
 import argparse
+import functools
+import hashlib
+import importlib.metadata
 import json
 import os
 import shutil
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Protocol
 
 from tests.distributed import StayingRanks
 from tests.training.family_page import COLUMNS, KINDS, TITLES, Row, page
 
-PAGE = Path(__file__).parents[2] / "docs" / "reference" / "families.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "reference" / "families.md"
 SAMPLE = {
     "causal": (
         *("llama", "gpt2", "gpt_neox", "bloom", "falcon", "opt", "gemma2", "phi3", "mixtral", "qwen3_moe", "gpt_oss"),
@@ -35,6 +42,7 @@ SAMPLE = {
 """Unlike families, and those that a pipeline once trained wrongly: also tried on two ranks, unless all are."""
 SECONDS = 120
 """Limit of one family in one process."""
+SILENT = f"no answer in {SECONDS} s"
 
 
 def material(place: Path) -> dict[str, Path]:
@@ -87,47 +95,80 @@ def in_layouts(ranks: StayingRanks, place: Path, task: str, family: str, row: Ro
     return row
 
 
-def family_row(one: StayingRanks, two: StayingRanks, place: Path, task: str, family: str, *, layouts: bool) -> Row:
-    """The row of a family; a crash or a long silence is a result too."""
-    begun = time.monotonic()
-    row = one(place, task, family, timeout=SECONDS).get(0, {"one": ["wrong", f"no answer in {SECONDS} s"]})
-    if layouts:
-        row = in_layouts(two, place, task, family, row)
-    for kind in KINDS:
-        shutil.rmtree(place / f"{task}-{family}-{kind}", ignore_errors=True)
-    return {"task": task, "family": family} | row | {"seconds": round(time.monotonic() - begun, 1)}
+class Trial(Protocol):
+    """What is found of a family now; with `layouts`, also on two ranks."""
+
+    def __call__(self, task: str, family: str, *, layouts: bool) -> Row: ...
+
+
+@contextmanager
+def trials() -> Iterator[Trial]:
+    """Ranks that try one family after another; a crash or a long silence is a result too."""
+    from tests.training.family_layouts import one_rank
+
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    with TemporaryDirectory() as place, StayingRanks(tried) as one, StayingRanks(one_rank, 2) as two:
+        (Path(place) / "data").mkdir()
+        material(Path(place) / "data")
+
+        def trial(task: str, family: str, *, layouts: bool) -> Row:
+            begun = time.monotonic()
+            row = one(Path(place), task, family, timeout=SECONDS).get(0, {"one": ["wrong", SILENT]})
+            if layouts:
+                row = in_layouts(two, Path(place), task, family, row)
+            for kind in KINDS:
+                shutil.rmtree(Path(place) / f"{task}-{family}-{kind}", ignore_errors=True)
+            seconds = round(time.monotonic() - begun, 1)
+            return {"task": task, "family": family} | row | {"seconds": seconds, "code": code_digest()}
+
+        yield trial
+
+
+@functools.cache
+def code_digest() -> str:
+    """A digest of all that a row depends on: the trainer, the trial itself, and the libraries below both."""
+    digest = hashlib.sha256()
+    for path in sorted((*(ROOT / "facility").rglob("*.py"), *Path(__file__).parent.glob("*.py"))):
+        if not path.name.startswith("test_") or path.name == "test_tasks.py":
+            digest.update(f"{path.relative_to(ROOT)}\n{path.read_text()}\n".encode())
+    for name in ("torch", "transformers", "peft"):
+        digest.update(f"{name} {importlib.metadata.version(name)}\n".encode())
+    return digest.hexdigest()[:16]
 
 
 def rows_of(results: Path) -> list[Row]:
     return [json.loads(line) for line in results.read_text().splitlines()] if results.is_file() else []
 
 
+def keep(row: Row, results: Path) -> None:
+    """Append `row` in one write, since several processes may append to one file."""
+    results.parent.mkdir(parents=True, exist_ok=True)
+    with results.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
 def try_all(results: Path, tasks: list[str], only: list[str], layouts: str) -> None:
-    """Append a line to `results` for each family that has none yet, or none of the layouts that are asked for."""
-    from tests.training.family_layouts import one_rank
+    """Append a line to `results` for each family that has none of this code, or none of the layouts asked for."""
     from tests.training.family_trial import families
 
     known = {(row["task"], row["family"]): row for row in rows_of(results)}
-    results.parent.mkdir(parents=True, exist_ok=True)
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    with TemporaryDirectory() as place, StayingRanks(tried) as one, StayingRanks(one_rank, 2) as two:
-        (Path(place) / "data").mkdir()
-        material(Path(place) / "data")
+    with trials() as trial:
         for task in tasks:
             for family in families(task):
                 wanted = layouts == "all" or (layouts == "sample" and family in SAMPLE[task])
                 if (only and family not in only) or (not only and enough(known.get((task, family)), layouts=wanted)):
                     continue
-                row = family_row(one, two, Path(place), task, family, layouts=wanted)
-                with results.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
+                row = trial(task, family, layouts=wanted)
+                keep(row, results)
                 words = " ".join(f"{name}={row[name][0]}" for name in COLUMNS if name in row)
                 print(f"{task:8} {family:28} {words} {row['seconds']:.0f} s", file=sys.stderr)
 
 
 def enough(row: Row | None, *, layouts: bool) -> bool:
-    """Does this line answer what is asked?"""
-    return row is not None and (not layouts or "sharded" in row or row["one"][0] != "works")
+    """Does this line answer what is asked, for the code as it is now?"""
+    if row is None or row.get("code") != code_digest():
+        return False
+    return not layouts or "sharded" in row or row["one"][0] != "works"
 
 
 def main() -> int:

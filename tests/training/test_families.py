@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-from itertools import compress
 from pathlib import Path
 
 import pytest
 
 from tests.distributed import StayingRanks
 from tests.training.family_layouts import layout_verdict, one_rank
-from tests.training.family_page import COLUMNS, TITLES, Row, lines_of, page, table_line
-from tests.training.family_table import PAGE, material, rows_of, try_all
+from tests.training.family_page import TITLES, Row, lines_of, page, table_line
+from tests.training.family_table import PAGE, material
 from tests.training.family_trial import families, verdict
 
 FEW = {
@@ -72,23 +71,6 @@ def test_rows_without_an_end_of_text_are_refused_before_an_encoder_decoder_class
     datasets = material(tmp_path)
     found = verdict(tmp_path / "trial", "classes", "bart", datasets | {"ended": datasets["classes"]})
     assert found.word == "refused" and "needs as many of them" in found.reason
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-@pytest.mark.parametrize("task", list(TITLES))
-def test_every_family_is_as_the_documentation_says(tmp_path: Path, task: str):
-    """No family ends in a traceback or a wrong result; the page tells of each what comes of it now."""
-    results = tmp_path / "families.jsonl"
-    try_all(results, [task], [], layouts="all")
-    rows = rows_of(results)
-    assert [row for row in rows if any(row.get(name, [""])[0] == "wrong" for name in COLUMNS)] == []
-    written = lines_of(PAGE.read_text(), task)
-    for row in rows:
-        if row["one"][0] != "needs":
-            mine, theirs = (line.split("|")[2:8] for line in (table_line(row), written[row["family"]]))
-            tried = [name in row for name in COLUMNS]
-            assert list(compress(mine, tried)) == list(compress(theirs, tried)), row
 
 
 def test_a_family_of_several_tasks_is_read_from_the_table_of_each():
