@@ -20,15 +20,17 @@ SIDE = 224
 """Of the image by which a model that takes any size is tried."""
 
 
-def is_image_classifier(source: str, revision: str) -> bool:
-    """Does config.json name an image classifier? False where it cannot be read: the caller's loading tells why."""
-    from transformers import AutoConfig
+def is_image_model(config: Any, classes: Sequence[str]) -> bool:
+    """Whether it is an image classifier; with `classes`, whether it can become one and no classifier of texts.
 
-    try:
-        config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
-    except (OSError, ValueError, KeyError):
-        return False
-    return any(str(name).endswith(SUFFIX) for name in config.architectures or ())
+    `config`: transformers'; None: not known.
+    """
+    if any(str(name).endswith(SUFFIX) for name in getattr(config, "architectures", None) or ()):
+        return True
+    from transformers import AutoModelForImageClassification, AutoModelForSequenceClassification
+
+    images, texts = AutoModelForImageClassification._model_mapping, AutoModelForSequenceClassification._model_mapping
+    return bool(classes) and config is not None and type(config) in images and type(config) not in texts
 
 
 def save_image_classifier(source: str, out: Path, *, dtype: str, revision: str, classes: Sequence[str]) -> str:

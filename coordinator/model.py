@@ -6,17 +6,16 @@
 
     python -m coordinator.model --export-adapter ROUND_MODEL --base BASE --out DIR [--merged]
 
-The source is a model of the Hugging Face hub or a Hugging Face checkpoint on disk, as safetensors: a causal language
-model, or an image classifier with its image processor. The second form
-makes an initial model that begins with a published adapter (peft's format); the third exports the final adapter of a
-federation in that format.
+The source is a model of the Hugging Face hub or a Hugging Face checkpoint on disk, as safetensors: a causal or masked
+language model, a sequence classifier, or an image classifier with its image processor. The second form makes an
+initial model that begins with a published adapter (peft's format); the third exports the final adapter of a federation
+in that format.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,16 +23,12 @@ from typing import Any
 
 from coordinator.adapter_export import export_adapter
 from coordinator.adapter_import import import_adapter
-from coordinator.image_model import is_image_classifier, save_image_classifier
-from coordinator.published_model import check_finite, check_weights, load_published
+from coordinator.image_model import is_image_model, save_image_classifier
+from coordinator.text_model import kind_of, save_text_model
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
-from facility.exchange.checkpoints.conversion import check_names
-from facility.exchange.checkpoints.families import refusal
 from facility.exchange.errors import InputError, exit_on_error
 from facility.exchange.files.durable import new_directory
 from facility.exchange.logs import add_log_options
-
-log = logging.getLogger("coordinator.model")
 
 STAMP = "source.json"
 DTYPES = ("bfloat16", "float16", "float32")
@@ -44,6 +39,7 @@ def convert(source: str, out: Path, *, dtype: str, revision: str, classes: Seque
 
     Raises `InputError` for a source that is none, `TryAgain` when the hub cannot be reached.
     """
+    check_class_names(classes)
     made_from: dict[str, Any] = {"source": source, "revision": revision, "dtype": dtype}
     made_from |= {"classes": list(classes)} if classes else {}
     if out.exists():
@@ -66,39 +62,31 @@ def convert(source: str, out: Path, *, dtype: str, revision: str, classes: Seque
         raise InputError(f"{source} does not exist; expected a checkpoint's folder or a hub name like org/name")
     else:
         source_name = source
-    if classes or is_image_classifier(source_name, revision):
-        with new_directory(out) as temporary:
-            told = save_image_classifier(source_name, temporary, dtype=dtype, revision=revision, classes=classes)
-            (temporary / STAMP).write_text(json.dumps(made_from))
-        return f"{out}: {told}"
-    return load_and_save(source_name, out, dtype=dtype, revision=revision, made_from=made_from)
-
-
-def load_and_save(source: str, out: Path, *, dtype: str, revision: str, made_from: dict[str, Any]) -> str:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model, found = load_published(
-        AutoModelForCausalLM, source, kind="a causal language model", dtype=dtype, revision=revision
-    )
-    check_weights(source, sorted(found["missing_keys"]), "take a checkpoint of the whole causal language model")
-    if reason := refusal(model.config, causal=True):
-        raise InputError(f"{source} cannot be trained: {reason}")
+    config = config_of(source_name, revision)
+    how: dict[str, Any] = {"dtype": dtype, "revision": revision, "classes": classes}
     with new_directory(out) as temporary:
-        model.save_pretrained(temporary)
-        try:
-            AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False).save_pretrained(temporary)
-        except (OSError, ValueError, ImportError):
-            log.warning("%s has no tokenizer beside it; facilities need one for facility.prepare", source)
+        if is_image_model(config, classes):
+            told = save_image_classifier(source_name, temporary, **how)
+        else:
+            told = save_text_model(source_name, temporary, kind=kind_of(config, classes), **how)
         (temporary / STAMP).write_text(json.dumps(made_from))
-        loaded = AutoModelForCausalLM.from_pretrained(temporary, dtype="auto")
-        ids = torch.arange(8).reshape(1, 8) % loaded.config.get_text_config().vocab_size
-        with torch.no_grad():
-            check_finite(source, loaded(ids).logits)
-        check_names(temporary)
-        checkpoint = open_checkpoint(temporary)
-        told = f"{checkpoint.parameters:,} parameters, {checkpoint.bytes / 1e9:.3g} GB in {dtype}"
-    return f"{out}: {told}; loaded and evaluated, every tensor has its place"
+    return f"{out}: {told}"
+
+
+def check_class_names(classes: Sequence[str]) -> None:
+    """Raise `InputError` for one name alone, or a name twice."""
+    if classes and len(set(classes)) < max(2, len(classes)):
+        raise InputError(f"the classes are named {', '.join(classes[:10])}: expected two or more, each once")
+
+
+def config_of(source: str, revision: str) -> Any:
+    """transformers' configuration of the model; None where it cannot be read: loading the model tells why."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
+    except (OSError, ValueError, KeyError):
+        return None
 
 
 def main() -> int:
@@ -128,7 +116,8 @@ def main() -> int:
         nargs="+",
         default=[],
         metavar="NAME",
-        help="an image classifier for these classes, in this order; its head is new where the source has others",
+        help="a classifier of texts or images for these classes, in this order; its head is new where the source has "
+        "none or others",
     )
     add_log_options(parser)
     arguments = parser.parse_args()
@@ -143,8 +132,6 @@ def main() -> int:
         print(export_adapter(arguments.export_adapter, base=base, out=out, merged=arguments.merged))
         return 0
     out, classes = arguments.out.resolve(), arguments.classes
-    if classes and len(set(classes)) < max(2, len(classes)):
-        parser.error("--classes: expected two names or more, each once")
     print(convert(arguments.source, out, dtype=arguments.dtype, revision=arguments.revision, classes=classes))
     return 0
 

@@ -291,6 +291,7 @@ def summary(dataset: PreparedDataset, reused: bool) -> str:
             f"  {name}: {split.documents:,} documents, {split.tokens:,} tokens, {split.blocks:,} blocks of "
             f"{manifest.block_tokens}, tail of {split.tail_tokens:,} tokens left out{more}"
         )
+    lines += [f"  {len(manifest.classes)} classes: {', '.join(manifest.classes[:20])}"] * bool(manifest.classes)
     return "\n".join(lines)
 
 
@@ -336,6 +337,7 @@ def prepare_text(options: argparse.Namespace, progress: Callable[[str, float, in
         language=options.language,
         weights=options.weights,
         temperature=options.temperature,
+        classes=options.classes,
     )
     return prepare(request, progress=progress)
 
@@ -351,7 +353,9 @@ def check_options(arguments: argparse.ArgumentParser, options: argparse.Namespac
         return
     if missing := [name for name in ("tokenizer", "block_tokens") if getattr(options, name) is None]:
         arguments.error(f"text needs --{missing[0].replace('_', '-')}")
-    if given := [name for name in ("image_processor", "classes", "skip_unreadable") if getattr(options, name)]:
+    if options.classes and options.task != "classification":
+        arguments.error(f"--classes is for classification and images; the task is {options.task}")
+    if given := [name for name in ("image_processor", "skip_unreadable") if getattr(options, name)]:
         arguments.error(f"--{given[0].replace('_', '-')} is for images; the task is {options.task}")
 
 

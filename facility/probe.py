@@ -6,7 +6,6 @@ Does not import torch, so that it answers at once on a login node.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import importlib.metadata
 import importlib.util
 import json
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import facility
+from facility.exchange.checkpoints.labels import classes_digest
 from facility.exchange.errors import CrossFedError
 from facility.exchange.files.paths import resolve
 from facility.exchange.logs import add_log_options
@@ -70,16 +70,15 @@ def dataset(path: Path) -> dict[str, Any]:
         "blocks": {name: split.blocks for name, split in told.splits.items()},
         "documents": documents(told),
         "classes": len(told.classes),
+        **({"classes_sha256": classes_digest(told.classes)} if told.classes else {}),
     } | images(told)
 
 
 def images(told: DatasetManifest) -> dict[str, Any]:
-    """What facilities with images must have alike; nothing for text. Classes are reported as a digest."""
+    """What facilities with images must have alike; nothing for text."""
     if told.pixels is None:
         return {}
-    names = json.dumps(told.classes, ensure_ascii=True).encode()
     return {
-        "classes_sha256": hashlib.sha256(names).hexdigest(),
         "image_size": " x ".join(map(str, told.pixels.shape)),
         "image_processor_sha256": told.pixels.processor_sha256,
     }

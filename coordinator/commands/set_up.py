@@ -53,13 +53,19 @@ def model(
     out: Annotated[Path, typer.Option(help="Directory to make.")],
     dtype: Annotated[str, typer.Option(help="Dtype that is sent: bfloat16, float16 or float32.")] = "bfloat16",
     revision: Annotated[str, typer.Option(help="Revision of a hub model.")] = "main",
+    classes: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--class", help="Make it a classifier of texts or images: a class, in the head's order. Repeat for each."
+        ),
+    ] = None,
 ) -> None:
     """Fetch or convert the model of round 0 and check it by loading it."""
     from coordinator.model import DTYPES, convert
 
     if dtype not in DTYPES:
         raise InputError(f"--dtype is {dtype!r}, expected one of {', '.join(DTYPES)}")
-    print(convert(source, out.resolve(), dtype=dtype, revision=revision))
+    print(convert(source, out.resolve(), dtype=dtype, revision=revision, classes=classes or []))
 
 
 @app.command(rich_help_panel=SET_UP)

@@ -13,6 +13,7 @@ from typing import Any
 from facility.exchange.checkpoints.adapters import HEADS, is_adapter, saves, targeted
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.image_processor import image_processor_digest
+from facility.exchange.checkpoints.labels import labels_in
 from facility.exchange.checkpoints.moments import sent_bytes as moments_sent
 from facility.exchange.checkpoints.tokenizer import tokenizer_digest
 from facility.exchange.delta_codecs import FULL, declared_codec
@@ -49,6 +50,8 @@ class ModelFigures:
     """Width of a block's feed-forward network; 0: not known."""
     family: str = ""
     """`model_type` of its configuration."""
+    labels: Sequence[str] = ()
+    """Of a classifier's head: the names of its classes, by number."""
 
     def trained(self, training: TrainingSettings) -> int:
         """Parameters that are trained and sent: all, or those of the adapters and of `modules_to_save`.
@@ -117,8 +120,8 @@ def is_matrix_of_a_block(name: str, shape: Sequence[int]) -> bool:
 def model_figures(directory: Path) -> ModelFigures:
     """Raises `InputError` for damaged weights or tokenizer.json, `OSError` or `ValueError` for damaged config.json."""
     checkpoint = open_checkpoint(directory)
-    config: dict[str, Any] = json.loads((directory / "config.json").read_text())
-    config = config.get("text_config") or config
+    whole: dict[str, Any] = json.loads((directory / "config.json").read_text())
+    config = whole.get("text_config") or whole
 
     def first(*names: str) -> int:
         return next((int(config[name]) for name in names if config.get(name)), 0)
@@ -137,6 +140,7 @@ def model_figures(directory: Path) -> ModelFigures:
         dtypes={name: entry.dtype for name, entry in checkpoint.tensors.items()},
         inner=first("intermediate_size"),
         family=str(config.get("model_type", "")),
+        labels=labels_in(whole),
     )
 
 

@@ -15,6 +15,7 @@ from coordinator.preflight.disk import Disk, facility_disk
 from coordinator.preflight.remote import run
 from coordinator.preflight.row import Row, fail, ok, size, warning
 from facility import __version__
+from facility.exchange.checkpoints.labels import classes_digest, unnamed
 from facility.exchange.checkpoints.tokenizer import differ
 from facility.exchange.files.paths import CHECKOUT, shipped
 from facility.exchange.messages import manifest, report, settings
@@ -218,7 +219,7 @@ def _dataset(facility: Facility, answer: dict[str, Any], path: str, model: Model
         ]
     if "error" in answer:
         return [fail(name, "dataset", f"the dataset is not usable: {answer['error']}", prepare)]
-    rows = [*_tokenizer(name, answer, model), *_blocks(facility, answer, model)]
+    rows = [*_tokenizer(name, answer, model), *_classes(name, answer, model), *_blocks(facility, answer, model)]
     blocks = answer["blocks"]
     return rows or [
         ok(
@@ -234,6 +235,25 @@ def _what(answer: dict[str, Any]) -> str:
     if "image_size" in answer:
         return f"images of {clean(str(answer['image_size']), 40)}"
     return f"blocks of {answer['block_tokens']} tokens"
+
+
+def _classes(name: str, answer: dict[str, Any], model: ModelFigures | None) -> list[Row]:
+    """Has the model's head the dataset's classes, in its order? A row where not; a head without names takes any."""
+    if not model or not answer.get("classes"):
+        return []
+    labels, count = list(model.labels), answer["classes"]
+    if count != len(labels):
+        found = f"the dataset has {count} classes, the model's head has {len(labels)}"
+    elif labels != unnamed(count) and answer.get("classes_sha256") not in (None, classes_digest(labels)):
+        found = f"the dataset's classes are not the model's, or in another order; its head names {_some(labels)}"
+    else:
+        return []
+    fix = "prepare the dataset with --classes in the model's order, or make the model with these (crossfed model)"
+    return [fail(name, "classes", found, fix)]
+
+
+def _some(names: list[str]) -> str:
+    return clean(", ".join(names[:10]), 200) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
 
 
 def _tokenizer(name: str, answer: dict[str, Any], model: ModelFigures | None) -> list[Row]:

@@ -91,6 +91,8 @@ class Request:
     """Other facilities' signatures: leave out the documents that they hold already."""
     language: str = ""
     """What the facility says its text is in, as BCP 47 tags such as `it` or `it, en`; recorded, not looked for."""
+    classes: list[str] = dataclasses.field(default_factory=list)
+    """Classification: the classes in the order of the model's outputs; empty: those of the training documents."""
     weights: list[float] = dataclasses.field(default_factory=list)
     """Weight of each of `inputs`; empty: each is read whole, or as `temperature` says."""
     temperature: float = 1.0
@@ -130,6 +132,10 @@ class Request:
             raise DatasetError(f"validation_share is {self.validation_share}, expected more than 0 and less than 1")
         if (self.task == "classification") != (self.fields.label is not None):
             raise DatasetError(f"a label field is given for classification and only there; the task is {self.task}")
+        if self.classes and self.task != "classification":
+            raise DatasetError(f"classes are named for classification only; the task is {self.task}")
+        if len(set(self.classes)) != len(self.classes) or len(self.classes) == 1:
+            raise DatasetError(f"--classes names {self.classes[:10]}: expected two classes or more, each once")
         if self.fields.pair is not None and self.task != "classification":
             raise DatasetError(f"a second text is for classification only; the task is {self.task}")
         if self.task == "classification" and self.template not in (None, "{text}"):
@@ -313,6 +319,7 @@ def _settings(request: Request) -> dict[str, Any]:
 def _care(request: Request) -> dict[str, Any]:
     """Settings that choose among the documents, where they are used: datasets made before them stay recognised."""
     used = {
+        "classes": list(request.classes),
         "near_duplicates": request.near_duplicates,
         "dropped_signatures": [sha256_of(path) for path in request.drop_signatures],
         "weights": list(request.weights),

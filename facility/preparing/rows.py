@@ -21,11 +21,15 @@ def pad_token_id(tokenizer: Any, directory: Path) -> int:
     raise DatasetError(f"the tokenizer in {directory} has neither a pad nor an eos token to fill rows with")
 
 
-def class_names(splits: list[dict[str, None]]) -> list[str]:
-    """The classes of the training split, in order: numbers by value, else by name.
+def class_names(splits: list[dict[str, None]], named: list[str] | None = None) -> list[str]:
+    """The classes `named`, of which some may be missing here; else of the training split, numbers by value, then names.
 
-    Raises `DatasetError` when another split holds a class that training never saw.
+    Raises `DatasetError` when a document has a class that is not named, or another split one that training never saw.
     """
+    if named:
+        if surplus := sorted({label for labels in splits for label in labels} - set(named)):
+            raise DatasetError(f"documents have the labels {surplus[:5]}, which --classes does not name: {named[:20]}")
+        return named
     train, *others = splits
     numeric = all(name.lstrip("-").isdecimal() for name in train)
     names = sorted(train, key=lambda name: (int(name) if numeric else 0, name))

@@ -37,6 +37,8 @@ class Wanted(Protocol):
     def allow_overlap(self) -> bool: ...
     @property
     def tokenizer(self) -> Path: ...
+    @property
+    def classes(self) -> list[str]: ...
 
 
 class Writer(Protocol):
@@ -80,7 +82,7 @@ def write_splits(request: Wanted, reading: Reading, tokenizer: Any, encoding: En
         part.lengths[batch.split].update(encoded.lengths.tolist())
         part.save(writers, number)
     labelled = request.task == "classification"
-    classes = class_names([writer.labels for writer in writers.values()]) if labelled else []
+    classes = class_names([writer.labels for writer in writers.values()], request.classes) if labelled else []
     splits = {}
     for split, writer in writers.items():
         writer.close(*([classes] if labelled else []))

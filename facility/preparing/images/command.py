@@ -28,8 +28,8 @@ def add_images(arguments: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="NAME",
-        help="images: the classes in the order of the model's outputs, the same at every facility; a facility may lack "
-        "images of some (default: those of the training images, in order)",
+        help="classification, images: the classes in the order of the model's outputs, the same at every facility; a "
+        "facility may lack examples of some (default: those of the training data, in order)",
     )
     add(
         "--skip-unreadable",

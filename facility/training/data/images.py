@@ -11,6 +11,7 @@ from facility.dataset import Pixels, PreparedDataset
 from facility.exchange.checkpoints.tokenizer import differ
 from facility.exchange.errors import InputError
 from facility.exchange.messages.images import ImageSettings
+from facility.training.data.classes import check_classes
 from facility.training.data.tasks import Batch, TextTask, cross_entropy_sum
 
 
@@ -67,28 +68,9 @@ def image_task(dataset: PreparedDataset, config: Any, settings: ImageSettings) -
     """The task of an image dataset. Raises `InputError` where the model does not fit it."""
     manifest = dataset.manifest
     assert manifest.pixels is not None
-    if config.num_labels != len(manifest.classes):
-        raise InputError(
-            f"{dataset.directory} has {len(manifest.classes)} classes, the model's head has {config.num_labels}: make "
-            "the initial model with these classes (coordinator.model --classes), or prepare with --classes"
-        )
     check_classes(dataset, config)
     check_size(dataset, config)
     return ImageClassification(manifest.pixels, settings)
-
-
-def check_classes(dataset: PreparedDataset, config: Any) -> None:
-    """Refuse a dataset whose classes the model names otherwise, or in another order."""
-    named = [str(config.id2label.get(number, "")) for number in range(config.num_labels)]
-    generic = [f"LABEL_{number}" for number in range(config.num_labels)]
-    if named in (generic, dataset.manifest.classes):
-        return
-    pairs = list(zip(named, dataset.manifest.classes, strict=True))
-    number, (theirs, ours) = next((n, pair) for n, pair in enumerate(pairs) if pair[0] != pair[1])
-    raise InputError(
-        f"class {number} is {ours!r} in {dataset.directory} and {theirs!r} in the model's id2label: prepare with "
-        "--classes in the model's order"
-    )
 
 
 def check_size(dataset: PreparedDataset, config: Any) -> None:

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from facility.dataset import LOSS, START, DatasetManifest, PreparedDataset
 from facility.exchange.checkpoints.families import refusal
 from facility.exchange.errors import InputError
+from facility.training.data.classes import check_classes
 
 ROWS_AT_ONCE = 65536
 """Rows of a dataset that are looked at at once."""
@@ -258,11 +259,7 @@ def task_for(dataset: PreparedDataset, config: Any) -> Task:
     if manifest.task in ("classification", "masked-lm"):
         check_family(config, causal=False)
     if manifest.task == "classification":
-        if config.num_labels != len(manifest.classes):
-            raise InputError(
-                f"{dataset.directory} has {len(manifest.classes)} classes {manifest.classes}, the model's head has "
-                f"{config.num_labels}: make the initial model with num_labels={len(manifest.classes)}"
-            )
+        check_classes(dataset, config)
         task = Classification(token_types=getattr(config, "type_vocab_size", 0) > 1)
         check_padding(dataset, config, task.factory)
         check_end_tokens(dataset, config)

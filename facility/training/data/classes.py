@@ -1,0 +1,32 @@
+"""Do a dataset's classes fit the model's head: as many, under the same names, in the same order?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from facility.dataset import PreparedDataset
+from facility.exchange.checkpoints.labels import unnamed
+from facility.exchange.errors import InputError
+
+ADVICE = "make the initial model with these classes (coordinator.model --classes), or prepare with --classes"
+
+
+def check_classes(dataset: PreparedDataset, config: Any) -> None:
+    """Raise `InputError` where the model's head has another number of classes, other ones, or another order.
+
+    A head whose classes have no names of their own (`LABEL_0`, ...) takes those of any dataset of as many.
+    """
+    ours = dataset.manifest.classes
+    if config.num_labels != len(ours):
+        raise InputError(
+            f"{dataset.directory} has {len(ours)} classes ({', '.join(ours[:5])}{', ...' * (len(ours) > 5)}), the "
+            f"model's head has {config.num_labels}: {ADVICE}"
+        )
+    named = [str(config.id2label.get(number, "")) for number in range(config.num_labels)]
+    if named == ours or named == unnamed(len(named)):
+        return
+    number = next(n for n, (their, our) in enumerate(zip(named, ours, strict=True)) if their != our)
+    raise InputError(
+        f"class {number} is {ours[number]!r} in {dataset.directory} and {named[number]!r} in the model's id2label: "
+        "prepare with --classes in the model's order"
+    )

@@ -1,0 +1,86 @@
+"""Laws: initial text models of every kind are made, tried, and given the classes that facilities prepare for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from coordinator.model import convert
+from facility.exchange.checkpoints.checkpoint import open_checkpoint
+from facility.exchange.errors import InputError
+from tests.pico import pico_config, save_pico
+
+FACTORIES = {
+    "masked": ("bert", transformers.AutoModelForMaskedLM),
+    "classifier": ("llama", transformers.AutoModelForSequenceClassification),
+    "encoder": ("bert", transformers.AutoModelForSequenceClassification),
+}
+CLASSES = ["it", "de", "fr"]
+
+
+def made(source: Path, out: Path, **more: object) -> str:
+    return convert(str(source), out, **({"dtype": "float32", "revision": "main"} | more))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", list(FACTORIES))
+def test_a_model_stays_what_its_configuration_names(tmp_path: Path, kind: str):
+    family, factory = FACTORIES[kind]
+    torch.manual_seed(0)
+    factory.from_config(pico_config(family, num_labels=3, pad_token_id=0)).save_pretrained(tmp_path / "source")
+    told = made(tmp_path / "source", tmp_path / "out")
+    assert "loaded and evaluated" in told and "new head" not in told
+    given, found = open_checkpoint(tmp_path / "source"), open_checkpoint(tmp_path / "out")
+    assert given.tensors.keys() == found.tensors.keys()
+    assert all(given.read(name).equal(found.read(name)) for name in given.tensors)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
+def test_a_language_model_becomes_a_classifier_by_its_classes(tmp_path: Path, family: str):
+    """Its body stays, its head is new, the same each time, and the classes have their names."""
+    source = save_pico(tmp_path / "source", family, pad_token_id=0)
+    told = made(source, tmp_path / "out", classes=CLASSES)
+    assert "a new head of 3 classes" in told
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "out")
+    assert [config.id2label[number] for number in range(3)] == CLASSES
+    body = {name: one for name, one in state(tmp_path / "out").items() if "encoder." in name or "layers." in name}
+    before = state(source)
+    assert all(one.equal(before[name]) for name, one in body.items())
+    made(source, tmp_path / "again", classes=CLASSES)
+    again = state(tmp_path / "again")
+    assert all(one.equal(again[name]) for name, one in state(tmp_path / "out").items())
+    same = made(tmp_path / "out", tmp_path / "same", classes=CLASSES)
+    assert "new head" not in same  # a head for as many is kept
+    assert "a new head of 2 classes" in made(tmp_path / "out", tmp_path / "two", classes=CLASSES[:2])
+
+
+def state(directory: Path) -> dict[str, torch.Tensor]:
+    checkpoint = open_checkpoint(directory)
+    return {name: checkpoint.read(name) for name in checkpoint.tensors}
+
+
+def test_a_classifier_without_its_head_is_refused_with_the_way_out(tmp_path: Path):
+    source = save_pico(tmp_path / "source", pad_token_id=0)
+    config = transformers.AutoConfig.from_pretrained(source)
+    config.architectures = ["LlamaForSequenceClassification"]
+    config.save_pretrained(source)
+    with pytest.raises(InputError, match=r"no weights for 'score.weight'.*give --classes"):
+        made(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("classes", [["one"], ["same", "same"]])
+def test_classes_are_two_or_more_each_once(tmp_path: Path, classes: list[str]):
+    with pytest.raises(InputError, match="expected two or more, each once"):
+        made(save_pico(tmp_path / "source"), tmp_path / "out", classes=classes)
+
+
+def test_a_checkpoint_that_lacks_a_block_is_not_filled_at_random_beside_a_new_head(tmp_path: Path):
+    source = save_pico(tmp_path / "source", pad_token_id=0)
+    config = transformers.AutoConfig.from_pretrained(source)
+    config.num_hidden_layers += 1
+    config.save_pretrained(source)
+    with pytest.raises(InputError, match=r"holds no weights for 'model.layers.4"):
+        made(source, tmp_path / "out", classes=CLASSES)
