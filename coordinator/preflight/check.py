@@ -26,6 +26,7 @@ from coordinator.preflight.coordinator import check_here
 from coordinator.preflight.cost import check_hours, check_link, check_memory
 from coordinator.preflight.facility import check_site
 from coordinator.preflight.firecrest import check_firecrest
+from coordinator.preflight.fitting import check_fitting
 from coordinator.preflight.gate import check_gate
 from coordinator.preflight.privacy import check_differential_privacy, check_secure_aggregation
 from coordinator.preflight.remote import check_connection
@@ -73,6 +74,8 @@ def check(
         facility.name: (answer or {}).get("dataset", {})
         for facility, (_, answer) in zip(federation.facilities, found, strict=True)
     }
+    if model is not None:
+        here += check_fitting(federation, {name: answer.get("task") for name, answer in datasets.items()})
     return [*rows, *here, *(row for rows_of_site, _ in found for row in rows_of_site), *check_alike(datasets)]
 
 

@@ -7,35 +7,27 @@ import os
 import shutil
 import tomllib
 from pathlib import Path
-from typing import Any
 
 from coordinator.archive.rounds import Archive
 from coordinator.config.federation import Federation
 from coordinator.engine.render import stale
 from coordinator.memory.figures import ModelFigures, model_figures
 from coordinator.preflight.disk import IN_FLIGHT, Disk, coordinator_disk
-from coordinator.preflight.row import Row, fail, ok, size, skipped, warning
+from coordinator.preflight.fitting import ME, check_fitting
+from coordinator.preflight.row import Row, fail, ok, size, warning
 from coordinator.rounds.verification import averages_encoded
-from facility.exchange.checkpoints.adapter_targets import parameters_of, targets_of
-from facility.exchange.checkpoints.conversion import check_names, model_of
-from facility.exchange.checkpoints.families import refusal_of
-from facility.exchange.checkpoints.tied_modules import refusal_of_tied
-from facility.exchange.errors import CrossFedError, InputError
+from facility.exchange.errors import InputError
 from facility.exchange.files.links import can_link
 from facility.exchange.files.paths import shipped
-from facility.exchange.messages.layout import LoraSettings
-
-ME = "coordinator"
 
 
-def check_here(federation: Federation, *, names: bool = True) -> tuple[list[Row], ModelFigures | None]:
-    """`names`: compare the model's tensors, and what adapters are asked for, with the class that its config.json names,
-    which imports transformers."""
+def check_here(federation: Federation) -> tuple[list[Row], ModelFigures | None]:
+    """Rows on the engine, the model, room and rendered files, and what the model is."""
     rows = [_engine()]
     model_row, model = _model(federation)
     rows.append(model_row)
     if model is not None:
-        rows += [*(_fitting(federation) if names else []), _room(federation, model)]
+        rows.append(_room(federation, model))
     if differing := stale(federation):
         rows.append(
             warning(
@@ -53,10 +45,10 @@ def check_here(federation: Federation, *, names: bool = True) -> tuple[list[Row]
 def failing_here(federation: Federation) -> list[Row]:
     """Rows that keep a run from beginning. Tensor names and adapters, which take seconds to compare, come last, and
     only where no round has been trained from the model."""
-    rows, model = check_here(federation, names=False)
+    rows, model = check_here(federation)
     failing = [row for row in rows if row.verdict == "fail"]
     if not failing and model is not None and not Archive(federation.archive_path).rounds():
-        failing = [row for row in _fitting(federation) if row.verdict == "fail"]
+        failing = [row for row in check_fitting(federation) if row.verdict == "fail"]
     return failing
 
 
@@ -112,55 +104,6 @@ def _model(federation: Federation) -> tuple[Row, ModelFigures | None]:
             "fetch or convert it again: bash coordinator/setup.sh --model NAME",
         ), None
     return ok(ME, "model", f"{model.parameters:,} parameters, {size(model.bytes)}"), model
-
-
-def _names(path: Path) -> tuple[Row, Any]:
-    """Does every parameter of the model that config.json describes get its values from some stored tensor?
-
-    And that model on the meta device; None where it does not fit or could not be built.
-    """
-    try:
-        model = model_of(path)
-        conversion = check_names(path, model)
-    except ImportError as error:
-        return skipped(ME, "tensor names", f"not looked at: {error}"), None
-    except CrossFedError as error:
-        advice = "convert it again: python -m coordinator.model --source NAME --out DIR"
-        return fail(ME, "tensor names", str(error), advice), None
-    if reason := refusal_of(path):
-        return fail(ME, "model family", reason, "docs/reference/families.md lists the families that were tried"), None
-    other = f"; {len(conversion.unused)} tensors of no parameter are sent on as they are" if conversion.unused else ""
-    found = f"{len(conversion.same) + len(conversion.pieces)} parameters and buffers{other}"
-    return ok(ME, "tensor names", found), model
-
-
-def _fitting(federation: Federation) -> list[Row]:
-    """Does the class that config.json names fit the stored tensors, and each facility's adapters that class?"""
-    names, model = _names(federation.path(federation.model))
-    if model is None:
-        return [names]
-    asked = [(one.name, one.training.lora) for one in federation.facilities if one.training.lora.rank]
-    return [names, *(row for name, lora in asked for row in (*_adapted(name, lora, model), *_saved(name, lora, model)))]
-
-
-def _adapted(name: str, lora: LoraSettings, model: Any) -> list[Row]:
-    """What the facility's `targets` and `parameters` name that can get no adapter: its job would refuse it."""
-    rows = []
-    for chosen in (targets_of, parameters_of):
-        try:
-            chosen(model, lora)
-        except ImportError as error:
-            rows.append(skipped(name, "adapters", f"their layers are not looked at: {error}"))
-        except CrossFedError as error:
-            rows.append(fail(name, "adapters", str(error), "correct training.lora in federation.yml"))
-    return rows
-
-
-def _saved(name: str, lora: LoraSettings, model: Any) -> list[Row]:
-    """What the facility's `modules_to_save` name that has no weight of its own: its job would refuse it."""
-    reasons = [refusal_of_tied(model, module) for module in lora.modules_to_save]
-    advice = "correct training.lora.modules_to_save in federation.yml"
-    return [fail(name, "adapters", reason, advice) for reason in reasons if reason]
 
 
 def _room(federation: Federation, model: ModelFigures) -> Row:

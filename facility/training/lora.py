@@ -13,7 +13,7 @@ from torch import nn
 
 from facility.exchange.checkpoints.adapter_targets import parameters_of, targets_of
 from facility.exchange.checkpoints.adapters import HEADS, MAGNITUDE, PREFIX, is_added, is_factor, is_magnitude
-from facility.exchange.checkpoints.tied_modules import refusal_of_tied, saves_parameter
+from facility.exchange.checkpoints.saved_modules import refusal_of_saved, saves_parameter
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.layout import LoraSettings
 
@@ -28,12 +28,17 @@ def inject(model: nn.Module, settings: LoraSettings, *, classifies: bool) -> Non
 
     from peft import LoraConfig, inject_adapter_in_model
 
+    layers, experts = targets_of(model, settings), parameters_of(model, settings)
+    adapted = [*layers, *(name.rpartition(".")[0] for name in experts)]
+    for name in settings.modules_to_save:
+        if reason := refusal_of_saved(model, name, adapted):
+            raise ConfigurationError(reason)
     configuration = LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,  # type: ignore[arg-type]  # peft takes floats too
         lora_dropout=settings.dropout,
-        target_modules=targets_of(model, settings),
-        target_parameters=parameters_of(model, settings) or None,
+        target_modules=layers,
+        target_parameters=experts or None,
         use_rslora=settings.rslora,
         use_dora=settings.dora,
         fan_in_fan_out=any(type(m).__name__ == "Conv1D" for m in model.modules()),
@@ -43,14 +48,7 @@ def inject(model: nn.Module, settings: LoraSettings, *, classifies: bool) -> Non
         inject_adapter_in_model(configuration, model, low_cpu_mem_usage=True)
     wanted = settings.modules_to_save or (HEADS if classifies else ())
     saved = [name for name, _ in model.named_parameters() if not is_added(name) and saves_parameter(name, wanted)]
-    for name in settings.modules_to_save:
-        if not any(saves_parameter(found, [name]) for found in saved):
-            if reason := refusal_of_tied(model, name):
-                raise ConfigurationError(reason)
-            raise ConfigurationError(
-                f"training.lora.modules_to_save names {name!r}, which is not a module of it outside its adapters; "
-                f"its heads are {', '.join(sorted({n.partition('.')[0] for n, _ in model.named_children()}))}"
-            )
+    assert all(any(saves_parameter(found, [name]) for found in saved) for name in settings.modules_to_save)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_added(name) or name in saved)
 

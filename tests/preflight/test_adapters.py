@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
 from coordinator.config.federation import read_federation
-from coordinator.preflight import coordinator
-from coordinator.preflight.coordinator import check_here, failing_here
+from coordinator.preflight import fitting
+from coordinator.preflight.coordinator import failing_here
+from coordinator.preflight.fitting import check_fitting
 from facility.exchange.checkpoints import conversion
-from facility.exchange.checkpoints.conversion import model_of
+from facility.exchange.checkpoints.task_class import model_of
 from facility.exchange.errors import CrossFedError
 from facility.exchange.messages.layout import LoraSettings
 from facility.exchange.validation import parse
@@ -80,7 +81,60 @@ def test_targets_that_fit_nothing_are_told_before_a_job_in_the_words_of_the_job(
     federation = described(tmp_path, models[name], lora)
     (row,) = failing_here(federation)
     assert (row.subject, row.check, row.found) == ("far", "adapters", str(refused.value)) and word in row.found
-    assert row in check_here(federation)[0]
+    assert row in check_fitting(federation)
+
+
+@pytest.mark.parametrize(
+    "lora", [{"modules_to_save": ["lm_haed"]}, {"targets": ["q_proj"], "modules_to_save": ["q_proj"]}]
+)
+def test_modules_that_are_not_there_or_are_adapted_are_told_before_a_job_in_the_words_of_the_job(
+    tmp_path: Path, models: dict[str, Path], lora: dict[str, Any]
+):
+    with pytest.raises(CrossFedError) as refused:
+        add_adapters(models["llama"], lora)
+    (row,) = failing_here(described(tmp_path, models["llama"], lora))
+    assert (row.subject, row.found) == ("far", str(refused.value)) and "is not a module of it" in row.found
+
+
+BELOW = "encoder.layer.1.attention.self.query"
+"""A layer of a bare `BertModel`."""
+
+
+@pytest.mark.parametrize(
+    ("task", "target", "taken"),
+    [("masked-lm", "bert." + BELOW, True), ("masked-lm", BELOW + ".x", False), (None, "bert." + BELOW, True)],
+)
+def test_targets_are_looked_for_in_the_class_that_the_job_builds(
+    tmp_path: Path, task: str | None, target: str, taken: bool
+):
+    """config.json names a bare model, whose layers have other full names than those of the model with its head."""
+    model = save_pico(tmp_path / "model", "bert")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"architectures": ["BertModel"]}))
+    if task:
+        (tmp_path / "d").mkdir()
+        (tmp_path / "d" / "dataset.json").write_text(json.dumps({"task": task}))
+    federation = described(tmp_path, model, {"targets": [target]})
+    assert (failing_here(federation) == []) == taken
+    verdicts = {row.check: row.verdict for row in check_fitting(federation)}
+    assert verdicts["tensor names"] == ("ok" if task else "skipped")
+    skeleton = build(read_config(model), AutoModelForMaskedLM, Attention(name="eager", reason="on the meta device"))
+    settings = parse(LoraSettings, {"rank": 2, "targets": [target]})
+    if taken:
+        inject(skeleton, settings, classifies=False)
+    else:
+        with pytest.raises(CrossFedError):
+            inject(skeleton, settings, classifies=False)
+
+
+def test_a_model_without_the_head_of_the_datasets_task_is_told_before_a_job(tmp_path: Path, models: dict[str, Path]):
+    """A facility's answer counts as what is on this machine does; without adapters, too."""
+    federation = described(tmp_path, models["llama"], {"rank": 0})
+    assert failing_here(federation) == []
+    told = [row for row in check_fitting(federation, {"far": "classification"}) if row.verdict == "fail"]
+    assert len(told) == 1 and "'score.weight'" in told[0].found and "--classes" in told[0].fix
+    none = [row for row in check_fitting(federation, {"far": "image-classification"}) if row.verdict == "fail"]
+    assert len(none) == 1 and "transformers has none for the task image-classification" in none[0].found
 
 
 @pytest.mark.parametrize(
@@ -108,11 +162,11 @@ def test_the_model_is_built_once_for_names_ties_and_targets(
 ):
     built = []
 
-    def counted(directory: Path) -> Any:
+    def counted(directory: Path, task: Any = None) -> Any:
         built.append(directory)
-        return model_of(directory)
+        return model_of(directory, task)
 
-    for module in (coordinator, conversion):
+    for module in (fitting, conversion):
         monkeypatch.setattr(module, "model_of", counted)
     lora = {"targets": ["q_proj"], "modules_to_save": ["lm_head"]}
     assert failing_here(described(tmp_path, models["llama"], lora)) == []
@@ -128,5 +182,5 @@ def test_without_a_library_the_check_is_skipped_and_the_run_not_refused(
     monkeypatch.setitem(sys.modules, absent, None)
     federation = described(tmp_path, models["llama"], {"targets": ["nothing"]})
     assert failing_here(federation) == []
-    (told,) = [one for one in check_here(federation)[0] if one.verdict == "skipped"]
+    (told,) = [one for one in check_fitting(federation) if one.verdict == "skipped"]
     assert told.check == row and absent in told.found

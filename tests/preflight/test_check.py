@@ -28,8 +28,9 @@ from coordinator.memory.need import needed_bytes, parts_of, smallest_ranks
 from coordinator.preflight import check as checking
 from coordinator.preflight import remote
 from coordinator.preflight.check import check
-from coordinator.preflight.coordinator import check_here, failing_here
+from coordinator.preflight.coordinator import failing_here
 from coordinator.preflight.cost import check_memory
+from coordinator.preflight.fitting import check_fitting
 from coordinator.preflight.remote import ssh_command
 from coordinator.preflight.row import Row
 from coordinator.preflight.scheduler import flux_refusal, wanted_hours, wanted_nodes
@@ -173,7 +174,7 @@ def test_a_tied_head_to_save_is_told_before_a_job_in_the_words_of_the_job(site: 
     with pytest.raises(ConfigurationError) as refused:
         inject(tied, federation.facilities[0].training.lora, classifies=False)
     assert row.found == str(refused.value) and "name 'embed_tokens' instead" in row.found
-    assert row in check_here(federation)[0]
+    assert row in check_fitting(federation)
     site.edit("[lm_head]", "[embed_tokens]")
     assert failing_here(read_federation(site.file)) == []
 

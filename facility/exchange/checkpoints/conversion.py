@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from facility.exchange.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from facility.exchange.checkpoints.task_class import model_of
 from facility.exchange.errors import CheckpointError
 
 
@@ -257,30 +258,6 @@ def check_names(directory: Path, model: Any = None) -> Conversion:
     if names := lacking(model, conversion):
         raise CheckpointError(describe_missing(checkpoint, names))
     return conversion
-
-
-def model_of(directory: Path) -> Any:
-    """The model that a checkpoint's config.json names, on the meta device and with its weights tied.
-
-    Raises `CheckpointError` where transformers knows no such model.
-    """
-    import torch
-    import transformers
-
-    try:
-        config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{directory}/config.json cannot be used: {str(error).splitlines()[0]}") from None
-    named = (config.architectures or ["AutoModelForCausalLM"])[0]
-    kind = getattr(transformers, named, None)
-    if kind is None:
-        raise CheckpointError(
-            f"{directory}/config.json names the model class {named}, which transformers does not have"
-        )
-    with torch.device("meta"):
-        model = kind.from_config(config) if named.startswith("AutoModel") else kind._from_config(config)
-    model.tie_weights()
-    return model
 
 
 def describe_missing(checkpoint: Checkpoint, missing: Sequence[str]) -> str:

@@ -8,6 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from facility.exchange.checkpoints.task_class import CAUSAL, FACTORIES, config_in
+from facility.exchange.task_words import Task
+
 RUNNING_RANGES = ("ibert",)
 """Families that keep running ranges of their activations in buffers, in training as in evaluation."""
 
@@ -48,10 +51,11 @@ def sees_ahead(config: Any) -> str:
     return ""
 
 
-def refusal_of(directory: Path) -> str:
-    """The same for a checkpoint: what it is to predict follows from the class that its config.json names."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+def refusal_of(directory: Path, task: Task | None = None) -> str:
+    """The same for a checkpoint; what it is to predict follows from the task, or from the class that config.json
+    names."""
+    config = config_in(directory)
+    if task is not None:
+        return refusal(config, causal=FACTORIES[task] == CAUSAL)
     classes = config.architectures or ["ForCausalLM"]
     return refusal(config, causal=any(one.endswith(("ForCausalLM", "LMHeadModel")) for one in classes))

@@ -1,4 +1,4 @@
-"""Modules that are to be trained whole beside adapters and hold no weight of their own.
+"""Modules that are to be trained whole beside adapters, and what is refused because it has no weight of its own.
 
 The coordinator asks before a federation starts, the trainer when it adds the adapters.
 """
@@ -14,6 +14,23 @@ from facility.exchange.checkpoints.adapters import saves
 def saves_parameter(name: str, wanted: Sequence[str]) -> bool:
     """Whether a parameter belongs to a module that is saved; adapted layers have their adapters instead."""
     return ".base_layer." not in name and saves(name.rpartition(".")[0], wanted)
+
+
+def refusal_of_saved(model: Any, wanted: str, adapted: Sequence[str]) -> str:
+    """Why a name of `training.lora.modules_to_save` cannot be trained whole in this model; empty: it can.
+
+    `model`: without adapters. `adapted`: full names of the modules that get them, and are frozen below.
+    """
+    beside = [name for name, _ in model.named_parameters() if not name.startswith(tuple(f"{one}." for one in adapted))]
+    if any(saves_parameter(name, [wanted]) for name in beside):
+        return ""
+    if reason := refusal_of_tied(model, wanted):
+        return reason
+    heads = sorted({name.partition(".")[0] for name, _ in model.named_children()})
+    return (
+        f"training.lora.modules_to_save names {wanted!r}, which is not a module of it outside its adapters; its heads "
+        f"are {', '.join(heads)}"
+    )
 
 
 def refusal_of_tied(model: Any, wanted: str) -> str:

@@ -1,0 +1,94 @@
+"""Does the model that the jobs build fit the initial checkpoint, and each facility's adapters that model?"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+from coordinator.config.federation import Facility, Federation
+from coordinator.preflight.row import Row, fail, ok, skipped
+from facility.exchange.checkpoints.adapter_targets import parameters_of, targets_of
+from facility.exchange.checkpoints.conversion import check_names
+from facility.exchange.checkpoints.families import refusal_of
+from facility.exchange.checkpoints.saved_modules import refusal_of_saved
+from facility.exchange.checkpoints.task_class import built_for_some_task, config_in, model_of, named_class
+from facility.exchange.errors import CrossFedError
+from facility.exchange.messages.layout import LoraSettings
+from facility.exchange.task_words import Task
+
+ME = "coordinator"
+
+
+def check_fitting(federation: Federation, told: Mapping[str, Any] | None = None) -> list[Row]:
+    """Rows on tensor names, and on targets and modules of adapters; imports transformers.
+
+    A job builds the class of the task that its dataset was prepared for. `told`: that task, by facility, as each
+    answered. Where it did not and the dataset is elsewhere, or the trainer is its own, the class is config.json's.
+    """
+    tasks = {
+        one.name: task_in((told or {}).get(one.name)) or task_here(federation, one) for one in federation.facilities
+    }
+    path, rows = federation.path(federation.model), []
+    for task in dict.fromkeys(tasks.values()):
+        names, model = _names(path, task)
+        rows.append(names)
+        for one in federation.facilities:
+            if model is not None and tasks[one.name] == task and one.training.lora.rank:
+                rows += _adapters(one.name, one.training.lora, model)
+    return rows
+
+
+def task_in(word: Any) -> Task | None:
+    return word if word in get_args(Task) else None
+
+
+def task_here(federation: Federation, facility: Facility) -> Task | None:
+    """The task of a dataset on this machine; None where it is elsewhere, or is none, which another check tells."""
+    if facility.deployment.type != "local":
+        return None
+    try:
+        return task_in(json.loads((federation.path(facility.dataset) / "dataset.json").read_text())["task"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _names(path: Path, task: Task | None) -> tuple[Row, Any]:
+    """Does every parameter of the model that a job builds get its values from some stored tensor?
+
+    And that model on the meta device; None where it does not fit, could not be built, or is not known.
+    """
+    try:
+        config = config_in(path)
+        if task is None and not built_for_some_task(config):
+            found = f"not looked at: config.json names {named_class(config)}, and a job builds the class of its task"
+            return skipped(ME, "tensor names", found), None
+        model = model_of(path, task)
+        conversion = check_names(path, model)
+    except ImportError as error:
+        return skipped(ME, "tensor names", f"not looked at: {error}"), None
+    except CrossFedError as error:
+        advice = "convert it again: python -m coordinator.model --source NAME --out DIR"
+        if task is not None:
+            advice += f" (a model for the task {task} of the datasets; --classes where they have classes)"
+        return fail(ME, "tensor names", str(error), advice), None
+    if reason := refusal_of(path, task):
+        return fail(ME, "model family", reason, "docs/reference/families.md lists the families that were tried"), None
+    other = f"; {len(conversion.unused)} tensors of no parameter are sent on as they are" if conversion.unused else ""
+    found = f"{len(conversion.same) + len(conversion.pieces)} parameters and buffers{other}"
+    return ok(ME, "tensor names", found), model
+
+
+def _adapters(name: str, lora: LoraSettings, model: Any) -> list[Row]:
+    """What the facility's adapters name that the model has not: its job would refuse it, in the same words."""
+    try:
+        layers, experts = targets_of(model, lora), parameters_of(model, lora)
+    except ImportError as error:
+        return [skipped(name, "adapters", f"their layers are not looked at: {error}")]
+    except CrossFedError as error:
+        return [fail(name, "adapters", str(error), "correct training.lora in federation.yml")]
+    adapted = [*layers, *(one.rpartition(".")[0] for one in experts)]
+    reasons = [refusal_of_saved(model, module, adapted) for module in lora.modules_to_save]
+    advice = "correct training.lora.modules_to_save in federation.yml"
+    return [fail(name, "adapters", reason, advice) for reason in reasons if reason]

@@ -1,0 +1,78 @@
+"""Which of transformers' classes a job builds for a checkpoint, by the task of its dataset."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from facility.exchange.errors import CheckpointError
+from facility.exchange.task_words import Task
+
+CAUSAL = "AutoModelForCausalLM"
+FACTORIES: dict[Task, str] = {
+    "causal-lm": CAUSAL,
+    "chat": CAUSAL,
+    "preference": CAUSAL,
+    "masked-lm": "AutoModelForMaskedLM",
+    "classification": "AutoModelForSequenceClassification",
+    "image-classification": "AutoModelForImageClassification",
+}
+
+
+def config_in(directory: Path) -> Any:
+    """transformers' configuration of a checkpoint, from disk only. Raises `CheckpointError`."""
+    import transformers
+
+    try:
+        return transformers.AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{directory}/config.json cannot be used: {str(error).splitlines()[0]}") from None
+
+
+def named_class(config: Any) -> str:
+    """The class that config.json names; of one that names none, a causal language model."""
+    return str((config.architectures or [CAUSAL])[0])
+
+
+def built_for_some_task(config: Any) -> bool:
+    """Whether the class that config.json names is one that a job builds for it, for some task.
+
+    Where it is not (a bare `BertModel`), a job builds another one, whose modules may have other full names.
+    """
+    import transformers
+
+    named = named_class(config)
+    for factory in set(FACTORIES.values()):
+        mapping = getattr(transformers, factory)._model_mapping
+        kinds = mapping[type(config)] if type(config) in mapping else ()
+        if named == factory or named in [one.__name__ for one in (kinds if isinstance(kinds, tuple) else (kinds,))]:
+            return True
+    return False
+
+
+def model_of(directory: Path, task: Task | None = None) -> Any:
+    """The model that a job builds for a dataset of that task, on the meta device and with its weights tied.
+
+    None: the model that the checkpoint's config.json names. Raises `CheckpointError` where transformers knows no such
+    model.
+    """
+    import torch
+    import transformers
+
+    config = config_in(directory)
+    named = named_class(config) if task is None else FACTORIES[task]
+    kind = getattr(transformers, named, None)
+    if kind is None:
+        raise CheckpointError(
+            f"{directory}/config.json names the model class {named}, which transformers does not have"
+        )
+    if named.startswith("AutoModel") and type(config) not in kind._model_mapping:
+        raise CheckpointError(
+            f"{directory}/config.json is of a {config.model_type} model, of which transformers has none for the task "
+            f"{task or 'causal-lm'} ({named})"
+        )
+    config.architectures = config.architectures or []  # transformers looks there where a family has several classes
+    with torch.device("meta"):
+        model = kind.from_config(config) if named.startswith("AutoModel") else kind._from_config(config)
+    model.tie_weights()
+    return model
