@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -71,7 +72,16 @@ def test_training_on_answers_is_a_plain_loop_over_single_conversations(tmp_path:
     assert apart(out, net.state_dict()) < 1e-5
 
 
-def train_with_trl(place: Path, model: Path, tokenizer: Any, records: list[Any], **settings: Any) -> Any:
+def train_with_trl(
+    place: Path,
+    model: Path | Any,
+    tokenizer: Any,
+    records: list[Any],
+    *,
+    made: Callable[[Any], None] = lambda trainer: None,
+    **settings: Any,
+) -> Any:
+    """TRL's trainer after its steps. `model`: a checkpoint, or a model as its user made it; `made`: called before."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM
     from trl import SFTConfig, SFTTrainer
@@ -99,11 +109,12 @@ def train_with_trl(place: Path, model: Path, tokenizer: Any, records: list[Any],
         **settings,
     )
     trainer = SFTTrainer(
-        model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
+        model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32) if isinstance(model, Path) else model,
         args=config,
         train_dataset=Dataset.from_list(records),
         processing_class=tokenizer,
     )
+    made(trainer)
     trainer.train()
     return trainer
 

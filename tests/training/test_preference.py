@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from tests.training.federation import largest_difference, weights
 from tests.training.layouts import TWO, arguments, rounds_in
 from tests.training.test_documents import SIZE
 
+needs_trl = pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="trl is not installed")
 STEPS, BETA, SMOOTHING = 3, 0.3, 0.1
 PREFERENCE = {"beta": BETA, "label_smoothing": SMOOTHING}
 SETTINGS: dict[str, Any] = {
@@ -143,14 +145,12 @@ def test_the_reference_is_measured_once_and_stays_that_of_round_0(tmp_path: Path
     assert read_report(tmp_path / "told/out").loss_received == pytest.approx(first.loss_returned, abs=1e-6)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="trl is not installed")
+@needs_trl
 @pytest.mark.parametrize("rank", [0, 4])
 def test_preferences_are_trls(tmp_path: Path, rank: int):
     """Weights and losses of TRL's DPOTrainer; under LoRA both begin with the same adapters."""
-    from datasets import Dataset
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from trl import DPOConfig, DPOTrainer
+    from transformers import AutoModelForCausalLM
 
     records = pairs(6)
     dataset, model = prepare_pairs(tmp_path / "data", records), save_pico(tmp_path / "model", "llama", **SIZE)
@@ -163,9 +163,23 @@ def test_preferences_are_trls(tmp_path: Path, rank: int):
         )
         net = PeftModel.from_pretrained(net, tmp_path / "b/out", is_trainable=True)
     rounds_in([("here", arguments(tmp_path / "here", model, dataset.directory, **settings))])
+    trainer = preferences_by_trl(tmp_path / "trl", net, tmp_path / "data/tokenizer", records)
+    held = weights(tmp_path / "here/out")
+    state = {name.replace(".default.", "."): t for name, t in trainer.model.state_dict().items()}
+    assert max((held[name] - state[name]).abs().max().item() for name in held) < 1e-5
+
+
+def preferences_by_trl(
+    place: Path, net: Any, tokenizer: Path, records: list[Any], made: Callable[[Any], None] = lambda trainer: None
+) -> Any:
+    """TRL's trainer after its steps, with the settings of `SETTINGS`. `made`: called before the first."""
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+    from trl import DPOConfig, DPOTrainer
+
     config = DPOConfig(
-        output_dir=str(tmp_path / "trl"),
-        per_device_train_batch_size=6,
+        output_dir=str(place),
+        per_device_train_batch_size=len(records),
         max_steps=STEPS,
         learning_rate=1e-3,
         lr_scheduler_type="constant",
@@ -189,12 +203,11 @@ def test_preferences_are_trls(tmp_path: Path, rank: int):
         model=net,
         args=config,
         train_dataset=Dataset.from_list(records),
-        processing_class=AutoTokenizer.from_pretrained(tmp_path / "data/tokenizer"),
+        processing_class=AutoTokenizer.from_pretrained(tokenizer),
     )
+    made(trainer)
     trainer.train()
-    held = weights(tmp_path / "here/out")
-    state = {name.replace(".default.", "."): t for name, t in trainer.model.state_dict().items()}
-    assert max((held[name] - state[name]).abs().max().item() for name in held) < 1e-5
+    return trainer
 
 
 def test_every_shape_of_a_pair_is_the_same_pair():
