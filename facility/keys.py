@@ -41,6 +41,7 @@ def draw_keys(settings: FacilitySettings, dataset: Path, state: Path, round: int
         round=round,
         generation=generation,
         public_key=public_key,
+        steps=training.steps,
         samples=sequences,
         tokens=sequences * block_tokens,
         walk=walk_of(settings),

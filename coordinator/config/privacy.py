@@ -10,7 +10,7 @@ from annotated_types import Ge
 from coordinator.aggregation.settings import AUTOMATIC, AggregationSettings
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.masking.smallest_sum import least_for
-from facility.exchange.masking.walks import MOST_RATIO, far_apart, sequences_of, unlike
+from facility.exchange.masking.walks import MOST_RATIO, MOST_STEPS_RATIO, far_apart, sequences_of, unlike
 from facility.exchange.messages.privacy import DifferentialSettings
 from facility.exchange.messages.settings import TrainingSettings, check_differential
 from facility.exchange.text import Line
@@ -95,9 +95,9 @@ def check_privacy(
             f"sending.encoding is {model_encoding!r}, expected 'full' with privacy.secure_aggregation",
         )
     _check_aggregation(aggregation)
-    _check_alike(training)
     for name, one in training.items():
         _check_training(name, one, peer_signers[name])
+    _check_alike(training)
 
 
 def _check_aggregation(aggregation: AggregationSettings) -> None:
@@ -168,6 +168,16 @@ def _check_alike(training: Mapping[str, TrainingSettings]) -> None:
             "training.steps",
             f"a round has {counts[most]} sequences (steps times batch_sequences) at {most!r} and {counts[least]} at "
             f"{least!r}: with privacy.secure_aggregation expected at most {MOST_RATIO} times as many",
+        )
+    counts = {name: one.steps for name, one in training.items()}
+    if far_apart(counts.values(), MOST_STEPS_RATIO):
+        least, most = min(counts, key=counts.__getitem__), max(counts, key=counts.__getitem__)
+        raise _error(
+            "training.steps",
+            f"a round has {counts[most]} steps at {most!r} and {counts[least]} at {least!r}: with "
+            f"privacy.secure_aggregation expected at most {MOST_STEPS_RATIO} times as many, since an update grows with "
+            "its steps and a sum of updates of unlike size shows the largest; give a slow facility a smaller "
+            "batch_sequences instead",
         )
 
 

@@ -29,5 +29,11 @@ def drop_lost(workdir: Path, round: int, facility: str) -> None:
     _path(workdir, round, facility).unlink(missing_ok=True)
 
 
+def move_lost(workdir: Path, facility: str, *, before: int, now: int) -> None:
+    """Round `now` has the job of an earlier round, and with it why that was taken for lost."""
+    if (path := _path(workdir, before, facility)).exists():
+        path.replace(_path(workdir, now, facility))
+
+
 def _path(workdir: Path, round: int, facility: str) -> Path:
     return Path(workdir) / FOLDER / f"{LOST}{round}-{facility}.json"

@@ -120,8 +120,9 @@ class AheadQueue(PatientQueue):
         return await self._ask(location, command, read)
 
     async def states_of(self, ids: list[str], location: ExecutionLocation) -> dict[str, str]:
+        asked = self._overdue.now()
         states = await self._states(ids, location)
-        self._overdue.see(states)  # a job's limit runs while it waits for its model
+        self._overdue.see(states, asked)  # a job's limit runs while it waits for its model
         return states
 
     async def placeholders(self, location: ExecutionLocation) -> list[Job]:

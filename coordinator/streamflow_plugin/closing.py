@@ -41,6 +41,7 @@ from coordinator.rounds.late import (
     write_times,
     write_wait,
 )
+from coordinator.rounds.lost import move_lost
 from coordinator.streamflow_plugin.errand import Errand, Work
 from coordinator.streamflow_plugin.grace import best_grace, closes_after, usual_quorum
 from coordinator.streamflow_plugin.patient import tell
@@ -276,6 +277,8 @@ class Closing:
         self._directories[job.name] = work.directory
         if work.round < number:
             self._handed[facility] = (number, work)
+            if self.workdir is not None:
+                move_lost(self.workdir, facility, before=work.round, now=number)
         if self.workdir is not None:
             handed_on(self.workdir, facility, number)
         if result.status is Status.COMPLETED and result.exit_code == 0:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from datetime import timedelta
 from typing import Protocol
 
@@ -24,6 +23,9 @@ from coordinator.streamflow_plugin.this_run import this_round
 
 TIMES, GRACE_SECONDS = 2, 1800.0
 """A job may run this many times its limit, and so much longer."""
+GAP_SECONDS = GRACE_SECONDS
+"""What counts at most of the time between two answers: a job that was requeued in a longer silence, and has its whole
+limit once more, is not overdue."""
 CANCEL_SECONDS = 60.0
 """How long the answer to a cancellation is waited for."""
 GONE_SECONDS = 600.0
@@ -46,14 +48,15 @@ class Queue(Protocol):
 
 
 class Overdue:
-    """Of one queue: since when each job runs, as far as its answers say so, and which of them are overdue.
+    """Of one queue: how long each job runs, as far as its answers say so, and which of them are overdue.
 
-    Times are the event loop's (monotonic), also those in which the login node did not answer: the job ran meanwhile.
+    Times are the event loop's (monotonic).
     """
 
     def __init__(self, queue: Queue) -> None:
         self.queue = queue
-        self._since: dict[str, float] = {}
+        self._ran: dict[str, tuple[float, float]] = {}
+        """By job: seconds that it was seen to run, and the time of the latest answer that counts."""
         self._cancelled: dict[str, float] = {}
         """When each overdue job was first cancelled."""
         self._cancelling: set[asyncio.Task[None]] = set()
@@ -61,63 +64,67 @@ class Overdue:
     def now(self) -> float:
         return asyncio.get_running_loop().time()
 
-    def see(self, states: Mapping[str, str]) -> None:
-        """Take in an answer. A job that waits again (it was requeued) or is suspended begins anew."""
-        for job, state in states.items():
-            if self.queue.scheduler.limit_runs(state):
-                self._since.setdefault(job, self.now())
-            else:
-                self._since.pop(job, None)
+    def see(self, states: Mapping[str, str], asked: float) -> None:
+        """Take in the answer to a question that was put at `asked`: the answer itself may have come late.
 
-    async def ending(self, job: str, location: ExecutionLocation, asked: float) -> Ending | None:
-        """The end of a job that is taken for lost, and cancelled; None where it is not overdue.
-
-        `asked`: when the question that found it running was put; the answer may have come late.
+        A job that waits again (it was requeued) or is suspended begins anew.
         """
-        if not (why := self._why(job, location, asked)):
+        for job, state in states.items():
+            if not self.queue.scheduler.limit_runs(state):
+                self._ran.pop(job, None)
+            elif job not in self._ran:
+                self._ran[job] = 0.0, self.now()
+            else:
+                ran, last = self._ran[job]
+                self._ran[job] = ran + min(max(asked - last, 0.0), GAP_SECONDS), max(asked, last)
+
+    async def ending(self, job: str, location: ExecutionLocation) -> Ending | None:
+        """The end of a job that is taken for lost, and cancelled; None where it is not overdue."""
+        if not (why := self._why(job, location)):
             return None
-        await self._cancel(job, location)
+        await self.cancel(job, location)
         return Ending(state=OVERDUE, code=None, detail=f"{self.queue.scheduler.title} says that it {why}")
 
-    async def make_way(self, jobs: Iterable[Job], location: ExecutionLocation, asked: float, told: set[str]) -> None:
+    async def make_way(self, jobs: Iterable[Job], location: ExecutionLocation, told: set[str]) -> None:
         """Cancel those of the listed jobs that are overdue, once for each `told`, which are added to.
 
         Raises `WorkflowExecutionException` where one was cancelled long ago and is still there.
         """
         for job in jobs:
-            if not (why := self._why(job.id, location, asked)):
+            if not (why := self._why(job.id, location)):
                 continue
             says = f"{self.queue.scheduler.title} of {self.queue.deployment_name} says that job {job.id} {why}"
             if job.id not in told:
                 told.add(job.id)
                 logger.warning(f"{says}: it is cancelled")
                 emit("problem", text=f"{says}: it is cancelled")
-                await self._cancel(job.id, location)
+                await self.cancel(job.id, location)
             if self.now() - self._cancelled[job.id] > GONE_SECONDS:
                 why = f"{says} and was cancelled: no other job is submitted beside it"
                 note_lost(why)
                 raise WorkflowExecutionException(why)
 
-    def _why(self, job: str, location: ExecutionLocation, asked: float) -> str:
-        runs = asked - self._since.get(job, asked)
-        if runs <= GRACE_SECONDS or not (limit := self.queue.limit_of(location)):
+    def _why(self, job: str, location: ExecutionLocation) -> str:
+        ran, _ = self._ran.get(job, (0.0, 0.0))
+        if ran <= GRACE_SECONDS or not (limit := self.queue.limit_of(location)):
             return ""
-        if runs <= TIMES * limit + GRACE_SECONDS:
+        if ran <= TIMES * limit + GRACE_SECONDS:
             return ""
-        return f"still runs {_clock(runs)} after it was seen to begin, though it asked for {_clock(limit)}"
+        return f"still runs {_clock(ran)} after it was seen to begin, though it asked for {_clock(limit)}"
 
-    async def _cancel(self, job: str, location: ExecutionLocation) -> None:
+    async def cancel(self, job: str, location: ExecutionLocation) -> None:
         """A facility that does not answer holds nobody up; the command itself is not cut off."""
         self._cancelled.setdefault(job, self.now())
 
-        async def cancel() -> None:
-            with suppress(WorkflowExecutionException):
+        async def given() -> None:
+            whose = f"cancelling job {job} of {self.queue.deployment_name}"
+            try:
                 text, code = await self.queue.shell_line(location, self.queue.scheduler.cancel_ids([job]))
-                logger.info(
-                    f"cancelling job {job} of {self.queue.deployment_name}: code {code} {quoted(text)}".rstrip()
-                )
+                logger.info(f"{whose}: code {code} {quoted(text)}".rstrip())
+            except Exception as error:  # whatever it is, the round goes on
+                logger.warning(f"{whose} failed: {quoted(str(error))}")
 
-        self._cancelling.add(task := asyncio.create_task(cancel()))
+        self._cancelling.add(task := asyncio.create_task(given()))
         task.add_done_callback(self._cancelling.discard)
         await asyncio.wait([task], timeout=CANCEL_SECONDS)
 

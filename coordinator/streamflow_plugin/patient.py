@@ -146,9 +146,9 @@ class PatientQueue(QueueManagerConnector):
         asked = self._overdue.now()
         states = await self._states(ids, location)
         self._note_begins(states)
-        self._overdue.see(states)
-        self._note_silence([one for one in ids if one not in states])
-        ended = [*self.scheduler.ended(states, ids), *await self._lost(states.keys(), location, asked)]
+        self._overdue.see(states, asked)
+        silent = self._note_silence([one for one in ids if one not in states])
+        ended = [*self.scheduler.ended(states, ids), *await self._lost(states.keys(), silent, location)]
         self._jobs_cache["jobs"] = found = [one for one in ids if one not in ended]
         return found
 
@@ -159,12 +159,19 @@ class PatientQueue(QueueManagerConnector):
                 self._begun.add(one)
                 emit("began", step=self._steps.get(one, ""), job=one)
 
-    async def _lost(self, jobs: Collection[str], location: ExecutionLocation, asked: float) -> list[str]:
-        """Those of `jobs` that are overdue: cancelled, and ended as far as their round is concerned."""
+    async def _lost(self, jobs: Collection[str], silent: Collection[str], location: ExecutionLocation) -> list[str]:
+        """Those of `jobs` that are overdue, and those that the scheduler was `silent` about for too long.
+
+        They are cancelled, and have ended as far as their round is concerned.
+        """
+        for one in silent:
+            await self._overdue.cancel(one, self._scheduled_jobs.get(one, location))
+            said = f"{self.scheduler.title} has said nothing of it for {PATIENCE_SECONDS / 60:g} minutes"
+            self._endings[one] = Ending(state=OVERDUE, code=None, detail=said)
         for one in jobs:
-            if (ending := await self._overdue.ending(one, self._scheduled_jobs.get(one, location), asked)) is not None:
+            if (ending := await self._overdue.ending(one, self._scheduled_jobs.get(one, location))) is not None:
                 self._endings[one] = ending
-        return [one for one in jobs if one in self._endings]
+        return [one for one in (*jobs, *silent) if one in self._endings]
 
     async def shell_line(self, location: ExecutionLocation, line: str) -> tuple[str, int]:
         return await self._shell(location, line)
@@ -188,8 +195,8 @@ class PatientQueue(QueueManagerConnector):
         watch.waits, watch.estimate = lambda: job_id not in self._begun, estimate
         self._watches[job_id] = asyncio.create_task(watch.run(seconds))
 
-    def _note_silence(self, silent: list[str]) -> None:
-        """Report a scheduler that says nothing of jobs, once; fail when it has said nothing for too long."""
+    def _note_silence(self, silent: list[str]) -> list[str]:
+        """Report a scheduler that says nothing of jobs, once; returns those of which it has said nothing for too long."""
         now = self._now()
         since = self._silent_since
         for gone in since.keys() - set(silent):
@@ -199,11 +206,10 @@ class PatientQueue(QueueManagerConnector):
             if one not in since:
                 since[one] = now
                 tell(f"{self.scheduler.title} of {self.deployment_name} says nothing of job {one}; waiting")
-            elif now - since[one] > PATIENCE_SECONDS:
-                raise WorkflowExecutionException(
-                    f"{self.scheduler.title} of {self.deployment_name} has said nothing of job {one} for "
-                    f"{PATIENCE_SECONDS / 60:g} minutes"
-                )
+        lost = [one for one in silent if now - since[one] > PATIENCE_SECONDS]
+        for one in lost:
+            del since[one]
+        return lost
 
     async def _ending(self, job_id: str, location: ExecutionLocation) -> Ending:
         if job_id not in self._endings:
@@ -351,8 +357,8 @@ class PatientQueue(QueueManagerConnector):
         lost: set[str] = set()
         asked = self._overdue.now()
         while jobs := [one for one in await self._jobs_named(name, location) if one.id != spare]:
-            self._overdue.see({job.id: job.state for job in jobs})
-            await self._overdue.make_way(jobs, location, asked, lost)
+            self._overdue.see({job.id: job.state for job in jobs}, asked)
+            await self._overdue.make_way(jobs, location, lost)
             for job in jobs:
                 if not job.began:
                     logger.info(f"cancelling job {job.id} ({name}), which an earlier run left waiting")

@@ -113,6 +113,7 @@ def weighing_of(roster: Roster, survivors: Sequence[str], settings: MaskingSetti
     agreement = roster.agreement
     told = {
         "weights": {name: f"{weights[name] / largest:.9e}" for name in survivors},
+        "steps": {name: roster.keys[name].steps for name in survivors},
         "samples": {name: roster.keys[name].samples for name in survivors},
         "walk": sorted({roster.keys[name].walk for name in survivors}),
         "clip_norm": float(settings.clip_norm),

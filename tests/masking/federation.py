@@ -62,6 +62,7 @@ class Masking:
     """Further keys of the coordinator's settings."""
     dtype: torch.dtype = torch.float32
     tokens: dict[str, int] = field(default_factory=dict)
+    training_steps: dict[str, int] = field(default_factory=dict)
     rules: SiteRules = field(default_factory=SiteRules)
     """Of every facility."""
     calls: int = 0
@@ -113,6 +114,7 @@ class Masking:
             round=number,
             generation=generation,
             public_key=public_key,
+            steps=self.training_steps.get(name, 10),
             samples=count,
             tokens=count,
             walk=walk,

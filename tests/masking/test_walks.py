@@ -14,7 +14,9 @@ from facility.exchange.masking.roster import Keys
 from facility.exchange.masking.walks import (
     ALIKE,
     ALIKE_LORA,
-    MOST_RATIO,
+    ALIKE_PREFERENCE,
+    ALIKE_SYNC,
+    AMOUNTS,
     check_own,
     odd_ones,
     sequences_of,
@@ -22,7 +24,9 @@ from facility.exchange.masking.walks import (
     walk_of,
 )
 from facility.exchange.messages.layout import LoraSettings
+from facility.exchange.messages.preference import PreferenceSettings
 from facility.exchange.messages.settings import FacilitySettings, TrainingSettings
+from facility.exchange.messages.sync import SyncSettings
 
 OTHER: dict[str, Any] = {
     "optimizer": "adafactor",
@@ -40,6 +44,10 @@ OTHER: dict[str, Any] = {
     "keep_optimizer": False,
     "drift_correction": True,
     "freeze": ["*"],
+    "optimizer_state": "shared",
+    "export_dtype": "float16",
+    "encoding": "sparse",
+    "sparse_density": 1e-6,
 }
 LORA: dict[str, Any] = {
     "rank": 4,
@@ -52,6 +60,17 @@ LORA: dict[str, Any] = {
     "parameters": ["experts.down_proj"],
     "modules_to_save": ["lm_head"],
 }
+SYNC: dict[str, Any] = {
+    "policy": "diloco",
+    "every": 10_000,
+    "outer_learning_rate": 1e-9,
+    "outer_momentum": 0.1,
+    "weights": "equal",
+    "optimizer_state": "reset",
+    "step": "own",
+    "progress": "each",
+}
+PREFERENCE: dict[str, Any] = {"beta": 1e-12, "label_smoothing": 0.4999}
 FREE: dict[str, Any] = {
     "threads": 3,
     "device": "cpu",
@@ -59,6 +78,23 @@ FREE: dict[str, Any] = {
     "compute_dtype": "bfloat16",
     "steps": 7,
 }
+ELSEWHERE = {"steps", "batch_sequences", "lora", "sync", "preference"}
+"""Amounts, and parts whose fields are looked at one by one."""
+OWN_AFFAIR = set(FREE) - {"steps"} | {
+    "chunked_loss",
+    "ranks",
+    "peak_flops",
+    "evaluation_sequences",
+    "signing_key",
+    "stall_seconds",
+    "layout",
+    "images",
+    "limits",
+    "tracker",
+    "trace",
+}
+"""Fields by which an update becomes neither larger nor smaller: where and how fast it is computed, what is looked at,
+and when a round is given up, which leaves no update."""
 
 
 def settings_with(**training: Any) -> FacilitySettings:
@@ -68,12 +104,24 @@ def settings_with(**training: Any) -> FacilitySettings:
 
 
 def other_of(name: str) -> dict[str, Any]:
-    needs = {"optimizer_parameters": {"optimizer": "adafactor"}, "drift_correction": {"keep_optimizer": True}}
+    needs = {
+        "optimizer_parameters": {"optimizer": "adafactor"},
+        "drift_correction": {"keep_optimizer": True},
+        "encoding": {"export_dtype": "float32"},
+    }
     return needs.get(name, {}) | {name: OTHER[name]}
 
 
 def test_every_key_that_must_be_alike_is_tried_here():
     assert set(OTHER) == set(ALIKE) and set(LORA) == set(ALIKE_LORA)
+    assert {*SYNC, "parameters"} == set(ALIKE_SYNC), "parameters are of policies from outside this package"
+    assert set(PREFERENCE) == set(ALIKE_PREFERENCE)
+
+
+def test_nobody_adds_a_key_of_training_without_saying_whether_it_must_be_alike():
+    known = {*ALIKE, *ELSEWHERE, *OWN_AFFAIR}
+    assert {field.name for field in dataclasses.fields(TrainingSettings)} == known
+    assert len(known) == len(ALIKE) + len(ELSEWHERE) + len(OWN_AFFAIR), "a field is in one of the lists"
 
 
 @pytest.mark.parametrize("name", ALIKE)
@@ -81,7 +129,7 @@ def test_a_facility_that_is_told_another_value_has_another_digest_and_is_named(n
     base, other = settings_with(), settings_with(**other_of(name))
     assert walk_of(base) != walk_of(other)
     found = unlike({"x": base.training, "y": other.training})
-    assert found is not None and found[1:] == ("x", "y") and found[0] in (name, "optimizer")
+    assert found is not None and found[1:] == ("x", "y") and found[0] in (name, "optimizer", "export_dtype")
 
 
 @pytest.mark.parametrize("name", ALIKE_LORA)
@@ -94,6 +142,17 @@ def test_so_it_is_with_adapters(name: str):
         "x",
         "y",
     )
+
+
+@pytest.mark.parametrize(
+    ("part", "kind", "name", "value"),
+    [("sync", SyncSettings, *one) for one in SYNC.items()]
+    + [("preference", PreferenceSettings, *one) for one in PREFERENCE.items()],
+)
+def test_and_with_replicas_and_preferences(part: str, kind: Any, name: str, value: Any):
+    other = settings_with(**{part: kind(**{name: value})})
+    assert walk_of(settings_with()) != walk_of(other)
+    assert unlike({"x": settings_with().training, "y": other.training}) == (f"{part}.{name}", "x", "y")
 
 
 @pytest.mark.parametrize("name", FREE)
@@ -119,6 +178,7 @@ def keys_of(settings: FacilitySettings) -> Keys:
         round=1,
         generation="0" * 64,
         public_key="1" * 64,
+        steps=settings.training.steps,
         samples=count,
         tokens=64 * count,
         walk=walk_of(settings),
@@ -128,30 +188,39 @@ def keys_of(settings: FacilitySettings) -> Keys:
 def test_a_job_that_is_told_otherwise_than_its_keys_masks_nothing():
     settings = settings_with(steps=100)
     check_own(keys_of(settings), settings)
-    check_own(keys_of(settings), settings, steps=25)
-    check_own(keys_of(settings), settings, steps=400)
+    check_own(keys_of(settings), settings, steps=100)
     with pytest.raises(InputError, match="settings of training differ from those for which 'a' signed"):
         check_own(keys_of(settings), settings_with(steps=100, learning_rate=1.0))
-    for steps in (6, 1601):
-        with pytest.raises(InputError, match="expected at most 16 times more or less"):
+    for steps in (25, 99, 101, 400):
+        with pytest.raises(InputError, match=f"asks 'a' for {steps} steps .* its signed keys say 100 and 800"):
             check_own(keys_of(settings), settings, steps=steps)
+    for told in (settings_with(steps=99), settings_with(steps=100, batch_sequences=7)):
+        with pytest.raises(InputError, match="its signed keys say 100 and 800, by which the others mask"):
+            check_own(keys_of(settings), told)
 
 
 @given(
     told=st.lists(st.sampled_from("ab"), min_size=3, max_size=7),
     amounts=st.lists(st.integers(1, 5000), min_size=7, max_size=7),
+    taken=st.lists(st.integers(1, 50), min_size=7, max_size=7),
 )
-def test_without_the_odd_ones_everybody_masks_with_everybody(told: list[str], amounts: list[int]):
+def test_without_the_odd_ones_everybody_masks_with_everybody(told: list[str], amounts: list[int], taken: list[int]):
     """Unless as many were told one thing as another; and nobody of an honest majority is left out."""
     one = keys_of(settings_with())
     keys = {
-        f"f{place}": dataclasses.replace(one, facility=f"f{place}", walk=kind * 64, samples=amounts[place])
+        f"f{place}": dataclasses.replace(
+            one, facility=f"f{place}", walk=kind * 64, samples=amounts[place], steps=taken[place]
+        )
         for place, kind in enumerate(told)
     }
     odd = odd_ones(keys)
     left = {name: key for name, key in keys.items() if name not in odd}
-    assert max(key.samples for key in left.values()) <= MOST_RATIO * min(key.samples for key in left.values())
+    for field, _, _, most in AMOUNTS:
+        assert max(getattr(key, field) for key in left.values()) <= most * min(
+            getattr(key, field) for key in left.values()
+        )
     if told.count("a") != told.count("b"):
         assert len({key.walk for key in left.values()}) == 1
-    if max(amounts[: len(told)]) <= MOST_RATIO * min(amounts[: len(told)]):
+    every = list(zip(amounts, taken, strict=True))[: len(told)]
+    if all(max(one) <= most * min(one) for one, (*_, most) in zip(zip(*every, strict=True), AMOUNTS, strict=True)):
         assert len(odd) <= len(told) / 2

@@ -19,14 +19,17 @@ from facility.exchange.masking.fixed_point import fixed_point
 from facility.exchange.masking.roster import Roster, read_roster
 from facility.exchange.masking.streams import MaskBuffer
 from facility.exchange.masking.unmasking import read_answer, read_request, shares_path, write_answer, write_request
-from facility.exchange.masking.walks import check_walks
-from facility.exchange.messages.manifest import read_manifest
+from facility.exchange.masking.walks import check_walks, walk_of
+from facility.exchange.messages.manifest import read_manifest, with_extra
+from facility.exchange.messages.settings import FacilitySettings, TrainingSettings
+from facility.exchange.messages.steps import KEY as STEPS
 from facility.masking import answering
 from facility.masking.ledger import Entry, Ledger
 from facility.masking.mask_update import mask_update
 from facility.masking.masked_piece import Masker, Stored
 from facility.masking.private_keys import PrivateKeys
 from facility.masking.site_rules import SiteRules, site_rules
+from facility.rounds.masked import masked
 from tests.aggregation import make
 from tests.masking.conftest import signers  # noqa: F401 (a fixture)
 from tests.masking.federation import Masking, error, mean_of, moved, steps
@@ -79,7 +82,7 @@ def test_new_keys_do_not_open_the_same_round_a_second_time(begun):
         federation.answer("alpha", request)
 
 
-@pytest.mark.parametrize("what", ["weights", "claims", "clip_norm", "clips"])
+@pytest.mark.parametrize("what", ["weights", "claims", "steps", "clip_norm", "clips"])
 def test_a_second_sum_of_the_same_updates_under_other_weights_is_refused(begun, what: str):
     """Three sums over the same three facilities, weighed in three ways, are three equations for their three updates."""
     federation, roster, received, told = begun
@@ -89,6 +92,8 @@ def test_a_second_sum_of_the_same_updates_under_other_weights_is_refused(begun, 
         federation.tokens["gamma"] = 150
     elif what == "claims":
         federation.tokens |= dict.fromkeys(federation.names, 90)
+    elif what == "steps":
+        federation.training_steps |= dict.fromkeys(federation.names, 9)
     elif what == "clip_norm":
         federation.privacy["clip_norm"] = 1e-3
     else:
@@ -358,17 +363,19 @@ def forged_roster(federation: Masking, keys: dict[str, Path]) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("claimed", "told", "words"),
+    ("claimed", "taken", "told", "words"),
     [
-        (100, "a", "was told other settings of training than"),
-        (1700, "0", "trains on (100|1700) sequences in round 0 and .* expected at most 16 times as many"),
+        (100, 10, "a", "was told other settings of training than"),
+        (1700, 10, "0", "trains on (100|1700) sequences in round 0 and .* expected at most 16 times as many"),
+        (100, 41, "0", "takes (10|41) steps in round 0 and .* (10|41), expected at most 4 times as many"),
     ],
 )
 def test_nobody_answers_for_facilities_that_were_told_to_train_otherwise(
-    federation: Masking, claimed: int, told: str, words: str
+    federation: Masking, claimed: int, taken: int, told: str, words: str
 ):
     """All but alpha train with a learning rate of nearly nothing, or hardly at all: the sum would be alpha's update."""
     federation.tokens |= {"alpha": claimed}
+    federation.training_steps |= {"alpha": taken}
     keys = {n: federation.keys(n, walk=(told if n == "alpha" else "0") * 64) for n in federation.names}
     roster, moves = forged_roster(federation, keys), steps(federation.names)
     sent = {name: federation.masked(name, roster, federation.plain(name, moves[name])) for name in federation.names}
@@ -376,6 +383,36 @@ def test_nobody_answers_for_facilities_that_were_told_to_train_otherwise(
     for name in federation.names:
         with pytest.raises(InputError, match=words):
             federation.answer(name, request)
+
+
+@pytest.mark.parametrize(("asked", "batch"), [(10, 10), (40, 10), (3, 10), (11, 10), (10, 11), (10, 1)])
+def test_a_facility_masks_nothing_where_it_is_asked_for_other_steps_than_it_signed(
+    federation: Masking, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: int, batch: int
+):
+    """By its model, which may ask for steps where settings allow it, or by settings that came after its keys.
+
+    The steps were told to the others by its keys: until now up to 16 times more or fewer were taken all the same.
+    """
+    training = TrainingSettings(steps=10, batch_sequences=10)
+    told = FacilitySettings(
+        federation="test",
+        facility="alpha",
+        rounds=9,
+        seed=0,
+        training=dataclasses.replace(training, batch_sequences=batch),
+        masking=federation.masking,
+        most_steps=1000,
+    )
+    walk = walk_of(told)
+    roster = federation.roster([federation.keys(name, walk=walk) for name in federation.names])
+    shutil.copytree(federation.model(0), model := tmp_path / "model")
+    if asked != 10:
+        with_extra(model, STEPS, {"alpha": asked})
+    if (asked, batch) == (10, 10):
+        assert masked(told, federation.state("alpha"), roster, model, 0) is not None
+        return
+    with pytest.raises(InputError, match=f"asks 'alpha' for {asked} steps and .* its signed keys say 10 and 100"):
+        masked(told, federation.state("alpha"), roster, model, 0)
 
 
 def test_a_facility_that_signs_other_settings_is_left_out_of_the_roster_and_the_round_goes_on(federation: Masking):

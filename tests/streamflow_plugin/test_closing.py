@@ -27,6 +27,7 @@ from coordinator.rounds.late import (
     remember_job,
     remembered_job,
 )
+from coordinator.rounds.lost import read_lost, write_lost
 from coordinator.streamflow_plugin.closing import Closing, closing_of_run
 from coordinator.streamflow_plugin.errand import Errand
 
@@ -318,3 +319,11 @@ def test_the_late_job_of_a_facility_that_left_is_forgotten_and_named(tmp_path: P
         remember_job(tmp_path, LateJob(facility=name, round=3, directory="/x"))
     assert [job.facility for job in forget_jobs(tmp_path, ["stays"])] == ["left"]
     assert remembered_job(tmp_path, "left") is None and remembered_job(tmp_path, "stays") is not None
+
+
+def test_why_a_late_job_was_taken_for_lost_reaches_the_round_that_has_it(tmp_path: Path):
+    write_lost(tmp_path, 0, "f2", "job 7 was taken for lost")  # as its queue tells, when it ends
+    engine = run(closing_of(tmp_path, quorum=2, grace=0), [[1, 1, 20], [1, 1, 1]], failing={(0, 2)})
+    has = next(number for number in range(4) if engine.handed["f2", number] == 0)
+    assert has > 0 and read_lost(tmp_path / "a-job", has, "f2") == "job 7 was taken for lost"
+    assert all(read_lost(tmp_path / "a-job", number, "f2") == "" for number in range(5) if number != has)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from coordinator.streamflow_plugin import overdue, patient
 from coordinator.streamflow_plugin.ahead_queue import connector_for
 from coordinator.streamflow_plugin.gate import GatedSSHConnector
 from coordinator.streamflow_plugin.overdue import GONE_SECONDS, Overdue
+from coordinator.streamflow_plugin.patient import PATIENCE_SECONDS
 from coordinator.streamflow_plugin.this_run import RoundAtFacility, this_round
 from tests.schedulers.wording import ENDED, PENDING, RUNNING, WORDINGS
 from tests.streamflow_plugin.course import JumpingLoop
@@ -224,16 +226,20 @@ def test_a_job_of_an_earlier_run_that_runs_for_ever_is_cancelled_and_holds_no_ro
 def test_the_time_that_a_job_waits_for_its_model_counts(site: Callable[..., Site]):
     world = site()
     world.states = {"101": lambda now: RUNNING}
-    world.loop.run_until_complete(world.queue.states_of(["101"], PLACE))  # submitted ahead
+    for _ in range(121):  # submitted ahead, and asked about every minute
+        world.loop.run_until_complete(world.queue.states_of(["101"], PLACE))
+        world.within(60)
     world.queue._make_way = lambda *_: asyncio.sleep(0)
-    world.within(2 * HOUR)
     task = world.loop.create_task(world.job())
     world.within(HOUR / 2 + 300, task)
     assert task.result() == 7 and world.cancelled == ["101"]
 
 
-def ends(scheduler: BatchScheduler, answers: list[tuple[float, str]], asked: float) -> bool:
-    """Whether a job is overdue at a question put at `asked`, after these answers and their times."""
+def ends(scheduler: BatchScheduler, answers: list[tuple[float, str]], until: float, asked: float | None = None) -> bool:
+    """Whether a job is overdue: each state was told every ten minutes from its time to the next one's, or `until`.
+
+    `asked`: when the last question was put, if not when it was answered.
+    """
     loop = JumpingLoop()
 
     async def nothing(*_: Any) -> tuple[str, int]:
@@ -245,10 +251,14 @@ def ends(scheduler: BatchScheduler, answers: list[tuple[float, str]], asked: flo
 
     async def judged() -> bool:
         times = Overdue(queue)
-        for at, state in answers:
+        for (at, state), (end, _) in zip(answers, [*answers[1:], (until, "")], strict=True):
             loop.now = at
-            times.see({"1": state})
-        return await times.ending("1", PLACE, asked) is not None
+            while loop.now < end:
+                times.see({"1": state}, loop.now)
+                loop.now = min(loop.now + 600, end)
+        loop.now = until
+        times.see({"1": answers[-1][1]}, until if asked is None else asked)
+        return await times.ending("1", PLACE) is not None
 
     try:
         return loop.run_until_complete(judged())
@@ -272,7 +282,7 @@ SEEN = [
 @pytest.mark.parametrize(("name", "runs", "waits"), SEEN)
 def test_a_job_that_was_requeued_or_suspended_begins_anew(name: str, runs: str, waits: str):
     scheduler = FIRECREST if name == "firecrest" else WORDINGS[name].scheduler
-    assert ends(scheduler, [(0, runs), (MOST + 1, runs)], MOST + 1) and not ends(scheduler, [(0, runs)], MOST)
+    assert ends(scheduler, [(0, runs)], MOST + 1) and not ends(scheduler, [(0, runs)], MOST)
     answers = [(0.0, runs), (MOST, waits), (MOST + 60, runs)]
     assert not ends(scheduler, answers, MOST + 60 + MOST)
     assert ends(scheduler, answers, MOST + 60 + MOST + 1)
@@ -286,4 +296,62 @@ def test_an_unknown_state_runs_and_an_ended_one_does_not():
 
 
 def test_an_answer_that_took_long_is_judged_by_the_time_of_its_question():
-    assert not ends(WORDINGS["slurm"].scheduler, [(0, "RUNNING"), (MOST + HOUR, "RUNNING")], asked=MOST - 60)
+    slurm = WORDINGS["slurm"].scheduler
+    assert ends(slurm, [(0, "RUNNING")], MOST + 60)
+    assert not ends(slurm, [(0, "RUNNING")], MOST + 60, asked=MOST)
+
+
+@pytest.mark.parametrize("away", [HOUR, 100 * HOUR])
+def test_a_job_that_was_requeued_in_a_silence_has_its_whole_limit_again(site: Callable[..., Site], away: float):
+    """The worst case: it had almost used its limit up when the login was lost, and began anew when it came back."""
+    world = site()
+    world.states = {"101": lambda now: RUNNING}
+    world.queue._make_way = lambda *_: asyncio.sleep(0)
+    task = world.loop.create_task(world.job())
+    world.within(HOUR, task)
+    world.loop.now += away  # on which the loop's own timers, and so all questions, wait
+    world.within(HOUR - 120, task)
+    assert not task.done() and world.cancelled == []
+    world.within(600, task)
+    assert task.done() and world.cancelled == ["101"]
+
+
+def test_a_job_that_its_queue_says_nothing_of_ends_alone(
+    site: Callable[..., Site], events: list[dict[str, Any]], tmp_path: Path
+):
+    """An hour of silence about one job ended whichever job's poll came first, and every later job of its facility."""
+    world = site(template="")
+    world.states = {"102": lambda now: RUNNING, "103": lambda now: RUNNING}
+    world.queue._make_way = lambda *_: asyncio.sleep(0)
+    second_round = RoundAtFacility(facility="b", number=2, workdir=tmp_path / "work")
+    this_round.set(second_round)
+    silent = world.loop.create_task(world.job(1))
+    this_round.set(None)
+    other = world.loop.create_task(world.job(2))
+    world.within(PATIENCE_SECONDS - 120, silent)
+    assert not silent.done()
+    world.within(600, silent)
+    assert silent.result() == 7 and not other.done()
+    said = "job 101 of facility-b was taken for lost: Slurm has said nothing of it for 60 minutes"
+    assert read_lost(tmp_path / "work" / "a-job", 2, "b") == said and said in [one.get("text") for one in events]
+    next_one = world.loop.create_task(world.job(3))
+    world.within(3 * HOUR, next_one)
+    assert not next_one.done() and not other.done(), "what is said nothing of holds no other up, then or later"
+
+
+def test_a_cancellation_that_breaks_in_any_way_holds_nobody_up(site: Callable[..., Site]):
+    world = site()
+    world.states = {"101": lambda now: RUNNING}
+    world.queue._make_way = lambda *_: asyncio.sleep(0)
+
+    def broken(id: str) -> Any:
+        raise OSError("no such host")
+
+    world.at_cancel = broken
+    unseen: list[Any] = []
+    world.loop.set_exception_handler(lambda _, context: unseen.append(context))
+    task = world.loop.create_task(world.job())
+    world.within(MOST + 300, task)
+    assert task.result() == 7 and world.cancelled == ["101"]
+    gc.collect()
+    assert unseen == []

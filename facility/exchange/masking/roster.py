@@ -27,7 +27,8 @@ from facility.exchange.messages.masking import MaskingSettings
 from facility.exchange.messages.signatures import sign, verify
 from facility.exchange.messages.strict_json import HEX, Fields, read_json
 
-FORMAT = 1
+FORMAT, KEYS_FORMAT = 1, 2
+"""Of the agreement, and of keys: 2 says steps."""
 KIND = "keys"
 KEYS = "keys.json"
 FOLDER = "keys"
@@ -49,13 +50,15 @@ class Keys:
     """Names this pair of keys at its facility; drawn anew each time that keys are asked for."""
     public_key: str
     """X25519, hexadecimal."""
+    steps: int
+    """Optimizer steps that it takes in this round."""
     samples: int
-    """Sequences that it trains on in this round."""
+    """Sequences that it trains on: those of all its steps."""
     tokens: int
     """Those times the length of its blocks."""
     walk: str
     """Digest of what it was told that decides how far it trains (`walks.walk_of`)."""
-    format: int = FORMAT
+    format: int = KEYS_FORMAT
 
 
 def write_keys(directory: Path, keys: Keys, signing_key: Path) -> None:
@@ -80,10 +83,11 @@ def read_keys(directory: Path, signers: Path) -> Keys:
         round=found.whole("round", most=MOST_ROUNDS),
         generation=_hex(found, "generation"),
         public_key=_hex(found, "public_key"),
+        steps=found.whole("steps", least=1, most=MOST_CLAIM),
         samples=found.whole("samples", least=1, most=MOST_CLAIM),
         tokens=found.whole("tokens", least=1, most=MOST_CLAIM),
         walk=_hex(found, "walk"),
-        format=found.whole("format", least=1, most=FORMAT),
+        format=found.whole("format", least=KEYS_FORMAT, most=KEYS_FORMAT),
     )
     if (keys.facility, keys.federation, keys.round) != (manifest.facility, manifest.federation, manifest.round):
         raise ManifestError(f"{path} and its manifest name different facilities, federations or rounds")

@@ -34,20 +34,41 @@ ALIKE = (
     "clip_norm",
     "proximal",
     "keep_optimizer",
+    "optimizer_state",
     "drift_correction",
     "freeze",
+    "export_dtype",
+    "encoding",
+    "sparse_density",
 )
 """Fields of `training:` that are equal at all facilities of secure aggregation."""
 ALIKE_LORA = ("rank", "trained_rank", "alpha", "dropout", "targets", "rslora", "dora", "parameters", "modules_to_save")
 """The same of `training.lora`."""
+ALIKE_SYNC = (
+    "policy",
+    "parameters",
+    "every",
+    "outer_learning_rate",
+    "outer_momentum",
+    "weights",
+    "optimizer_state",
+    "step",
+    "progress",
+)
+"""The same of `training.sync`."""
+ALIKE_PREFERENCE = ("beta", "label_smoothing")
+"""The same of `training.preference`."""
 MOST_RATIO = 16
 """No facility trains on more than so many times the sequences of another in a round."""
+MOST_STEPS_RATIO = 4
+"""Nor takes more than so many times its steps: an update grows with them, whatever the batch."""
 
 
 def walk_settings(training: TrainingSettings) -> dict[str, Any]:
     """What of `training:` must be equal at all facilities, by key."""
-    lora = {f"lora.{name}": getattr(training.lora, name) for name in ALIKE_LORA}
-    return {name: getattr(training, name) for name in ALIKE} | lora
+    parts = {"lora": ALIKE_LORA, "sync": ALIKE_SYNC, "preference": ALIKE_PREFERENCE}
+    inner = {f"{part}.{name}": getattr(getattr(training, part), name) for part in parts for name in parts[part]}
+    return {name: getattr(training, name) for name in ALIKE} | inner
 
 
 def walk_of(settings: FacilitySettings) -> str:
@@ -61,15 +82,15 @@ def walk_of(settings: FacilitySettings) -> str:
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
 
 
-def sequences_of(training: TrainingSettings, steps: int = 0) -> int:
-    """Sequences of a round; `steps`: what the round's model asks for, 0: `training.steps`."""
-    return (steps or training.steps) * training.batch_sequences
+def sequences_of(training: TrainingSettings) -> int:
+    """Sequences of a round."""
+    return training.steps * training.batch_sequences
 
 
-def far_apart(amounts: Iterable[int]) -> bool:
-    """Whether two of these amounts of sequences, all above 0, differ by more than `MOST_RATIO` times."""
+def far_apart(amounts: Iterable[int], most: int = MOST_RATIO) -> bool:
+    """Whether two of these amounts, all above 0, differ by more than `most` times."""
     every = list(amounts)
-    return max(every) > MOST_RATIO * min(every)
+    return max(every) > most * min(every)
 
 
 def check_walks(roster: Roster, facility: str) -> None:
@@ -82,12 +103,20 @@ def check_walks(roster: Roster, facility: str) -> None:
                 "(learning rate, optimizer, schedule, clipping, adapters or what is federated): nothing is masked, "
                 "for a sum of updates of unlike size shows the largest; give all facilities the same"
             )
-        if far_apart((own.samples, other.samples)):
-            raise InputError(
-                f"{name!r} trains on {other.samples} sequences in round {roster.agreement.round} and {facility!r} on "
-                f"{own.samples}, expected at most {MOST_RATIO} times as many: nothing is masked, for a sum of updates "
-                "of unlike size shows the largest"
-            )
+        for field, verb, what, most in AMOUNTS:
+            if far_apart((mine := getattr(own, field), theirs := getattr(other, field)), most):
+                raise InputError(
+                    f"{name!r} {verb} {theirs} {what} in round {roster.agreement.round} and {facility!r} {mine}, "
+                    f"expected at most {most} times as many: nothing is masked, for a sum of updates of unlike size "
+                    "shows the largest"
+                )
+
+
+AMOUNTS = (
+    ("samples", "trains on", "sequences", MOST_RATIO),
+    ("steps", "takes", "steps", MOST_STEPS_RATIO),
+)
+"""Fields of keys that may differ between facilities, and by how many times at most."""
 
 
 def odd_ones(keys: Mapping[str, Keys]) -> dict[str, str]:
@@ -102,32 +131,35 @@ def odd_ones(keys: Mapping[str, Keys]) -> dict[str, str]:
         for name, one in keys.items():
             if one.walk != counts[0][0]:
                 refused[name] = f"{name!r} signed other settings of training than most facilities"
-    left = {name: one.samples for name, one in keys.items() if name not in refused}
-    while left and far_apart(left.values()):
-        middle = median_low(left.values())
-        farthest = max(left, key=lambda name: max(left[name] / middle, middle / left[name]))
-        refused[farthest] = (
-            f"{farthest!r} trains on {left.pop(farthest)} sequences and the median facility on {middle}, expected at "
-            f"most {MOST_RATIO} times more or less between any two"
-        )
+    for field, verb, what, most in AMOUNTS:
+        left = {name: getattr(one, field) for name, one in keys.items() if name not in refused}
+        while left and far_apart(left.values(), most):
+            middle = median_low(left.values())
+            farthest = max(left, key=lambda name: max(left[name] / middle, middle / left[name]))
+            refused[farthest] = (
+                f"{farthest!r} {verb} {left.pop(farthest)} {what} and the median facility {middle}, expected at most "
+                f"{most} times more or less between any two"
+            )
     return refused
 
 
 def check_own(own: Keys, settings: FacilitySettings, steps: int = 0) -> None:
     """Raise `InputError` where this job is told otherwise than this facility's signed keys say.
 
-    `steps`: as in `sequences_of`.
+    `steps`: what the round's model asks for, 0: `training.steps`.
     """
     if own.walk != walk_of(settings):
         raise InputError(
             f"the settings of training differ from those for which {own.facility!r} signed its keys of round "
             f"{own.round}: nothing is masked; the next round draws keys anew"
         )
-    sequences = sequences_of(settings.training, steps)
-    if far_apart((sequences, own.samples)):
+    asked = steps or settings.training.steps
+    sequences = asked * settings.training.batch_sequences
+    if (asked, sequences) != (own.steps, own.samples):
         raise InputError(
-            f"this round asks {own.facility!r} for {sequences} sequences and its signed keys claim {own.samples}, "
-            f"expected at most {MOST_RATIO} times more or less: nothing is masked"
+            f"this round asks {own.facility!r} for {asked} steps and {sequences} sequences, and its signed keys say "
+            f"{own.steps} and {own.samples}, by which the others mask: nothing is masked; the next round draws keys "
+            "anew"
         )
 
 
