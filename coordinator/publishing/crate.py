@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from rocrate.model.contextentity import ContextEntity
 from rocrate.model.person import Person
@@ -18,7 +19,7 @@ from rocrate.rocrate import ROCrate
 
 from coordinator.config.federation import Federation
 from coordinator.publishing.card import published_name
-from coordinator.publishing.names import slug
+from coordinator.publishing.names import address, identifier, slug
 from facility import __version__
 from facility.exchange.files.durable import write_text
 from facility.exchange.files.paths import shipped
@@ -29,6 +30,7 @@ PROFILES = (
     ("https://w3id.org/workflowhub/workflow-ro-crate/1.0", "Workflow RO-Crate", "1.0"),
 )
 SPDX = "https://spdx.org/licenses/"
+WEB = ("https://", "http://")
 RUN = "https://w3id.org/ro/terms/workflow-run/context"
 
 
@@ -192,13 +194,13 @@ def _training(
 
 def _weights(crate: ROCrate, name: str, digest: str) -> Any:
     """Weights that are named by their digest and are not in the crate."""
-    identifier = f"urn:sha256:{digest}" if digest else f"#{name.replace(' ', '-').replace(',', '')}"
-    if (found := crate.dereference(identifier)) is not None:
+    own = f"urn:sha256:{digest}" if digest else f"#{name.replace(' ', '-').replace(',', '')}"
+    if (found := crate.dereference(own)) is not None:
         if name not in (also := [found["name"], *found.get("alternateName", [])]):
             found["alternateName"] = [*also[1:], name]  # the same weights: no name of one facility for another's alone
         return found
     properties = {"@type": "CreativeWork", "name": name} | ({"sha256": digest, "identifier": digest} if digest else {})
-    return crate.add(ContextEntity(crate, identifier, properties=properties))
+    return crate.add(ContextEntity(crate, own, properties=properties))
 
 
 def _times(data: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
@@ -230,29 +232,34 @@ def _profile(crate: ROCrate, identifier: str, name: str, version: str) -> Any:
 
 
 def _license(crate: ROCrate, license: str) -> Any:
-    identifier = license if "://" in license else f"{SPDX}{license or 'NOASSERTION'}"
+    place = address(license if license.startswith(WEB) else f"{SPDX}{quote(license or 'NOASSERTION', safe='')}")
     properties = {"@type": "CreativeWork", "name": license or "not stated", "description": "licence of the model"}
-    return crate.add(ContextEntity(crate, identifier, properties=properties))
+    return crate.add(ContextEntity(crate, place, properties=properties))
 
 
 def _person(crate: ROCrate, name: str, orcid: str, affiliation: str) -> Any:
-    identifier = f"https://orcid.org/{orcid}" if orcid else f"#person-{slug(name)}"
     properties: dict[str, Any] = {"name": name}
     if affiliation:
-        place = crate.add(
-            ContextEntity(
-                crate, f"#institution-{slug(affiliation)}", properties={"@type": "Organization", "name": affiliation}
-            )
-        )
-        properties["affiliation"] = {"@id": place.id}
-    return crate.add(Person(crate, identifier, properties=properties))
+        properties["affiliation"] = {"@id": _named(crate, "institution", affiliation).id}
+    own = f"https://orcid.org/{orcid}" if orcid else identifier("person", name, _names(crate))
+    return crate.add(Person(crate, own, properties=properties))
 
 
 def _site(crate: ROCrate, name: str) -> Any:
-    identifier = f"#site-{slug(name)}"
-    found = crate.dereference(identifier)
+    return _named(crate, "site", name)
+
+
+def _named(crate: ROCrate, kind: str, name: str) -> Any:
+    """The organization of this name."""
+    own = identifier(kind, name, _names(crate))
+    found = crate.dereference(own)
     properties = {"@type": "Organization", "name": name}
-    return found if found is not None else crate.add(ContextEntity(crate, identifier, properties=properties))
+    return found if found is not None else crate.add(ContextEntity(crate, own, properties=properties))
+
+
+def _names(crate: ROCrate) -> dict[str, str]:
+    """Names by identifier, of all that has one."""
+    return {one.id: str(one.get("name")) for one in crate.contextual_entities}
 
 
 def _software(crate: ROCrate) -> Any:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import re
 from collections.abc import Mapping
+from urllib.parse import quote
 
 from coordinator.config.federation import Federation
 
@@ -22,6 +24,28 @@ def public_names(federation: Federation) -> dict[str, str]:
 def slug(name: str) -> str:
     """The form of a published name in file names and identifiers."""
     return name.replace(" ", "-")
+
+
+LONGEST_PART = 60
+"""Characters of a name within an identifier."""
+
+
+def identifier(kind: str, name: str, others: Mapping[str, str]) -> str:
+    """`#KIND-NAME` for a name of any letters and length, in letters that a URI takes (RFC 3986, section 2.3).
+
+    `others`: names by identifiers that are in use. A name that loses something, or whose identifier another one has,
+    carries a part of its digest.
+    """
+    plain = re.sub(r"[^A-Za-z0-9._~-]+", "-", name).strip("-")[:LONGEST_PART]
+    made = f"#{kind}-{plain}"
+    if plain == slug(name) and others.get(made, name) == name:
+        return made
+    return f"{made}-{hashlib.sha256(name.encode()).hexdigest()[:12]}"
+
+
+def address(text: str) -> str:
+    """A URI with whatever may not stand in one percent-encoded (RFC 3986, section 2.1)."""
+    return quote(text, safe=":/?#[]@!$&'()*+,;=%~")
 
 
 SHORT = 4

@@ -33,13 +33,15 @@ from streamflow.workflow.step import ScheduleStep
 from streamflow.workflow.utils import get_job_token
 
 from coordinator.config.deployments import FACILITY
+from coordinator.events.event import quoted
 from coordinator.rounds.late import LateJob
 from coordinator.streamflow_plugin.closing import INPUT, Closing, closing_of_run
 from coordinator.streamflow_plugin.errand import Errand
 from coordinator.streamflow_plugin.lanes import TransferFailed
 from coordinator.streamflow_plugin.listings import PARAMETERS, unlisted
+from coordinator.streamflow_plugin.overdue import note_lost
 from coordinator.streamflow_plugin.patient import step_of, tell
-from coordinator.streamflow_plugin.staging import Staged, scheduling, storage_usages, unmoved
+from coordinator.streamflow_plugin.staging import Staged, hand_on, scheduling, storage_usages, unmoved
 from coordinator.streamflow_plugin.targets import check_target
 from coordinator.streamflow_plugin.this_run import RoundAtFacility, this_round
 from facility.exchange.messages.outcome import Outcome
@@ -61,6 +63,10 @@ def ours(error: Exception) -> bool:
     none for an hour) is that facility's absence."""
     known = isinstance(error, FailureHandlingException | sqlite3.Error | MemoryError)
     return known or isinstance(error, OSError) and error.errno in OUR_FAULT
+
+
+UNSTAGED: dict[str, str] = {}
+"""Jobs of facilities whose directories could not be made there, or whose inputs could not be copied, and why."""
 
 
 def is_facility(deployment: str) -> bool:
@@ -96,6 +102,8 @@ def executing(original: Any, closing: Closing | None, copying: Any = None) -> An
         workdir = Path(context.deployment_manager.config_map[COORDINATOR].workdir)
         this_round.set(round_of(job, workdir))
         absent = CWLCommandOutput(value=None, status=Status.COMPLETED, exit_code=int(Outcome.SKIPPED))
+        if (reason := UNSTAGED.get(job.name)) is not None:
+            return left_out(job, reason, absent)
         try:
             if closing is None:
                 result = await original(self, job)
@@ -108,9 +116,7 @@ def executing(original: Any, closing: Closing | None, copying: Any = None) -> An
         except Exception as error:
             if ours(error):
                 raise
-            _, facility = _kind_and_facility(job)
-            tell(f"{facility} is left out of the round: {error or type(error).__name__}", logging.ERROR)
-            return absent
+            return left_out(job, str(error) or type(error).__name__, absent)
         if result.status is not Status.COMPLETED:
             logger.error(f"job {job.name} ended with code {result.exit_code}: the round goes on without its facility")
         # Nothing but the code is taken over, so that no other kind of output can name files either.
@@ -118,6 +124,35 @@ def executing(original: Any, closing: Closing | None, copying: Any = None) -> An
         return CWLCommandOutput(value=None, status=Status.COMPLETED, exit_code=code)
 
     return execute
+
+
+def left_out(job: Job, reason: str, absent: CommandOutput) -> CommandOutput:
+    """Tell that a facility is absent from the round, and why."""
+    _, facility = _kind_and_facility(job)
+    said = quoted(reason)
+    tell(f"{facility} is left out of the round: {said}", logging.ERROR)
+    note_lost(f"left no update: {said}")
+    return absent
+
+
+def making_directories(original: Any) -> Any:
+    """`ScheduleStep._schedule`: a facility where the directories of a job cannot be made has no such job.
+
+    A full disk there, no right to write, a login node that fails at everything: the step fails, and with it the run.
+    """
+
+    async def schedule(self: ScheduleStep, job: Job) -> None:
+        if not all(is_facility(target.deployment.name) for target in self.binding_config.targets):
+            return await original(self, job=job)
+        try:
+            return await original(self, job=job)
+        except Exception as error:
+            if ours(error) or self.workflow.context.scheduler.get_allocation(job.name) is None:
+                raise
+            UNSTAGED[job.name] = str(error) or type(error).__name__
+        await hand_on(self, job)
+
+    return schedule
 
 
 def _kind_and_facility(job: Job) -> tuple[str, str]:
@@ -168,7 +203,7 @@ def retrieving(original: Any, closing: Closing | None) -> Any:
         await command_output
         token = Token(value=None, tag=get_tag(job.inputs.values()))
         try:
-            if output_name == OUTPUT:
+            if output_name == OUTPUT and job.name not in UNSTAGED:
                 place = job.output_directory if closing is None else closing.directory(job)
                 token = (await _directory(self, job, place) if place is not None else None) or token
         except Exception as error:
@@ -208,9 +243,17 @@ def transferring(original: Any, closing: Closing | None) -> Any:
     async def transfer(self: CWLTransferStep, job: Job, token: Token) -> Token:
         context = self.workflow.context
         here = context.scheduler.get_connector(job.name).deployment_name
-        if is_facility(here) and closing is not None:
+        if is_facility(here) and (closing is not None or job.name in UNSTAGED):
             return unmoved(token)
-        source = _source(context, token) if not is_facility(here) else None
+        if is_facility(here):
+            try:
+                return await original(self, job, token)
+            except Exception as error:
+                if ours(error):
+                    raise
+                UNSTAGED[job.name] = str(error) or type(error).__name__
+                return unmoved(token)
+        source = _source(context, token)
         if source is None:
             return await original(self, job, token)
         try:
@@ -274,8 +317,8 @@ def install() -> None:
     cwl_utils.update_file_token = unlisted(cwl_utils.update_file_token)
     closing = closing_of_run()
     remotepath.get_storage_usages = storage_usages
-    if closing is not None:
-        ScheduleStep._schedule = scheduling(ScheduleStep._schedule)
+    make = scheduling if closing is not None else making_directories
+    ScheduleStep._schedule = make(ScheduleStep._schedule)
     CWLCommand.execute = executing(CWLCommand.execute, closing, CWLTransferStep.transfer)
     CWLExecuteStep._retrieve_output = retrieving(CWLExecuteStep._retrieve_output, closing)
     CWLTransferStep.transfer = transferring(CWLTransferStep.transfer, closing)

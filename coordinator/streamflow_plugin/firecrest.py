@@ -194,13 +194,9 @@ class FirecrestConnector(BaseConnector):
 
     async def _do_walk(self, kind: str, path: str) -> tuple[str, int]:
         try:
-            found = await self.ask(
-                lambda client: client.list_files(self.api.system, path, show_hidden=True, dereference=True)
-            )
+            names = await self.ask(partial(_names, self.api.system, path, {"d": "d", "f": "-"}[kind]))
         except NotThere:
             return "", 1
-        wanted = {"d": "d", "f": "-"}[kind]
-        names = [str(one["name"]) for one in found or [] if one["type"] == wanted]
         return "\n".join(posixpath.join(path, name) for name in names if "/" not in name and "\n" not in name), 0
 
     async def _do_get_file(self, path: str) -> tuple[str, int]:
@@ -208,16 +204,16 @@ class FirecrestConnector(BaseConnector):
 
     async def _do_output(self, id: str) -> tuple[str, int]:
         """The end of what a job printed, into the file that FirecREST names."""
-        found = await self.ask(lambda client: client.job_metadata(self.api.system, id))
-        path = str((found or [{}])[0].get("standardOutput") or "")
+        path = await self.ask(
+            lambda client: str((client.job_metadata(self.api.system, id) or [{}])[0].get("standardOutput") or "")
+        )
         return await self._text("tail", path) if path.startswith("/") else ("", 1)
 
     async def _text(self, how: str, path: str) -> tuple[str, int]:
         try:
-            found = await self.ask(lambda client: getattr(client, how)(self.api.system, path, num_bytes=OUTPUT_BYTES))
+            return await self.ask(partial(_part, self.api.system, path, how)), 0
         except NotThere:
             return "", 1
-        return str(found["content"] if isinstance(found, dict) else found), 0
 
     async def _do_link(self, source: str, target: str) -> tuple[str, int]:
         await self._in_thread(lambda call: files.remove(self.api, call, target))
@@ -256,17 +252,17 @@ class FirecrestConnector(BaseConnector):
 
     async def _named(self, name: str) -> list[dict[str, Any]]:
         """Our jobs of this name that have not ended."""
-        found = [plain_job(one) for one in await self.ask(lambda client: client.job_info(self.api.system)) or []]
-        return [one for one in found if one and one["name"] == name and one["state"] not in SCHEDULER.terminal]
+        found = await self.ask(partial(_jobs, self.api.system))
+        return [one for one in found if one["name"] == name and one["state"] not in SCHEDULER.terminal]
 
     async def _job(self, id: str) -> dict[str, Any] | None:
         """None for a job that FirecREST does not know yet: its record appears some seconds after the submission."""
         try:
-            found = await self.ask(lambda client: client.job_info(self.api.system, id))
+            found = await self.ask(partial(_jobs, self.api.system, id=id))
         except NotThere:
             gone = {"id": id, "name": "", "state": FORGOTTEN, "reason": "", "code": None, "signal": None}
             return gone if id in self._seen else None
-        job = next((one for raw in found if (one := plain_job(raw)) and one["id"] == id), None)
+        job = next((one for one in found if one["id"] == id), None)
         if job is not None:
             self._seen.add(id)
         return job
@@ -280,15 +276,12 @@ class FirecrestConnector(BaseConnector):
         """
         script = SCHEDULER.named(command, name or "crossfed", output)
         try:
-            answer = await self.ask(
-                lambda client: client.submit(self.api.system, workdir, script_str=script), once=True
-            )
+            return await self.ask(partial(_submitted, self.api.system, workdir, script), once=True)
         except WorkflowExecutionException as error:
             cause = error.__cause__
             if isinstance(cause, Unreachable) and cause.status == 500 and not SLURM.is_silence(str(cause)):
                 raise Rejected(str(cause)) from None  # the words of sbatch or qsub
             raise
-        return str(answer.get("jobId") or "")
 
     # Files
 
@@ -360,6 +353,28 @@ class FirecrestConnector(BaseConnector):
         await super().undeploy(external)
         self._calls.shutdown(wait=False, cancel_futures=True)
         self._work.shutdown(wait=False, cancel_futures=True)
+
+
+# Each is one call: what is odd in an answer is odd within it, and an error of that facility's.
+
+
+def _jobs(system: str, client: Any, id: str | None = None) -> list[dict[str, Any]]:
+    found = client.job_info(system) if id is None else client.job_info(system, id)
+    return [one for raw in found or [] if (one := plain_job(raw)) is not None]
+
+
+def _submitted(system: str, workdir: str, script: str, client: Any) -> str:
+    return str(client.submit(system, workdir, script_str=script).get("jobId") or "")
+
+
+def _names(system: str, path: str, kind: str, client: Any) -> list[str]:
+    found = client.list_files(system, path, show_hidden=True, dereference=True)
+    return [str(one["name"]) for one in found or [] if one["type"] == kind]
+
+
+def _part(system: str, path: str, how: str, client: Any) -> str:
+    found = getattr(client, how)(system, path, num_bytes=OUTPUT_BYTES)
+    return str(found["content"] if isinstance(found, dict) else found)
 
 
 def _cancel(system: str, id: str, client: Any) -> None:

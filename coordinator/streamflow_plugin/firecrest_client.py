@@ -6,25 +6,36 @@ institution's: its size is bounded, and staging addresses that it names must be 
 
 from __future__ import annotations
 
+import re
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import asyncssh
 import httpx
-import requests
 from firecrest import ClientCredentialsAuth
 from firecrest.FirecrestException import ClientsCredentialsException, FirecrestException
 from firecrest.v2 import Firecrest
 from streamflow.core.exception import WorkflowExecutionException
 
 from coordinator.config.firecrest import HERE
-from facility.exchange.messages.strict_json import clean
+from coordinator.streamflow_plugin.bounded_http import (
+    ANSWER_BYTES,
+    ANSWER_SECONDS,
+    FILE_BYTES,
+    OutOfBounds,
+    Patience,
+    bound,
+    bounded,
+    check_plain,
+)
+from facility.exchange.errors import ManifestError
+from facility.exchange.messages.strict_json import Fields, clean
 
-ANSWER_SECONDS = 60.0
-ANSWER_BYTES = 16 << 20
-"""Of one answer of the interface itself; staged files are bounded by who reads them."""
+TOKEN_BYTES = 1 << 18
+"""Of one answer of the token endpoint."""
 PASSING = (408, 424, 425, 429, 500, 502, 503, 504)
 """Statuses that trying again may clear."""
 
@@ -48,22 +59,32 @@ class Rejected(WorkflowExecutionException):
     """FirecREST says no."""
 
 
-class BoundedStream(httpx.SyncByteStream):
-    """A response's body; more than `most` bytes are an error."""
+class Identity(ClientCredentialsAuth):
+    """Asks for tokens as the original does, through a bounded client that follows no redirection."""
 
-    def __init__(self, stream: Any, most: int) -> None:
-        self._stream, self._most = stream, most
+    def __init__(self, client_id: str, secret: str, token_url: str, patience: Patience) -> None:
+        super().__init__(client_id, secret, token_url)
+        self.disable_client_logging = True
+        self._session = httpx.Client(timeout=ANSWER_SECONDS, event_hooks={"response": [check_plain, self._bound]})
+        bound(self._session, patience)
 
-    def __iter__(self) -> Iterator[bytes]:
-        count = 0
-        for block in self._stream:
-            count += len(block)
-            if count > self._most:
-                raise httpx.ReadError(f"more than {self._most} bytes in one answer")
-            yield block
+    def _bound(self, response: httpx.Response) -> None:
+        bounded(response, TOKEN_BYTES)
 
-    def close(self) -> None:
-        self._stream.close()
+    def get_access_token(self) -> str:
+        """A token that holds for some seconds more. Raises `ClientsCredentialsException` or `OutOfBounds`."""
+        if self._access_token and time.time() <= (self._token_expiration_ts or 0) - self._min_token_validity:
+            return str(self._access_token)
+        given = {"grant_type": "client_credentials", "client_id": self._client_id, "client_secret": self._client_secret}
+        answer = self._session.post(self._token_uri, data=given)
+        if not answer.is_success:
+            raise ClientsCredentialsException([answer])
+        found = Fields(raw=dict(answer.json()), where="the token endpoint's answer")
+        token, seconds = found.text("access_token"), found.number("expires_in", most=1e9)
+        if not re.fullmatch(r"[!-~]+", token):
+            raise OutOfBounds("the token endpoint's answer holds no token")
+        self._access_token, self._token_expiration_ts = token, time.time() + seconds
+        return token
 
 
 class Api:
@@ -76,6 +97,7 @@ class Api:
         self._token_url, self._client_id, self._secret_file = token_url, client_id, secret_file
         self._client: Firecrest | None = None
         self._turn = threading.Lock()
+        self.patience = Patience()
 
     def call(self, act: Callable[[Firecrest], T]) -> T:
         """What `act` returns. Raises `asyncssh.PermissionDenied`, `Unreachable`, `NotThere` or `Rejected`."""
@@ -83,6 +105,8 @@ class Api:
             with self._turn:
                 client = self._client = self._client or self._connect()
             return act(client)
+        except (OutOfBounds, ManifestError) as error:
+            raise Rejected(f"FirecREST gives an answer that is not taken: {clean(str(error), 300)}") from None
         except ClientsCredentialsException as error:
             self._client = None
             status = error.responses[-1].status_code
@@ -93,19 +117,21 @@ class Api:
             raise self._meant(error) from None
         except httpx.UnsupportedProtocol as error:
             raise Rejected(str(error)) from None
-        except (httpx.TransportError, requests.RequestException) as error:
+        except httpx.TransportError as error:
             raise Unreachable(f"{type(error).__name__}: {error}"[:300]) from None
-        except (httpx.HTTPError, KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        except (OSError, MemoryError, WorkflowExecutionException):
+            raise  # this machine's, or what was found already
+        except Exception as error:
             raise Rejected(f"FirecREST's answer cannot be understood: {type(error).__name__}") from None
 
     def _connect(self) -> Firecrest:
         secret = Path(self._secret_file).expanduser().read_text().strip()
-        identity = ClientCredentialsAuth(self._client_id, secret, self._token_url)
-        identity.timeout, identity.disable_client_logging = ANSWER_SECONDS, True
+        identity = Identity(self._client_id, secret, self._token_url, self.patience)
         client = Firecrest(firecrest_url=self.url, authorization=identity)
         client.timeout, client.num_retries_rate_limit = ANSWER_SECONDS, 0
         client.disable_client_logging = True  # staging addresses are secrets
-        client._session.event_hooks = {"request": [self._check_request], "response": [self._bound]}
+        client._session.event_hooks = {"request": [self._check_request], "response": [check_plain, self._bound]}
+        bound(client._session, self.patience)
         return client
 
     def _check_request(self, request: httpx.Request) -> None:
@@ -114,8 +140,10 @@ class Api:
             raise httpx.UnsupportedProtocol(f"FirecREST names an address without https at {request.url.host}")
 
     def _bound(self, response: httpx.Response) -> None:
-        if str(response.request.url).startswith(self.url):
-            response.stream = BoundedStream(response.stream, ANSWER_BYTES)
+        url = response.request.url
+        if not str(url).startswith(f"{self.url}/"):
+            return  # a staged file, which its reader bounds
+        bounded(response, FILE_BYTES if url.path.endswith("/ops/download") else ANSWER_BYTES)
 
     def _meant(self, error: FirecrestException) -> Exception:
         """The exception that says what can be done about an answer."""
@@ -136,5 +164,5 @@ def _message(answer: Any) -> str:
     try:
         found = answer.json()
         return str(found.get("message") or found)
-    except (ValueError, AttributeError):
-        return str(getattr(answer, "text", ""))
+    except (OutOfBounds, ValueError, AttributeError):
+        return answer.content[:1000].decode(errors="replace") if isinstance(answer, httpx.Response) else ""

@@ -19,6 +19,8 @@ from coordinator.streamflow_plugin.tree import NEW_FILE, local_entries, read_lis
 
 TRANSFER_SECONDS = 24 * 3600.0
 """What a job of FirecREST that moves one file may take, its wait in the queue included."""
+CHUNK_BYTES = 4 << 20
+"""Of a staged file that is kept in memory."""
 FOLDER_MODE = "700"
 
 
@@ -93,7 +95,8 @@ def _receive(api: Api, call: Call, source: str, path: Path, entry: Entry) -> Non
         if staged is None:
             return
         staged.wait_for_transfer_job(timeout=TRANSFER_SECONDS)
-        with os.fdopen(os.open(partial, NEW_FILE, 0o600), "wb") as file:
+        staged.chunk_size = CHUNK_BYTES
+        with os.fdopen(os.open(partial, NEW_FILE, 0o600), "wb") as file, api.patience.for_bytes(entry.size):
             staged.download_file_from_stage(Exactly(file, entry.size))
 
     try:
@@ -112,27 +115,32 @@ def listing(api: Api, call: Call, source: str, most_bytes: int) -> tuple[list[st
     kind = kind_of(api, call, source)
     if kind == "f":
         return read_listing(b"%d 600 \0" % size_of(api, call, source), most_bytes)
-    found = call(lambda client: client.list_files(system, source, show_hidden=True, recursive=True, dereference=True))
-    lines = [b"d 700 \0"]
-    for one in found or []:
-        name, is_folder = os.fsencode(str(one["name"])), one["type"] == "d"
-        if one["type"] not in ("d", "-"):
-            raise TransferFailed("the facility lists something that is neither a file nor a directory")
-        lines.append(b"d 700 " + name + b"\0" if is_folder else f"{int(one['size'])} 600 ".encode() + name + b"\0")
-    return read_listing(b"".join(lines), most_bytes)
+
+    def listed(client: Any) -> list[bytes]:
+        """Lines as `find` prints them, of the listing; what is odd in it is odd within the call."""
+        found = client.list_files(system, source, show_hidden=True, recursive=True, dereference=True)
+        lines = [b"d 700 \0"]
+        for one in found or []:
+            name, is_folder = os.fsencode(str(one["name"])), one["type"] == "d"
+            if one["type"] not in ("d", "-"):
+                raise TransferFailed("the facility lists something that is neither a file nor a directory")
+            lines.append(b"d 700 " + name + b"\0" if is_folder else f"{int(one['size'])} 600 ".encode() + name + b"\0")
+        return lines
+
+    return read_listing(b"".join(call(listed)), most_bytes)
 
 
 def kind_of(api: Api, call: Call, path: str, *, follow: bool = True) -> str:
     """`d`, `f`, `l`, or '' where nothing is there."""
     try:
-        found = call(lambda client: client.stat(api.system, path, dereference=follow))
+        mode = call(lambda client: int(client.stat(api.system, path, dereference=follow)["mode"]))
     except NotThere:
         return ""
-    return {0o040000: "d", 0o100000: "f", 0o120000: "l"}.get(int(found["mode"]) & 0o170000, "?")
+    return {0o040000: "d", 0o100000: "f", 0o120000: "l"}.get(mode & 0o170000, "?")
 
 
 def size_of(api: Api, call: Call, path: str) -> int:
-    return int(call(lambda client: client.stat(api.system, path, dereference=True))["size"])
+    return int(call(lambda client: int(client.stat(api.system, path, dereference=True)["size"])))
 
 
 def make(api: Api, call: Call, path: str) -> None:

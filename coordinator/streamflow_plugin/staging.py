@@ -57,19 +57,24 @@ def scheduling(original: Any) -> Any:
             return await original(self, job=job)
         scheduler = self.workflow.context.scheduler
         await scheduler.schedule(job, self.binding_config, AtOnce(self.hardware_requirement))
-        allocation = scheduler.get_allocation(job.name)
-        paths = get_path_processor(allocation.locations[0])
-        for name in ("input_directory", "output_directory", "tmp_directory"):
-            setattr(job, name, _get_directory(paths, getattr(job, name), allocation.target))
-        tokens: list[Token] = []
-        for name in self.input_ports:
-            tokens += [job.inputs[name]] if name in job.inputs else self.get_input_port(name).token_list
-        token = JobToken(value=job, tag=get_job_tag(job.name))
-        known = get_entity_ids([one for one in tokens if one.persistent_id])
-        port = self.get_output_port()
-        port.put(await self._persist_token(token=token, port=port, input_token_ids=known))
+        await hand_on(self, job)
 
     return schedule
+
+
+async def hand_on(step: ScheduleStep, job: Job) -> None:
+    """Give a job its directories' names, and let its step go on; nothing is made at the facility."""
+    allocation = step.workflow.context.scheduler.get_allocation(job.name)
+    paths = get_path_processor(allocation.locations[0])
+    for name in ("input_directory", "output_directory", "tmp_directory"):
+        setattr(job, name, _get_directory(paths, getattr(job, name), allocation.target))
+    tokens: list[Token] = []
+    for name in step.input_ports:
+        tokens += [job.inputs[name]] if name in job.inputs else step.get_input_port(name).token_list
+    token = JobToken(value=job, tag=get_job_tag(job.name))
+    known = get_entity_ids([one for one in tokens if one.persistent_id])
+    port = step.get_output_port()
+    port.put(await step._persist_token(token=token, port=port, input_token_ids=known))
 
 
 class Staged:

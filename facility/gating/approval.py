@@ -198,6 +198,11 @@ def check_model(session: Session, order: Manifest, settings: FacilitySettings) -
     if not models:
         return
     if base := settings.training.lora.base:
+        if resolve(base).resolve().is_relative_to(session.workdir):
+            raise Refused(
+                f"the base model {base} lies in the workdir, where the coordinator writes: whatever its manifest says, "
+                "its weights could be others; keep it elsewhere at this site"
+            )
         found = manifest_if_any(resolve(base))
         digest = found.content_sha256 if found else "no digest"
         if digest not in models:

@@ -53,10 +53,11 @@ class Source:
 
 def mask_update(
     update: Path, *, received: Path, out: Path, residual_out: Path, member: Member, settings: MaskingSettings
-) -> Manifest:
-    """Write the masked form of `update`, trained from `received`, and what it leaves to send; returns its manifest.
+) -> tuple[Manifest, dict[str, str]]:
+    """Write the masked form of `update`, trained from `received`, and what it leaves to send.
 
-    Neither `out` nor `residual_out` may exist. Raises `InputError` where the roster is for another model.
+    Returns its manifest, and the sha256 of each file of what it leaves, made of what is written. Neither `out` nor
+    `residual_out` may exist. Raises `InputError` where the roster is for another model.
     """
     roster, manifest = member.roster, read_manifest(update)
     check_base(roster, received)
@@ -79,7 +80,7 @@ def mask_update(
                 TensorWriter(directory, layout_like(checkpoint, dict.fromkeys(sources, DTYPES[bits])), hashed=True)
             )
             rests = open_files.enter_context(
-                TensorWriter(rest_directory, layout_like(checkpoint, dict.fromkeys(sources, RESTS[bits])))
+                TensorWriter(rest_directory, layout_like(checkpoint, dict.fromkeys(sources, RESTS[bits])), hashed=True)
             )
             piece = piece_of(len(masks), bits)
             masker = Masker(masks, piece=piece, bits=bits, weight=weights[member.facility], factor=factor)
@@ -89,7 +90,7 @@ def mask_update(
                     check_finite(source, squared)
                     writer.write(name, start * sent.itemsize, as_bytes(sent))
                     rests.write(name, start * rest.itemsize, as_bytes(rest))
-            digests = writer.digests()
+            digests, left = writer.digests(), rests.digests()
         copy_companions(update, directory, leave=())
         write_shares(directory, share_seeds(member, own))
         details = {
@@ -110,7 +111,7 @@ def mask_update(
             ),
             digests,
         )
-    return made
+    return made, left
 
 
 def check_base(roster: Roster, received: Path) -> None:

@@ -67,15 +67,27 @@ def reserve_budget(settings: FacilitySettings, dataset: Path, environment: Mappi
             unit=asked.unit,
         )
         if limit:
-            check_fits(mine, account, limit)
+            check_fits(mine, account, limit, units=units_in(dataset, asked.unit))
         if mine != before:
             write_json(path, {other: asdict(one) for other, one in sorted((account | {name: mine}).items())})
             total = math.fsum(one.epsilon for one in account.values()) + mine.epsilon
             log.info("federations on this dataset have reserved epsilon %g in all (%s)", total, path)
 
 
-def check_fits(mine: Reserved, others: Mapping[str, Reserved], limit: float) -> None:
-    """Raise `InputError` unless all budgets together are within the limit."""
+def units_in(dataset: Path, unit: Unit) -> int:
+    """Documents or blocks that a dataset is trained on; 0: not known."""
+    if not (Path(dataset) / NAME).is_file():
+        return 0
+    train = open_dataset(dataset).manifest.splits.get("train")
+    return 0 if train is None else train.documents if unit == "document" else train.blocks
+
+
+def check_fits(mine: Reserved, others: Mapping[str, Reserved], limit: float, *, units: int = 0) -> None:
+    """Raise `InputError` unless all budgets together are within the limit.
+
+    `units`: of the dataset. Deltas add up as epsilons do, and a bound with a delta of one over the units, or more,
+    allows that one of them is published whole.
+    """
     if odd := sorted(name for name, one in others.items() if one.unit != mine.unit):
         raise InputError(
             f"the settings protect a {mine.unit}, and {', '.join(odd)} protected another unit of the same dataset: "
@@ -87,6 +99,12 @@ def check_fits(mine: Reserved, others: Mapping[str, Reserved], limit: float) -> 
         raise InputError(
             f"out of the dataset's privacy budget: this site allows epsilon {limit:g} for all federations together, "
             f"others have reserved {total - mine.epsilon:g} ({listed}), and the settings ask for {mine.epsilon:g}"
+        )
+    delta = math.fsum([mine.delta, *(one.delta for one in others.values())])
+    if units and delta > 1 / units:
+        raise InputError(
+            f"out of the dataset's privacy budget: the deltas of all federations on it add up to {delta:g}, more than "
+            f"one over its {units} units of training: that bounds nothing; ask for smaller ones"
         )
 
 

@@ -52,8 +52,10 @@ class Masked:
             return
         residual = residual_path(self.state, round)
         shutil.rmtree(residual, ignore_errors=True)
-        mask_update(update, received=received, out=out, residual_out=residual, member=self.member, settings=masking)
-        keep_residual(self.state, round)
+        _, left = mask_update(
+            update, received=received, out=out, residual_out=residual, member=self.member, settings=masking
+        )
+        keep_residual(self.state, round, left)
         with_run(out, run_of(read_manifest(received)))
         sign(out, resolve(self.settings.training.signing_key))
         kept.keep(own_key, round, out)

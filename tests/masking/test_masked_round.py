@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from coordinator.aggregation.server_optimizers.registry import SERVER_OPTIMIZERS
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.errors import InputError
-from facility.exchange.messages.manifest import read_manifest
+from facility.exchange.messages.manifest import read_manifest, sha256_of
 from facility.exchange.messages.settings import FacilitySettings, TrainingSettings
 from facility.masking.private_keys import PrivateKeys
+from facility.rounds import sealed
 from facility.rounds.masked import Masked
 from facility.rounds.sealed import check_kept, flaw
 from facility.rounds.smaller import unsent
@@ -154,8 +155,11 @@ def test_the_same_request_is_asked_again_and_answered_again_after_too_few_answer
 
 
 def test_the_residual_beside_a_masked_update_is_sealed_and_an_altered_one_is_told_and_not_used(
-    tmp_path: Path, signers: Path
+    tmp_path: Path, signers: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    """Its digest is made of what is written: no weights are read for it once more."""
+    again: list[str] = []
+    monkeypatch.setattr(sealed, "sha256_of", lambda path: again.append(path.name) or sha256_of(path))
     federation = Masking(root=tmp_path, signers=signers)
     roster = federation.roster([federation.keys(name) for name in federation.names])
     state, plain = federation.state("alpha"), federation.plain("alpha", steps(federation.names)["alpha"])
@@ -167,6 +171,7 @@ def test_the_residual_beside_a_masked_update_is_sealed_and_an_altered_one_is_tol
     Masked(settings=settings, state=state, member=member).make(
         plain, received=federation.model(), key="k", out=tmp_path / "update"
     )
+    assert not [name for name in again if name.endswith(".safetensors")]
     residual = unsent(state, 1, training, masked=True)
     assert residual is not None and flaw(residual) == "" and check_kept(state, 1) == []
     (weights,) = residual.glob("*.safetensors")

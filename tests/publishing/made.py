@@ -5,11 +5,30 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import yaml
+
+from coordinator.archive.rounds import Archive
 from facility.exchange.messages.manifest import Manifest, write_manifest
 from tests.pico import save_pico
 from tests.report.made import made_archive
 
 PEOPLE = [{"name": "Josiah Carberry", "orcid": "0000-0002-1825-0097", "affiliation": "Brown University"}]
+ODD = [
+    'A "quoted" <b>name</b> \\ {x}|^`',
+    "José Ünal (MIT) #1 50% a/b?c=d&e",
+    "山田 太郎",
+    "\u202eevil\u0301\u0301\u0301\u0301 name",
+    "x" * 3000,
+    "A B",
+    "A-B",
+    "run",
+    "./",
+    "../../x",
+    "urn:sha256:0",
+    "https://e.example/<script>",
+    "' OR 1=1; --",
+]
+"""Names that a person, an institution or a licence may have, or that somebody makes up."""
 MOST_BYTES = 5_000_000
 """Of a crate."""
 
@@ -35,4 +54,30 @@ def made_federation(root: Path) -> Path:
         f"facilities:\n  - {{name: facility-00, dataset: /data, {public}}}\n"
         "  - {name: facility-01, dataset: /data}\n  - {name: facility-02, dataset: /data}\n"
     )
+    return path
+
+
+def hostile_federation(root: Path) -> Path:
+    """The same with the oddest of names, titles and licences, and facilities called as things of the crate are."""
+    path = made_federation(root)
+    people = [{"name": one, "affiliation": ODD[-1 - place]} for place, one in enumerate(ODD)]
+    described = yaml.safe_load(path.read_text()) | {
+        "title": ODD[0] + ODD[2],
+        "license": ODD[1],
+        "creators": [*people, *PEOPLE],
+        "funding": ODD,
+    }
+    names = {"facility-00": "run", "facility-01": "ro-crate-metadata.json", "facility-02": "crossfed"}
+    for one, license in zip(described["facilities"], (ODD[0], ODD[2], ODD[11]), strict=True):
+        one["name"] = names[one["name"]]
+        one["public"] = {"named": True, "dataset_card": True, "license": license, "languages": [ODD[0], "it", ODD[2]]}
+    path.write_text(yaml.safe_dump(described))
+    archive = Archive(root / "archive")
+    for number in range(3):
+        file = archive.round_directory(number) / "round.json"
+        record = json.loads(file.read_text())
+        dataset = record["facilities"][0]["dataset"]
+        for row in record["facilities"]:
+            row["facility"], row["dataset"] = names[row["facility"]], dataset
+        file.write_text(json.dumps(record))
     return path

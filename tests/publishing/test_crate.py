@@ -23,7 +23,7 @@ from tests.conftest import ROOT
 from tests.engine.engines import cwltool
 from tests.federations import write_federation
 from tests.publishing.cwlprov import trained
-from tests.publishing.made import MOST_BYTES, PEOPLE, made_federation
+from tests.publishing.made import MOST_BYTES, PEOPLE, hostile_federation, made_federation
 from tests.publishing.validator import Validator
 
 pytestmark = [pytest.mark.readme, pytest.mark.timeout(900)]
@@ -95,6 +95,11 @@ def assert_valid(crate: Path, validator: Validator) -> None:
 
 def test_the_crate_of_a_federation_with_failures_is_valid(validator: Validator, tmp_path: Path):
     assert_valid(publish(made_federation(tmp_path), tmp_path / "out") / "crate", validator)
+
+
+def test_the_crate_of_a_federation_with_the_oddest_names_is_valid(validator: Validator, tmp_path: Path):
+    """The laws behind it are in the default suite: tests/security/test_published_text.py."""
+    assert_valid(publish(hostile_federation(tmp_path), tmp_path / "out") / "crate", validator)
 
 
 def test_the_validator_finds_what_is_missing(validator: Validator, tmp_path: Path):

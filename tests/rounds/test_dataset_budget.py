@@ -41,6 +41,15 @@ def test_budgets_of_all_federations_add_up_and_the_one_too_many_is_refused(datas
     assert account_path(dataset).stat().st_mode & 0o077 == 0 or account_path(dataset).parent.stat().st_mode & 0o077 == 0
 
 
+def test_deltas_of_all_federations_add_up_too_and_bound_something(dataset: Path):
+    """Each alone is below one over the 40 blocks, and all together allow that a block is published whole."""
+    for name in ("heron", "crane"):
+        reserve(dataset, name, 1.0, limit="10", delta=0.01, unit="block")
+    with pytest.raises(InputError, match="deltas of all federations on it add up to 0.03, more than one over its 40"):
+        reserve(dataset, "stork", 1.0, limit="10", delta=0.01, unit="block")
+    reserve(dataset, "stork", 1.0, limit="10", delta=1e-6, unit="block")
+
+
 def test_every_round_of_a_federation_reserves_the_same_once_and_a_larger_budget_its_difference(dataset: Path):
     for epsilon in (2.0, 2.0, 5.0, 3.0):
         reserve(dataset, "heron", epsilon, limit="5")

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -455,6 +456,23 @@ def test_a_run_begins_with_a_listed_model_and_goes_on(site: Gate):
     with_run(site.workdir / "in/model", "b" * 32)
     site.sign()
     assert site.ask(request)[0] == 77, "another run has to begin with a listed model"
+
+
+def test_a_base_model_that_the_coordinator_could_write_is_none_of_the_listed(site: Gate):
+    """Its manifest says a listed digest, which the job does not compare with gigabytes of weights."""
+    from facility.exchange.messages.manifest import read_manifest
+
+    site.round()
+    model, bases = site.workdir / "in/model", {"inside": site.workdir / "base", "outside": site.home / "base"}
+    for base in bases.values():
+        shutil.copytree(model, base)
+    (site.home / "link").symlink_to(bases["inside"])
+    (bases["inside"] / "model.safetensors").write_bytes(b"other weights")
+    site.policy(models=[read_manifest(model).content_sha256], node_hours_per_day=100.0)
+    for base in (bases["inside"], site.home / "link"):
+        code, _, said = site.ask(site.round(lora={"rank": 4, "base": str(base)}))
+        assert code == 77 and "lies in the workdir, where the coordinator writes" in said, said
+    assert site.ask(site.round(lora={"rank": 4, "base": str(bases["outside"])}))[0] == 0
 
 
 BAD_POLICIES = {

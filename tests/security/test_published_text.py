@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from facility.exchange.messages.dataset_card import dataset_of
 from facility.exchange.messages.evaluation import scores_of
 from facility.exchange.messages.manifest import Manifest
 from facility.rounds.evaluation import scores_in
-from tests.publishing.made import made_federation
+from tests.publishing.made import ODD, hostile_federation, made_federation
 
 EVIL = [
     "](http://e.example) <b>",
@@ -104,3 +105,50 @@ def test_no_facility_stands_in_anothers_place_in_the_crate(tmp_path: Path):
     assert entities["#person-run"]["name"] == "run" and entities["#institution-crossfed"]["name"] == "crossfed"
     same = entities[f"urn:sha256:{'c' * 64}"]
     assert {"update of facility-2, round 0", "update of facility 3, round 0"} <= {same["name"], *same["alternateName"]}
+
+
+URI = re.compile(
+    r"(?:#|[A-Za-z][A-Za-z0-9+.-]*:|\./|[A-Za-z0-9_])(?:[A-Za-z0-9._~:/?#\[\]@!$&'()*+,;=-]|%[0-9A-Fa-f]{2})*"
+)
+"""RFC 3986, section 2 and appendix A: letters of which a reference may consist."""
+
+
+def references(value: Any) -> list[str]:
+    """Every `@id` within."""
+    if isinstance(value, list):
+        return [found for one in value for found in references(one)]
+    if not isinstance(value, dict):
+        return []
+    own = [value["@id"]] if "@id" in value else []
+    return own + [found for one in value.values() for found in references(one)]
+
+
+def test_every_entity_of_a_crate_has_an_address_of_its_own_whatever_names_are_given(tmp_path: Path):
+    """What roc-validator asks for by `make readme`, as laws: references are URIs, have an entity, and keep names."""
+    crate = publish(hostile_federation(tmp_path), tmp_path / "out") / "crate"
+    graph = json.loads((crate / "ro-crate-metadata.json").read_text())["@graph"]
+    entities = {one["@id"]: one for one in graph}
+    assert len(entities) == len(graph)
+    for name in references(graph):
+        assert name in ("./", "ro-crate-metadata.json") or URI.fullmatch(name) and len(name) < 250, name
+    local = [name for name in references(graph) if name.startswith("#") or ":" not in name]
+    assert set(local) <= set(entities)
+    people = [one for one in graph if one["@type"] == "Person"]
+    places = [one for one in graph if one["@type"] == "Organization" and one["@id"].startswith("#institution-")]
+    assert {one["name"] for one in people} >= set(ODD) and {one["name"] for one in places} >= set(ODD)
+    assert entities["#run"]["@type"] == "CreateAction" and entities["#crossfed"]["@type"] == "SoftwareApplication"
+    assert {"#site-run", "#site-crossfed", "#site-ro-crate-metadata.json"} <= set(entities)
+    for one in graph:
+        assert one.get("name", "x") and isinstance(one["@type"], str | list)
+
+
+def test_a_croissant_card_has_what_the_format_asks_for_whatever_a_facility_says(tmp_path: Path):
+    """As mlcroissant checks it: a name, an address of a licence, files with address, kind and digest."""
+    crate = publish(hostile_federation(tmp_path), tmp_path / "out") / "crate"
+    cards = sorted((crate / "croissant").glob("*.json"))
+    assert [one.stem for one in cards] == ["crossfed", "ro-crate-metadata.json", "run"]
+    for path in cards:
+        card = json.loads(path.read_text())
+        assert re.fullmatch(r"[A-Za-z0-9._-]+", card["name"]) and card["conformsTo"].startswith("http")
+        for file in card["distribution"]:
+            assert URI.fullmatch(file["@id"]) and re.fullmatch("[0-9a-f]{64}", file["sha256"])

@@ -16,7 +16,7 @@ from coordinator.schedulers.scheduler import BatchScheduler
 from coordinator.schedulers.slurm import SCHEDULER as SLURM
 from tests.conftest import ROOT
 from tests.engine.engines import streamflow
-from tests.security.attacked import HONEST, attacked_federation, rows_of
+from tests.security.attacked import HONEST, attacked_federation, rows_of, ssh_site
 
 FINISHED = (
     '{"Jobs": {"1.h": {"job_state": %s, "Exit_status": %s, "Output_Path": "h:/a\\u001b", "comment": "\\u202ex"}}}'
@@ -148,3 +148,20 @@ def test_a_queue_that_says_for_ever_that_a_job_runs_is_its_facilitys_absence(
     assert "was taken for lost: Slurm says that it still runs 0:00:" in rows["endless"].reason, rows
     assert rows["endless"].reason in " ".join(result.stdout.split())
     assert cancelled.read_text().startswith("7")
+
+
+@pytest.mark.parametrize("workdir", ["/proc/nowhere", "/dev/null/below"])
+def test_a_facility_where_no_directory_can_be_made_is_absent_and_ends_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workdir: str
+):
+    """Under StreamFlow: a full disk, or no right to write, at one facility failed the step and with it the run."""
+    with ssh_site(tmp_path) as deployment:
+        monkeypatch.setenv("HOME", str(tmp_path / "home"))
+        path = attacked_federation(
+            tmp_path / "fed", {"full": {}}, deployment=deployment | {"workdir": workdir}, minimum_facilities=1
+        )
+        result = streamflow(path, tmp_path / "engine", timeout=100)
+    assert result.returncode == 0, result.stdout[-3000:]
+    rows = rows_of(path)
+    assert rows[HONEST].status == "ok" and rows["full"].status == "absent", rows
+    assert "full is left out of the round" in result.stdout and "left no update: " in rows["full"].reason, rows

@@ -16,6 +16,8 @@ import subprocess
 import threading
 import time
 import uuid
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -83,6 +85,10 @@ class Site:
     """New jobs wait."""
     lies: dict[str, Any] = field(default_factory=dict)
     """Answers by end of the endpoint, in place of the true ones."""
+    attacks: dict[str, Callable[[Any], None]] = field(default_factory=dict)
+    """What is done to the connection in place of an answer, by a part of the endpoint's path."""
+    sent: int = 0
+    """Bytes of attacks that the other side took."""
     requests: list[str] = field(default_factory=list)
     tokens: set[str] = field(default_factory=set)
     submissions: int = 0
@@ -189,6 +195,11 @@ class Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(length) if length else self._chunked()
         parts = urlsplit(self.path)
         query = {key: values[0] for key, values in parse_qs(parts.query).items()}
+        if attack := next((act for end, act in self.site.attacks.items() if end in parts.path), None):
+            self.close_connection = True
+            with suppress(OSError):
+                attack(self)
+            return
         try:
             answer = self._answer(self.command, parts.path, query, body)
             status = 201 if self.command == "POST" and "/staging" not in parts.path else 200

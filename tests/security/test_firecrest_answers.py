@@ -1,0 +1,197 @@
+"""A FirecREST that is broken or hostile: what it answers costs its facility the round, and nobody memory or time."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import time
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("firecrest")
+
+from streamflow.core.exception import WorkflowExecutionException
+
+from coordinator.streamflow_plugin import bounded_http
+from coordinator.streamflow_plugin.firecrest_client import Rejected
+from tests.engine.engines import streamflow
+from tests.security.attacked import HONEST, attacked_federation, rows_of
+from tests.streamflow_plugin.firecrest_server import SECRET, FirecrestServer, Site
+from tests.streamflow_plugin.test_firecrest import PLACE, access, act, command, server  # noqa: F401 (a fixture)
+
+pytestmark = pytest.mark.timeout(90)
+MOST = 80 << 20
+"""Bytes of memory that no answer may take."""
+
+
+def put(handler: Any, block: bytes) -> None:
+    handler.wfile.write(block)
+    handler.server.RequestHandlerClass.site.sent += len(block)
+
+
+def head(handler: Any, *lines: str) -> None:
+    put(handler, "\r\n".join(["HTTP/1.1 200 OK", "f7t-appversion: 2.6.0", *lines, "", ""]).encode())
+
+
+def body(content: bytes, *lines: str) -> Callable[[Any], None]:
+    def attack(handler: Any) -> None:
+        head(handler, f"Content-Length: {len(content)}", *lines)
+        put(handler, content)
+
+    return attack
+
+
+def endless(handler: Any) -> None:
+    head(handler, "Transfer-Encoding: chunked")
+    block = b"10000\r\n" + b"[" * 65536 + b"\r\n"
+    while handler.server.RequestHandlerClass.site.sent < 1 << 30:
+        put(handler, block)
+
+
+def dripping(handler: Any) -> None:
+    head(handler, "Content-Length: 1000000")
+    while True:
+        put(handler, b" ")
+        time.sleep(0.1)
+
+
+def dripping_head(handler: Any) -> None:
+    put(handler, b"HTTP/1.1 200 OK\r\n")
+    while True:
+        put(handler, b"x: y\r\n")
+        time.sleep(0.1)
+
+
+def silent(handler: Any) -> None:
+    head(handler, f"Content-Length: {10**18}")
+    time.sleep(5)
+
+
+OUT_OF_BOUNDS: dict[str, Callable[[Any], None]] = {
+    "endless": endless,
+    "compressed": body(gzip.compress(bytes(1 << 28)), "Content-Encoding: gzip"),
+    "too large": body(b" " * (5 << 20)),
+    "deep": body(b'{"output":' + b"[" * 100_000),
+    "many": body(b'{"output":[' + b"{}," * 1_000_000 + b"{}]}"),
+    "digits": body(b'{"output":{"mode":' + b"9" * 5000 + b',"size":1}}'),
+    "infinite": body(b'{"output":{"mode":1e999,"size":1e999}}'),
+    "not a number": body(b'{"output":{"mode":NaN,"size":NaN}}'),
+    "not UTF-8": body(b'{"output":"\xff\xfe"}'),
+    "lone surrogates": body(b'{"output":{"mode":"\\ud800","size":"\\ud800"}}'),
+    "twice": body(b'{"output":{"mode":1},"output":{"mode":2}}'),
+}
+SENSELESS: dict[str, Any] = {
+    "a list": [],
+    "null": None,
+    "text": "x",
+    "no output": {},
+    "null inside": {"output": None},
+    "text inside": {"output": "x"},
+    "mappings": {"output": {"mode": {}, "size": {}}},
+    "text for numbers": {"output": {"mode": "x", "size": "x"}},
+    "a long message": {"message": "m" * 60_000},
+}
+ATTACKS = OUT_OF_BOUNDS | {name: body(json.dumps(one).encode()) for name, one in SENSELESS.items()}
+SLOW = {"dripping": dripping, "dripping head": dripping_head, "silent": silent}
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounded_http.Patience, "seconds", 1.0)
+
+
+def attacked(server: Site, tmp_path: Path, step: Callable[[Any], Any]) -> WorkflowExecutionException:  # noqa: F811
+    """The error of a step, which takes little time and memory."""
+    tracemalloc.start()
+    start = time.monotonic()
+    try:
+        with pytest.raises(WorkflowExecutionException) as caught:
+            act(server, tmp_path, step, retries=2)
+        assert time.monotonic() - start < 20
+        assert tracemalloc.get_traced_memory()[1] < MOST
+    finally:
+        tracemalloc.stop()
+    assert server.sent < 32 << 20, "no more is taken than may be"
+    return caught.value
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_an_answer_out_of_bounds_is_rejected_at_once(server: Site, tmp_path: Path, name: str):  # noqa: F811
+    server.attacks["ops/stat"] = ATTACKS[name]
+    error = attacked(server, tmp_path, command(f"test -d {tmp_path}"))
+    assert isinstance(error, Rejected) and len(str(error)) < 500, error
+    assert sum("ops/stat" in one for one in server.requests) == 0
+    again = act(server, tmp_path, command(f"mkdir -p {tmp_path}/made"))
+    assert again == [("", 0)], "other answers are taken as before"
+
+
+@pytest.mark.parametrize("name", SLOW)
+def test_an_answer_that_never_ends_is_given_up(server: Site, tmp_path: Path, hasty: None, name: str):  # noqa: F811
+    server.attacks["ops/stat"] = SLOW[name]
+    error = attacked(server, tmp_path, command(f"test -d {tmp_path}"))
+    assert "firecrest does not answer, tried 2 times" in str(error)
+
+
+@pytest.mark.parametrize("name", [*OUT_OF_BOUNDS, *SENSELESS, *SLOW])
+def test_a_token_endpoint_is_held_to_the_same(server: Site, tmp_path: Path, hasty: None, name: str):  # noqa: F811
+    server.attacks["/token"] = (ATTACKS | SLOW)[name]
+    attacked(server, tmp_path, command(f"test -d {tmp_path}"))
+
+
+@pytest.mark.parametrize("token", ["a\r\nX-Evil: 1", "", "ü", 7, "t" * 70_000])
+def test_no_token_is_a_header_of_its_own(server: Site, tmp_path: Path, token: Any):  # noqa: F811
+    server.attacks["/token"] = body(json.dumps({"access_token": token, "expires_in": 300}).encode())
+    assert isinstance(attacked(server, tmp_path, command(f"test -d {tmp_path}")), Rejected)
+
+
+@pytest.mark.parametrize("name", ["endless", "compressed", "dripping", "too large"])
+@pytest.mark.parametrize("size", [1000, 20_000_000], ids=["small", "staged"])
+def test_a_download_takes_no_more_and_no_longer_than_was_listed(
+    server: Site,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    size: int,
+):
+    """Small files directly and large ones over the staging area, whose address the facility names."""
+    monkeypatch.setattr(bounded_http, "ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr(bounded_http.Patience, "seconds", 1.0)
+    monkeypatch.setattr(bounded_http, "SLOWEST", 20_000_000)
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "weights").write_bytes(os.urandom(size))
+    server.attacks["ops/download" if size == 1000 else "/staging/"] = (ATTACKS | SLOW)[name]
+    error = attacked(
+        server, tmp_path, lambda one: one.copy_remote_to_local(str(tmp_path / "there"), str(tmp_path / "back"), PLACE)
+    )
+    assert "FAILED copy" in str(error) or "does not answer" in str(error)
+    assert not (tmp_path / "back" / "weights").exists() and not list(tmp_path.glob("back/*.part"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("end", ["ops/stat", "ops/mkdir", "jobs", "/token"])
+def test_a_facility_behind_a_hostile_firecrest_is_absent_by_name(tmp_path: Path, end: str):
+    """Under StreamFlow, with an honest facility beside it, whatever is answered badly."""
+    (tmp_path / "secret").write_text(SECRET)
+    template = tmp_path / "job.sh"
+    template.write_text("#!/bin/bash\n{{ streamflow_command }}\n")
+    with FirecrestServer() as site:
+        site.attacks[end] = ATTACKS["deep"]
+        deployment = {
+            "type": "firecrest",
+            "firecrest": access(site, tmp_path),
+            "template": str(template),
+            "workdir": str(tmp_path / "site"),
+            "polling_seconds": 1,
+        }
+        path = attacked_federation(tmp_path / "fed", {"broken": {}}, deployment=deployment, minimum_facilities=1)
+        result = streamflow(path, tmp_path / "engine", timeout=200)
+    assert result.returncode == 0, result.stdout[-3000:]
+    rows = rows_of(path)
+    assert rows[HONEST].status == "ok" and rows["broken"].status == "absent", rows
+    assert "broken is left out of the round" in result.stdout and "not taken" in rows["broken"].reason
