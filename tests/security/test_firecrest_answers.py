@@ -194,4 +194,4 @@ def test_a_facility_behind_a_hostile_firecrest_is_absent_by_name(tmp_path: Path,
     assert result.returncode == 0, result.stdout[-3000:]
     rows = rows_of(path)
     assert rows[HONEST].status == "ok" and rows["broken"].status == "absent", rows
-    assert "broken is left out of the round" in result.stdout and "not taken" in rows["broken"].reason
+    assert "broken is left out of the round" in result.stdout and "left no update: FirecREST" in rows["broken"].reason

@@ -150,17 +150,18 @@ def test_a_queue_that_says_for_ever_that_a_job_runs_is_its_facilitys_absence(
     assert cancelled.read_text().startswith("7")
 
 
-@pytest.mark.parametrize("workdir", ["/proc/nowhere", "/dev/null/below"])
+@pytest.mark.slow
+@pytest.mark.timeout(240)
 def test_a_facility_where_no_directory_can_be_made_is_absent_and_ends_no_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workdir: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Under StreamFlow: a full disk, or no right to write, at one facility failed the step and with it the run."""
     with ssh_site(tmp_path) as deployment:
         monkeypatch.setenv("HOME", str(tmp_path / "home"))
         path = attacked_federation(
-            tmp_path / "fed", {"full": {}}, deployment=deployment | {"workdir": workdir}, minimum_facilities=1
+            tmp_path / "fed", {"full": {}}, deployment=deployment | {"workdir": "/dev/null/below"}, minimum_facilities=1
         )
-        result = streamflow(path, tmp_path / "engine", timeout=100)
+        result = streamflow(path, tmp_path / "engine", timeout=200)
     assert result.returncode == 0, result.stdout[-3000:]
     rows = rows_of(path)
     assert rows[HONEST].status == "ok" and rows["full"].status == "absent", rows
