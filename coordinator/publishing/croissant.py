@@ -10,18 +10,24 @@ from typing import Any
 
 from coordinator.config.publishing import PublicSettings
 
+TERMS = (
+    "citeAs column extract field fileObject fileProperty fileSet format includes isLiveDataset jsonPath key md5 "
+    "parentField path recordSet references regex repeated replace separator source subField transform"
+).split()
+"""Of Croissant's own vocabulary."""
 CONTEXT = {
+    "@language": "en",
     "@vocab": "https://schema.org/",
     "sc": "https://schema.org/",
     "cr": "http://mlcommons.org/croissant/",
+    "rai": "http://mlcommons.org/croissant/RAI/",
     "dct": "http://purl.org/dc/terms/",
     "conformsTo": "dct:conformsTo",
-    "citeAs": "cr:citeAs",
-    "recordSet": "cr:recordSet",
-    "field": "cr:field",
+    "data": {"@id": "cr:data", "@type": "@json"},
     "dataType": {"@id": "cr:dataType", "@type": "@vocab"},
-    "isLiveDataset": "cr:isLiveDataset",
-}
+    "examples": {"@id": "cr:examples", "@type": "@json"},
+} | {term: f"cr:{term}" for term in TERMS}
+"""As the specification has it, in the appendix "JSON-LD context"."""
 
 
 def card(name: str, dataset: Mapping[str, Any], public: PublicSettings) -> dict[str, Any]:

@@ -150,5 +150,6 @@ def test_a_croissant_card_has_what_the_format_asks_for_whatever_a_facility_says(
     for path in cards:
         card = json.loads(path.read_text())
         assert re.fullmatch(r"[A-Za-z0-9._-]+", card["name"]) and card["conformsTo"].startswith("http")
+        assert card["@context"]["@language"] == "en", "without it Croissant's own library reads no card"
         for file in card["distribution"]:
             assert URI.fullmatch(file["@id"]) and re.fullmatch("[0-9a-f]{64}", file["sha256"])
